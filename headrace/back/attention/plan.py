@@ -1,0 +1,54 @@
+"""What one step's attention needs to know, per KV group; built by the runner, read by every attention layer.
+
+Shapes: T query tokens of the step, R rows in it, B blocks of the longest row. Rows with exactly one query token come
+first (`num_decodes` of them). Host copies (numpy) spare kernels a device-to-host read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan:
+    """The step as one KV group sees it.
+
+    query_start_R1   int32 [R+1]  first query token of each row
+    kv_len_R         int32 [R]    tokens in the KV cache once this step's are written
+    block_table_RB   int32 [R,B]  block ids; entries past a row's length, and freed window blocks, are 0 (null block)
+    slot_T           int64 [T]    block * block_tokens + offset where each query token's KV is written
+    """
+
+    query_start_R1: torch.Tensor
+    kv_len_R: torch.Tensor
+    block_table_RB: torch.Tensor
+    slot_T: torch.Tensor
+    host_query_start: np.ndarray
+    host_kv_len: np.ndarray
+    num_decodes: int
+    max_query_len: int
+    max_kv_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step's input to a model: an argument of `forward`, never ambient.
+
+    token_ids_T  int64 [T]; positions_T int64 [T]; plans: one per KV group; group_of_layer: layer -> index into plans;
+    kv: layer -> its KV cache [num_blocks, 2, kv_heads, block_tokens, head_dim] (0 = keys, 1 = values);
+    logits_at_N int64 [N]: query tokens whose logits are wanted.
+    """
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    plans: tuple[AttentionPlan, ...]
+    group_of_layer: tuple[int, ...]
+    kv: tuple[torch.Tensor, ...]
+    logits_at_N: torch.Tensor
+
+    def plan_of(self, layer: int) -> AttentionPlan:
+        """The attention plan of the layer's KV group."""
+        return self.plans[self.group_of_layer[layer]]

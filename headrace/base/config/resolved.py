@@ -1,0 +1,124 @@
+"""The configuration after `launch/resolve.py`: no "auto", no text where a number is meant. What the towers are built from.
+
+`EngineSpec` goes to the core process and its workers, `ServerSpec` to the API processes. Both are plain frozen structs
+that cross a process border as JSON. A `Decision` records every choice that was made for the user.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """One choice made on the user's behalf: printed at start and by `headrace plan`."""
+
+    field: str
+    given: str
+    chosen: str
+    why: str
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that has been found on disk. `path` is a folder, or a GGUF file; `format`: safetensors, gguf, dummy.
+
+    `config` is config.json as read (for GGUF: rebuilt from its metadata with the same keys). `family` names a row of
+    `back/models/registry.py`. `dtype`: float32, bfloat16 or float16. `logits_width` bounds every token id.
+    """
+
+    path: str
+    name: str
+    format: str
+    family: str
+    dtype: str
+    max_model_len: int
+    logits_width: int
+    eos_ids: tuple[int, ...]
+    config: dict[str, Any]
+    seed: int = 0
+
+
+class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache. Exactly one of `num_blocks` and `memory_bytes` is set; the workers turn bytes into blocks."""
+
+    block_tokens: int
+    prefix_caching: bool
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+
+
+class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """See SchedulerOptions; all numbers decided."""
+
+    max_step_tokens: int
+    max_running: int
+    policy: str = "fcfs"
+    inter_prefill_budget: int | None = None
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4_000_000
+    overlap: bool = True
+    ageing_steps: int = 200
+    step_timeout_s: float = 300.0
+
+
+class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the model runs. `threads` is per worker."""
+
+    device: str
+    executor: str
+    tensor_parallel: int = 1
+    threads: int = 1
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one engine core and its workers are built from."""
+
+    model: ModelSpec
+    kv: KVSpec
+    scheduler: SchedulerSpec
+    device: DeviceSpec
+
+
+class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front needs to turn messages into tokens and back. `tokenizer_path` is a folder or a GGUF file."""
+
+    tokenizer_path: str
+    chat_template: str | None
+    model_names: tuple[str, ...]
+    generation_defaults: dict[str, float | int]
+    logits_width: int
+    eos_ids: tuple[int, ...]
+    max_model_len: int
+
+
+class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """See ServerOptions; sizes in bytes, keys as SHA-256 hex digests (the keys themselves stay in the parent)."""
+
+    host: str
+    port: int
+    api_key_digests: tuple[str, ...]
+    admin_key_digest: str | None
+    api_servers: int
+    max_body_bytes: int
+    max_connections: int
+    header_timeout_s: float
+    body_timeout_s: float
+    keepalive_timeout_s: float
+    shutdown_timeout_s: float
+    request_timeout_s: float
+    max_requests_per_key: int
+    max_n: int
+    trust_request_chat_template: bool
+    public_metrics: bool
+    log_level: str
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """The resolved tree and how it came about."""
+
+    engine: EngineSpec
+    text: TextSpec
+    server: ServerSpec
+    replicas: int
+    decisions: tuple[Decision, ...]

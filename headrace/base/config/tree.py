@@ -1,0 +1,221 @@
+"""The configuration as the user says it: one frozen tree, the only place where an option is written.
+
+Every field carries its meaning, unit and bounds (msgspec.Meta). The CLI flags, the YAML keys and docs/CONFIG.md are
+generated from it by `headrace.base.config.options`. "auto" means "decide for me" and does not survive
+`headrace.launch.resolve`, which turns this tree, facts about the model and facts about the device into `Resolved`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Auto = Literal["auto"]
+Bytes = Annotated[str, Meta(pattern=r"^\d+(\.\d+)?\s*([kKmMgGtT]i?)?[bB]?$")]
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model, and how it is read."""
+
+    model: Annotated[
+        str,
+        Meta(description="A folder, a GGUF file or a hub id; empty serves the bundled demo model."),
+    ] = ""
+    revision: Annotated[str, Meta(description="Revision of a hub id; pins every file of it.")] = (
+        "main"
+    )
+    allow_download: Annotated[
+        bool,
+        Meta(
+            description="Fetch a hub id that is not in the local cache. Off: nothing is ever fetched."
+        ),
+    ] = False
+    tokenizer: Annotated[
+        str | None, Meta(description="A folder with another tokenizer; by default the model's own.")
+    ] = None
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Meta(description="Names clients may use; the first is shown. Default: the model's name."),
+    ] = ()
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Type of weights and activations; auto takes the checkpoint's."),
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"],
+        Meta(
+            description="How weights are read; dummy makes seeded random ones from config.json alone."
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        Positive | Auto,
+        Meta(
+            description="Longest sequence, in tokens; auto takes the model's, or what the KV pool holds."
+        ),
+    ] = "auto"
+    chat_template: Annotated[
+        str | None, Meta(description="A file with a Jinja chat template that replaces the model's.")
+    ] = None
+    seed: Annotated[Natural, Meta(description="Seed of dummy weights.")] = 0
+    family: Annotated[
+        str,
+        Meta(
+            description="auto, or transformers to force the fallback that runs transformers' own model code."
+        ),
+    ] = "auto"
+
+
+class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache."""
+
+    kv_memory: Annotated[
+        Bytes | Auto,
+        Meta(
+            description="Memory for the KV cache, such as 4GiB; auto takes a share of what is free."
+        ),
+    ] = "auto"
+    kv_blocks: Annotated[
+        Positive | None, Meta(description="Number of KV blocks; overrides kv_memory.")
+    ] = None
+    block_tokens: Annotated[
+        Literal[8, 16, 32, 64, 128], Meta(description="Tokens in a KV block.")
+    ] = 16
+    prefix_caching: Annotated[
+        bool,
+        Meta(description="Reuse the KV of prompts that begin alike (within one tenant and salt)."),
+    ] = True
+
+
+class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs in a step, and who waits."""
+
+    max_step_tokens: Annotated[
+        Positive | Auto, Meta(description="Token budget of a step, prefill and decode together.")
+    ] = "auto"
+    max_running: Annotated[
+        Positive | Auto, Meta(description="Most requests that run at the same time.")
+    ] = "auto"
+    policy: Annotated[
+        Literal["fcfs", "priority", "fair"],
+        Meta(
+            description="Order of the queue: by arrival, by (priority, arrival), or token-fair between tenants."
+        ),
+    ] = "fcfs"
+    inter_prefill_budget: Annotated[
+        Positive | None,
+        Meta(
+            description="Once a step holds this many prefill tokens, no further prefill joins it. Default: no bound."
+        ),
+    ] = None
+    max_queued_requests: Annotated[
+        Natural,
+        Meta(description="Requests that may wait; one more is refused with 503 and Retry-After."),
+    ] = 1024
+    max_queued_tokens: Annotated[
+        Natural, Meta(description="Prompt tokens that may wait in all; more are refused with 503.")
+    ] = 4_000_000
+    overlap: Annotated[
+        bool, Meta(description="Plan the next step while the device runs this one.")
+    ] = True
+    ageing_steps: Annotated[
+        Positive,
+        Meta(
+            description="A request passed over for this many steps gets the freed blocks reserved."
+        ),
+    ] = 200
+    step_timeout_s: Annotated[
+        Seconds,
+        Meta(description="A step that takes longer counts as hung: the engine is restarted."),
+    ] = 300.0
+
+
+class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and in how many processes the model runs."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Kind of device.")] = "auto"
+    executor: Annotated[
+        Literal["auto", "inline", "processes", "null"],
+        Meta(
+            description="Workers inside the core process, in processes of their own, or none (a fake for measuring)."
+        ),
+    ] = "auto"
+    tensor_parallel: Annotated[Positive, Meta(description="Devices that share each layer.")] = 1
+    replicas: Annotated[
+        Positive, Meta(description="Engine cores, each with a whole copy of the model.")
+    ] = 1
+    threads: Annotated[
+        Positive | Auto,
+        Meta(description="CPU threads of a worker; auto respects cpuset and cgroup."),
+    ] = "auto"
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP server."""
+
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it."),
+    ] = 8000
+    api_keys: Annotated[
+        tuple[str, ...],
+        Meta(description="Keys clients must show; none: no key is asked for (loopback only)."),
+    ] = ()
+    admin_key: Annotated[
+        str | None, Meta(description="Key of the administrative routes; none: they are off.")
+    ] = None
+    api_servers: Annotated[Positive, Meta(description="API processes that share the port.")] = 1
+    max_body_bytes: Annotated[
+        Bytes, Meta(description="Largest request body, also after decompression.")
+    ] = "32MiB"
+    max_connections: Annotated[Positive, Meta(description="Open connections per API process.")] = (
+        4096
+    )
+    header_timeout_s: Annotated[
+        Seconds, Meta(description="Time a client has to send its headers.")
+    ] = 10.0
+    body_timeout_s: Annotated[Seconds, Meta(description="Longest pause while a body arrives.")] = (
+        30.0
+    )
+    keepalive_timeout_s: Annotated[
+        Seconds, Meta(description="Time an idle connection stays open.")
+    ] = 30.0
+    shutdown_timeout_s: Annotated[
+        Seconds,
+        Meta(
+            description="After SIGTERM running requests may finish within this time; 0 aborts them at once."
+        ),
+    ] = 30.0
+    request_timeout_s: Annotated[
+        Seconds,
+        Meta(description="Longest a request may take; a client may ask for less (timeout_s)."),
+    ] = 3600.0
+    max_requests_per_key: Annotated[
+        Positive, Meta(description="Requests of one key that may be in flight; more get 429.")
+    ] = 1024
+    max_n: Annotated[Positive, Meta(description="Largest n and best_of.")] = 128
+    trust_request_chat_template: Annotated[
+        bool,
+        Meta(
+            description="Accept chat_template from requests. Leave off for clients you do not trust."
+        ),
+    ] = False
+    public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Log level.")
+    ] = "info"
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole tree."""
+
+    model: ModelOptions = ModelOptions()
+    kv: KVOptions = KVOptions()
+    scheduler: SchedulerOptions = SchedulerOptions()
+    device: DeviceOptions = DeviceOptions()
+    server: ServerOptions = ServerOptions()

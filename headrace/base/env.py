@@ -1,0 +1,77 @@
+"""The only reader of os.environ, and the table of the variables headrace knows.
+
+Environment variables are for paths, secrets and debugging; everything else is an option of the configuration tree.
+At most 20 of them (a test counts). docs/ENV.md is generated from this table.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """One environment variable: its name, its meaning and the text shown as its default."""
+
+    name: str
+    doc: str
+    default: str = ""
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        name="HEADRACE_CACHE_DIR",
+        doc="Folder for caches (compiled kernels, measured tables). Created with mode 0700.",
+        default="~/.cache/headrace",
+    ),
+    Variable(
+        name="HEADRACE_API_KEYS",
+        doc="Comma-separated API keys; the same as --api-keys, but invisible in the process list.",
+    ),
+    Variable(
+        name="HEADRACE_ADMIN_KEY",
+        doc="Key of the administrative routes; the same as --admin-key.",
+    ),
+    Variable(
+        name="HEADRACE_RUNTIME_DIR",
+        doc="Folder for the Unix sockets between the processes. Created with mode 0700.",
+        default="a fresh folder under the system's temporary folder",
+    ),
+    Variable(
+        name="HEADRACE_NATIVE",
+        doc="0 turns the native CPU kernels off (debugging); a path loads that library instead.",
+        default="1",
+    ),
+    Variable(name="HEADRACE_LOG", doc="Log level: debug, info, warning or error.", default="info"),
+    Variable(
+        name="HF_HOME", doc="Where downloaded checkpoints are kept.", default="~/.cache/huggingface"
+    ),
+    Variable(name="NO_COLOR", doc="Any value turns colours off in the terminal."),
+)
+
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
+def get(name: str) -> str | None:
+    """The value of a known variable, None if unset or empty; an unknown name is a programming error."""
+    assert name in _BY_NAME, f"{name} is not in the table of environment variables"
+    return os.environ.get(name) or None
+
+
+def cache_dir() -> Path:
+    """The cache folder, created with mode 0700."""
+    path = Path(get("HEADRACE_CACHE_DIR") or "~/.cache/headrace").expanduser()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """A copy of this process's environment with `changes`, for starting a child process."""
+    return {**os.environ, **changes}
+
+
+def set_default(name: str, value: str) -> None:
+    """Sets a variable of a third-party library in this process unless the user has set it."""
+    os.environ.setdefault(name, value)

@@ -1,0 +1,223 @@
+"""Every error headrace raises on purpose, as one tree.
+
+    HeadraceError
+    |-- RequestError            the caller of a request did something wrong; never retried unchanged
+    |   |-- InvalidRequest      400  malformed, out of range, or can never fit
+    |   |   `-- ContextTooLong  400  the prompt is longer than the model or the KV pool can hold
+    |   |-- Unauthorized        401
+    |   |-- Forbidden           403
+    |   |-- NotFound            404
+    |   |-- Conflict            409
+    |   |-- TooLarge            413
+    |   |-- UnsupportedMedia    415
+    |   `-- DeadlineExceeded    504  the request's own deadline passed
+    |-- OverloadError           a retry later may succeed; carries Retry-After
+    |   |-- RateLimited         429  this key's share is used up
+    |   `-- Unavailable         503  full, draining, paused or restarting
+    |-- EngineError             500  ours: the request failed through no fault of the caller
+    |   |-- NonFiniteLogits     500  the model produced NaN or Inf for this row
+    |   `-- EngineDead          500  the process that ran the request died
+    `-- StartError              the user's command line, checkpoint or machine; exit status 2, no HTTP
+        |-- ConfigError
+        |-- CheckpointError
+        `-- MissingDependency
+
+A message says what was given, what is allowed and what to do, with the field as the user typed it. It never holds
+file system paths of the server (StartError excepted: its reader owns the machine), addresses or other users' data.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+
+class HeadraceError(Exception):
+    """Base of every error raised on purpose.
+
+    `status` is the HTTP status, `type` and `code` are the OpenAI error fields, `retryable` says whether the same
+    request may succeed later. `field` names the offending field as the caller typed it.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self, message: str, *, field: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+
+class RequestError(HeadraceError):
+    """The caller did something wrong; the same request fails again."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class InvalidRequest(RequestError):
+    """A field is malformed, out of range, or asks for what can never be done."""
+
+
+class ContextTooLong(InvalidRequest):
+    """The prompt exceeds the context or the KV pool; the message carries both numbers."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(RequestError):
+    """No key, or a wrong one."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """The key is right but not for this route."""
+
+    status = 403
+    type = "permission_error"
+
+
+class NotFound(RequestError):
+    """Unknown route, model or request id."""
+
+    status = 404
+    type = "not_found_error"
+
+
+class ModelNotFound(NotFound):
+    """The `model` field names none that is served."""
+
+    code = "model_not_found"
+
+
+class MethodNotAllowed(RequestError):
+    """The route exists with other methods."""
+
+    status = 405
+
+
+class Conflict(RequestError):
+    """The state of the server forbids this now and a repetition would not help."""
+
+    status = 409
+    type = "conflict"
+
+
+class TooLarge(RequestError):
+    """The body is larger than the limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class UnsupportedMedia(RequestError):
+    """A content type or content encoding that is not accepted."""
+
+    status = 415
+
+
+class HeadersTooLarge(RequestError):
+    """Too many headers, or too many bytes of them."""
+
+    status = 431
+
+
+class DeadlineExceeded(RequestError):
+    """The deadline the request carried has passed."""
+
+    status = 504
+    type = "timeout"
+    code = "deadline_exceeded"
+
+
+class OverloadError(HeadraceError):
+    """Nothing is wrong with the request; the server cannot take it now. Always answered with Retry-After."""
+
+    status = 503
+    type = "service_unavailable"
+    retryable = True
+
+
+class RateLimited(OverloadError):
+    """This key has used its share."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class Unavailable(OverloadError):
+    """Queue full, draining, or the engine restarts."""
+
+    code = "server_overloaded"
+
+
+class EngineError(HeadraceError):
+    """The request failed inside the engine."""
+
+
+class NonFiniteLogits(EngineError):
+    """The model produced NaN or Inf for this request's row; only this request fails."""
+
+    code = "nan_logits"
+
+
+class EngineDead(EngineError):
+    """The engine process died while it ran the request."""
+
+    code = "engine_dead"
+    retryable = True
+
+
+class StartError(HeadraceError):
+    """The server cannot start; printed without a traceback, exit status 2."""
+
+
+class ConfigError(StartError):
+    """An option, or a combination of options, is wrong."""
+
+
+class CheckpointError(StartError):
+    """The checkpoint is broken, incomplete, unsafe or unsupported; names file and tensor or key."""
+
+
+class MissingDependency(StartError):
+    """An optional library is needed and absent; says what to install."""
+
+
+class WireError(msgspec.Struct, frozen=True):
+    """A HeadraceError on its way through a process border: class name, message, field, seconds to wait."""
+
+    kind: str
+    message: str
+    field: str | None = None
+    retry_after_s: float | None = None
+
+
+def _all_errors(root: type[HeadraceError]) -> dict[str, type[HeadraceError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found.update(_all_errors(child))
+    return found
+
+
+def to_wire(error: BaseException) -> WireError:
+    """The wire form of any exception; one that is not ours becomes an EngineError without its text (P19)."""
+    if isinstance(error, HeadraceError):
+        return WireError(type(error).__name__, error.message, error.field, error.retry_after_s)
+    return WireError(EngineError.__name__, f"internal error ({type(error).__name__})")
+
+
+def from_wire(error: WireError) -> HeadraceError:
+    """The exception a WireError stands for; an unknown kind becomes an EngineError."""
+    kind = _all_errors(HeadraceError).get(error.kind, EngineError)
+    return kind(error.message, field=error.field, retry_after_s=error.retry_after_s)

@@ -1,0 +1,103 @@
+"""What a request asks of sampling: `SamplingParams` as users write it, and its two resolved halves.
+
+`SamplingParams` is public. The front checks it, resolves every text to token ids and every default to a number, and
+splits it: `StopRules` is what the core needs to end a request, `RowSampling` what the sampler needs for one row.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to sample one prompt. Defaults leave the model's distribution unchanged (temperature 1).
+
+    `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1, `min_p` 0, `typical_p` 1 are off. `n` answers are returned
+    out of `best_of` sampled ones (ranked by mean log-probability). `beam_width` turns beam search on. `logprobs` and
+    `prompt_logprobs` are the numbers of alternatives beside the token itself (0: only the token's own; -1: all).
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
+
+
+class StopRules(msgspec.Struct, frozen=True, kw_only=True):
+    """When the core ends a request. `stop_ids` holds the end-of-sequence ids too, unless they are ignored.
+
+    `max_tokens` is at least 0 and already bounded by the context; stop ids count only from `min_tokens` on.
+    0 means the prompt is only scored: the request ends ("length") when its prompt is computed.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the sampler needs for one row; every number resolved, every text already token ids.
+
+    `seed` is always set (random if the user gave none): the noise of a token is a function of (seed, position, id).
+    `suppressed_ids` may not be sampled while fewer than `min_tokens` tokens are out (stop and eos ids).
+    `bad_words` are token-id sequences whose last id is forbidden when the others precede it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    dry_breaker_ids: tuple[int, ...] = ()
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    min_tokens: int = 0
+    suppressed_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_ids: tuple[int, ...] | None = None
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_ids: tuple[int, ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the token is the argmax of the processed logits."""
+        return self.temperature == 0.0

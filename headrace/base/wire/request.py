@@ -1,0 +1,135 @@
+"""Messages between a front process and an engine core.
+
+Front to core: `AddRequest`, `AbortRequests`, `Call`. Core to front: `Hello`, `TokenBatch`, `Reply`.
+A front numbers its requests with random 63-bit ids of its own making; ids from clients are labels only (P6).
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from headrace.base.errors import WireError
+from headrace.base.wire.params import RowSampling, StopRules
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
+    """One sequence to generate. `prompt` is little-endian int32 token ids, 4 bytes each.
+
+    `label` is the id shown to people (`chatcmpl-...`). `tenant` shares fairly with other tenants in proportion to
+    `weight`; a lower `priority` goes first. `deadline_s` counts from arrival. `cache_salt` separates prefix caches.
+    `extra_keys` enter the hash of every block (adapter, media). `gates` carries what optional gates need, by gate name.
+    """
+
+    id: int
+    prompt: bytes
+    stop: StopRules
+    sampling: RowSampling
+    label: str = ""
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+    extra_keys: tuple[bytes, ...] = ()
+    gates: dict[str, msgspec.Raw] = {}
+
+    def prompt_ids(self) -> np.ndarray:
+        """The prompt as an int32 array (a read-only view)."""
+        return np.frombuffer(self.prompt, dtype="<i4")
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
+    """Ends the requests with reason "abort"; unknown ids are ignored (they may just have finished)."""
+
+    ids: tuple[int, ...]
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
+    """A control call; answered by a `Reply` with the same number once it is complete.
+
+    Operations: "status" {}, "explain" {ids: [int]}, "pause" {mode: abort|wait|keep, clear_cache: bool}, "resume" {},
+    "is_paused" {}, "reset_prefix_cache" {}, "metrics" {}, "drain" {timeout_s: float}.
+    """
+
+    number: int
+    operation: str
+    arguments: dict[str, int | float | str | bool | list[int] | None] = {}
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """The first message of a core that is ready: what the front must know to check requests.
+
+    `logits_width` bounds every token id; `capacity_tokens` is the most tokens one request can ever hold in the KV
+    pool; `max_model_len` its bound by the model. `start_s` breaks the start-up time down by phase.
+    """
+
+    logits_width: int
+    max_model_len: int
+    capacity_tokens: int
+    max_running: int
+    num_blocks: int
+    block_tokens: int
+    start_s: dict[str, float] = {}
+    decisions: list[tuple[str, str, str, str]] = []
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of one position. Entry 0 is the token itself, then the alternatives in falling order,
+    then the ids that were asked for by name. `rank` is the token's 1-based rank."""
+
+    ids: np.ndarray
+    values: np.ndarray
+    rank: int
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of prompt tokens `start ..` (position 0 has none). Row i belongs to token start + i;
+    column 0 is the prompt token itself."""
+
+    start: int
+    ids: np.ndarray
+    values: np.ndarray
+    ranks: np.ndarray
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The end of one request, sent exactly once. `reason`: stop, length, abort or error.
+
+    `stop_id` is the stop token that ended it (it is the last token sent). Times are seconds since arrival in the core.
+    """
+
+    id: int
+    reason: str
+    stop_id: int | None = None
+    error: WireError | None = None
+    num_cached: int = 0
+    num_preemptions: int = 0
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    total_s: float = 0.0
+
+
+class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tokens"):
+    """What one step produced for one front: pairs (ids[i], tokens[i]) in order, and what ended.
+
+    An id may occur several times (speculation). `logprobs` is empty or parallel to `tokens`.
+    """
+
+    ids: np.ndarray
+    tokens: np.ndarray
+    logprobs: list[TokenLogprobs | None] = []
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
+    finished: list[Finished] = []
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
+    """The answer to a `Call`: a JSON document, or an error."""
+
+    number: int
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")
+    error: WireError | None = None
+
+
+ToCore = EngineRequest | AbortRequests | Call
+ToFront = Hello | TokenBatch | Reply

@@ -1,0 +1,113 @@
+"""What a generation is, and the events it answers with: the seam between clients of the engine (HTTP dialects, LLM,
+bench, chat) and the engine client.
+
+A full answer is the fold of its events; every dialect encodes the same ones. Order per choice: deltas, then exactly one
+`Ended`. `Started` comes once, first. An error ends the iteration by an exception of `base/errors.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from headrace.base.wire.params import SamplingParams
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    label: str = ""
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+
+
+class TokenScore(msgspec.Struct, frozen=True):
+    """One token with its log-probability; `text` is its own text ("" if it ends inside a character), `data` its bytes."""
+
+    id: int
+    logprob: float
+    text: str
+    data: bytes
+    rank: int | None = None
+
+
+class ScoredToken(msgspec.Struct, frozen=True):
+    """A token and its alternatives: `top` in falling order, `named` for ids asked for by name."""
+
+    token: TokenScore
+    top: list[TokenScore] = []
+    named: list[TokenScore] = []
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The request was accepted. `prompt_scores[0]` is None (the first token has no score); None if not asked for."""
+
+    num_prompt: int
+
+
+class PromptScored(msgspec.Struct, frozen=True):
+    """Scores of all prompt tokens, once, before the first delta of choice 0; entry 0 is None."""
+
+    scores: list[ScoredToken | None]
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """New text of choice `index`; never half a character, never text that may still become a stop string."""
+
+    index: int
+    text: str
+    token_ids: list[int] = []
+    scores: list[ScoredToken] | None = None
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of choice `index`. `reason`: stop, length or abort. `stop` is the stop string or stop id that matched."""
+
+    index: int
+    reason: str
+    stop: str | int | None = None
+    num_output: int = 0
+    num_cached: int = 0
+    cumulative_logprob: float | None = None
+    queued_s: float | None = None
+    first_token_s: float | None = None
+
+
+Event = Started | PromptScored | Delta | Ended
+
+
+class Engine(Protocol):
+    """What front/server, LLM, bench and chat use. Implemented by front/client/engine.py: AsyncLLM."""
+
+    def generate(self, generation: Generation) -> AsyncIterator[Event]:
+        """Checks and runs one generation. Closing the iterator aborts whatever still runs of it.
+
+        Raises RequestError for what the caller did wrong (before the first event), OverloadError when full or
+        draining, EngineError when the engine failed.
+        """
+        ...
+
+    async def explain(self, label: str) -> dict[str, object]:
+        """Where the request with this public id is, and why it waits; NotFound if it is not in flight."""
+        ...
+
+    async def call(self, operation: str, **arguments: object) -> list[object]:
+        """A control call (see wire.request.Call) to every engine core; the replies in order."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served now."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether every engine core answers its heartbeat."""
+        ...
