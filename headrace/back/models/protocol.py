@@ -21,5 +21,5 @@ class CausalModel(Protocol):
         ...
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """Vocabulary logits [N, logits_width] in float32, gathered over ranks, soft-capped and scaled as the family does."""
+        """Logits [N, logits_width] in float32, gathered over ranks, soft-capped and scaled."""
         ...
