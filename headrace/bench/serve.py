@@ -22,7 +22,10 @@ from headrace.base.errors import ConfigError
 from headrace.base.optional import require
 from headrace.bench.report import percentiles
 
-_WORDS = ["the", "river", "turns", "a", "wheel", "of", "oak", "and", "stone", "while", "bright", "water", "runs", "below", "the", "old", "mill", "house"]
+_WORDS = (
+    "the", "river", "turns", "a", "wheel", "of", "oak", "and", "stone", "while",
+    "bright", "water", "runs", "below", "old", "mill", "house",
+)  # fmt: skip
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
