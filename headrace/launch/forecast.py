@@ -1,4 +1,4 @@
-"""How fast a model would run, and whether it fits: the roofline of a device against the bytes and operations of a model.
+"""How fast a model would run, and whether it fits: the roofline of a device against what the model costs.
 
 A decode step reads every weight once and the KV of every row once; a prefill token costs two operations per weight.
 The step takes the longer of bytes / bandwidth and operations / rate. These are bounds, not measurements: the tables in
