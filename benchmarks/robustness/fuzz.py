@@ -63,7 +63,7 @@ def content(random_: random.Random) -> Any:
             [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x"}}],
             random_.choice(EXTREMES),
             None,
-        ]  # fmt: skip
+        ]
     )
 
 
