@@ -12,7 +12,8 @@ from headrace.base.config.options import CommandLine
 from headrace.bench.report import emit, processor_name
 
 _PACKAGES = (
-    "torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "starlette", "uvicorn", "msgspec", "jinja2",
+    "torch", "triton", "numpy", "transformers", "tokenizers", "safetensors",
+    "starlette", "uvicorn", "msgspec", "jinja2",
 )  # fmt: skip
 _SECRET = ("KEY", "KEYS", "TOKEN")
 
