@@ -109,8 +109,9 @@ def main() -> None:
         facts = ", ".join(f"{k} {v}" for k, v in versions().items())
         (HERE / "README.md").write_text(
             "# Throughput on a CPU beside transformers\n\n"
-            "Made by `python benchmarks/throughput/compare.py --write`: bf16, 128 tokens in, 32 out, greedy, both engines in\n"
-            f"processes of their own, in turn, medians of {given.rounds} rounds. Compare within a row: the machine is shared.\n"
+            "Made by `python benchmarks/throughput/compare.py --write`: bf16, 128 tokens in, 32 out, greedy,\n"
+            f"both engines in processes of their own, in turn, medians of {given.rounds} rounds.\n"
+            "Compare within a row: the machine is shared.\n"
             f"{facts}.\n\n{table}\n"
         )
 
