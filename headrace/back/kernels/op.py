@@ -1,13 +1,14 @@
 """What an op is: a reference in PyTorch, kernels beside it, and the choice between them.
 
-`Op.choose(problem)` asks each kernel in rank order whether it supports the problem, checks the first that does against
-the reference on small inputs (REG-121), and returns a `Choice` that says what was taken and why the others were not. It
-runs once per distinct problem, at load. What a layer keeps is the plain callable that `Choice.bind` returns: at use
-there is no dispatch left. Kernels are named "module:attribute" and imported on choosing, so a kernel whose library is
-missing is a reason, never a broken import (PLT-07).
+`Op.choose(problem)` asks each kernel in rank order whether it supports the problem, checks the
+first that does against the reference on small inputs (REG-121), and returns a `Choice` that says
+what was taken and why the others were not. It runs once per distinct problem, at load. What a layer
+keeps is the plain callable that `Choice.bind` returns: at use there is no dispatch left. Kernels
+are named "module:attribute" and imported on choosing, so a kernel whose library is missing is a
+reason, never a broken import (PLT-07).
 
-A kernel module defines `KERNEL = Kernel(name=..., supports=..., bind=...)`; `bind(problem, *weights)` returns a callable
-with exactly the signature of what the reference's `bind` returns.
+A kernel module defines `KERNEL = Kernel(name=..., supports=..., bind=...)`; `bind(problem,
+*weights)` returns a callable with exactly the signature of what the reference's `bind` returns.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ Function = Callable[..., Any]
 class Kernel(Generic[P]):
     """One way to compute an op.
 
-    supports   None if the problem can be computed, else one line that says why not; looks at the problem only
-    bind       (problem, *weights) -> callable; may repack the weights, after which the caller drops its own
+    supports   None if the problem can be computed, else one line that says why not; looks at the
+               problem only
+    bind       (problem, *weights) -> callable; may repack the weights, after which the caller drops
+               its own
     """
 
     name: str
@@ -38,15 +41,18 @@ class Kernel(Generic[P]):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Small inputs of a problem: what `bind` takes beside the problem, and what the bound callable takes."""
+    """Small inputs: what `bind` takes, and what the bound callable takes. `problem` may be a smaller
+    one of the same kind (its sizes have the same remainders), so that a check takes microseconds."""
 
+    problem: Any
     weights: tuple[Any, ...]
     arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Choice(Generic[P]):
-    """The kernel chosen for a problem. `rejected` holds (kernel, reason) of every better-ranked one."""
+    """The kernel chosen for a problem. `rejected` holds (kernel, reason) of every better-ranked
+    one."""
 
     op: str
     problem: P
@@ -65,8 +71,10 @@ class Op(Generic[P]):
     name        as printed in decisions
     reference   supports every problem; correct first, fast where PyTorch is
     kernels     "module:attribute" of each Kernel, best first
-    sample      problem -> Sample for the self-check, seeded; writes of the callable into its arguments are compared too
-    tolerance   problem -> largest error against the reference, relative to the largest magnitude of the output
+    sample      problem -> Sample for the self-check, seeded; writes of the callable into its
+                arguments are compared too
+    tolerance   problem -> largest error against the reference, relative to the largest magnitude of
+                the output
     """
 
     def __init__(
@@ -86,7 +94,8 @@ class Op(Generic[P]):
         self._choices: dict[P, Choice[P]] = {}
 
     def choose(self, problem: P) -> Choice[P]:
-        """The best kernel that supports the problem and agrees with the reference; remembered per problem."""
+        """The best kernel that supports the problem and agrees with the reference; remembered per
+        problem."""
         if problem not in self._choices:
             self._choices[problem] = self._decide(problem)
         return self._choices[problem]
@@ -96,14 +105,14 @@ class Op(Generic[P]):
         return list(self._choices.values())
 
     def error(self, kernel: Kernel[P], problem: P) -> float:
-        """The kernel's largest error on the sample, relative to the largest magnitude; inf if a value is not finite
-        where the reference's is, or shapes or dtypes differ."""
+        """The kernel's largest error on the sample, relative to the largest magnitude; inf if a
+        value is not finite where the reference's is, or shapes or dtypes differ."""
         return max(
             (
                 _difference(ours, reference)
                 for ours, reference in zip(
-                    _outputs(kernel, problem, self.sample(problem)),
-                    _outputs(self.reference, problem, self.sample(problem)),
+                    _outputs(kernel, self.sample(problem)),
+                    _outputs(self.reference, self.sample(problem)),
                     strict=True,
                 )
             ),
@@ -147,8 +156,8 @@ def _label(target: str) -> str:
     return target.partition(":")[0].rpartition(".")[2]
 
 
-def _outputs(kernel: Kernel[P], problem: P, sample: Sample) -> list[torch.Tensor]:
-    result = kernel.bind(problem, *sample.weights)(*sample.arguments)
+def _outputs(kernel: Kernel[P], sample: Sample) -> list[torch.Tensor]:
+    result = kernel.bind(sample.problem, *sample.weights)(*sample.arguments)
     results = result if isinstance(result, tuple) else (result,)
     return [value for value in (*results, *sample.arguments) if isinstance(value, torch.Tensor)]
 
@@ -172,7 +181,8 @@ def _difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def float_tolerance(dtype: torch.dtype) -> float:
-    """Relative error allowed for one op: a few units in the last place of the dtype, and of fp32 accumulation."""
+    """Relative error allowed for one op: a few units in the last place of the dtype, and of fp32
+    accumulation."""
     return {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
 
 

@@ -1,8 +1,10 @@
-"""What a built model wants from a checkpoint, as data: the seam between model families and the loader.
+"""What a built model wants from a checkpoint, as data: the seam between model families and the
+loader.
 
-A family states each parameter once: its global shape, the checkpoint tensors it is put together from, and how it is split
-over ranks. `copies` turns that into plain rectangles to copy; the loader needs no more. Names are those of the checkpoint
-as published (transformers' state dict names for safetensors).
+A family states each parameter once: its global shape, the checkpoint tensors it is put together
+from, and how it is split over ranks. `copies` turns that into plain rectangles to copy; the loader
+needs no more. Names are those of the checkpoint as published (transformers' state dict names for
+safetensors).
 
     model = build_model(spec, mesh, device, dtype)
     wanted = model.weights            # WeightPlan
@@ -24,7 +26,8 @@ from headrace.back.parallel.shard import Shard, Span
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A checkpoint tensor that fills rows `offset .. offset + shape[dim]` of dimension `dim` of a parameter.
+    """A checkpoint tensor that fills rows `offset .. offset + shape[dim]` of dimension `dim` of a
+    parameter.
 
     `shape` is the tensor's whole shape in the checkpoint.
     """
@@ -64,7 +67,8 @@ class Param:
 class WeightPlan:
     """All parameters of a model, and the checkpoint names that may be there without being wanted.
 
-    `ignored` are regular expressions that match whole names (rotary inv_freq buffers, a tied lm_head ...).
+    `ignored` are regular expressions that match whole names (rotary inv_freq buffers, a tied
+    lm_head ...).
     """
 
     params: tuple[Param, ...]
@@ -73,7 +77,8 @@ class WeightPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """Copy `checkpoint[name][source]` to `param.tensor[target]`; both rectangles have the same shape."""
+    """Copy `checkpoint[name][source]` to `param.tensor[target]`; both rectangles have the same
+    shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,7 +87,8 @@ class Copy:
 
 
 def copies(param: Param) -> Iterator[Copy]:
-    """The copies that fill `param.tensor` on this rank; `shape` is the checkpoint tensor's whole shape."""
+    """The copies that fill `param.tensor` on this rank; `shape` is the checkpoint tensor's whole
+    shape."""
     for piece in param.pieces:
         yield from _piece_copies(param, piece)
 

@@ -1,7 +1,7 @@
 """The device mesh: how many ranks each kind of parallelism has, and where this rank stands.
 
-An *axis* is of the mesh, a *dim* is of a tensor. Today tensor parallelism computes; the other axes exist as sizes, so
-that a layer that asks for one is written once.
+An *axis* is of the mesh, a *dim* is of a tensor. Today tensor parallelism computes; the other axes
+exist as sizes, so that a layer that asks for one is written once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""How a tensor is split over an axis of the mesh, as data: a layer takes its local shape from it, the loader its ranges.
+"""How a tensor is split over an axis of the mesh, as data: a layer takes its local shape from it,
+the loader its ranges.
 
-A merged projection (query, key and value rows in one matrix) is split part by part: each rank gets its share of every
-part, one after another. A part with fewer units than ranks (KV heads) is replicated: several ranks hold the same unit.
+A merged projection (query, key and value rows in one matrix) is split part by part: each rank gets
+its share of every part, one after another. A part with fewer units than ranks (KV heads) is
+replicated: several ranks hold the same unit.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Shard:
 
 
 def local_units(part: Part, axis: Axis) -> int:
-    """Units of the part that this rank holds (at least one: fewer units than ranks are replicated)."""
+    """Units of the part that this rank holds (at least one: fewer units than ranks are
+    replicated)."""
     if part.units % axis.size == 0:
         return part.units // axis.size
     if axis.size % part.units == 0:

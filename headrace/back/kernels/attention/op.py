@@ -1,13 +1,17 @@
 """Causal attention of a step's queries over the paged KV cache.
 
-`bind(problem)` returns `f(q_THD, kv, plan) -> out_THD`. T query tokens, H query heads, K KV heads (query head h reads KV head
-h // (H/K)), D head_dim; kv [num_blocks, 2, K, block_tokens, D], the step's own KV already written. The query at position p
-sees positions max(0, p - window + 1) .. p. scores = scale * q.k; with `softcap` c they become c * tanh(scores / c) (Gemma 2).
+`bind(problem)` returns `f(q_THD, kv, plan) -> out_THD`. T query tokens, H query heads, K KV heads
+(query head h reads KV head h // (H/K)), D head_dim; kv [num_blocks, 2, K, block_tokens, D], the
+step's own KV already written. The query at position p sees positions max(0, p - window + 1) .. p.
+scores = scale * q.k; with `softcap` c they become c * tanh(scores / c) (Gemma 2).
 
 Rules every kernel keeps:
-- rows are independent: NaN in one row's KV, or in the unused tail of a block, or in the null block, touches no other row;
-- table entries wholly below a row's lowest visible position are not read (freed window blocks are the null block 0);
-- rows with one query token come first: `plan.num_decodes` of them; T = query_start[R]; padding after it is not computed.
+- rows are independent: NaN in one row's KV, or in the unused tail of a block, or in the null block,
+  touches no other row;
+- table entries wholly below a row's lowest visible position are not read (freed window blocks are
+  the null block 0);
+- rows with one query token come first: `plan.num_decodes` of them; T = query_start[R]; padding
+  after it is not computed.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from headrace.back.kernels.op import (
 
 
 class Plan(Protocol):
-    """What a kernel reads of `back/attention/plan.py: AttentionPlan`; the fields are described there."""
+    """What a kernel reads of `back/attention/plan.py: AttentionPlan`; the fields are described
+    there."""
 
     query_start_R1: torch.Tensor
     kv_len_R: torch.Tensor
@@ -49,7 +54,8 @@ Attention = Callable[[torch.Tensor, torch.Tensor, Plan], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
-    """`dtype` is that of q, the cache and the output. `window` and `softcap` are None where the layer has none."""
+    """`dtype` is that of q, the cache and the output. `window` and `softcap` are None where the
+    layer has none."""
 
     device: str
     dtype: torch.dtype
@@ -82,8 +88,8 @@ def sample_plan(
 ) -> tuple[SamplePlan, int]:
     """A plan for `rows` of (query tokens, kv length), and the number of blocks it needs.
 
-    Blocks are dealt backwards from the highest id, so that neighbours in a sequence are not neighbours in memory;
-    blocks wholly outside the window are the null block.
+    Blocks are dealt backwards from the highest id, so that neighbours in a sequence are not
+    neighbours in memory; blocks wholly outside the window are the null block.
     """
     counts = [-(-kv_len // block_tokens) for _, kv_len in rows]
     table = np.zeros((len(rows), max(counts)), np.int32)
@@ -130,7 +136,7 @@ def _sample(problem: AttentionProblem) -> Sample:
         num_blocks, 2, problem.kv_heads, problem.block_tokens, problem.head_dim, **new
     )
     kv[0] = float("nan")
-    return Sample(weights=(), arguments=(q_THD, kv, plan))
+    return Sample(problem=problem, weights=(), arguments=(q_THD, kv, plan))
 
 
 OP: Op[AttentionProblem] = Op(

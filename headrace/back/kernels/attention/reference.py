@@ -1,10 +1,11 @@
 """Paged attention in PyTorch: gather, then dense attention.
 
-Decode rows go together: their blocks are gathered, padded to the longest row of a group, and two batched products do the
-rest. Groups are cut so that the gathered KV stays within `GATHER_BYTES`, about the share of last-level cache a core has.
-Rows with several queries go one by one, in tiles of queries, each over exactly the KV positions its tile can see, so no
-mask of prompt length squared is ever built. Shapes: R rows, H query heads, K KV heads, G = H/K, Q queries of a tile,
-S KV positions, B blocks, D head_dim.
+Decode rows go together: their blocks are gathered, padded to the longest row of a group, and two
+batched products do the rest. Groups are cut so that the gathered KV stays within `GATHER_BYTES`,
+about the share of last-level cache a core has. Rows with several queries go one by one, in tiles of
+queries, each over exactly the KV positions its tile can see, so no mask of prompt length squared is
+ever built. Shapes: R rows, H query heads, K KV heads, G = H/K, Q queries of a tile, S KV positions,
+B blocks, D head_dim.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def _lowest(problem: AttentionProblem, position: int) -> int:
 
 
 def _decode_groups(problem: AttentionProblem, plan: Plan) -> Iterator[tuple[int, int]]:
-    """Cuts the decode rows into runs whose padded gather fits in GATHER_BYTES (at least one row each)."""
+    """Cuts the decode rows into runs whose padded gather fits in GATHER_BYTES (at least one row
+    each)."""
     token_bytes = 2 * problem.kv_heads * problem.head_dim * problem.dtype.itemsize
     start, longest = 0, 0
     for row in range(plan.num_decodes):
@@ -65,7 +67,8 @@ def _decode(
     start: int,
     end: int,
 ) -> torch.Tensor:
-    """Rows start..end with one query each, where query token i belongs to row i; returns [R, H, D]."""
+    """Rows start..end with one query each, where query token i belongs to row i; returns [R, H,
+    D]."""
     block_tokens, kv_heads = problem.block_tokens, problem.kv_heads
     kv_len_R = plan.kv_len_R[start:end].long()
     lowest_R = (kv_len_R - (problem.window or plan.max_kv_len)).clamp_(min=0)
@@ -145,7 +148,8 @@ def _tile(
     *,
     first_query: int,
 ) -> torch.Tensor:
-    """Queries at positions first_query .. over S positions counted from the same origin; returns [Q, H, D]."""
+    """Queries at positions first_query .. over S positions counted from the same origin; returns
+    [Q, H, D]."""
     q_KGQD = q_QHD.unflatten(1, (problem.kv_heads, -1)).permute(1, 2, 0, 3)
     query_Q1 = torch.arange(first_query, first_query + len(q_QHD), device=q_QHD.device)[:, None]
     key_S = torch.arange(k_KSD.shape[1], device=q_QHD.device)

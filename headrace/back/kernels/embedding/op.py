@@ -1,9 +1,10 @@
-"""Rows of a table: `bind(problem, table_VE)` returns `f(ids_T) -> x_TE`. ids are int64 in [0, V)."""
+"""Rows of a table: `bind(problem, table_VE)` returns `f(ids_T) -> x_TE`. ids are int64 in [0,
+V)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ def bind_reference(problem: EmbeddingProblem, table_VE: torch.Tensor) -> Embeddi
 
 
 def _sample(problem: EmbeddingProblem) -> Sample:
+    problem = replace(problem, rows=min(problem.rows, 64))
     table = random_tensor(
         problem.rows,
         problem.width,
@@ -41,7 +43,7 @@ def _sample(problem: EmbeddingProblem) -> Sample:
         generator=sample_generator(),
     )
     ids = torch.tensor([0, problem.rows - 1, problem.rows // 2, 0], device=problem.device)
-    return Sample(weights=(table,), arguments=(ids,))
+    return Sample(problem=problem, weights=(table,), arguments=(ids,))
 
 
 OP: Op[EmbeddingProblem] = Op(

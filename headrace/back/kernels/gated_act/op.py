@@ -1,7 +1,8 @@
 """Gated activation of an MLP: y = act(gate) * up (Shazeer 2020, "GLU variants").
 
-`bind(problem)` returns `f(gate_up_T2I) -> y_TI`; columns [0, I) are the gate, [I, 2I) the up projection. `activation`:
-"silu", "gelu" (erf), "gelu_tanh", "relu". The activation and the product are float32, the result is cast once.
+`bind(problem)` returns `f(gate_up_T2I) -> y_TI`; columns [0, I) are the gate, [I, 2I) the up
+projection. `activation`: "silu", "gelu" (erf), "gelu_tanh", "relu". The activation and the product
+are float32, the result is cast once.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _sample(problem: GatedActProblem) -> Sample:
         device=problem.device,
         generator=sample_generator(),
     )
-    return Sample(weights=(), arguments=(4 * values,))
+    return Sample(problem=problem, weights=(), arguments=(4 * values,))
 
 
 OP: Op[GatedActProblem] = Op(

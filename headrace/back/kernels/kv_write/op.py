@@ -1,9 +1,10 @@
 """Writes the step's keys and values into the paged KV cache.
 
-`bind(problem)` returns `f(k_TKD, v_TKD, kv, slot_T) -> None`. kv [num_blocks, 2, K, block_tokens, D] (0 = keys, 1 = values),
-T tokens, K KV heads, D head_dim. slot_T int64, never negative: block * block_tokens + offset. k and v may be strided views;
-their last dimension is contiguous. Slots of one step are distinct, except that padding may hit block 0 many times (the null
-block, whose content means nothing).
+`bind(problem)` returns `f(k_TKD, v_TKD, kv, slot_T) -> None`. kv [num_blocks, 2, K, block_tokens,
+D] (0 = keys, 1 = values), T tokens, K KV heads, D head_dim. slot_T int64, never negative: block *
+block_tokens + offset. k and v may be strided views; their last dimension is contiguous. Slots of
+one step are distinct, except that padding may hit block 0 many times (the null block, whose content
+means nothing).
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def _sample(problem: KVWriteProblem) -> Sample:
     slot = torch.tensor(
         [block_tokens, 2 * block_tokens - 1, 3 * block_tokens - 1], device=problem.device
     )
-    return Sample(weights=(), arguments=(both[:, :heads], both[:, heads:], kv, slot))
+    return Sample(
+        problem=problem, weights=(), arguments=(both[:, :heads], both[:, heads:], kv, slot)
+    )
 
 
 OP: Op[KVWriteProblem] = Op(

@@ -1,6 +1,7 @@
-"""oneDNN linear with the weight packed once: on one Zen 4 core 2.4x torch's bf16 linear at 1x1024x3072, 1.6x at
-8x4096x11008, level at 128 rows. The ops are private to torch (inductor's freezing uses them), so a missing one is a
-reason to refuse, and the self-check guards their meaning.
+"""oneDNN linear with the weight packed once: on one Zen 4 core 2.4x torch's bf16 linear at
+1x1024x3072, 1.6x at 8x4096x11008, level at 128 rows. The ops are private to torch (inductor's
+freezing uses them), so a missing one is a reason to refuse, and the self-check guards their
+meaning.
 """
 
 from __future__ import annotations

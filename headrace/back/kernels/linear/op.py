@@ -1,14 +1,14 @@
 """y = x W^T + b. Shapes: T tokens, I inputs, O outputs.
 
-`bind(problem, weight_OI, bias_O | None)` returns `f(x_TI) -> y_TO`. A kernel may repack the weight; the layer then drops
-its own, so that it is held once. `shared` says that somebody else keeps reading the plain weight (tied embeddings):
-kernels that hold a second copy refuse.
+`bind(problem, weight_OI, bias_O | None)` returns `f(x_TI) -> y_TO`. A kernel may repack the weight;
+the layer then drops its own, so that it is held once. `shared` says that somebody else keeps
+reading the plain weight (tied embeddings): kernels that hold a second copy refuse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -49,11 +49,23 @@ def bind_reference(
 
 
 def _sample(problem: LinearProblem) -> Sample:
+    problem = replace(
+        problem, inputs=_checked_size(problem.inputs), outputs=_checked_size(problem.outputs)
+    )
     generator = sample_generator()
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     weight = random_tensor(problem.outputs, problem.inputs, **new) / problem.inputs**0.5
     bias = random_tensor(problem.outputs, **new) if problem.bias else None
-    return Sample(weights=(weight, bias), arguments=(random_tensor(3, problem.inputs, **new),))
+    return Sample(
+        problem=problem,
+        weights=(weight, bias),
+        arguments=(random_tensor(3, problem.inputs, **new),),
+    )
+
+
+def _checked_size(size: int) -> int:
+    """A size of at most 512 with the same remainder by every power of two up to 256."""
+    return size if size <= 512 else 256 + size % 256
 
 
 REFERENCE = Kernel(name="torch", supports=lambda problem: None, bind=bind_reference)

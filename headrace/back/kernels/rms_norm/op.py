@@ -1,9 +1,10 @@
-"""Root mean square norm over the last dimension: y = x / sqrt(mean(x^2) + eps) * w (Zhang & Sennrich 2019, eq. 4).
+"""Root mean square norm over the last dimension: y = x / sqrt(mean(x^2) + eps) * w (Zhang &
+Sennrich 2019, eq. 4).
 
-Two ops. `rms_norm`: `f(x) -> y` for x [..., E]; the last dimension is contiguous, the leading ones may be strided (a view
-into a merged projection). `add_rms_norm`: `f(x_TE, residual_TE) -> y_TE` adds x into `residual` in place and norms the
-sum. `bind(problem, weight_E)`: the weight is float32 with Gemma's 1 already added. Statistics and product are float32,
-the result is cast once.
+Two ops. `rms_norm`: `f(x) -> y` for x [..., E]; the last dimension is contiguous, the leading ones
+may be strided (a view into a merged projection). `add_rms_norm`: `f(x_TE, residual_TE) -> y_TE`
+adds x into `residual` in place and norms the sum. `bind(problem, weight_E)`: the weight is float32
+with Gemma's 1 already added. Statistics and product are float32, the result is cast once.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def _inputs(problem: RMSNormProblem, count: int) -> Sample:
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     weight = random_tensor(problem.width, **{**new, "dtype": torch.float32})
     return Sample(
+        problem=problem,
         weights=(weight,),
         arguments=tuple(random_tensor(3, problem.width, **new) for _ in range(count)),
     )

@@ -1,10 +1,11 @@
 """Rotary position embedding (Su et al. 2021), in place on queries and keys.
 
-`bind(problem)` returns `f(q_THD, k_TKD, positions_T, table_PR) -> None`. T tokens, H query heads, K KV heads, D head_dim,
-R = rotary_dim <= D, P positions. q and k may be strided views into a merged projection; their last dimension is contiguous.
-`table_PR` is float32: columns [0, R/2) cosines, [R/2, R) sines of a position, already scaled by the attention factor.
-`layout` "half" pairs dimension i with i + R/2 (Llama checkpoints as transformers stores them); "pairs" pairs 2i with 2i+1.
-Dimensions from R on are left as they are (partial rotary).
+`bind(problem)` returns `f(q_THD, k_TKD, positions_T, table_PR) -> None`. T tokens, H query heads, K
+KV heads, D head_dim, R = rotary_dim <= D, P positions. q and k may be strided views into a merged
+projection; their last dimension is contiguous. `table_PR` is float32: columns [0, R/2) cosines,
+[R/2, R) sines of a position, already scaled by the attention factor. `layout` "half" pairs
+dimension i with i + R/2 (Llama checkpoints as transformers stores them); "pairs" pairs 2i with
+2i+1. Dimensions from R on are left as they are (partial rotary).
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def _sample(problem: RopeProblem) -> Sample:
     angles = 3 * torch.rand(11, problem.rotary_dim // 2, generator=generator)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(problem.device)
     positions = torch.tensor([10, 0, 4], device=problem.device)
-    return Sample(weights=(), arguments=(qkv[:, :4], qkv[:, 4:6], positions, table))
+    return Sample(
+        problem=problem, weights=(), arguments=(qkv[:, :4], qkv[:, 4:6], positions, table)
+    )
 
 
 OP: Op[RopeProblem] = Op(
