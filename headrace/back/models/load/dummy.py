@@ -30,6 +30,7 @@ class DummyWeights:
 
     def fill(self, param: Param) -> None:
         """Writes this rank's part of `param` as its `init` says."""
+        assert param.tensor is not None, param.name
         if param.init == "ones":
             param.tensor.fill_(1)
         elif param.init == "zeros":

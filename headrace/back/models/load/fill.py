@@ -55,6 +55,7 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = False) -> int:
 
     def one(pair: tuple[Param, Copy]) -> int:
         param, copy = pair
+        assert param.tensor is not None, param.name
         target = param.tensor[copy.target]
         source.copy(copy.name, copy.shape, copy.source, target)
         if scan_finite:
@@ -72,6 +73,7 @@ def absent(param: Param, source: Source) -> bool:
 
 def _initialise(param: Param) -> None:
     assert param.init in ("ones", "zeros"), f"{param.name}: an optional parameter needs a constant"
+    assert param.tensor is not None, param.name
     param.tensor.fill_(1 if param.init == "ones" else 0)
 
 

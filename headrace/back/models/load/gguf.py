@@ -151,7 +151,7 @@ class GGUFSource:
 
 
 def _deinterleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undoes GGUF's order of rotary rows: within a head, row 2i holds the i-th of the first half, row 2i+1 of the second."""
+    """Undoes GGUF's order of rotary rows: a head's row 2i is the i-th of its first half, row 2i+1 of its second."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
