@@ -41,7 +41,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         **plain_attention(sizes),
         "rope": rope,
         "scale": config.float("query_pre_attn_scalar", 256.0, ge=1e-6) ** -0.5,
-        "softcap": config.float("attn_logit_softcapping", None, ge=1e-6),
+        "softcap": soft_cap(config, "attn_logit_softcapping", 50.0),
         "qkv_bias": bias,
         "out_bias": bias,
     }
@@ -56,7 +56,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             layers=layers,
             unit_offset=True,
             embedding_scale=embedding_scale(sizes.width, scope.dtype),
-            logits_softcap=config.float("final_logit_softcapping", None, ge=1e-6),
+            logits_softcap=soft_cap(config, "final_logit_softcapping", 30.0),
         ),
     )
 
@@ -70,6 +70,11 @@ def gemma_sizes(config: ConfigReader) -> Sizes:
         default_activation="gelu_pytorch_tanh",
         tied=True,
     )
+
+
+def soft_cap(config: ConfigReader, key: str, absent: float) -> float | None:
+    """A cap; null switches it off, an absent key means the value the first checkpoints were trained with."""
+    return config.float(key, None if key in config.raw else absent, ge=1e-6)
 
 
 def embedding_scale(width: int, dtype: torch.dtype) -> float:
