@@ -1,33 +1,62 @@
 // The inner product tile shared by linear layers and attention scores: MB rows of x against NB rows of w along K.
 //
-// Both operands are read where they lie (row-major, K contiguous). Each of the MB * NB results has an accumulator of its
-// own that runs along K in one fixed order: a result does not depend on how many other rows are computed beside it.
+// w is read where it lies (row-major, K contiguous). x comes as a panel: the rows' vectors side by side, zero-padded
+// along K. (Rows a power of two apart would otherwise fall into the same few sets of the first-level cache.) Each of the
+// MB * NB results has an accumulator of its own that runs along K in one fixed order: a result does not depend on how many
+// other rows are computed beside it.
 #pragma once
 
 #include "simd.h"
 
 namespace {
 
-template <class T, int MB, int NB>
-HR_INLINE void dot_tile(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t K, float out[MB][(NB + 3) / 4 * 4]) {
+// Weight rows per tile: as many as leave 4 rows of accumulators in registers.
+constexpr int kTileRows = 4;
+constexpr int kTileColumns = kRegisters == 32 ? 6 : 2;
+
+template <class T>
+HR_INLINE int64_t panel_bytes(int64_t rows, int64_t K) {
+  return rows * ceil_div(K, Dot<T>::step) * int64_t(sizeof(F));
+}
+
+// Rows x[0 .. rows) as a panel.
+template <class T>
+HR_INLINE void fill_panel(const T* x, int64_t x_stride, int64_t rows, int64_t K, void* panel) {
+  using V = typename Dot<T>::V;
+  constexpr int step = Dot<T>::step;
+  char* to = static_cast<char*>(panel);
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t k = 0; k < K; k += step) {
+      const T* from = x + m * x_stride + k;
+      V v = k + step <= K ? load_raw<V>(from) : load_raw_part<V>(from, K - k);
+      __builtin_memcpy(to + (k / step * rows + m) * int64_t(sizeof v), &v, sizeof v);
+    }
+}
+
+// out[m][n] for MB rows of the panel and NB rows of w. `next`: where `PF` cache lines per step of K are fetched ahead.
+template <class T, int MB, int NB, int PF>
+HR_INLINE void dot_tile(const void* panel, const T* w, int64_t w_stride, int64_t K, const char* next,
+                        float out[MB][(NB + 3) / 4 * 4]) {
   using D = Dot<T>;
   using V = typename D::V;
   F acc[MB][(NB + 3) / 4 * 4] = {};
+  const char* a = static_cast<const char*>(panel);
   int64_t k = 0;
-  for (; k + D::step <= K; k += D::step) {
+  for (; k + D::step <= K; k += D::step, a += MB * sizeof(V), next += PF * 64) {
     V b[NB];
     HR_UNROLL for (int n = 0; n < NB; ++n) b[n] = load_raw<V>(w + n * w_stride + k);
+    HR_UNROLL for (int i = 0; i < PF; ++i) __builtin_prefetch(next + i * 64, 0, 2);
     HR_UNROLL for (int m = 0; m < MB; ++m) {
-      V a = load_raw<V>(x + m * x_stride + k);
-      HR_UNROLL for (int n = 0; n < NB; ++n) acc[m][n] = D::add(acc[m][n], a, b[n]);
+      V x = load_raw<V>(a + m * sizeof(V));
+      HR_UNROLL for (int n = 0; n < NB; ++n) acc[m][n] = D::add(acc[m][n], x, b[n]);
     }
   }
   if (k < K) {
     V b[NB];
     HR_UNROLL for (int n = 0; n < NB; ++n) b[n] = load_raw_part<V>(w + n * w_stride + k, K - k);
     HR_UNROLL for (int m = 0; m < MB; ++m) {
-      V a = load_raw_part<V>(x + m * x_stride + k, K - k);
-      HR_UNROLL for (int n = 0; n < NB; ++n) acc[m][n] = D::add(acc[m][n], a, b[n]);
+      V x = load_raw<V>(a + m * sizeof(V));
+      HR_UNROLL for (int n = 0; n < NB; ++n) acc[m][n] = D::add(acc[m][n], x, b[n]);
     }
   }
   HR_UNROLL for (int m = 0; m < MB; ++m)

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <mutex>
 #include <new>
 #include <system_error>
@@ -151,6 +152,22 @@ void hr_parallel(HrTask task, void* context, int64_t chunks) {
   }
   wait_done(*pool);
   pool->busy.store(false, std::memory_order_release);
+}
+
+void* hr_scratch(int64_t bytes) {
+  struct Buffer {
+    void* memory = nullptr;
+    int64_t bytes = 0;
+    ~Buffer() { std::free(memory); }
+  };
+  static thread_local Buffer buffer;
+  if (buffer.bytes < bytes) {
+    std::free(buffer.memory);
+    buffer.bytes = (bytes + 4095) / 4096 * 4096;
+    buffer.memory = std::aligned_alloc(64, size_t(buffer.bytes));
+    if (buffer.memory == nullptr) buffer.bytes = 0;
+  }
+  return buffer.memory;
 }
 
 int hr_pool_threads() {

@@ -26,5 +26,9 @@ using HrTask = void (*)(void* context, int64_t chunk);
 // task, or while another thread uses the pool, runs on the calling thread alone.
 void hr_parallel(HrTask task, void* context, int64_t chunks);
 
+// At least `bytes` of memory of the calling thread, 64-byte aligned, valid until its next hr_scratch; null when there is
+// none. Grows to the largest request and stays: no allocation on the hot path.
+void* hr_scratch(int64_t bytes);
+
 // Threads a call may use, the caller included.
 int hr_pool_threads();

@@ -105,18 +105,29 @@ HR_INLINE void store(bf16* p, F v) {
   H h = __builtin_convertvector(((even & ~(U)is_nan) | (nan & (U)is_nan)) >> 16, H);
   __builtin_memcpy(p, &h, sizeof h);
 }
-// The first n (< kLanes) elements; zeros after.
+// The first n (at most kLanes) elements; zeros after.
 template <class T>
 HR_INLINE F load_part(const T* p, int64_t n) {
+#if defined(__AVX512BW__)
+  if (sizeof(T) == 4) return load_raw_part<F>(p, n);
+  return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p)), 16);
+#else
   T part[kLanes] = {};
   for (int64_t i = 0; i < n; ++i) part[i] = p[i];
   return load(part);
+#endif
 }
 template <class T>
 HR_INLINE void store_part(T* p, F v, int64_t n) {
   T part[kLanes];
   store(part, v);
+#if defined(__AVX512BW__)
+  const __mmask16 mask = (__mmask16)((1u << n) - 1);
+  if (sizeof(T) == 4) _mm512_mask_storeu_epi32(p, mask, _mm512_loadu_si512(part));
+  else _mm256_mask_storeu_epi16(p, mask, _mm256_loadu_si256((const __m256i*)part));
+#else
   for (int64_t i = 0; i < n; ++i) p[i] = part[i];
+#endif
 }
 
 HR_INLINE float sum(F v) {
