@@ -13,7 +13,8 @@ constexpr int64_t kChunkBytes = 96 * 1024;
 constexpr int kBlockOfOne = kRegisters == 32 ? 8 : 4;  // weight rows per tile when M is 1
 
 struct Linear {
-  const void *panels, *w, *bias;
+  const char* panels;
+  const void *w, *bias;
   void* y;
   int64_t M, N, K, w_stride, y_stride, rows_per_chunk;
 };
@@ -28,7 +29,7 @@ HR_INLINE void tile(const Linear& p, int64_t m, int64_t n) {
   float out[MB][(NB + 3) / 4 * 4];
   // This tile's share of the next block's cache lines, as if rows followed each other without gaps.
   const int64_t ahead = NB * p.w_stride * int64_t(sizeof(T)) + m / kTileRows * PF * p.K * int64_t(sizeof(T));
-  dot_tile<T, MB, NB, PF>(static_cast<const char*>(p.panels) + panel_bytes<T>(m, p.K), w, p.w_stride, p.K,
+  dot_tile<T, MB, NB, PF>(p.panels + panel_bytes<T>(m, p.K), w, p.w_stride, p.K,
                           reinterpret_cast<const char*>(w) + ahead, out);
   for (int i = 0; i < MB; ++i) {
     Y* y = static_cast<Y*>(p.y) + (m + i) * p.y_stride + n;
@@ -78,7 +79,8 @@ int32_t run(Linear& p, const void* x, int64_t x_stride) {
   if (panels == nullptr) return HR_NO_MEMORY;
   for (int64_t m = 0; m < p.M;) {
     const int64_t rows = tile_rows(p.M - m);
-    fill_panel(static_cast<const T*>(x) + m * x_stride, x_stride, rows, p.K, panels + panel_bytes<T>(m, p.K));
+    for (int64_t i = 0; i < rows; ++i)
+      fill_panel_row(static_cast<const T*>(x) + (m + i) * x_stride, p.K, i, rows, panels + panel_bytes<T>(m, p.K));
     m += rows;
   }
   p.panels = panels;

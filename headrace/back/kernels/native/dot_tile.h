@@ -19,28 +19,25 @@ HR_INLINE int64_t panel_bytes(int64_t rows, int64_t K) {
   return rows * ceil_div(K, Dot<T>::step) * int64_t(sizeof(F));
 }
 
-// Rows x[0 .. rows) as a panel.
+// One vector of length K as row m of a panel of `rows` rows.
 template <class T>
-HR_INLINE void fill_panel(const T* x, int64_t x_stride, int64_t rows, int64_t K, void* panel) {
+HR_INLINE void fill_panel_row(const T* x, int64_t K, int64_t m, int64_t rows, char* panel) {
   using V = typename Dot<T>::V;
   constexpr int step = Dot<T>::step;
-  char* to = static_cast<char*>(panel);
-  for (int64_t m = 0; m < rows; ++m)
-    for (int64_t k = 0; k < K; k += step) {
-      const T* from = x + m * x_stride + k;
-      V v = k + step <= K ? load_raw<V>(from) : load_raw_part<V>(from, K - k);
-      __builtin_memcpy(to + (k / step * rows + m) * int64_t(sizeof v), &v, sizeof v);
-    }
+  for (int64_t k = 0; k < K; k += step) {
+    V v = k + step <= K ? load_raw<V>(x + k) : load_raw_part<V>(x + k, K - k);
+    __builtin_memcpy(panel + (k / step * rows + m) * int64_t(sizeof v), &v, sizeof v);
+  }
 }
 
 // out[m][n] for MB rows of the panel and NB rows of w. `next`: where `PF` cache lines per step of K are fetched ahead.
 template <class T, int MB, int NB, int PF>
-HR_INLINE void dot_tile(const void* panel, const T* w, int64_t w_stride, int64_t K, const char* next,
+HR_INLINE void dot_tile(const char* panel, const T* w, int64_t w_stride, int64_t K, const char* next,
                         float out[MB][(NB + 3) / 4 * 4]) {
   using D = Dot<T>;
   using V = typename D::V;
   F acc[MB][(NB + 3) / 4 * 4] = {};
-  const char* a = static_cast<const char*>(panel);
+  const char* a = panel;
   int64_t k = 0;
   for (; k + D::step <= K; k += D::step, a += MB * sizeof(V), next += PF * 64) {
     V b[NB];
