@@ -1,0 +1,255 @@
+"""Trains the bundled model on one GPU, for a number of steps or of minutes.
+
+Rows of 8192 tokens hold many conversations; attention and positions stay inside each. The loss falls on
+what the assistant says. The rate warms up, stays, and falls to zero over the last part. Every
+checkpoint is a whole state to go on from; `export.py` makes the shipped files of one.
+
+    python -m demo.train --tokenizer demo/model/tokenizer.json --out runs/demo --minutes 22
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from demo.decoder import Attend, Qwen3, Shape, dense_attention
+from demo.optimizer import Muon, adamw
+from demo.packing import Rows, documents, pack, start_workers
+from headrace.bench.datasets.tasks.draw import TASKS, held_out_conversations
+
+_BLOCK = 128
+
+
+class Batch(NamedTuple):
+    """Rows on the device, ready for the loss."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    document: Tensor
+
+
+def to_device(rows: Rows, device: torch.device) -> Batch:
+    """Copies rows over and derives targets and positions there."""
+    tokens = torch.from_numpy(rows.tokens_BT.astype("int32")).to(device, non_blocking=True).long()
+    learnt = torch.from_numpy(rows.learnt_BT).to(device, non_blocking=True)
+    document = torch.from_numpy(rows.document_BT.astype("int32")).to(device, non_blocking=True)
+    targets = torch.full_like(tokens, -100)
+    targets[:, :-1] = torch.where(learnt[:, 1:], tokens[:, 1:], -100)
+    place = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+    opens = torch.ones_like(learnt)
+    opens[:, 1:] = document[:, 1:] != document[:, :-1]
+    start = torch.where(opens, place, 0).cummax(dim=1).values
+    return Batch(tokens, targets, place - start, document)
+
+
+def block_attention(batch: Batch) -> Attend:
+    """Flex attention over the blocks that hold a row's own document; nothing else is computed."""
+    document, positions = batch.document, batch.positions
+    rows, length = document.shape
+    blocks = length // _BLOCK
+    first = torch.arange(0, length, _BLOCK, device=document.device) - positions[:, ::_BLOCK]
+    low = first // _BLOCK
+    each = torch.arange(blocks, device=document.device)
+    count = (each - low + 1).to(torch.int32)[:, None]
+    index = (low[:, :, None] + each).clamp(max=blocks - 1).to(torch.int32)[:, None]
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (document[b, q] == document[b, k])
+
+    built = BlockMask.from_kv_blocks(
+        count, index, BLOCK_SIZE=_BLOCK, mask_mod=mask, seq_lengths=(length, length)
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, block_mask=built, enable_gqa=True)
+
+    return attend
+
+
+class Trainer:
+    """Model, optimizers and the step; `progress` in 0..1 decides the rate."""
+
+    def __init__(self, shape: Shape, *, rate: float, fall: float, device: torch.device) -> None:
+        self.device = device
+        self.model = Qwen3(shape).to(device)
+        self.muon = Muon(self.model)
+        self.adamw = adamw(self.model, rate=rate)
+        self.rate, self.fall = rate, fall
+        self.steps = 0
+        self.tokens = 0
+        cuda = device.type == "cuda"
+        self.loss = torch.compile(self._loss, dynamic=False) if cuda else self._loss
+        self.predict = torch.compile(self._predict, dynamic=False) if cuda else self._predict
+
+    def step(self, rows: Rows, progress: float) -> Tensor:
+        """One optimizer step; returns the loss, still on the device."""
+        batch = to_device(rows, self.device)
+        loss = self.loss(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        rate = self._rate_at(progress)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        self.muon.step(rate)
+        self.model.zero_grad(set_to_none=True)
+        self.steps += 1
+        self.tokens += rows.tokens_BT.size
+        return loss.detach()
+
+    @torch.no_grad()
+    def accuracy(self, held_out: dict[str, Rows]) -> dict[str, float]:
+        """Share of held-out conversations whose every learnt token is the most likely one."""
+        found: dict[str, float] = {}
+        for task, rows in held_out.items():
+            right = total = 0
+            for at in range(len(rows.tokens_BT)):
+                batch = to_device(Rows(*(part[at : at + 1] for part in rows)), self.device)
+                best = self.predict(batch)
+                wrong = (best != batch.targets) & (batch.targets >= 0)
+                missed = torch.unique(batch.document[wrong]).numel()
+                count = int(batch.document.max())
+                right, total = right + count - missed, total + count
+            found[task] = round(right / total, 4)
+        return found
+
+    def save(self, file: Path) -> None:
+        """Writes the whole state, first beside the file, then in its place."""
+        state = {
+            "shape": asdict(self.model.shape),
+            "model": self.model.state_dict(),
+            "muon": self.muon.state(),
+            "adamw": self.adamw.state_dict(),
+            "steps": self.steps,
+            "tokens": self.tokens,
+        }
+        beside = file.with_suffix(".part")
+        torch.save(state, beside)
+        beside.rename(file)
+
+    def load(self, file: Path) -> None:
+        """Goes on from a saved state."""
+        state = torch.load(file, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.muon.load(state["muon"])
+        self.adamw.load_state_dict(state["adamw"])
+        self.steps, self.tokens = state["steps"], state["tokens"]
+
+    def _loss(self, batch: Batch) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.model.loss(
+                batch.tokens, batch.targets, batch.positions, self._attention(batch)
+            )
+
+    def _predict(self, batch: Batch) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = self.model(batch.tokens, batch.positions, self._attention(batch))
+            return logits.argmax(dim=-1)
+
+    def _attention(self, batch: Batch) -> Attend:
+        """Built inside of the compiled call, so that a new mask is no reason to compile again."""
+        if self.device.type == "cuda":
+            return block_attention(batch)
+        return dense_attention(batch.document)
+
+    def _rate_at(self, progress: float) -> float:
+        warm = min(1.0, (self.steps + 1) / 200)
+        falling = min(1.0, max(0.0, (1.0 - progress) / self.fall))
+        return self.rate * min(warm, falling)
+
+
+def held_out_rows(tokenizer: Tokenizer, *, each: int, row_tokens: int) -> dict[str, Rows]:
+    """Packed held-out conversations per task."""
+    found = {}
+    for task in TASKS:
+        chats = held_out_conversations(task, each, seed=1)
+        fitting = [d for d in documents(tokenizer, chats) if len(d[0]) <= row_tokens]
+        if fitting:
+            found[task] = pack(fitting, row_tokens)
+    return found
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The loop: steps, log lines, evaluations and checkpoints until the end is reached."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(arguments.seed)
+    torch.set_float32_matmul_precision("high")
+    length, out = arguments.row_tokens, arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    queue = start_workers(
+        arguments.tokenizer, workers=arguments.workers, rows=arguments.rows, row_tokens=length,
+        seed=arguments.seed, depth=4 * arguments.workers,
+    )  # fmt: skip
+    held_out = held_out_rows(
+        Tokenizer.from_file(str(arguments.tokenizer)), each=arguments.held_out, row_tokens=length
+    )
+    shape = Shape(num_hidden_layers=arguments.layers)
+    trainer = Trainer(shape, rate=arguments.rate, fall=arguments.fall, device=device)
+    if arguments.resume:
+        trainer.load(arguments.resume)
+    with (out / "log.jsonl").open("a") as log:
+        _loop(arguments, trainer, queue, held_out, log)
+    trainer.save(out / "state.pt")
+    (out / "finished").touch()
+
+
+def _loop(arguments, trainer, queue, held_out, log) -> None:  # type: ignore[no-untyped-def]
+    began = last = time.monotonic()
+    first = trainer.steps
+    recent: list[Tensor] = []
+    progress = 0.0
+    while progress < 1.0:
+        starved = queue.empty()
+        recent.append(trainer.step(queue.get(), progress))
+        done = trainer.steps - first
+        spent = time.monotonic() - began
+        progress = done / arguments.steps if arguments.steps else spent / 60 / arguments.minutes
+        line: dict[str, object] = {}
+        if done % arguments.log_every == 0 or progress >= 1.0:
+            loss = torch.stack(recent).mean().item()
+            now = time.monotonic()
+            speed = len(recent) * arguments.rows * arguments.row_tokens / (now - last)
+            line = {"step": trainer.steps, "loss": round(loss, 4), "spent_s": round(spent, 1),
+                    "tokens": trainer.tokens, "tokens_per_s": round(speed), "starved": starved}  # fmt: skip
+            recent, last = [], now
+        if done % arguments.eval_every == 0 or progress >= 1.0:
+            line |= {"step": trainer.steps, "held_out": trainer.accuracy(held_out)}
+            trainer.save(arguments.out / "state.pt")
+            last = time.monotonic()
+        if line:
+            print(json.dumps(line), file=log, flush=True)
+
+
+def main() -> None:
+    """Reads the flags and trains."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=20.0, help="length of the run")
+    parser.add_argument("--steps", type=int, default=0, help="length in steps instead of minutes")
+    parser.add_argument("--rows", type=int, default=16, help="rows of a step")
+    parser.add_argument("--row-tokens", type=int, default=8192)
+    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--fall", type=float, default=0.4, help="last part in which it falls to 0")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=14, help="processes that make data")
+    parser.add_argument("--held-out", type=int, default=64, help="conversations per task and look")
+    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--eval-every", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", type=Path, help="a state.pt to go on from")
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
