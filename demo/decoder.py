@@ -173,15 +173,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies the rotary angles to [B, H, T, D]."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
-
-
-def dense_attention(document_BT: Tensor) -> Attend:
-    """The reference: a full mask, for the CPU and for short rows."""
-    T = document_BT.shape[1]
-    causal = torch.ones(T, T, dtype=torch.bool, device=document_BT.device).tril()
-    mask = (document_BT[:, None, :, None] == document_BT[:, None, None, :]) & causal
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-
-    return attend

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,30 +20,18 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from demo.decoder import Attend, Qwen3, Shape, dense_attention
+from demo.attention import ATTENTIONS, Batch, Prepared
+from demo.decoder import Qwen3, Shape
 from demo.optimizer import Muon, adamw
 from demo.packing import Rows, documents, pack, start_workers
 from headrace.bench.datasets.tasks.draw import TASKS, held_out_conversations
 
-_BLOCK = 128
-
-
-class Batch(NamedTuple):
-    """Rows on the device, ready for the loss."""
-
-    tokens: Tensor
-    targets: Tensor
-    positions: Tensor
-    document: Tensor
-
-
 def to_device(rows: Rows, device: torch.device) -> Batch:
     """Copies rows over and derives targets and positions there."""
-    tokens = torch.from_numpy(rows.tokens_BT.astype("int32")).to(device, non_blocking=True).long()
-    learnt = torch.from_numpy(rows.learnt_BT).to(device, non_blocking=True)
-    document = torch.from_numpy(rows.document_BT.astype("int32")).to(device, non_blocking=True)
+    tokens = torch.from_numpy(rows.tokens_BT.astype("int32")).to(device).long()
+    learnt = torch.from_numpy(rows.learnt_BT).to(device)
+    document = torch.from_numpy(rows.document_BT.astype("int32")).to(device)
     targets = torch.full_like(tokens, -100)
     targets[:, :-1] = torch.where(learnt[:, 1:], tokens[:, 1:], -100)
     place = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
@@ -52,39 +41,17 @@ def to_device(rows: Rows, device: torch.device) -> Batch:
     return Batch(tokens, targets, place - start, document)
 
 
-def block_attention(batch: Batch) -> Attend:
-    """Flex attention over the blocks that hold a row's own document; nothing else is computed."""
-    document, positions = batch.document, batch.positions
-    rows, length = document.shape
-    blocks = length // _BLOCK
-    first = torch.arange(0, length, _BLOCK, device=document.device) - positions[:, ::_BLOCK]
-    low = first // _BLOCK
-    each = torch.arange(blocks, device=document.device)
-    count = (each - low + 1).to(torch.int32)[:, None]
-    index = (low[:, :, None] + each).clamp(max=blocks - 1).to(torch.int32)[:, None]
-
-    def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (document[b, q] == document[b, k])
-
-    built = BlockMask.from_kv_blocks(
-        count, index, BLOCK_SIZE=_BLOCK, mask_mod=mask, seq_lengths=(length, length)
-    )
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex_attention(q, k, v, block_mask=built, enable_gqa=True)
-
-    return attend
-
-
 class Trainer:
     """Model, optimizers and the step; `progress` in 0..1 decides the rate."""
 
-    def __init__(self, shape: Shape, *, rate: float, fall: float, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, shape: Shape, *, rate: float, fall: float, attention: str) -> None:
+        self.device = device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.attention = ATTENTIONS[attention]
         self.model = Qwen3(shape).to(device)
         self.muon = Muon(self.model)
         self.adamw = adamw(self.model, rate=rate)
         self.rate, self.fall = rate, fall
+        self.norm = torch.zeros(())
         self.steps = 0
         self.tokens = 0
         cuda = device.type == "cuda"
@@ -94,9 +61,9 @@ class Trainer:
     def step(self, rows: Rows, progress: float) -> Tensor:
         """One optimizer step; returns the loss, still on the device."""
         batch = to_device(rows, self.device)
-        loss = self.loss(batch)
+        loss = self.loss(batch, self.attention.prepare(batch))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         rate = self._rate_at(progress)
         for group in self.adamw.param_groups:
             group["lr"] = rate
@@ -115,7 +82,7 @@ class Trainer:
             right = total = 0
             for at in range(len(rows.tokens_BT)):
                 batch = to_device(Rows(*(part[at : at + 1] for part in rows)), self.device)
-                best = self.predict(batch)
+                best = self.predict(batch, self.attention.prepare(batch))
                 wrong = (best != batch.targets) & (batch.targets >= 0)
                 missed = torch.unique(batch.document[wrong]).numel()
                 count = int(batch.document.max())
@@ -145,22 +112,15 @@ class Trainer:
         self.adamw.load_state_dict(state["adamw"])
         self.steps, self.tokens = state["steps"], state["tokens"]
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _loss(self, batch: Batch, prepared: Prepared) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            return self.model.loss(
-                batch.tokens, batch.targets, batch.positions, self._attention(batch)
-            )
+            attend = self.attention.attend(batch, prepared)
+            return self.model.loss(batch.tokens, batch.targets, batch.positions, attend)
 
-    def _predict(self, batch: Batch) -> Tensor:
+    def _predict(self, batch: Batch, prepared: Prepared) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self.model(batch.tokens, batch.positions, self._attention(batch))
-            return logits.argmax(dim=-1)
-
-    def _attention(self, batch: Batch) -> Attend:
-        """Built inside of the compiled call, so that a new mask is no reason to compile again."""
-        if self.device.type == "cuda":
-            return block_attention(batch)
-        return dense_attention(batch.document)
+            attend = self.attention.attend(batch, prepared)
+            return self.model(batch.tokens, batch.positions, attend).argmax(dim=-1)
 
     def _rate_at(self, progress: float) -> float:
         warm = min(1.0, (self.steps + 1) / 200)
@@ -181,7 +141,6 @@ def held_out_rows(tokenizer: Tokenizer, *, each: int, row_tokens: int) -> dict[s
 
 def run(arguments: argparse.Namespace) -> None:
     """The loop: steps, log lines, evaluations and checkpoints until the end is reached."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
     length, out = arguments.row_tokens, arguments.out
@@ -194,7 +153,7 @@ def run(arguments: argparse.Namespace) -> None:
         Tokenizer.from_file(str(arguments.tokenizer)), each=arguments.held_out, row_tokens=length
     )
     shape = Shape(num_hidden_layers=arguments.layers)
-    trainer = Trainer(shape, rate=arguments.rate, fall=arguments.fall, device=device)
+    trainer = Trainer(shape, rate=arguments.rate, fall=arguments.fall, attention=arguments.attention)
     if arguments.resume:
         trainer.load(arguments.resume)
     with (out / "log.jsonl").open("a") as log:
@@ -217,10 +176,13 @@ def _loop(arguments, trainer, queue, held_out, log) -> None:  # type: ignore[no-
         line: dict[str, object] = {}
         if done % arguments.log_every == 0 or progress >= 1.0:
             loss = torch.stack(recent).mean().item()
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss is {loss} at step {trainer.steps}")
             now = time.monotonic()
             speed = len(recent) * arguments.rows * arguments.row_tokens / (now - last)
             line = {"step": trainer.steps, "loss": round(loss, 4), "spent_s": round(spent, 1),
-                    "tokens": trainer.tokens, "tokens_per_s": round(speed), "starved": starved}  # fmt: skip
+                    "tokens": trainer.tokens, "tokens_per_s": round(speed),
+                    "norm": round(trainer.norm.item(), 3), "starved": starved}  # fmt: skip
             recent, last = [], now
         if done % arguments.eval_every == 0 or progress >= 1.0:
             line |= {"step": trainer.steps, "held_out": trainer.accuracy(held_out)}
@@ -241,6 +203,7 @@ def main() -> None:
     parser.add_argument("--row-tokens", type=int, default=8192)
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--fall", type=float, default=0.4, help="last part in which it falls to 0")
+    parser.add_argument("--attention", choices=sorted(ATTENTIONS), default="flex")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--workers", type=int, default=14, help="processes that make data")
     parser.add_argument("--held-out", type=int, default=64, help="conversations per task and look")
