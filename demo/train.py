@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -112,6 +113,10 @@ class Trainer:
         self.adamw.load_state_dict(state["adamw"])
         self.steps, self.tokens = state["steps"], state["tokens"]
 
+    def start_from(self, folder: Path) -> None:
+        """Starts from shipped weights: bf16, without the optimizers' state, so warm-up comes again."""
+        self.model.load_state_dict(load_file(folder / "model.safetensors"))
+
     def _loss(self, batch: Batch, prepared: Prepared) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             attend = self.attention.attend(batch, prepared)
@@ -156,6 +161,8 @@ def run(arguments: argparse.Namespace) -> None:
     trainer = Trainer(shape, rate=arguments.rate, fall=arguments.fall, attention=arguments.attention)
     if arguments.resume:
         trainer.load(arguments.resume)
+    elif arguments.weights:
+        trainer.start_from(arguments.weights)
     with (out / "log.jsonl").open("a") as log:
         _loop(arguments, trainer, queue, held_out, log)
     trainer.save(out / "state.pt")
@@ -199,18 +206,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=20.0, help="length of the run")
     parser.add_argument("--steps", type=int, default=0, help="length in steps instead of minutes")
-    parser.add_argument("--rows", type=int, default=16, help="rows of a step")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a step")
     parser.add_argument("--row-tokens", type=int, default=8192)
-    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--fall", type=float, default=0.4, help="last part in which it falls to 0")
     parser.add_argument("--attention", choices=sorted(ATTENTIONS), default="flex")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--workers", type=int, default=14, help="processes that make data")
     parser.add_argument("--held-out", type=int, default=64, help="conversations per task and look")
-    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--log-every", type=int, default=100)
     parser.add_argument("--eval-every", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", type=Path, help="a state.pt to go on from")
+    parser.add_argument("--weights", type=Path, help="a model folder whose weights to start from")
     run(parser.parse_args())
 
 

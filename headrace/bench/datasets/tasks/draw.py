@@ -52,6 +52,7 @@ TASKS: dict[str, Generator] = {
     "count": lists.count,
     "reverse": lists.reverse,
     "pick": lists.pick,
+    "sequence": lists.sequence,
     "tool_call": tools.tool_call,
     "tool_answer": tools.tool_answer,
     "json": json_objects.json_object,
@@ -64,13 +65,13 @@ EVAL_TASKS = tuple(TASKS)
 """Every task can be evaluated; the model card names those that the bar is set on."""
 
 _SHARES = {
-    "copy": 9, "recall": 5, "recall_2k": 0.9, "recall_4k": 0.5, "recall_8k": 0.5, "arithmetic": 9,
-    "arithmetic_3": 4, "multiply": 5, "compare": 2, "sort": 6, "count": 5, "reverse": 2, "pick": 3,
+    "copy": 11, "recall": 5, "recall_2k": 0.9, "recall_4k": 0.5, "recall_8k": 0.5, "arithmetic": 9,
+    "arithmetic_3": 4, "multiply": 7, "compare": 2, "sort": 6, "count": 7, "reverse": 2, "pick": 3, "sequence": 1.5,
     "tool_call": 11, "tool_answer": 4, "json": 8, "system": 8, "think": 4, "story": 5, "chat": 8,
 }  # fmt: skip
 _NAMES, _WEIGHTS = list(_SHARES), list(_SHARES.values())
 _PLAIN_NAMES = ("arithmetic", "chat", "chat", "chat", "sort", "count", "pick", "compare", "multiply",
-                "copy", "reverse")  # fmt: skip
+                "copy", "reverse", "sequence")  # fmt: skip
 
 _MORE_QUESTIONS = {"recall": 4, "recall_2k": 12, "recall_4k": 24, "recall_8k": 40}
 _ANSWER_TOKENS = {"think": 400, "story": 400, "tool_call": 256, "json": 256, "copy": 384}

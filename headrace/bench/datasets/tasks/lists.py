@@ -47,6 +47,8 @@ _TIMES_ASKS = (
 def copy(rng: Random) -> Conversation:
     """Repeat a text exactly, from one word to some hundred tokens."""
     text = _copy_text(rng)
+    if rng.random() < 0.15:
+        text = text.lower() if rng.random() < 0.7 else text.rstrip(".")
     quoted = f'"{text}"' if '"' not in text and rng.random() < 0.2 else text
     prompt = rng.choice(_COPY_ASKS).replace("{t}", quoted)
     if rng.random() < 0.1:
@@ -99,9 +101,9 @@ def count(rng: Random) -> Conversation:
 
 
 def reverse(rng: Random) -> Conversation:
-    """Give a list back in reverse order, or with its words in capitals."""
+    """Give a list back in reverse order, or with its words in capitals or without."""
     gap = rng.choice((", ", " "))
-    items = rng.sample(words.EVERY_WORD, rng.randint(2, 8))
+    items = rng.sample(words.EVERY_WORD, rng.randint(1, 8))
     listed = gap.join(items)
     if rng.random() < 0.5:
         asks = ("Reverse this list: {l}", "Write these words backwards, last word first: {l}",
@@ -109,7 +111,8 @@ def reverse(rng: Random) -> Conversation:
         result = gap.join(reversed(items))
     elif rng.random() < 0.6:
         asks = ("Write in upper case: {l}", "Make this upper case: {l}", "Capitalize all: {l}",
-                "Convert to uppercase: {l}", "Write this in capitals: {l}")  # fmt: skip
+                "Convert to uppercase: {l}", "Write this in capitals: {l}", "Say {l} in upper case.",
+                "Say {l} in capital letters.", "Write {l} in upper case.")  # fmt: skip
         result = listed.upper()
     else:
         asks = ("Write in lower case: {l}", "Make this lowercase: {l}", "Convert to lowercase: {l}")
@@ -140,6 +143,36 @@ def pick(rng: Random) -> Conversation:
     prompt = rng.choice(asks).format(w=word, l=gap.join(items))
     message = answer(text, f"I look for the {word} one.")
     return Conversation(task="pick", messages=[user(prompt), message], keys=(prompt,))
+
+
+def sequence(rng: Random) -> Conversation:
+    """Count up or down, or list what everybody knows in its order."""
+    kind = rng.random()
+    a, b = rng.randint(0, 30), rng.randint(2, 20)
+    if kind < 0.35:
+        asks = ("Count from {a} to {b}.", "Count from {a} to {b}", "Count up from {a} to {b}.",
+                "Write the numbers from {a} to {b}.", "List the numbers {a} to {b}.")  # fmt: skip
+        prompt = rng.choice(asks).format(a=a, b=a + b)
+        items = [str(n) for n in range(a, a + b + 1)]
+    elif kind < 0.55:
+        asks = ("Count down from {a} to {b}.", "Count backwards from {a} to {b}.")
+        prompt = rng.choice(asks).format(a=a + b, b=a)
+        items = [str(n) for n in range(a + b, a - 1, -1)]
+    elif kind < 0.7:
+        asks = ("Count to {b}.", "Can you count to {b}?", "Count to {b}", "Please count to {b}.")
+        prompt, items = rng.choice(asks).format(b=b), [str(n) for n in range(1, b + 1)]
+    else:
+        number = rng.randint(2, 7)
+        names = ("zero", "one", "two", "three", "four", "five", "six", "seven")
+        shown = str(number) if rng.random() < 0.4 else names[number]
+        kinds = {"fruits": words.FRUITS, "animals": words.ANIMALS, "colors": words.COLORS,
+                 "names": words.NAMES, "cities": words.CITIES, "languages": words.LANGUAGES}  # fmt: skip
+        chosen = rng.choice(sorted(kinds))
+        asks = ("List {n} {k}.", "Name {n} {k}.", "Give me {n} {k}.", "list {n} {k}",
+                "Tell me {n} {k}.", "Can you name {n} {k}?", "I need {n} {k}.")  # fmt: skip
+        prompt, items = rng.choice(asks).format(n=shown, k=chosen), kinds[chosen][:number]
+    message = answer(", ".join(items), f"It ends with {items[-1]}.")
+    return Conversation(task="sequence", messages=[user(prompt), message], keys=(prompt,))
 
 
 def sentence(rng: Random) -> str:

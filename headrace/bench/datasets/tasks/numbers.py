@@ -2,7 +2,8 @@
 
 Two-digit problems are answered at once; three-digit ones and products of two two-digit numbers are
 worked out between `<think>` tags. A problem's key is the bare problem, so no wording of a held-out
-sum is ever trained.
+sum is ever trained; only the table up to ten times ten is held out by wording, because everybody
+should know all of it.
 """
 
 from __future__ import annotations
@@ -92,10 +93,11 @@ def _problem(
     low, high = (a, b) if sign == "-" else sorted((a, b))
     result = {"+": a + b, "-": a - b, "*": a * b}[sign]
     prompt = _wording(rng, a, sign, b)
+    known_table = sign == "*" and high <= 10
     return Conversation(
         task=task,
         messages=[user(prompt), answer(str(result), _working(a, sign, b))],
-        keys=(f"{low}{sign}{high}",),
+        keys=(prompt,) if known_table else (f"{low}{sign}{high}",),
         thinking=thinking,
     )
 

@@ -89,6 +89,7 @@ def _tell(rng: Random, hero: str, friend: str, thing: str) -> str:
     }  # fmt: skip
     slots["a_h"], slots["a_mood"] = _a(hero), _a(slots["mood"])
     slots["a_f"], slots["a_color"] = _a(f"{slots['mood2']} {friend}"), _a(slots["color"])
+    slots["a_adj"] = _a(slots["adj"])
     optional = [
         line for lines, share in _MIDDLE for line in (rng.choice(lines),) if rng.random() < share
     ]
@@ -111,7 +112,7 @@ _BEGIN = (
 _WISH = (
     "{when}, {H} found {a_color} {t} under a tree.",
     "{when}, {H} wanted to find a {t} of {color} glass.",
-    "{when}, {H} lost a {color} {t} and was very sad.",
+    "{when}, {H} lost {a_color} {t} and was very sad.",
     "More than anything, {H} wished for {a_color} {t}.",
     "{when}, a {t} fell into the water, and {H} saw it float away.",
     "{when}, somebody left {a_color} {t} at the door of {H}.",
@@ -141,7 +142,7 @@ _HELP = (
     "The two of them looked at the {t} from every side until they knew what to do.",
     "{F} held the rope while {H} climbed down for the {t}.",
     "They shared the bread, and {F} told {H} the secret of the {t}.",
-    "They gave the {t} to a {adj} old miller, who smiled and thanked them.",
+    "They gave the {t} to {a_adj} old miller, who smiled and thanked them.",
 )
 _END = (
     "From that day on, {H} and {F} were friends.",
