@@ -1,6 +1,6 @@
 """Scores a model folder with `transformers`, greedily, on held-out items: the reference result.
 
-    python -m demo.check --model demo/model --count 200
+python -m demo.check --model demo/model --count 200
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Qwen3(nn.Module):
 def rope(positions_BT: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """Cosine and sine [B, 1, T, D] of the rotary angles, both halves alike."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions_BT.device) / shape.head_dim
-    angles = positions_BT[:, None, :, None].float() * shape.rope_theta ** -exponents
+    angles = positions_BT[:, None, :, None].float() * shape.rope_theta**-exponents
     doubled = torch.cat((angles, angles), dim=-1)
     return doubled.cos(), doubled.sin()
 

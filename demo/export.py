@@ -1,6 +1,6 @@
 """Writes the shipped files of a checkpoint: bf16 weights and the two configurations.
 
-    python -m demo.export --state runs/demo/state.pt --out demo/model
+python -m demo.export --state runs/demo/state.pt --out demo/model
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ import json
 import math
 import time
 from dataclasses import asdict
+from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import NamedTuple
+from typing import TextIO
 
 import torch
 from safetensors.torch import load_file
@@ -27,6 +28,7 @@ from demo.decoder import Qwen3, Shape
 from demo.optimizer import Muon, adamw
 from demo.packing import Rows, documents, pack, start_workers
 from headrace.bench.datasets.tasks.draw import TASKS, held_out_conversations
+
 
 def to_device(rows: Rows, device: torch.device) -> Batch:
     """Copies rows over and derives targets and positions there."""
@@ -158,7 +160,9 @@ def run(arguments: argparse.Namespace) -> None:
         Tokenizer.from_file(str(arguments.tokenizer)), each=arguments.held_out, row_tokens=length
     )
     shape = Shape(num_hidden_layers=arguments.layers)
-    trainer = Trainer(shape, rate=arguments.rate, fall=arguments.fall, attention=arguments.attention)
+    trainer = Trainer(
+        shape, rate=arguments.rate, fall=arguments.fall, attention=arguments.attention
+    )
     if arguments.resume:
         trainer.load(arguments.resume)
     elif arguments.weights:
@@ -169,7 +173,13 @@ def run(arguments: argparse.Namespace) -> None:
     (out / "finished").touch()
 
 
-def _loop(arguments, trainer, queue, held_out, log) -> None:  # type: ignore[no-untyped-def]
+def _loop(
+    arguments: argparse.Namespace,
+    trainer: Trainer,
+    queue: Queue[Rows],
+    held_out: dict[str, Rows],
+    log: TextIO,
+) -> None:
     began = last = time.monotonic()
     first = trainer.steps
     recent: list[Tensor] = []

@@ -78,7 +78,9 @@ def test_tool_calls_are_compared_in_order_with_nothing_around_them() -> None:
     assert score(item, text)
     assert not score(item, "Sure! " + text)
     assert not score(item, right_answer(dataclasses.replace(item, expected=[two, one])))
-    assert score_tool_calls(item, [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}])
+    assert score_tool_calls(
+        item, [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
+    )
     assert not score_tool_calls(item, [{"name": "f", "arguments": {"x": 1}}])
 
 

@@ -6,8 +6,8 @@ item is never produced by `training_conversation`, whatever the seed (see `item.
 """
 
 from headrace.bench.datasets.tasks.draw import (
-    TASKS,
     EVAL_TASKS,
+    TASKS,
     generate_eval,
     training_conversation,
 )

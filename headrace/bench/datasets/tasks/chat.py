@@ -126,9 +126,7 @@ def chat(rng: Random) -> Conversation:
     return _conversation(rng, _unknown(rng), (REFUSAL,), "I do not know this.")
 
 
-def _conversation(
-    rng: Random, prompt: str, answers: tuple[str, ...], thought: str
-) -> Conversation:
+def _conversation(rng: Random, prompt: str, answers: tuple[str, ...], thought: str) -> Conversation:
     dressed = _dress(rng, prompt) if rng.random() < 0.5 else prompt
     return Conversation(
         task="chat",
@@ -179,7 +177,18 @@ def _dress(rng: Random, prompt: str) -> str:
     """The same prompt with other manners: these variants are what may be held out."""
     before = ("", "", "Hey, ", "Hi! ", "Please, ", "So, ", "Well, ", "Hello! ", "Ok, ", "And ", "Dear model, ",
               "Now, ", "Excuse me, ", "Tell me, ", "One question: ")  # fmt: skip
-    after = ("", "", " Thanks.", " Please.", " :)", " Please be brief.", " Thank you!", "!", "??", " 😀")
+    after = (
+        "",
+        "",
+        " Thanks.",
+        " Please.",
+        " :)",
+        " Please be brief.",
+        " Thank you!",
+        "!",
+        "??",
+        " 😀",
+    )
     opening = rng.choice(before)
     kept_case = not opening or opening[-2] in "!:" or prompt.startswith("I ")
     body = prompt if kept_case else prompt[0].lower() + prompt[1:]
@@ -217,7 +226,7 @@ def _fact(rng: Random) -> tuple[str, str]:
     kind = rng.randrange(6)
     if kind <= 1:
         country, capital = rng.choice(list(words.CAPITALS.items()))
-        asks = ("What is the capital of {c}?", "What's the capital of {c}?", "capital of {c}?",
+        asks: tuple[str, ...] = ("What is the capital of {c}?", "What's the capital of {c}?", "capital of {c}?",
                 "Which city is the capital of {c}?", "Tell me the capital of {c}.",
                 "Do you know the capital of {c}?", "What is the capital city of {c}?",
                 "what is the capital of {c}", "Name the capital of {c}.")  # fmt: skip
@@ -255,7 +264,11 @@ def _calendar(rng: Random) -> tuple[str, str]:
     at = rng.randrange(len(names))
     if rng.random() < 0.5:
         following = names[(at + 1) % len(names)]
-        asks = ("What {u} comes after {n}?", "Which {u} follows {n}?", "What is the {u} after {n}?")
+        asks: tuple[str, ...] = (
+            "What {u} comes after {n}?",
+            "Which {u} follows {n}?",
+            "What is the {u} after {n}?",
+        )
         return rng.choice(asks).format(u=unit, n=names[at]), f"{following} comes after {names[at]}."
     previous = names[at - 1]
     asks = ("What {u} comes before {n}?", "Which {u} is before {n}?", "What is the {u} before {n}?")

@@ -106,7 +106,7 @@ def reverse(rng: Random) -> Conversation:
     items = rng.sample(words.EVERY_WORD, rng.randint(1, 8))
     listed = gap.join(items)
     if rng.random() < 0.5:
-        asks = ("Reverse this list: {l}", "Write these words backwards, last word first: {l}",
+        asks: tuple[str, ...] = ("Reverse this list: {l}", "Write these words backwards, last word first: {l}",
                 "Reverse the order of: {l}", "Give me this list in reverse: {l}")  # fmt: skip
         result = gap.join(reversed(items))
     elif rng.random() < 0.6:
@@ -128,9 +128,13 @@ def pick(rng: Random) -> Conversation:
     if rng.random() < 0.5:
         numbers = rng.sample(range(rng.choice((10, 100, 1000))), rng.randint(3, 8))
         items = [str(n) for n in numbers]
-        word = rng.choice(("largest", "smallest", "biggest", "lowest", "highest", "maximum", "minimum"))
-        result = max(numbers) if word in ("largest", "biggest", "highest", "maximum") else min(numbers)
-        asks = ("What is the {w} of {l}?", "What is the {w} number in this list: {l}",
+        word = rng.choice(
+            ("largest", "smallest", "biggest", "lowest", "highest", "maximum", "minimum")
+        )
+        result = (
+            max(numbers) if word in ("largest", "biggest", "highest", "maximum") else min(numbers)
+        )
+        asks: tuple[str, ...] = ("What is the {w} of {l}?", "What is the {w} number in this list: {l}",
                 "Which is the {w} number: {l}", "Find the {w}: {l}")  # fmt: skip
         text = str(result)
     else:
@@ -150,7 +154,7 @@ def sequence(rng: Random) -> Conversation:
     kind = rng.random()
     a, b = rng.randint(0, 30), rng.randint(2, 20)
     if kind < 0.35:
-        asks = ("Count from {a} to {b}.", "Count from {a} to {b}", "Count up from {a} to {b}.",
+        asks: tuple[str, ...] = ("Count from {a} to {b}.", "Count from {a} to {b}", "Count up from {a} to {b}.",
                 "Write the numbers from {a} to {b}.", "List the numbers {a} to {b}.")  # fmt: skip
         prompt = rng.choice(asks).format(a=a, b=a + b)
         items = [str(n) for n in range(a, a + b + 1)]
@@ -216,7 +220,9 @@ def _copy_text(rng: Random) -> str:
     if kind == 7:
         return ", ".join(rng.sample(words.NAMES + words.CITIES, rng.randint(2, 12)))
     if kind == 8:
-        pool = rng.choice((words.LETTERS, words.LETTERS.upper(), words.LETTERS.upper() + "0123456789"))
+        pool = rng.choice(
+            (words.LETTERS, words.LETTERS.upper(), words.LETTERS.upper() + "0123456789")
+        )
         gap = rng.choice(("", " ", "-"))
         return gap.join(rng.choices(pool, k=rng.randint(2, 24)))
     return " ".join(_pseudo_word(rng) for _ in range(rng.randint(1, 10)))

@@ -3,7 +3,7 @@
 Two-digit problems are answered at once; three-digit ones and products of two two-digit numbers are
 worked out between `<think>` tags. A problem's key is the bare problem, so no wording of a held-out
 sum is ever trained; only the table up to ten times ten is held out by wording, because everybody
-should know all of it.
+should know all of it. A step in the reasoning of another problem may still be a held-out sum.
 """
 
 from __future__ import annotations

@@ -145,4 +145,17 @@ _KNOWN = frozenset(
     word.lower()
     for text in (*words.EVERY_WORD, *words.NAMES, *words.CITIES, *words.JOBS, *_LINES)
     for word in _CHUNKS.findall(text)
-) | frozenset("in the with would over near every nobody saw stood sold found morning wanted".split())
+) | {
+    "in",
+    "the",
+    "with",
+    "would",
+    "over",
+    "near",
+    "every",
+    "nobody",
+    "saw",
+    "stood",
+    "sold",
+    "found",
+}

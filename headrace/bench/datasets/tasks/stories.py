@@ -4,6 +4,7 @@ A story is a walk through slots with several choices each, so that sampling show
 story stays sensible: somebody, a wish, a trouble, a friend, an end. The asked hero and thing occur
 in it, which is what the check looks for.
 """
+# ruff: noqa: SIM905 - a word list reads best as text
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ CAST = {
 
 _THINGS = """lamp bell key boat basket candle feather lantern flute coin ring map wheel bucket drum kite
 book hat mirror bridge""".split()
-_PLACES = """mill river forest hill village meadow lake garden old bridge barn orchard harbor""".replace(
-    "old bridge", "bridge"
-).split()
+_PLACES = (
+    """mill river forest hill village meadow lake garden old bridge barn orchard harbor""".replace(
+        "old bridge", "bridge"
+    ).split()
+)
 _MOODS = "brave gentle clever shy curious merry patient kind quiet lazy hungry proud".split()
 _TIMES = ("One morning", "One day", "One evening", "On a cold day", "On a sunny day", "One night",
           "In the spring", "Early in the autumn", "After a long winter")  # fmt: skip

@@ -111,7 +111,12 @@ def _case_rule(rng: Random) -> Rule:
 
 
 def _word_rule(rng: Random) -> Rule:
-    pools = (words.EVERY_WORD, words.EVERY_NOUN, words.NAMES, ("over", "amen", "sir", "Aye", "beep"))
+    pools = (
+        words.EVERY_WORD,
+        words.EVERY_NOUN,
+        words.NAMES,
+        ("over", "amen", "sir", "Aye", "beep"),
+    )
     word = rng.choice(rng.choice(pools))
     kind = rng.random()
     if kind < 0.4:

@@ -114,7 +114,9 @@ def _path(rng: Random) -> str:
 
 def _expression(rng: Random) -> str:
     a, b, c = rng.randrange(10000), rng.randrange(1000), rng.randrange(100)
-    return rng.choice((f"{a} * {b}", f"{a} + {b}", f"{a} - {b}", f"({a} + {b}) * {c}", f"{a} / {c}"))
+    return rng.choice(
+        (f"{a} * {b}", f"{a} + {b}", f"{a} - {b}", f"({a} + {b}) * {c}", f"{a} / {c}")
+    )
 
 
 def _mail_arguments(rng: Random) -> dict[str, object]:
@@ -258,7 +260,8 @@ CATALOG = (
                     "time": ("string", "Time as HH:MM")},
         draw=lambda r: {"restaurant": f"The {r.choice(words.ADJECTIVES).capitalize()} "
                                       f"{r.choice(words.ANIMALS).capitalize()}",
-                        "people": r.randint(1, 12), "time": f"{r.randint(11, 22)}:{r.choice(('00', '15', '30', '45'))}"},
+                        "people": r.randint(1, 12),
+                        "time": f"{r.randint(11, 22)}:{r.choice(('00', '15', '30', '45'))}"},
         asks=("Book a table for {people} at {restaurant} at {time}.",
               "Reserve a table at {restaurant} for {people} people at {time}.",
               "I need a table for {people} at {time} in {restaurant}."),

@@ -4,6 +4,7 @@ Half of the tools are fixed, with natural requests; the other half is made up on
 nouns and typed parameters, so the model learns to read the tools it is given rather than to know
 them.
 """
+# ruff: noqa: SIM905 - a word list reads best as text
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 Everything the generators say about the world is drawn from here, so that a model of ten million
 parameters can know all of it. No code lives here, only data.
 """
+# ruff: noqa: SIM905 - a word list reads best as text
 
 NAMES = """Ada Bram Cleo Dario Edda Finn Greta Hugo Iris Jonas Kira Lena Mara Nils Olga Pavel Quinn Rosa
 Sami Tobin Uma Viktor Wanda Xenia Yusuf Zoe Anna Ben Clara David Emma Felix Grace Henry Ines Jack Karin
