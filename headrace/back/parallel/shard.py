@@ -16,11 +16,15 @@ from headrace.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class Part:
-    """`size` rows of the split dim in `units` that stay whole (heads); `name` is for messages."""
+    """`size` rows of the split dim in `units` that stay whole (heads); `name` is for messages.
+
+    `uneven` parts may leave some ranks one unit more than others (vocabulary rows).
+    """
 
     name: str
     size: int
     units: int
+    uneven: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,11 @@ def local_units(part: Part, axis: Axis) -> int:
         f"divided by it nor replicated evenly",
         field="tensor_parallel",
     )
+
+
+def local_size(part: Part, axis: Axis) -> int:
+    """Rows of the part that this rank holds."""
+    return _share(part, axis)[1]
 
 
 def _share(part: Part, axis: Axis) -> tuple[int, int]:
