@@ -31,7 +31,7 @@ _HEADERS = [
 ]
 
 
-class ClientGone(Exception):
+class ClientGone(Exception):  # noqa: N818 (not an error: nobody is left to be told)
     """The client closed the connection before the answer was complete."""
 
 
