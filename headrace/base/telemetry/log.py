@@ -10,7 +10,9 @@ import logging
 import sys
 
 MAX_LINE_CHARS = 4000
-_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+_ESCAPES = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
+}
 
 
 class LineFormatter(logging.Formatter):

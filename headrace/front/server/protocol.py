@@ -106,7 +106,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Counts complete headers (trailers of a chunked body too)."""
         super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS or sum(len(n) + len(v) + 4 for n, v in self.headers) > MAX_HEAD_BYTES:
+        if (
+            len(self.headers) > MAX_HEADERS
+            or sum(len(n) + len(v) + 4 for n, v in self.headers) > MAX_HEAD_BYTES
+        ):
             self.refuse(_head_too_large())
 
     def on_headers_complete(self) -> None:

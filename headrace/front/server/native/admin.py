@@ -18,7 +18,9 @@ async def post_pause(exchange: Exchange, request: Request) -> Response:
     """Pauses every core; returns once the pause is complete (mode wait: once running requests have ended)."""
     mode = request.query_params.get("mode", "abort")
     if mode not in MODES:
-        raise InvalidRequest(f"mode: {mode[:50]!r} given; allowed: {', '.join(MODES)}", field="mode")
+        raise InvalidRequest(
+            f"mode: {mode[:50]!r} given; allowed: {', '.join(MODES)}", field="mode"
+        )
     clear = _flag(request, "clear_cache", default=True)
     await exchange.services.engine.call("pause", mode=mode, clear_cache=clear)
     return json_response({"status": "paused", "mode": mode})
@@ -33,7 +35,10 @@ async def post_resume(exchange: Exchange, request: Request) -> Response:
 async def get_is_paused(exchange: Exchange, request: Request) -> Response:
     """Whether the cores are paused."""
     replies = await exchange.services.engine.call("is_paused")
-    paused = [bool(reply.get("is_paused")) if isinstance(reply, dict) else bool(reply) for reply in replies]
+    paused = [
+        bool(reply.get("is_paused")) if isinstance(reply, dict) else bool(reply)
+        for reply in replies
+    ]
     return json_response({"is_paused": all(paused)})
 
 

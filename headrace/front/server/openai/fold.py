@@ -147,9 +147,7 @@ def completion_logprobs(
 
 
 def _top(scored: ScoredToken, *, as_id: bool) -> dict[str, float]:
-    found = {
-        token_name(s, as_id=as_id): logprob(s.logprob) for s in (*scored.top, *scored.named)
-    }
+    found = {token_name(s, as_id=as_id): logprob(s.logprob) for s in (*scored.top, *scored.named)}
     found.setdefault(token_name(scored.token, as_id=as_id), logprob(scored.token.logprob))
     return found
 
