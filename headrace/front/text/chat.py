@@ -23,8 +23,22 @@ COMMON_ARGUMENTS = frozenset(
 )
 # Names that are never arguments: the renderer's own variables, and options of other renderers.
 _RESERVED = frozenset(
-    """messages tools add_generation_prompt continue_final_message tokenize chat_template return_dict
-    return_tensors padding truncation max_length raise_exception strftime_now conversation""".split()
+    [
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "conversation",
+        "tokenize",
+        "chat_template",
+        "return_dict",
+        "return_tensors",
+        "padding",
+        "truncation",
+        "max_length",
+        "raise_exception",
+        "strftime_now",
+    ]
 )
 MAX_TOOLS = 1024
 

@@ -17,11 +17,8 @@ from headrace.front.text.guard import Guard, neutral
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 10_000
 MAX_DEPTH = 64
+_REASONING = ("reasoning_content", "reasoning")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-# Words with a fixed meaning to templates; they cannot be part of a control token's spelling across a border.
-_KEYWORDS = frozenset(
-    ["function", "object", "string", "number", "integer", "boolean", "array", "null", "text"]
-)
 
 
 def template_messages(
@@ -46,11 +43,10 @@ def protect_tree(value: Any, protect: Callable[[str], str], field: str, depth: i
     if depth > MAX_DEPTH:
         raise _bad(field, f"nested deeper than {MAX_DEPTH}")
     if isinstance(value, str):
-        return value if value in _KEYWORDS else protect(value)
+        return protect(value)
     if isinstance(value, dict):
         return {
-            (k if k in _KEYWORDS else protect(str(k))): protect_tree(v, protect, field, depth + 1)
-            for k, v in value.items()
+            protect(str(k)): protect_tree(v, protect, field, depth + 1) for k, v in value.items()
         }
     if isinstance(value, list | tuple):
         return [protect_tree(item, protect, field, depth + 1) for item in value]
@@ -83,14 +79,14 @@ def _message(message: dict[str, Any], field: str, guard: Guard) -> dict[str, Any
     made: dict[str, Any] = {"role": role, "content": _content(message, f"{field}.content", guard)}
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
-            made[name] = guard.protect(_text(message[name], f"{field}.{name}"))
+            made[name] = guard.protect_name(_text(message[name], f"{field}.{name}"))
     if role == "assistant":
         _assistant(message, made, field, guard)
     return made
 
 
 def _assistant(message: dict[str, Any], made: dict[str, Any], field: str, guard: Guard) -> None:
-    for name in ("reasoning_content", "reasoning"):
+    for name in _REASONING:
         if message.get(name):
             text = guard.protect(_text(message[name], f"{field}.{name}"))
             made["reasoning_content"] = made["reasoning"] = text
@@ -102,9 +98,8 @@ def _assistant(message: dict[str, Any], made: dict[str, Any], field: str, guard:
         made["tool_calls"] = [
             _tool_call(call, f"{field}.tool_calls[{i}]", guard) for i, call in enumerate(calls)
         ]
-    elif message.get("content") is None and not message.get("reasoning_content"):
-        if not message.get("reasoning") and message.get("refusal") is None:
-            raise _bad(f"{field}.content", "null, and there are no tool_calls")
+    elif all(message.get(name) is None for name in ("content", "refusal", *_REASONING)):
+        raise _bad(f"{field}.content", "null, and there are no tool_calls")
 
 
 def _tool_call(call: Any, field: str, guard: Guard) -> dict[str, Any]:
@@ -115,12 +110,12 @@ def _tool_call(call: Any, field: str, guard: Guard) -> dict[str, Any]:
     made = {
         "type": "function",
         "function": {
-            "name": guard.protect(function["name"]),
+            "name": guard.protect_name(function["name"]),
             "arguments": protect_tree(arguments, guard.protect, f"{field}.function.arguments"),
         },
     }
     if isinstance(call.get("id"), str):
-        made["id"] = guard.protect(call["id"])
+        made["id"] = guard.protect_name(call["id"])
     return made
 
 

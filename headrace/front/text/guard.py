@@ -1,7 +1,7 @@
 """Keeps what users write apart from control tokens (P28), through any template.
 
-A template puts the texts of users between control tokens that it writes itself, and both come out as one string. So that
-they can be told apart afterwards, three of Unicode's noncharacters (which no text may hold) are used:
+A template puts the texts of users between control tokens that it writes itself, and both come out as one string. So
+that they can be told apart afterwards, three of Unicode's noncharacters (which no text may hold) are used:
 
     BREAK   put into every text that goes into the template, wherever a control token could begin or end
     OPEN, CLOSE   around the number of a control token: its spelling, and the only one, that `encode_guarded` knows
@@ -13,7 +13,7 @@ only where the template itself wrote them, into their guarded spelling and drops
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeAlias
 
 BREAK, OPEN, CLOSE, MARK = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
@@ -35,9 +35,11 @@ class Guard:
         special = [token for token in special if len(token) > 1]
         self.tokens = tuple(dict.fromkeys([*special, *(t for t in markup if len(t) > 1)]))
         self.spellings = {token: f"{OPEN}{i}{CLOSE}" for i, token in enumerate(self.tokens)}
+        self._joined = "\0".join(self.tokens)
         self._all = _Breaks(self.tokens)
         self._special = _Breaks(special)
-        self._any = re.compile(_pattern(self.tokens)) if self.tokens else None
+        self._any = _any_of(self.tokens)
+        self._markup = _any_of(self.tokens[len(dict.fromkeys(special)) :])
 
     def protect(self, text: str) -> str:
         """`text` with a BREAK wherever a control token could begin or end."""
@@ -45,7 +47,17 @@ class Guard:
 
     def protect_special(self, text: str) -> str:
         """As `protect`, but markup stays what it is."""
-        return self._special.put(neutral(text))
+        text = neutral(text)
+        if self._markup is None:
+            return self._special.put(text)
+        between = self._markup.split(text)
+        markup = [*self._markup.findall(text), ""]
+        return "".join(self._special.put(t) + m for t, m in zip(between, markup, strict=True))
+
+    def protect_name(self, text: str) -> str:
+        """As `protect`, for names, which templates may put between the halves of a control token ("<|" name "|>")."""
+        text = self.protect(text)
+        return text[0] + BREAK + text[1:] if len(text) > 1 and text in self._joined else text
 
     def resolve(self, rendered: str) -> str:
         """A rendered template with its own control tokens in their guarded spelling, and no BREAK."""
@@ -57,17 +69,14 @@ class Guard:
 class _Breaks:
     """Where a text must be broken so that no part of it can be part of one of `tokens`."""
 
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self._tokens = tokens
-        self._joined = "\0".join(tokens)
+    def __init__(self, tokens: Iterable[str]) -> None:
+        tokens = list(tokens)
         self._first = _characters(token[0] for token in tokens)
         self._last = _characters(token[-1] for token in tokens)
 
     def put(self, text: str) -> str:
         if self._first is None or self._last is None:
             return text
-        if len(text) > 1 and text in self._joined:
-            return text[0] + BREAK + text[1:]
         return self._last.sub(BREAK + r"\g<0>", self._first.sub(r"\g<0>" + BREAK, text))
 
 
@@ -84,6 +93,10 @@ def unguard(text: str) -> str:
 def _characters(characters: Iterable[str]) -> re.Pattern[str] | None:
     found = "".join(re.escape(character) for character in sorted(set(characters)))
     return re.compile(f"[{found}]") if found else None
+
+
+def _any_of(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
+    return re.compile(_pattern(tokens)) if tokens else None
 
 
 def _pattern(tokens: Iterable[str]) -> str:

@@ -55,9 +55,9 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise Refused("an exponent is above 64")
         if operator == "*":
             for one, other in ((left, right), (right, left)):
-                if isinstance(one, str | list | tuple) and isinstance(other, int):
-                    if len(one) * other > MAX_REPEAT:
-                        raise Refused(f"a repetition gives more than {MAX_REPEAT} items")
+                repeats = isinstance(one, str | list | tuple) and isinstance(other, int)
+                if repeats and len(one) * other > MAX_REPEAT:
+                    raise Refused(f"a repetition gives more than {MAX_REPEAT} items")
         return super().call_binop(context, operator, left, right)
 
 

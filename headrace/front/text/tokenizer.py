@@ -10,14 +10,16 @@ A tokenizer is never changed after it was loaded, so that threads may share it (
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from headrace.base.errors import CheckpointError, ContextTooLong, InvalidRequest
+from headrace.base.registry import Registry
 from headrace.front.text.guard import Guard
 
 _THREAD_CHARS = 8192
@@ -37,10 +39,8 @@ class Pieces(dict[int, str | bytes]):
             piece = ""
         else:
             piece = self._tokenizer.token_bytes(token_id)
-            try:
+            with contextlib.suppress(UnicodeDecodeError):
                 piece = piece.decode()
-            except UnicodeDecodeError:
-                pass
         self[token_id] = piece
         return piece
 
@@ -176,36 +176,35 @@ def decode_pieces(pieces: Iterable[str | bytes]) -> str:
     return joined.decode(errors="replace")
 
 
+_FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(
+    "tokenizer format",
+    {
+        "gguf": "headrace.front.text.gguf_tokenizer:gguf_tokenizer",
+        "json": "headrace.front.text.tokenizer_json:load_json",
+        "sentencepiece": "headrace.front.text.tokenizer_sentencepiece:load_sentencepiece",
+        "tiktoken": "headrace.front.text.tokenizer_tiktoken:load_tiktoken",
+    },
+)
+
+
 def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of a model folder or a GGUF file; a folder without one is refused by the names looked for."""
-    place = Path(path)
+    kind, file = _find(Path(path))
+    return _FORMATS.load(kind)(str(file))
+
+
+def _find(place: Path) -> tuple[str, Path]:
     if place.is_file() and place.suffix == ".gguf":
-        from headrace.front.text import gguf_tokenizer
-
-        found: Tokenizer = gguf_tokenizer.gguf_tokenizer(path)
-        return found
+        return "gguf", place
     if not place.is_dir():
-        raise CheckpointError(f"tokenizer: {path} is neither a folder nor a GGUF file")
-    facts = read_facts(place)
+        raise CheckpointError(f"tokenizer: {place} is neither a folder nor a GGUF file")
     if (place / "tokenizer.json").is_file():
-        from headrace.front.text.tokenizer_json import JsonTokenizer
-
-        return JsonTokenizer((place / "tokenizer.json").read_text(encoding="utf-8"), facts)
-    for name in ("tokenizer.model", "spiece.model"):
-        if (place / name).is_file() and not _is_tiktoken(place / name):
-            from headrace.front.text.tokenizer_sentencepiece import SentencePieceTokenizer
-
-            return SentencePieceTokenizer(str(place / name), facts)
-    ranks = [
-        *sorted(place.glob("*.tiktoken")),
-        *filter(_is_tiktoken, place.glob("tokenizer.model")),
-    ]
-    if ranks:
-        from headrace.front.text.tokenizer_tiktoken import load_tiktoken
-
-        return load_tiktoken(ranks[0], facts)
+        return "json", place / "tokenizer.json"
+    for file in (place / "tokenizer.model", place / "spiece.model", *place.glob("*.tiktoken")):
+        if file.is_file():
+            return ("tiktoken" if _is_tiktoken(file) else "sentencepiece"), file
     raise CheckpointError(
-        f"tokenizer: {path} holds none of tokenizer.json, tokenizer.model, spiece.model, *.tiktoken"
+        f"tokenizer: {place} holds none of tokenizer.json, tokenizer.model, spiece.model, *.tiktoken"
     )
 
 

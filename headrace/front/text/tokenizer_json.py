@@ -11,13 +11,14 @@ import copy
 import json
 import re
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from headrace.base.errors import CheckpointError
 from headrace.front.text.guard import Guard, neutral
-from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts
+from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts, read_facts
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 # Non-special added tokens that a template uses as markup (<think>, <tool_call>, [INST]).
@@ -108,6 +109,12 @@ class JsonTokenizer(Tokenizer):
             same = guarded.token_to_id(spelling) == self._library.token_to_id(token)
             assert same, f"respelled token {token!r} changed its id"
         return guarded
+
+
+def load_json(path: str) -> JsonTokenizer:
+    """A tokenizer.json file with what stands beside it."""
+    file = Path(path)
+    return JsonTokenizer(file.read_text(encoding="utf-8"), read_facts(file.parent))
 
 
 def _merged(merge: str | list[str]) -> set[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 
 from headrace.base.errors import CheckpointError
 from headrace.base.optional import require
 from headrace.front.text.guard import BREAK, CLOSE, OPEN, Guard, neutral
-from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts
+from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts, read_facts
 
 _SPELLING = re.compile(f"{OPEN}(\\d+){CLOSE}")
 
@@ -27,7 +28,7 @@ class SentencePieceTokenizer(Tokenizer):
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"tokenizer: {path}: {error}") from error
         self.num_ids = self._library.get_piece_size()
-        self._pieces = [self._library.id_to_piece(i) for i in range(self.num_ids)]
+        self._pieces: list[str] = [self._library.id_to_piece(i) for i in range(self.num_ids)]
         self.special_ids = frozenset(
             i
             for i in range(self.num_ids)
@@ -68,6 +69,11 @@ class SentencePieceTokenizer(Tokenizer):
     @cached_property
     def guard(self) -> Guard:
         return Guard(self._ids)
+
+
+def load_sentencepiece(path: str) -> SentencePieceTokenizer:
+    """A `.model` file with what stands beside it."""
+    return SentencePieceTokenizer(path, read_facts(Path(path).parent))
 
 
 def encode_between(resolved: str, ids: list[int], encode: Callable[[str], list[int]]) -> list[int]:

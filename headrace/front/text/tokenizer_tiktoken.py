@@ -16,7 +16,7 @@ from pathlib import Path
 from headrace.base.errors import CheckpointError
 from headrace.base.optional import require
 from headrace.front.text.guard import CLOSE, OPEN, Guard, neutral
-from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts
+from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts, read_facts
 from headrace.front.text.tokenizer_sentencepiece import encode_between
 
 _PATTERN = (
@@ -70,8 +70,10 @@ class TiktokenTokenizer(Tokenizer):
         return Guard(self._special)
 
 
-def load_tiktoken(path: Path, facts: TokenizerFacts) -> TiktokenTokenizer:
+def load_tiktoken(file: str) -> TiktokenTokenizer:
     """Reads a rank file and the special tokens beside it."""
+    path = Path(file)
+    facts = read_facts(path.parent)
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         token, _, rank = line.partition(b" ")
