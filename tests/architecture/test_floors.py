@@ -31,7 +31,13 @@ FLOORS = {
     "cli": 12,
 }  # fmt: skip
 
-FAMILY_ROOMS = ("back/models", "front/media/processors", "base/config/gguf", "front/text/parsers")
+FAMILY_ROOMS = (
+    "back/models",
+    "front/media/processors",
+    "base/config/gguf",
+    "base/config/weight_files",
+    "front/text/parsers",
+)
 SIZE_LIMIT = 600
 NO_TORCH = ("base", "front", "core")
 
