@@ -18,12 +18,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import numpy as np
 
 from headrace.base.config.resolved import EngineSpec
-from headrace.base.errors import ConfigError, HeadraceError, StartError, to_wire
+from headrace.base.errors import ConfigError, EngineError, StartError
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.request import (
     AbortRequests,
@@ -33,14 +34,14 @@ from headrace.base.wire.request import (
     Reply,
     TokenBatch,
 )
-from headrace.core.core import EngineCore, StepOutput
+from headrace.core.core import EngineCore
+from headrace.core.outbox import StepOutput
 from headrace.core.ports import Executor
 from headrace.launch.fronts import FrontGone, Fronts, Incoming
 from headrace.launch.topology import Report, report, tie_to_parent
 
 log = logging.getLogger(__name__)
-IDLE_WAIT_S = 1.0
-BUSY_WAIT_S = 0.05
+FLUSH_S = 1.0
 HUNG_EXIT = 70
 FAILED_EXIT = 71
 
@@ -94,12 +95,25 @@ class CoreLoop:
 
     def turn(self) -> None:
         """Takes what has arrived (waits if there is nothing to compute), runs one step, sends its results."""
-        for message in self._fronts.take(None if self._core.has_work else IDLE_WAIT_S):
+        core = self._core
+        for message in self._fronts.take(block=not core.has_work, at_most_s=core.idle_s):
             self._handle(message)
+        if not core.has_work:
+            return
         self._watchdog.begin()
-        output = self._core.step(wait=BUSY_WAIT_S)
+        try:
+            output = core.step(wait=True)
+        except EngineError as error:
+            self._fail(error)
         self._watchdog.end()
         self._send(output)
+
+    def _fail(self, error: EngineError) -> NoReturn:
+        """The step failed as a whole: everyone is told, then this process ends and is started anew (ENG-14)."""
+        log.critical("the engine failed: %s", error.message, exc_info=error)
+        self._send(self._core.fail_all(error))
+        self._fronts.flush(FLUSH_S)
+        os._exit(FAILED_EXIT)
 
     def _handle(self, incoming: Incoming) -> None:
         front, message = incoming
@@ -118,25 +132,13 @@ class CoreLoop:
             self._fronts.drop(front, "it used a request id that is taken")
             return
         self._owner[request.id] = front
-        try:
-            self._core.add(request)
-        except Exception as error:  # whatever one request carries ends that request alone (P7)
-            if not isinstance(error, HeadraceError):
-                log.exception("request %s was refused by a failure of ours", request.label)
-            del self._owner[request.id]
-            end = Finished(id=request.id, reason="error", error=to_wire(error))
-            self._fronts.send(front, _only_finished([end]))
+        self._core.add(request)
 
     def _call(self, front: int, call: Call) -> None:
         """Numbers of different fronts may be equal: the core sees numbers of ours."""
         self._call_number += 1
         self._calls[self._call_number] = (front, call.number)
-        try:
-            reply = self._core.call(msgspec.structs.replace(call, number=self._call_number))
-        except Exception as error:
-            if not isinstance(error, HeadraceError):
-                log.exception("call %s failed", call.operation)
-            reply = Reply(number=self._call_number, error=to_wire(error))
+        reply = self._core.call(msgspec.structs.replace(call, number=self._call_number))
         if reply is not None:
             self._reply(reply)
 
@@ -188,10 +190,6 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
     }
 
 
-def _only_finished(ends: list[Finished]) -> TokenBatch:
-    return TokenBatch(ids=np.empty(0, np.int64), tokens=np.empty(0, np.int32), finished=ends)
-
-
 def make_executor(spec: EngineSpec) -> Executor:
     """The executor the spec names; the null one is made without importing torch."""
     if spec.device.executor == "null":
@@ -224,8 +222,7 @@ def main() -> int:
     try:
         loop.run()
     except Exception as error:
-        # The step failed as a whole: nothing this process holds can be trusted. Its end tells everyone (ENG-14).
-        log.critical("the engine failed: %s", error, exc_info=error)
+        log.critical("the engine loop failed: %s", error, exc_info=error)
         os._exit(FAILED_EXIT)
     return 0
 

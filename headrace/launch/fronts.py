@@ -15,6 +15,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 
 import msgspec
 
@@ -64,16 +65,22 @@ class Fronts:
         self._listener = _listen(path)
         threading.Thread(target=self._serve, name="fronts", daemon=True).start()
 
-    def take(self, wait_s: float | None) -> list[Incoming]:
-        """All messages that have arrived; waits up to `wait_s` for the first one, None does not wait."""
+    def take(self, *, block: bool, at_most_s: float | None) -> list[Incoming]:
+        """All messages that have arrived; with `block` it waits for the first one, `at_most_s` (None: for ever)."""
         found: list[Incoming] = []
         try:
-            if wait_s is not None:
-                found.append(self._inbox.get(timeout=wait_s))
+            if block:
+                found.append(self._inbox.get(timeout=at_most_s))
             while True:
                 found.append(self._inbox.get_nowait())
         except queue.Empty:
             return found
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until all that was sent is with the kernel, or the time is over."""
+        end = time.monotonic() + timeout_s
+        while any(peer.unsent for peer in list(self._peers.values())) and time.monotonic() < end:
+            time.sleep(0.005)
 
     def send(self, front: int, message: ToFront) -> None:
         """Sends to one front without blocking; to one that is gone, nothing happens."""

@@ -53,7 +53,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine has: kind of device, how many, memory of one (host memory for cpu), cores this process may use."""
+    """What the machine has: kind and number of devices, memory of one (host memory for cpu), cores we may use."""
 
     kind: str
     count: int

@@ -69,7 +69,7 @@ def spawn(
     die_with_thread: bool,
     environment: dict[str, str] | None = None,
 ) -> Child:
-    """Starts `python -m module`. `die_with_thread` kills it with the thread that called this (the supervisor's main one)."""
+    """Starts `python -m module`. `die_with_thread` kills it with the thread that called this (never a passing one)."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", module, *arguments, "--status-fd", str(theirs.fileno())]
     if die_with_thread:

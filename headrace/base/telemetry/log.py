@@ -21,7 +21,7 @@ class LineFormatter(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)s {process}: %(message)s", "%H:%M:%S")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (name of the standard library)
+    def formatMessage(self, record: logging.LogRecord) -> str:
         """Escapes the message of the record and caps its length."""
         record.message = escape(record.message)
         return super().formatMessage(record)

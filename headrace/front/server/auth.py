@@ -72,7 +72,8 @@ class Gatekeeper:
         raise Unauthorized("the admin key is not valid")
 
     def _is_api_key(self, presented: str | None) -> bool:
-        return any([hmac.compare_digest(presented or "", known) for known in self.api_key_digests])
+        matches = [hmac.compare_digest(presented or "", known) for known in self.api_key_digests]
+        return any(matches)
 
 
 def _presented(scope: Scope) -> str | None:

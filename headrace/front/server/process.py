@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
         self.services = services
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         """Signals are handled by the loop."""
         yield
 

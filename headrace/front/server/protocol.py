@@ -99,7 +99,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A further request on a kept connection: its header block gets a clock of its own."""
         super().on_message_begin()
-        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]
         if not self._in_head:
             self._start_head()
 

@@ -35,18 +35,16 @@ async def post_resume(exchange: Exchange, request: Request) -> Response:
 async def get_is_paused(exchange: Exchange, request: Request) -> Response:
     """Whether the cores are paused."""
     replies = await exchange.services.engine.call("is_paused")
-    paused = [
-        bool(reply.get("is_paused")) if isinstance(reply, dict) else bool(reply)
-        for reply in replies
-    ]
-    return json_response({"is_paused": all(paused)})
+    found = [reply for reply in replies if isinstance(reply, dict)]
+    return json_response({"is_paused": bool(found) and all(reply["paused"] for reply in found)})
 
 
 async def post_reset_prefix_cache(exchange: Exchange, request: Request) -> Response:
     """Forgets every cached prefix that no running request holds."""
     replies = await exchange.services.engine.call("reset_prefix_cache")
-    done = [reply.get("success", True) if isinstance(reply, dict) else True for reply in replies]
-    return json_response({"success": all(done)})
+    return json_response(
+        {"success": all(isinstance(reply, dict) and reply["reset"] for reply in replies)}
+    )
 
 
 def _flag(request: Request, name: str, *, default: bool) -> bool:

@@ -59,7 +59,7 @@ async def get_metrics(exchange: Exchange, request: Request) -> Response:
     found: list[object] = []
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            found = await exchange.services.engine.call("metrics")
+            found = await exchange.services.engine.call("status")
     except (HeadraceError, TimeoutError):
         pass
     engines = [figures if isinstance(figures, Mapping) else {} for figures in found]

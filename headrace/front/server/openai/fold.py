@@ -1,4 +1,4 @@
-"""What both OpenAI routes make of events: the fold of a stream into choices, the usage, and the forms of log-probabilities.
+"""What both OpenAI routes make of events: the fold of a stream into choices, the usage, the log-probabilities.
 
 A full answer is the fold of its stream: the streaming and the plain route run the same `Fold` over the same events, so
 that texts, finish reasons and usage cannot differ between them.

@@ -1,4 +1,4 @@
-"""The handlers of the OpenAI routes: check, render, tokenize, generate, answer. All shapes are in chat.py and completions.py."""
+"""The handlers of the OpenAI routes: check, render, tokenize, generate, answer. Shapes: chat.py, completions.py."""
 
 from __future__ import annotations
 
