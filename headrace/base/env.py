@@ -44,6 +44,11 @@ VARIABLES: tuple[Variable, ...] = (
         doc="0 turns the native CPU kernels off (debugging); a path loads that library instead.",
         default="1",
     ),
+    Variable(
+        name="CXX",
+        doc="C++ compiler that builds the native CPU kernels.",
+        default="g++, clang++ or c++, the first found",
+    ),
     Variable(name="HEADRACE_LOG", doc="Log level: debug, info, warning or error.", default="info"),
     Variable(
         name="HF_HOME", doc="Where downloaded checkpoints are kept.", default="~/.cache/huggingface"

@@ -1,0 +1,5 @@
+"""Everything static stands in pyproject.toml."""
+
+from setuptools import setup
+
+setup()
