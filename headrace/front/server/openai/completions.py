@@ -67,7 +67,8 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
         return [msgspec.convert(given, list[int])]
     if not (all(isinstance(e, str) for e in given) or all(isinstance(e, list) for e in given)):
         raise InvalidRequest(
-            "prompt: one text, one list of ids, or a list of only texts or only lists", field="prompt"
+            "prompt: one text, one list of ids, or a list of only texts or only lists",
+            field="prompt",
         )
     if len(given) > MAX_PROMPTS:
         raise InvalidRequest(
@@ -110,7 +111,9 @@ async def to_chunks(
     with_usage = options is not None and options.include_usage
     continuous = options is not None and options.continuous_usage_stats
     folds = [Fold(reply.n) for _ in reply.prompts]
-    offsets = [[len(prompt.text) if reply.request.echo else 0] * reply.n for prompt in reply.prompts]
+    offsets = [
+        [len(prompt.text) if reply.request.echo else 0] * reply.n for prompt in reply.prompts
+    ]
     echoed = [False] * len(folds)
 
     def chunk(choice: dict[str, Any]) -> bytes:
@@ -135,7 +138,10 @@ async def to_chunks(
                 case Ended():
                     yield chunk(_end(reply, number, event))
                 case Started() if reply.request.return_token_ids and not reply.request.echo:
-                    yield chunk(_piece(reply, number, 0, "") | {"prompt_token_ids": reply.prompts[number].ids})
+                    yield chunk(
+                        _piece(reply, number, 0, "")
+                        | {"prompt_token_ids": reply.prompts[number].ids}
+                    )
     if with_usage:
         yield b"data: " + orjson.dumps(_envelope(reply, []) | {"usage": usage(folds)}) + b"\n\n"
     yield DONE

@@ -1,4 +1,4 @@
-"""What both OpenAI routes make of events: the fold of a stream into choices, the usage, and the forms of log-probabilities.
+"""What both OpenAI routes make of events: the fold of a stream into choices, the usage, the log-probabilities.
 
 A full answer is the fold of its stream: the streaming and the plain route run the same `Fold` over the same events, so
 that texts, finish reasons and usage cannot differ between them.
@@ -147,9 +147,7 @@ def completion_logprobs(
 
 
 def _top(scored: ScoredToken, *, as_id: bool) -> dict[str, float]:
-    found = {
-        token_name(s, as_id=as_id): logprob(s.logprob) for s in (*scored.top, *scored.named)
-    }
+    found = {token_name(s, as_id=as_id): logprob(s.logprob) for s in (*scored.top, *scored.named)}
     found.setdefault(token_name(scored.token, as_id=as_id), logprob(scored.token.logprob))
     return found
 

@@ -46,9 +46,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: (
-        dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None
-    ) = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     max_tokens: Count | None = None
     user: Annotated[str, Meta(max_length=1024)] | None = None
 
