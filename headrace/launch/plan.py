@@ -36,7 +36,7 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
         for p in model.weights.params
     }
     tables = [name for name in sizes if "embed" in name]
-    tied = not any("lm_head" in name or "head" == name for name in sizes)
+    tied = not any("lm_head" in name or name == "head" for name in sizes)
     unread = 0 if tied else sum(sizes[n][0] * sizes[n][1] for n in tables)
     total = sum(count * item for count, item, _ in sizes.values())
     matrices = sum(
