@@ -23,6 +23,7 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
+from headrace.back.executor.choose import make_executor
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import ConfigError, EngineError, StartError
 from headrace.base.telemetry import log as logs
@@ -36,7 +37,6 @@ from headrace.base.wire.request import (
 )
 from headrace.core.core import EngineCore
 from headrace.core.outbox import StepOutput
-from headrace.core.ports import Executor
 from headrace.launch.fronts import FrontGone, Fronts, Incoming
 from headrace.launch.topology import Report, report, tie_to_parent
 
@@ -188,17 +188,6 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
         )
         for front in sorted(present - {-1})
     }
-
-
-def make_executor(spec: EngineSpec) -> Executor:
-    """The executor the spec names; the null one is made without importing torch."""
-    if spec.device.executor == "null":
-        from headrace.back.executor.null import NullExecutor
-
-        return NullExecutor(spec)
-    from headrace.back.executor.choose import make_executor as choose_executor
-
-    return choose_executor(spec)
 
 
 def main() -> int:

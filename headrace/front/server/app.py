@@ -168,7 +168,7 @@ def _template(path: str) -> str:
 
 
 class _Wire:
-    """receive and send of one exchange: marks the answer with its ids and knows how much of the body is still unread."""
+    """receive and send of one exchange: marks the answer with its ids and knows whether the body was read."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         self.scope = scope
