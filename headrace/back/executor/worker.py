@@ -26,5 +26,5 @@ def build_runner(spec: EngineSpec, loader: str = DEFAULT_LOADER, mesh: Mesh = Me
     load_model: Any = Registry("model loader", {"model": loader}).load("model")
     device = torch.device(spec.device.device)
     began = time.perf_counter()
-    model: CausalModel = load_model(spec.model, mesh, device)
+    model, _ = load_model(spec.model, mesh=mesh, device=device, block_tokens=spec.kv.block_tokens)
     return Runner(spec, model, device=device, start_s={"load": time.perf_counter() - began})
