@@ -13,10 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.multiprocess import MultiProcessCollector
 
 OTHER = "other"
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Kind(Enum):
