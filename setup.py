@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -41,15 +41,21 @@ class BuildWithKernels(build_py):
             self.warn(f"installing without native CPU kernels: {error.message}")
 
 
-class PlatformWheel(bdist_wheel):
-    """The kernels bind the wheel to a machine, not to a Python version (they know nothing of Python)."""
+class NativeDistribution(Distribution):
+    """Holds a library: the wheel is of one platform."""
 
-    def finalize_options(self):
-        super().finalize_options()
-        self.root_is_pure = False
+    def has_ext_modules(self):
+        return True
+
+
+class PlatformWheel(bdist_wheel):
+    """Of a platform, but of no Python version: the library knows nothing of Python."""
 
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
+setup(
+    distclass=NativeDistribution,
+    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel},
+)
