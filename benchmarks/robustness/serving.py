@@ -114,9 +114,10 @@ async def bystander(
 
 
 async def ledger(session: aiohttp.ClientSession) -> dict[str, Any]:
-    """GET /v1/requests."""
+    """GET /v1/requests of a server with one engine core: what the core holds, and the API process."""
     async with session.get("/v1/requests") as response:
-        return dict(await response.json())
+        document = await response.json()
+    return {**document["engines"][0], "process": document["process"]}
 
 
 async def at_rest(session: aiohttp.ClientSession, *, timeout_s: float = 10) -> dict[str, Any]:
