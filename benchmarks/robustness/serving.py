@@ -92,7 +92,7 @@ async def bystander(
 ) -> tuple[str, list[float]]:
     """One greedy streamed chat; its text and the gaps between its chunks in seconds."""
     body = {
-        "model": "", "stream": True, "temperature": 0, "max_tokens": max_tokens,
+        "stream": True, "temperature": 0, "max_tokens": max_tokens,
         "messages": [{"role": "user", "content": BYSTANDER_PROMPTS[number]}],
     }  # fmt: skip
     text, gaps, last = "", [], time.perf_counter()
