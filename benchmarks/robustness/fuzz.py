@@ -181,7 +181,7 @@ async def keep_bystanders(
 
 
 def gone(before: dict[int, str], after: dict[int, str]) -> list[str]:
-    """Processes of the server that are no longer there. Template workers may come and go: they are made to be killed."""
+    """Processes of the server that are no longer there, template workers apart: those are made to be killed."""
     return [
         line for pid, line in before.items() if pid not in after and "template_worker" not in line
     ]
