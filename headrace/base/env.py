@@ -44,9 +44,21 @@ VARIABLES: tuple[Variable, ...] = (
         doc="0 turns the native CPU kernels off (debugging); a path loads that library instead.",
         default="1",
     ),
+    Variable(
+        name="CXX",
+        doc="C++ compiler that builds the native CPU kernels.",
+        default="g++, clang++ or c++, the first found",
+    ),
     Variable(name="HEADRACE_LOG", doc="Log level: debug, info, warning or error.", default="info"),
     Variable(
         name="HF_HOME", doc="Where downloaded checkpoints are kept.", default="~/.cache/huggingface"
+    ),
+    Variable(
+        name="CUDA_VISIBLE_DEVICES",
+        doc="Which GPUs exist for this process; kept in step with HIP_VISIBLE_DEVICES.",
+    ),
+    Variable(
+        name="HIP_VISIBLE_DEVICES", doc="The same on AMD; a conflict between the two is an error."
     ),
     Variable(name="NO_COLOR", doc="Any value turns colours off in the terminal."),
 )

@@ -1,0 +1,58 @@
+"""Paged attention by the native kernel: decode and prefill rows in one call, no gathered copy of the KV."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
+from headrace.back.kernels.native.library import FLOAT, INT32, INT64, POINTER, NativeLibrary
+from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.op import Kernel
+
+MAX_HEAD_DIM = 256
+_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 14, FLOAT, FLOAT, INT32)
+
+
+def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
+    """The kernel of one library."""
+    kernel = library.bind("attention", *_ARGUMENTS)
+    heads, head_dim, code = problem.heads, problem.head_dim, DTYPES[problem.dtype]
+    window, scale, softcap = problem.window or 0, problem.scale, problem.softcap or 0.0
+
+    def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
+        assert q_THD.dtype == kv.dtype == problem.dtype, (q_THD.dtype, kv.dtype)
+        num_blocks, _, kv_heads, block_tokens, _ = kv.shape
+        assert kv.stride()[3:] == (head_dim, 1) and q_THD.stride(2) == 1, (kv.stride(),)
+        starts, lengths, table = plan.query_start_R1, plan.kv_len_R, plan.block_table_RB
+        assert starts.dtype == lengths.dtype == table.dtype == torch.int32
+        assert table.stride(1) == 1 and starts.is_contiguous() and lengths.is_contiguous()
+        out_THD = q_THD.new_empty(q_THD.shape)
+        assert plan.max_kv_len <= table.shape[1] * block_tokens, (plan.max_kv_len, table.shape)
+        num_tokens, rows = q_THD.shape[0], len(plan.host_kv_len)
+        computed = int(plan.host_query_start[rows])
+        if computed < num_tokens:
+            out_THD[computed:] = 0
+        kernel(
+            q_THD.data_ptr(), kv.data_ptr(), out_THD.data_ptr(),
+            starts.data_ptr(), lengths.data_ptr(), table.data_ptr(),
+            rows, table.stride(0), num_tokens, num_blocks,
+            heads, kv_heads, head_dim, block_tokens,
+            q_THD.stride(0), q_THD.stride(1), kv.stride(0), kv.stride(1), kv.stride(2),
+            window, scale, softcap, code,
+        )  # fmt: skip
+        return out_THD
+
+    return attention
+
+
+def _supports(problem: AttentionProblem) -> str | None:
+    if problem.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
+    if problem.heads % problem.kv_heads:
+        return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
+    return unsupported(problem.device, problem.dtype)
+
+
+KERNEL = Kernel(
+    name="native", supports=_supports, bind=lambda problem: bind_with(loaded(), problem)
+)

@@ -1,0 +1,373 @@
+// Causal attention over the paged KV cache, for rows with one query (decode) and with many (prefill).
+//
+// One task is one KV head of one row and a tile of at most 32 query rows: tokens x the query heads that share the KV head,
+// so K and V are read once per tile. KV goes by in tiles of 64 tokens with a running maximum and sum (Milakov &
+// Gimelshein 2018; Dao et al. 2022, algorithm 1). A decode row longer than kSplit is cut at fixed positions and the
+// parts are merged in order, so a row's result depends neither on the other rows nor on the number of threads.
+// Only positions a tile can see are touched: what lies in freed or unused places may be NaN.
+
+#include "../native/dot_tile.h"
+
+namespace {
+
+constexpr int kRows = 32;         // query rows of a tile
+constexpr int kTokens = 64;       // KV tokens of a tile
+constexpr int kMaxHead = 256;     // largest head_dim
+constexpr int64_t kSplit = 1024;  // KV tokens per part of a decode row
+constexpr int kValueVectors = kRegisters == 32 ? 4 : 2;
+
+struct Attention {
+  const void *q, *kv;
+  void* out;
+  const int32_t *query_start, *kv_len, *block_table;
+  int64_t rows, table_stride, heads, kv_heads, head_dim, block_tokens;
+  int64_t q_token_stride, q_head_stride, block_stride, value_offset, head_stride;
+  int64_t window;  // positions a query sees, itself included
+  float scale, softcap;
+  const struct Task* tasks;
+  float* parts;
+};
+
+// Query tokens [token, token + tokens) of a row, query heads [head, head + heads), KV positions [low, high).
+// part >= 0: leave the unmerged result at parts + part.
+struct Task {
+  int32_t row, token, tokens, head, heads, low, high;
+  int64_t part;
+};
+
+// Where a KV token's vector lies.
+template <class T>
+HR_INLINE const T* kv_at(const Attention& p, int64_t row, int64_t kv_head, int64_t position, int64_t half) {
+  const int64_t block = p.block_table[row * p.table_stride + position / p.block_tokens];
+  return static_cast<const T*>(p.kv) + block * p.block_stride + half * p.value_offset + kv_head * p.head_stride +
+         position % p.block_tokens * p.head_dim;
+}
+
+template <class T, int MB, int NB>
+HR_INLINE void score_tile(const char* panel, const T* k, int64_t head_dim, float* scores) {
+  float out[MB][(NB + 3) / 4 * 4];
+  dot_tile<T, MB, NB, 0>(panel, k, head_dim, head_dim, nullptr, out);
+  for (int m = 0; m < MB; ++m)
+    for (int n = 0; n < NB; ++n) scores[m * kTokens + n] = out[m][n];
+}
+
+// scores[rows][NB] of NB consecutive keys.
+template <class T, int NB>
+HR_INLINE void score_keys(const char* panels, const T* k, int64_t rows, int64_t head_dim, float* scores) {
+  for (int64_t m = 0; m < rows; m += 4) {
+    const char* panel = panels + panel_bytes<T>(m, head_dim);
+    float* to = scores + m * kTokens;
+    switch (smaller<int64_t>(rows - m, 4)) {
+      case 4: score_tile<T, 4, NB>(panel, k, head_dim, to); break;
+      case 3: score_tile<T, 3, NB>(panel, k, head_dim, to); break;
+      case 2: score_tile<T, 2, NB>(panel, k, head_dim, to); break;
+      default: score_tile<T, 1, NB>(panel, k, head_dim, to);
+    }
+  }
+}
+
+template <class T>
+HR_INLINE void fetch_ahead(const T* from, int64_t count) {
+  for (int64_t i = 0; i < count * int64_t(sizeof(T)); i += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + i, 0, 2);
+}
+
+// Scores of all query rows against the KV positions [low, low + count). Blocks lie anywhere, so the hardware does not see
+// them coming: the values of these positions and the keys of the next tile are fetched ahead (1.9x at 33 MB of KV).
+template <class T>
+HR_INLINE void score(const Attention& p, const Task& task, int64_t kv_head, const char* panels, int64_t rows, int64_t low,
+                     int64_t count, float* scores) {
+  const int64_t D = p.head_dim;
+  for (int64_t j = 0; j < count;) {
+    const int64_t run = smaller(count - j, p.block_tokens - (low + j) % p.block_tokens);
+    const T* k = kv_at<T>(p, task.row, kv_head, low + j, 0);
+    const T* v = kv_at<T>(p, task.row, kv_head, low + j, 1);
+    const T* next = low + j + kTokens < task.high ? kv_at<T>(p, task.row, kv_head, low + j + kTokens, 0) : v;
+    int64_t i = 0;
+    for (; i + 4 <= run; i += 4) {
+      fetch_ahead(v + i * D, 4 * D);
+      fetch_ahead(next + i * D, 4 * D);
+      score_keys<T, 4>(panels, k + i * D, rows, D, scores + j + i);
+    }
+    for (; i < run; ++i) score_keys<T, 1>(panels, k + i * D, rows, D, scores + j + i);
+    j += run;
+  }
+}
+
+// Turns one row's scores into weights e^(s - max) where [from, to) is visible; returns what the row's earlier sums must
+// be multiplied by.
+HR_INLINE float soften(const Attention& p, float* s, int64_t from, int64_t to, int64_t count, float& max, float& total) {
+  for (int64_t j = 0; j < from; ++j) s[j] = -__builtin_inff();
+  for (int64_t j = to; j < ceil_div(count, kLanes) * kLanes; ++j) s[j] = -__builtin_inff();
+  if (from >= to) {
+    for (int64_t j = 0; j < count; ++j) s[j] = 0;
+    return 1.0f;
+  }
+  F best = splat(-__builtin_inff());
+  for (int64_t j = 0; j < count; j += kLanes) {
+    F v = load(s + j) * p.scale;
+    if (p.softcap > 0) v = p.softcap * vtanh(v / p.softcap);
+    // The cap would make a hidden position visible again.
+    if (p.softcap > 0) v = select(load(s + j) == -__builtin_inff(), load(s + j), v);
+    store(s + j, v);
+    best = vmax(v, best);
+  }
+  const float top = larger(largest(best), max);
+  const float factor = max == -__builtin_inff() ? 0.0f : vexp(splat(max - top))[0];
+  F sums{};
+  for (int64_t j = 0; j < count; j += kLanes) {
+    F v = load(s + j);
+    F weight = select(v == -__builtin_inff(), F{}, vexp(v - top));
+    store(s + j, weight);
+    sums += weight;
+  }
+  max = top;
+  total = total * factor + sum(sums);
+  return factor;
+}
+
+// acc[MB][NV] += weights x values for `run` consecutive values; `part` < kLanes: only so many of the last vector exist.
+template <class T, int MB, int NV, bool Part>
+HR_INLINE void add_values(const T* v, int64_t run, int64_t head_dim, const float* weights, int64_t part, F (&acc)[MB][NV]) {
+  for (int64_t j = 0; j < run; ++j, v += head_dim) {
+    F value[NV];
+    HR_UNROLL for (int n = 0; n < NV; ++n) value[n] = Part ? load_part(v, part) : load(v + n * kLanes);
+    HR_UNROLL for (int m = 0; m < MB; ++m) {
+      const F weight = splat(weights[m * kTokens + j]);
+      HR_UNROLL for (int n = 0; n < NV; ++n) acc[m][n] += weight * value[n];
+    }
+  }
+}
+
+// sums[MB][kMaxHead] = sums * factor + weights x V for dimensions [d, d + NV * kLanes).
+template <class T, int MB, int NV, bool Part>
+HR_INLINE void mix_columns(const Attention& p, const Task& task, int64_t kv_head, int64_t low, int64_t count,
+                           const float* weights, const float* factors, int64_t d, float* sums) {
+  F acc[MB][NV];
+  HR_UNROLL for (int m = 0; m < MB; ++m)
+    HR_UNROLL for (int n = 0; n < NV; ++n) acc[m][n] = load(sums + m * kMaxHead + d + n * kLanes) * factors[m];
+  for (int64_t j = 0; j < count;) {
+    const int64_t run = smaller(count - j, p.block_tokens - (low + j) % p.block_tokens);
+    const T* v = kv_at<T>(p, task.row, kv_head, low + j, 1) + d;
+    add_values<T, MB, NV, Part>(v, run, p.head_dim, weights + j, p.head_dim - d, acc);
+    j += run;
+  }
+  HR_UNROLL for (int m = 0; m < MB; ++m)
+    HR_UNROLL for (int n = 0; n < NV; ++n) store(sums + m * kMaxHead + d + n * kLanes, acc[m][n]);
+}
+
+template <class T, int MB>
+HR_INLINE void mix(const Attention& p, const Task& task, int64_t kv_head, int64_t low, int64_t count, const float* weights,
+                   const float* factors, float* sums) {
+  constexpr int NV = kValueVectors;
+  int64_t d = 0;
+  for (; d + NV * kLanes <= p.head_dim; d += NV * kLanes)
+    mix_columns<T, MB, NV, false>(p, task, kv_head, low, count, weights, factors, d, sums);
+  for (; d + kLanes <= p.head_dim; d += kLanes)
+    mix_columns<T, MB, 1, false>(p, task, kv_head, low, count, weights, factors, d, sums);
+  if (d < p.head_dim) mix_columns<T, MB, 1, true>(p, task, kv_head, low, count, weights, factors, d, sums);
+}
+
+template <class T>
+HR_INLINE void mix_all(const Attention& p, const Task& task, int64_t kv_head, int64_t rows, int64_t low, int64_t count,
+                       const float* weights, const float* factors, float* sums) {
+  for (int64_t m = 0; m < rows; m += 4) {
+    const float* w = weights + m * kTokens;
+    switch (smaller<int64_t>(rows - m, 4)) {
+      case 4: mix<T, 4>(p, task, kv_head, low, count, w, factors + m, sums + m * kMaxHead); break;
+      case 3: mix<T, 3>(p, task, kv_head, low, count, w, factors + m, sums + m * kMaxHead); break;
+      case 2: mix<T, 2>(p, task, kv_head, low, count, w, factors + m, sums + m * kMaxHead); break;
+      default: mix<T, 1>(p, task, kv_head, low, count, w, factors + m, sums + m * kMaxHead);
+    }
+  }
+}
+
+template <class T>
+HR_INLINE void fill_queries(const Attention& p, const Task& task, char* panels) {
+  const int64_t rows = int64_t(task.tokens) * task.heads;
+  const T* q = static_cast<const T*>(p.q);
+  for (int64_t m = 0; m < rows; ++m) {
+    const int64_t token = p.query_start[task.row] + task.token + m / task.heads;
+    const int64_t first = m / 4 * 4;
+    fill_panel_row(q + token * p.q_token_stride + (task.head + m % task.heads) * p.q_head_stride, p.head_dim, m % 4,
+                   smaller<int64_t>(rows - first, 4), panels + panel_bytes<T>(first, p.head_dim));
+  }
+}
+
+HR_INLINE int64_t part_floats(const Attention& p) { return p.head_dim + 2; }
+
+template <class T>
+HR_INLINE void finish(const Attention& p, const Task& task, const float* max, const float* total, const float* sums) {
+  for (int64_t m = 0; m < int64_t(task.tokens) * task.heads; ++m) {
+    const float* from = sums + m * kMaxHead;
+    if (task.part >= 0) {
+      float* to = p.parts + task.part + m * part_floats(p);
+      to[0] = max[m], to[1] = total[m];
+      __builtin_memcpy(to + 2, from, size_t(p.head_dim) * sizeof(float));
+      continue;
+    }
+    const int64_t token = p.query_start[task.row] + task.token + m / task.heads;
+    T* to = static_cast<T*>(p.out) + (token * p.heads + task.head + m % task.heads) * p.head_dim;
+    for (int64_t d = 0; d < p.head_dim; d += kLanes)
+      store_part(to + d, load(from + d) / total[m], smaller<int64_t>(p.head_dim - d, kLanes));
+  }
+}
+
+template <class T>
+void attend(void* context, int64_t i) {
+  const Attention& p = *static_cast<const Attention*>(context);
+  const Task& task = p.tasks[i];
+  const int64_t rows = int64_t(task.tokens) * task.heads, kv_head = task.head / (p.heads / p.kv_heads);
+  const int64_t first = p.kv_len[task.row] - (p.query_start[task.row + 1] - p.query_start[task.row]) + task.token;
+  alignas(64) char panels[kRows * kMaxHead * sizeof(float)];
+  alignas(64) float sums[kRows * kMaxHead];
+  alignas(64) float scores[kRows * kTokens];
+  float max[kRows], total[kRows], factors[kRows];
+  fill_queries<T>(p, task, panels);
+  for (int64_t m = 0; m < rows; ++m) {
+    max[m] = -__builtin_inff(), total[m] = 0;
+    for (int64_t d = 0; d < p.head_dim; d += kLanes) store(sums + m * kMaxHead + d, F{});
+  }
+  for (int64_t low = task.low; low < task.high; low += kTokens) {
+    const int64_t count = smaller<int64_t>(kTokens, task.high - low);
+    score<T>(p, task, kv_head, panels, rows, low, count, scores);
+    for (int64_t m = 0; m < rows; ++m) {
+      const int64_t position = first + m / task.heads;
+      const int64_t from = smaller(larger<int64_t>(position - p.window + 1 - low, 0), count);
+      const int64_t to = smaller(larger<int64_t>(position + 1 - low, 0), count);
+      factors[m] = soften(p, scores + m * kTokens, from, to, count, max[m], total[m]);
+    }
+    mix_all<T>(p, task, kv_head, rows, low, count, scores, factors, sums);
+  }
+  finish<T>(p, task, max, total, sums);
+}
+
+// One task of merging: the parts of one query head of a decode row, in order.
+struct Merge {
+  int64_t part, part_stride, count, out;
+};
+
+struct Merges {
+  const Attention* attention;
+  const Merge* merges;
+};
+
+template <class T>
+void merge(void* context, int64_t i) {
+  const Attention& p = *static_cast<const Merges*>(context)->attention;
+  const Merge& job = static_cast<const Merges*>(context)->merges[i];
+  const float* parts = p.parts + job.part;
+  float top = -__builtin_inff(), total = 0;
+  for (int64_t j = 0; j < job.count; ++j) top = larger(parts[j * job.part_stride], top);
+  alignas(64) float sums[kMaxHead + kLanes] = {};
+  for (int64_t j = 0; j < job.count; ++j) {
+    const float* part = parts + j * job.part_stride;
+    const float factor = vexp(splat(part[0] - top))[0];
+    total += factor * part[1];
+    for (int64_t d = 0; d < p.head_dim; d += kLanes) {
+      F v = load_part(part + 2 + d, smaller<int64_t>(p.head_dim - d, kLanes));
+      store(sums + d, load(sums + d) + factor * v);
+    }
+  }
+  T* to = static_cast<T*>(p.out) + job.out;
+  for (int64_t d = 0; d < p.head_dim; d += kLanes)
+    store_part(to + d, load(sums + d) / total, smaller<int64_t>(p.head_dim - d, kLanes));
+}
+
+// The tasks of all rows, written to the arrays; with null arrays only counted. A plan of two passes keeps the hot path
+// free of growing containers.
+struct Counts {
+  int64_t tasks = 0, merges = 0, part_floats = 0;
+};
+
+HR_INLINE Counts plan(const Attention& p, Task* tasks, Merge* merges) {
+  Counts n;
+  const int64_t group = p.heads / p.kv_heads;
+  const int64_t heads_per_task = smaller<int64_t>(group, kRows);
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const int64_t queries = p.query_start[row + 1] - p.query_start[row];
+    const int64_t tokens_per_task = larger<int64_t>(kRows / heads_per_task, 1);
+    for (int64_t token = 0; token < queries; token += tokens_per_task) {
+      const int64_t tokens = smaller(tokens_per_task, queries - token);
+      const int64_t first = p.kv_len[row] - queries + token, high = first + tokens;
+      const int64_t low = larger<int64_t>(first - p.window + 1, 0);
+      // The first part ends at the first multiple of kSplit above low.
+      const int64_t parts = queries > 1 ? 1 : (high - 1) / kSplit - low / kSplit + 1;
+      for (int64_t base = 0; base < p.heads; base += group) {
+        for (int64_t g = 0; g < group; g += heads_per_task) {
+          const int64_t heads = smaller(heads_per_task, group - g), head = base + g;
+          const int64_t part_stride = heads * part_floats(p);
+          if (parts > 1) {
+            for (int64_t h = 0; h < heads; ++h, ++n.merges)
+              if (merges)
+                merges[n.merges] = {n.part_floats + h * part_floats(p), part_stride, parts,
+                                    (p.query_start[row] * p.heads + head + h) * p.head_dim};
+          }
+          for (int64_t i = 0; i < parts; ++i, ++n.tasks) {
+            const int64_t from = i == 0 ? low : (low / kSplit + i) * kSplit;
+            const int64_t to = i == parts - 1 ? high : (low / kSplit + i + 1) * kSplit;
+            if (tasks)
+              tasks[n.tasks] = {int32_t(row), int32_t(token), int32_t(tokens), int32_t(head), int32_t(heads),
+                                int32_t(from), int32_t(to), parts > 1 ? n.part_floats : -1};
+            if (parts > 1) n.part_floats += part_stride;
+          }
+        }
+      }
+    }
+  }
+  return n;
+}
+
+// Every row's lengths make sense and every block it will read exists.
+HR_INLINE bool sound(const Attention& p, int64_t num_blocks, int64_t num_tokens) {
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const int64_t start = p.query_start[row], queries = p.query_start[row + 1] - start, length = p.kv_len[row];
+    if (start < 0 || queries < 0 || start + queries > num_tokens || length < queries) return false;
+    if (length > p.table_stride * p.block_tokens) return false;
+    const int64_t low = larger<int64_t>(length - queries - p.window + 1, 0);
+    for (int64_t j = low / p.block_tokens; j < ceil_div(length, p.block_tokens); ++j) {
+      const int64_t block = p.block_table[row * p.table_stride + j];
+      if (block < 0 || block >= num_blocks) return false;
+    }
+  }
+  return true;
+}
+
+template <class T>
+int32_t run(Attention& p) {
+  const Counts n = plan(p, nullptr, nullptr);
+  const int64_t bytes = n.tasks * int64_t(sizeof(Task)) + n.merges * int64_t(sizeof(Merge)) + n.part_floats * 4;
+  char* memory = static_cast<char*>(hr_scratch(bytes));
+  if (memory == nullptr && bytes > 0) return HR_NO_MEMORY;
+  Task* tasks = reinterpret_cast<Task*>(memory);
+  Merge* merges = reinterpret_cast<Merge*>(tasks + n.tasks);
+  p.parts = reinterpret_cast<float*>(merges + n.merges);
+  p.tasks = tasks;
+  plan(p, tasks, merges);
+  hr_parallel(attend<T>, &p, n.tasks);
+  Merges all{&p, merges};
+  hr_parallel(merge<T>, &all, n.merges);
+  return HR_OK;
+}
+
+}  // namespace
+
+// q [num_tokens, heads, head_dim] with strides in elements and contiguous head_dim; out the same, contiguous.
+// kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
+// t * head_dim. window 0: all positions. softcap 0: none.
+HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
+                                       const int32_t* kv_len, const int32_t* block_table, int64_t rows,
+                                       int64_t table_stride, int64_t num_tokens, int64_t num_blocks, int64_t heads,
+                                       int64_t kv_heads, int64_t head_dim, int64_t block_tokens, int64_t q_token_stride,
+                                       int64_t q_head_stride, int64_t block_stride, int64_t value_offset,
+                                       int64_t head_stride, int64_t window, float scale, float softcap, int32_t dtype) {
+  if (head_dim < 1 || head_dim > kMaxHead || kv_heads < 1 || heads < 1 || heads % kv_heads || block_tokens < 1)
+    return HR_BAD_SHAPE;
+  Attention p{q, kv, out, query_start, kv_len, block_table, rows, table_stride, heads, kv_heads, head_dim,
+              block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
+              window > 0 ? window : INT32_MAX, scale, softcap, nullptr, nullptr};
+  if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
+  if (dtype == HR_BF16) return run<bf16>(p);
+  if (dtype == HR_F32) return run<float>(p);
+  return HR_BAD_DTYPE;
+}

@@ -1,0 +1,148 @@
+"""Causal attention of a step's queries over the paged KV cache.
+
+`bind(problem)` returns `f(q_THD, kv, plan) -> out_THD`. T query tokens, H query heads, K KV heads
+(query head h reads KV head h // (H/K)), D head_dim; kv [num_blocks, 2, K, block_tokens, D], the
+step's own KV already written. The query at position p sees positions max(0, p - window + 1) .. p.
+scores = scale * q.k; with `softcap` c they become c * tanh(scores / c) (Gemma 2).
+
+Rules every kernel keeps:
+- rows are independent: NaN in one row's KV, or in the unused tail of a block, or in the null block,
+  touches no other row;
+- table entries wholly below a row's lowest visible position are not read (freed window blocks are
+  the null block 0);
+- rows with one query token come first: `plan.num_decodes` of them; T = query_start[R]; padding
+  after it is not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from headrace.back.kernels.attention.reference import bind_reference
+from headrace.back.kernels.op import (
+    Kernel,
+    Op,
+    Sample,
+    float_tolerance,
+    random_tensor,
+    sample_generator,
+)
+
+
+class Plan(Protocol):
+    """What a kernel reads of `back/attention/plan.py: AttentionPlan`; the fields are described
+    there."""
+
+    query_start_R1: torch.Tensor
+    kv_len_R: torch.Tensor
+    block_table_RB: torch.Tensor
+    slot_T: torch.Tensor
+    host_query_start: np.ndarray
+    host_kv_len: np.ndarray
+    num_decodes: int
+    max_query_len: int
+    max_kv_len: int
+
+
+Attention = Callable[[torch.Tensor, torch.Tensor, Plan], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionProblem:
+    """`dtype` is that of q, the cache and the output. `window` and `softcap` are None where the
+    layer has none."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePlan:
+    """A plan for self-checks and tests; the fields of `Plan`."""
+
+    query_start_R1: torch.Tensor
+    kv_len_R: torch.Tensor
+    block_table_RB: torch.Tensor
+    slot_T: torch.Tensor
+    host_query_start: np.ndarray
+    host_kv_len: np.ndarray
+    num_decodes: int
+    max_query_len: int
+    max_kv_len: int
+
+
+def sample_plan(
+    rows: list[tuple[int, int]], *, block_tokens: int, window: int | None, device: str
+) -> tuple[SamplePlan, int]:
+    """A plan for `rows` of (query tokens, kv length), and the number of blocks it needs.
+
+    Blocks are dealt backwards from the highest id, so that neighbours in a sequence are not
+    neighbours in memory; blocks wholly outside the window are the null block.
+    """
+    counts = [-(-kv_len // block_tokens) for _, kv_len in rows]
+    table = np.zeros((len(rows), max(counts)), np.int32)
+    slots: list[int] = []
+    next_block = sum(counts)
+    for i, (num_query, kv_len) in enumerate(rows):
+        lowest = max(0, kv_len - num_query - window + 1) if window else 0
+        for j in range(lowest // block_tokens, counts[i]):
+            table[i, j] = next_block
+            next_block -= 1
+        for position in range(kv_len - num_query, kv_len):
+            slots.append(
+                int(table[i, position // block_tokens]) * block_tokens + position % block_tokens
+            )
+    query_len = np.array([num_query for num_query, _ in rows], np.int32)
+    query_start = np.concatenate([[0], np.cumsum(query_len)]).astype(np.int32)
+    kv_len_R = np.array([kv_len for _, kv_len in rows], np.int32)
+    plan = SamplePlan(
+        query_start_R1=torch.from_numpy(query_start).to(device),
+        kv_len_R=torch.from_numpy(kv_len_R).to(device),
+        block_table_RB=torch.from_numpy(table).to(device),
+        slot_T=torch.tensor(slots, dtype=torch.int64, device=device),
+        host_query_start=query_start,
+        host_kv_len=kv_len_R,
+        num_decodes=int((query_len == 1).sum()),
+        max_query_len=int(query_len.max()),
+        max_kv_len=int(kv_len_R.max()),
+    )
+    return plan, sum(counts) + 1
+
+
+def _sample(problem: AttentionProblem) -> Sample:
+    rows = [(1, 1), (1, problem.block_tokens + 3), (3, 3), (5, 2 * problem.block_tokens)]
+    plan, num_blocks = sample_plan(
+        rows,
+        block_tokens=problem.block_tokens,
+        window=problem.window,
+        device=problem.device,
+    )
+    generator = sample_generator()
+    new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
+    q_THD = random_tensor(10, problem.heads, problem.head_dim, **new)
+    kv = random_tensor(
+        num_blocks, 2, problem.kv_heads, problem.block_tokens, problem.head_dim, **new
+    )
+    kv[0] = float("nan")
+    return Sample(problem=problem, weights=(), arguments=(q_THD, kv, plan))
+
+
+OP: Op[AttentionProblem] = Op(
+    name="attention",
+    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    kernels=("headrace.back.kernels.attention.native:KERNEL",),
+    sample=_sample,
+    tolerance=lambda problem: float_tolerance(problem.dtype),
+)

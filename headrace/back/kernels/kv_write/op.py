@@ -1,0 +1,68 @@
+"""Writes the step's keys and values into the paged KV cache.
+
+`bind(problem)` returns `f(k_TKD, v_TKD, kv, slot_T) -> None`. kv [num_blocks, 2, K, block_tokens,
+D] (0 = keys, 1 = values), T tokens, K KV heads, D head_dim. slot_T int64, never negative: block *
+block_tokens + offset. k and v may be strided views; their last dimension is contiguous. Slots of
+one step are distinct, except that padding may hit block 0 many times (the null block, whose content
+means nothing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.kernels.op import Kernel, Op, Sample, random_tensor, sample_generator
+
+KVWrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVWriteProblem:
+    """`dtype` is that of k, v and the cache."""
+
+    device: str
+    dtype: torch.dtype
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+
+
+def bind_reference(problem: KVWriteProblem) -> KVWrite:
+    """The reference: one indexed write each for keys and values."""
+    block_tokens = problem.block_tokens
+
+    def kv_write(
+        k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: torch.Tensor, slot_T: torch.Tensor
+    ) -> None:
+        block_T = torch.div(slot_T, block_tokens, rounding_mode="floor")
+        offset_T = slot_T - block_T * block_tokens
+        kv[block_T, 0, :, offset_T] = k_TKD
+        kv[block_T, 1, :, offset_T] = v_TKD
+
+    return kv_write
+
+
+def _sample(problem: KVWriteProblem) -> Sample:
+    generator = sample_generator()
+    new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
+    heads, head_dim, block_tokens = problem.kv_heads, problem.head_dim, problem.block_tokens
+    both = random_tensor(3, 2 * heads, head_dim, **new)
+    kv = random_tensor(3, 2, heads, block_tokens, head_dim, **new)
+    slot = torch.tensor(
+        [block_tokens, 2 * block_tokens - 1, 3 * block_tokens - 1], device=problem.device
+    )
+    return Sample(
+        problem=problem, weights=(), arguments=(both[:, :heads], both[:, heads:], kv, slot)
+    )
+
+
+OP: Op[KVWriteProblem] = Op(
+    name="kv_write",
+    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    kernels=("headrace.back.kernels.kv_write.native:KERNEL",),
+    sample=_sample,
+    tolerance=lambda problem: 0.0,
+)

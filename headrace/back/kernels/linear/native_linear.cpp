@@ -1,0 +1,107 @@
+// y[M,N] = x[M,K] w[N,K]^T + bias[N] for few rows (M up to some dozens): the weights stream through once, in place.
+//
+// Each thread takes runs of weight rows. A block of weight rows meets all rows of x before the next block is read, so the
+// weights come from memory once and the repeated reads of x from L1/L2; the next block is fetched ahead meanwhile. Large
+// M belongs to a product with packed weights, not here.
+
+#include "../native/dot_tile.h"
+
+namespace {
+
+// Bytes of weights one claim covers: long enough to hide the claim (some 5 us), short enough to balance.
+constexpr int64_t kChunkBytes = 96 * 1024;
+constexpr int kBlockOfOne = kRegisters == 32 ? 8 : 4;  // weight rows per tile when M is 1
+
+struct Linear {
+  const char* panels;
+  const void *w, *bias;
+  void* y;
+  int64_t M, N, K, w_stride, y_stride, rows_per_chunk;
+};
+
+// Rows of the next tile when `left` rows remain: at most 4, and 5 rows go as 3 + 2, not 4 + 1.
+HR_INLINE int64_t tile_rows(int64_t left) { return ceil_div(left, ceil_div(left, kTileRows)); }
+
+template <class T, class Y, int MB, int NB, int PF>
+HR_INLINE void tile(const Linear& p, int64_t m, int64_t n) {
+  const T* w = static_cast<const T*>(p.w) + n * p.w_stride;
+  const T* bias = static_cast<const T*>(p.bias);
+  float out[MB][(NB + 3) / 4 * 4];
+  // This tile's share of the next block's cache lines, as if rows followed each other without gaps.
+  const int64_t ahead = NB * p.w_stride * int64_t(sizeof(T)) + m / kTileRows * PF * p.K * int64_t(sizeof(T));
+  dot_tile<T, MB, NB, PF>(p.panels + panel_bytes<T>(m, p.K), w, p.w_stride, p.K,
+                          reinterpret_cast<const char*>(w) + ahead, out);
+  for (int i = 0; i < MB; ++i) {
+    Y* y = static_cast<Y*>(p.y) + (m + i) * p.y_stride + n;
+    for (int j = 0; j < NB; j += kLanes) {
+      const int count = smaller(NB - j, kLanes);
+      F v = load_part(&out[i][j], count);
+      if (bias != nullptr) v += load_part(bias + n + j, count);
+      store_part(y + j, v, count);
+    }
+  }
+}
+
+// NB weight rows against every row of x.
+template <class T, class Y, int NB, int PF>
+HR_INLINE void all_rows(const Linear& p, int64_t n) {
+  for (int64_t m = 0; m < p.M;) {
+    const int64_t rows = tile_rows(p.M - m);
+    if (rows == 4) tile<T, Y, 4, NB, PF>(p, m, n);
+    if (rows == 3) tile<T, Y, 3, NB, PF>(p, m, n);
+    if (rows == 2) tile<T, Y, 2, NB, PF>(p, m, n);
+    if (rows == 1) tile<T, Y, 1, NB, PF>(p, m, n);
+    m += rows;
+  }
+}
+
+template <class T, class Y>
+void chunk(void* context, int64_t i) {
+  const Linear& p = *static_cast<const Linear*>(context);
+  constexpr int NB = kTileColumns;
+  int64_t n = i * p.rows_per_chunk;
+  const int64_t end = smaller(n + p.rows_per_chunk, p.N);
+  const int64_t tiles = ceil_div(p.M, kTileRows);
+  if (p.M == 1)
+    for (; n + kBlockOfOne <= end; n += kBlockOfOne) tile<T, Y, 1, kBlockOfOne, 0>(p, 0, n);
+  else if (tiles == 1)
+    for (; n + NB <= end; n += NB) all_rows<T, Y, NB, NB>(p, n);
+  else if (tiles == 2)
+    for (; n + NB <= end; n += NB) all_rows<T, Y, NB, (NB + 1) / 2>(p, n);
+  else
+    for (; n + NB <= end; n += NB) all_rows<T, Y, NB, (NB + 2) / 3>(p, n);
+  for (; n < end; ++n) all_rows<T, Y, 1, 0>(p, n);
+}
+
+template <class T, class Y>
+int32_t run(Linear& p, const void* x, int64_t x_stride) {
+  char* panels = static_cast<char*>(hr_scratch(panel_bytes<T>(p.M, p.K)));
+  if (panels == nullptr) return HR_NO_MEMORY;
+  for (int64_t m = 0; m < p.M;) {
+    const int64_t rows = tile_rows(p.M - m);
+    for (int64_t i = 0; i < rows; ++i)
+      fill_panel_row(static_cast<const T*>(x) + (m + i) * x_stride, p.K, i, rows, panels + panel_bytes<T>(m, p.K));
+    m += rows;
+  }
+  p.panels = panels;
+  const int64_t unit = p.M == 1 ? kBlockOfOne : kTileColumns * 4;
+  p.rows_per_chunk = ceil_div(larger<int64_t>(kChunkBytes / (p.K * int64_t(sizeof(T))), 1), unit) * unit;
+  hr_parallel(chunk<T, Y>, &p, ceil_div(p.N, p.rows_per_chunk));
+  return HR_OK;
+}
+
+}  // namespace
+
+// Strides count elements; rows are contiguous. bias: null or [N] in the weights' type. x has the weights' type; y that
+// type or float32.
+HR_PUBLIC int32_t HR_EXPORT(linear)(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N,
+                                    int64_t K, int64_t x_stride, int64_t w_stride, int64_t y_stride, int32_t dtype,
+                                    int32_t y_dtype) {
+  if (M < 0 || N < 0 || K <= 0) return HR_BAD_SHAPE;
+  if (M == 0) return HR_OK;
+  Linear p{nullptr, w, bias, y, M, N, K, w_stride, y_stride, 0};
+  if (dtype == HR_BF16 && y_dtype == HR_BF16) return run<bf16, bf16>(p, x, x_stride);
+  if (dtype == HR_BF16 && y_dtype == HR_F32) return run<bf16, float>(p, x, x_stride);
+  if (dtype == HR_F32 && y_dtype == HR_F32) return run<float, float>(p, x, x_stride);
+  return HR_BAD_DTYPE;
+}

@@ -1,0 +1,152 @@
+"""Compiles the native CPU kernels into one shared library: `python -m headrace.back.kernels.native.build`.
+
+Every `native_*.cpp` beside an op is compiled once per instruction set with a name of its own (hr_linear_avx2, ...); the
+loader binds the best one the CPU runs. An instruction set the compiler does not know is left out, never an error
+(PLT-07). The file's name holds a digest of the sources and of the compiler: an unchanged tree compiles nothing, and a
+library of other sources is never loaded. This file imports nothing of headrace that needs torch: setup.py runs it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.base import env
+from headrace.base.errors import MissingDependency, StartError
+
+FOLDER = Path(__file__).resolve().parent
+_FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
+    "-ffp-contract=fast", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas",
+)  # fmt: skip
+SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Isa:
+    """An instruction set: its suffix in symbol names, the machines it exists on, the compiler flags."""
+
+    name: str
+    machines: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+_V4 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+# Worst first; the position is the bit in hr_cpu_isas(). "portable" compiles on every machine.
+ISAS: tuple[Isa, ...] = (
+    Isa(name="portable", machines=(), flags=()),
+    Isa(name="avx2", machines=("x86_64", "AMD64"), flags=("-march=x86-64-v3",)),
+    Isa(name="avx512", machines=("x86_64", "AMD64"), flags=_V4),
+    Isa(name="avx512dot", machines=("x86_64", "AMD64"), flags=(*_V4, "-mavx512bf16", "-mavx512vnni")),
+)
+
+
+def sources() -> list[Path]:
+    """Every file the library is made of, in a fixed order: the pool and headers here, the kernels beside their ops."""
+    here = [*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")]
+    return sorted(here) + sorted(FOLDER.parent.glob("*/native_*.cpp"))
+
+
+def source_digest() -> str:
+    """12 hex digits over the sources and the flags: what the loader asks of a library."""
+    digest = hashlib.sha256(repr((_FLAGS, ISAS)).encode())
+    for path in sources():
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def find_compiler() -> str:
+    """$CXX, or g++, clang++ or c++ on the path; MissingDependency without one."""
+    named = env.get("CXX")
+    for name in [named] if named else ["g++", "clang++", "c++"]:
+        if found := shutil.which(name):
+            return found
+    raise MissingDependency(
+        f"no C++ compiler ({named or 'g++, clang++, c++'}) found: install one or set CXX; "
+        "without the native kernels the CPU uses PyTorch's ops"
+    )
+
+
+def library_path(compiler: str, folder: Path = FOLDER, *, extra: tuple[str, ...] = ()) -> Path:
+    """Where the library of these sources and this compiler belongs."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    made_by = hashlib.sha256(version + repr(extra).encode()).hexdigest()[:8]
+    return folder / f"libheadrace_native-{source_digest()}-{made_by}.so"
+
+
+def build(*, folder: Path | None = None, extra: tuple[str, ...] = (), jobs: int | None = None) -> Path:
+    """Builds what is missing and returns the library's path.
+
+    folder: None puts it beside this file, or into the cache folder (0700) when that is not writable. extra: further
+    compiler flags (SANITIZE_FLAGS for a checked build). jobs: compilers at once; None takes the machine's cores.
+    """
+    compiler = find_compiler()
+    path = library_path(compiler, folder or _writable_folder(), extra=extra)
+    if path.exists():
+        return path
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as scratch:
+        units = _units(Path(scratch), compiler, extra)
+        with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+            objects = list(pool.map(_compile, units))
+        linked = Path(scratch) / path.name
+        link = [compiler, "-shared", "-pthread", *extra, *objects, "-o", str(linked)]
+        _checked(link)
+        linked.rename(path)  # atomic: a second builder writes the same bytes under the same name
+    return path
+
+
+def _writable_folder() -> Path:
+    if os.access(FOLDER, os.W_OK):
+        return FOLDER
+    folder = env.cache_dir() / "native"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _units(scratch: Path, compiler: str, extra: tuple[str, ...]) -> list[list[str]]:
+    """One compiler command per object; the slow ones (wide vectors) first."""
+    units = []
+    machine = platform.machine()
+    for isa in reversed(ISAS):
+        if (isa.machines and machine not in isa.machines) or not _knows(compiler, isa):
+            continue
+        for path in sources():
+            if path.name.startswith("native_"):
+                out = scratch / f"{path.stem}_{isa.name}.o"
+                flags = (*_FLAGS, *isa.flags, f"-DHR_ISA={isa.name}", *extra)
+                units.append([compiler, *flags, "-c", str(path), "-o", str(out)])
+    for path in FOLDER.glob("*.cpp"):
+        flags = (*_FLAGS, f"-DHR_DIGEST={source_digest()}", *extra)
+        units.append([compiler, *flags, "-c", str(path), "-o", str(scratch / f"{path.stem}.o")])
+    return units
+
+
+def _knows(compiler: str, isa: Isa) -> bool:
+    probe = [compiler, *isa.flags, "-x", "c++", "-fsyntax-only", os.devnull]
+    return subprocess.run(probe, capture_output=True).returncode == 0
+
+
+def _compile(command: list[str]) -> str:
+    _checked(command)
+    return command[-1]
+
+
+def _checked(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise StartError(f"the native kernels do not compile: {' '.join(command)}\n{done.stderr}")
+
+
+if __name__ == "__main__":
+    try:
+        print(build())
+    except StartError as error:
+        sys.exit(f"error: {error.message}")

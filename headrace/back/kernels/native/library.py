@@ -1,0 +1,136 @@
+"""Loads the native library and binds its functions for this CPU. No tensors here: addresses, sizes and strides.
+
+ctypes releases the GIL for the length of a call, so kernels of two threads run side by side (the pool serves one of
+them, the other runs on its own thread). Loading never builds and never fails a start: `load()` answers a library or
+the reason there is none, and the ops keep their PyTorch reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from headrace.back.kernels.native import build
+from headrace.base import env
+from headrace.base.errors import StartError
+
+POINTER, INT64, INT32, FLOAT, DOUBLE = (
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_int32,
+    ctypes.c_float,
+    ctypes.c_double,
+)
+_REFUSALS = {1: "dtypes", 2: "shape", 3: "an index out of range", 4: "memory for its workspace"}
+
+
+class NativeError(AssertionError):
+    """A kernel refused its arguments: its wrapper's `supports` let through what the kernel cannot do."""
+
+
+class NativeLibrary:
+    """The loaded library. `isa` names the instruction set its kernels are bound for."""
+
+    def __init__(self, path: Path, *, isa: str | None = None) -> None:
+        self.path = path
+        self._dll = ctypes.CDLL(str(path))
+        self._dll.hr_source_digest.restype = ctypes.c_char_p
+        self._dll.hr_cpu_isas.restype = ctypes.c_uint32
+        digest = self._dll.hr_source_digest().decode()
+        if digest != build.source_digest():
+            raise StartError(f"{path} was built from other sources ({digest}): build it again")
+        self.isas = self._runnable()
+        if isa is not None and isa not in self.isas:
+            raise StartError(f"instruction set {isa!r} is not among {', '.join(self.isas)}")
+        self.isa = isa or self.isas[-1]
+
+    def _runnable(self) -> tuple[str, ...]:
+        """The instruction sets that this CPU runs and the library holds, worst first."""
+        bits = self._dll.hr_cpu_isas()
+        names = [isa.name for i, isa in enumerate(build.ISAS) if bits >> i & 1]
+        return tuple(name for name in names if hasattr(self._dll, f"hr_linear_{name}"))
+
+    def bind(self, name: str, *argument_types: type) -> Callable[..., None]:
+        """The kernel `name` as a function of plain numbers; it raises NativeError when the kernel refuses."""
+        kernel = getattr(self._dll, f"hr_{name}_{self.isa}")
+        kernel.argtypes, kernel.restype = argument_types, ctypes.c_int32
+
+        def call(*arguments: object) -> None:
+            status = kernel(*arguments)
+            if status:
+                raise NativeError(f"native {name} refuses {_REFUSALS.get(status, status)}: {arguments}")
+
+        return call
+
+    @property
+    def threads(self) -> int:
+        """Threads a call may use, the calling one included."""
+        return int(self._dll.hr_pool_size())
+
+    def set_threads(self, threads: int, cpus: Sequence[int] | None = None) -> int:
+        """Sets the width of the pool; cpus: numbers to pin the threads to, the caller's first. Returns the width reached."""
+        helpers = (ctypes.c_int32 * (threads - 1))(*cpus[1:threads]) if cpus else None
+        return int(self._dll.hr_pool_resize(threads, helpers))
+
+    def count_chunks(self, chunks: int) -> list[int]:
+        """How often each of `chunks` chunks ran: the pool's self-test (all ones)."""
+        hits = (ctypes.c_int32 * chunks)()
+        self._dll.hr_pool_count(hits, ctypes.c_int64(chunks))
+        return list(hits)
+
+
+@functools.cache
+def load() -> NativeLibrary | str:
+    """The library for this CPU, or the reason why there is none (a sentence for the decisions printed at start)."""
+    chosen = env.get("HEADRACE_NATIVE") or "1"
+    if chosen == "0":
+        return "native kernels are turned off (HEADRACE_NATIVE=0)"
+    if chosen != "1":
+        return NativeLibrary(Path(chosen))
+    for folder in (build.FOLDER, _cache_folder()):
+        for path in sorted(folder.glob(f"libheadrace_native-{build.source_digest()}-*.so")):
+            if reason := _unsafe(path):
+                return reason
+            return NativeLibrary(path)
+    return "native kernels are not built; run: python -m headrace.back.kernels.native.build"
+
+
+def _cache_folder() -> Path:
+    return env.cache_dir() / "native"
+
+
+def _unsafe(path: Path) -> str | None:
+    """Why a library must not be loaded: someone other than its owner, us or root, could have written it."""
+    for place in (path, path.parent):
+        facts = place.stat()
+        if facts.st_uid not in (0, os.getuid()):
+            return f"{place} belongs to another user (uid {facts.st_uid}): native kernels are not loaded"
+        if facts.st_mode & stat.S_IWOTH:
+            return f"{place} is writable by everyone: native kernels are not loaded"
+    return None
+
+
+def available_threads() -> int:
+    """Cores this process may use: its affinity mask, cut by the control group's CPU quota (at least 1)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota(Path("/sys/fs/cgroup"))
+    return max(1, min(cores, quota or cores))
+
+
+def _quota(root: Path) -> int | None:
+    """Whole cores of the CPU quota under a control group root (version 2 or 1); None without a quota."""
+    try:
+        limit, _, period = (root / "cpu.max").read_text().strip().partition(" ")
+    except OSError:
+        try:
+            limit = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if limit in ("max", "-1"):
+        return None
+    return max(1, int(limit) // int(period or 100_000))

@@ -1,0 +1,224 @@
+// Vectors of floats and the bf16 dot product, for one instruction set per translation unit.
+//
+// Written with the compiler's vector extensions: the same text becomes AVX-512, AVX2, SSE2 or NEON code. Intrinsics stand
+// only where the extension has no word for the instruction (bf16 dot and conversion, masked loads, the transposing sum).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "pool.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define HR_JOIN2(a, b) a##_##b
+#define HR_JOIN(a, b) HR_JOIN2(a, b)
+// The exported name of a kernel in this instruction set: hr_linear_avx2 ...
+#define HR_EXPORT(name) HR_JOIN(hr_##name, HR_ISA)
+#define HR_INLINE static inline __attribute__((always_inline))
+#define HR_UNROLL _Pragma("GCC unroll 32")
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+// Vector registers decide how large a tile of accumulators may be.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+
+typedef float F __attribute__((vector_size(4 * kLanes)));
+typedef int32_t I __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+template <class V, class T>
+HR_INLINE V load_raw(const T* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// The first n elements at p, zeros after; never touches p[n].
+template <class V, class T>
+HR_INLINE V load_raw_part(const T* p, int64_t n) {
+  V v{};
+#if defined(__AVX512BW__)
+  if (sizeof(V) == 64 && sizeof(T) == 4) return (V)_mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1), p);
+  if (sizeof(V) == 64 && sizeof(T) == 2)
+    return (V)_mm512_maskz_loadu_epi16((__mmask32)((1ull << n) - 1), p);
+#endif
+  __builtin_memcpy(&v, p, size_t(n) * sizeof(T));
+  return v;
+}
+
+HR_INLINE F splat(float x) { return x - F{}; }
+HR_INLINE F select(I mask, F yes, F no) { return (F)(((I)yes & mask) | ((I)no & ~mask)); }
+// The larger, the smaller; b's NaN wins, a's does not.
+HR_INLINE F vmax(F a, F b) { return select(a > b, a, b); }
+HR_INLINE F vmin(F a, F b) { return select(a < b, a, b); }
+template <class T>
+HR_INLINE T smaller(T a, T b) { return a < b ? a : b; }
+template <class T>
+HR_INLINE T larger(T a, T b) { return a > b ? a : b; }
+HR_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+HR_INLINE float to_float(float x) { return x; }
+HR_INLINE float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float f;
+  __builtin_memcpy(&f, &bits, 4);
+  return f;
+}
+// Round to nearest, ties to even; a NaN stays a (quiet) NaN.
+HR_INLINE void put(float* p, float x) { *p = x; }
+HR_INLINE void put(bf16* p, float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  p->bits = x != x ? uint16_t(bits >> 16 | 0x40) : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// kLanes elements as floats.
+HR_INLINE F load(const float* p) { return load_raw<F>(p); }
+HR_INLINE F load(const bf16* p) {
+  return (F)(__builtin_convertvector(load_raw<H>(p), U) << 16);
+}
+HR_INLINE void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
+HR_INLINE void store(bf16* p, F v) {
+  U bits = (U)v;
+  U even = bits + 0x7fff + (bits >> 16 & 1);
+  U nan = bits | 0x400000;
+  I is_nan = v != v;
+  H h = __builtin_convertvector(((even & ~(U)is_nan) | (nan & (U)is_nan)) >> 16, H);
+  __builtin_memcpy(p, &h, sizeof h);
+}
+// The first n (at most kLanes) elements; zeros after.
+template <class T>
+HR_INLINE F load_part(const T* p, int64_t n) {
+#if defined(__AVX512BW__)
+  if (sizeof(T) == 4) return load_raw_part<F>(p, n);
+  return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p)), 16);
+#else
+  T part[kLanes] = {};
+  for (int64_t i = 0; i < n; ++i) part[i] = p[i];
+  return load(part);
+#endif
+}
+template <class T>
+HR_INLINE void store_part(T* p, F v, int64_t n) {
+  T part[kLanes];
+  store(part, v);
+#if defined(__AVX512BW__)
+  const __mmask16 mask = (__mmask16)((1u << n) - 1);
+  if (sizeof(T) == 4) _mm512_mask_storeu_epi32(p, mask, _mm512_loadu_si512(part));
+  else _mm256_mask_storeu_epi16(p, mask, _mm256_loadu_si256((const __m256i*)part));
+#else
+  for (int64_t i = 0; i < n; ++i) p[i] = part[i];
+#endif
+}
+
+HR_INLINE float sum(F v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float total = 0;
+  for (int i = 0; i < kLanes; ++i) total += v[i];
+  return total;
+#endif
+}
+HR_INLINE float largest(F v) {
+  float best = v[0];
+  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
+  return best;
+}
+// out[i] = the sum of v[i]'s lanes. One transposing tree for four sums: 13 instructions instead of 32.
+HR_INLINE void sum4(F a, F b, F c, F d, float* out) {
+#if defined(__AVX512F__)
+  __m512 x = (__m512)a, y = (__m512)b, z = (__m512)c, w = (__m512)d;
+  __m512 xy = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
+  __m512 zw = _mm512_add_ps(_mm512_unpacklo_ps(z, w), _mm512_unpackhi_ps(z, w));
+  __m512d p = _mm512_castps_pd(xy), q = _mm512_castps_pd(zw);
+  __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)), _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)));
+  __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#elif defined(__AVX2__)
+  __m256 ab = _mm256_hadd_ps((__m256)a, (__m256)b), cd = _mm256_hadd_ps((__m256)c, (__m256)d);
+  __m256 all = _mm256_hadd_ps(ab, cd);
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+#else
+  out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+#endif
+}
+
+// How an element type takes part in a dot product: `step` elements per vector, products summed in float32.
+template <class T>
+struct Dot;
+
+template <>
+struct Dot<float> {
+  using V = F;
+  static constexpr int step = kLanes;
+  HR_INLINE F add(F acc, V a, V b) { return acc + a * b; }
+};
+
+template <>
+struct Dot<bf16> {
+  using V = U;
+  static constexpr int step = 2 * kLanes;
+  // The bf16 instruction adds both products of a pair in one go and flushes denormals; elsewhere two FMAs on the
+  // upper and the lower half of each lane.
+  HR_INLINE F add(F acc, V a, V b) {
+#if defined(__AVX512BF16__)
+    return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+    acc += (F)(a << 16) * (F)(b << 16);
+    return acc + (F)(a & 0xffff0000u) * (F)(b & 0xffff0000u);
+#endif
+  }
+};
+
+// e^x, saturating at x = 88.7; below -87.3 the result is 0; NaN stays. Cephes' polynomial; relative error below 2e-7.
+HR_INLINE F vexp(F x) {
+  F low = splat(-87.33654f);
+  I tiny = x < low;
+  x = vmin(splat(88.72283f), vmax(low, x));
+  F n = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  I k = (I)n - 0x4b400000;
+  n -= 12582912.0f;
+  F r = x - n * 0.693359375f;
+  r += n * 2.12194440e-4f;
+  F p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  // 2^k in two factors: k may be 128.
+  I half = k >> 1;
+  F first = (F)((half + 127) << 23), second = (F)((k - half + 127) << 23);
+  return select(tiny, F{}, p * first * second);
+}
+
+HR_INLINE F vsigmoid(F x) { return 1.0f / (1.0f + vexp(-x)); }
+// tanh by e^-2|x|: exact signs, 1 at large |x|.
+HR_INLINE F vtanh(F x) {
+  F e = vexp(-2.0f * select(x < 0.0f, -x, x));
+  F t = (1.0f - e) / (1.0f + e);
+  return select(x < 0.0f, -t, t);
+}
+
+}  // namespace

@@ -1,0 +1,199 @@
+"""What an op is: a reference in PyTorch, kernels beside it, and the choice between them.
+
+`Op.choose(problem)` asks each kernel in rank order whether it supports the problem, checks the
+first that does against the reference on small inputs (REG-121), and returns a `Choice` that says
+what was taken and why the others were not. It runs once per distinct problem, at load. What a layer
+keeps is the plain callable that `Choice.bind` returns: at use there is no dispatch left. Kernels
+are named "module:attribute" and imported on choosing, so a kernel whose library is missing is a
+reason, never a broken import (PLT-07).
+
+A kernel module defines `KERNEL = Kernel(name=..., supports=..., bind=...)`; `bind(problem,
+*weights)` returns a callable with exactly the signature of what the reference's `bind` returns.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+P = TypeVar("P", bound=Hashable)
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel(Generic[P]):
+    """One way to compute an op.
+
+    supports   None if the problem can be computed, else one line that says why not; looks at the
+               problem only
+    bind       (problem, *weights) -> callable; may repack the weights, after which the caller drops
+               its own
+    """
+
+    name: str
+    supports: Callable[[P], str | None]
+    bind: Callable[..., Function]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Small inputs: what `bind` takes, and what the bound callable takes. `problem` may be a smaller
+    one of the same kind (its sizes have the same remainders), so that a check takes microseconds."""
+
+    problem: Any
+    weights: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Choice(Generic[P]):
+    """The kernel chosen for a problem. `rejected` holds (kernel, reason) of every better-ranked
+    one."""
+
+    op: str
+    problem: P
+    kernel: Kernel[P]
+    why: str
+    rejected: tuple[tuple[str, str], ...]
+
+    def bind(self, *weights: Any) -> Function:
+        """The callable a layer keeps."""
+        return self.kernel.bind(self.problem, *weights)
+
+
+class Op(Generic[P]):
+    """A reference and its kernels, best first.
+
+    name        as printed in decisions
+    reference   supports every problem; correct first, fast where PyTorch is
+    kernels     "module:attribute" of each Kernel, best first
+    sample      problem -> Sample for the self-check, seeded; writes of the callable into its
+                arguments are compared too
+    tolerance   problem -> largest error against the reference, relative to the largest magnitude of
+                the output
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        reference: Kernel[P],
+        kernels: Sequence[str],
+        sample: Callable[[P], Sample],
+        tolerance: Callable[[P], float],
+    ) -> None:
+        self.name = name
+        self.reference = reference
+        self.kernels = tuple(kernels)
+        self.sample = sample
+        self.tolerance = tolerance
+        self._choices: dict[P, Choice[P]] = {}
+
+    def choose(self, problem: P) -> Choice[P]:
+        """The best kernel that supports the problem and agrees with the reference; remembered per
+        problem."""
+        if problem not in self._choices:
+            self._choices[problem] = self._decide(problem)
+        return self._choices[problem]
+
+    def choices(self) -> list[Choice[P]]:
+        """Every choice made so far in this process, for the table of decisions."""
+        return list(self._choices.values())
+
+    def error(self, kernel: Kernel[P], problem: P) -> float:
+        """The kernel's largest error on the sample, relative to the largest magnitude; inf if a
+        value is not finite where the reference's is, or shapes or dtypes differ."""
+        return max(
+            (
+                _difference(ours, reference)
+                for ours, reference in zip(
+                    _outputs(kernel, self.sample(problem)),
+                    _outputs(self.reference, self.sample(problem)),
+                    strict=True,
+                )
+            ),
+            default=0.0,
+        )
+
+    def _decide(self, problem: P) -> Choice[P]:
+        rejected: list[tuple[str, str]] = []
+        for target in self.kernels:
+            kernel, reason = self._consider(target, problem)
+            if kernel is not None:
+                return Choice(self.name, problem, kernel, "best ranked", tuple(rejected))
+            rejected.append((_label(target), reason))
+        return Choice(self.name, problem, self.reference, "no kernel was left", tuple(rejected))
+
+    def _consider(self, target: str, problem: P) -> tuple[Kernel[P] | None, str]:
+        kernel = load_kernel(target)
+        if isinstance(kernel, str):
+            return None, kernel
+        reason = kernel.supports(problem)
+        if reason is not None:
+            return None, reason
+        error, limit = self.error(kernel, problem), self.tolerance(problem)
+        if not error <= limit:
+            return None, f"self-check failed: error {error:.2e} of at most {limit:.2e}"
+        return kernel, ""
+
+
+def load_kernel(target: str) -> Kernel[Any] | str:
+    """Imports "module:attribute"; a module that cannot be imported gives the reason instead."""
+    module, _, attribute = target.partition(":")
+    try:
+        kernel = getattr(importlib.import_module(module), attribute)
+    except (ImportError, OSError) as error:
+        return f"cannot be imported ({error})"
+    assert isinstance(kernel, Kernel), f"{target} is {type(kernel).__name__}, not a Kernel"
+    return kernel
+
+
+def _label(target: str) -> str:
+    return target.partition(":")[0].rpartition(".")[2]
+
+
+def _outputs(kernel: Kernel[P], sample: Sample) -> list[torch.Tensor]:
+    result = kernel.bind(sample.problem, *sample.weights)(*sample.arguments)
+    results = result if isinstance(result, tuple) else (result,)
+    return [value for value in (*results, *sample.arguments) if isinstance(value, torch.Tensor)]
+
+
+def _difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    if ours.shape != reference.shape or ours.dtype != reference.dtype:
+        return float("inf")
+    if reference.numel() == 0:
+        return 0.0
+    left, right = ours.double(), reference.double()
+    if not torch.equal(torch.isfinite(left), torch.isfinite(right)):
+        return float("inf")
+    finite = torch.isfinite(right)
+    if not torch.equal(left[~finite].nan_to_num(), right[~finite].nan_to_num()):
+        return float("inf")
+    left, right = left[finite], right[finite]
+    if right.numel() == 0:
+        return 0.0
+    scale = max(right.abs().max().item(), 1e-6)
+    return (left - right).abs().max().item() / scale
+
+
+def float_tolerance(dtype: torch.dtype) -> float:
+    """Relative error allowed for one op: a few units in the last place of the dtype, and of fp32
+    accumulation."""
+    return {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+
+
+def sample_generator(device: str = "cpu") -> torch.Generator:
+    """The seeded generator of self-check inputs."""
+    return torch.Generator(device=device).manual_seed(20)
+
+
+def random_tensor(
+    *shape: int, dtype: torch.dtype, device: str, generator: torch.Generator
+) -> torch.Tensor:
+    """Normal values, drawn on the generator's device."""
+    values = torch.randn(*shape, generator=generator, device=generator.device)
+    return values.to(device=device, dtype=dtype)

@@ -1,0 +1,126 @@
+"""Self-attention of a decoder layer over the paged KV cache.
+
+T tokens, E hidden size, H query heads, K KV heads, D head_dim; H and K are this rank's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.attention.kv_layer import KVLayer
+from headrace.back.attention.plan import Batch
+from headrace.back.kernels.attention.op import OP as ATTENTION
+from headrace.back.kernels.attention.op import AttentionProblem
+from headrace.back.kernels.kv_write.op import OP as KV_WRITE
+from headrace.back.kernels.kv_write.op import KVWriteProblem
+from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.norm import RMSNorm, SplitRMSNorm
+from headrace.back.layers.rope import Rope, RopeSpec
+from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.shard import Part, local_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """One layer's attention, in global sizes.
+
+    window     tokens a query sees, itself included; None: all before it
+    rope       None: no position embedding (NoPE layers)
+    qk_norm    None, "head" (over each head, Qwen3) or "width" (over all heads together, OLMo 2)
+    merged     name of the checkpoint tensor that holds query, key and value, if they are one there
+    """
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec | None
+    window: int | None = None
+    softcap: float | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: str | None = None
+    qk_norm_eps: float = 1e-6
+    unit_offset: bool = False
+    merged: str | None = None
+
+
+class Attention:
+    """x_TE -> y_TE: projects, norms, rotates, writes the step's KV, attends, projects back."""
+
+    def __init__(self, scope: Scope, layer: int, spec: AttentionSpec) -> None:
+        q = Part("q_proj", spec.heads * spec.head_dim, spec.heads)
+        k = Part("k_proj", spec.kv_heads * spec.head_dim, spec.kv_heads)
+        v = Part("v_proj", spec.kv_heads * spec.head_dim, spec.kv_heads)
+        self._layer = layer
+        self._spec = spec
+        self._scope = scope
+        self._heads = local_units(q, scope.mesh.tp)
+        self._kv_heads = local_units(k, scope.mesh.tp)
+        self._qkv = ColumnLinear(
+            scope, spec.width, (q, k, v), bias=spec.qkv_bias, merged=spec.merged
+        )
+        self._out = RowLinear(scope / "o_proj", q, spec.width, bias=spec.out_bias)
+        self._q_norm = self._norm(scope / "q_norm", q)
+        self._k_norm = self._norm(scope / "k_norm", k)
+        self._rope = Rope(scope, spec.rope) if spec.rope else None
+        self._attend = self._write = not_loaded
+        scope.on_finish(self._finish)
+
+    @property
+    def kv_layer(self) -> KVLayer:
+        """What this layer keeps in the KV cache."""
+        return KVLayer(
+            layer=self._layer,
+            kv_heads=self._kv_heads,
+            head_dim=self._spec.head_dim,
+            window=self._spec.window,
+        )
+
+    def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """See the class."""
+        q, k, v = self._qkv.project(x_TE).split(self._qkv.sizes, dim=-1)
+        if self._spec.qk_norm == "width":
+            q, k = self._q_norm.norm(q), self._k_norm.norm(k)
+        head_dim = self._spec.head_dim
+        q_THD = q.unflatten(-1, (-1, head_dim))
+        k_TKD = k.unflatten(-1, (-1, head_dim))
+        if self._spec.qk_norm == "head":
+            q_THD, k_TKD = self._q_norm.norm(q_THD), self._k_norm.norm(k_TKD)
+        if self._rope is not None:
+            self._rope.rotate(q_THD, k_TKD, batch.positions_T, self._rope.table_PR)
+        plan, kv = batch.plan_of(self._layer), batch.kv[self._layer]
+        self._write(k_TKD, v.unflatten(-1, (-1, head_dim)), kv, plan.slot_T)
+        return self._out.project(self._attend(q_THD, kv, plan).flatten(1))
+
+    def _norm(self, scope: Scope, part: Part) -> RMSNorm | SplitRMSNorm | None:
+        spec = self._spec
+        if spec.qk_norm == "head":
+            return RMSNorm(scope, spec.head_dim, eps=spec.qk_norm_eps, unit_offset=spec.unit_offset)
+        if spec.qk_norm == "width":
+            return SplitRMSNorm(scope, part, eps=spec.qk_norm_eps)
+        return None
+
+    def _finish(self) -> None:
+        spec, scope = self._spec, self._scope
+        shape = {
+            "device": scope.device.type,
+            "dtype": scope.dtype,
+            "kv_heads": self._kv_heads,
+            "head_dim": spec.head_dim,
+            "block_tokens": scope.block_tokens,
+        }
+        self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape))
+        self._attend = scope.bind(
+            ATTENTION,
+            AttentionProblem(
+                **shape,
+                heads=self._heads,
+                scale=spec.scale,
+                window=spec.window,
+                softcap=spec.softcap,
+            ),
+        )

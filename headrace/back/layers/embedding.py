@@ -1,0 +1,50 @@
+"""Token embedding, its rows split over the tensor-parallel axis."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.kernels.embedding.op import OP, Embedding, EmbeddingProblem
+from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.collectives import all_reduce
+from headrace.back.parallel.shard import Part, Shard
+
+
+class TokenEmbedding:
+    """ids_T -> x_TE, scaled by `scale`. `weight_VE` (local rows) is there after loading, for a tied
+    output head."""
+
+    def __init__(self, scope: Scope, vocabulary: int, width: int, *, scale: float = 1.0) -> None:
+        self.lookup: Embedding = not_loaded
+        self.weight_VE: torch.Tensor | None = None
+        self.shard = Shard(axis="tp", dim=0, parts=(vocabulary_part(vocabulary),))
+        self._scope = scope
+        self._scale = scale
+        self._weight = scope.param("weight", (vocabulary, width), shard=self.shard)
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        axis, weight_VE = self._scope.mesh.tp, self._weight.take()
+        rows, width = weight_VE.shape
+        problem = EmbeddingProblem(
+            device=self._scope.device.type, dtype=self._scope.dtype, rows=rows, width=width
+        )
+        local = self._scope.bind(OP, problem, weight_VE)
+        scale, self.weight_VE = self._scale, weight_VE
+        first = self.shard.spans(axis)[0].start
+
+        def whole(ids_T: torch.Tensor) -> torch.Tensor:
+            return local(ids_T).mul_(scale)
+
+        def split(ids_T: torch.Tensor) -> torch.Tensor:
+            local_T = ids_T - first
+            foreign_T = (local_T < 0) | (local_T >= rows)
+            x_TE = local(local_T.clamp_(0, rows - 1)).masked_fill_(foreign_T[:, None], 0)
+            return all_reduce(x_TE, axis).mul_(scale)
+
+        self.lookup = split if axis.size > 1 else (local if scale == 1.0 else whole)
+
+
+def vocabulary_part(vocabulary: int) -> Part:
+    """The split of the vocabulary: as even as it goes."""
+    return Part("vocabulary rows", vocabulary, vocabulary, uneven=True)

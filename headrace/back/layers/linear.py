@@ -1,0 +1,110 @@
+"""Linear layers split over the tensor-parallel axis (Shoeybi et al. 2019): by outputs, then by
+inputs.
+
+A column-parallel layer may merge several checkpoint tensors into one product (query, key, value;
+gate, up), or take them from one tensor that the checkpoint has merged itself. T tokens, I inputs, O
+outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.kernels.linear.op import OP, Linear, LinearProblem
+from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.collectives import all_reduce
+from headrace.back.parallel.param import Param, Piece
+from headrace.back.parallel.shard import Part, Shard, local_size
+
+
+class ColumnLinear:
+    """x_TI -> y_TO with the outputs of all `parts` side by side, each split over the ranks.
+
+    `scope` is that of the layer around it: a part is the checkpoint tensor `scope / part.name`,
+    unless `merged` names the one tensor that holds all parts. `sizes` are the local widths of the
+    parts. `project` is the product.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        inputs: int,
+        parts: tuple[Part, ...],
+        *,
+        bias: bool = False,
+        merged: str | None = None,
+    ) -> None:
+        shard = Shard(axis="tp", dim=0, parts=parts)
+        self.sizes = [local_size(part, scope.mesh.tp) for part in parts]
+        self.project: Linear = not_loaded
+        self._scope = scope
+        self._inputs = inputs
+        self._parts = (Part(merged, sum(part.size for part in parts), 1),) if merged else parts
+        self._weight = self._param("weight", (inputs,), shard)
+        self._bias = self._param("bias", (), shard) if bias else None
+        scope.on_finish(self._finish)
+
+    def _param(self, leaf: str, rest: tuple[int, ...], shard: Shard) -> Param:
+        pieces, offset = [], 0
+        for part in self._parts:
+            name = self._scope.name(f"{part.name}.{leaf}")
+            pieces.append(Piece(name=name, shape=(part.size, *rest), offset=offset))
+            offset += part.size
+        return self._scope.param(
+            "+".join(part.name for part in self._parts) + f".{leaf}",
+            (offset, *rest),
+            pieces=tuple(pieces),
+            shard=shard,
+            init="normal" if leaf == "weight" else "zeros",
+        )
+
+    def _finish(self) -> None:
+        bias = self._bias.take() if self._bias else None
+        self.project = bind_linear(self._scope, self._weight.take(), bias)
+
+
+class RowLinear:
+    """x_TI -> y_TO where each rank holds a share of the inputs and the products are summed.
+
+    `scope` is the layer's own; `part` describes the split of the inputs. The bias is added once,
+    after the sum.
+    """
+
+    def __init__(self, scope: Scope, part: Part, outputs: int, *, bias: bool = False) -> None:
+        self.project: Linear = not_loaded
+        self._scope = scope
+        self._weight = scope.param(
+            "weight", (outputs, part.size), shard=Shard(axis="tp", dim=1, parts=(part,))
+        )
+        self._bias = scope.param("bias", (outputs,), init="zeros") if bias else None
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        bias = self._bias.take() if self._bias else None
+        weight, axis = self._weight.take(), self._scope.mesh.tp
+        if axis.size == 1:
+            self.project = bind_linear(self._scope, weight, bias)
+            return
+        partial = bind_linear(self._scope, weight, None)
+
+        def project(x_TI: torch.Tensor) -> torch.Tensor:
+            y_TO = all_reduce(partial(x_TI), axis)
+            return y_TO if bias is None else y_TO.add_(bias)
+
+        self.project = project
+
+
+def bind_linear(
+    scope: Scope, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, *, shared: bool = False
+) -> Linear:
+    """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere."""
+    outputs, inputs = weight_OI.shape
+    problem = LinearProblem(
+        device=scope.device.type,
+        dtype=scope.dtype,
+        inputs=inputs,
+        outputs=outputs,
+        bias=bias_O is not None,
+        shared=shared,
+    )
+    return scope.bind(OP, problem, weight_OI, bias_O)

@@ -1,0 +1,72 @@
+"""Root mean square norms. Weights are held in float32, Gemma's 1 added once at load."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.kernels.rms_norm.op import ADD_OP, OP, AddNorm, Norm, RMSNormProblem
+from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.collectives import all_reduce
+from headrace.back.parallel.shard import Part, Shard, local_size
+
+
+class RMSNorm:
+    """`norm(x)` norms the last dimension; `add_norm(x_TE, residual_TE)` first adds x into the
+    residual.
+
+    `unit_offset`: the checkpoint holds w - 1 (Gemma).
+    """
+
+    def __init__(self, scope: Scope, width: int, *, eps: float, unit_offset: bool = False) -> None:
+        self.norm: Norm = not_loaded
+        self.add_norm: AddNorm = not_loaded
+        self._scope = scope
+        self._offset = 1.0 if unit_offset else 0.0
+        self._problem = RMSNormProblem(
+            device=scope.device.type, dtype=scope.dtype, width=width, eps=eps
+        )
+        self._weight = scope.param("weight", (width,), init="zeros" if unit_offset else "ones")
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        weight_E = self._weight.take().float() + self._offset
+        self.norm = self._scope.bind(OP, self._problem, weight_E)
+        self.add_norm = self._scope.bind(ADD_OP, self._problem, weight_E)
+
+
+class SplitRMSNorm:
+    """A norm over a width that the ranks share (queries or keys of all heads, as in OLMo 2): the
+    mean square is taken over all ranks. x_TW -> y_TW with W the local width of `part`."""
+
+    def __init__(self, scope: Scope, part: Part, *, eps: float) -> None:
+        self.norm: Norm = not_loaded
+        self._scope = scope
+        self._part = part
+        self._eps = eps
+        self._weight = scope.param(
+            "weight",
+            (part.size,),
+            shard=Shard(axis="tp", dim=0, parts=(part,)),
+            init="ones",
+        )
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        weight_W, axis = self._weight.take().float(), self._scope.mesh.tp
+        if axis.size == 1:
+            problem = RMSNormProblem(
+                device=self._scope.device.type,
+                dtype=self._scope.dtype,
+                width=self._part.size,
+                eps=self._eps,
+            )
+            self.norm = self._scope.bind(OP, problem, weight_W)
+            return
+        summed = local_size(self._part, axis) * axis.size
+
+        def norm(x_TW: torch.Tensor) -> torch.Tensor:
+            wide = x_TW.float()
+            squares_T1 = all_reduce(wide.pow(2).sum(-1, keepdim=True), axis)
+            return (wide * torch.rsqrt(squares_T1 / summed + self._eps) * weight_W).to(x_TW.dtype)
+
+        self.norm = norm

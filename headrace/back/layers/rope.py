@@ -1,0 +1,259 @@
+"""Rotary position embedding: frequencies by every scaling that checkpoints use, and the table of a
+model's positions.
+
+A `RopeSpec` is what is left of a configuration: one frequency per pair of dimensions and one
+attention factor. Scalings that transformers changes while a sequence grows (dynamic NTK, longrope)
+are fixed here by the longest sequence the engine allows: cached keys must not depend on how long a
+request becomes later. Frequencies and angles are float32, as in the models' training code. Sources:
+linear (kaiokendev 2023), dynamic NTK (bloc97, emozilla 2023), YaRN (Peng et al. 2023), LongRoPE
+(Ding et al. 2024), Llama 3.1's wavelength rule (its reference implementation).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.kernels.rope.op import OP, RopeProblem
+from headrace.back.layers.scope import Scope, not_loaded
+from headrace.base.config.hf import ConfigReader
+
+KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+OLD_NAMES = {"su": "longrope", "ntk": "dynamic"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """`frequencies` [R/2] in radians per position; cosines and sines are multiplied by
+    `attention_factor`.
+
+    R = 2 * len(frequencies) dimensions of each head are rotated, from the first on.
+    """
+
+    kind: str
+    head_dim: int
+    frequencies: tuple[float, ...]
+    attention_factor: float = 1.0
+    layout: str = "half"
+
+    @property
+    def rotary_dim(self) -> int:
+        """R."""
+        return 2 * len(self.frequencies)
+
+
+class Rope:
+    """`rotate(q_THD, k_TKD, positions_T, table_PR)` in place. Layers with one spec share one
+    table."""
+
+    def __init__(self, scope: Scope, spec: RopeSpec) -> None:
+        self.rotate = not_loaded
+        self.table_PR = torch.empty(0)
+        self._scope = scope
+        self._spec = spec
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        scope, spec = self._scope, self._spec
+        problem = RopeProblem(
+            device=scope.device.type,
+            dtype=scope.dtype,
+            head_dim=spec.head_dim,
+            rotary_dim=spec.rotary_dim,
+            layout=spec.layout,
+        )
+        self.rotate = scope.bind(OP, problem)
+        if spec not in scope.ledger.tables:
+            scope.ledger.tables[spec] = rope_table(spec, scope.max_positions).to(scope.device)
+        self.table_PR = scope.ledger.tables[spec]
+
+
+def rope_table(spec: RopeSpec, max_positions: int) -> torch.Tensor:
+    """table_PR float32: cosines, then sines, of every position."""
+    frequencies = torch.tensor(spec.frequencies, dtype=torch.float32)
+    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * spec.attention_factor
+
+
+def read_rope(
+    config: ConfigReader,
+    *,
+    head_dim: int,
+    max_positions: int,
+    layer_type: str | None = None,
+    theta: float | None = None,
+    default_theta: float = 10_000.0,
+    renamed: Mapping[str, str] = OLD_NAMES,
+) -> RopeSpec:
+    """The rope of a configuration, in either spelling: `rope_parameters` (flat, or per layer type),
+    or `rope_scaling` beside `rope_theta` and `partial_rotary_factor`.
+
+    `theta` overrides the base frequency of the second spelling, whose scaling is then left out
+    (Gemma 3's local layers). `renamed` maps old names of kinds.
+    """
+    values = _rope_section(config, layer_type, scaled=theta is None)
+    top = config.float("rope_theta", default_theta, ge=1.0) if theta is None else theta
+    base = values.float("rope_theta", top, ge=1.0)
+    partial = values.float(
+        "partial_rotary_factor",
+        config.float("partial_rotary_factor", 1.0, ge=0.0, le=1.0),
+        ge=0.0,
+        le=1.0,
+    )
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim % 2 or rotary_dim == 0:
+        raise config.wrong("partial_rotary_factor", "one that rotates an even number of dimensions")
+    named = values.choice("rope_type", (*KINDS, *renamed), "default", aliases=("type",))
+    kind = renamed.get(named, named)
+    scaling = _Scaling(config, values, base, rotary_dim, max_positions)
+    frequencies, attention_factor = _COMPUTE[kind](scaling)
+    return RopeSpec(
+        kind=kind,
+        head_dim=head_dim,
+        frequencies=tuple(frequencies.tolist()),
+        attention_factor=attention_factor,
+    )
+
+
+def _rope_section(config: ConfigReader, layer_type: str | None, *, scaled: bool) -> ConfigReader:
+    section = config.section("rope_parameters")
+    if section is not None:
+        nested = section.section(layer_type) if layer_type else None
+        return nested or section
+    old = config.section("rope_scaling")
+    if old is None or not scaled:
+        return ConfigReader({}, f"{config.where}: rope_scaling")
+    return old
+
+
+@dataclass(frozen=True)
+class _Scaling:
+    """What a scaling may look at. `frequencies` are the unscaled ones."""
+
+    config: ConfigReader
+    values: ConfigReader
+    base: float
+    rotary_dim: int
+    max_positions: int
+
+    @property
+    def exponents(self) -> torch.Tensor:
+        """2i / R for each pair i."""
+        return torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
+
+    @property
+    def frequencies(self) -> torch.Tensor:
+        return 1.0 / self.base**self.exponents
+
+    @property
+    def trained_positions(self) -> int:
+        return self.config.int("max_position_embeddings", ge=1)
+
+    @property
+    def original_positions(self) -> int:
+        """The length before extension; Phi-3 states it beside the scaling, and that one counts."""
+        top = self.config.int("original_max_position_embeddings", None, ge=1)
+        here = self.values.int("original_max_position_embeddings", None, ge=1)
+        return top or here or self.trained_positions
+
+    def factor(self) -> float:
+        """The stated factor, or the one that follows from the two lengths."""
+        stated = self.values.float("factor", None, ge=1.0)
+        return stated or self.trained_positions / self.original_positions
+
+
+def _default(scaling: _Scaling) -> tuple[torch.Tensor, float]:
+    return scaling.frequencies, 1.0
+
+
+def _linear(scaling: _Scaling) -> tuple[torch.Tensor, float]:
+    return scaling.frequencies / scaling.values.float("factor", ge=1.0), 1.0
+
+
+def _dynamic(scaling: _Scaling) -> tuple[torch.Tensor, float]:
+    """The base grows with the longest sequence allowed, beyond the trained length."""
+    factor = scaling.values.float("factor", ge=1.0)
+    ratio = max(scaling.max_positions, scaling.trained_positions) / scaling.trained_positions
+    stretch = factor * ratio - (factor - 1)
+    base = scaling.base * stretch ** (scaling.rotary_dim / (scaling.rotary_dim - 2))
+    return 1.0 / base**scaling.exponents, 1.0
+
+
+def _yarn(scaling: _Scaling) -> tuple[torch.Tensor, float]:
+    """Interpolates slow dimensions, keeps fast ones, ramps between (section 3.2; attention factor
+    section 3.4)."""
+    values, factor = scaling.values, scaling.factor()
+    low, high = (
+        _yarn_dimension(scaling, values.float(key, None, ge=0.0) or default)
+        for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
+    if values.bool("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, scaling.rotary_dim - 1)
+    width = high - low or 0.001
+    pairs = torch.arange(scaling.rotary_dim // 2, dtype=torch.float32)
+    slow = ((pairs - low) / width).clamp(0, 1)
+    plain = scaling.frequencies
+    return plain / factor * slow + plain * (1 - slow), _yarn_attention(values, factor)
+
+
+def _yarn_dimension(scaling: _Scaling, rotations: float) -> float:
+    """The pair index (not rounded) whose wave turns `rotations` times within the original
+    length."""
+    turns = scaling.original_positions / (rotations * 2 * math.pi)
+    return scaling.rotary_dim * math.log(turns) / (2 * math.log(scaling.base))
+
+
+def _yarn_attention(values: ConfigReader, factor: float) -> float:
+    stated = values.float("attention_factor", None, ge=0.0)
+    if stated is not None:
+        return stated
+    mscale = values.float("mscale", None)
+    mscale_all = values.float("mscale_all_dim", None)
+    logarithm = 0.1 * math.log(factor)
+    if mscale and mscale_all:
+        return (mscale * logarithm + 1) / (mscale_all * logarithm + 1)
+    return logarithm + 1
+
+
+def _longrope(scaling: _Scaling) -> tuple[torch.Tensor, float]:
+    """One stretch per dimension; the long ones once the engine allows sequences beyond the original
+    length."""
+    values, original, half = scaling.values, scaling.original_positions, scaling.rotary_dim // 2
+    stretches = {
+        key: values.list(key, of=float, length=half) for key in ("short_factor", "long_factor")
+    }
+    chosen = stretches["long_factor" if scaling.max_positions > original else "short_factor"]
+    factor = scaling.factor()
+    attention = values.float("attention_factor", None, ge=0.0)
+    if attention is None:
+        grown = math.log(factor) / math.log(original) if factor > 1 else 0.0
+        attention = math.sqrt(1 + grown)
+    stretch = torch.tensor(chosen, dtype=torch.float32)
+    return 1.0 / (stretch * scaling.base**scaling.exponents), attention
+
+
+def _llama3(scaling: _Scaling) -> tuple[torch.Tensor, float]:
+    """Long waves are stretched, short ones kept, those between mixed by where they lie."""
+    values = scaling.values
+    factor = values.float("factor", ge=1.0)
+    low, high = values.float("low_freq_factor"), values.float("high_freq_factor")
+    if high <= low:
+        raise values.wrong("high_freq_factor", f"more than low_freq_factor ({low})")
+    plain = scaling.frequencies
+    turns = scaling.original_positions * plain / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * plain / factor + kept * plain, 1.0
+
+
+_COMPUTE = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+}

@@ -1,0 +1,126 @@
+"""Where a layer is being built: mesh, device, dtype and checkpoint path, in one value that narrows.
+
+`scope / "self_attn" / "o_proj"` is the scope of that layer. Parameters that layers ask for, the
+work they put off until the weights are there, and the kernels they choose are collected in the
+`Ledger` behind all scopes of a model; nothing walks over modules afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from headrace.back.kernels.op import Choice, Op
+from headrace.back.parallel.mesh import Mesh
+from headrace.back.parallel.param import Param, Piece
+from headrace.back.parallel.shard import Shard
+from headrace.base.config.resolved import Decision
+
+P = TypeVar("P")
+
+
+@dataclass(eq=False)
+class Ledger:
+    """What the layers of one model leave behind while they are built. `tables` shares what many
+    layers read."""
+
+    params: list[Param] = field(default_factory=list)
+    finishers: list[Callable[[], None]] = field(default_factory=list)
+    choices: list[Choice[Any]] = field(default_factory=list)
+    tables: dict[Any, torch.Tensor] = field(default_factory=dict)
+
+    def finish(self) -> None:
+        """Runs the work put off until the weights are loaded, layer by layer, each freeing what it
+        packs."""
+        finishers, self.finishers = self.finishers, []
+        for finish in finishers:
+            finish()
+        self.tables.clear()
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """One decision per op and kernel: how many problems, and why better-ranked kernels were
+        passed over."""
+        merged: dict[tuple[str, str, tuple[tuple[str, str], ...]], set[Any]] = {}
+        for choice in self.choices:
+            key = (choice.op, choice.kernel.name, choice.rejected)
+            merged.setdefault(key, set()).add(choice.problem)
+        return tuple(
+            Decision(f"kernel.{op}", "auto", kernel, _why(len(problems), rejected))
+            for (op, kernel, rejected), problems in merged.items()
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """The place of one layer. `path` is its checkpoint name; `block_tokens` and `max_positions`
+    come from the engine."""
+
+    ledger: Ledger
+    mesh: Mesh
+    device: torch.device
+    dtype: torch.dtype
+    block_tokens: int
+    max_positions: int
+    path: str = ""
+
+    def __truediv__(self, name: str) -> Scope:
+        return replace(self, path=self.name(name))
+
+    def name(self, name: str) -> str:
+        """The checkpoint name of `name` here."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def param(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        pieces: tuple[Piece, ...] | None = None,
+        shard: Shard | None = None,
+        init: str = "normal",
+        init_scale: float = 0.02,
+    ) -> Param:
+        """Adds a parameter of global `shape`; by default it is one checkpoint tensor of its own
+        name."""
+        axis = self.mesh.axis(shard.axis) if shard else None
+        local = list(shape)
+        if shard is not None and axis is not None:
+            local[shard.dim] = shard.local_size(axis)
+        param = Param(
+            name=self.name(name),
+            shape=shape,
+            dtype=self.dtype,
+            pieces=pieces or (Piece(name=self.name(name), shape=shape),),
+            tensor=torch.empty(local, dtype=self.dtype, device=self.device),
+            shard=shard,
+            spans=shard.spans(axis) if shard is not None and axis is not None else (),
+            init=init,
+            init_scale=init_scale,
+        )
+        self.ledger.params.append(param)
+        return param
+
+    def on_finish(self, finish: Callable[[], None]) -> None:
+        """Puts `finish` off until the weights are loaded."""
+        self.ledger.finishers.append(finish)
+
+    def bind(self, op: Op[Any], problem: Any, *weights: Any) -> Callable[..., Any]:
+        """The callable of the kernel chosen for `problem`; the choice is kept for the decisions."""
+        choice = op.choose(problem)
+        self.ledger.choices.append(choice)
+        return choice.bind(*weights)
+
+
+def not_loaded(*arguments: Any) -> Any:
+    """Stands in for a layer's kernel until `finish_load`."""
+    raise AssertionError("the model is used before finish_load")
+
+
+def _why(num_problems: int, rejected: tuple[tuple[str, str], ...]) -> str:
+    shapes = f"{num_problems} shape{'s' if num_problems > 1 else ''}"
+    if not rejected:
+        return f"best ranked, {shapes}"
+    return f"{shapes}; " + "; ".join(f"{name}: {reason}" for name, reason in rejected)

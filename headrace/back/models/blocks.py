@@ -1,0 +1,267 @@
+"""The dense decoder that most families share: embedding, layers, norm, head, and the plain keys of
+config.json.
+
+A family file reads its own config, states what differs (`LayerSpec` per layer, `DecoderSpec` for
+the rest) and names its tensors; the forward pass is here once. T tokens, E hidden size, N tokens
+whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.attention.kv_layer import KVLayer
+from headrace.back.attention.plan import Batch
+from headrace.back.layers.attention import Attention, AttentionSpec
+from headrace.back.layers.embedding import TokenEmbedding
+from headrace.back.layers.logits import LogitsHead
+from headrace.back.layers.mlp import GatedMLP
+from headrace.back.layers.norm import RMSNorm
+from headrace.back.layers.scope import Scope
+from headrace.back.models.weights import WeightPlan
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.resolved import Decision
+from headrace.base.errors import CheckpointError
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes every dense family states under the same keys."""
+
+    vocabulary: int
+    width: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    activation: str
+    tied: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer. Norm names are checkpoint names within the layer; None: there is no such
+    norm.
+
+    Every branch is: norm before, attention or MLP, norm after, times `branch_scale`, added to the
+    residual.
+    """
+
+    attention: AttentionSpec
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    mlp_bias: bool = False
+    mlp_merged: str | None = None
+    branch_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """A whole decoder. `prefix` is where the decoder lies in the checkpoint, `head` the output
+    head's module."""
+
+    sizes: Sizes
+    layers: tuple[LayerSpec, ...]
+    unit_offset: bool = False
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float | None = None
+    prefix: str = "model"
+    head: str = "lm_head"
+    ignored: tuple[str, ...] = ()
+
+
+class DecoderLayer:
+    """Adds its two branches to the residual stream. See LayerSpec."""
+
+    def __init__(self, scope: Scope, index: int, spec: LayerSpec, decoder: DecoderSpec) -> None:
+        sizes = decoder.sizes
+
+        def norm(name: str | None) -> RMSNorm | None:
+            if name is None:
+                return None
+            offset = decoder.unit_offset
+            return RMSNorm(scope / name, sizes.width, eps=sizes.eps, unit_offset=offset)
+
+        self.before_attention = norm(spec.before_attention)
+        self.attention = Attention(scope / "self_attn", index, spec.attention)
+        self.after_attention = norm(spec.after_attention)
+        self.before_mlp = norm(spec.before_mlp)
+        self.mlp = GatedMLP(
+            scope / "mlp",
+            sizes.width,
+            sizes.inner,
+            activation=sizes.activation,
+            bias=spec.mlp_bias,
+            merged=spec.mlp_merged,
+        )
+        self.after_mlp = norm(spec.after_mlp)
+        self.branch_scale = spec.branch_scale
+
+    def forward(
+        self, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """Adds the branch of the layer before (None: there is none) to the residual, in place, and
+        returns its own MLP branch, to be added by whoever comes next: so each addition is fused
+        with the norm after it."""
+        x_TE = _add_norm(self.before_attention, branch_TE, residual_TE)
+        x_TE = self._after(self.after_attention, self.attention.forward(x_TE, batch))
+        x_TE = _add_norm(self.before_mlp, x_TE, residual_TE)
+        return self._after(self.after_mlp, self.mlp.forward(x_TE))
+
+    def _after(self, norm: RMSNorm | None, branch_TE: torch.Tensor) -> torch.Tensor:
+        if norm is not None:
+            branch_TE = norm.norm(branch_TE)
+        if self.branch_scale != 1.0:
+            branch_TE = branch_TE * self.branch_scale
+        return branch_TE
+
+
+def _add_norm(
+    norm: RMSNorm | None, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor
+) -> torch.Tensor:
+    if branch_TE is None:
+        return residual_TE if norm is None else norm.norm(residual_TE)
+    if norm is None:
+        return residual_TE.add_(branch_TE)
+    return norm.add_norm(branch_TE, residual_TE)
+
+
+class Decoder:
+    """A decoder-only language model on this rank: `back/models/protocol.py: CausalModel`."""
+
+    def __init__(self, scope: Scope, spec: DecoderSpec) -> None:
+        inside, sizes = scope / spec.prefix if spec.prefix else scope, spec.sizes
+        self.logits_width = sizes.vocabulary
+        self._ledger = scope.ledger
+        self._embedding = TokenEmbedding(
+            inside / "embed_tokens", sizes.vocabulary, sizes.width, scale=spec.embedding_scale
+        )
+        self._layers = [
+            DecoderLayer(inside / "layers" / str(index), index, layer, spec)
+            for index, layer in enumerate(spec.layers)
+        ]
+        self._norm = RMSNorm(
+            inside / "norm", sizes.width, eps=sizes.eps, unit_offset=spec.unit_offset
+        )
+        self._head = LogitsHead(
+            scope / spec.head,
+            sizes.vocabulary,
+            sizes.width,
+            tied=self._embedding if sizes.tied else None,
+            scale=spec.logits_scale,
+            softcap=spec.logits_softcap,
+        )
+        self.kv_layers: tuple[KVLayer, ...] = tuple(
+            layer.attention.kv_layer for layer in self._layers
+        )
+        tied = (rf"{spec.head}\.weight",) if sizes.tied else ()
+        self.weights = WeightPlan(
+            params=tuple(self._ledger.params), ignored=(*IGNORED, *tied, *spec.ignored)
+        )
+        self.decisions: tuple[Decision, ...] = ()
+
+    def finish_load(self) -> None:
+        """Packs the loaded weights, layer by layer; the plain ones are dropped on the way."""
+        self._ledger.finish()
+        self.decisions = self._ledger.decisions()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Normed hidden states [T, E]."""
+        residual_TE = self._embedding.lookup(batch.token_ids_T)
+        branch_TE = None
+        for layer in self._layers:
+            branch_TE = layer.forward(branch_TE, residual_TE, batch)
+        return _add_norm(self._norm, branch_TE, residual_TE)
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Vocabulary logits [N, logits_width], float32."""
+        return self._head.logits(hidden_NE)
+
+
+BuildFamily = Callable[[Scope, ConfigReader], Decoder]
+
+
+def read_sizes(
+    config: ConfigReader,
+    *,
+    activation: tuple[str, ...] = ("hidden_act", "hidden_activation"),
+    default_activation: str = "silu",
+    eps: float = 1e-6,
+    tied: bool = False,
+) -> Sizes:
+    """The common sizes, checked against each other. `eps` and `tied` are the family's defaults."""
+    width = config.int("hidden_size", ge=1)
+    heads = config.int("num_attention_heads", ge=1)
+    kv_heads = config.int("num_key_value_heads", heads, ge=1)
+    if heads % kv_heads:
+        raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    head_dim = config.int("head_dim", None, ge=1)
+    if head_dim is None and width % heads:
+        raise config.wrong("num_attention_heads", f"a divisor of hidden_size ({width})")
+    return Sizes(
+        vocabulary=config.int("vocab_size", ge=1),
+        width=width,
+        inner=config.int("intermediate_size", ge=1),
+        layers=config.int("num_hidden_layers", ge=1),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim or width // heads,
+        eps=config.float("rms_norm_eps", eps, ge=0.0),
+        activation=read_activation(config, activation, default_activation),
+        tied=config.bool("tie_word_embeddings", tied),
+    )
+
+
+def read_activation(config: ConfigReader, keys: tuple[str, ...], default: str) -> str:
+    """The gated activation, by the first of `keys` that is there."""
+    named = config.choice(keys[0], ACTIVATIONS, default, aliases=keys[1:])
+    return ACTIVATIONS[named]
+
+
+def read_windows(
+    config: ConfigReader, layers: int, *, window: int | None, sliding: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """Each layer's window: by `layer_types` if the config lists them, else where `sliding(layer)`
+    says so."""
+    types = config.list("layer_types", None, of=str)
+    if types is None:
+        return tuple(window if window and sliding(layer) else None for layer in range(layers))
+    known = ("full_attention", "sliding_attention")
+    if len(types) != layers or not set(types) <= set(known):
+        raise config.wrong("layer_types", f"{layers} of {', '.join(known)}")
+    if "sliding_attention" in types and not window:
+        raise CheckpointError(
+            f"{config.where}: layer_types names sliding_attention, but sliding_window is absent",
+            field="sliding_window",
+        )
+    return tuple(window if name == "sliding_attention" else None for name in types)
+
+
+def plain_attention(sizes: Sizes) -> dict[str, object]:
+    """The arguments of AttentionSpec that follow from the sizes; the scale is 1/sqrt(head_dim)."""
+    return {
+        "width": sizes.width,
+        "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "scale": sizes.head_dim**-0.5,
+    }

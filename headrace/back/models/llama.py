@@ -1,0 +1,21 @@
+"""Llama 2, 3 and what copies them: pre-norm, grouped queries, gated SiLU, every rope scaling."""
+
+from __future__ import annotations
+
+from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.rope import read_rope
+from headrace.back.layers.scope import Scope
+from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
+from headrace.base.config.hf import ConfigReader
+
+
+def build(scope: Scope, config: ConfigReader) -> Decoder:
+    """LlamaForCausalLM."""
+    sizes = read_sizes(config)
+    bias = config.bool("attention_bias", False)
+    rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
+    layer = LayerSpec(
+        attention=AttentionSpec(**plain_attention(sizes), rope=rope, qkv_bias=bias, out_bias=bias),
+        mlp_bias=config.bool("mlp_bias", False),
+    )
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))

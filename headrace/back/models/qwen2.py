@@ -1,0 +1,42 @@
+"""Qwen 2 and 2.5: Llama's decoder with biases on query, key and value, and windows in the upper
+layers if switched on."""
+
+from __future__ import annotations
+
+from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.rope import read_rope
+from headrace.back.layers.scope import Scope
+from headrace.back.models.blocks import (
+    Decoder,
+    DecoderSpec,
+    LayerSpec,
+    plain_attention,
+    read_sizes,
+    read_windows,
+)
+from headrace.base.config.hf import ConfigReader
+
+
+def build(scope: Scope, config: ConfigReader) -> Decoder:
+    """Qwen2ForCausalLM."""
+    sizes = read_sizes(config)
+    rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
+    layers = tuple(
+        LayerSpec(
+            attention=AttentionSpec(
+                **plain_attention(sizes), rope=rope, window=window, qkv_bias=True
+            )
+        )
+        for window in qwen_windows(config, sizes.layers)
+    )
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
+
+
+def qwen_windows(config: ConfigReader, layers: int) -> tuple[int | None, ...]:
+    """Windows count only with use_sliding_window, from layer max_window_layers on."""
+    used = config.bool("use_sliding_window", False)
+    window = config.int("sliding_window", None, ge=1)
+    lowest = config.int("max_window_layers", 28, ge=0)
+    return read_windows(
+        config, layers, window=window if used else None, sliding=lambda layer: layer >= lowest
+    )

@@ -1,0 +1,53 @@
+"""Which code builds a model: architecture name in config.json -> family -> module.
+
+A family is a row here and a file beside this one. What no row names goes to the `transformers`
+fallback, if that library knows it; the choice is a decision, never silent.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.layers.scope import Ledger, Scope
+from headrace.back.models.blocks import BuildFamily
+from headrace.back.models.families import ARCHITECTURES, FALLBACK, family_of
+from headrace.back.models.protocol import LoadableModel
+from headrace.back.parallel.mesh import Mesh
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.resolved import ModelSpec
+from headrace.base.registry import Registry
+
+__all__ = ["ARCHITECTURES", "FALLBACK", "FAMILIES", "build_model", "family_of"]
+
+FAMILIES: Registry[BuildFamily] = Registry(
+    "model family",
+    {
+        name: f"headrace.back.models.{name}:build"
+        for name in (*sorted(set(ARCHITECTURES.values())), FALLBACK)
+    },
+)
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def build_model(
+    spec: ModelSpec, *, mesh: Mesh, device: torch.device, block_tokens: int
+) -> LoadableModel:
+    """An empty model on `device`: its weights are to be loaded (`model.weights`), then
+    `finish_load` makes it ready.
+
+    `block_tokens` is the KV block size, which attention kernels are chosen for.
+    """
+    scope = Scope(
+        ledger=Ledger(),
+        mesh=mesh,
+        device=device,
+        dtype=DTYPES[spec.dtype],
+        block_tokens=block_tokens,
+        max_positions=spec.max_model_len,
+    )
+    return FAMILIES.load(spec.family)(scope, ConfigReader(spec.config, "config.json"))

@@ -1,0 +1,33 @@
+"""What a built model wants from a checkpoint: the seam between model families and the loader.
+
+A family states each parameter once (`back/parallel/param.py`): its global shape, the checkpoint
+tensors it is put together from, and how it is split over ranks. `copies` turns that into plain
+rectangles to copy; the loader needs no more. Names are those of the checkpoint as published
+(transformers' state dict names for safetensors).
+
+    model = build_model(spec, mesh=mesh, device=device, block_tokens=16)
+    for param in model.weights.params:
+        for copy in copies(param):
+            param.tensor[copy.target].copy_(checkpoint[copy.name][copy.source])
+    model.finish_load()               # layers pack their weights and drop the plain ones
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.back.parallel.param import Copy, Param, Piece, copies
+
+__all__ = ["Copy", "Param", "Piece", "WeightPlan", "copies"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPlan:
+    """All parameters of a model, and the checkpoint names that may be there without being wanted.
+
+    `ignored` are regular expressions that match whole names (rotary inv_freq buffers, a tied
+    lm_head ...).
+    """
+
+    params: tuple[Param, ...]
+    ignored: tuple[str, ...] = ()

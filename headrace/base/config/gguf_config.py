@@ -1,0 +1,262 @@
+"""From GGUF metadata to the config.json the same model has: one row per GGUF architecture, plain data throughout.
+
+The result goes through the same reader, family and checks as any config.json, so a GGUF file is one more spelling of a
+checkpoint and no second kind of model. Metadata keys: github.com/ggml-org/ggml, docs/gguf.md; what they leave unsaid
+(an activation, a layer pattern) is what that architecture fixes in llama.cpp, src/llama-model.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from headrace.base.config.gguf import GGUFFile
+from headrace.base.errors import CheckpointError
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GGUFArchitecture:
+    """How one value of `general.architecture` is read.
+
+    `model_type` and `architecture` are config.json's; `fixed` holds keys the metadata leave unsaid; `keys` further
+    metadata keys (without the architecture's prefix) by their config key; `adjust` does what a table cannot.
+    """
+
+    model_type: str
+    architecture: str
+    fixed: Config = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    adjust: Callable[[GGUFFile, str, Config], None] | None = None
+
+
+def gguf_config(file: GGUFFile) -> Config:
+    """The config.json-like dict of a GGUF model; an unknown architecture is refused with the list of known ones."""
+    name = file.text("general.architecture") or "(none)"
+    row = ARCHITECTURES.get(name)
+    if row is None:
+        raise CheckpointError(
+            f"{file.paths[0]}: general.architecture is {name!r}; supported in GGUF: {', '.join(sorted(ARCHITECTURES))}",
+            field="general.architecture",
+        )
+    config: Config = {
+        "model_type": row.model_type,
+        "architectures": [row.architecture],
+        **row.fixed,
+        **_common(file, name),
+        **_present(file, {key: f"{name}.{ours}" for key, ours in row.keys.items()}),
+        **_token_ids(file),
+    }
+    if row.adjust is not None:
+        row.adjust(file, name, config)
+    return config
+
+
+def _common(file: GGUFFile, name: str) -> Config:
+    heads = _need_int(file, f"{name}.attention.head_count")
+    hidden = _need_int(file, f"{name}.embedding_length")
+    head_dim = _count(file, f"{name}.attention.key_length", hidden // heads)
+    if head_dim != _count(file, f"{name}.attention.value_length", head_dim):
+        raise file.wrong(f"{name}.attention.value_length", f"the key length {head_dim}")
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": _need_int(file, f"{name}.block_count"),
+        "intermediate_size": _need_int(file, f"{name}.feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _count(file, f"{name}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": _need_int(file, f"{name}.context_length"),
+        "rms_norm_eps": file.number(f"{name}.attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": file.number(f"{name}.rope.freq_base", 10000.0),
+        "vocab_size": _vocab(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "torch_dtype": _dtype(file),
+        **_rope_scaling(file, name, head_dim),
+    }
+
+
+def _rope_scaling(file: GGUFFile, name: str, head_dim: int) -> Config:
+    """Rotary scaling; per-frequency divisors (rope_freqs) become a longrope with two equal lists: the same numbers."""
+    context = _need_int(file, f"{name}.context_length")
+    original = _count(file, f"{name}.rope.scaling.original_context_length", context)
+    if "rope_freqs.weight" in file.tensors:
+        factors = _factors(file, "rope_freqs.weight", head_dim // 2)
+        scaling: Config = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+        scaling |= {"original_max_position_embeddings": context, "attention_factor": 1.0}
+        return {"rope_scaling": {**scaling, "factor": 1.0}}
+    kind = file.text(f"{name}.rope.scaling.type", "none")
+    factor = file.number(f"{name}.rope.scaling.factor", 1.0)
+    if kind == "linear":
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    if kind == "yarn":
+        scaling = {"rope_type": "yarn", "factor": factor}
+        return {"rope_scaling": {**scaling, "original_max_position_embeddings": original}}
+    if kind not in ("none", "longrope"):
+        raise file.wrong(f"{name}.rope.scaling.type", "one of linear, longrope, none, yarn")
+    return {}
+
+
+def _phi3(file: GGUFFile, name: str, config: Config) -> None:
+    half = _count(file, f"{name}.rope.dimension_count", config["head_dim"]) // 2
+    config["partial_rotary_factor"] = 2 * half / config["head_dim"]
+    context = config["max_position_embeddings"]
+    original = _count(file, f"{name}.rope.scaling.original_context_length", context)
+    config["original_max_position_embeddings"] = original
+    if "rope_factors_long.weight" in file.tensors:
+        config["rope_scaling"] = {
+            "rope_type": "longrope",
+            "long_factor": _factors(file, "rope_factors_long.weight", half),
+            "short_factor": _factors(file, "rope_factors_short.weight", half),
+            "original_max_position_embeddings": original,
+        }
+        attention_factor = file.number(f"{name}.rope.scaling.attn_factor")
+        if attention_factor is not None:
+            config["rope_scaling"]["attention_factor"] = attention_factor
+
+
+def _gemma2(file: GGUFFile, name: str, config: Config) -> None:
+    """The 27B model scales queries by hidden_size / heads, the others by the head size; the file does not say."""
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    big = layers == _GEMMA2_27B_LAYERS
+    config["query_pre_attn_scalar"] = config["hidden_size"] // heads if big else config["head_dim"]
+    kinds = ("sliding_attention", "full_attention")
+    config["layer_types"] = [kinds[layer % 2] for layer in range(layers)]
+
+
+def _gemma3(file: GGUFFile, name: str, config: Config) -> None:
+    """Every sixth layer is full; the local layers' rotary base is 10,000 unless the file says otherwise."""
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    big = layers == _GEMMA3_27B_LAYERS
+    config["query_pre_attn_scalar"] = config["hidden_size"] // heads if big else config["head_dim"]
+    config["rope_local_base_freq"] = file.number(f"{name}.rope.freq_base_swa", 10000.0)
+    config["layer_types"] = [
+        "full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(layers)
+    ]
+
+
+def _smollm3(file: GGUFFile, name: str, config: Config) -> None:
+    """Every fourth layer has no rotary embedding (1 marks a layer that has it)."""
+    layers = config["num_hidden_layers"]
+    config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(layers)]
+
+
+_GEMMA2_27B_LAYERS: Final = 46
+_GEMMA3_27B_LAYERS: Final = 62
+_GEMMA_KEYS: Final = {"sliding_window": "attention.sliding_window"}
+_GELU: Final = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+_SILU: Final = {"hidden_act": "silu"}
+
+ARCHITECTURES: Final[dict[str, GGUFArchitecture]] = {
+    "llama": GGUFArchitecture(
+        model_type="llama", architecture="LlamaForCausalLM", fixed={**_SILU, "mlp_bias": False}
+    ),
+    "qwen2": GGUFArchitecture(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        fixed={**_SILU, "use_sliding_window": False},
+    ),
+    "qwen3": GGUFArchitecture(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        fixed={**_SILU, "use_sliding_window": False},
+    ),
+    "gemma2": GGUFArchitecture(
+        model_type="gemma2",
+        architecture="Gemma2ForCausalLM",
+        fixed=_GELU,
+        keys={
+            **_GEMMA_KEYS,
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        adjust=_gemma2,
+    ),
+    "gemma3": GGUFArchitecture(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        fixed=_GELU,
+        keys={**_GEMMA_KEYS, "final_logit_softcapping": "final_logit_softcapping"},
+        adjust=_gemma3,
+    ),
+    "phi3": GGUFArchitecture(
+        model_type="phi3",
+        architecture="Phi3ForCausalLM",
+        fixed=_SILU,
+        keys={"sliding_window": "attention.sliding_window"},
+        adjust=_phi3,
+    ),
+    "olmo2": GGUFArchitecture(model_type="olmo2", architecture="Olmo2ForCausalLM", fixed=_SILU),
+    "granite": GGUFArchitecture(
+        model_type="granite",
+        architecture="GraniteForCausalLM",
+        fixed={**_SILU, "mlp_bias": False},
+        keys={
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "attention_multiplier": "attention.scale",
+            "logits_scaling": "logit_scale",
+        },
+    ),
+    "smollm3": GGUFArchitecture(
+        model_type="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        fixed={**_SILU, "use_sliding_window": False, "mlp_bias": False},
+        adjust=_smollm3,
+    ),
+}
+
+
+def _token_ids(file: GGUFFile) -> Config:
+    ids = {
+        key: file.whole(f"tokenizer.ggml.{name}_token_id")
+        for key, name in (("bos_token_id", "bos"), ("pad_token_id", "padding"))
+    }
+    ends = [file.whole(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    eos = list(dict.fromkeys(one for one in ends if one is not None))
+    return {**{key: value for key, value in ids.items() if value is not None}, "eos_token_id": eos}
+
+
+def _vocab(file: GGUFFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{file.paths[0]}: tensor token_embd.weight is missing or no matrix")
+    return embedding.shape[0]
+
+
+def _dtype(file: GGUFFile) -> str:
+    """The dtype the weights are best widened to: the file's own if it is unquantized, else bfloat16."""
+    kinds = {tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    if kinds == {"F16"}:
+        return "float16"
+    return "float32" if kinds == {"F32"} else "bfloat16"
+
+
+def _factors(file: GGUFFile, tensor: str, count: int) -> list[float]:
+    found = file.tensors.get(tensor)
+    if found is None or found.shape != (count,):
+        shape = None if found is None else found.shape
+        raise CheckpointError(
+            f"{file.paths[0]}: tensor {tensor} has the shape {shape}, not ({count},)"
+        )
+    return file.floats(tensor)
+
+
+def _present(file: GGUFFile, names: dict[str, str]) -> Config:
+    values = {key: file.metadata.get(name) for key, name in names.items()}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _need_int(file: GGUFFile, key: str) -> int:
+    value = file.whole(key)
+    if value is None or value < 1:
+        raise file.wrong(key, "a whole number of at least 1")
+    return value
+
+
+def _count(file: GGUFFile, key: str, default: int) -> int:
+    if key not in file.metadata:
+        return default
+    return _need_int(file, key)

@@ -1,0 +1,104 @@
+"""Tiny random models made by transformers, saved as checkpoints, and built by us from the files.
+
+The loading here is the seam in its plainest form (`copies` over a safetensors file); the real
+loader has tests of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from headrace.back.models.protocol import LoadableModel
+from headrace.back.models.registry import build_model, family_of
+from headrace.back.models.weights import copies
+from headrace.back.parallel.mesh import Mesh
+from headrace.base.config.resolved import ModelSpec
+
+BLOCK_TOKENS = 8
+
+
+def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
+    """A randomly initialised transformers model of `config` in float32, saved under `folder`.
+
+    Weights are large enough, and norms and biases random enough, that a forgotten one changes the
+    logits.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config.architectures = None
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(noise * 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def model_spec(
+    folder: Path, *, dtype: str = "float32", max_model_len: int = 128, **changes: Any
+) -> ModelSpec:
+    """The resolved description of the checkpoint in `folder`; `changes` override keys of its
+    config."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    return ModelSpec(
+        path=str(folder),
+        name="oracle",
+        format="safetensors",
+        family=family_of(config),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        logits_width=config["vocab_size"],
+        eos_ids=(),
+        config=config,
+    )
+
+
+def load_ours(spec: ModelSpec, *, mesh: Mesh | None = None) -> LoadableModel:
+    """Our model with the checkpoint's weights, checked to be complete: nothing missing, nothing
+    unknown."""
+    model = build_model(
+        spec, mesh=mesh or Mesh(), device=torch.device("cpu"), block_tokens=BLOCK_TOKENS
+    )
+    fill(model, Path(spec.path))
+    model.finish_load()
+    return model
+
+
+def fill(model: LoadableModel, folder: Path) -> None:
+    """Copies every wanted slice out of the safetensors file in `folder`."""
+    import re
+
+    with safe_open(folder / "model.safetensors", framework="pt") as checkpoint:
+        names = set(checkpoint.keys())
+        wanted = {copy.name for param in model.weights.params for copy in copies(param)}
+        extra = {
+            name
+            for name in names - wanted
+            if not any(re.fullmatch(pattern, name) for pattern in model.weights.ignored)
+        }
+        assert wanted <= names, f"missing: {sorted(wanted - names)}"
+        assert not extra, f"unknown: {sorted(extra)}"
+        for param in model.weights.params:
+            assert param.tensor is not None
+            param.tensor.fill_(float("nan"))
+            for copy in copies(param):
+                source = checkpoint.get_slice(copy.name)
+                assert tuple(source.get_shape()) == copy.shape, copy.name
+                param.tensor[copy.target] = source[copy.source].to(param.dtype)
+
+
+def oracle_logits(oracle: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+    """transformers' logits [tokens, V] of every row, each run alone and whole."""
+    with torch.inference_mode():
+        return [oracle(torch.tensor([row])).logits[0].float() for row in rows]

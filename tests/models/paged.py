@@ -1,0 +1,151 @@
+"""A runner in miniature for model tests: feeds given tokens through a model in chosen chunks over a
+paged, poisoned cache.
+
+Every KV group has its own block tables out of one pool. Blocks are dealt in random order; KV starts
+as NaN, and a block that leaves a window is given back, nulled in the table and poisoned again, so
+that reading one position too many shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from headrace.back.attention.plan import AttentionPlan, Batch
+from headrace.back.models.protocol import CausalModel
+
+Schedule = list[list[tuple[int, int]]]
+
+
+class PagedRun:
+    """Rows of tokens on their way through `model`. `step` runs some tokens of some rows."""
+
+    def __init__(
+        self, model: CausalModel, rows: list[list[int]], *, block_tokens: int, dtype: torch.dtype
+    ) -> None:
+        self.model = model
+        self.rows = rows
+        self.block_tokens = block_tokens
+        self.done = [0] * len(rows)
+        windows = [layer.window for layer in model.kv_layers]
+        self.windows = list(dict.fromkeys(windows))
+        self.group_of_layer = tuple(self.windows.index(window) for window in windows)
+        longest = max(-(-len(row) // block_tokens) for row in rows)
+        num_blocks = 1 + len(self.windows) * len(rows) * longest
+        self.free = list(range(1, num_blocks))
+        random.Random(5).shuffle(self.free)
+        self.tables = np.zeros((len(self.windows), len(rows), longest), np.int32)
+        self.kv = tuple(
+            torch.full(
+                (num_blocks, 2, layer.kv_heads, block_tokens, layer.head_dim),
+                float("nan"),
+                dtype=dtype,
+            )
+            for layer in model.kv_layers
+        )
+
+    def step(self, chunks: list[tuple[int, int]]) -> list[torch.Tensor]:
+        """Runs (row, number of tokens) pairs, single tokens first; returns the logits of each
+        chunk's tokens."""
+        chunks = sorted(chunks, key=lambda chunk: chunk[1] != 1)
+        ids, positions = [], []
+        for row, count in chunks:
+            start = self.done[row]
+            positions += range(start, start + count)
+            ids += self.rows[row][start : start + count]
+        plans = tuple(self._plan(group, chunks) for group in range(len(self.windows)))
+        batch = Batch(
+            token_ids_T=torch.tensor(ids),
+            positions_T=torch.tensor(positions),
+            plans=plans,
+            group_of_layer=self.group_of_layer,
+            kv=self.kv,
+            logits_at_N=torch.arange(len(ids)),
+        )
+        with torch.inference_mode():
+            logits = self.model.logits(self.model.forward(batch)[batch.logits_at_N])
+        for row, count in chunks:
+            self.done[row] += count
+        self._free_window_blocks()
+        order = [row for row, _ in chunks]
+        parts = logits.split([count for _, count in chunks])
+        return [parts[order.index(row)] for row in sorted(order)]
+
+    def _plan(self, group: int, chunks: list[tuple[int, int]]) -> AttentionPlan:
+        slots, kv_len = [], []
+        for row, count in chunks:
+            start, end = self.done[row], self.done[row] + count
+            for position in range(start, end):
+                index, offset = divmod(position, self.block_tokens)
+                if self.tables[group, row, index] == 0:
+                    self.tables[group, row, index] = self.free.pop()
+                slots.append(int(self.tables[group, row, index]) * self.block_tokens + offset)
+            kv_len.append(end)
+        counts = [count for _, count in chunks]
+        query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        host_kv_len = np.array(kv_len, np.int32)
+        widest = -(-max(kv_len) // self.block_tokens)
+        table = self.tables[group, [row for row, _ in chunks], :widest]
+        return AttentionPlan(
+            query_start_R1=torch.from_numpy(query_start),
+            kv_len_R=torch.from_numpy(host_kv_len),
+            block_table_RB=torch.from_numpy(table),
+            slot_T=torch.tensor(slots),
+            host_query_start=query_start,
+            host_kv_len=host_kv_len,
+            num_decodes=counts.count(1),
+            max_query_len=max(counts),
+            max_kv_len=max(kv_len),
+        )
+
+    def _free_window_blocks(self) -> None:
+        for group, window in enumerate(self.windows):
+            for row, done in enumerate(self.done if window else []):
+                lowest = max(0, done - window + 1) // self.block_tokens
+                for index in range(lowest):
+                    block = int(self.tables[group, row, index])
+                    if block:
+                        self.tables[group, row, index] = 0
+                        self.free.append(block)
+                        for layer, owner in enumerate(self.group_of_layer):
+                            if owner == group:
+                                self.kv[layer][block] = float("nan")
+
+
+def teacher_forced(
+    model: CausalModel, rows: list[list[int]], *, block_tokens: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """The logits [tokens, V] of every row: each prompt in two uneven chunks, mixed with the decode
+    steps of others."""
+    run = PagedRun(model, rows, block_tokens=block_tokens, dtype=dtype)
+    logits: list[list[torch.Tensor]] = [[] for _ in rows]
+    for chunks in _schedule([len(row) for row in rows]):
+        for (row, _), part in zip(sorted(chunks), run.step(chunks), strict=True):
+            logits[row].append(part)
+    return [torch.cat(parts) for parts in logits]
+
+
+def _schedule(lengths: list[int]) -> Iterator[list[tuple[int, int]]]:
+    """Row i enters at step i; its first two steps take about a third each, then it decodes."""
+    done = [0] * len(lengths)
+    step = 0
+    while any(some < length for some, length in zip(done, lengths, strict=True)):
+        chunks = []
+        for row, length in enumerate(lengths):
+            if row > step or done[row] == length:
+                continue
+            wanted = length // 3 + row if step - row < 2 else 1
+            count = min(wanted, length - done[row])
+            chunks.append((row, count))
+            done[row] += count
+        yield chunks
+        step += 1
+
+
+def random_rows(vocabulary: int, lengths: tuple[int, ...], seed: int = 3) -> list[list[int]]:
+    """Random token ids."""
+    pick: Callable[[int], int] = random.Random(seed).randrange
+    return [[pick(vocabulary) for _ in range(length)] for length in lengths]

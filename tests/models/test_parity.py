@@ -1,0 +1,200 @@
+"""Each family equals transformers on tiny random configurations: teacher-forced logits over a
+chunked, paged run.
+
+Several rows, prompts in two chunks mixed with decode steps, windows smaller than the sequences, NaN
+in every cache position that must not be read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, save_oracle
+from tests.models.paged import random_rows, teacher_forced
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LENGTHS = (37, 22, 51, 9)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def longrope(original: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.5, 4.0, 7.0],
+        "original_max_position_embeddings": original,
+    }
+
+
+def rope(**values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 500.0, **values}}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-biased-tied": (
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama-wide-heads": ("Llama", {"head_dim": 12, "num_key_value_heads": 6}),
+    "llama-linear": ("Llama", rope(rope_type="linear", factor=3.0)),
+    "llama-yarn": ("Llama", rope(**YARN)),
+    "llama-yarn-mscale": (
+        "Llama",
+        rope(**YARN, mscale=0.8, mscale_all_dim=0.5, truncate=False, beta_fast=16, beta_slow=2),
+    ),
+    "llama-llama3": ("Llama", rope(**LLAMA3)),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 11}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 10, "query_pre_attn_scalar": 12}),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {"head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 8,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "phi3-window-partial": ("Phi3", {"sliding_window": 12, **rope(partial_rotary_factor=0.5)}),
+    "phi3-longrope-short": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {"rope_theta": 300.0, **longrope(128)},
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3-window": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 14},
+    ),
+}
+
+
+def tiny_config(case: str) -> Any:
+    name, changes = CASES[case]
+    return getattr(transformers, f"{name}Config")(**(SIZES | changes))
+
+
+def compare(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.float32
+        scale = max(1.0, other.abs().max().item())
+        assert (mine - other).abs().max().item() <= tolerance * scale
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers_in_float32(case: str, tmp_path: Path) -> None:
+    oracle = save_oracle(tiny_config(case), tmp_path)
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    ours = load_ours(model_spec(tmp_path))
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama",
+        "mistral-window",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "olmo2",
+        "granite",
+        "smollm3",
+    ],
+)
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(case: str, tmp_path: Path) -> None:
+    oracle = save_oracle(tiny_config(case), tmp_path)
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    exact = oracle_logits(oracle.to(torch.bfloat16).float(), rows)
+    theirs = oracle_logits(oracle.to(torch.bfloat16), rows)
+    ours = teacher_forced(
+        load_ours(model_spec(tmp_path, dtype="bfloat16")),
+        rows,
+        block_tokens=BLOCK_TOKENS,
+        dtype=torch.bfloat16,
+    )
+    error = max((mine - true).pow(2).mean() for mine, true in zip(ours, exact, strict=True))
+    bound = max((other - true).pow(2).mean() for other, true in zip(theirs, exact, strict=True))
+    assert error.sqrt() <= 1.5 * bound.sqrt()
+
+
+def test_dynamic_ntk_uses_the_base_of_the_longest_sequence_allowed(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    config.max_position_embeddings = 24
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}
+    oracle = save_oracle(config, tmp_path)
+    rows = random_rows(SIZES["vocab_size"], (51,))
+    ours = load_ours(model_spec(tmp_path, max_model_len=51))
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+def test_longrope_takes_the_long_factors_once_sequences_may_pass_the_original_length(
+    tmp_path: Path,
+) -> None:
+    config = tiny_config("phi3")
+    config.original_max_position_embeddings = 30
+    config.rope_parameters = {
+        "rope_theta": 300.0,
+        "partial_rotary_factor": 1.0,
+        **longrope(30),
+    }
+    oracle = save_oracle(config, tmp_path)
+    rows = random_rows(SIZES["vocab_size"], (51, 37))
+    ours = load_ours(model_spec(tmp_path, max_model_len=64))
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
