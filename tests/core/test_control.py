@@ -13,7 +13,7 @@ BOTH = pytest.mark.parametrize("overlap", [True, False])
 
 def result_of(reply: Reply) -> object:
     assert reply.error is None, reply.error
-    return msgspec.json.decode(reply.result)
+    return msgspec.msgpack.decode(reply.result)
 
 
 def busy(overlap: bool = True, **config: object) -> Driver:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from headrace.base.wire.request import EngineRequest
+from headrace.core.core import GATE_POLL_S
 from headrace.core.ports import Verdict
 from headrace.core.request import State
 from tests.core.harness import Clock, Driver, make_request, make_spec, window_groups
@@ -166,15 +167,18 @@ class Shut:
 def test_requests_that_wait_for_a_load_block_nobody() -> None:
     """REG-002, REG-008: what waits holds no blocks, so that two waits cannot lock each other."""
     gate = Shut(1, 2)
-    driver = Driver(make_spec(num_blocks=21, block_tokens=4), gates=[gate])
+    clock = Clock()
+    driver = Driver(make_spec(num_blocks=21, block_tokens=4), gates=[gate], clock=clock)
     driver.add(make_request(1, 60), make_request(2, 60), make_request(3, 60, max_tokens=2))
     for _ in range(4):
         driver.step()
     assert driver.finished[3].reason == "length"
     assert driver.reason(1) == "load: loading"
     assert driver.ask("status")["held_blocks"] == 0
+    driver.run()
+    assert driver.core.idle_s == pytest.approx(GATE_POLL_S), "the gates are asked again by itself"
     gate.shut.clear()
-    driver.core.abort([])
+    clock.now += 2 * GATE_POLL_S
     driver.run()
     assert {f.reason for f in driver.finished.values()} == {"length"}
 
