@@ -211,10 +211,12 @@ class RandomLife:
     def finish(self) -> None:
         self.driver.call("resume")
         for _ in range(20_000):
-            self.driver.core._stalled = False
-            if not self.driver.core.has_work:
+            if not self.driver.core.requests:
                 break
+            if not self.driver.core.has_work:
+                self.clock.now += self.driver.core.idle_s or 0.0
             self.driver.step()
+        self.driver.run()
         assert set(self.driver.finished) == set(range(1, self.sent + 1))
         assert not self.gate.open
         self.driver.assert_at_rest()
