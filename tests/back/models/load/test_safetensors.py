@@ -6,7 +6,8 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.back.models import load as loading
 from headrace.back.models.load import LoadOptions, load_model
+from headrace.back.models.load.fill import _scan
 from headrace.back.models.load.safetensors import SafetensorsSource
 from headrace.back.models.registry import build_model
 from headrace.back.parallel.mesh import Mesh
@@ -265,7 +267,7 @@ def test_a_damaged_checkpoint_is_refused_before_any_allocation(
 
 
 def test_the_sound_checkpoint_loads(folder: Path) -> None:
-    model, report = load(folder, scan_finite=True)
+    model, report = load(folder)
     stored = sum(p.numel() * 4 for p in tiny_model("llama").parameters())
     assert report.weight_bytes == stored
     assert model.logits_width == 96
@@ -283,8 +285,22 @@ def test_every_value_arrives_also_from_an_unaligned_file(tmp_path: Path) -> None
     torch.testing.assert_close(target, values[1:, 2:].bfloat16(), rtol=0, atol=0)
 
 
-def test_nan_in_a_weight_is_found_when_asked_for(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors[DOWN].__setitem__((3, 5), float("nan")))
-    load(folder)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [(0, 0), (3, 5), (63, 95)])
+def test_a_value_that_is_not_finite_is_found(
+    value: float, place: tuple[int, int], folder: Path
+) -> None:
+    change_tensors(folder, lambda tensors: tensors[DOWN].__setitem__(place, value))
     with pytest.raises(CheckpointError, match=rf"{DOWN}' holds NaN or Inf"):
-        load(folder, scan_finite=True)
+        load(folder)
+    load(folder, scan_finite=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_one_nan_among_thousands_is_found_wherever_it_is(dtype: torch.dtype) -> None:
+    source = SimpleNamespace(entries={"w": SimpleNamespace(where="f")})
+    values = torch.zeros(4099, dtype=dtype)
+    for place in (0, 1, 31, 4096, 4098):
+        values.zero_()[place] = float("nan")
+        with pytest.raises(CheckpointError, match="NaN"):
+            _scan("w", cast(Any, source), values)
