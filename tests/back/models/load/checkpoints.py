@@ -169,7 +169,9 @@ def _write_metadata(writer: gguf.GGUFWriter, architecture: str, config: Any) -> 
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     rope = config.rope_parameters
-    writer.add_rope_freq_base(rope.get("rope_theta", rope.get("full_attention", {}).get("rope_theta")))
+    writer.add_rope_freq_base(
+        rope.get("rope_theta", rope.get("full_attention", {}).get("rope_theta"))
+    )
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
