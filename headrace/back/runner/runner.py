@@ -84,9 +84,9 @@ class Runner:
             return StepResult(step=plan.step, tokens=np.empty(0, np.int32))
         shape = shape_of(plan)
         self._rows.tokens.reserve(shape.max_kv_len + 1)
-        hidden_TE = self._forward(plan, shape)
+        hidden_TE, logits_at_N = self._forward(plan, shape)
         prompts = [] if self._prompts.idle else self._score_prompts(shape, hidden_TE)
-        sampled = self._sample(shape, hidden_TE)
+        sampled = self._sample(shape, hidden_TE, logits_at_N)
         if sampled is not None and sampled.failed:
             self._scrub(shape.sampled_row[list(sampled.failed)])
         return to_result(plan, shape, sampled, prompts)
@@ -102,30 +102,32 @@ class Runner:
             self._sampler.start(start)
             self._prompts.start(start)
 
-    def _forward(self, plan: StepPlan, shape: StepShape) -> torch.Tensor:
+    def _forward(self, plan: StepPlan, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [T, E], and which of them are wanted, int64 [N]."""
         batch = build_batch(
             shape, self._rows, kv=self._kv.layers, group_of_layer=self._group_of_layer
         )
         batch = self._state.prepare(batch, row_T=shape.row_T, gates=plan.gates)
         hidden_TE = self._model.forward(batch)
         self._state.after(batch, hidden_TE)
-        return hidden_TE
+        return hidden_TE, batch.logits_at_N
 
-    def _sample(self, shape: StepShape, hidden_TE: torch.Tensor) -> Sampled | None:
+    def _sample(
+        self, shape: StepShape, hidden_TE: torch.Tensor, logits_at_N: torch.Tensor
+    ) -> Sampled | None:
         """Samples the rows that the plan wants sampled and stores their tokens for the next step."""
         if not shape.sampled.size:
             return None
-        device = self._rows.device
-        last_N = to_device(shape.query_start[1:][shape.sampled].astype(np.int64) - 1, device)
-        hidden_NE = hidden_TE if last_N.numel() == hidden_TE.shape[0] else hidden_TE[last_N]
+        every = shape.sampled.size == hidden_TE.shape[0]
         sampled = self._sampler.sample(
-            self._model.logits(hidden_NE),
+            self._model.logits(hidden_TE if every else hidden_TE.index_select(0, logits_at_N)),
             rows=shape.sampled_row,
             positions=shape.sampled_position,
             tokens=self._rows.tokens.data,
         )
-        row_N = to_device(shape.sampled_row, device)
-        self._rows.write(row_N, to_device(shape.sampled_position, device), sampled.token_N)
+        self._rows.tokens.put(
+            shape.sampled_row, shape.sampled_position, sampled.token_N.to(torch.int32)
+        )
         return sampled
 
     def _score_prompts(
