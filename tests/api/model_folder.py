@@ -18,6 +18,7 @@ SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 def write_model_folder(folder: Path, *, max_model_len: int = 2048) -> Path:
     """Writes the folder; weights are dummies of the null executor, so there are none."""
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -37,7 +37,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One metric. `labels` maps each label to the closed set of its values; an empty set is filled at start (models)."""
+    """One metric. `labels` maps each label to the closed set of its values."""
 
     name: str
     kind: Kind
