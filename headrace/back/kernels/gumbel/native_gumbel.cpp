@@ -4,8 +4,6 @@
 // u's bits + 1) ln 2, a token whose z plus that bound stays below the best score so far needs none; past the first few
 // hundred tokens almost all do. What is compared in the end is the exact score, so the choice is the reference's.
 
-#include <cmath>
-
 #include "../native/simd.h"
 
 namespace {
@@ -38,7 +36,7 @@ HR_INLINE uint64_t noise_bits(uint64_t key, int64_t id) {
 
 HR_INLINE double exact_score(double z, uint64_t bits) {
   const double u = smaller((double(int64_t(bits >> 1)) + 0.5) * 0x1p-63, 1.0 - 0x1p-53);
-  return z - std::log(-std::log1p(-u));
+  return z - __builtin_log(-__builtin_log1p(-u));
 }
 
 HR_INLINE void visit_block(const float* x, int64_t first, int count, double temperature, uint64_t key, Best& best) {
