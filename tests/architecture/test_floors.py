@@ -35,7 +35,8 @@ FAMILY_ROOMS = (
     "back/models",
     "front/media/processors",
     "base/config/gguf",
-    "base/config/weight_files",
+    "base/config/weight_files",  # the checkpoint format of that name
+    "launch/locate",
     "front/text/parsers",
 )
 SIZE_LIMIT = 600

@@ -1,17 +1,25 @@
-"""The native library, built once, and bound for each instruction set this CPU runs."""
+"""The native library, built once, and bound for each instruction set this CPU runs.
+
+HEADRACE_NATIVE names another library, for example one of `build(extra=SANITIZE_FLAGS)`: with libasan and libubsan in
+LD_PRELOAD these tests then run under the address and undefined behaviour sanitizers.
+"""
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.back.kernels.native import build
 from headrace.back.kernels.native.library import NativeLibrary
+from headrace.base import env
 
 ISAS = [isa.name for isa in build.ISAS]
 
 
 @pytest.fixture(scope="session")
 def library_path():
-    return build.build()
+    named = env.get("HEADRACE_NATIVE") or "1"
+    return build.build() if named in ("0", "1") else Path(named)
 
 
 @pytest.fixture(params=ISAS)
