@@ -1,4 +1,4 @@
-"""What each attention layer states about its KV cache; grouping and pool sizes follow from it, never from a model's name."""
+"""What each attention layer states about its KV cache; grouping and pool sizes follow from it alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration after `launch/resolve.py`: no "auto", no text where a number is meant. What the towers are built from.
+"""The configuration after `launch/resolve.py`: no "auto", no text where a number is meant.
 
 `EngineSpec` goes to the core process and its workers, `ServerSpec` to the API processes. Both are plain frozen structs
 that cross a process border as JSON. A `Decision` records every choice that was made for the user.

@@ -29,7 +29,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenScore(msgspec.Struct, frozen=True):
-    """One token with its log-probability; `text` is its own text ("" if it ends inside a character), `data` its bytes."""
+    """One token and its log-probability; `text` is its own text ("" inside a character)."""
 
     id: int
     logprob: float

@@ -71,7 +71,9 @@ def test_a_decode_row_does_not_depend_on_the_others_nor_on_the_threads(library, 
     library.set_threads(1)
     for row in range(3):
         alone, _ = sample_plan(rows[row : row + 1], block_tokens=16, window=None, device="cpu")
-        alone.block_table_RB.copy_(plan.block_table_RB[row : row + 1, : alone.block_table_RB.shape[1]])
+        alone.block_table_RB.copy_(
+            plan.block_table_RB[row : row + 1, : alone.block_table_RB.shape[1]]
+        )
         assert torch.equal(attention(q[row : row + 1], kv, alone)[0], together[row])
 
 
@@ -92,7 +94,9 @@ def test_scores_beyond_the_range_of_exp_stay_finite(library, dtype):
     q, kv = q * 200, kv * 50
     out, expected = bind_with(library, problem)(q, kv, plan), exact(problem, q, kv, plan)
     assert out.isfinite().all()
-    bound = {torch.float32: 2e-3, torch.bfloat16: 2e-2}[dtype]  # scores of 1e5: float32 leaves 1e-2 of them
+    bound = {torch.float32: 2e-3, torch.bfloat16: 2e-2}[
+        dtype
+    ]  # scores of 1e5: float32 leaves 1e-2 of them
     assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
 
 

@@ -46,7 +46,11 @@ def test_an_instruction_set_the_compiler_lacks_is_left_out(tmp_path, monkeypatch
     unknown = build.Isa(name="avx512dot", machines=(), flags=("-march=of-tomorrow",))
     portable = build.Isa(name="portable", machines=(), flags=("-O0",))
     monkeypatch.setattr(build, "ISAS", (portable, unknown))
-    few = [path for path in build.sources() if path.suffix == ".h" or path.stem in ("pool", "native_linear")]
+    few = [
+        path
+        for path in build.sources()
+        if path.suffix == ".h" or path.stem in ("pool", "native_linear")
+    ]
     monkeypatch.setattr(build, "sources", lambda: few)
     path = build.build(folder=tmp_path)
     library = ctypes.CDLL(str(path))

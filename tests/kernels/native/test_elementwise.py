@@ -78,7 +78,9 @@ def test_rope_equals_the_reference_on_views_of_a_merged_projection(
     theirs = ours.clone()
     rope.bind_with(library, problem)(ours[:, :4], ours[:, 4:5], positions, table)
     rope_op.bind_reference(problem)(theirs[:, :4], theirs[:, 4:5], positions, table)
-    torch.testing.assert_close(ours, theirs, rtol=BOUND[dtype], atol=3e-6 if dtype is torch.float32 else 2e-2)
+    torch.testing.assert_close(
+        ours, theirs, rtol=BOUND[dtype], atol=3e-6 if dtype is torch.float32 else 2e-2
+    )
     assert torch.equal(ours[:, 5], theirs[:, 5])
 
 

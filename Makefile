@@ -1,0 +1,69 @@
+# Two commands: `make serve` and `make test`. Both make .venv on first use and are quick afterwards.
+#   PYTHON=python3.12 make ...   another interpreter (3.11 or newer)
+#   TORCH=torch==2.14.0 make ... another build of PyTorch
+#   make serve ARGS="--port 9000 MODEL"
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+BIN    := $(VENV)/bin
+GPU    := $(shell test -e /proc/driver/nvidia/version && echo yes)
+# Without a GPU the CPU build is wanted; the newest wheels would bring gigabytes of CUDA libraries.
+TORCH  ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
+RUN    := $(VENV)/.installed
+DEV    := $(VENV)/.installed-dev
+
+.PHONY: serve test lint types unit slow test-gpu docs native clean help
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5; echo "targets: serve test lint types unit slow test-gpu docs native clean"
+
+$(BIN)/python:
+	@echo "==> making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 2; }
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -q --upgrade pip "setuptools>=77" wheel
+
+$(RUN): pyproject.toml setup.py | $(BIN)/python
+	@echo "==> installing $(TORCH) (about 200 MB without a GPU; once)"
+	@$(PIP) install -q "$(TORCH)" numpy
+	@echo "==> installing headrace and building its native kernels"
+	@$(PIP) install -q --no-build-isolation -e .
+	@$(BIN)/python -m headrace.back.kernels.native.build --quiet || echo "    no native kernels: PyTorch's operations serve instead"
+	@touch $@
+
+$(DEV): $(RUN)
+	@echo "==> installing the development tools"
+	@$(PIP) install -q --no-build-isolation -e ".[dev]"
+	@touch $@
+
+serve: $(RUN)
+	@$(BIN)/headrace serve $(ARGS)
+
+native: $(RUN)
+	@$(BIN)/python -m headrace.back.kernels.native.build
+
+lint: $(DEV)
+	@echo "==> ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check -q .
+
+types: $(DEV)
+	@echo "==> mypy"; $(BIN)/mypy
+
+unit: $(DEV)
+	@echo "==> pytest"; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test: lint types unit
+
+slow: $(DEV)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+# Runs with whatever python3 holds PyTorch for CUDA; nothing is installed.
+test-gpu:
+	@python3 -m pytest -p no:cacheprovider -m "gpu or not slow" tests/models tests/kernels tests/back $(ARGS)
+
+docs: $(RUN)
+	@$(BIN)/python -m headrace.cli.docs docs
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,129 @@
+"""What the robustness runs share: a server process tree, bystander streams with known text, and the ledger at rest."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+import psutil
+
+BYSTANDER_PROMPTS = [
+    "Hello! Who are you?",
+    "What is 17 + 25?",
+    "Tell me a short story about a fox.",
+    "Sort these numbers: 9 4 7 1",
+    "Repeat after me: blue river stone",
+    "Count the words: one two three four",
+    "What can you do?",
+    "Tell me a story about a boat.",
+]
+
+
+def free_port() -> int:
+    """A port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def server(*arguments: str) -> Iterator[tuple[str, psutil.Process]]:
+    """`headrace serve` with the bundled model; yields its address and the supervisor's process."""
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "headrace",
+        "serve",
+        "--port",
+        str(port),
+        "--log-level",
+        "warning",
+        *arguments,
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        wait_ready(f"http://127.0.0.1:{port}", process)
+        yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_ready(base: str, process: subprocess.Popen[bytes], *, timeout_s: float = 60) -> None:
+    """Returns once /health/ready answers 200."""
+    import urllib.error
+    import urllib.request
+
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode}")
+        try:
+            with urllib.request.urlopen(base + "/health/ready", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise TimeoutError(f"not ready after {timeout_s} s")
+
+
+def children(supervisor: psutil.Process) -> dict[int, str]:
+    """pid -> command line of every process of the server."""
+    return {p.pid: " ".join(p.cmdline()) for p in supervisor.children(recursive=True)}
+
+
+def resident_mib(supervisor: psutil.Process) -> float:
+    """Resident memory of the whole tree."""
+    return (
+        sum(p.memory_info().rss for p in [supervisor, *supervisor.children(recursive=True)]) / 2**20
+    )
+
+
+async def bystander(
+    session: aiohttp.ClientSession, number: int, *, max_tokens: int = 48
+) -> tuple[str, list[float]]:
+    """One greedy streamed chat; its text and the gaps between its chunks in seconds."""
+    body = {
+        "model": "", "stream": True, "temperature": 0, "max_tokens": max_tokens,
+        "messages": [{"role": "user", "content": BYSTANDER_PROMPTS[number]}],
+    }  # fmt: skip
+    text, gaps, last = "", [], time.perf_counter()
+    async with session.post("/v1/chat/completions", json=body) as response:
+        if response.status != 200:
+            return f"status {response.status}: {await response.text()}", []
+        async for line in response.content:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                return f"error: {chunk['error']}", gaps
+            for choice in chunk["choices"]:
+                text += choice["delta"].get("content") or ""
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+    return text, gaps
+
+
+async def ledger(session: aiohttp.ClientSession) -> dict[str, Any]:
+    """GET /v1/requests."""
+    async with session.get("/v1/requests") as response:
+        return dict(await response.json())
+
+
+async def at_rest(session: aiohttp.ClientSession, *, timeout_s: float = 10) -> dict[str, Any]:
+    """The ledger once nothing runs and nothing waits, or as it stands at the timeout."""
+    end = time.monotonic() + timeout_s
+    while True:
+        seen = await ledger(session)
+        if (seen.get("running"), seen.get("waiting")) == (0, 0) or time.monotonic() > end:
+            return seen
+        await asyncio.sleep(0.1)

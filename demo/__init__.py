@@ -1,0 +1,1 @@
+"""How the bundled demo model is made; see README.md."""

@@ -1,0 +1,35 @@
+"""Which executor runs the steps: the one place that knows all of them by name. Imports none until it is chosen."""
+
+from __future__ import annotations
+
+import os
+from typing import cast
+
+from headrace.base import env
+from headrace.base.config.resolved import EngineSpec
+from headrace.base.errors import ConfigError
+from headrace.base.registry import Registry
+from headrace.core.ports import Executor
+
+EXECUTORS: Registry[type] = Registry(
+    "executor",
+    {
+        "inline": "headrace.back.executor.inline:InlineExecutor",
+        "processes": "headrace.back.executor.processes:ProcessExecutor",
+        "null": "headrace.back.executor.null:NullExecutor",
+    },
+)
+
+
+def make_executor(spec: EngineSpec) -> Executor:
+    """Builds the executor that `spec.device.executor` names; returns once its workers are loaded."""
+    device = spec.device
+    if device.executor == "inline" and device.tensor_parallel > 1:
+        raise ConfigError(
+            f"--executor inline runs one worker, --tensor-parallel asks for {device.tensor_parallel}: "
+            "use --executor processes",
+            field="executor",
+        )
+    if device.executor == "inline" and device.threads >= len(os.sched_getaffinity(0)):
+        env.set_default("OMP_WAIT_POLICY", "passive")
+    return cast(Executor, EXECUTORS.load(device.executor)(spec))

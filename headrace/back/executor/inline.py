@@ -1,0 +1,90 @@
+"""The worker inside the core process: one dedicated thread that runs the steps in order.
+
+`submit` only queues, so the core plans the next step while this one runs (torch gives the GIL back inside its
+kernels). A step that fails leaves the rows in an unknown state: everything after it fails with the same reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from headrace.back.executor.worker import DEFAULT_LOADER, build_runner, set_threads
+from headrace.back.runner.runner import Runner
+from headrace.base.config.resolved import EngineSpec
+from headrace.base.errors import EngineDead
+from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
+
+log = logging.getLogger(__name__)
+
+
+class InlinePending:
+    """A step on its way through the thread."""
+
+    def __init__(self, future: Future[StepResult]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+        return self._future.done()
+
+    def result(self, timeout_s: float | None = None) -> StepResult:
+        """Waits for the step; TimeoutError after `timeout_s`, EngineDead if this step or an earlier one failed."""
+        return self._future.result(timeout_s)
+
+
+class InlineExecutor:
+    """Loads the model and runs steps on one thread of this process.
+
+    `loader` is "module:attribute" of a function (ModelSpec, Mesh, torch.device) -> CausalModel.
+    """
+
+    def __init__(self, spec: EngineSpec, *, loader: str = DEFAULT_LOADER) -> None:
+        self._failure: EngineDead | None = None
+        self._closed = threading.Event()
+        self._thread = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="headrace-worker",
+            initializer=set_threads,
+            initargs=(spec.device.threads,),
+        )
+        try:
+            self._runner: Runner = self._thread.submit(build_runner, spec, loader).result()
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """What the loaded worker states."""
+        return self._runner.facts
+
+    def submit(self, plan: StepPlan) -> InlinePending:
+        """Queues a step; raises at once if an earlier one is known to have failed (ENG-14)."""
+        self.check()
+        return InlinePending(self._thread.submit(self._run, plan))
+
+    def check(self) -> None:
+        """Raises EngineDead if a step has failed, or after `close`."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closed.is_set():
+            raise EngineDead("the executor is closed")
+
+    def close(self) -> None:
+        """Lets the running step end, drops the queued ones and frees the model; idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._runner.execute(plan)
+        except Exception as error:
+            log.exception("step %d failed", plan.step)
+            self._failure = EngineDead(f"step {plan.step} failed: {type(error).__name__}")
+            raise self._failure from error

@@ -1,0 +1,128 @@
+"""Loading a model: build it empty, check the checkpoint against it, copy the weights in, let it pack them.
+
+Formats differ only in their source (`safetensors.py`, `gguf.py`) or, for dummy weights, in having none. The check runs
+on a model built without memory, so that a wrong checkpoint is refused before a byte of weights is allocated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from headrace.back.models.load.dummy import DummyWeights
+from headrace.back.models.load.fill import check, fill
+from headrace.back.models.load.gguf import GGUFSource
+from headrace.back.models.load.manifest import verify_manifest
+from headrace.back.models.load.safetensors import SafetensorsSource
+from headrace.back.models.load.source import Source
+from headrace.back.models.protocol import LoadableModel
+from headrace.back.models.registry import build_model
+from headrace.back.parallel.mesh import Mesh
+from headrace.base.config.resolved import Decision, ModelSpec
+from headrace.base.errors import CheckpointError
+
+SOURCES: dict[str, Callable[[Path], Source]] = {
+    "safetensors": SafetensorsSource,
+    "gguf": GGUFSource,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Checks that cost time: SHA-256 of every file against a manifest, and a scan of all weights for NaN and Inf."""
+
+    manifest: Path | None = None
+    scan_finite: bool = False
+
+
+@dataclass(kw_only=True)
+class LoadReport:
+    """Where the time of a load went (seconds by phase), how many bytes this rank holds, and what was decided."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    weight_bytes: int = 0
+    decisions: tuple[Decision, ...] = ()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times the block as `name`."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+def load_model(
+    spec: ModelSpec,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    block_tokens: int,
+    options: LoadOptions = LoadOptions(),
+) -> tuple[LoadableModel, LoadReport]:
+    """This rank's model, ready to run, and how the load went. A flaw of the checkpoint is a CheckpointError."""
+    report = LoadReport()
+
+    def build(where: torch.device) -> LoadableModel:
+        return build_model(spec, mesh=mesh, device=where, block_tokens=block_tokens)
+
+    if spec.format == "dummy":
+        with report.phase("build"):
+            model = build(device)
+        with report.phase("weights"):
+            _fill_dummy(model, spec.seed)
+    else:
+        model = _load(spec, build, device, options, report)
+    report.weight_bytes = _weight_bytes(model)
+    with report.phase("pack"):
+        model.finish_load()
+    report.decisions += model.decisions
+    return model, report
+
+
+def _load(
+    spec: ModelSpec,
+    build: Callable[[torch.device], LoadableModel],
+    device: torch.device,
+    options: LoadOptions,
+    report: LoadReport,
+) -> LoadableModel:
+    with report.phase("check"):
+        if options.manifest is not None:
+            report.decisions += (_verified(options.manifest, Path(spec.path)),)
+        source = open_source(spec)
+        check(build(torch.device("meta")).weights, source)
+    with report.phase("build"):
+        model = build(device)
+    with report.phase("weights"):
+        fill(model.weights, source, scan_finite=options.scan_finite)
+    source.close()
+    return model
+
+
+def open_source(spec: ModelSpec) -> Source:
+    """The checkpoint behind `spec.path`, its headers read and checked."""
+    if spec.format not in SOURCES:
+        known = ", ".join(sorted(SOURCES))
+        raise CheckpointError(f"load_format {spec.format!r} is not one of {known}, dummy")
+    return SOURCES[spec.format](Path(spec.path))
+
+
+def _fill_dummy(model: LoadableModel, seed: int) -> None:
+    weights = DummyWeights(seed)
+    for param in model.weights.params:
+        weights.fill(param)
+
+
+def _weight_bytes(model: LoadableModel) -> int:
+    tensors = [param.tensor for param in model.weights.params if param.tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _verified(manifest: Path, path: Path) -> Decision:
+    count = verify_manifest(manifest, path if path.is_dir() else path.parent)
+    return Decision("weights", "manifest", "verified", f"SHA-256 of {count} files as listed")

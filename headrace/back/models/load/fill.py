@@ -1,0 +1,117 @@
+"""Checks a checkpoint against what a model wants, then copies it in.
+
+The check comes first and names everything that is wrong at once: missing, mis-shaped, wrongly typed and unwanted
+tensors, with their files. Nothing is copied, and on a device nothing allocated, before it passes (REL 1.13, REG-060).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from headrace.back.models.load.safetensors import TORCH_DTYPES
+from headrace.back.models.load.source import Entry, Source
+from headrace.back.models.weights import Copy, Param, Piece, WeightPlan, copies
+from headrace.base.errors import CheckpointError
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+COPY_THREADS = 2
+"""Copying is page faults and memory traffic; torch lets go of the interpreter meanwhile. More threads gain nothing."""
+SHOWN = 6
+
+
+def check(plan: WeightPlan, source: Source) -> None:
+    """CheckpointError with every fault of the checkpoint, unless it holds exactly what the plan wants."""
+    problems: list[str] = []
+    missing = [
+        f"{piece.name} {list(piece.shape)}"
+        for param in plan.params
+        if not absent(param, source)
+        for piece in param.pieces
+        if piece.name not in source.entries
+    ]
+    _add(problems, missing, "missing")
+    _add(problems, list(_misfits(plan, source)), "not what the model needs")
+    _add(problems, list(_extras(plan, source)), "unknown to the model")
+    if problems:
+        raise CheckpointError(f"{source.where}: " + "; ".join(problems))
+
+
+def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = False) -> int:
+    """Copies every wanted rectangle into its parameter, in file order; returns the bytes written.
+
+    With `scan_finite` a NaN or Inf in what was copied is a CheckpointError that names file and tensor.
+    """
+    work: list[tuple[Param, Copy]] = []
+    for param in plan.params:
+        if absent(param, source):
+            _initialise(param)
+        else:
+            work += [(param, copy) for copy in copies(param)]
+    work.sort(key=lambda pair: source.entries[pair[1].name].order)
+
+    def one(pair: tuple[Param, Copy]) -> int:
+        param, copy = pair
+        assert param.tensor is not None, param.name
+        target = param.tensor[copy.target]
+        source.copy(copy.name, copy.shape, copy.source, target)
+        if scan_finite:
+            _scan(copy.name, source, target)
+        return target.numel() * target.element_size()
+
+    with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="load") as pool:
+        return sum(pool.map(one, work))
+
+
+def absent(param: Param, source: Source) -> bool:
+    """Whether an optional parameter has none of its pieces in the checkpoint."""
+    return param.optional and not any(piece.name in source.entries for piece in param.pieces)
+
+
+def _initialise(param: Param) -> None:
+    assert param.init in ("ones", "zeros"), f"{param.name}: an optional parameter needs a constant"
+    assert param.tensor is not None, param.name
+    param.tensor.fill_(1 if param.init == "ones" else 0)
+
+
+def _misfits(plan: WeightPlan, source: Source) -> Iterator[str]:
+    for param in plan.params:
+        for piece in param.pieces:
+            entry = source.entries.get(piece.name)
+            fault = None if entry is None else _fault(entry, piece, param.dtype)
+            if entry is not None and fault:
+                yield f"{piece.name} in {entry.where} {fault}"
+
+
+def _fault(entry: Entry, piece: Piece, dtype: torch.dtype) -> str | None:
+    if not entry.fits(piece.shape):
+        return f"has the shape {list(entry.shape)}, not {list(piece.shape)}"
+    converts = dtype.is_floating_point and (entry.widened or entry.dtype in FLOATS)
+    if not converts and TORCH_DTYPES.get(entry.dtype) != dtype:
+        allowed = ", ".join(FLOATS) if dtype.is_floating_point else str(dtype)
+        return f"has the dtype {entry.dtype}, not {allowed}"
+    return None
+
+
+def _extras(plan: WeightPlan, source: Source) -> Iterator[str]:
+    wanted = {piece.name for param in plan.params for piece in param.pieces}
+    ignored = [re.compile(pattern) for pattern in plan.ignored]
+    for name, entry in source.entries.items():
+        if name not in wanted and not any(pattern.fullmatch(name) for pattern in ignored):
+            yield f"{name} in {entry.where}"
+
+
+def _add(problems: list[str], found: list[str], what: str) -> None:
+    if found:
+        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        noun = "tensor is" if len(found) == 1 else "tensors are"
+        problems.append(f"{len(found)} {noun} {what}: {', '.join(found[:SHOWN])}{more}")
+
+
+def _scan(name: str, source: Source, values: torch.Tensor) -> None:
+    if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+        where = source.entries[name].where
+        raise CheckpointError(f"{where}: tensor {name!r} holds NaN or Inf (as {values.dtype})")

@@ -1,0 +1,193 @@
+"""GGUF checkpoints as a source: tensors under the names transformers gives them, widened to floats as they are copied.
+
+The file stays mapped; a tensor is widened in chunks of rows straight into the model's memory, so a quantized model
+never exists twice. Three conventions of GGUF are undone: names, the interleaved rows of query and key projections, and
+the 1 that is added to Gemma's norms (REG-063).
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.back.models.load.gguf_dequant import DEQUANTIZE
+from headrace.back.models.load.source import Entry
+from headrace.base.config.gguf import GGUFFile, GGUFTensor, read_gguf
+from headrace.base.config.gguf_config import ARCHITECTURES, gguf_config
+from headrace.base.errors import CheckpointError
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements widened at once: 4 MB of float32, about what a core's cache holds."""
+CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Rotary factors: part of the configuration (`gguf_config`), not weights."""
+
+_TOP = {"token_embd": "embed_tokens", "output_norm": "norm"}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_SANDWICH = {
+    **_BLOCK,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_FUSED_MLP = {**_BLOCK, "ffn_up": "mlp.gate_up_proj"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dialect:
+    """How one architecture's tensors differ: block names, interleaved query and key rows, norms stored plus one."""
+
+    blocks: Mapping[str, str]
+    interleaved: bool = False
+    norm_plus_one: bool = False
+
+
+_DIALECTS: Mapping[str, _Dialect] = {
+    "llama": _Dialect(blocks=_BLOCK, interleaved=True),
+    "qwen2": _Dialect(blocks=_BLOCK),
+    "qwen3": _Dialect(blocks=_BLOCK),
+    "gemma2": _Dialect(blocks=_SANDWICH, norm_plus_one=True),
+    "gemma3": _Dialect(blocks=_SANDWICH, norm_plus_one=True),
+    "phi3": _Dialect(blocks=_FUSED_MLP),
+    "olmo2": _Dialect(blocks=_SANDWICH),
+    "granite": _Dialect(blocks=_BLOCK, interleaved=True),
+    "smollm3": _Dialect(blocks=_BLOCK, interleaved=True),
+}
+assert _DIALECTS.keys() == ARCHITECTURES.keys()
+
+
+class GGUFSource:
+    """An opened GGUF model (all files of a split one)."""
+
+    def __init__(self, path: Path) -> None:
+        self.where = str(path)
+        file = read_gguf(path)
+        config = gguf_config(file)
+        self._heads = (config["num_attention_heads"], config["num_key_value_heads"])
+        self._dialect = _DIALECTS[str(file.text("general.architecture"))]
+        _refuse_types(file)
+        self._tensors = _renamed(file, self._dialect)
+        order = {part: number for number, part in enumerate(file.paths)}
+        self.entries: Mapping[str, Entry] = {
+            name: Entry(
+                shape=tensor.shape,
+                dtype=tensor.type.name,
+                where=str(tensor.path),
+                order=(order[tensor.path], tensor.offset),
+                widened=True,
+                squeezed=True,
+            )
+            for name, tensor in self._tensors.items()
+        }
+        self._maps = {part: _mapped(part) for part in file.paths}
+
+    def copy(
+        self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
+    ) -> None:
+        """Widens the wanted rows to float32, chunk by chunk, and writes them in the target's dtype."""
+        tensor = self._tensors[name]
+        rows_of = self._blocks(tensor)
+        heads = self._interleaved_heads(name)
+        if len(shape) == 1:
+            values = self._widen(tensor, rows_of).reshape(-1)
+            values = _deinterleaved(values, heads) if heads else values
+            values = values - 1 if self._plus_one(name) else values
+            target.copy_(torch.from_numpy(values)[source])
+            return
+        if heads:
+            rows_of = _deinterleaved(rows_of, heads)
+        columns = shape[-1]
+        rows_of = rows_of.reshape(-1, columns // tensor.type.block, tensor.type.size)
+        self._copy_rows(tensor, rows_of[source[0]], source[-1], target)
+
+    def close(self) -> None:
+        """Drops the maps."""
+        self._maps = {}
+
+    def _copy_rows(
+        self, tensor: GGUFTensor, rows: np.ndarray, columns: slice, target: torch.Tensor
+    ) -> None:
+        step = max(1, CHUNK_ELEMENTS // (rows.shape[1] * tensor.type.block))
+        for row in range(0, len(rows), step):
+            part = rows[row : row + step]
+            values = self._widen(tensor, part.reshape(-1, tensor.type.size)).reshape(len(part), -1)
+            target[row : row + step].copy_(torch.from_numpy(values)[:, columns])
+
+    def _blocks(self, tensor: GGUFTensor) -> np.ndarray:
+        """The raw blocks of a tensor: a row for each index of its first dimension."""
+        data = self._maps[tensor.path][tensor.offset : tensor.offset + tensor.num_bytes]
+        return data.reshape(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
+
+    def _widen(self, tensor: GGUFTensor, data: np.ndarray) -> np.ndarray:
+        blocks = np.ascontiguousarray(data).reshape(-1, tensor.type.size)
+        return DEQUANTIZE[tensor.type.name](blocks)
+
+    def _interleaved_heads(self, name: str) -> int:
+        if not self._dialect.interleaved:
+            return 0
+        match = re.search(r"self_attn\.([qk])_proj\.(weight|bias)$", name)
+        return 0 if match is None else self._heads[match[1] == "k"]
+
+    def _plus_one(self, name: str) -> bool:
+        return self._dialect.norm_plus_one and name.endswith("norm.weight")
+
+
+def _deinterleaved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Undoes GGUF's order of rotary rows: a head's row 2i is the i-th of its first half, row 2i+1 of its second."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _renamed(file: GGUFFile, dialect: _Dialect) -> dict[str, GGUFTensor]:
+    """Tensors by their transformers name; one that has none keeps its own, and is refused as unknown later."""
+    found: dict[str, GGUFTensor] = {}
+    for name, tensor in file.tensors.items():
+        if name not in CONFIG_TENSORS:
+            found[_new_name(name, dialect)] = tensor
+    return found
+
+
+def _new_name(name: str, dialect: _Dialect) -> str:
+    stem, _, kind = name.rpartition(".")
+    if kind in ("weight", "bias"):
+        if stem == "output":
+            return f"lm_head.{kind}"
+        if stem in _TOP:
+            return f"model.{_TOP[stem]}.{kind}"
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem, re.ASCII)
+        if match and match[2] in dialect.blocks:
+            return f"model.layers.{match[1]}.{dialect.blocks[match[2]]}.{kind}"
+    return name
+
+
+def _refuse_types(file: GGUFFile) -> None:
+    for tensor in file.tensors.values():
+        if tensor.type.name not in DEQUANTIZE:
+            raise CheckpointError(
+                f"{tensor.path}: tensor {tensor.name!r} has the type {tensor.type.name}; "
+                f"supported: {', '.join(sorted(DEQUANTIZE))}"
+            )
+
+
+def _mapped(path: Path) -> np.ndarray:
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    data.madvise(mmap.MADV_WILLNEED)
+    return np.frombuffer(data, dtype=np.uint8)

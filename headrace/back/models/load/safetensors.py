@@ -1,0 +1,105 @@
+"""Safetensors checkpoints: headers checked on opening, then slices of memory-mapped files copied into place.
+
+The maps are private and never written. Only the pages under the wanted slices are read, so a rank of a tensor-parallel
+group reads its share of the rows, not the whole file.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from headrace.back.models.load.source import Entry
+from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
+from headrace.base.config.weight_files import WeightFiles, find_weight_files
+from headrace.base.errors import CheckpointError
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+}
+
+
+class SafetensorsSource:
+    """All safetensors files of one model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.where = str(folder)
+        files = find_weight_files(folder)
+        self._stored = _all_tensors(files)
+        order = {path: number for number, path in enumerate(files.files)}
+        self.entries: Mapping[str, Entry] = {
+            name: Entry(
+                shape=stored.shape,
+                dtype=stored.dtype,
+                where=str(stored.path),
+                order=(order[stored.path], stored.offset),
+            )
+            for name, stored in self._stored.items()
+        }
+        self._maps = {path: _mapped(path) for path in files.files}
+
+    def copy(
+        self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
+    ) -> None:
+        """Copies a rectangle, converting floats to the target's dtype."""
+        stored = self._stored[name]
+        data = self._maps[stored.path][stored.offset : stored.offset + stored.num_bytes]
+        dtype = TORCH_DTYPES[stored.dtype]
+        if stored.offset % dtype.itemsize:
+            data = data.clone()
+        target.copy_(data.view(dtype).view(shape)[source])
+
+    def close(self) -> None:
+        """Drops the maps."""
+        self._maps = {}
+
+
+def _all_tensors(files: WeightFiles) -> dict[str, StoredTensor]:
+    """The tensors of all files; one that is in two files, or not where the index says, is refused."""
+    found: dict[str, StoredTensor] = {}
+    for path in files.files:
+        for name, stored in read_safetensors_header(path).items():
+            if name in found:
+                raise CheckpointError(f"{path}: tensor {name!r} is in {found[name].path.name} too")
+            found[name] = stored
+    if files.weight_map is not None:
+        _check_index(files.weight_map, found)
+    return found
+
+
+def _check_index(weight_map: Mapping[str, str], found: Mapping[str, StoredTensor]) -> None:
+    for name, file in weight_map.items():
+        if name not in found:
+            raise CheckpointError(f"{file}: tensor {name!r} is missing; the index says it is there")
+        if found[name].path.name != file:
+            actual = found[name].path
+            raise CheckpointError(f"{actual}: tensor {name!r} is here; the index says in {file}")
+    for name, stored in found.items():
+        if name not in weight_map:
+            raise CheckpointError(f"{stored.path}: tensor {name!r} is not in the index")
+
+
+def _mapped(path: Path) -> torch.Tensor:
+    """The file as bytes. A private map counts as writable, which torch asks for; nothing is ever written to it."""
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    data.madvise(mmap.MADV_WILLNEED)
+    return torch.frombuffer(data, dtype=torch.uint8)

@@ -1,0 +1,52 @@
+"""Where a checkpoint's tensors come from: the one thing the loader knows about a file format.
+
+A source lists its tensors with names as transformers publishes them, and copies a rectangle of one into memory that
+the model owns. Everything a format can get wrong is refused when the source is opened, before any weight is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A tensor of a checkpoint. `where` names its file for messages; `order` is its place in the files.
+
+    `widened` means that the source turns the values into floats (a quantized GGUF type); else `dtype` is stored as is.
+    `squeezed` means that the format drops dimensions of size 1, so shapes are compared without them (REG-063).
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    where: str
+    order: tuple[int, int] = (0, 0)
+    widened: bool = False
+    squeezed: bool = False
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether this is the tensor a model wants as `shape`."""
+        if not self.squeezed:
+            return self.shape == shape
+        return [n for n in self.shape if n != 1] == [n for n in shape if n != 1]
+
+
+class Source(Protocol):
+    """An opened checkpoint. `where` is the folder or file that messages name."""
+
+    where: str
+    entries: Mapping[str, Entry]
+
+    def copy(
+        self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
+    ) -> None:
+        """Writes `tensor[source]` to `target`, in target's dtype; `shape` is the whole shape the model states."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the files."""
+        ...

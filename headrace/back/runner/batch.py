@@ -1,0 +1,116 @@
+"""From a plan and the rows to one step's `Batch`: built anew each step, without a Python loop over rows.
+
+T query tokens, R rows, N rows that are sampled, B blocks of the longest row. Host cost at 32 decode rows: under 100 us
+(tests/back/runner/test_batch.py counts the operations; benchmarks measure the time).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.back.attention.plan import AttentionPlan, Batch
+from headrace.back.runner.requests import Rows, to_device
+from headrace.base.wire.step import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """The host's view of a step, all from the plan alone.
+
+    rows [R] int64; query_start [R+1], kv_len [R] int32; row_T, position_T [T] int64;
+    sampled [N] int64: indices into the plan's rows; sampled_row, sampled_position [N]: the row, and the position the
+    sampled token will have (the row's length after this step).
+    """
+
+    rows: np.ndarray
+    query_start: np.ndarray
+    kv_len: np.ndarray
+    row_T: np.ndarray
+    position_T: np.ndarray
+    sampled: np.ndarray
+    sampled_row: np.ndarray
+    sampled_position: np.ndarray
+    num_decodes: int
+    max_query_len: int
+    max_kv_len: int
+
+
+def shape_of(plan: StepPlan) -> StepShape:
+    """Works out lengths, positions and the rows to sample."""
+    rows = plan.rows.astype(np.int64)
+    query_start = np.zeros(rows.size + 1, np.int32)
+    np.cumsum(plan.num_tokens, out=query_start[1:])
+    kv_len = plan.num_computed + plan.num_tokens
+    num_decodes = int(np.count_nonzero(plan.num_tokens == 1))
+    if num_decodes == rows.size:
+        row_T, position_T = rows, plan.num_computed.astype(np.int64)
+    else:
+        assert (plan.num_tokens[:num_decodes] == 1).all(), "rows with one token come first"
+        row_T = np.repeat(rows, plan.num_tokens)
+        offset = np.repeat(plan.num_computed - query_start[:-1], plan.num_tokens)
+        position_T = np.arange(query_start[-1], dtype=np.int64) + offset
+    sampled = np.flatnonzero(plan.sample)
+    return StepShape(
+        rows=rows,
+        query_start=query_start,
+        kv_len=kv_len,
+        row_T=row_T,
+        position_T=position_T,
+        sampled=sampled,
+        sampled_row=rows[sampled],
+        sampled_position=kv_len[sampled].astype(np.int64),
+        num_decodes=num_decodes,
+        max_query_len=int(plan.num_tokens.max()),
+        max_kv_len=int(kv_len.max()),
+    )
+
+
+def build_batch(
+    shape: StepShape, rows: Rows, *, kv: tuple[torch.Tensor, ...], group_of_layer: tuple[int, ...]
+) -> Batch:
+    """The batch of one step; the rows have taken the plan over already."""
+    device = rows.device
+    row_T = to_device(shape.row_T, device)
+    position_T = to_device(shape.position_T, device)
+    last_N = shape.query_start[1:][shape.sampled].astype(np.int64) - 1
+    return Batch(
+        token_ids_T=rows.tokens.take(row_T, position_T).to(torch.int64),
+        positions_T=position_T,
+        plans=_plans(shape, rows, row_T=row_T, position_T=position_T),
+        group_of_layer=group_of_layer,
+        kv=kv,
+        logits_at_N=to_device(last_N, device),
+    )
+
+
+def _plans(
+    shape: StepShape, rows: Rows, *, row_T: torch.Tensor, position_T: torch.Tensor
+) -> tuple[AttentionPlan, ...]:
+    """One attention plan per KV group; what does not depend on the group is shared between them."""
+    row_R = to_device(shape.rows, rows.device)
+    query_start_R1 = to_device(shape.query_start, rows.device)
+    kv_len_R = to_device(shape.kv_len, rows.device)
+    num_blocks = -(-shape.max_kv_len // rows.block_tokens)
+    block_T = position_T.div(rows.block_tokens, rounding_mode="floor")
+    offset_T = position_T - block_T * rows.block_tokens
+    plans = []
+    for table in rows.tables:
+        table.reserve(num_blocks)
+        block_id_T = table.take(row_T, block_T)
+        plans.append(
+            AttentionPlan(
+                query_start_R1=query_start_R1,
+                kv_len_R=kv_len_R,
+                block_table_RB=table.data[:, :num_blocks].index_select(0, row_R),
+                slot_T=block_id_T.to(torch.int64).mul_(rows.block_tokens).add_(offset_T),
+                host_query_start=shape.query_start,
+                host_kv_len=shape.kv_len,
+                num_decodes=shape.num_decodes,
+                max_query_len=shape.max_query_len,
+                max_kv_len=shape.max_kv_len,
+            )
+        )
+    return tuple(plans)

@@ -1,0 +1,140 @@
+"""How layers share the KV memory: grouping (a pure function), the size of a block, the number of blocks, the tensors.
+
+Layers with one kind of cache (full, or one window size) form groups of equal size; the i-th layer of every group lives
+in KV tensor i, so that one pool of blocks serves all groups and a group of a request takes its own blocks from it.
+A group that is short of layers leaves its part of the last tensors unused: that is the waste the group size minimises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.attention.kv_layer import KVLayer
+from headrace.base.config.resolved import KVSpec
+from headrace.base.errors import ConfigError
+from headrace.base.wire.step import KVGroup
+
+MAX_GROUPS = 8
+"""Each group costs a block table per row and an attention plan per step; more groups are not worth less waste."""
+
+
+def group_layers(layers: Sequence[KVLayer]) -> tuple[KVGroup, ...]:
+    """Splits the layers into groups of one kind and nearly one size; full attention first, then by rising window.
+
+    The size wastes the fewest padded layers among those that give at most MAX_GROUPS groups (or as few groups as there
+    are kinds); of equal ones the largest, hence the fewest groups.
+    """
+    kinds: dict[int, list[int]] = {}
+    for layer in layers:
+        kinds.setdefault(layer.window or 0, []).append(layer.layer)
+    size = _group_size([len(members) for members in kinds.values()])
+    return tuple(
+        KVGroup(
+            kind="window" if window else "full",
+            layers=tuple(kinds[window][start : start + size]),
+            window=window or None,
+        )
+        for window in sorted(kinds)
+        for start in range(0, len(kinds[window]), size)
+    )
+
+
+def _group_size(counts: list[int]) -> int:
+    def groups(size: int) -> int:
+        return sum(-(-count // size) for count in counts)
+
+    most = max(MAX_GROUPS, len(counts))
+    sizes = [size for size in range(1, max(counts) + 1) if groups(size) <= most]
+    return min(sizes, key=lambda size: (groups(size) * size - sum(counts), -size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayout:
+    """Where each layer's cache lies. `elements[i]`: elements of a block of KV tensor i (its largest layer's)."""
+
+    groups: tuple[KVGroup, ...]
+    elements: tuple[int, ...]
+    block_tokens: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all KV tensors."""
+        return sum(self.elements) * self.dtype.itemsize
+
+    @property
+    def group_of_layer(self) -> dict[int, int]:
+        """Layer -> index of its group."""
+        return {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
+
+
+def lay_out(layers: Sequence[KVLayer], *, block_tokens: int, dtype: torch.dtype) -> KVLayout:
+    """The layout of the KV cache for these layers."""
+    groups = group_layers(layers)
+    numel = {layer.layer: 2 * layer.kv_heads * block_tokens * layer.head_dim for layer in layers}
+    size = max(len(group.layers) for group in groups)
+    elements = tuple(
+        max(numel[group.layers[i]] for group in groups if i < len(group.layers))
+        for i in range(size)
+    )
+    return KVLayout(groups=groups, elements=elements, block_tokens=block_tokens, dtype=dtype)
+
+
+def count_blocks(spec: KVSpec, layout: KVLayout) -> int:
+    """The number of blocks, block 0 (null, nobody's) included; a pool too small for one token is refused."""
+    if spec.num_blocks is not None:
+        num_blocks = spec.num_blocks
+    else:
+        assert spec.memory_bytes is not None, "KVSpec has neither num_blocks nor memory_bytes"
+        num_blocks = spec.memory_bytes // layout.block_bytes
+    least = 1 + len(layout.groups)
+    if num_blocks < least:
+        raise ConfigError(
+            f"the KV cache holds {num_blocks} blocks of {layout.block_bytes} bytes; at least {least} are needed: "
+            f"raise --kv-memory to {least * layout.block_bytes} bytes or more (or --kv-blocks to {least})",
+            field="kv_memory",
+        )
+    return num_blocks
+
+
+class KVMemory:
+    """The KV tensors. `layers[l]` is layer l's view [num_blocks, 2, kv_heads, block_tokens, head_dim].
+
+    Zeroed at start: a masked position may be multiplied by an attention weight of zero but never be NaN.
+    """
+
+    def __init__(
+        self, layers: Sequence[KVLayer], layout: KVLayout, *, num_blocks: int, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.tensors = tuple(
+            torch.zeros((num_blocks, elements), dtype=layout.dtype, device=device)
+            for elements in layout.elements
+        )
+        index = {layer: i for group in layout.groups for i, layer in enumerate(group.layers)}
+        ordered = sorted(layers, key=lambda layer: layer.layer)
+        assert [layer.layer for layer in ordered] == list(range(len(ordered))), ordered
+        self.layers = tuple(
+            _view(self.tensors[index[layer.layer]], layer, layout.block_tokens) for layer in ordered
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all KV tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def scrub(self, blocks: torch.Tensor) -> None:
+        """Replaces what is not finite in these blocks by 0 and leaves every finite value, so that a failed row leaves
+        nothing behind for the blocks' next owner (reliability 1.15). `blocks` int64 [B]."""
+        for tensor in self.tensors:
+            clean = tensor.index_select(0, blocks).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            tensor.index_copy_(0, blocks, clean)
+
+
+def _view(tensor: torch.Tensor, layer: KVLayer, block_tokens: int) -> torch.Tensor:
+    shape = (2, layer.kv_heads, block_tokens, layer.head_dim)
+    numel = 2 * layer.kv_heads * block_tokens * layer.head_dim
+    return tensor[:, :numel].unflatten(1, shape)

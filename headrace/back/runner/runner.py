@@ -1,0 +1,129 @@
+"""Runs steps on one rank: plan -> rows -> batch -> model -> sampler -> result. Knows no model family.
+
+The runner owns what outlives a step: the rows, the KV memory, the sampler's state and the model's `ModelState`. There
+is one execute path; warm-up and self-check go through it with made-up plans (warmup.py).
+
+T query tokens, R rows of the step, N rows sampled, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace.back.models.protocol import CausalModel
+from headrace.back.runner.batch import StepShape, build_batch, shape_of
+from headrace.back.runner.memory import KVMemory, count_blocks, lay_out
+from headrace.back.runner.requests import Rows, to_device
+from headrace.back.runner.results import to_result
+from headrace.back.runner.states.plain import PlainDecoder
+from headrace.back.runner.states.state import ModelState
+from headrace.back.runner.warmup import warm_up
+from headrace.back.sampling.sampler import Sampled, Sampler
+from headrace.base.config.resolved import EngineSpec
+from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Runner:
+    """One rank's share of the engine. Plans must come in order; each is executed to its end before the next.
+
+    Invariants: a row's tokens and block tables are what the plans so far have said, plus the tokens sampled here;
+    block 0 is never given to a request.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        model: CausalModel,
+        *,
+        device: torch.device,
+        state: ModelState | None = None,
+        weight_bytes: int = 0,
+        start_s: dict[str, float] | None = None,
+    ) -> None:
+        self._model = model
+        self._state = state or PlainDecoder()
+        layout = lay_out(
+            model.kv_layers, block_tokens=spec.kv.block_tokens, dtype=_DTYPES[spec.model.dtype]
+        )
+        num_blocks = count_blocks(spec.kv, layout)
+        self._kv = KVMemory(model.kv_layers, layout, num_blocks=num_blocks, device=device)
+        groups = layout.group_of_layer
+        self._group_of_layer = tuple(groups[layer] for layer in range(len(groups)))
+        max_rows = spec.scheduler.max_running
+        self._rows = Rows(
+            max_rows=max_rows,
+            num_groups=len(layout.groups),
+            block_tokens=spec.kv.block_tokens,
+            device=device,
+        )
+        self._sampler = Sampler(max_rows=max_rows, logits_width=model.logits_width, device=device)
+        warmup_s = warm_up(self, spec, model.logits_width, device)
+        self.facts = WorkerFacts(
+            num_blocks=num_blocks,
+            block_tokens=spec.kv.block_tokens,
+            groups=layout.groups,
+            logits_width=model.logits_width,
+            max_rows=max_rows,
+            max_model_len=spec.model.max_model_len,
+            weight_bytes=weight_bytes,
+            kv_bytes=self._kv.num_bytes,
+            start_s={**(start_s or {}), "warmup": warmup_s},
+        )
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs one step and returns what it produced."""
+        self._apply(plan)
+        if not plan.rows.size:
+            return StepResult(step=plan.step, tokens=np.empty(0, np.int32))
+        shape = shape_of(plan)
+        self._rows.tokens.reserve(shape.max_kv_len + 1)
+        hidden_TE = self._forward(plan, shape)
+        sampled = self._sample(shape, hidden_TE)
+        if sampled is not None and sampled.failed:
+            self._scrub(shape.sampled_row[list(sampled.failed)])
+        return to_result(plan, shape, sampled)
+
+    def _apply(self, plan: StepPlan) -> None:
+        if plan.ends.size:
+            self._state.end(plan.ends)
+            self._sampler.end(plan.ends)
+        self._rows.apply(plan)
+        for start in plan.starts:
+            self._state.start(start)
+            self._sampler.start(start)
+
+    def _forward(self, plan: StepPlan, shape: StepShape) -> torch.Tensor:
+        batch = build_batch(
+            shape, self._rows, kv=self._kv.layers, group_of_layer=self._group_of_layer
+        )
+        batch = self._state.prepare(batch, row_T=shape.row_T, gates=plan.gates)
+        hidden_TE = self._model.forward(batch)
+        self._state.after(batch, hidden_TE)
+        return hidden_TE
+
+    def _sample(self, shape: StepShape, hidden_TE: torch.Tensor) -> Sampled | None:
+        """Samples the rows that the plan wants sampled and stores their tokens for the next step."""
+        if not shape.sampled.size:
+            return None
+        device = self._rows.device
+        last_N = to_device(shape.query_start[1:][shape.sampled].astype(np.int64) - 1, device)
+        hidden_NE = hidden_TE if last_N.numel() == hidden_TE.shape[0] else hidden_TE[last_N]
+        sampled = self._sampler.sample(
+            self._model.logits(hidden_NE),
+            rows=shape.sampled_row,
+            positions=shape.sampled_position,
+            tokens=self._rows.tokens.data,
+        )
+        row_N = to_device(shape.sampled_row, device)
+        self._rows.write(row_N, to_device(shape.sampled_position, device), sampled.token_N)
+        return sampled
+
+    def _scrub(self, rows: np.ndarray) -> None:
+        """Removes NaN and Inf from the blocks of failed rows, the null block included."""
+        row_K = to_device(rows, self._rows.device)
+        blocks = [table.data.index_select(0, row_K).view(-1) for table in self._rows.tables]
+        self._kv.scrub(torch.cat(blocks).unique().to(torch.int64))

@@ -1,0 +1,28 @@
+"""The state of a plain decoder: none. Positions are token indices and the batch goes to the model as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from headrace.back.attention.plan import Batch
+from headrace.base.wire.step import RowStart
+
+
+class PlainDecoder:
+    """The ModelState of models that need nothing beside tokens, positions and attention plans."""
+
+    def end(self, rows: np.ndarray) -> None:
+        """Nothing to forget."""
+
+    def start(self, start: RowStart) -> None:
+        """Nothing to remember."""
+
+    def prepare(self, batch: Batch, *, row_T: np.ndarray, gates: Mapping[str, bytes]) -> Batch:
+        """The batch unchanged."""
+        return batch
+
+    def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
+        """Nothing to save."""

@@ -1,0 +1,94 @@
+"""The first steps, made up: they touch the memory that a real step will touch and check that the model is sane.
+
+They go through `Runner.execute` like every other step; their KV goes to the null block.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from headrace.base.config.resolved import EngineSpec
+from headrace.base.errors import CheckpointError, from_wire
+from headrace.base.wire.params import RowSampling
+from headrace.base.wire.step import RowStart, StepPlan, StepResult
+
+CPU_TOKENS = 64
+"""Query tokens of the warm-up on a CPU: there is no memory to profile, and start-up must not wait for a long prompt."""
+
+
+class Executes(Protocol):
+    """What runs a plan."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs one step."""
+        ...
+
+
+def warm_up(runner: Executes, spec: EngineSpec, logits_width: int, device: torch.device) -> float:
+    """Runs one prefill and one decode step of the largest size; returns the seconds.
+
+    Raises CheckpointError if the model's logits are not finite.
+    """
+    began = time.perf_counter()
+    tokens = spec.scheduler.max_step_tokens
+    if device.type == "cpu":
+        tokens = min(tokens, CPU_TOKENS)
+    num_rows = min(spec.scheduler.max_running, tokens)
+    length = min(tokens // num_rows, spec.model.max_model_len - 1)
+    prompt = np.arange(length, dtype=np.int32) % logits_width
+    for plan in (_prefill(num_rows, prompt), _decode(num_rows, length), _end(num_rows)):
+        result = runner.execute(plan)
+        if result.failed:
+            raise CheckpointError(
+                "the model's logits for a made-up prompt are not finite: the checkpoint is damaged, or its values do "
+                f"not fit {spec.model.dtype} ({from_wire(result.failed[0][1]).message})"
+            )
+    return time.perf_counter() - began
+
+
+def _prefill(num_rows: int, prompt: np.ndarray) -> StepPlan:
+    starts = [
+        RowStart(
+            row=row,
+            request=-1,
+            tokens=prompt,
+            num_prompt=prompt.size,
+            num_computed=0,
+            sampling=RowSampling(temperature=0.0),
+        )
+        for row in range(num_rows)
+    ]
+    return _plan(num_rows, starts=starts, num_tokens=prompt.size, num_computed=0)
+
+
+def _decode(num_rows: int, length: int) -> StepPlan:
+    return _plan(num_rows, starts=[], num_tokens=1, num_computed=length)
+
+
+def _plan(num_rows: int, *, starts: list[RowStart], num_tokens: int, num_computed: int) -> StepPlan:
+    none = np.empty(0, np.int32)
+    return StepPlan(
+        step=-1,
+        ends=none,
+        starts=starts,
+        block_group=none,
+        block_row=none,
+        block_index=none,
+        block_id=none,
+        rows=np.arange(num_rows, dtype=np.int32),
+        num_tokens=np.full(num_rows, num_tokens, np.int32),
+        num_computed=np.full(num_rows, num_computed, np.int32),
+        sample=np.ones(num_rows, np.bool_),
+    )
+
+
+def _end(num_rows: int) -> StepPlan:
+    plan = _plan(0, starts=[], num_tokens=1, num_computed=0)
+    return StepPlan(
+        **{name: getattr(plan, name) for name in plan.__struct_fields__ if name != "ends"},
+        ends=np.arange(num_rows, dtype=np.int32),
+    )

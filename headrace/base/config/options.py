@@ -1,0 +1,305 @@
+"""The command line, the YAML file and docs/CONFIG.md, all generated from the configuration tree.
+
+Four spellings reach the same field: `--max-model-len 8K`, `--model.max_model_len 8K`,
+`--model '{"max_model_len": 8192}'` and a YAML file with either nested or flat keys. Later words win over earlier
+ones, the command line over the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+
+from headrace.base.config.tree import Options
+from headrace.base.config.units import parse_count
+from headrace.base.errors import ConfigError
+
+_MAX_YAML_BYTES = 1 << 20
+
+
+class OptionField(msgspec.Struct, frozen=True, kw_only=True):
+    """One option: where it lives in the tree, how it is typed and what it means."""
+
+    group: str
+    name: str
+    doc: str
+    default: object
+    choices: tuple[str, ...]
+    is_bool: bool
+    is_tuple: bool
+    is_number: bool
+
+    @property
+    def flag(self) -> str:
+        """The flag, such as --max-model-len."""
+        return "--" + self.name.replace("_", "-")
+
+
+def _flatten(hint: Any) -> Iterator[Any]:
+    """The plain types and Meta objects inside Annotated and unions."""
+    if get_origin(hint) is Annotated:
+        yield from _flatten(get_args(hint)[0])
+        yield from get_args(hint)[1:]
+    elif get_origin(hint) in (Union, types.UnionType):
+        for part in get_args(hint):
+            yield from _flatten(part)
+    else:
+        yield hint
+
+
+def _read_field(group: str, info: msgspec.structs.FieldInfo, hint: Any) -> OptionField:
+    parts = list(_flatten(hint))
+    docs = [p.description for p in parts if isinstance(p, msgspec.Meta) and p.description]
+    assert docs, f"{group}.{info.name} has no description"
+    choices = [c for p in parts if get_origin(p) is Literal for c in get_args(p)]
+    return OptionField(
+        group=group,
+        name=info.name,
+        doc=docs[-1],
+        default=info.default,
+        choices=tuple(str(c) for c in choices) if set(map(str, choices)) != {"auto"} else (),
+        is_bool=bool in parts,
+        is_tuple=any(get_origin(p) is tuple for p in parts),
+        is_number=int in parts or any(isinstance(c, int) for c in choices),
+    )
+
+
+def fields() -> list[OptionField]:
+    """Every option, in the order of the tree. Names are unique over all groups, so that flags can be flat."""
+    found = []
+    for group in msgspec.structs.fields(Options):
+        hints = get_type_hints(group.type, include_extras=True)
+        for info in msgspec.structs.fields(group.type):
+            found.append(_read_field(group.name, info, hints[info.name]))
+    names = [f.name for f in found]
+    assert len(set(names)) == len(names), "two options share a name"
+    return found
+
+
+def _parse_text(option: OptionField, text: str, spelled: str) -> object:
+    """The value a flag's text stands for, before the tree checks it."""
+    if option.is_tuple:
+        return [part for part in text.split(",") if part]
+    if option.is_number and text not in option.choices and text not in ("auto", "none"):
+        return parse_count(text, field=spelled)
+    if option.is_number and text in option.choices and text.isdigit():
+        return int(text)
+    return None if text == "none" and not option.choices else text
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with errors of ours, and the nearest flag named when one is unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+class CommandLine:
+    """The options of the tree as flags of one command, plus what that command adds itself through `parser`."""
+
+    def __init__(self, prog: str, description: str, *, groups: Sequence[str]) -> None:
+        self.parser = _Parser(
+            prog=prog, description=description, allow_abbrev=False, add_help=False
+        )
+        self.parser.add_argument("--help", "-h", nargs="?", const="", metavar="WORD")
+        self.parser.add_argument("--config", metavar="FILE", help="YAML file with options")
+        self._fields = [f for f in fields() if f.group in groups]
+        self._groups = tuple(groups)
+        self._given: list[tuple[OptionField | str, str, object]] = []
+        for option in self._fields:
+            self._add(option)
+        for group in groups:
+            self.parser.add_argument(
+                f"--{group}-json", dest=argparse.SUPPRESS, action=self._keep(group)
+            )
+
+    def _keep(self, target: OptionField | str) -> type[argparse.Action]:
+        given = self._given
+
+        class Keep(argparse.Action):
+            def __call__(
+                self, parser: Any, namespace: Any, values: Any, flag: str | None = None
+            ) -> None:
+                given.append((target, flag or "", values))
+
+        return Keep
+
+    def _add(self, option: OptionField) -> None:
+        names = [option.flag, f"--{option.group}.{option.name}"]
+        if option.is_bool:
+            names += ["--no-" + option.flag[2:]]
+        self.parser.add_argument(
+            *names,
+            dest=argparse.SUPPRESS,
+            action=self._keep(option),
+            nargs=0 if option.is_bool else None,
+            metavar=option.name.upper(),
+        )
+
+    def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Options]:
+        """The command's own namespace and the tree; ConfigError for anything unknown or out of range."""
+        self._given.clear()
+        own, unknown = self.parser.parse_known_args(_join_json_groups(argv, self._groups))
+        if own.help is not None:
+            print(self.help_text(own.help))
+            raise SystemExit(0)
+        if unknown:
+            raise ConfigError(self._unknown(unknown[0]))
+        values = _read_yaml(Path(own.config), self._fields) if own.config else {}
+        for target, flag, given in self._given:
+            self._apply(values, target, flag, given)
+        return own, build(values)
+
+    def _apply(
+        self,
+        values: dict[str, dict[str, object]],
+        target: OptionField | str,
+        flag: str,
+        given: object,
+    ) -> None:
+        if isinstance(target, str):
+            try:
+                document = json.loads(str(given))
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"--{target}: not JSON ({error})", field=f"--{target}") from error
+            values.setdefault(target, {}).update(document)
+        elif target.is_bool:
+            values.setdefault(target.group, {})[target.name] = not flag.startswith("--no-")
+        else:
+            parsed = _parse_text(target, str(given), flag)
+            slot = values.setdefault(target.group, {})
+            previous = slot.get(target.name) if target.is_tuple else None
+            slot[target.name] = (
+                [*previous, *parsed]
+                if isinstance(previous, list) and isinstance(parsed, list)
+                else parsed
+            )
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"unexpected argument {word!r}; see --help"
+        known = [s for action in self.parser._actions for s in action.option_strings]
+        near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.5)
+        return f"unknown option {word}" + (f"; did you mean {near[0]}?" if near else "; see --help")
+
+    def help_text(self, word: str) -> str:
+        """Help: everything ("" or "all"), one group, one flag, or the options whose text holds `word`."""
+        own = [a for a in self.parser._actions if a.help and a.dest not in ("help",)]
+        lines = [f"usage: {self.parser.prog} [options]", "", self.parser.description or "", ""]
+        if word in ("", "all"):
+            lines += [f"  {', '.join(a.option_strings) or a.dest:34} {a.help}" for a in own] + [""]
+        for group in self._groups:
+            chosen = [f for f in self._fields if f.group == group and _matches(f, word)]
+            if chosen:
+                lines += [f"{group}:", *(_help_line(f) for f in chosen), ""]
+        return "\n".join(lines)
+
+
+def _matches(option: OptionField, word: str) -> bool:
+    wanted = word.lstrip("-").replace("_", "-").lower()
+    return wanted in ("", "all", option.group) or wanted in f"{option.flag} {option.doc}".lower()
+
+
+def _help_line(option: OptionField) -> str:
+    shown = f"{option.flag} {{{'|'.join(option.choices)}}}" if option.choices else option.flag
+    return f"  {shown:34} {option.doc} [{show_default(option)}]"
+
+
+def show_default(option: OptionField) -> str:
+    """The default as it would be typed."""
+    if option.default in (None, (), ""):
+        return "none"
+    return str(option.default).lower() if option.is_bool else str(option.default)
+
+
+def _join_json_groups(argv: Sequence[str], groups: Sequence[str]) -> list[str]:
+    """`--scheduler {...}` means the whole group as JSON; `--model NAME` stays the model's flag."""
+    joined = list(argv)
+    for i, word in enumerate(joined[:-1]):
+        if word.startswith("--") and word[2:] in groups and joined[i + 1].lstrip().startswith("{"):
+            joined[i] = f"{word}-json"
+    return joined
+
+
+def _read_yaml(path: Path, known: list[OptionField]) -> dict[str, dict[str, object]]:
+    """The tree's values from a YAML file with nested or flat keys."""
+    try:
+        if path.stat().st_size > _MAX_YAML_BYTES:
+            raise ConfigError(
+                f"--config: {path} is larger than {_MAX_YAML_BYTES} bytes", field="--config"
+            )
+        document = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config: cannot read {path}: {error}", field="--config") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"--config: {path} must hold a mapping of options", field="--config")
+    by_name = {f.name: f for f in known}
+    values: dict[str, dict[str, object]] = {}
+    for key, value in document.items():
+        name = str(key).replace("-", "_")
+        if isinstance(value, dict):
+            nested = {str(k).replace("-", "_"): v for k, v in value.items()}
+            values.setdefault(name, {}).update(nested)
+        elif name in by_name:
+            option = by_name[name]
+            if option.is_number and isinstance(value, str):
+                value = _parse_text(option, value, name)
+            values.setdefault(option.group, {})[name] = value
+        else:
+            near = difflib.get_close_matches(name, by_name, n=1)
+            raise ConfigError(
+                f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+    return values
+
+
+def build(values: dict[str, dict[str, object]]) -> Options:
+    """The checked tree from nested values; unknown groups and keys are refused by name."""
+    by_group: dict[str, list[str]] = {}
+    for option in fields():
+        by_group.setdefault(option.group, []).append(option.name)
+    for group, members in values.items():
+        if group not in by_group:
+            raise ConfigError(f"unknown group of options {group!r} (known: {', '.join(by_group)})")
+        for name in members:
+            if name not in by_group[group]:
+                near = difflib.get_close_matches(name, by_group[group], n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"{group}: unknown option {name!r}{hint}", field=name)
+    try:
+        return msgspec.convert(values, Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), values)) from error
+
+
+def _explain(message: str, values: dict[str, dict[str, object]]) -> str:
+    """msgspec's message with the flag and the value as the user typed them."""
+    text, _, path = message.rpartition(" - at `$.")
+    group, _, name = path.rstrip("`").partition(".")
+    name = name.partition("[")[0]
+    if name not in values.get(group, {}):
+        return message
+    option = next(f for f in fields() if f.name == name)
+    allowed = f" (one of: {', '.join(option.choices)})" if option.choices else ""
+    return f"{option.flag}: {values[group][name]!r}: {text}{allowed}"
+
+
+def config_page() -> str:
+    """docs/CONFIG.md."""
+    lines = ["# Options", "", "Generated by `make docs` from headrace/base/config/tree.py.", ""]
+    for group in msgspec.structs.fields(Options):
+        lines += [f"## {group.name}", "", (group.type.__doc__ or "").strip(), ""]
+        lines += ["| flag | default | meaning |", "|---|---|---|"]
+        for f in (f for f in fields() if f.group == group.name):
+            choices = f" One of: {', '.join(f.choices)}." if f.choices else ""
+            lines.append(f"| `{f.flag}` | {show_default(f)} | {f.doc}{choices} |")
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,219 @@
+"""Every metric series of headrace, in one table, and the objects that count them.
+
+The table is the single source: the Prometheus exposition and docs/METRICS.md (`metrics_page`) come from it. Label
+values come from closed sets that stand in the table; a value outside its set is counted as "other", so that no client
+can grow the number of series (P20). Each process counts for itself; with several API processes prometheus_client's
+multiprocess files merge them (the supervisor points PROMETHEUS_MULTIPROC_DIR at the runtime folder).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+OTHER = "other"
+
+
+class Kind(Enum):
+    """What a series does over time."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One metric. `labels` maps each label to the closed set of its values; an empty set is filled at start (models)."""
+
+    name: str
+    kind: Kind
+    doc: str
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()
+
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
+_TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
+METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
+STATUSES = (
+    *("200", "400", "401", "403", "404", "405", "408", "409", "413", "415"),
+    *("429", "431", "499", "500", "503", "504"),
+)
+ROUTES = (
+    *("/v1/models", "/v1/models/{id}", "/v1/completions", "/v1/chat/completions"),
+    *("/tokenize", "/detokenize", "/health", "/health/live", "/health/ready", "/health/startup"),
+    *("/ping", "/version", "/metrics", "/load", "/v1/requests", "/v1/requests/{id}"),
+    *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
+)
+REASONS = ("stop", "length", "abort", "error")
+REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")
+
+TABLE: tuple[Series, ...] = (
+    Series(
+        name="headrace_http_requests_total",
+        kind=Kind.COUNTER,
+        doc="HTTP requests answered. Status 499: the client left before the answer.",
+        labels={"method": METHODS, "route": ROUTES, "status": STATUSES},
+    ),
+    Series(
+        name="headrace_http_requests_in_flight",
+        kind=Kind.GAUGE,
+        doc="HTTP requests that are being answered now.",
+    ),
+    Series(
+        name="headrace_rejections_total",
+        kind=Kind.COUNTER,
+        doc="Requests refused for want of capacity (429, 503), by reason.",
+        labels={"reason": REJECTIONS},
+    ),
+    Series(
+        name="headrace_client_disconnects_total",
+        kind=Kind.COUNTER,
+        doc="Requests whose client left before the answer was complete.",
+    ),
+    Series(
+        name="headrace_slow_readers_total",
+        kind=Kind.COUNTER,
+        doc="Streams ended because their reader took nothing for too long.",
+    ),
+    Series(
+        name="headrace_request_success_total",
+        kind=Kind.COUNTER,
+        doc="Choices that ended, by reason.",
+        labels={"finished_reason": REASONS},
+    ),
+    Series(
+        name="headrace_prompt_tokens_total",
+        kind=Kind.COUNTER,
+        doc="Prompt tokens of started requests.",
+    ),
+    Series(name="headrace_generation_tokens_total", kind=Kind.COUNTER, doc="Tokens generated."),
+    Series(
+        name="headrace_cached_prompt_tokens_total",
+        kind=Kind.COUNTER,
+        doc="Prompt tokens found in the prefix cache.",
+    ),
+    Series(
+        name="headrace_time_to_first_token_seconds",
+        kind=Kind.HISTOGRAM,
+        doc="From the arrival of a request to its first token.",
+        buckets=_SECONDS,
+    ),
+    Series(
+        name="headrace_inter_token_latency_seconds",
+        kind=Kind.HISTOGRAM,
+        doc="Mean time between the tokens of a choice.",
+        buckets=_TOKEN_SECONDS,
+    ),
+    Series(
+        name="headrace_request_queue_time_seconds",
+        kind=Kind.HISTOGRAM,
+        doc="Time a request waited before it was first scheduled.",
+        buckets=_SECONDS,
+    ),
+    Series(
+        name="headrace_e2e_request_latency_seconds",
+        kind=Kind.HISTOGRAM,
+        doc="From the arrival of a request to the end of its answer.",
+        buckets=_SECONDS,
+    ),
+    Series(
+        name="headrace_request_prompt_tokens",
+        kind=Kind.HISTOGRAM,
+        doc="Prompt tokens of a request.",
+        buckets=_TOKENS,
+    ),
+    Series(
+        name="headrace_request_generation_tokens",
+        kind=Kind.HISTOGRAM,
+        doc="Tokens generated for a choice.",
+        buckets=_TOKENS,
+    ),
+)
+
+
+class Metrics:
+    """The counters of this process. Thread-safe as prometheus_client's own objects are."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._series = {series.name: series for series in TABLE}
+        self._objects = {series.name: self._make(series) for series in TABLE}
+
+    def _make(self, series: Series) -> Counter | Gauge | Histogram:
+        labels = tuple(series.labels)
+        if series.kind is Kind.COUNTER:
+            return Counter(series.name, series.doc, labels, registry=self.registry)
+        if series.kind is Kind.GAUGE:
+            return Gauge(
+                series.name, series.doc, labels, registry=self.registry, multiprocess_mode="livesum"
+            )
+        return Histogram(
+            series.name, series.doc, labels, registry=self.registry, buckets=series.buckets
+        )
+
+    def _labels(self, name: str, labels: Mapping[str, str]) -> dict[str, str]:
+        allowed = self._series[name].labels
+        return {
+            label: value if value in allowed[label] else OTHER for label, value in labels.items()
+        }
+
+    def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
+        """Adds to a counter or a gauge; label values outside the closed set count as "other"."""
+        target = self._objects[name]
+        assert isinstance(target, Counter | Gauge), f"{name} is a histogram"
+        (target.labels(**self._labels(name, labels)) if labels else target).inc(amount)
+
+    def observe(self, name: str, value: float) -> None:
+        """Adds a value to a histogram."""
+        target = self._objects[name]
+        assert isinstance(target, Histogram), f"{name} is no histogram"
+        target.observe(value)
+
+    def exposition(self, engines: list[Mapping[str, object]]) -> bytes:
+        """The Prometheus text: the series of the table, then what each engine core reported now."""
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            merged = CollectorRegistry()
+            MultiProcessCollector(merged)  # type: ignore[no-untyped-call]
+            own = generate_latest(merged)
+        else:
+            own = generate_latest(self.registry)
+        return own + _engine_text(engines)
+
+
+def _engine_text(engines: list[Mapping[str, object]]) -> bytes:
+    """Figures of the cores as gauges `headrace_engine_NAME{engine="i"}`; only numbers with identifier names count."""
+    names = sorted(
+        {name for engine in engines for name, value in engine.items() if _is_figure(name, value)}
+    )
+    lines: list[str] = []
+    for name in names:
+        lines.append(f"# TYPE headrace_engine_{name} gauge")
+        for index, engine in enumerate(engines):
+            value = engine.get(name)
+            if isinstance(value, int | float):
+                lines.append(f'headrace_engine_{name}{{engine="{index}"}} {float(value)}')
+    return ("\n".join(lines) + "\n").encode() if lines else b""
+
+
+def _is_figure(name: str, value: object) -> bool:
+    return isinstance(value, int | float) and name.isidentifier() and name.isascii()
+
+
+def metrics_page() -> str:
+    """docs/METRICS.md, generated from the table."""
+    rows = [
+        f"| `{series.name}` | {series.kind.value} | {', '.join(series.labels) or '-'} | {series.doc} |"
+        for series in TABLE
+    ]
+    head = "# Metrics\n\nGenerated from `headrace/base/telemetry/metrics.py`.\n\n"
+    table = "| name | kind | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
+    tail = '\n\nEvery number an engine core reports appears as `headrace_engine_NAME{engine="i"}` as well.'
+    return head + table + tail + "\n"

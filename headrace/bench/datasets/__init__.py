@@ -1,0 +1,1 @@
+"""Prompts and tasks that benchmarks and evaluations draw from."""

@@ -1,0 +1,90 @@
+"""`bench startup`: a fresh server each time; seconds until it is ready and until the first token has arrived."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.base.errors import StartError
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_ready(base: str, process: subprocess.Popen[bytes], end: float) -> None:
+    while time.perf_counter() < end:
+        if process.poll() is not None:
+            raise StartError(
+                f"headrace serve ended with status {process.returncode} before it was ready"
+            )
+        try:
+            with urllib.request.urlopen(base + "/health/ready", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.01)
+    raise StartError("headrace serve was not ready in time")
+
+
+def _first_token(base: str) -> None:
+    body = json.dumps(
+        {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    ).encode()
+    request = urllib.request.Request(
+        base + "/v1/completions", body, {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        json.load(response)
+
+
+def start_once(arguments: Sequence[str], *, timeout_s: float) -> tuple[float, float]:
+    """Starts `headrace serve ARGUMENTS`; seconds until ready and until the first token, both since the start."""
+    port = _free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "headrace",
+        "serve",
+        *arguments,
+        "--port",
+        str(port),
+        "--log-level",
+        "error",
+    ]
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        base = f"http://127.0.0.1:{port}"
+        _wait_ready(base, process, begin + timeout_s)
+        ready = time.perf_counter() - begin
+        _first_token(base)
+        return ready, time.perf_counter() - begin
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def startup(
+    arguments: Sequence[str], *, iterations: int, timeout_s: float = 600.0
+) -> dict[str, Any]:
+    """Starts the server `iterations` times; the first is shown apart, since it may read from a cold disk."""
+    runs = [start_once(arguments, timeout_s=timeout_s) for _ in range(iterations)]
+    ready, first = np.array([r[0] for r in runs]), np.array([r[1] for r in runs])
+    warm = slice(1, None) if iterations > 1 else slice(None)
+    return {
+        "iterations": iterations,
+        "first_run_ready_s": float(ready[0]),
+        "ready_s": float(np.median(ready[warm])),
+        "first_token_s": float(np.median(first[warm])),
+    }

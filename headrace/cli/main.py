@@ -1,0 +1,78 @@
+"""The door: `headrace COMMAND ...`. Each command is a module with `main(argv) -> int`, imported when it is named.
+
+Exit status: 0 done, 1 the work failed, 2 the user's words, checkpoint or machine are wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+
+from headrace import __version__
+from headrace.base.errors import HeadraceError, StartError
+from headrace.base.registry import Registry
+
+SUMMARIES = {
+    "serve": "serve a model over HTTP (OpenAI-compatible)",
+    "chat": "chat with a model in the terminal",
+    "generate": "continue prompts from the command line or a file",
+    "eval": "score a model on the demo model's held-out tasks",
+    "bench": "measure: serve, latency, throughput, startup",
+    "plan": "whether a model fits a device, and how fast it would run",
+    "doctor": "check this machine and say what to mend",
+    "env": "versions, devices and environment variables",
+}
+
+Command = Callable[[Sequence[str]], int]
+COMMANDS: Registry[Command] = Registry(
+    "command", {name: f"headrace.cli.{name}:main" for name in SUMMARIES}
+)
+
+
+def usage() -> str:
+    """The list of commands."""
+    lines = [
+        f"headrace {__version__}: LLM inference and serving",
+        "",
+        "usage: headrace COMMAND [options]",
+        "",
+    ]
+    lines += [f"  {name:10} {summary}" for name, summary in SUMMARIES.items()]
+    return "\n".join([*lines, "", "headrace COMMAND --help shows a command's options."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version", "version"):
+        print(f"headrace {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], SUMMARIES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        print(f"headrace: unknown command {words[0]!r}{hint}\n\n{usage()}", file=sys.stderr)
+        return 2
+    return _run(COMMANDS.load(words[0]), words[1:])
+
+
+def _run(command: Command, words: Sequence[str]) -> int:
+    try:
+        return command(words)
+    except StartError as error:
+        print(f"headrace: error: {error.message}", file=sys.stderr)
+        return 2
+    except HeadraceError as error:
+        print(f"headrace: error: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

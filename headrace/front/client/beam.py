@@ -1,0 +1,191 @@
+"""Beam search, on top of one-token continuations with scores.
+
+The `beam_width` most likely partial answers are continued together. An answer that reaches an end-of-sequence id or a
+stop id is complete. Answers are ranked by cumulative log-probability / length ** length_penalty, length counted in
+generated tokens (Wu et al. 2016, section 7, without the constant 5, as is usual). The prefix cache makes a continuation
+cost about one token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Protocol
+
+import msgspec
+
+from headrace.base.wire.params import SamplingParams
+from headrace.front.client.events import (
+    Delta,
+    Ended,
+    Event,
+    Generation,
+    ScoredToken,
+    Started,
+)
+from headrace.front.client.inputs import Widths
+from headrace.front.text.detokenizer import Detokenizer
+from headrace.front.text.tokenizer import Tokenizer
+
+
+class Continuer(Protocol):
+    """What beam search needs of the engine client."""
+
+    tokenizer: Tokenizer
+
+    @property
+    def widths(self) -> Widths:
+        """What bounds a request."""
+        ...
+
+    def check(self, generation: Generation) -> None:
+        """Refuses a generation that is malformed."""
+        ...
+
+    def run(self, generation: Generation, *, trusted: bool) -> AsyncGenerator[Event]:
+        """Runs a generation."""
+        ...
+
+
+class Beam(msgspec.Struct, frozen=True):
+    """A partial or complete answer."""
+
+    token_ids: tuple[int, ...] = ()
+    logprob: float = 0.0
+    scores: tuple[ScoredToken, ...] = ()
+    stop_id: int | None = None
+
+    def rank(self, length_penalty: float) -> float:
+        """What answers are compared by."""
+        return score(self.logprob, len(self.token_ids), length_penalty)
+
+
+def score(logprob: float, length: int, length_penalty: float) -> float:
+    """The score of an answer of `length` tokens."""
+    return logprob / math.pow(max(length, 1), length_penalty)
+
+
+def advance(
+    beams: list[Beam], following: list[list[ScoredToken]], *, width: int, stop_ids: frozenset[int]
+) -> tuple[list[Beam], list[Beam]]:
+    """The `width` best continuations that go on, and the `width` best that are complete.
+
+    following[i]: the best tokens after beams[i]; width + len(stop_ids) of them suffice.
+    """
+    candidates = [
+        Beam(
+            (*beam.token_ids, token.token.id),
+            beam.logprob + token.token.logprob,
+            (*beam.scores, token),
+            token.token.id if token.token.id in stop_ids else None,
+        )
+        for beam, tokens in zip(beams, following, strict=True)
+        for token in tokens
+    ]
+    candidates.sort(key=lambda beam: -beam.logprob)
+    live = [beam for beam in candidates if beam.stop_id is None][:width]
+    complete = [beam for beam in candidates if beam.stop_id is not None][:width]
+    return live, complete
+
+
+async def beam_search(engine: Continuer, generation: Generation) -> AsyncIterator[Event]:
+    """The `n` best of `beam_width` answers, best first, once they are all complete."""
+    engine.check(generation)
+    params, widths = generation.params, engine.widths
+    assert params.beam_width is not None
+    stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else widths.eos_ids)))
+    room = widths.context_tokens - len(generation.prompt_ids)
+    steps = room if params.max_tokens is None else min(params.max_tokens, room)
+    live, complete = [Beam()], list[Beam]()
+    yield Started(len(generation.prompt_ids))
+    for step in range(steps):
+        banned = stop_ids if step < params.min_tokens else frozenset[int]()
+        following = await _continuations(engine, generation, live, banned, stop_ids, widths)
+        live, ended = advance(live, following, width=params.beam_width, stop_ids=stop_ids)
+        complete = _best([*complete, *ended], params, params.beam_width)
+        if not live or _settled(live, complete, params, steps):
+            break
+    unfinished = [] if _settled(live, complete, params, steps) else live
+    for index, beam in enumerate(_best([*complete, *unfinished], params, params.n)):
+        for event in _events(engine.tokenizer, params, index, beam):
+            yield event
+
+
+def _best(beams: list[Beam], params: SamplingParams, count: int) -> list[Beam]:
+    return sorted(beams, key=lambda beam: -beam.rank(params.length_penalty))[:count]
+
+
+def _settled(live: list[Beam], complete: list[Beam], params: SamplingParams, steps: int) -> bool:
+    """Whether no live beam can still come among the best: a log-probability only falls, a length only grows."""
+    assert params.beam_width is not None
+    if len(complete) < params.beam_width:
+        return False
+    worst = complete[-1].rank(params.length_penalty)
+    return all(
+        max(
+            score(beam.logprob, length, params.length_penalty)
+            for length in (len(beam.token_ids), steps)
+        )
+        <= worst
+        for beam in live
+    )
+
+
+async def _continuations(
+    engine: Continuer,
+    generation: Generation,
+    beams: list[Beam],
+    banned: frozenset[int],
+    stop_ids: frozenset[int],
+    widths: Widths,
+) -> list[list[ScoredToken]]:
+    assert generation.params.beam_width is not None
+    wanted = min(generation.params.beam_width + len(stop_ids), widths.logits_width)
+    tasks = [
+        asyncio.create_task(_following(engine, generation, beam, wanted, banned)) for beam in beams
+    ]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _following(
+    engine: Continuer, generation: Generation, beam: Beam, wanted: int, banned: frozenset[int]
+) -> list[ScoredToken]:
+    """The tokens that may follow `beam`, with their log-probabilities."""
+    # temperature 1 and no other processing: the scores are the model's own.
+    params = SamplingParams(max_tokens=1, logprobs=wanted, ignore_eos=True)
+    prompt = [*generation.prompt_ids, *beam.token_ids]
+    step = msgspec.structs.replace(generation, prompt_ids=prompt, params=params)
+    async with aclosing(engine.run(step, trusted=True)) as events:
+        async for event in events:
+            if isinstance(event, Delta) and event.scores:
+                top = event.scores[0].top
+                return [ScoredToken(t, top) for t in top if t.id not in banned]
+    return []
+
+
+def _events(tokenizer: Tokenizer, params: SamplingParams, index: int, beam: Beam) -> list[Event]:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    keeps_stop = beam.stop_id is None or params.include_stop_str_in_output
+    shown = beam.token_ids if keeps_stop else beam.token_ids[:-1]
+    text = detokenizer.push(shown) + detokenizer.finish()
+    scores = None
+    if params.logprobs is not None:
+        most = params.logprobs if params.logprobs >= 0 else None
+        scores = [ScoredToken(s.token, s.top[:most]) for s in beam.scores]
+    return [
+        Delta(index=index, text=text, token_ids=list(beam.token_ids), scores=scores),
+        Ended(
+            index=index,
+            reason="length" if beam.stop_id is None else "stop",
+            stop=beam.stop_id,
+            num_output=len(beam.token_ids),
+            cumulative_logprob=beam.logprob,
+        ),
+    ]

@@ -1,0 +1,204 @@
+"""The connection to one engine core: a Unix socket that carries msgpack frames (base/wire).
+
+A core says Hello when it is ready. When the connection ends, everything in flight fails with EngineDead at once, and
+the connection is tried again with growing pauses until the core is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from headrace.base.errors import EngineDead, EngineError, Unavailable, from_wire
+from headrace.base.wire.codec import HEADER, MAX_FRAME_BYTES, Codec
+from headrace.base.wire.request import Call, Hello, Reply, ToCore, ToFront, TokenBatch
+from headrace.front.client.limits import Limits
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+
+
+class Receiver(Protocol):
+    """Who gets what a core sends."""
+
+    def on_tokens(self, batch: TokenBatch) -> None:
+        """A step's tokens and ends."""
+        ...
+
+    def on_lost(self) -> None:
+        """The core is gone; nothing that was in flight will be answered."""
+        ...
+
+
+class Connection:
+    """One core. `hello` is None while it is not connected."""
+
+    def __init__(self, path: str, receiver: Receiver, limits: Limits) -> None:
+        self._path = path
+        self._receiver = receiver
+        self._limits = limits
+        self._codec: Codec[ToCore | ToFront] = Codec(ToFront)
+        self._frames: _Frames | None = None
+        self._calls: dict[int, asyncio.Future[object]] = {}
+        self._next_call = 0
+        self._heard_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self.hello: Hello | None = None
+
+    def start(self) -> None:
+        """Begins to connect."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Ends the connection for good."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._lost()
+
+    async def wait_ready(self) -> Hello:
+        """Waits for the core's Hello."""
+        while self.hello is None:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.hello
+
+    @property
+    def alive(self) -> bool:
+        """Whether the core was heard of lately."""
+        silent_s = asyncio.get_running_loop().time() - self._heard_s
+        return self.hello is not None and silent_s < self._limits.heartbeat_timeout_s
+
+    def send(self, message: ToCore) -> None:
+        """Queues a message; Unavailable if the core is away or does not take messages."""
+        if self.hello is None or self._frames is None or self._frames.transport is None:
+            raise Unavailable("the engine is starting; try again soon", retry_after_s=1.0)
+        transport = self._frames.transport
+        if transport.get_write_buffer_size() > self._limits.max_unsent_bytes:
+            raise Unavailable("the engine does not take requests now", retry_after_s=1.0)
+        transport.write(self._codec.frame(message))
+
+    async def call(self, operation: str, **arguments: object) -> object:
+        """A control call; its result, or the error the core answered with."""
+        number = self._next_call
+        self._next_call += 1
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
+        try:
+            known = msgspec.convert(
+                arguments, dict[str, int | float | str | bool | list[int] | None]
+            )
+            self.send(Call(number=number, operation=operation, arguments=known))
+            return await future
+        finally:
+            self._calls.pop(number, None)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            frames = _Frames(self._take)
+            with contextlib.suppress(OSError):
+                await loop.create_unix_connection(lambda f=frames: f, self._path)  # type: ignore[misc]
+                self._frames = frames
+                pause_s = await self._stay(frames, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _stay(self, frames: _Frames, pause_s: float) -> float:
+        """Stays until the connection ends; the pause starts anew if the core was ready."""
+        beat = asyncio.create_task(self._heartbeat())
+        try:
+            await frames.ended
+            return pause_s if self.hello is None else _FIRST_PAUSE_S
+        finally:
+            beat.cancel()
+            frames.close()
+            self._lost()
+
+    async def _heartbeat(self) -> None:
+        """Asks a silent core for its state, so that silence means something."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._limits.heartbeat_s)
+            if self.hello is not None and loop.time() - self._heard_s >= self._limits.heartbeat_s:
+                with contextlib.suppress(EngineError, Unavailable):
+                    await self.call("status")
+
+    def _take(self, body: memoryview) -> None:
+        message = self._codec.decode(body)
+        self._heard_s = asyncio.get_running_loop().time()
+        if isinstance(message, TokenBatch):
+            self._receiver.on_tokens(message)
+        elif isinstance(message, Reply):
+            self._answer(message)
+        elif isinstance(message, Hello):
+            self.hello = message
+            self._changed.set()
+
+    def _answer(self, reply: Reply) -> None:
+        future = self._calls.get(reply.number)
+        if future is None or future.done():
+            return
+        if reply.error is not None:
+            future.set_exception(from_wire(reply.error))
+        else:
+            future.set_result(msgspec.msgpack.decode(reply.result))
+
+    def _lost(self) -> None:
+        self.hello = None
+        self._frames = None
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDead("the engine process ended", retry_after_s=1.0))
+        self._calls.clear()
+        self._receiver.on_lost()
+
+
+class _Frames(asyncio.Protocol):
+    """Cuts the byte stream into frames. A frame that is malformed ends the connection."""
+
+    def __init__(self, take: Callable[[memoryview], None]) -> None:
+        self._take = take
+        self._buffer = bytearray()
+        self.transport: asyncio.Transport | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        try:
+            with memoryview(buffer) as view:
+                while len(buffer) - start >= HEADER.size:
+                    size = HEADER.unpack_from(buffer, start)[0]
+                    if size > MAX_FRAME_BYTES:
+                        raise ValueError(f"a frame of {size} bytes")
+                    end = start + HEADER.size + size
+                    if len(buffer) < end:
+                        break
+                    with view[start + HEADER.size : end] as body:
+                        self._take(body)
+                    start = end
+        except (ValueError, msgspec.DecodeError, AssertionError):
+            self.close()
+            return
+        del buffer[:start]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def close(self) -> None:
+        """Closes the socket."""
+        if self.transport is not None:
+            self.transport.abort()

@@ -1,0 +1,322 @@
+"""`AsyncLLM`: the engine as clients see it, over the sockets of one or several engine cores.
+
+A generation becomes one engine request per answer, all on the core with the least to do. What cores send is turned into
+text as it arrives (so that a stop string ends an answer whether or not anybody reads), merged per answer until the
+reader takes it. Plain path per token: a look-up, a detokenizer step, and per step one wake-up of the reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+
+import msgspec
+
+from headrace.base.config.resolved import TextSpec
+from headrace.base.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    EngineError,
+    HeadraceError,
+    NotFound,
+    Unavailable,
+)
+from headrace.base.wire.request import AbortRequests, TokenBatch, TokenLogprobs
+from headrace.front.client.beam import beam_search
+from headrace.front.client.connection import Connection
+from headrace.front.client.events import Event, Generation, Started
+from headrace.front.client.fanout import best_of, choice_params
+from headrace.front.client.inputs import InputChecker, Widths
+from headrace.front.client.limits import Limits
+from headrace.front.client.outputs import Answer
+from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
+
+# From this length on, further answers wait for the first one's prompt, to find its blocks in the prefix cache.
+_SHARED_PROMPT_TOKENS = 64
+
+
+class AsyncLLM:
+    """Implements `events.Engine`. Belongs to the event loop in which `start` ran."""
+
+    def __init__(
+        self,
+        text: TextSpec,
+        socket_paths: Sequence[str],
+        *,
+        limits: Limits | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.text = text
+        self.limits = limits or Limits()
+        self.tokenizer = tokenizer or load_tokenizer(text.tokenizer_path)
+        self._checker = InputChecker(self.tokenizer, self.limits)
+        self._cores = [_Core(path, self.limits) for path in socket_paths]
+        self._labels: dict[str, list[_Stream]] = {}
+
+    async def start(self) -> None:
+        """Connects to every core and waits for its Hello."""
+        for core in self._cores:
+            core.connection.start()
+        try:
+            async with asyncio.timeout(self.limits.hello_timeout_s):
+                for core in self._cores:
+                    await core.connection.wait_ready()
+        except TimeoutError:
+            waited = f"{self.limits.hello_timeout_s:g} s"
+            raise Unavailable(f"the engine is not ready after {waited}", retry_after_s=5) from None
+
+    async def close(self) -> None:
+        """Aborts what runs and closes the connections."""
+        for core in self._cores:
+            core.abort(list(core.running))
+            await core.connection.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one core can take requests."""
+        return any(core.connection.hello is not None for core in self._cores)
+
+    @property
+    def alive(self) -> bool:
+        """Whether every core answers its heartbeat."""
+        return all(core.connection.alive for core in self._cores)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Engine requests that run or wait."""
+        return sum(len(core.running) for core in self._cores)
+
+    @property
+    def widths(self) -> Widths:
+        """What bounds a request, by the model and by every core that is connected."""
+        hellos = [c.connection.hello for c in self._cores if c.connection.hello is not None]
+        text = self.text
+        lengths = [min(hello.max_model_len, hello.capacity_tokens) for hello in hellos]
+        return Widths(
+            logits_width=min([text.logits_width, *(hello.logits_width for hello in hellos)]),
+            context_tokens=min([text.max_model_len, *lengths]),
+            eos_ids=text.eos_ids,
+        )
+
+    def check(self, generation: Generation) -> None:
+        """Refuses a generation that `generate` would refuse for what the caller did wrong."""
+        self._checker.check(generation, self.widths)
+
+    def generate(self, generation: Generation) -> AsyncIterator[Event]:
+        """See `events.Engine.generate`."""
+        params = generation.params
+        if params.beam_width is not None:
+            return beam_search(self, generation)
+        if params.best_of is not None and params.best_of != params.n:
+            return self._ranked(generation)
+        return self.run(generation)
+
+    async def _ranked(self, generation: Generation) -> AsyncIterator[Event]:
+        """`n` answers out of `best_of`."""
+        self.check(generation)
+        params = generation.params
+        assert params.best_of is not None
+        scored = params if params.logprobs is not None else _replace(params, logprobs=0)
+        whole = _replace(generation, params=_replace(scored, n=params.best_of, best_of=None))
+        async with aclosing(self.run(whole)) as events:
+            keep = params.logprobs is not None
+            ranked = best_of(events, n=params.n, candidates=params.best_of, keep_scores=keep)
+            async for event in ranked:
+                yield event
+
+    async def run(self, generation: Generation, *, trusted: bool = False) -> AsyncGenerator[Event]:
+        """`n` answers, without ranking. `trusted`: made by the engine's own code, beyond the limits for callers."""
+        widths = self.widths
+        if not trusted:
+            self._checker.check(generation, widths)
+        stream = _Stream(self._least_loaded(), len(generation.prompt_ids), self.limits)
+        self._labels.setdefault(generation.label, []).append(stream)
+        try:
+            self._launch(stream, generation, widths, range(1))
+            together = len(generation.prompt_ids) < _SHARED_PROMPT_TOKENS
+            rest = range(1, generation.params.n)
+            if together:
+                self._launch(stream, generation, widths, rest)
+            events = await stream.next_events()
+            if not together:
+                self._launch(stream, generation, widths, rest)
+            yield Started(len(generation.prompt_ids))
+            while events:
+                for event in events:
+                    yield event
+                events = await stream.next_events()
+        finally:
+            stream.abort()
+            self._forget(generation.label, stream)
+
+    async def explain(self, label: str) -> dict[str, object]:
+        """See `events.Engine.explain`: one entry of the core per answer, under "requests"."""
+        requests: list[object] = []
+        for stream in self._labels.get(label, []):
+            if ids := list(stream.running):
+                requests.append(await stream.core.connection.call("explain", ids=ids))
+        if not requests:
+            raise NotFound(f"request {label!r:.100} is not in flight", field="id")
+        return {"id": label, "requests": requests}
+
+    async def call(self, operation: str, **arguments: object) -> list[object]:
+        """See `events.Engine.call`."""
+        calls = [core.connection.call(operation, **arguments) for core in self._cores]
+        return list(await asyncio.gather(*calls))
+
+    def _least_loaded(self) -> _Core:
+        ready = [core for core in self._cores if core.connection.hello is not None]
+        if not ready:
+            raise Unavailable("the engine is starting; try again soon", retry_after_s=1.0)
+        return min(ready, key=lambda core: len(core.running))
+
+    def _launch(
+        self, stream: _Stream, generation: Generation, widths: Widths, indices: range
+    ) -> None:
+        for index in indices:
+            params = choice_params(generation.params, index)
+            request_id = secrets.randbits(63)
+            one = generation if index == 0 else _replace(generation, params=params)
+            request = self._checker.request(one, widths, request_id)
+            answer = Answer(index=index, tokenizer=self.tokenizer, params=params, stop=request.stop)
+            stream.core.connection.send(request)
+            stream.add(request_id, answer)
+
+    def _forget(self, label: str, stream: _Stream) -> None:
+        streams = self._labels[label]
+        streams.remove(stream)
+        if not streams:
+            del self._labels[label]
+
+
+class _Stream:
+    """The answers to one generation, and its reader. Invariant: an answer with unread events is in `_unread` once."""
+
+    def __init__(self, core: _Core, num_prompt: int, limits: Limits) -> None:
+        self.core = core
+        self.running: dict[int, Answer] = {}
+        self._num_prompt = num_prompt
+        self._most_bytes = limits.max_pending_bytes
+        self._unread: deque[Answer] = deque()
+        self._reader: asyncio.Future[None] | None = None
+
+    def add(self, request_id: int, answer: Answer) -> None:
+        """Takes an answer in that was just sent to the core."""
+        self.running[request_id] = answer
+        self.core.running[request_id] = self
+
+    async def next_events(self) -> list[Event]:
+        """The next events, at least one; empty once every answer has ended."""
+        while self.running or self._unread:
+            events: list[Event] = []
+            while self._unread:
+                answer = self._unread.popleft()
+                answer.queued = False
+                if answer.error is not None:
+                    raise answer.error
+                events += answer.take(self._num_prompt)
+            if events:
+                return events
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return []
+
+    def token(self, request_id: int, token_id: int, scored: TokenLogprobs | None) -> None:
+        """One token of one answer."""
+        answer = self.running[request_id]
+        stopped = answer.add_token(token_id, scored)
+        if stopped:
+            self._remove(request_id)
+            self.core.abort([request_id])
+        elif answer.queued and answer.pending_bytes > self._most_bytes:
+            message = f"nobody read the answer: more than {self._most_bytes} bytes wait"
+            self.fail(request_id, DeadlineExceeded(message))
+            self.core.abort([request_id])
+        self.wake(answer)
+
+    def fail(self, request_id: int, error: HeadraceError) -> None:
+        """Ends one answer, and with it the generation, by an error."""
+        answer = self._remove(request_id)
+        answer.error = error
+        self.wake(answer)
+
+    def finished(self, request_id: int) -> Answer:
+        """The core told the end of one answer, which has taken it in."""
+        answer = self._remove(request_id)
+        self.wake(answer)
+        return answer
+
+    def wake(self, answer: Answer) -> None:
+        """Lets the reader know of an answer's new events."""
+        if answer.queued:
+            return
+        answer.queued = True
+        self._unread.append(answer)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def abort(self) -> None:
+        """Ends what still runs; nobody reads it."""
+        if self.running:
+            ids = list(self.running)
+            for request_id in ids:
+                self._remove(request_id)
+            self.core.abort(ids)
+
+    def _remove(self, request_id: int) -> Answer:
+        self.core.running.pop(request_id, None)
+        return self.running.pop(request_id)
+
+
+class _Core:
+    """One core: its connection, and who waits for which of its requests."""
+
+    def __init__(self, path: str, limits: Limits) -> None:
+        self.connection = Connection(path, self, limits)
+        self.running: dict[int, _Stream] = {}
+
+    def abort(self, ids: list[int]) -> None:
+        """Tells the core to end requests; one that is away has none."""
+        if ids:
+            with suppress(Unavailable):
+                self.connection.send(AbortRequests(tuple(ids)))
+
+    def on_tokens(self, batch: TokenBatch) -> None:
+        """Hands a step's tokens and ends to their answers. Ids that are unknown have just been aborted."""
+        running, scores = self.running, batch.logprobs
+        for request_id, prompt_scores in batch.prompt_logprobs:
+            if (stream := running.get(request_id)) is not None:
+                stream.running[request_id].add_prompt_scores(prompt_scores)
+        tokens: list[int] = batch.tokens.tolist()
+        for i, request_id in enumerate(batch.ids.tolist()):
+            stream = running.get(request_id)
+            if stream is None:
+                continue
+            try:
+                stream.token(request_id, tokens[i], scores[i] if scores else None)
+            except Exception as error:  # one answer's failure is not the others' (P7)
+                self._failed(stream, request_id, error)
+        for end in batch.finished:
+            stream = running.get(end.id)
+            if stream is not None:
+                stream.running[end.id].finish(end)
+                stream.finished(end.id)
+
+    def on_lost(self) -> None:
+        """The core is gone: everything in flight fails at once."""
+        for request_id, stream in list(self.running.items()):
+            stream.fail(
+                request_id,
+                EngineDead("the engine process ended while it ran the request", retry_after_s=1.0),
+            )
+
+    def _failed(self, stream: _Stream, request_id: int, error: Exception) -> None:
+        self.abort([request_id])
+        if request_id in stream.running:
+            stream.fail(request_id, EngineError(f"internal error ({type(error).__name__})"))
+
+
+_replace = msgspec.structs.replace

@@ -1,0 +1,74 @@
+"""n and best_of: several answers to one prompt.
+
+Each answer is an engine request of its own; they share the prompt's KV through the prefix cache. Answer 0 has the
+caller's seed, the others seeds derived from it, so that a seed reproduces all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from headrace.base.wire.params import SamplingParams
+from headrace.front.client.events import Delta, Ended, Event, ScoredToken
+
+_MASK = (1 << 64) - 1
+
+
+def choice_seed(seed: int | None, index: int) -> int | None:
+    """The seed of answer `index`: SplitMix64 (Steele, Lea, Flood 2014) of seed and index; 63 bits."""
+    if seed is None or index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) >> 1
+
+
+def choice_params(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of answer `index`; only answer 0 scores the prompt."""
+    if index == 0:
+        return params
+    return msgspec.structs.replace(
+        params, seed=choice_seed(params.seed, index), prompt_logprobs=None
+    )
+
+
+class _Answer(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] = []
+    scores: list[ScoredToken] = []
+    ended: Ended | None = None
+
+    def mean_logprob(self) -> float:
+        assert self.ended is not None and self.ended.cumulative_logprob is not None
+        return self.ended.cumulative_logprob / max(len(self.token_ids), 1)
+
+
+async def best_of(
+    events: AsyncIterator[Event], *, n: int, candidates: int, keep_scores: bool
+) -> AsyncIterator[Event]:
+    """The `n` answers with the highest mean log-probability out of `candidates`, in that order, once all have ended."""
+    answers = [_Answer() for _ in range(candidates)]
+    async for event in events:
+        if isinstance(event, Delta):
+            answer = answers[event.index]
+            answer.text += event.text
+            answer.token_ids += event.token_ids
+            answer.scores += event.scores or []
+        elif isinstance(event, Ended):
+            answers[event.index].ended = event
+        else:
+            yield event
+    answers.sort(key=_Answer.mean_logprob, reverse=True)
+    for index, answer in enumerate(answers[:n]):
+        assert answer.ended is not None
+        yield Delta(
+            index=index,
+            text=answer.text,
+            token_ids=answer.token_ids,
+            scores=answer.scores if keep_scores else None,
+        )
+        cumulative = answer.ended.cumulative_logprob if keep_scores else None
+        yield msgspec.structs.replace(answer.ended, index=index, cumulative_logprob=cumulative)

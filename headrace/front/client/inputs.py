@@ -1,0 +1,295 @@
+"""From a `Generation` to what one engine core is sent: checked against the model's widths, every text turned into ids.
+
+Everything a core could choke on is refused here, with the field, what was given and the bound (P7, P8): floats are
+finite, counts bounded, token ids below the width of the logits (not the length of the vocabulary), and the prompt fits.
+Stop strings stay in the front (`outputs.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.base.errors import ContextTooLong, InvalidRequest
+from headrace.base.wire.params import RowSampling, SamplingParams, StopRules
+from headrace.base.wire.request import EngineRequest
+from headrace.front.client.events import Generation
+from headrace.front.client.limits import Limits
+from headrace.front.text.tokenizer import Tokenizer
+
+_SEED_MASK = (1 << 63) - 1
+_INT32 = (-(1 << 31), (1 << 31) - 1)
+
+
+class Widths(msgspec.Struct, frozen=True, kw_only=True):
+    """What bounds a request: ids are below `logits_width`, prompt and answer together have at most `context_tokens`."""
+
+    logits_width: int
+    context_tokens: int
+    eos_ids: tuple[int, ...]
+
+
+# field -> (least, greatest, whether the least itself is allowed)
+_FLOATS: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, 100.0, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "typical_p": (0.0, 1.0, False),
+    "repetition_penalty": (0.0, 100.0, False),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+    "length_penalty": (-10.0, 10.0, True),
+    "dry_multiplier": (0.0, 100.0, True),
+    "dry_base": (1.0, 100.0, True),
+    "xtc_probability": (0.0, 1.0, True),
+    "xtc_threshold": (0.0, 1.0, True),
+}
+
+
+class InputChecker:
+    """Checks and resolves generations for one model."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._breaker_ids: dict[str, int | None] = {}
+
+    def check(self, generation: Generation, widths: Widths) -> None:
+        """Refuses what is malformed, out of range or can never fit."""
+        _check_envelope(generation, self._limits)
+        _check_params(generation.params, self._limits, widths)
+        _check_prompt(generation, widths)
+
+    def request(self, generation: Generation, widths: Widths, request_id: int) -> EngineRequest:
+        """The engine request of a checked generation (one choice: `n` is not looked at)."""
+        params = generation.params
+        stop = self._stop_rules(generation, widths)
+        return EngineRequest(
+            id=request_id,
+            prompt=np.asarray(generation.prompt_ids, dtype="<i4").tobytes(),
+            stop=stop,
+            sampling=self._row_sampling(params, stop),
+            label=generation.label,
+            tenant=generation.tenant,
+            weight=generation.weight,
+            priority=generation.priority,
+            deadline_s=generation.deadline_s,
+            cache_salt=generation.cache_salt,
+        )
+
+    def _stop_rules(self, generation: Generation, widths: Widths) -> StopRules:
+        params = generation.params
+        room = widths.context_tokens - len(generation.prompt_ids)
+        eos = () if params.ignore_eos else widths.eos_ids
+        return StopRules(
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            min_tokens=params.min_tokens,
+            stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
+        )
+
+    def _row_sampling(self, params: SamplingParams, stop: StopRules) -> RowSampling:
+        dry = params.dry_multiplier > 0
+        return RowSampling(
+            temperature=float(params.temperature),
+            top_k=max(params.top_k, 0),
+            top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            typical_p=float(params.typical_p),
+            repetition_penalty=float(params.repetition_penalty),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            dry_multiplier=float(params.dry_multiplier),
+            dry_base=float(params.dry_base),
+            dry_allowed_length=params.dry_allowed_length,
+            dry_range=params.dry_range,
+            dry_breaker_ids=self._breakers(params.dry_sequence_breakers) if dry else (),
+            xtc_probability=float(params.xtc_probability),
+            xtc_threshold=float(params.xtc_threshold),
+            min_tokens=params.min_tokens,
+            suppressed_ids=stop.stop_ids if params.min_tokens else (),
+            bad_words=self._bad_words(params.bad_words),
+            allowed_ids=params.allowed_token_ids,
+            logit_bias={int(k): float(v) for k, v in params.logit_bias.items()},
+            seed=secrets.randbits(63) if params.seed is None else params.seed & _SEED_MASK,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            logprob_ids=params.logprob_token_ids,
+        )
+
+    def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as ids, at the start of a text and after a space, which vocabularies spell differently."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, " " + word.lstrip(" ")):
+                if ids := tuple(self._tokenizer.encode_plain(text)):
+                    found[ids] = None
+        return tuple(found)
+
+    def _breakers(self, texts: Iterable[str]) -> tuple[int, ...]:
+        """The token that ends each breaker where it follows a letter."""
+        found: dict[int, None] = {}
+        for text in texts:
+            if text not in self._breaker_ids:
+                if len(self._breaker_ids) > 4096:
+                    self._breaker_ids.clear()
+                ids = self._tokenizer.encode_plain("a" + text)
+                self._breaker_ids[text] = ids[-1] if ids else None
+            if (breaker := self._breaker_ids[text]) is not None:
+                found[breaker] = None
+        return tuple(found)
+
+
+def _check_envelope(generation: Generation, limits: Limits) -> None:
+    _text("request_id", generation.label, limits.max_label_chars)
+    _text("user", generation.tenant, limits.max_label_chars)
+    _text("cache_salt", generation.cache_salt, limits.max_salt_chars)
+    if any(character in generation.cache_salt for character in "@/\\\0"):
+        raise bad("cache_salt", generation.cache_salt, "text without @ / \\ and NUL")
+    _number("weight", generation.weight, 0.0, 1e6, least_allowed=False)
+    _integer("priority", generation.priority, *_INT32)
+    if generation.deadline_s is not None:
+        _number("timeout_s", generation.deadline_s, 0.0, 1e9, least_allowed=False)
+
+
+def _check_params(params: SamplingParams, limits: Limits, widths: Widths) -> None:
+    for field, (least, greatest, least_allowed) in _FLOATS.items():
+        _number(field, getattr(params, field), least, greatest, least_allowed=least_allowed)
+    _check_counts(params, limits, widths)
+    _check_lists(params, limits, widths)
+    _check_logprobs(params, limits, widths)
+
+
+def _check_counts(params: SamplingParams, limits: Limits, widths: Widths) -> None:
+    context = widths.context_tokens
+    _integer("n", params.n, 1, limits.max_n)
+    if params.best_of is not None:
+        _integer("best_of", params.best_of, params.n, limits.max_n)
+    if params.beam_width is not None:
+        _integer("beam_width", params.beam_width, params.n, limits.max_beam_width)
+        for field in ("best_of", "stop", "bad_words", "logit_bias", "allowed_token_ids"):
+            if getattr(params, field):
+                raise InvalidRequest(f"{field}: does not go with beam search", field=field)
+    _integer("top_k", params.top_k, -1, _INT32[1])
+    _integer("dry_allowed_length", params.dry_allowed_length, 1, context)
+    _integer("dry_range", params.dry_range, 0, _INT32[1])
+    if params.max_tokens is not None:
+        _integer("max_tokens", params.max_tokens, 0, context)
+    most = context if params.max_tokens is None else params.max_tokens
+    _integer("min_tokens", params.min_tokens, 0, most)
+    if params.seed is not None:
+        _integer("seed", params.seed, -(1 << 63), (1 << 63) - 1)
+
+
+def _check_lists(params: SamplingParams, limits: Limits, widths: Widths) -> None:
+    width = widths.logits_width
+    _texts("stop", params.stop, limits.max_stop_strings, limits.max_stop_chars)
+    _texts("bad_words", params.bad_words, limits.max_bad_words, limits.max_bad_word_chars)
+    breakers = params.dry_sequence_breakers
+    _texts("dry_sequence_breakers", breakers, limits.max_breakers, limits.max_bad_word_chars)
+    _ids("stop_token_ids", params.stop_token_ids, limits.max_stop_ids, width)
+    _ids("logprob_token_ids", params.logprob_token_ids, limits.max_named_logprobs, width)
+    _ids("logit_bias", params.logit_bias, limits.max_logit_bias, width)
+    for token_id, bias in params.logit_bias.items():
+        _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+    if params.allowed_token_ids is not None:
+        _ids("allowed_token_ids", params.allowed_token_ids, width, width)
+        if not params.allowed_token_ids:
+            raise InvalidRequest(
+                "allowed_token_ids: an empty list; at least one id is needed",
+                field="allowed_token_ids",
+            )
+
+
+def _check_logprobs(params: SamplingParams, limits: Limits, widths: Widths) -> None:
+    for field, given, most in (
+        ("logprobs", params.logprobs, limits.max_logprobs),
+        ("prompt_logprobs", params.prompt_logprobs, limits.max_prompt_logprobs),
+    ):
+        if given is None:
+            continue
+        wanted = widths.logits_width if given == -1 else given
+        _integer(field, given, -1, most)
+        if wanted > most:
+            raise bad(field, given, f"at most {most} (-1 means all {widths.logits_width})")
+    if params.logprob_token_ids and params.logprobs is None:
+        raise InvalidRequest(
+            "logprob_token_ids: need logprobs (0 gives no alternatives)", field="logprob_token_ids"
+        )
+
+
+def _check_prompt(generation: Generation, widths: Widths) -> None:
+    prompt, params = generation.prompt_ids, generation.params
+    if not prompt:
+        raise InvalidRequest("prompt: is empty; at least one token is needed", field="prompt")
+    context = widths.context_tokens
+    wanted = 0 if params.max_tokens == 0 else max(params.min_tokens, 1)
+    if len(prompt) + wanted > context:
+        raise ContextTooLong(
+            f"prompt is too long: {len(prompt)} tokens > {context - wanted} maximum"
+            + (f" (the context is {context}, min_tokens {wanted})" if wanted > 1 else ""),
+            field="prompt",
+        )
+    try:
+        ids = np.asarray(prompt, dtype=np.int64)
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidRequest("prompt: must be a list of token ids", field="prompt") from None
+    if ids.ndim != 1:
+        raise InvalidRequest("prompt: must be a flat list of token ids", field="prompt")
+    if int(ids.min()) < 0 or int(ids.max()) >= widths.logits_width:
+        wrong = next(i for i in prompt if not 0 <= i < widths.logits_width)
+        raise bad("prompt", wrong, f"a token id from 0 to {widths.logits_width - 1}")
+
+
+def bad(field: str, given: object, allowed: str) -> InvalidRequest:
+    """The error for a value that is not allowed."""
+    shown = repr(given)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return InvalidRequest(f"{field}: {shown} is not {allowed}", field=field)
+
+
+def _number(
+    field: str, given: Any, least: float, greatest: float, *, least_allowed: bool = True
+) -> None:
+    allowed = f"a finite number {'from' if least_allowed else 'above'} {least:g} to {greatest:g}"
+    if not isinstance(given, int | float) or isinstance(given, bool) or not math.isfinite(given):
+        raise bad(field, given, allowed)
+    if not least <= given <= greatest or (given == least and not least_allowed):
+        raise bad(field, given, allowed)
+
+
+def _integer(field: str, given: Any, least: int, greatest: int) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or not least <= given <= greatest:
+        raise bad(field, given, f"an integer from {least} to {greatest}")
+
+
+def _text(field: str, given: Any, most: int) -> None:
+    if not isinstance(given, str) or len(given) > most:
+        raise bad(field, given, f"a text of at most {most} characters")
+
+
+def _texts(field: str, given: Any, most: int, most_chars: int) -> None:
+    if not isinstance(given, tuple | list):
+        raise bad(field, given, "a list of texts")
+    if len(given) > most:
+        raise InvalidRequest(
+            f"{field}: {len(given)} entries; at most {most} are allowed", field=field
+        )
+    for text in given:
+        if not isinstance(text, str) or not 0 < len(text) <= most_chars:
+            raise bad(field, text, f"a text of 1 to {most_chars} characters")
+
+
+def _ids(field: str, given: Any, most: int, width: int) -> None:
+    if not isinstance(given, tuple | list | dict):
+        raise bad(field, given, "a list of token ids")
+    if len(given) > most:
+        raise InvalidRequest(
+            f"{field}: {len(given)} entries; at most {most} are allowed", field=field
+        )
+    for token_id in given:
+        _integer(field, token_id, 0, width - 1)

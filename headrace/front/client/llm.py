@@ -1,0 +1,304 @@
+"""`LLM`: the engine for scripts. Starts a core on this machine, runs `AsyncLLM` in a thread, answers with plain objects."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from headrace.base.config.tree import Options
+from headrace.base.errors import ConfigError
+from headrace.base.wire.params import SamplingParams
+from headrace.front.client.engine import AsyncLLM
+from headrace.front.client.events import Delta, Ended, Event, Generation, PromptScored, ScoredToken
+from headrace.front.client.limits import Limits
+from headrace.front.text.chat import ChatTemplate
+
+T = TypeVar("T")
+Prompt = str | list[int]
+Message = dict[str, Any]
+
+_MOST_IN_FLIGHT = 512
+_LIMITS = Limits(
+    max_n=1024,
+    max_logprobs=1 << 20,
+    max_prompt_logprobs=1 << 20,
+    max_named_logprobs=1 << 20,
+    max_pending_bytes=1 << 40,
+)
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """One answer. `finish_reason`: stop, length or abort; `stop` is the stop string or stop id that matched."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[ScoredToken] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str = ""
+    stop: str | int | None = None
+
+
+class Output(msgspec.Struct, kw_only=True):
+    """A prompt and its answers. `prompt` is None if it was given as ids."""
+
+    prompt: str | None
+    prompt_ids: list[int]
+    prompt_logprobs: list[ScoredToken | None] | None = None
+    outputs: list[Completion] = []
+    num_cached: int = 0
+
+    @property
+    def text(self) -> str:
+        """The text of the first answer."""
+        return self.outputs[0].text
+
+
+class LLM:
+    """A model on this machine. Use it as a context manager, or call `close`.
+
+    `options` are the fields of the configuration tree by name: `LLM("folder", max_running=8, kv_memory="2GiB")`.
+    """
+
+    def __init__(self, model: str = "", **options: object) -> None:
+        from headrace.launch.local import start_local  # the only heavy import, and only here
+
+        self._local = start_local(options_from(model=model, **options))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        try:
+            text = self._local.resolved.text
+            self.engine = AsyncLLM(text, self._local.socket_paths, limits=_LIMITS)
+            self.tokenizer = self.engine.tokenizer
+            source = text.chat_template or self.tokenizer.facts.chat_template
+            self.chat_template = ChatTemplate(source, self.tokenizer, max_tokens=text.max_model_len)
+            self._defaults = text.generation_defaults
+            self._wait(self.engine.start())
+        except BaseException:
+            self._stop()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Output]:
+        """Continues each prompt (text or token ids); one output per prompt, in order."""
+        wanted = prompt_list(prompts)
+        most = self.engine.widths.context_tokens
+        encoded = [
+            self.tokenizer.encode(prompt, max_tokens=most) if isinstance(prompt, str) else prompt
+            for prompt in wanted
+        ]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in wanted]
+        return self._run(texts, encoded, params, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ) -> list[Output]:
+        """Answers one conversation, or several; one output per conversation, in order."""
+        single = bool(messages) and isinstance(messages[0], dict)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
+        encoded = [
+            self.chat_template.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                kwargs=template_arguments,
+            )
+            for conversation in conversations
+        ]
+        return self._run([None] * len(encoded), encoded, params, progress)
+
+    def close(self) -> None:
+        """Ends the engine and frees what it holds; idempotent."""
+        if self._thread.is_alive():
+            self._wait(self.engine.close())
+        self.chat_template.close()
+        self._stop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(
+        self,
+        texts: list[str | None],
+        encoded: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+    ) -> list[Output]:
+        each = params_list(params, len(encoded), self._defaults)
+        generations = [
+            Generation(prompt_ids=ids, params=one) for ids, one in zip(encoded, each, strict=True)
+        ]
+        outputs = self._wait(run_all(self.engine, generations, show=progress))
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text
+        return outputs
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        self._local.close()
+
+
+async def run_all(engine: AsyncLLM, generations: list[Generation], *, show: bool) -> list[Output]:
+    """Runs all generations, a bounded number at a time; all are checked before the first one starts."""
+    for generation in generations:
+        engine.check(generation)
+    room = asyncio.Semaphore(_MOST_IN_FLIGHT)
+    with progress_bar(len(generations), show=show) as advance:
+
+        async def one(generation: Generation) -> Output:
+            async with room:
+                output = await run_one(engine, generation)
+            advance(sum(len(answer.token_ids) for answer in output.outputs))
+            return output
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(generation)) for generation in generations]
+    return [task.result() for task in tasks]
+
+
+async def run_one(engine: AsyncLLM, generation: Generation) -> Output:
+    """The fold of one generation's events."""
+    output = Output(prompt=None, prompt_ids=generation.prompt_ids)
+    async with aclosing(cast("Any", engine.generate(generation))) as events:
+        async for event in events:
+            fold(output, event)
+    output.outputs.sort(key=lambda answer: answer.index)
+    return output
+
+
+def fold(output: Output, event: Event) -> None:
+    """Adds one event to an output."""
+    if isinstance(event, PromptScored):
+        output.prompt_logprobs = event.scores
+    elif isinstance(event, Delta):
+        answer = _answer(output, event.index)
+        answer.text += event.text
+        answer.token_ids += event.token_ids
+        if event.scores is not None:
+            answer.logprobs = [*(answer.logprobs or []), *event.scores]
+    elif isinstance(event, Ended):
+        answer = _answer(output, event.index)
+        answer.finish_reason, answer.stop = event.reason, event.stop
+        answer.cumulative_logprob = event.cumulative_logprob
+        output.num_cached = max(output.num_cached, event.num_cached)
+
+
+def _answer(output: Output, index: int) -> Completion:
+    for answer in output.outputs:
+        if answer.index == index:
+            return answer
+    output.outputs.append(Completion(index=index))
+    return output.outputs[-1]
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    count: int,
+    defaults: Mapping[str, float | int],
+) -> list[SamplingParams]:
+    """Parameters for each of `count` prompts; without any, the model's own defaults."""
+    if params is None:
+        params = msgspec.convert(dict(defaults), SamplingParams)
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ConfigError(f"params: {len(params)} for {count} prompts; give one, or one for each")
+    return list(params)
+
+
+def options_from(**given: object) -> Options:
+    """The configuration tree from its fields by name, whatever section they stand in."""
+    sections = {field.name: field.type for field in msgspec.structs.fields(Options)}
+    homes = {
+        field.name: section
+        for section, kind in sections.items()
+        for field in msgspec.structs.fields(kind)
+    }
+    tree: dict[str, dict[str, object]] = {section: {} for section in sections}
+    for name, value in given.items():
+        if name not in homes:
+            raise ConfigError(f"{name}: no such option (known: {', '.join(sorted(homes))})")
+        tree[homes[name]][name] = value
+    try:
+        return msgspec.convert(tree, Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
+
+
+class progress_bar:
+    """A bar over prompts with tokens per second; nothing if it is not wanted or nobody looks at a terminal."""
+
+    def __init__(self, total: int, *, show: bool) -> None:
+        self._total, self._show = total, show
+        self._tokens = 0
+
+    def __enter__(self) -> Callable[[int], None]:
+        if not self._show:
+            return lambda tokens: None
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeElapsedColumn as Elapsed
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            Elapsed(),
+            TextColumn("{task.fields[rate]}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bar.add_task("prompts", total=self._total, rate="")
+        self._bar.start()
+        return self._advance
+
+    def _advance(self, tokens: int) -> None:
+        self._tokens += tokens
+        seconds = self._bar.tasks[0].elapsed or 1e-9
+        rate = f"{self._tokens / seconds:,.0f} tok/s"
+        self._bar.update(self._task, advance=1, rate=rate)
+
+    def __exit__(self, *_: object) -> None:
+        if self._show:
+            self._bar.stop()

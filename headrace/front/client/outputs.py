@@ -1,0 +1,180 @@
+"""Tokens of one answer to its events: text, stop strings, scores, and how it ended.
+
+Budget: a token without scores costs about 1 us here. What was produced and not yet read is kept merged, so that a slow
+reader gets fewer, larger deltas; `pending_bytes` says how much waits for it.
+"""
+
+from __future__ import annotations
+
+from headrace.base.errors import HeadraceError, from_wire
+from headrace.base.wire.params import SamplingParams, StopRules
+from headrace.base.wire.request import Finished, PromptLogprobs, TokenLogprobs
+from headrace.front.client.events import Delta, Ended, Event, PromptScored, ScoredToken, TokenScore
+from headrace.front.text.detokenizer import Detokenizer
+from headrace.front.text.stop_strings import StopMatch, StopStrings
+from headrace.front.text.tokenizer import Tokenizer
+
+_SCORE_BYTES = 300
+_TOKEN_BYTES = 40
+
+
+class Answer:
+    """One answer (choice) while it is made.
+
+    `done`: nothing more will be taken in. `queued` belongs to the stream that reads the answer.
+    """
+
+    __slots__ = (
+        "_cumulative",
+        "_detokenizer",
+        "_ended",
+        "_ids",
+        "_include_stop",
+        "_num_output",
+        "_num_scores",
+        "_params",
+        "_prompt",
+        "_scores",
+        "_stop_ids",
+        "_stops",
+        "_text",
+        "_tokenizer",
+        "done",
+        "error",
+        "index",
+        "queued",
+    )
+
+    def __init__(
+        self, *, index: int, tokenizer: Tokenizer, params: SamplingParams, stop: StopRules
+    ) -> None:
+        self.index = index
+        self.queued = False
+        self.done = False
+        self.error: HeadraceError | None = None
+        self._tokenizer = tokenizer
+        self._params = params
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._include_stop = params.include_stop_str_in_output
+        self._stops = StopStrings(params.stop, include=self._include_stop) if params.stop else None
+        self._stop_ids = frozenset(stop.stop_ids)
+        self._text = ""
+        self._ids: list[int] = []
+        self._scores: list[ScoredToken] | None = [] if params.logprobs is not None else None
+        self._cumulative = 0.0
+        self._num_output = 0
+        self._num_scores = 0
+        self._prompt: dict[int, ScoredToken] | None = (
+            {} if params.prompt_logprobs is not None else None
+        )
+        self._ended: Ended | None = None
+
+    @property
+    def pending_bytes(self) -> int:
+        """About how much memory the unread part takes."""
+        return len(self._text) + _TOKEN_BYTES * len(self._ids) + _SCORE_BYTES * self._num_scores
+
+    def add_token(self, token_id: int, scored: TokenLogprobs | None) -> bool:
+        """Takes in one token. True if a stop string ended the answer, which the core does not know yet."""
+        self._ids.append(token_id)
+        self._num_output += 1
+        if self._scores is not None and scored is not None:
+            self._add_score(scored)
+        stops = token_id in self._stop_ids and self._num_output > self._params.min_tokens
+        if stops and not self._include_stop:
+            return False
+        text = self._detokenizer.push((token_id,))
+        if self._stops is None or self._num_output <= self._params.min_tokens:
+            self._text += text
+            return False
+        return self._watch(text)
+
+    def add_prompt_scores(self, scored: PromptLogprobs) -> None:
+        """Takes in scores of prompt tokens; those of a position that came before are replaced."""
+        if self._prompt is None:
+            return
+        for i, (ids, values, rank) in enumerate(
+            zip(scored.ids.tolist(), scored.values.tolist(), scored.ranks.tolist(), strict=True)
+        ):
+            self._prompt[scored.start + i] = self._scored(ids, values, rank)
+
+    def finish(self, finished: Finished) -> None:
+        """Takes in the end that the core told."""
+        if finished.error is not None:
+            self.error = from_wire(finished.error)
+            self.done = True
+            return
+        self._text += self._rest()
+        if not self.done:
+            self._end(finished.reason, finished.stop_id, finished)
+
+    def take(self, num_prompt: int) -> list[Event]:
+        """The events since the last call."""
+        events: list[Event] = []
+        if self._prompt is not None and (self._ids or self._ended):
+            scores = [self._prompt.get(i) if i else None for i in range(num_prompt)]
+            events.append(PromptScored(scores))
+            self._prompt = None
+        if self._ids or self._text:
+            events.append(
+                Delta(index=self.index, text=self._text, token_ids=self._ids, scores=self._scores)
+            )
+            self._text, self._ids = "", []
+            self._scores = None if self._scores is None else []
+            self._num_scores = 0
+        if self._ended is not None:
+            events.append(self._ended)
+        return events
+
+    def _watch(self, text: str) -> bool:
+        assert self._stops is not None
+        found = self._stops.push(text)
+        if isinstance(found, StopMatch):
+            self._text += found.text
+            self._end("stop", found.stop, None)
+            return True
+        self._text += found
+        return False
+
+    def _rest(self) -> str:
+        """What detokenizer and stop strings held back; the last half character may complete a stop string."""
+        rest = self._detokenizer.finish()
+        if self._stops is None:
+            return rest
+        if rest and self._watch(rest):
+            return ""
+        return self._stops.finish()
+
+    def _end(self, reason: str, stop: str | int | None, finished: Finished | None) -> None:
+        self.done = True
+        self._ended = Ended(
+            index=self.index,
+            reason=reason,
+            stop=stop,
+            num_output=self._num_output,
+            num_cached=finished.num_cached if finished else 0,
+            cumulative_logprob=None if self._scores is None else self._cumulative,
+            queued_s=finished.scheduled_s if finished else None,
+            first_token_s=finished.first_token_s if finished else None,
+        )
+
+    def _add_score(self, scored: TokenLogprobs) -> None:
+        assert self._scores is not None
+        score = self._scored(scored.ids.tolist(), scored.values.tolist(), scored.rank)
+        self._cumulative += score.token.logprob
+        self._scores.append(score)
+        self._num_scores += 1 + len(score.top) + len(score.named)
+
+    def _scored(self, ids: list[int], values: list[float], rank: int | None) -> ScoredToken:
+        """Entry 0 is the token, the last are the named ids, between them the alternatives."""
+        entries = [self._score(i, value) for i, value in zip(ids, values, strict=True)]
+        named = len(self._params.logprob_token_ids)
+        split = max(len(entries) - named, 1)
+        token = self._score(ids[0], values[0], rank)
+        return ScoredToken(token=token, top=entries[1:split], named=entries[split:])
+
+    def _score(self, token_id: int, value: float, rank: int | None = None) -> TokenScore:
+        piece = self._tokenizer.pieces[token_id]
+        if isinstance(piece, str):
+            return TokenScore(token_id, value, piece, piece.encode(), rank)
+        return TokenScore(token_id, value, "", piece, rank)

@@ -1,0 +1,106 @@
+"""Who may ask for what: one decision on the raw ASGI path, before anything else looks at the request (P3).
+
+Default-deny: a path is public only if it equals an entry of the public list byte for byte, so no mutation of a path
+(double slashes, dots, escapes, letter case) can turn a guarded route into a public one. Keys are compared as SHA-256
+digests in constant time. The administrative plane has a key of its own, and each key opens its own plane only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from dataclasses import dataclass
+
+from starlette.types import Scope
+
+from headrace.base.errors import Forbidden, NotFound, Unauthorized
+
+PUBLIC = frozenset({"/health", "/health/live", "/health/ready", "/health/startup", "/ping"})
+ADMIN = frozenset({"/pause", "/resume", "/is_paused", "/reset_prefix_cache"})
+TENANT_CHARS = 32
+
+
+def digest(key: str) -> str:
+    """The form in which a key is kept: SHA-256, hexadecimal."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gatekeeper:
+    """Decides from the scope alone. Without API keys every route but the admin ones is open (to loopback clients)."""
+
+    api_key_digests: tuple[str, ...]
+    admin_key_digest: str | None
+    public_metrics: bool
+
+    def tenant(self, scope: Scope) -> str:
+        """The tenant this request belongs to ("" without keys); raises Unauthorized, Forbidden or NotFound."""
+        path = scope["path"]
+        if path in PUBLIC or (self.public_metrics and path == "/metrics"):
+            return ""
+        presented = _presented(scope)
+        if path in ADMIN:
+            return self._admin(presented)
+        if not self.api_key_digests:
+            _check_host(scope)
+            return ""
+        if presented is None:
+            raise Unauthorized(
+                "no API key given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            )
+        # Every digest is compared, so that the time does not depend on which one matches.
+        matches = [hmac.compare_digest(presented, known) for known in self.api_key_digests]
+        if any(matches):
+            return presented[:TENANT_CHARS]
+        if self.admin_key_digest and hmac.compare_digest(presented, self.admin_key_digest):
+            raise Forbidden("the admin key opens the administrative routes only")
+        raise Unauthorized("the API key is not valid")
+
+    def _admin(self, presented: str | None) -> str:
+        if presented is None and (self.admin_key_digest or self.api_key_digests):
+            raise Unauthorized("this route needs the admin key")
+        if self.admin_key_digest is None:
+            if self.api_key_digests and not self._is_api_key(presented):
+                raise Unauthorized("the API key is not valid")
+            raise NotFound("the administrative routes are off; start with --admin-key to use them")
+        assert presented is not None
+        if hmac.compare_digest(presented, self.admin_key_digest):
+            return "admin"
+        if self._is_api_key(presented):
+            raise Forbidden("this route needs the admin key")
+        raise Unauthorized("the admin key is not valid")
+
+    def _is_api_key(self, presented: str | None) -> bool:
+        matches = [hmac.compare_digest(presented or "", known) for known in self.api_key_digests]
+        return any(matches)
+
+
+def _presented(scope: Scope) -> str | None:
+    """The digest of the key in the headers: `Authorization: Bearer KEY` (scheme in any case) or `x-api-key: KEY`."""
+    bearer = api_key = None
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, rest = value.strip().partition(b" ")
+            bearer = rest.strip() if scheme.lower() == b"bearer" else None
+        elif name == b"x-api-key":
+            api_key = value.strip()
+    key = bearer or api_key
+    return hashlib.sha256(key).hexdigest() if key else None
+
+
+def _check_host(scope: Scope) -> None:
+    """Without keys only loopback names are served: a rebound DNS name in a browser is refused."""
+    for name, value in scope["headers"]:
+        if name == b"host" and not _is_loopback(value.decode("latin-1")):
+            raise Forbidden("without API keys this server answers only to localhost")
+
+
+def _is_loopback(host: str) -> bool:
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() in ("localhost", ""):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

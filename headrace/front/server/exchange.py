@@ -1,0 +1,90 @@
+"""What a route handler is given: the services of this process and the facts of one HTTP exchange.
+
+`Services` lives as long as the process, `Exchange` as long as one request and its answer (streams included): what a
+handler enters into `exchange.held` is given back when the last byte is out or the client has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.base.config.resolved import ServerSpec, TextSpec
+from headrace.base.errors import ModelNotFound
+from headrace.base.telemetry.metrics import Metrics
+from headrace.front.client.events import Engine
+from headrace.front.server.limits import KeyShares
+from headrace.front.text.chat import ChatTemplate
+from headrace.front.text.template_pool import TemplatePool
+from headrace.front.text.tokenizer import Tokenizer
+
+SCOPE_KEY = "headrace.exchange"
+
+
+@dataclass(kw_only=True)
+class Services:
+    """Everything the handlers use. `draining`: no new work; `abandon` is set when running work must end now."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    templates: TemplatePool
+    text: TextSpec
+    server: ServerSpec
+    metrics: Metrics
+    shares: KeyShares
+    draining: bool = False
+    abandon: asyncio.Event = field(default_factory=asyncio.Event)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with; ModelNotFound lists the names that are served."""
+        names = self.text.model_names
+        if asked is None or asked in names:
+            return asked or names[0]
+        raise ModelNotFound(
+            f"model: {asked[:200]!r} is not served; available: {', '.join(names)}", field="model"
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Whether a load balancer should send requests here."""
+        return self.engine.ready and self.engine.alive and not self.draining
+
+
+@dataclass(kw_only=True)
+class Exchange:
+    """One request and its answer. `arrival` is on the monotonic clock."""
+
+    services: Services
+    request_id: str
+    tenant: str = ""
+    arrival: float = field(default_factory=time.monotonic)
+    held: ExitStack = field(default_factory=ExitStack)
+
+    def hold_place(self) -> None:
+        """Takes one of this key's places until the answer is complete; RateLimited when none is left."""
+        self.held.enter_context(self.services.shares.hold(self.tenant))
+
+    def deadline_s(self, asked: float | None) -> float:
+        """Seconds this request may take: what the client asks for, at most what the server allows."""
+        limit = self.services.server.request_timeout_s
+        return limit if asked is None else min(asked, limit)
+
+
+def exchange_of(request: Request) -> Exchange:
+    """The exchange the shell has put into the scope."""
+    found = request.scope[SCOPE_KEY]
+    assert isinstance(found, Exchange)
+    return found
+
+
+def json_response(document: object, *, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(orjson.dumps(document), status_code=status, media_type="application/json")

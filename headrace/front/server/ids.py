@@ -1,0 +1,25 @@
+"""Ids that go out to people. All are random and made here; what a client sends is at most a label (P6)."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+_LABEL = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def request_id() -> str:
+    """The id of one HTTP exchange, sent back as x-request-id and request-id."""
+    return "req-" + secrets.token_hex(16)
+
+
+def completion_id(kind: str) -> str:
+    """The public id of one generation: `chatcmpl-...` or `cmpl-...`."""
+    return f"{kind}-{secrets.token_hex(16)}"
+
+
+def client_label(value: bytes | None) -> str | None:
+    """A client's X-Request-Id if it is well formed (1 to 128 harmless characters), else None."""
+    if value is None or _LABEL.fullmatch(value) is None:
+        return None
+    return value.decode("ascii")

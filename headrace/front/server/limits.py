@@ -1,0 +1,249 @@
+"""Limits on the body of a request, enforced while the bytes stream in: before decoding, before any other work (P9).
+
+Size (also after decompression), idle time, content type and encoding, then the JSON itself: strict UTF-8, no duplicate
+keys, no NaN or Infinity, bounded depth, no lone surrogates. `KeyShares` bounds what one key may have in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
+
+from starlette.requests import ClientDisconnect, Request
+
+from headrace.base.errors import (
+    InvalidRequest,
+    RateLimited,
+    RequestError,
+    TooLarge,
+    UnsupportedMedia,
+)
+from headrace.base.optional import available, require
+
+MAX_JSON_DEPTH = 64
+
+
+class BodyTimeout(RequestError):
+    """The body stopped arriving."""
+
+    status = 408
+
+
+class _Inflater(Protocol):
+    def feed(self, data: bytes, *, room: int) -> bytes:
+        """Decompresses `data`; at most room + 1 bytes come out."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the compressed stream has ended properly."""
+        ...
+
+
+class _Gzip:
+    def __init__(self) -> None:
+        self._stream = zlib.decompressobj(wbits=31)
+
+    def feed(self, data: bytes, *, room: int) -> bytes:
+        if self._stream.eof and data:
+            raise ValueError("data after the end of the gzip stream")
+        return self._stream.decompress(data, room + 1)
+
+    @property
+    def finished(self) -> bool:
+        return self._stream.eof
+
+
+class _Zstd:
+    """The window is capped, so that a header cannot make the decoder allocate more than the limit of the body."""
+
+    def __init__(self) -> None:
+        zstandard: Any = require("zstandard", extra="compression", purpose="a zstd body")
+        self._stream = zstandard.ZstdDecompressor(max_window_size=8 << 20).decompressobj()
+        self._error: type[Exception] = zstandard.ZstdError
+
+    def feed(self, data: bytes, *, room: int) -> bytes:
+        # zstd has no bound on output per call: small pieces bound it (one block gives 128 KiB at most).
+        out = bytearray()
+        for start in range(0, len(data), 64):
+            try:
+                out += self._stream.decompress(data[start : start + 64])
+            except self._error as error:
+                raise ValueError("broken zstd stream") from error
+            if len(out) > room:
+                break
+        return bytes(out)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._stream.eof)
+
+
+async def read_json(request: Request, *, max_bytes: int, idle_s: float) -> Any:
+    """The JSON document in the body; every breach of a limit is the RequestError that names it."""
+    _check_content_type(request)
+    body = await _read_body(request, max_bytes=max_bytes, idle_s=idle_s)
+    return parse_json(body)
+
+
+def parse_json(body: bytes) -> Any:
+    """Strict JSON: what two parsers could read in two ways is refused."""
+    try:
+        text = body.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise InvalidRequest("the body is not valid UTF-8") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(
+            f"the body is not valid JSON: {error.msg} at byte {error.pos}"
+        ) from None
+    except ValueError:
+        raise InvalidRequest("the body is not valid JSON: a number has too many digits") from None
+    _check_tree(value, surrogates="\\ud" in text or "\\uD" in text)
+    return value
+
+
+def _check_content_type(request: Request) -> None:
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        raise UnsupportedMedia(
+            f"content-type {given[:100]!r} is not supported; send application/json"
+        )
+
+
+async def _read_body(request: Request, *, max_bytes: int, idle_s: float) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    inflater = _inflater(request.headers.get("content-encoding", "identity"))
+    body = bytearray()
+    received = 0
+    stream = request.stream()
+    while True:
+        try:
+            chunk = await asyncio.wait_for(anext(stream, None), idle_s)
+        except TimeoutError:
+            raise BodyTimeout(f"the body paused for more than {idle_s:g} s") from None
+        if chunk is None:
+            break
+        received += len(chunk)
+        if received > max_bytes:
+            raise _too_large(max_bytes)
+        body += chunk if inflater is None else _inflate(inflater, chunk, room=max_bytes - len(body))
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+    if inflater is not None and not inflater.finished:
+        raise InvalidRequest("the compressed body ends too early")
+    return bytes(body)
+
+
+def _inflater(encoding: str) -> _Inflater | None:
+    match encoding.strip().lower():
+        case "identity" | "":
+            return None
+        case "gzip" | "x-gzip":
+            return _Gzip()
+        case "zstd" if available("zstandard"):
+            return _Zstd()
+    raise UnsupportedMedia(
+        f"content-encoding {encoding[:50]!r} is not supported; send gzip, zstd or identity"
+    )
+
+
+def _inflate(inflater: _Inflater, chunk: bytes, *, room: int) -> bytes:
+    try:
+        return inflater.feed(chunk, room=room)
+    except (zlib.error, ValueError):
+        raise InvalidRequest("the compressed body is broken") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(
+            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
+        )
+        raise InvalidRequest(
+            f"the key {twice[:100]!r} occurs twice in one object", field=twice[:100]
+        )
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise InvalidRequest(f"the body is not valid JSON: {name} is not a JSON number")
+
+
+def _check_tree(root: Any, *, surrogates: bool) -> None:
+    """Depth of nesting and, where the text has escapes for them, lone surrogates."""
+    level = [root]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        if surrogates:
+            _check_surrogates(level)
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node if isinstance(node, list) else (*node.keys(), *node.values()))
+            if isinstance(child, dict | list) or (surrogates and isinstance(child, str))
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _check_surrogates(nodes: list[Any]) -> None:
+    for node in nodes:
+        if isinstance(node, str):
+            try:
+                node.encode()
+            except UnicodeEncodeError:
+                raise InvalidRequest(
+                    "a text holds a lone surrogate, which is no character"
+                ) from None
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest(f"the body nests deeper than {MAX_JSON_DEPTH} levels")
+
+
+def _too_large(max_bytes: int) -> TooLarge:
+    return TooLarge(f"the body is larger than {max_bytes} bytes (counted after decompression)")
+
+
+class KeyShares:
+    """How many requests each tenant has in flight in this process. Invariant: no tenant is kept at zero."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._in_flight: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """Requests in flight, all tenants."""
+        return self._in_flight.total()
+
+    @contextmanager
+    def hold(self, tenant: str) -> Iterator[None]:
+        """Takes one of the tenant's places; RateLimited when all are taken."""
+        if self._in_flight[tenant] >= self.limit:
+            raise RateLimited(
+                f"this key has {self.limit} requests in flight, its limit; wait for one to end",
+                retry_after_s=1.0,
+            )
+        self._in_flight[tenant] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[tenant] -= 1
+            if not self._in_flight[tenant]:
+                del self._in_flight[tenant]
+
+
+__all__ = ["ClientDisconnect", "KeyShares", "parse_json", "read_json"]

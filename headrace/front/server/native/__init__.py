@@ -1,0 +1,1 @@
+"""Routes of our own: tokenizing, health, what runs and why it waits, administration."""

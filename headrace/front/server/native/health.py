@@ -1,0 +1,67 @@
+"""Liveness, readiness, start-up, version, load and metrics. None of them waits for the engine longer than a moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace import __version__
+from headrace.base.errors import HeadraceError
+from headrace.front.server.exchange import Exchange, json_response
+
+SCRAPE_TIMEOUT_S = 1.0
+
+
+async def get_live(exchange: Exchange, request: Request) -> Response:
+    """This process's loop answers; a failure here means: restart me."""
+    return json_response({"status": "live"})
+
+
+async def get_ready(exchange: Exchange, request: Request) -> Response:
+    """200 while requests are served: engine loaded, heartbeat fresh, not draining."""
+    services = exchange.services
+    if services.ready:
+        return json_response({"status": "ready"})
+    why = "draining" if services.draining else "stuck" if services.engine.ready else "loading"
+    return json_response({"status": why}, status=503)
+
+
+async def get_startup(exchange: Exchange, request: Request) -> Response:
+    """200 once the engine has been loaded."""
+    up = exchange.services.engine.ready
+    return json_response({"status": "started" if up else "loading"}, status=200 if up else 503)
+
+
+async def get_health(exchange: Exchange, request: Request) -> Response:
+    """200 while the engine lives and makes progress; 503 when it is dead, stuck or not loaded yet."""
+    engine = exchange.services.engine
+    healthy = engine.ready and engine.alive
+    return json_response(
+        {"status": "ok" if healthy else "unavailable"}, status=200 if healthy else 503
+    )
+
+
+async def get_version(exchange: Exchange, request: Request) -> Response:
+    """The version of headrace."""
+    return json_response({"version": __version__})
+
+
+async def get_load(exchange: Exchange, request: Request) -> Response:
+    """Generations in flight through this process."""
+    return json_response({"server_load": exchange.services.shares.total})
+
+
+async def get_metrics(exchange: Exchange, request: Request) -> Response:
+    """The Prometheus exposition; without the engine's own figures if it does not answer within a second."""
+    found: list[object] = []
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            found = await exchange.services.engine.call("status")
+    except (HeadraceError, TimeoutError):
+        pass
+    engines = [figures if isinstance(figures, Mapping) else {} for figures in found]
+    text = exchange.services.metrics.exposition(engines)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

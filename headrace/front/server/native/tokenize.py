@@ -1,0 +1,68 @@
+"""POST /tokenize and /detokenize: pure CPU work; no engine slot and no part in the queue limits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.responses import Response
+
+from headrace.front.server.exchange import Exchange, json_response
+from headrace.front.server.openai.routes import render
+from headrace.front.server.openai.schema import ChatRequest, Name, TokenId, parse
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A raw prompt."""
+
+    prompt: str
+    model: Name | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(ChatRequest, frozen=True, kw_only=True):
+    """Messages, rendered as /v1/chat/completions would."""
+
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Token ids of this model's vocabulary."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=2**22)]
+    model: Name | None = None
+
+
+async def post_tokenize(exchange: Exchange, document: Any) -> Response:
+    """Token ids of a prompt or of messages, with the model's length."""
+    services = exchange.services
+    if isinstance(document, dict) and "messages" in document:
+        chat = parse(document, TokenizeChatRequest)
+        services.model_name(chat.model)
+        ids, with_strings = await render(exchange, chat), chat.return_token_strs
+    else:
+        plain = parse(document, TokenizeRequest)
+        services.model_name(plain.model)
+        with_strings = plain.return_token_strs
+        ids = await services.tokenizer.encode_async(
+            plain.prompt, add_special_tokens=plain.add_special_tokens
+        )
+    strings = [services.tokenizer.token_text(i) for i in ids] if with_strings else None
+    return json_response(
+        {
+            "count": len(ids),
+            "max_model_len": services.text.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+    )
+
+
+async def post_detokenize(exchange: Exchange, document: Any) -> Response:
+    """The text of ids; an id out of range is refused."""
+    request = parse(document, DetokenizeRequest)
+    exchange.services.model_name(request.model)
+    text = exchange.services.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text})

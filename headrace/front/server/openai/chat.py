@@ -1,0 +1,213 @@
+"""POST /v1/chat/completions: request to generation, events to chunks, events to the full answer.
+
+The chunk of a plain delta is the hot path: everything but the text is encoded once per choice (budget: 3 us a chunk).
+Reasoning and tool calls stay in `content` as the model writes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.params import SamplingParams
+from headrace.front.client.events import Delta, Ended, Event, Started
+from headrace.front.server.openai.fold import (
+    Fold,
+    chat_logprobs,
+    finish_reason,
+    scores_by_id,
+    usage,
+)
+from headrace.front.server.openai.sampling import sampling_params
+from headrace.front.server.openai.schema import ChatRequest
+from headrace.front.server.sse import DONE
+
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What all chunks of one answer share."""
+
+    id: str
+    model: str
+    created: int
+    request: ChatRequest
+    prompt_ids: list[int]
+
+    @staticmethod
+    def now(*, id: str, model: str, request: ChatRequest, prompt_ids: list[int]) -> Reply:
+        """A reply created at this second."""
+        return Reply(
+            id=id, model=model, created=int(time.time()), request=request, prompt_ids=prompt_ids
+        )
+
+
+def to_params(
+    request: ChatRequest, *, defaults: Mapping[str, float | int], max_n: int
+) -> SamplingParams:
+    """The sampling side of the request; InvalidRequest where fields contradict each other."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest(
+            "top_logprobs: allowed only together with logprobs: true", field="top_logprobs"
+        )
+    if request.tool_choice == "auto" and not request.tools:
+        raise InvalidRequest("tool_choice: 'auto' needs tools", field="tool_choice")
+    limit = request.max_completion_tokens
+    wants_scores = request.logprobs or request.logprob_token_ids
+    return sampling_params(
+        request,
+        defaults=defaults,
+        max_n=max_n,
+        best_of=None,
+        max_tokens=request.max_tokens if limit is None else limit,
+        logprobs=(request.top_logprobs or 0) if wants_scores else None,
+    )
+
+
+async def to_chunks(
+    events: AsyncGenerator[Event, None], reply: Reply
+) -> AsyncGenerator[bytes, None]:
+    """The stream: a role chunk per choice, deltas, a finish chunk per choice, the usage if asked for, the end mark."""
+    request = reply.request
+    options = request.stream_options
+    with_usage = options is not None and options.include_usage
+    continuous = options is not None and options.continuous_usage_stats
+    fold = Fold(request.n or 1)
+    plain = not (
+        request.logprobs or request.logprob_token_ids or request.return_token_ids or continuous
+    )
+    heads = [_delta_head(reply, index) for index in range(fold.num_choices)]
+    tail = _delta_tail(with_usage)
+    async with aclosing(events):
+        async for event in events:
+            fold.take(event)
+            match event:
+                case Delta() if plain:
+                    if event.text:
+                        yield heads[event.index] + orjson.dumps(event.text) + tail
+                case Delta():
+                    yield _event(reply, _delta(reply, event), fold, with_usage, continuous)
+                case Ended():
+                    yield _event(reply, _end(event), fold, with_usage, continuous)
+                case Started():
+                    for index in range(fold.num_choices):
+                        yield _event(reply, _role(reply, index), fold, with_usage, continuous)
+    if with_usage:
+        yield b"data: " + orjson.dumps(_envelope(reply, []) | {"usage": usage([fold])}) + b"\n\n"
+    yield DONE
+
+
+def _envelope(reply: Reply, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": reply.id,
+        "object": "chat.completion.chunk",
+        "created": reply.created,
+        "model": reply.model,
+        "choices": choices,
+    }
+
+
+def _delta_head(reply: Reply, index: int) -> bytes:
+    """The bytes of a plain delta's chunk up to its text."""
+    choice = {"index": index, "delta": {}}
+    whole = b"data: " + orjson.dumps(_envelope(reply, [choice]))
+    return whole.removesuffix(b"}}]}") + b'"content":'
+
+
+def _delta_tail(with_usage: bool) -> bytes:
+    """The bytes after its text."""
+    end = b'},"logprobs":null,"finish_reason":null}]'
+    return end + (b',"usage":null}\n\n' if with_usage else b"}\n\n")
+
+
+def _event(
+    reply: Reply, choice: dict[str, Any], fold: Fold, with_usage: bool, continuous: bool
+) -> bytes:
+    document = _envelope(reply, [choice])
+    if continuous:
+        document["usage"] = usage([fold])
+    elif with_usage:
+        document["usage"] = None
+    return b"data: " + orjson.dumps(document) + b"\n\n"
+
+
+def _role(reply: Reply, index: int) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    if reply.request.return_token_ids:
+        choice["prompt_token_ids"] = reply.prompt_ids
+    return choice
+
+
+def _delta(reply: Reply, event: Delta) -> dict[str, Any]:
+    as_id = bool(reply.request.return_tokens_as_token_ids)
+    choice: dict[str, Any] = {
+        "index": event.index,
+        "delta": {"content": event.text},
+        "logprobs": chat_logprobs(event.scores, as_id=as_id) if event.scores else None,
+        "finish_reason": None,
+    }
+    if reply.request.return_token_ids:
+        choice["token_ids"] = event.token_ids
+    return choice
+
+
+def _end(event: Ended) -> dict[str, Any]:
+    return {
+        "index": event.index,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": finish_reason(event),
+        "stop_reason": event.stop,
+    }
+
+
+async def to_answer(events: AsyncGenerator[Event, None], reply: Reply) -> bytes:
+    """The full answer: the fold of the same events."""
+    fold = Fold(reply.request.n or 1)
+    async with aclosing(events):
+        async for event in events:
+            fold.take(event)
+    document: dict[str, Any] = {
+        "id": reply.id,
+        "object": "chat.completion",
+        "created": reply.created,
+        "model": reply.model,
+        "choices": [_choice(reply, fold, index) for index in range(fold.num_choices)],
+        "usage": usage([fold]),
+    }
+    if reply.request.service_tier is not None:
+        document["service_tier"] = reply.request.service_tier
+    if fold.prompt_scores is not None and reply.request.prompt_logprobs is not None:
+        document["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
+    if reply.request.return_token_ids:
+        document["prompt_token_ids"] = reply.prompt_ids
+    return orjson.dumps(document)
+
+
+def _choice(reply: Reply, fold: Fold, index: int) -> dict[str, Any]:
+    choice = fold.choices[index]
+    assert choice.ended is not None, f"choice {index} of {reply.id} never ended"
+    as_id = bool(reply.request.return_tokens_as_token_ids)
+    wants_scores = reply.request.logprobs or reply.request.logprob_token_ids
+    found: dict[str, Any] = {
+        "index": index,
+        "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+        "logprobs": chat_logprobs(choice.scores, as_id=as_id) if wants_scores else None,
+        "finish_reason": finish_reason(choice.ended),
+        "stop_reason": choice.ended.stop,
+    }
+    if reply.request.return_token_ids:
+        found["token_ids"] = choice.token_ids
+    return found

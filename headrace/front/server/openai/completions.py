@@ -1,0 +1,230 @@
+"""POST /v1/completions: prompts to generations, events to chunks, events to the full answer.
+
+A request may hold several prompts; the choice index is prompt * n + sample. `echo` puts the prompt in front of each
+text; with `logprobs` it carries the prompt's scores too, the first null: scoring clients depend on it (contract 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import orjson
+
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.params import SamplingParams
+from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started
+from headrace.front.server.openai.fold import (
+    Fold,
+    completion_logprobs,
+    finish_reason,
+    scores_by_id,
+    usage,
+)
+from headrace.front.server.openai.sampling import sampling_params
+from headrace.front.server.openai.schema import CompletionRequest
+from headrace.front.server.sse import DONE
+
+MAX_PROMPTS = 1024
+MAX_CHOICES = 4096
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt. `text` and `pieces` (the text of each token) are filled only where they are echoed."""
+
+    ids: list[int]
+    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What all chunks of one answer share."""
+
+    id: str
+    model: str
+    created: int
+    request: CompletionRequest
+    prompts: list[Prompt]
+
+    @property
+    def n(self) -> int:
+        """Choices per prompt."""
+        return self.request.n or 1
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of the request, each a text or a list of ids; InvalidRequest for a mixture and for too many."""
+    given = request.prompt
+    if isinstance(given, str):
+        return [given]
+    if all(isinstance(entry, int) for entry in given):
+        return [msgspec.convert(given, list[int])]
+    if not (all(isinstance(e, str) for e in given) or all(isinstance(e, list) for e in given)):
+        raise InvalidRequest(
+            "prompt: one text, one list of ids, or a list of only texts or only lists",
+            field="prompt",
+        )
+    if len(given) > MAX_PROMPTS:
+        raise InvalidRequest(
+            f"prompt: {len(given)} prompts given, {MAX_PROMPTS} allowed", field="prompt"
+        )
+    n = max(request.n or 1, request.best_of or 1)
+    if len(given) * n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"prompt: {len(given)} prompts with {n} choices each; {MAX_CHOICES} in all allowed",
+            field="prompt",
+        )
+    return msgspec.convert(given, list[str | list[int]])
+
+
+def to_params(
+    request: CompletionRequest, *, defaults: Mapping[str, float | int], max_n: int
+) -> SamplingParams:
+    """The sampling side of the request; with `echo` and `logprobs` the prompt is scored too."""
+    limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    wants_ids = request.logprob_token_ids is not None
+    params = sampling_params(
+        request,
+        defaults=defaults,
+        max_n=max_n,
+        best_of=request.best_of,
+        max_tokens=limit,
+        logprobs=0 if request.logprobs is None and wants_ids else request.logprobs,
+    )
+    if request.echo and request.logprobs is not None:
+        wanted = max(request.logprobs, request.prompt_logprobs or 0)
+        params = msgspec.structs.replace(params, prompt_logprobs=wanted)
+    return params
+
+
+async def to_chunks(
+    events: AsyncGenerator[tuple[int, Event], None], reply: Reply
+) -> AsyncGenerator[bytes, None]:
+    """The stream of all prompts' events, each with the number of its prompt."""
+    options = reply.request.stream_options
+    with_usage = options is not None and options.include_usage
+    continuous = options is not None and options.continuous_usage_stats
+    folds = [Fold(reply.n) for _ in reply.prompts]
+    offsets = [
+        [len(prompt.text) if reply.request.echo else 0] * reply.n for prompt in reply.prompts
+    ]
+    echoed = [False] * len(folds)
+
+    def chunk(choice: dict[str, Any]) -> bytes:
+        document = _envelope(reply, [choice])
+        if with_usage or continuous:
+            document["usage"] = usage(folds) if continuous else None
+        return b"data: " + orjson.dumps(document) + b"\n\n"
+
+    async with aclosing(events):
+        async for number, event in events:
+            fold = folds[number]
+            fold.take(event)
+            if reply.request.echo and isinstance(event, Delta | Ended) and not echoed[number]:
+                echoed[number] = True
+                for sample in range(reply.n):
+                    yield chunk(_echo(reply, fold, number, sample))
+            match event:
+                case Delta():
+                    at = offsets[number][event.index]
+                    offsets[number][event.index] += len(event.text)
+                    yield chunk(_delta(reply, number, event, at))
+                case Ended():
+                    yield chunk(_end(reply, number, event))
+                case Started() if reply.request.return_token_ids and not reply.request.echo:
+                    yield chunk(
+                        _piece(reply, number, 0, "")
+                        | {"prompt_token_ids": reply.prompts[number].ids}
+                    )
+    if with_usage:
+        yield b"data: " + orjson.dumps(_envelope(reply, []) | {"usage": usage(folds)}) + b"\n\n"
+    yield DONE
+
+
+def _envelope(reply: Reply, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": reply.id,
+        "object": "text_completion",
+        "created": reply.created,
+        "model": reply.model,
+        "choices": choices,
+    }
+
+
+def _piece(reply: Reply, number: int, sample: int, text: str) -> dict[str, Any]:
+    return {
+        "index": number * reply.n + sample,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": None,
+    }
+
+
+def _echo(reply: Reply, fold: Fold, number: int, sample: int) -> dict[str, Any]:
+    prompt = reply.prompts[number]
+    choice = _piece(reply, number, sample, prompt.text)
+    if reply.request.logprobs is not None and fold.prompt_scores is not None:
+        choice["logprobs"] = completion_logprobs(
+            fold.prompt_scores, texts=prompt.pieces, start=0, as_id=_as_id(reply)
+        )
+    if reply.request.return_token_ids:
+        choice["prompt_token_ids"] = prompt.ids
+    return choice
+
+
+def _delta(reply: Reply, number: int, event: Delta, at: int) -> dict[str, Any]:
+    choice = _piece(reply, number, event.index, event.text)
+    if event.scores:
+        scores: list[ScoredToken | None] = list(event.scores)
+        choice["logprobs"] = completion_logprobs(scores, texts=[], start=at, as_id=_as_id(reply))
+    if reply.request.return_token_ids:
+        choice["token_ids"] = event.token_ids
+    return choice
+
+
+def _end(reply: Reply, number: int, event: Ended) -> dict[str, Any]:
+    choice = _piece(reply, number, event.index, "")
+    return choice | {"finish_reason": finish_reason(event), "stop_reason": event.stop}
+
+
+def _as_id(reply: Reply) -> bool:
+    return bool(reply.request.return_tokens_as_token_ids)
+
+
+async def to_answer(events: AsyncGenerator[tuple[int, Event], None], reply: Reply) -> bytes:
+    """The full answer: the fold of the same events."""
+    folds = [Fold(reply.n) for _ in reply.prompts]
+    async with aclosing(events):
+        async for number, event in events:
+            folds[number].take(event)
+    choices = [
+        _choice(reply, folds[number], number, sample)
+        for number in range(len(folds))
+        for sample in range(reply.n)
+    ]
+    return orjson.dumps(_envelope(reply, choices) | {"usage": usage(folds)})
+
+
+def _choice(reply: Reply, fold: Fold, number: int, sample: int) -> dict[str, Any]:
+    request, prompt, choice = reply.request, reply.prompts[number], fold.choices[sample]
+    assert choice.ended is not None, f"choice {sample} of prompt {number} of {reply.id} never ended"
+    text = "".join(choice.text)
+    found = _piece(reply, number, sample, prompt.text + text if request.echo else text)
+    found |= {"finish_reason": finish_reason(choice.ended), "stop_reason": choice.ended.stop}
+    if request.logprobs is not None or request.logprob_token_ids is not None:
+        head = (fold.prompt_scores or []) if request.echo else []
+        scores: list[ScoredToken | None] = [*head, *choice.scores]
+        found["logprobs"] = completion_logprobs(
+            scores, texts=prompt.pieces, start=0, as_id=_as_id(reply)
+        )
+    if request.prompt_logprobs is not None and fold.prompt_scores is not None:
+        found["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
+    if request.return_token_ids:
+        found |= {"token_ids": choice.token_ids, "prompt_token_ids": prompt.ids}
+    return found

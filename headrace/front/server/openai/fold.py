@@ -1,0 +1,165 @@
+"""What both OpenAI routes make of events: the fold of a stream into choices, the usage, the log-probabilities.
+
+A full answer is the fold of its stream: the streaming and the plain route run the same `Fold` over the same events, so
+that texts, finish reasons and usage cannot differ between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.front.client.events import (
+    Delta,
+    Ended,
+    Event,
+    PromptScored,
+    ScoredToken,
+    Started,
+    TokenScore,
+)
+
+LOWEST = -9999.0
+"""Stands for minus infinity and NaN, which JSON does not have."""
+
+
+@dataclass
+class Choice:
+    """One answer as far as it has come."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    scores: list[ScoredToken] = field(default_factory=list)
+    ended: Ended | None = None
+
+
+@dataclass
+class Fold:
+    """The state of one request's stream. `choices` is indexed by the events' `index` and made up front."""
+
+    num_choices: int
+    num_prompt: int = 0
+    prompt_scores: list[ScoredToken | None] | None = None
+    choices: list[Choice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.choices = [Choice() for _ in range(self.num_choices)]
+
+    def take(self, event: Event) -> None:
+        """Adds one event."""
+        match event:
+            case Delta():
+                choice = self.choices[event.index]
+                choice.text.append(event.text)
+                choice.token_ids += event.token_ids
+                choice.scores += event.scores or []
+            case Ended():
+                self.choices[event.index].ended = event
+            case PromptScored():
+                self.prompt_scores = event.scores
+            case Started():
+                self.num_prompt = event.num_prompt
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far, all choices; the engine's own count where a choice has ended."""
+        return sum(
+            len(choice.token_ids) if choice.ended is None else choice.ended.num_output
+            for choice in self.choices
+        )
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens found in the cache, counted once like the prompt itself."""
+        ended = [choice.ended.num_cached for choice in self.choices if choice.ended is not None]
+        return min(max(ended, default=0), self.num_prompt)
+
+
+def usage(folds: list[Fold]) -> dict[str, object]:
+    """Usage over the prompts of a request: prompt + completion == total, cached <= prompt."""
+    prompt = sum(fold.num_prompt for fold in folds)
+    completion = sum(fold.num_output for fold in folds)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(fold.num_cached for fold in folds)},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def finish_reason(ended: Ended) -> str:
+    """OpenAI's name of the reason; "abort" (an administrator ended it) is the one name it lacks."""
+    return ended.reason
+
+
+def logprob(value: float) -> float:
+    """A log-probability JSON can hold."""
+    return value if value > LOWEST else LOWEST
+
+
+def token_name(score: TokenScore, *, as_id: bool) -> str:
+    """A token's text; its id where that was asked for, its bytes where it ends inside a character."""
+    if as_id:
+        return f"token_id:{score.id}"
+    if score.text or not score.data:
+        return score.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in score.data)
+
+
+def chat_logprobs(scores: list[ScoredToken], *, as_id: bool) -> dict[str, object]:
+    """The `logprobs` object of a chat choice."""
+
+    def entry(score: TokenScore) -> dict[str, object]:
+        return {
+            "token": f"token_id:{score.id}" if as_id else score.text,
+            "logprob": logprob(score.logprob),
+            "bytes": list(score.data),
+        }
+
+    content = [
+        {**entry(scored.token), "top_logprobs": [entry(s) for s in (*scored.top, *scored.named)]}
+        for scored in scores
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    scores: list[ScoredToken | None], *, texts: list[str], start: int, as_id: bool
+) -> dict[str, object]:
+    """The `logprobs` object of a completion choice. `texts` names the tokens without scores; `start`: first offset.
+
+    `text_offset` counts characters of the choice's text; a token that ends inside a character has no width.
+    """
+    names = [
+        texts[i] if scored is None else token_name(scored.token, as_id=as_id)
+        for i, scored in enumerate(scores)
+    ]
+    offsets, at = [], start
+    for i, scored in enumerate(scores):
+        offsets.append(at)
+        at += len(texts[i] if scored is None else scored.token.text)
+    return {
+        "tokens": names,
+        "token_logprobs": [None if s is None else logprob(s.token.logprob) for s in scores],
+        "top_logprobs": [None if s is None else _top(s, as_id=as_id) for s in scores],
+        "text_offset": offsets,
+    }
+
+
+def _top(scored: ScoredToken, *, as_id: bool) -> dict[str, float]:
+    found = {token_name(s, as_id=as_id): logprob(s.logprob) for s in (*scored.top, *scored.named)}
+    found.setdefault(token_name(scored.token, as_id=as_id), logprob(scored.token.logprob))
+    return found
+
+
+def scores_by_id(scores: list[ScoredToken | None]) -> list[dict[str, object] | None]:
+    """The `prompt_logprobs` extension: per prompt token {id: {logprob, rank, decoded_token}}, null for the first."""
+    return [
+        None
+        if scored is None
+        else {
+            str(s.id): {"logprob": logprob(s.logprob), "rank": s.rank, "decoded_token": s.text}
+            for s in (scored.token, *scored.top, *scored.named)
+        }
+        for scored in scores
+    ]

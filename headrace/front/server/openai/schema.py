@@ -1,0 +1,206 @@
+"""Requests of the OpenAI dialect with the extensions users rely on: fields, types and bounds, nothing else.
+
+Unknown fields are ignored. Each bound stands at its field (P8); `parse` turns a breach into an InvalidRequest that
+names the field, the value given and what is allowed. Fields whose feature we do not have are listed in `REFUSED`: they
+are answered with 400 when asked for, never ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from headrace.base.errors import InvalidRequest
+
+Name = Annotated[str, Meta(max_length=256)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+MAX_LOGIT_BIAS = 1024
+MAX_SHOWN_CHARS = 200
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` a running one to every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Common(msgspec.Struct, frozen=True, kw_only=True):
+    """What both routes share; None means "not given" (the model's default, then ours)."""
+
+    model: Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), lt=2**63)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    max_tokens: Count | None = None
+    user: Annotated[str, Meta(max_length=1024)] | None = None
+
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Share | None = None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=10)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    dry_range: Count | None = None
+    dry_sequence_breakers: Annotated[list[StopText], Meta(max_length=64)] | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Annotated[float, Meta(ge=0, le=0.5)] | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: Annotated[list[StopText], Meta(max_length=128)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=2**20)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    use_beam_search: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
+
+
+class CompletionRequest(Common, frozen=True, kw_only=True):
+    """POST /v1/completions. `prompt`: one text or list of ids, or several of either (1024 at most)."""
+
+    prompt: (
+        str
+        | Annotated[
+            list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]],
+            Meta(min_length=1),
+        ]
+    )
+    best_of: Annotated[int, Meta(ge=1)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    suffix: str | None = None
+
+
+class ChatRequest(Common, frozen=True, kw_only=True):
+    """POST /v1/chat/completions. Messages are checked by the chat template's own types."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Annotated[str, Meta(max_length=65536)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None
+    return_prompt_text: bool | None = None
+
+
+R = TypeVar("R", bound=msgspec.Struct)
+_NO_STRUCTURE = "structured output is not supported by this server yet"
+REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "suffix": (bool, "insertion before a suffix is not supported"),
+    "prompt_embeds": (bool, "prompt embeddings are not accepted"),
+    "structured_outputs": (bool, _NO_STRUCTURE),
+    **{
+        f"guided_{kind}": (lambda value: value is not None, _NO_STRUCTURE)
+        for kind in ("json", "regex", "choice", "grammar")
+    },
+    "response_format": (
+        lambda value: isinstance(value, dict) and value.get("type") != "text",
+        "only {'type': 'text'} is supported by this server yet",
+    ),
+    "tool_choice": (
+        lambda value: value not in (None, "none", "auto"),
+        "only 'none' and 'auto' are supported by this server yet",
+    ),
+    "functions": (bool, "the legacy functions field is not supported; send tools"),
+    "function_call": (bool, "the legacy function_call field is not supported; send tool_choice"),
+    "modalities": (
+        lambda value: isinstance(value, list) and "audio" in value,
+        "this model cannot answer with audio; allowed: ['text']",
+    ),
+    "audio": (bool, "this model cannot answer with audio"),
+    "web_search_options": (lambda value: value is not None, "there is no web search here"),
+}
+
+
+def parse(document: Any, kind: type[R]) -> R:
+    """The typed request; InvalidRequest with field, value and what is allowed otherwise."""
+    if not isinstance(document, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    for field, (asked, why) in REFUSED.items():
+        if field in document and asked(document[field]):
+            raise InvalidRequest(f"{field}: {why}", field=field)
+    try:
+        return msgspec.convert(document, kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), document) from None
+
+
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
+
+
+def _named(message: str, document: dict[str, Any]) -> InvalidRequest:
+    found = _WHERE.match(message)
+    assert found is not None
+    what, path = found["what"], (found["path"] or "").removeprefix("$")
+    missing = _MISSING.search(what)
+    if missing:
+        field = f"{path.removeprefix('.')}.{missing['name']}".strip(".")
+        return InvalidRequest(f"{field}: this field is required", field=field)
+    field = path.removeprefix(".")
+    allowed = what[:1].lower() + what[1:]
+    return InvalidRequest(f"{field}: {allowed}; got {_shown(document, path)}", field=field)
+
+
+def _shown(document: Any, path: str) -> str:
+    """The value at `path`, as JSON, cut to 200 characters; a container only by its kind and size."""
+    value = document
+    for name, index in _STEP.findall(path):
+        if isinstance(value, dict) and name:
+            value = value.get(name)
+        elif isinstance(value, list) and index and int(index) < len(value):
+            value = value[int(index)]
+    if isinstance(value, dict | list):
+        return f"{'an object' if isinstance(value, dict) else 'an array'} with {len(value)} entries"
+    text = msgspec.json.encode(value).decode() if not isinstance(value, int) else str(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
+
+
+def logit_bias(request: Common) -> dict[int, float]:
+    """`logit_bias` with its keys as token ids."""
+    given = request.logit_bias or {}
+    if len(given) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(
+            f"logit_bias: {len(given)} entries given, {MAX_LOGIT_BIAS} allowed", field="logit_bias"
+        )
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise InvalidRequest(
+                f"logit_bias: keys are token ids; got {key[:50]!r}", field="logit_bias"
+            )
+    return {int(key): value for key, value in given.items()}

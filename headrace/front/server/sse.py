@@ -1,0 +1,131 @@
+"""Server-sent events over pre-encoded bytes, and the watch that ends the work when its client leaves.
+
+`until_gone` runs the work of a request beside a watch on the connection: whichever ends first ends the other, so that
+a disconnect aborts in every phase, also without streaming (reliability 1.1). `EventStream` writes one event per chunk
+and never more than the socket takes: a reader that takes nothing for `stall_s` is dropped (1.7). A failure after the
+first byte becomes an error event followed by the end mark; it never looks like a normal end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headrace.base.errors import Unavailable
+from headrace.front.server.failures import failure_of
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+STALL_S = 60.0
+ABORT_KEY = "headrace.abort"
+"""Key of the scope under which the connection's abort stands: closes without waiting for the reader."""
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientGone(Exception):
+    """The client closed the connection before the answer was complete."""
+
+
+class SlowReader(ClientGone):
+    """The client took nothing for too long and was dropped."""
+
+
+async def until_gone(
+    receive: Receive, work: Coroutine[Any, Any, T], *, abandon: asyncio.Event
+) -> T:
+    """Runs `work` to its end; raises ClientGone on disconnect, Unavailable once `abandon` is set (end of drain)."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    over = asyncio.ensure_future(abandon.wait())
+    try:
+        await asyncio.wait({task, gone, over}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise ClientGone
+        raise Unavailable("the server is shutting down; the request was ended", retry_after_s=5.0)
+    finally:
+        for other in (task, gone, over):
+            other.cancel()
+        await asyncio.gather(task, gone, over, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A streaming answer: whole encoded events. The first is computed before the status is sent (`started`)."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: bytes,
+        rest: AsyncGenerator[bytes, None],
+        *,
+        request_id: str,
+        abandon: asyncio.Event,
+    ) -> None:
+        self.first = first
+        self.rest = rest
+        self.request_id = request_id
+        self.abandon = abandon
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = list(_HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream; every way it can end closes the generator, which aborts what still runs."""
+        async with aclosing(self.rest):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                await until_gone(receive, self._pump(send), abandon=self.abandon)
+            except SlowReader:
+                scope.get(ABORT_KEY, _nothing)()
+                raise
+            except ClientGone:
+                raise
+            except Exception as error:
+                failure = failure_of(error, request_id=self.request_id)
+                await _write(send, b"data: " + failure.body() + b"\n\n" + DONE)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pump(self, send: Send) -> None:
+        await _write(send, self.first)
+        async for event in self.rest:
+            await _write(send, event)
+
+
+async def _write(send: Send, data: bytes) -> None:
+    """Sends once the socket has room; the server holds no more than its own write buffer (64 KiB) for a slow reader."""
+    try:
+        async with asyncio.timeout(STALL_S):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    except TimeoutError:
+        raise SlowReader from None
+
+
+def _nothing() -> None:
+    pass
+
+
+async def started(
+    events: AsyncGenerator[bytes, None],
+) -> tuple[bytes, AsyncGenerator[bytes, None]]:
+    """The first event and the rest: what fails before the first can still be answered with a status."""
+    try:
+        return await anext(events), events
+    except BaseException:
+        await events.aclose()
+        raise

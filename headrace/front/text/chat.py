@@ -1,0 +1,223 @@
+"""Chat templates: messages to token ids.
+
+The template runs in a process that can be killed (`template_pool`), on texts that no template can turn into control
+tokens (`guard`, P28). The limits are checked before the work: number of characters before rendering, size of the
+rendering before encoding (P9, P11).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.base.errors import ContextTooLong, InvalidRequest
+from headrace.front.text.chat_messages import protect_tree, template_messages, text_size
+from headrace.front.text.guard import MARK, unguard
+from headrace.front.text.template_pool import TemplateLimits, TemplatePool
+from headrace.front.text.tokenizer import Tokenizer
+
+# Arguments that clients send whatever the model is; a template that does not read one is not changed by it.
+COMMON_ARGUMENTS = frozenset(
+    ["enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "verbosity", "documents"]
+)
+# Names that are never arguments: the renderer's own variables, and options of other renderers.
+_RESERVED = frozenset(
+    [
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "conversation",
+        "tokenize",
+        "chat_template",
+        "return_dict",
+        "return_tensors",
+        "padding",
+        "truncation",
+        "max_length",
+        "raise_exception",
+        "strftime_now",
+    ]
+)
+MAX_TOOLS = 1024
+
+
+class ChatTemplate:
+    """One template for one tokenizer. Thread-safe."""
+
+    def __init__(
+        self,
+        source: str | None,
+        tokenizer: Tokenizer,
+        *,
+        limits: TemplateLimits | None = None,
+        pool: TemplatePool | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """`source` None means that the model has no template: every render is refused. `max_tokens` bounds a prompt."""
+        self.source = source
+        self._tokenizer = tokenizer
+        self._limits = limits or TemplateLimits()
+        self._pool = pool or TemplatePool(self._limits)
+        self._max_tokens = max_tokens
+        self._names: frozenset[str] | None = None
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt as ids. `kwargs` are further variables of the template."""
+        rendered = self._render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            kwargs=kwargs or {},
+        )
+        self._tokenizer.check_length(rendered, self._max_tokens)
+        return self._tokenizer.encode_guarded(rendered)
+
+    async def render_async(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """`render` in a thread, so that other requests go on meanwhile."""
+        return await asyncio.to_thread(
+            self.render,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            kwargs=kwargs,
+        )
+
+    def render_text(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt as people read it. Do not encode it: it no longer tells users' text from control tokens."""
+        rendered = self._render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            kwargs=kwargs or {},
+        )
+        return unguard(rendered)
+
+    def warm_up(self) -> None:
+        """Starts a process and compiles the template in it; a template that does not compile is refused."""
+        self._argument_names()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._pool.close()
+
+    def _render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        source = self._source()
+        self._check_size([messages, tools, dict(kwargs)])
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message: true excludes add_generation_prompt: true",
+                field="continue_final_message",
+            )
+        guard = self._tokenizer.guard
+        made = template_messages(messages, guard, developer_role="developer" in source)
+        if continue_final_message:
+            made[-1]["content"] += MARK
+        variables = {
+            **self._tokenizer.facts.special_tokens,
+            **self._arguments(kwargs),
+            "messages": made,
+            "tools": self._tools(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        rendered = self._pool.render(source, variables)
+        return _cut(rendered) if continue_final_message else rendered
+
+    def _source(self) -> str:
+        if self.source is None:
+            raise InvalidRequest(
+                "messages: this model has no chat template; use /v1/completions", field="messages"
+            )
+        return self.source
+
+    def _check_size(self, given: Any) -> None:
+        if self._max_tokens is None:
+            return
+        size, most = text_size(given), self._max_tokens * self._tokenizer.longest_token
+        if size > most:
+            raise ContextTooLong(
+                f"prompt is too long: {size} characters are more than "
+                f"{size // self._tokenizer.longest_token} tokens > {self._max_tokens} maximum",
+                field="messages",
+            )
+
+    def _tools(self, tools: Sequence[dict[str, Any]] | None) -> Any:
+        if not tools:
+            return None
+        if len(tools) > MAX_TOOLS:
+            raise InvalidRequest(f"tools: {len(tools)} are more than {MAX_TOOLS}", field="tools")
+        return protect_tree(list(tools), self._tokenizer.guard.protect, "tools")
+
+    def _arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        special = self._tokenizer.facts.special_tokens
+        for name in kwargs:
+            if name in _RESERVED or name in special:
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name}: this name is reserved",
+                    field="chat_template_kwargs",
+                )
+            if name not in COMMON_ARGUMENTS and name not in self._argument_names():
+                known = sorted(
+                    (self._argument_names() | COMMON_ARGUMENTS) - _RESERVED - set(special)
+                )
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name:.80}: this model's template has no such argument "
+                    f"(it has {', '.join(known)})",
+                    field="chat_template_kwargs",
+                )
+        made: dict[str, Any] = protect_tree(
+            dict(kwargs), self._tokenizer.guard.protect, "chat_template_kwargs"
+        )
+        return made
+
+    def _argument_names(self) -> frozenset[str]:
+        if self._names is None:
+            self._names = frozenset(self._pool.names(self._source()))
+        return self._names
+
+
+def _cut(rendered: str) -> str:
+    """The rendering up to the end of the last message's own text."""
+    end = rendered.rfind(MARK)
+    if end < 0:
+        raise InvalidRequest(
+            "continue_final_message: the chat template does not render the last message's content",
+            field="continue_final_message",
+        )
+    return rendered[:end].replace(MARK, "")

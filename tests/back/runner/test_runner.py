@@ -1,0 +1,109 @@
+"""The runner gives every request what it would get alone, whatever the split, the order and the company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.back.runner.runner import Runner
+from headrace.base.errors import CheckpointError
+from tests.back.driver import GREEDY, Driver, Sequence, greedy_reference
+from tests.back.tiny_model import TinyModel, tiny_spec
+
+CPU = torch.device("cpu")
+
+
+def make(model: TinyModel, **options: int) -> tuple[Runner, Driver]:
+    runner = Runner(tiny_spec(**options), model, device=CPU)
+    return runner, Driver(runner.facts)
+
+
+def random_prompt(rng: np.random.Generator, low: int = 1, high: int = 40) -> list[int]:
+    return rng.integers(0, 61, rng.integers(low, high)).tolist()
+
+
+def random_run(
+    rng: np.random.Generator, active: list[Sequence], budget: int
+) -> list[tuple[Sequence, int]]:
+    """Some of the sequences, each with a random piece of what it has left."""
+    runs = []
+    for sequence in rng.permutation(np.array(active, dtype=object)):
+        left = sequence.length - sequence.num_computed
+        if left < 1 or rng.random() < 0.25 or len(runs) == budget:
+            continue
+        runs.append((sequence, int(rng.integers(1, left + 1)) if rng.random() < 0.5 else left))
+    return runs
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("windows", [(None, None), (12, None, 12), (None, 5, 9, 5, None)])
+def test_random_splits_preemptions_and_row_reuse_give_each_request_its_solo_tokens(
+    seed: int, windows: tuple[int | None, ...]
+) -> None:
+    """ENG-21, REG-021, REG-022: any chunking, any batch mix, recompute after preemption, overlap of one step."""
+    rng = np.random.default_rng(seed)
+    model = TinyModel(windows)
+    runner, driver = make(model, num_blocks=400)
+    waiting = [driver.add(random_prompt(rng), request=i) for i in range(14)]
+    active: list[Sequence] = []
+    done: list[Sequence] = []
+    unread = []
+    while waiting or active:
+        while waiting and len(active) < 5:
+            active.append(waiting.pop())
+        runs = random_run(rng, active, 8)
+        if runs:
+            unread.append(runner.execute(driver.plan(runs)))
+        if len(unread) > 1 or not runs:
+            while unread:
+                driver.read(unread.pop(0))
+        for sequence in list(active):
+            if sequence.unknown:
+                continue
+            if len(sequence.outputs) >= 6:
+                driver.release(sequence)
+                active.remove(sequence)
+                done.append(sequence)
+            elif sequence.started and rng.random() < 0.1:
+                driver.release(sequence)
+    assert len(done) == 14
+    for sequence in done:
+        prompt = sequence.tokens[: sequence.num_prompt]
+        assert sequence.outputs == greedy_reference(model, prompt, len(sequence.outputs))
+
+
+def test_a_row_whose_logits_are_not_finite_fails_alone_and_leaves_clean_blocks() -> None:
+    """Reliability 1.15: bystanders unchanged, the failed row's blocks usable by their next owner."""
+    model = TinyModel()
+    runner, driver = make(model)
+    model.poison = 60
+    bystanders = [driver.add([7, 8, 9]), driver.add([3] * 11)]
+    bad = driver.add([1, 2, 60, 4])
+    driver.read(runner.execute(driver.plan([(s, s.length) for s in [*bystanders, bad]])))
+    assert bad.error == "NonFiniteLogits"
+    assert all(bool(torch.isfinite(kv).all()) for kv in runner._kv.tensors)
+    driver.release(bad)
+    reuse = driver.add([30, 31, 32])
+    driver.read(runner.execute(driver.plan([(reuse, 3), *((s, 1) for s in bystanders)])))
+    clean = TinyModel()
+    assert reuse.outputs == greedy_reference(clean, [30, 31, 32], 1)
+    assert bystanders[0].outputs == greedy_reference(clean, [7, 8, 9], 2)
+    assert bystanders[1].outputs == greedy_reference(clean, [3] * 11, 2)
+
+
+def test_damaged_weights_are_refused_at_start() -> None:
+    model = TinyModel()
+    model.head[:, 0] = torch.nan
+    with pytest.raises(CheckpointError, match="not finite"):
+        make(model)
+
+
+def test_a_step_without_rows_applies_its_changes() -> None:
+    model = TinyModel()
+    runner, driver = make(model)
+    first = driver.add([1, 2, 3])
+    driver.read(runner.execute(driver.plan([(first, 3)])))
+    driver.release(first)
+    result = runner.execute(driver.plan([]))
+    assert result.tokens.size == 0 and GREEDY.greedy

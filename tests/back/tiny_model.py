@@ -1,0 +1,146 @@
+"""A tiny causal model for tests of the runner and the executors: real attention over the paged KV cache, in plain
+PyTorch, one sequence at a time. It is not a model family; its weights are seeded random numbers.
+
+Its logits depend on every token before, on positions and on the KV written by earlier steps, so that a wrong slot, a
+stale block or a token fed from the wrong row changes what comes out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+
+from headrace.back.attention.kv_layer import KVLayer
+from headrace.back.attention.plan import AttentionPlan, Batch
+from headrace.base.config.resolved import (
+    DeviceSpec,
+    EngineSpec,
+    KVSpec,
+    ModelSpec,
+    SchedulerSpec,
+)
+
+WIDTH = 61
+HIDDEN = 16
+HEADS = 2
+HEAD_DIM = 8
+
+
+class TinyModel:
+    """`windows`: one layer per entry, None for full attention.
+
+    A token id of `poison` anywhere in the context makes the hidden states of its row NaN; `explode` raises.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[int | None] = (None, None),
+        *,
+        seed: int = 0,
+        width: int = WIDTH,
+        poison: int | None = None,
+        explode: int | None = None,
+    ) -> None:
+        g = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=g) / math.sqrt(shape[-1])
+
+        self.kv_layers = tuple(
+            KVLayer(layer=i, kv_heads=HEADS, head_dim=HEAD_DIM, window=window)
+            for i, window in enumerate(windows)
+        )
+        self.logits_width = width
+        self.poison, self.explode = poison, explode
+        self.embed = random(width, HIDDEN) * 4
+        self.place = random(8192, HIDDEN) * 4
+        self.qkv = [random(3, HEADS * HEAD_DIM, HIDDEN) for _ in windows]
+        self.out = [random(HIDDEN, HEADS * HEAD_DIM) for _ in windows]
+        self.head = random(width, HIDDEN) * 3
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Hidden states [T, E]."""
+        if self.explode is not None and bool((batch.token_ids_T == self.explode).any()):
+            raise RuntimeError("the tiny model exploded")
+        x_TE = self.embed[batch.token_ids_T] + self.place[batch.positions_T]
+        if self.poison is not None:
+            x_TE = torch.where((batch.token_ids_T == self.poison)[:, None], torch.nan, x_TE)
+        for layer in range(len(self.kv_layers)):
+            x_TE = x_TE + self._attend(layer, x_TE, batch.plan_of(layer), batch.kv[layer])
+        return x_TE / x_TE.norm(dim=-1, keepdim=True) * 4
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V]."""
+        return (hidden_NE.float() @ self.head.T).float()
+
+    def _attend(
+        self, layer: int, x_TE: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v = (x_TE @ w.T for w in self.qkv[layer])
+        tokens = kv.shape[3]
+        block, offset = plan.slot_T // tokens, plan.slot_T % tokens
+        kv[block, 0, :, offset] = k.view(-1, HEADS, HEAD_DIM)
+        kv[block, 1, :, offset] = v.view(-1, HEADS, HEAD_DIM)
+        out = torch.empty_like(q)
+        for row in range(plan.kv_len_R.numel()):
+            start, end = plan.query_start_R1[row], plan.query_start_R1[row + 1]
+            length = int(plan.kv_len_R[row])
+            keys, values = self._read(kv, plan.block_table_RB[row], length)
+            query = q[start:end].view(-1, HEADS, HEAD_DIM)
+            scores = torch.einsum("qhd,khd->hqk", query, keys) / math.sqrt(HEAD_DIM)
+            at = torch.arange(length - (end - start), length)[:, None]
+            past = torch.arange(length)[None]
+            seen = past <= at
+            window = self.kv_layers[layer].window
+            if window is not None:
+                seen &= past > at - window
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            values = torch.where(seen.any(0)[:, None, None], values, 0.0)
+            out[start:end] = torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
+        return out @ self.out[layer].T
+
+    @staticmethod
+    def _read(
+        kv: torch.Tensor, blocks: torch.Tensor, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = kv.shape[3]
+        used = kv[blocks[: -(-length // tokens)].long()]
+        flat = used.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+        return flat[0], flat[1]
+
+
+def load_tiny(spec: ModelSpec, mesh: object, device: torch.device) -> TinyModel:
+    """A loader for executors: `spec.config` holds the arguments of TinyModel."""
+    return TinyModel(**spec.config)
+
+
+def tiny_spec(
+    *,
+    executor: str = "inline",
+    tensor_parallel: int = 1,
+    num_blocks: int = 64,
+    block_tokens: int = 8,
+    max_running: int = 8,
+    max_step_tokens: int = 64,
+    config: dict[str, object] | None = None,
+) -> EngineSpec:
+    """An EngineSpec for a TinyModel."""
+    return EngineSpec(
+        model=ModelSpec(
+            path=os.devnull,
+            name="tiny",
+            format="dummy",
+            family="tiny",
+            dtype="float32",
+            max_model_len=4096,
+            logits_width=WIDTH,
+            eos_ids=(0,),
+            config=config or {},
+        ),
+        kv=KVSpec(block_tokens=block_tokens, prefix_caching=True, num_blocks=num_blocks),
+        scheduler=SchedulerSpec(max_step_tokens=max_step_tokens, max_running=max_running),
+        device=DeviceSpec(device="cpu", executor=executor, tensor_parallel=tensor_parallel),
+    )

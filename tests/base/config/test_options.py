@@ -1,0 +1,96 @@
+"""One option, four spellings (API-25)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.base.config.options import CommandLine, build, config_page, fields
+from headrace.base.config.tree import Options
+from headrace.base.errors import ConfigError
+
+GROUPS = ("model", "kv", "scheduler", "device", "server")
+
+
+def parse(*argv: str) -> Options:
+    return CommandLine("headrace serve", "", groups=GROUPS).parse(argv)[1]
+
+
+def test_flat_dotted_json_and_yaml_spellings_agree(tmp_path: Path) -> None:
+    nested, flat = tmp_path / "nested.yaml", tmp_path / "flat.yaml"
+    nested.write_text(
+        "scheduler:\n  policy: fair\n  max_running: 7\nmodel: {max_model_len: 8192}\n"
+    )
+    flat.write_text("policy: fair\nmax-running: 7\nmax_model_len: 8K\n")
+    wanted = build(
+        {"scheduler": {"policy": "fair", "max_running": 7}, "model": {"max_model_len": 8192}}
+    )
+    spellings = [
+        ("--policy", "fair", "--max-running", "7", "--max-model-len", "8K"),
+        (
+            "--scheduler.policy",
+            "fair",
+            "--scheduler.max_running",
+            "7",
+            "--model.max_model_len=8192",
+        ),
+        ("--scheduler", '{"policy": "fair", "max_running": 7}', "--max-model-len", "8192"),
+        ("--config", str(nested)),
+        ("--config", str(flat)),
+    ]
+    assert [parse(*s) for s in spellings] == [wanted] * 5
+
+
+def test_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("port: 1\nhost: 0.0.0.0\n")
+    server = parse("--config", str(file), "--port", "2").server
+    assert (server.host, server.port) == ("0.0.0.0", 2)
+
+
+def test_booleans_have_a_negative_flag() -> None:
+    assert parse("--no-prefix-caching").kv.prefix_caching is False
+    assert parse("--prefix-caching").kv.prefix_caching is True
+
+
+def test_lists_repeat_and_split_at_commas() -> None:
+    assert parse("--api-keys", "a,b", "--api-keys", "c").server.api_keys == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (("--polcy", "x"), "did you mean --policy?"),
+        (("--policy", "x"), "one of: fcfs, priority, fair"),
+        (("--max-running", "0"), "--max-running: 0"),
+        (("--port", "99999"), "99999"),
+        (("--max-model-len", "many"), "--max-model-len: 'many'"),
+        (("--scheduler", '{"plicy": 1}'), "did you mean 'policy'?"),
+        (("--scheduler", "{"), "not JSON"),
+        (("--config", "/nowhere.yaml"), "cannot read"),
+        (("--port",), "expected one argument"),
+    ],
+)
+def test_mistakes_name_the_flag_the_value_and_what_is_allowed(
+    argv: tuple[str, ...], wanted: str
+) -> None:
+    with pytest.raises(ConfigError, match="(?s)" + wanted.replace("?", r"\?").replace("{", r"\{")):
+        parse(*argv)
+
+
+def test_unknown_yaml_key_suggests_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("max_runing: 3\n")
+    with pytest.raises(ConfigError, match="did you mean 'max_running'"):
+        parse("--config", str(file))
+
+
+@pytest.mark.parametrize("word", ["", "all", "scheduler", "--policy", "fair"])
+def test_help_finds_groups_flags_and_words(word: str) -> None:
+    assert "--policy" in CommandLine("headrace serve", "", groups=GROUPS).help_text(word)
+
+
+def test_every_option_is_documented_and_on_the_page() -> None:
+    page = config_page()
+    assert all(f.doc and f"`{f.flag}`" in page for f in fields())
