@@ -124,7 +124,9 @@ class Shell:
         except (ClientGone, ClientDisconnect) as gone:
             wire.status = 499
             slow = isinstance(gone, SlowReader)
-            metrics.add("headrace_slow_readers_total" if slow else "headrace_client_disconnects_total")
+            metrics.add(
+                "headrace_slow_readers_total" if slow else "headrace_client_disconnects_total"
+            )
         except Exception as error:
             self._count_rejection(error)
             await wire.fail(failure_of(error, request_id=exchange.request_id))
@@ -166,7 +168,7 @@ def _template(path: str) -> str:
 
 
 class _Wire:
-    """receive and send of one exchange: marks the answer with its ids and knows how much of the body is still unread."""
+    """receive and send of one exchange: marks the answer with its ids and knows whether the body was read."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         self.scope = scope
@@ -176,7 +178,9 @@ class _Wire:
         self._send = send
         self._started = False
         headers = dict(scope["headers"])
-        self._body_pending = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        self._body_pending = (
+            headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        )
         self._expects_continue = b"expect" in headers
         ident = exchange.request_id.encode()
         self._marks = [(b"x-request-id", ident), (b"request-id", ident)]
@@ -215,7 +219,9 @@ class _Wire:
                 headers.append((b"connection", b"close"))
         body = failure.body()
         headers.append((b"content-length", str(len(body)).encode()))
-        await self.send({"type": "http.response.start", "status": failure.status, "headers": headers})
+        await self.send(
+            {"type": "http.response.start", "status": failure.status, "headers": headers}
+        )
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _discard(self) -> None:
@@ -226,5 +232,3 @@ class _Wire:
                     pass
         except TimeoutError:
             pass
-
-

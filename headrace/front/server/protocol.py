@@ -99,14 +99,17 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A further request on a kept connection: its header block gets a clock of its own."""
         super().on_message_begin()
-        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]
         if not self._in_head:
             self._start_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Counts complete headers (trailers of a chunked body too)."""
         super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS or sum(len(n) + len(v) + 4 for n, v in self.headers) > MAX_HEAD_BYTES:
+        if (
+            len(self.headers) > MAX_HEADERS
+            or sum(len(n) + len(v) + 4 for n, v in self.headers) > MAX_HEAD_BYTES
+        ):
             self.refuse(_head_too_large())
 
     def on_headers_complete(self) -> None:

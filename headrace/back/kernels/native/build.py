@@ -86,7 +86,7 @@ def build(*, folder: Path | None = None, extra: tuple[str, ...] = (), jobs: int 
     """Builds what is missing and returns the library's path.
 
     folder: None puts it beside this file, or into the cache folder (0700) when that is not writable. extra: further
-    compiler flags (SANITIZE_FLAGS for a checked build). jobs: compilers at once; None takes the cores of this process.
+    compiler flags (SANITIZE_FLAGS for a checked build). jobs: compilers at once; None takes the machine's cores.
     """
     compiler = find_compiler()
     path = library_path(compiler, folder or _writable_folder(), extra=extra)
@@ -94,7 +94,7 @@ def build(*, folder: Path | None = None, extra: tuple[str, ...] = (), jobs: int 
         return path
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as scratch:
         units = _units(Path(scratch), compiler, extra)
-        with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
             objects = list(pool.map(_compile, units))
         linked = Path(scratch) / path.name
         link = [compiler, "-shared", "-pthread", *extra, *objects, "-o", str(linked)]

@@ -1,0 +1,204 @@
+"""What is known about a model before its weights are read: from config.json (or GGUF metadata) and file headers.
+
+`describe` is a pure function of what the files say; `read_model_facts` reads the files. Neither needs torch, so that
+`headrace plan` answers for a model that does not fit this machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from headrace.back.models.families import FALLBACK, family_of
+from headrace.base.config.gguf import GGUFFile, read_gguf
+from headrace.base.config.gguf_config import gguf_config
+from headrace.base.config.hf import ConfigReader, read_json, refuse_remote_code
+from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
+from headrace.base.config.weight_files import find_weight_files
+from headrace.launch.locate import LocatedModel
+
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+_STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `resolve` and `plan` ask about a model.
+
+    `dtype` is the checkpoint's. `num_params` counts what is stored, or what the sizes in config.json add up to when
+    only those are known. `weight_bytes` is the size as stored (dummy: in `dtype`), `kv_bytes_per_token` that of all
+    layers in `dtype`. `windows` has a window in tokens per layer, None where it attends to everything or the config
+    leaves it to the family. `generation_defaults` are the entries of generation_config.json as they stand there.
+    """
+
+    path: str
+    name: str
+    format: str
+    architecture: str
+    family: str
+    dtype: str
+    max_model_len: int
+    logits_width: int
+    eos_ids: tuple[int, ...]
+    config: dict[str, Any]
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    num_params: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    tokenizer_path: str
+    chat_template: str | None = None
+    generation_defaults: dict[str, Any] = {}
+
+
+def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFacts:
+    """Reads the files of a located model; `family` overrides the one its architecture names."""
+    if located.path.is_file():
+        file = read_gguf(located.path)
+        return describe(located, gguf_config(file), {}, _gguf_stored(file), family=family)
+    config = read_json(located.path / "config.json")
+    generation_path = located.path / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    stored = None if located.format == "dummy" else _safetensors_stored(located.path)
+    return describe(located, config, generation, stored, family=family)
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """What the files hold: parameters, bytes, and the dtype most bytes have (None: quantized or mixed)."""
+
+    num_params: int
+    num_bytes: int
+    dtype: str | None
+
+
+def describe(
+    located: LocatedModel,
+    config: dict[str, Any],
+    generation: Mapping[str, Any],
+    stored: Stored | None,
+    *,
+    family: str = "auto",
+) -> ModelFacts:
+    """The facts that follow from a config; a key that is missing or wrong is a CheckpointError naming it."""
+    where = f"{located.path}/config.json" if located.path.is_dir() else str(located.path)
+    chosen = family_of(config) if family == "auto" else family
+    if chosen == FALLBACK:
+        refuse_remote_code(config, where)
+    reader = _text_part(ConfigReader(config, where))
+    layers = reader.int("num_hidden_layers", aliases=("n_layer", "num_layers"), ge=1, le=100_000)
+    hidden = reader.int("hidden_size", aliases=("n_embd", "d_model"), ge=1)
+    heads = reader.int("num_attention_heads", aliases=("n_head", "num_heads"), ge=1)
+    kv_heads = reader.int("num_key_value_heads", heads, ge=1)
+    head_dim = reader.int("head_dim", max(1, hidden // heads), ge=1)
+    width = reader.int("vocab_size", ge=1)
+    dtype = _dtype(reader, stored)
+    num_params = (
+        stored.num_params
+        if stored
+        else _count_params(reader, layers, hidden, heads, kv_heads, head_dim)
+    )
+    return ModelFacts(
+        path=str(located.path),
+        name=located.name,
+        format=located.format,
+        architecture=str((config.get("architectures") or ["?"])[0]),
+        family=chosen,
+        dtype=dtype,
+        max_model_len=_max_positions(reader),
+        logits_width=width,
+        eos_ids=_eos_ids(generation, reader, where, width),
+        config=config,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        windows=_windows(reader, layers),
+        num_params=num_params,
+        weight_bytes=stored.num_bytes if stored else num_params * DTYPE_BYTES[dtype],
+        kv_bytes_per_token=2 * layers * kv_heads * head_dim * DTYPE_BYTES[dtype],
+        tokenizer_path=str(located.path),
+        generation_defaults=dict(generation),
+    )
+
+
+def _text_part(reader: ConfigReader) -> ConfigReader:
+    """The section with the decoder's sizes: text_config where a model has several parts."""
+    section = reader.section("text_config")
+    return section if section is not None and "hidden_size" not in reader else reader
+
+
+def _dtype(reader: ConfigReader, stored: Stored | None) -> str:
+    default = (stored.dtype if stored else None) or "bfloat16"
+    return reader.choice("torch_dtype", DTYPE_BYTES, default, aliases=("dtype",))
+
+
+def _max_positions(reader: ConfigReader) -> int:
+    """The stated context. YaRN is the one scaling whose config may keep the length before the extension."""
+    stated = reader.int("max_position_embeddings", 2048, aliases=("n_positions", "n_ctx"), ge=1)
+    scaling = reader.section("rope_parameters") or reader.section("rope_scaling")
+    if scaling is None or ("rope_type" not in scaling and "type" not in scaling):
+        return stated
+    if scaling.str("rope_type", aliases=("type",)) != "yarn":
+        return stated
+    original = scaling.int("original_max_position_embeddings", stated, ge=1)
+    return max(stated, int(original * scaling.float("factor", 1.0, ge=1.0)))
+
+
+def _eos_ids(
+    generation: Mapping[str, Any], reader: ConfigReader, where: str, width: int
+) -> tuple[int, ...]:
+    """Ids that end a text: generation_config.json's if it has any, else config.json's; each below the logits width."""
+    name = where.replace("config.json", "generation_config.json")
+    stated = ConfigReader(generation, name).ids("eos_token_id", below=width)
+    return stated or reader.ids("eos_token_id", below=width)
+
+
+def _windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
+    window = reader.int("sliding_window", None, ge=1)
+    kinds = reader.list("layer_types", None, of=str)
+    if window is None or kinds is None or len(kinds) != layers:
+        return (None,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _count_params(
+    reader: ConfigReader, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int
+) -> int:
+    """The dense decoder the sizes describe: embedding, head unless tied, attention, gated MLP, two norms a layer."""
+    inner = reader.int("intermediate_size", 4 * hidden, aliases=("n_inner",), ge=1)
+    tables = 1 if reader.bool("tie_word_embeddings", False) else 2
+    attention = 2 * hidden * (heads + kv_heads) * head_dim
+    layer = attention + 3 * hidden * inner + 2 * hidden
+    return tables * reader.int("vocab_size", ge=1) * hidden + layers * layer + hidden
+
+
+def _safetensors_stored(folder: Path) -> Stored:
+    headers = [read_safetensors_header(path) for path in find_weight_files(folder).files]
+    return _stored(tensor for header in headers for tensor in header.values())
+
+
+def _stored(tensors: Iterable[StoredTensor]) -> Stored:
+    sizes: dict[str, int] = {}
+    count = 0
+    for tensor in tensors:
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
+        count += math.prod(tensor.shape)
+    most = max(sizes, key=lambda name: sizes[name], default="")
+    return Stored(num_params=count, num_bytes=sum(sizes.values()), dtype=_STORED_DTYPES.get(most))
+
+
+def _gguf_stored(file: GGUFFile) -> Stored:
+    tensors = file.tensors.values()
+    return Stored(
+        num_params=sum(math.prod(tensor.shape) for tensor in tensors),
+        num_bytes=sum(tensor.num_bytes for tensor in tensors),
+        dtype=None,
+    )
