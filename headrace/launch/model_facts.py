@@ -22,6 +22,8 @@ from headrace.base.config.weight_files import find_weight_files
 from headrace.launch.locate import LocatedModel
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_POSITIONS: Final = 1 << 24
+"""Longest context believed (the longest published is 10 million); rotary tables are sized by it."""
 _STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -142,14 +144,16 @@ def _dtype(reader: ConfigReader, stored: Stored | None) -> str:
 
 def _max_positions(reader: ConfigReader) -> int:
     """The stated context. YaRN is the one scaling whose config may keep the length before the extension."""
-    stated = reader.int("max_position_embeddings", 2048, aliases=("n_positions", "n_ctx"), ge=1)
+    keys = ("n_positions", "n_ctx")
+    stated = reader.int("max_position_embeddings", 2048, aliases=keys, ge=1, le=MAX_POSITIONS)
     scaling = reader.section("rope_parameters") or reader.section("rope_scaling")
     if scaling is None or ("rope_type" not in scaling and "type" not in scaling):
         return stated
     if scaling.str("rope_type", aliases=("type",)) != "yarn":
         return stated
     original = scaling.int("original_max_position_embeddings", stated, ge=1)
-    return max(stated, int(original * scaling.float("factor", 1.0, ge=1.0)))
+    extended = int(original * scaling.float("factor", 1.0, ge=1.0, le=1e6))
+    return min(MAX_POSITIONS, max(stated, extended))
 
 
 def _eos_ids(
