@@ -53,6 +53,13 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="HF_HOME", doc="Where downloaded checkpoints are kept.", default="~/.cache/huggingface"
     ),
+    Variable(
+        name="CUDA_VISIBLE_DEVICES",
+        doc="Which GPUs exist for this process; kept in step with HIP_VISIBLE_DEVICES.",
+    ),
+    Variable(
+        name="HIP_VISIBLE_DEVICES", doc="The same on AMD; a conflict between the two is an error."
+    ),
     Variable(name="NO_COLOR", doc="Any value turns colours off in the terminal."),
 )
 

@@ -31,7 +31,7 @@ def _engine(options: Options) -> tuple[Any, dict[str, Any]]:
     """The offline engine of the options, and what its result says about it."""
     begin = time.perf_counter()
     from headrace.bench.offline import OfflineEngine
-    from headrace.launch.resolve import resolve_options
+    from headrace.launch.facts import resolve_options
 
     resolved = resolve_options(options)
     engine = OfflineEngine(resolved)

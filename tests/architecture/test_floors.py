@@ -31,7 +31,14 @@ FLOORS = {
     "cli": 12,
 }  # fmt: skip
 
-FAMILY_ROOMS = ("back/models", "front/media/processors", "base/config/gguf", "front/text/parsers")
+FAMILY_ROOMS = (
+    "back/models",
+    "front/media/processors",
+    "base/config/gguf",
+    "base/config/weight_files",  # the checkpoint format of that name
+    "launch/locate",
+    "front/text/parsers",
+)
 SIZE_LIMIT = 600
 NO_TORCH = ("base", "front", "core")
 

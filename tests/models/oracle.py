@@ -1,6 +1,7 @@
 """Tiny random models made by transformers, saved as checkpoints, and built by us from the files.
 
-The loading here is the seam in its plainest form (`copies` over a safetensors file); the real loader has tests of its own.
+The loading here is the seam in its plainest form (`copies` over a safetensors file); the real
+loader has tests of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ BLOCK_TOKENS = 8
 def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
     """A randomly initialised transformers model of `config` in float32, saved under `folder`.
 
-    Weights are large enough, and norms and biases random enough, that a forgotten one changes the logits.
+    Weights are large enough, and norms and biases random enough, that a forgotten one changes the
+    logits.
     """
     from transformers import AutoModelForCausalLM
 
@@ -46,7 +48,8 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
 def model_spec(
     folder: Path, *, dtype: str = "float32", max_model_len: int = 128, **changes: Any
 ) -> ModelSpec:
-    """The resolved description of the checkpoint in `folder`; `changes` override keys of its config."""
+    """The resolved description of the checkpoint in `folder`; `changes` override keys of its
+    config."""
     config = json.loads((folder / "config.json").read_text()) | changes
     return ModelSpec(
         path=str(folder),
@@ -62,7 +65,8 @@ def model_spec(
 
 
 def load_ours(spec: ModelSpec, *, mesh: Mesh | None = None) -> LoadableModel:
-    """Our model with the checkpoint's weights, checked to be complete: nothing missing, nothing unknown."""
+    """Our model with the checkpoint's weights, checked to be complete: nothing missing, nothing
+    unknown."""
     model = build_model(
         spec, mesh=mesh or Mesh(), device=torch.device("cpu"), block_tokens=BLOCK_TOKENS
     )

@@ -1,7 +1,9 @@
-"""A runner in miniature for model tests: feeds given tokens through a model in chosen chunks over a paged, poisoned cache.
+"""A runner in miniature for model tests: feeds given tokens through a model in chosen chunks over a
+paged, poisoned cache.
 
-Every KV group has its own block tables out of one pool. Blocks are dealt in random order; KV starts as NaN, and a block that
-leaves a window is given back, nulled in the table and poisoned again, so that reading one position too many shows.
+Every KV group has its own block tables out of one pool. Blocks are dealt in random order; KV starts
+as NaN, and a block that leaves a window is given back, nulled in the table and poisoned again, so
+that reading one position too many shows.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class PagedRun:
         )
 
     def step(self, chunks: list[tuple[int, int]]) -> list[torch.Tensor]:
-        """Runs (row, number of tokens) pairs, single tokens first; returns the logits of each chunk's tokens."""
+        """Runs (row, number of tokens) pairs, single tokens first; returns the logits of each
+        chunk's tokens."""
         chunks = sorted(chunks, key=lambda chunk: chunk[1] != 1)
         ids, positions = [], []
         for row, count in chunks:
@@ -115,7 +118,8 @@ class PagedRun:
 def teacher_forced(
     model: CausalModel, rows: list[list[int]], *, block_tokens: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """The logits [tokens, V] of every row: each prompt in two uneven chunks, mixed with the decode steps of others."""
+    """The logits [tokens, V] of every row: each prompt in two uneven chunks, mixed with the decode
+    steps of others."""
     run = PagedRun(model, rows, block_tokens=block_tokens, dtype=dtype)
     logits: list[list[torch.Tensor]] = [[] for _ in rows]
     for chunks in _schedule([len(row) for row in rows]):

@@ -1,7 +1,8 @@
-"""Each family equals transformers on tiny random configurations: teacher-forced logits over a chunked, paged run.
+"""Each family equals transformers on tiny random configurations: teacher-forced logits over a
+chunked, paged run.
 
-Several rows, prompts in two chunks mixed with decode steps, windows smaller than the sequences, NaN in every cache position
-that must not be read.
+Several rows, prompts in two chunks mixed with decode steps, windows smaller than the sequences, NaN
+in every cache position that must not be read.
 """
 
 from __future__ import annotations
@@ -169,3 +170,31 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(case: str, tmp_path: 
     error = max((mine - true).pow(2).mean() for mine, true in zip(ours, exact, strict=True))
     bound = max((other - true).pow(2).mean() for other, true in zip(theirs, exact, strict=True))
     assert error.sqrt() <= 1.5 * bound.sqrt()
+
+
+def test_dynamic_ntk_uses_the_base_of_the_longest_sequence_allowed(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    config.max_position_embeddings = 24
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}
+    oracle = save_oracle(config, tmp_path)
+    rows = random_rows(SIZES["vocab_size"], (51,))
+    ours = load_ours(model_spec(tmp_path, max_model_len=51))
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+def test_longrope_takes_the_long_factors_once_sequences_may_pass_the_original_length(
+    tmp_path: Path,
+) -> None:
+    config = tiny_config("phi3")
+    config.original_max_position_embeddings = 30
+    config.rope_parameters = {
+        "rope_theta": 300.0,
+        "partial_rotary_factor": 1.0,
+        **longrope(30),
+    }
+    oracle = save_oracle(config, tmp_path)
+    rows = random_rows(SIZES["vocab_size"], (51, 37))
+    ours = load_ours(model_spec(tmp_path, max_model_len=64))
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, oracle_logits(oracle, rows), 1e-4)

@@ -73,7 +73,8 @@ def gemma_sizes(config: ConfigReader) -> Sizes:
 
 
 def soft_cap(config: ConfigReader, key: str, absent: float) -> float | None:
-    """A cap; null switches it off, an absent key means the value the first checkpoints were trained with."""
+    """A cap; null switches it off, an absent key means the value the first checkpoints were trained
+    with."""
     return config.float(key, None if key in config.raw else absent, ge=1e-6)
 
 

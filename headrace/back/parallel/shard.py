@@ -67,6 +67,8 @@ class Shard:
 def local_units(part: Part, axis: Axis) -> int:
     """Units of the part that this rank holds (at least one: fewer units than ranks are
     replicated)."""
+    if part.uneven:
+        return (axis.rank + 1) * part.units // axis.size - axis.rank * part.units // axis.size
     if part.units % axis.size == 0:
         return part.units // axis.size
     if axis.size % part.units == 0:

@@ -1,4 +1,24 @@
-"""From logits to tokens (walking skeleton: greedy)."""
+"""From logits to tokens. One table says what is done in which order:
+
+    step                     rows that do it              file
+    1  finite?               all                          greedy.py (for free where it can)
+    2  raw logprobs          logprobs, named ids          logprobs.py
+    3  penalties             repetition, presence, ...    penalties.py
+    4  logit bias            logit_bias                   bias.py
+    5  DRY                   dry_multiplier > 0           dry.py
+    6  masks                 allowed ids, min_tokens,     allowed.py min_tokens.py bad_words.py
+                             bad words
+    7  argmax                temperature 0                greedy.py
+    8  temperature           the others                   draw.py
+    9  top_k, typical_p, top_p, min_p                     top_k.py typical_p.py top_p.py min_p.py
+   10  XTC                   xtc_probability > 0          xtc.py
+   11  noise and argmax      the others                   noise.py draw.py
+
+Penalties come before the bias, so that a bias of +-100 stays what the user wrote; masks come last, so that nothing
+lifts them. Temperature comes before truncation: top_p is over the tempered distribution.
+
+Cost: a step whose rows are all greedy and ask for nothing is one argmax. A feature costs its own rows only.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +27,27 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from headrace.back.sampling.allowed import AllowedIds
+from headrace.back.sampling.bad_words import BadWords
+from headrace.back.sampling.bias import LogitBias
+from headrace.back.sampling.draw import draw
+from headrace.back.sampling.dry import Dry
+from headrace.back.sampling.features import LogitFeature, Picked, RowNumbers, Use
 from headrace.back.sampling.greedy import argmax_rows
-from headrace.base.errors import HeadraceError, NonFiniteLogits
+from headrace.back.sampling.logprobs import score
+from headrace.back.sampling.min_tokens import MinTokens
+from headrace.back.sampling.penalties import Penalties
+from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
 from headrace.base.wire.step import RowLogprobs, RowStart
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """What was sampled for N rows. token_N int64 on the device, always within the vocabulary (P26); `failed`: index
-    into the N rows -> why that row has no token; `logprobs`: `RowLogprobs.index` is the index into the N rows."""
+    """What was sampled for N rows.
+
+    token_N int64 on the device, always within the vocabulary, also for failed rows (P26). `failed`: index into the N
+    rows -> why that row has no token. `logprobs`: `RowLogprobs.index` is an index into the N rows.
+    """
 
     token_N: torch.Tensor
     failed: dict[int, HeadraceError] = field(default_factory=dict)
@@ -23,16 +55,38 @@ class Sampled:
 
 
 class Sampler:
-    """Samples one token per row."""
+    """Samples one token per row; holds what the rows asked for."""
 
     def __init__(self, *, max_rows: int, logits_width: int, device: torch.device) -> None:
-        self.logits_width = logits_width
+        self._width = logits_width
+        self._numbers = RowNumbers(max_rows)
+        self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._features: tuple[tuple[Use, LogitFeature], ...] = (
+            (Use.PENALTIES, Penalties(max_rows=max_rows, width=logits_width, device=device)),
+            (Use.BIAS, LogitBias(device)),
+            (Use.DRY, Dry(device)),
+            (Use.ALLOWED, AllowedIds(device)),
+            (Use.MIN_TOKENS, MinTokens(max_rows=max_rows, device=device)),
+            (Use.BAD_WORDS, BadWords(device)),
+        )
 
     def end(self, rows: np.ndarray) -> None:
         """The rows are given back."""
+        for row in rows.tolist():
+            for use, feature in self._features:
+                if self._numbers.use[row] & use:
+                    feature.end(row)
+            self._numbers.use[row] = 0
+            self._alternatives.pop(row, None)
 
     def start(self, start: RowStart) -> None:
         """A request takes a row."""
+        used = self._numbers.start(start, self._width)
+        for use, feature in self._features:
+            if use in used:
+                feature.start(start)
+        if Use.LOGPROBS in used:
+            self._alternatives[start.row] = start.sampling.logprobs or 0, start.sampling.logprob_ids
 
     def sample(
         self,
@@ -42,13 +96,102 @@ class Sampler:
         positions: np.ndarray,
         tokens: torch.Tensor,
     ) -> Sampled:
-        """Samples the token at `positions[i]` of `rows[i]` from logits_NV[i] (float32, may be overwritten)."""
-        token_N = argmax_rows(logits_NV)
-        best_N = logits_NV.gather(1, token_N[:, None])[:, 0]
-        bad = torch.nonzero(~torch.isfinite(best_N))[:, 0].tolist()
+        """Samples the token at `positions[i]` of `rows[i]` from logits_NV[i] (float32, may be overwritten).
+
+        `tokens` [max_rows, columns]: the rows' tokens so far, at their positions.
+        """
+        use_N = self._numbers.use[rows]
+        used = int(np.bitwise_or.reduce(use_N))
+        if not used:
+            token_N, best_N = argmax_rows(logits_NV)
+            return Sampled(token_N=token_N, failed=_failures(best_N))
+        picked = Picked(
+            rows=rows,
+            positions=positions,
+            num_output=positions - self._numbers.num_prompt[rows],
+            tokens=tokens,
+        )
+        failed = _failures(logits_NV.amax(1))
+        if failed:
+            logits_NV[list(failed)] = 0.0
+        scored = np.flatnonzero(use_N & Use.LOGPROBS)
+        raw_logits = logits_NV[scored]
+        self._process(logits_NV, use_N, picked)
+        token_N, best_N = self._choose(logits_NV, use_N, picked)
+        failed = (
+            _failures(best_N, InvalidRequest, "the request's masks leave no token to sample")
+            | failed
+        )
+        self._tell(token_N, use_N, picked)
         return Sampled(
             token_N=token_N,
-            failed={
-                i: NonFiniteLogits("the model's output for this request is not finite") for i in bad
-            },
+            failed=failed,
+            logprobs=self._score(raw_logits, token_N, rows, scored, failed),
         )
+
+    def _process(self, logits_NV: torch.Tensor, use_N: np.ndarray, picked: Picked) -> None:
+        for use, feature in self._features:
+            index = np.flatnonzero(use_N & use)
+            if index.size == len(use_N):
+                feature.apply(logits_NV, picked)
+            elif index.size:
+                part = logits_NV[index]
+                feature.apply(part, picked.take(index))
+                logits_NV[index] = part
+
+    def _choose(
+        self, logits_NV: torch.Tensor, use_N: np.ndarray, picked: Picked
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        index = np.flatnonzero(use_N & Use.RANDOM)
+        if index.size == len(use_N):
+            return draw(logits_NV, self._numbers, picked)
+        token_N, best_N = argmax_rows(logits_NV)
+        best_N = best_N.to(torch.float64)
+        if index.size:
+            token_N[index], best_N[index] = draw(
+                logits_NV[index], self._numbers, picked.take(index)
+            )
+        return token_N, best_N
+
+    def _tell(self, token_N: torch.Tensor, use_N: np.ndarray, picked: Picked) -> None:
+        for use, feature in self._features:
+            index = np.flatnonzero(use_N & use)
+            if index.size:
+                feature.sampled(token_N[index], picked.take(index))
+
+    def _score(
+        self,
+        logits_MV: torch.Tensor,
+        token_N: torch.Tensor,
+        rows: np.ndarray,
+        scored: np.ndarray,
+        failed: dict[int, HeadraceError],
+    ) -> list[RowLogprobs]:
+        if not scored.size:
+            return []
+        asked = [self._alternatives[int(row)] for row in rows[scored]]
+        most = max(self._width if count < 0 else count for count, _ in asked)
+        token_M = token_N[scored]
+        ids, values, ranks = score(logits_MV, token_M, alternatives=most)
+        found = []
+        for m, (index, (count, named)) in enumerate(zip(scored.tolist(), asked, strict=True)):
+            if index in failed:
+                continue
+            kept = slice(0, 1 + (self._width if count < 0 else count))
+            row_ids, row_values = ids[m, kept], values[m, kept]
+            if named:
+                more = score(logits_MV[m : m + 1], token_M[m : m + 1], alternatives=0, named=named)
+                row_ids = np.concatenate([row_ids, more[0][0, 1:]])
+                row_values = np.concatenate([row_values, more[1][0, 1:]])
+            found.append(RowLogprobs(index, row_ids, row_values, int(ranks[m])))
+        return found
+
+
+def _failures(
+    best_N: torch.Tensor,
+    kind: type[HeadraceError] = NonFiniteLogits,
+    message: str = "the model's output for this request is not finite",
+) -> dict[int, HeadraceError]:
+    """The rows whose best value is not finite, with their errors."""
+    finite = np.isfinite(best_N.cpu().numpy())
+    return {int(i): kind(message) for i in np.flatnonzero(~finite)} if not finite.all() else {}

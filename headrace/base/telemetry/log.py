@@ -10,7 +10,9 @@ import logging
 import sys
 
 MAX_LINE_CHARS = 4000
-_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+_ESCAPES = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
+}
 
 
 class LineFormatter(logging.Formatter):
@@ -19,7 +21,7 @@ class LineFormatter(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)s {process}: %(message)s", "%H:%M:%S")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (name of the standard library)
+    def formatMessage(self, record: logging.LogRecord) -> str:
         """Escapes the message of the record and caps its length."""
         record.message = escape(record.message)
         return super().formatMessage(record)

@@ -13,10 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.multiprocess import MultiProcessCollector
 
 OTHER = "other"
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Kind(Enum):
@@ -29,7 +37,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One metric. `labels` maps each label to the closed set of its values; an empty set is filled at start (models)."""
+    """One metric. `labels` maps each label to the closed set of its values."""
 
     name: str
     kind: Kind
@@ -90,11 +98,11 @@ TABLE: tuple[Series, ...] = (
         labels={"finished_reason": REASONS},
     ),
     Series(
-        name="headrace_prompt_tokens_total", kind=Kind.COUNTER, doc="Prompt tokens of started requests."
+        name="headrace_prompt_tokens_total",
+        kind=Kind.COUNTER,
+        doc="Prompt tokens of started requests.",
     ),
-    Series(
-        name="headrace_generation_tokens_total", kind=Kind.COUNTER, doc="Tokens generated."
-    ),
+    Series(name="headrace_generation_tokens_total", kind=Kind.COUNTER, doc="Tokens generated."),
     Series(
         name="headrace_cached_prompt_tokens_total",
         kind=Kind.COUNTER,
@@ -190,7 +198,9 @@ class Metrics:
 
 def _engine_text(engines: list[Mapping[str, object]]) -> bytes:
     """Figures of the cores as gauges `headrace_engine_NAME{engine="i"}`; only numbers with identifier names count."""
-    names = sorted({name for engine in engines for name, value in engine.items() if _is_figure(name, value)})
+    names = sorted(
+        {name for engine in engines for name, value in engine.items() if _is_figure(name, value)}
+    )
     lines: list[str] = []
     for name in names:
         lines.append(f"# TYPE headrace_engine_{name} gauge")
@@ -213,7 +223,5 @@ def metrics_page() -> str:
     ]
     head = "# Metrics\n\nGenerated from `headrace/base/telemetry/metrics.py`.\n\n"
     table = "| name | kind | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
-    tail = (
-        "\n\nEvery number an engine core reports appears as `headrace_engine_NAME{engine=\"i\"}` as well."
-    )
+    tail = '\n\nEvery number an engine core reports appears as `headrace_engine_NAME{engine="i"}` as well.'
     return head + table + tail + "\n"

@@ -114,6 +114,7 @@ class Shell:
         assert scope["type"] == "http", f"no handler for {scope['type']}"
         exchange = Exchange(services=self.services, request_id=request_id())
         scope[SCOPE_KEY] = exchange
+        scope["app"] = self  # with an app in the scope starlette raises 404 and 405 instead of answering them
         wire = _Wire(scope, receive, send, exchange)
         metrics = self.services.metrics
         metrics.add("headrace_http_requests_in_flight")
@@ -124,7 +125,9 @@ class Shell:
         except (ClientGone, ClientDisconnect) as gone:
             wire.status = 499
             slow = isinstance(gone, SlowReader)
-            metrics.add("headrace_slow_readers_total" if slow else "headrace_client_disconnects_total")
+            metrics.add(
+                "headrace_slow_readers_total" if slow else "headrace_client_disconnects_total"
+            )
         except Exception as error:
             self._count_rejection(error)
             await wire.fail(failure_of(error, request_id=exchange.request_id))
@@ -166,7 +169,7 @@ def _template(path: str) -> str:
 
 
 class _Wire:
-    """receive and send of one exchange: marks the answer with its ids and knows how much of the body is still unread."""
+    """receive and send of one exchange: marks the answer with its ids and knows whether the body was read."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         self.scope = scope
@@ -176,7 +179,9 @@ class _Wire:
         self._send = send
         self._started = False
         headers = dict(scope["headers"])
-        self._body_pending = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        self._body_pending = (
+            headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        )
         self._expects_continue = b"expect" in headers
         ident = exchange.request_id.encode()
         self._marks = [(b"x-request-id", ident), (b"request-id", ident)]
@@ -215,7 +220,9 @@ class _Wire:
                 headers.append((b"connection", b"close"))
         body = failure.body()
         headers.append((b"content-length", str(len(body)).encode()))
-        await self.send({"type": "http.response.start", "status": failure.status, "headers": headers})
+        await self.send(
+            {"type": "http.response.start", "status": failure.status, "headers": headers}
+        )
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _discard(self) -> None:
@@ -226,5 +233,3 @@ class _Wire:
                     pass
         except TimeoutError:
             pass
-
-

@@ -46,7 +46,9 @@ class Gatekeeper:
             _check_host(scope)
             return ""
         if presented is None:
-            raise Unauthorized("no API key given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+            raise Unauthorized(
+                "no API key given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            )
         # Every digest is compared, so that the time does not depend on which one matches.
         matches = [hmac.compare_digest(presented, known) for known in self.api_key_digests]
         if any(matches):
@@ -70,7 +72,8 @@ class Gatekeeper:
         raise Unauthorized("the admin key is not valid")
 
     def _is_api_key(self, presented: str | None) -> bool:
-        return any([hmac.compare_digest(presented or "", known) for known in self.api_key_digests])
+        matches = [hmac.compare_digest(presented or "", known) for known in self.api_key_digests]
+        return any(matches)
 
 
 def _presented(scope: Scope) -> str | None:

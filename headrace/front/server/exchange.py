@@ -20,7 +20,8 @@ from headrace.base.errors import ModelNotFound
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Engine
 from headrace.front.server.limits import KeyShares
-from headrace.front.text.template import ChatTemplate
+from headrace.front.text.chat import ChatTemplate
+from headrace.front.text.template_pool import TemplatePool
 from headrace.front.text.tokenizer import Tokenizer
 
 SCOPE_KEY = "headrace.exchange"
@@ -32,7 +33,8 @@ class Services:
 
     engine: Engine
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: ChatTemplate
+    templates: TemplatePool
     text: TextSpec
     server: ServerSpec
     metrics: Metrics

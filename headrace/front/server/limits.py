@@ -16,7 +16,13 @@ from typing import Any, NoReturn, Protocol
 
 from starlette.requests import ClientDisconnect, Request
 
-from headrace.base.errors import InvalidRequest, RateLimited, RequestError, TooLarge, UnsupportedMedia
+from headrace.base.errors import (
+    InvalidRequest,
+    RateLimited,
+    RequestError,
+    TooLarge,
+    UnsupportedMedia,
+)
 from headrace.base.optional import available, require
 
 MAX_JSON_DEPTH = 64
@@ -95,7 +101,9 @@ def parse_json(body: bytes) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error.msg} at byte {error.pos}") from None
+        raise InvalidRequest(
+            f"the body is not valid JSON: {error.msg} at byte {error.pos}"
+        ) from None
     except ValueError:
         raise InvalidRequest("the body is not valid JSON: a number has too many digits") from None
     _check_tree(value, surrogates="\\ud" in text or "\\uD" in text)
@@ -105,7 +113,9 @@ def parse_json(body: bytes) -> Any:
 def _check_content_type(request: Request) -> None:
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
-        raise UnsupportedMedia(f"content-type {given[:100]!r} is not supported; send application/json")
+        raise UnsupportedMedia(
+            f"content-type {given[:100]!r} is not supported; send application/json"
+        )
 
 
 async def _read_body(request: Request, *, max_bytes: int, idle_s: float) -> bytes:
@@ -157,8 +167,12 @@ def _inflate(inflater: _Inflater, chunk: bytes, *, room: int) -> bytes:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise InvalidRequest(f"the key {twice[:100]!r} occurs twice in one object", field=twice[:100])
+        twice = next(
+            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
+        )
+        raise InvalidRequest(
+            f"the key {twice[:100]!r} occurs twice in one object", field=twice[:100]
+        )
     return found
 
 
@@ -190,7 +204,9 @@ def _check_surrogates(nodes: list[Any]) -> None:
             try:
                 node.encode()
             except UnicodeEncodeError:
-                raise InvalidRequest("a text holds a lone surrogate, which is no character") from None
+                raise InvalidRequest(
+                    "a text holds a lone surrogate, which is no character"
+                ) from None
 
 
 def _too_deep() -> InvalidRequest:

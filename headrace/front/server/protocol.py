@@ -99,14 +99,17 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A further request on a kept connection: its header block gets a clock of its own."""
         super().on_message_begin()
-        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]
         if not self._in_head:
             self._start_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Counts complete headers (trailers of a chunked body too)."""
         super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS or sum(len(n) + len(v) + 4 for n, v in self.headers) > MAX_HEAD_BYTES:
+        if (
+            len(self.headers) > MAX_HEADERS
+            or sum(len(n) + len(v) + 4 for n, v in self.headers) > MAX_HEAD_BYTES
+        ):
             self.refuse(_head_too_large())
 
     def on_headers_complete(self) -> None:
@@ -135,8 +138,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()  # an answer is under way: nothing may be written into it
-            return
+            if self.cycle.response_started:
+                self.transport.close()  # an answer is under way: nothing may be written into it
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         ident = request_id()
         failure = failure_of(error, request_id=ident)
         headers = [

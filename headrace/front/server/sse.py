@@ -31,7 +31,7 @@ _HEADERS = [
 ]
 
 
-class ClientGone(Exception):  # noqa: N818 (not an error: nobody is left to be told)
+class ClientGone(Exception):
     """The client closed the connection before the answer was complete."""
 
 
@@ -42,7 +42,7 @@ class SlowReader(ClientGone):
 async def until_gone(
     receive: Receive, work: Coroutine[Any, Any, T], *, abandon: asyncio.Event
 ) -> T:
-    """Runs `work` to its end; raises ClientGone on disconnect and Unavailable once `abandon` is set (end of the drain)."""
+    """Runs `work` to its end; raises ClientGone on disconnect, Unavailable once `abandon` is set (end of drain)."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
     over = asyncio.ensure_future(abandon.wait())

@@ -45,7 +45,9 @@ ISAS: tuple[Isa, ...] = (
     Isa(name="portable", machines=(), flags=()),
     Isa(name="avx2", machines=("x86_64", "AMD64"), flags=("-march=x86-64-v3",)),
     Isa(name="avx512", machines=("x86_64", "AMD64"), flags=_V4),
-    Isa(name="avx512dot", machines=("x86_64", "AMD64"), flags=(*_V4, "-mavx512bf16", "-mavx512vnni")),
+    Isa(
+        name="avx512dot", machines=("x86_64", "AMD64"), flags=(*_V4, "-mavx512bf16", "-mavx512vnni")
+    ),
 )
 
 
@@ -82,11 +84,13 @@ def library_path(compiler: str, folder: Path = FOLDER, *, extra: tuple[str, ...]
     return folder / f"libheadrace_native-{source_digest()}-{made_by}.so"
 
 
-def build(*, folder: Path | None = None, extra: tuple[str, ...] = (), jobs: int | None = None) -> Path:
+def build(
+    *, folder: Path | None = None, extra: tuple[str, ...] = (), jobs: int | None = None
+) -> Path:
     """Builds what is missing and returns the library's path.
 
     folder: None puts it beside this file, or into the cache folder (0700) when that is not writable. extra: further
-    compiler flags (SANITIZE_FLAGS for a checked build). jobs: compilers at once; None takes the cores of this process.
+    compiler flags (SANITIZE_FLAGS for a checked build). jobs: compilers at once; None takes the machine's cores.
     """
     compiler = find_compiler()
     path = library_path(compiler, folder or _writable_folder(), extra=extra)
@@ -94,7 +98,7 @@ def build(*, folder: Path | None = None, extra: tuple[str, ...] = (), jobs: int 
         return path
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as scratch:
         units = _units(Path(scratch), compiler, extra)
-        with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
             objects = list(pool.map(_compile, units))
         linked = Path(scratch) / path.name
         link = [compiler, "-shared", "-pthread", *extra, *objects, "-o", str(linked)]

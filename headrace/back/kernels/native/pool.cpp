@@ -88,17 +88,19 @@ bool spin(Ready ready) {
   return ready();
 }
 
-void helper(Pool* pool, int index, int cpu) {
+// Pins a thread before it has done anything, so that its first chunk runs where it belongs.
+void pin(std::thread& thread, int cpu) {
 #if defined(__linux__)
-  if (cpu >= 0) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(cpu, &set);
-    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
-  }
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpu, &set);
+  pthread_setaffinity_np(thread.native_handle(), sizeof set, &set);
 #else
-  (void)cpu;
+  (void)thread, (void)cpu;
 #endif
+}
+
+void helper(Pool* pool, int index) {
   auto waiting = [&] {
     return uint32_t(pool->state.load()) != 0 || index >= pool->wanted.load();
   };
@@ -200,7 +202,9 @@ HR_PUBLIC int32_t hr_pool_resize(int32_t threads, const int32_t* cpus) {
   pool->wanted.store(threads - 1);
   for (int i = 0; i < threads - 1; ++i) {
     try {
-      std::thread(helper, pool, i, cpus == nullptr ? -1 : int(cpus[i])).detach();
+      std::thread thread(helper, pool, i);
+      if (cpus != nullptr) pin(thread, cpus[i]);
+      thread.detach();
     } catch (const std::system_error&) {
       break;
     }

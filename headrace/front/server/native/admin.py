@@ -18,7 +18,9 @@ async def post_pause(exchange: Exchange, request: Request) -> Response:
     """Pauses every core; returns once the pause is complete (mode wait: once running requests have ended)."""
     mode = request.query_params.get("mode", "abort")
     if mode not in MODES:
-        raise InvalidRequest(f"mode: {mode[:50]!r} given; allowed: {', '.join(MODES)}", field="mode")
+        raise InvalidRequest(
+            f"mode: {mode[:50]!r} given; allowed: {', '.join(MODES)}", field="mode"
+        )
     clear = _flag(request, "clear_cache", default=True)
     await exchange.services.engine.call("pause", mode=mode, clear_cache=clear)
     return json_response({"status": "paused", "mode": mode})
@@ -33,15 +35,16 @@ async def post_resume(exchange: Exchange, request: Request) -> Response:
 async def get_is_paused(exchange: Exchange, request: Request) -> Response:
     """Whether the cores are paused."""
     replies = await exchange.services.engine.call("is_paused")
-    paused = [bool(reply.get("is_paused")) if isinstance(reply, dict) else bool(reply) for reply in replies]
-    return json_response({"is_paused": all(paused)})
+    found = [reply for reply in replies if isinstance(reply, dict)]
+    return json_response({"is_paused": bool(found) and all(reply["paused"] for reply in found)})
 
 
 async def post_reset_prefix_cache(exchange: Exchange, request: Request) -> Response:
     """Forgets every cached prefix that no running request holds."""
     replies = await exchange.services.engine.call("reset_prefix_cache")
-    done = [reply.get("success", True) if isinstance(reply, dict) else True for reply in replies]
-    return json_response({"success": all(done)})
+    return json_response(
+        {"success": all(isinstance(reply, dict) and reply["reset"] for reply in replies)}
+    )
 
 
 def _flag(request: Request, name: str, *, default: bool) -> bool:

@@ -39,7 +39,9 @@ async def get_health(exchange: Exchange, request: Request) -> Response:
     """200 while the engine lives and makes progress; 503 when it is dead, stuck or not loaded yet."""
     engine = exchange.services.engine
     healthy = engine.ready and engine.alive
-    return json_response({"status": "ok" if healthy else "unavailable"}, status=200 if healthy else 503)
+    return json_response(
+        {"status": "ok" if healthy else "unavailable"}, status=200 if healthy else 503
+    )
 
 
 async def get_version(exchange: Exchange, request: Request) -> Response:
@@ -57,7 +59,7 @@ async def get_metrics(exchange: Exchange, request: Request) -> Response:
     found: list[object] = []
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            found = await exchange.services.engine.call("metrics")
+            found = await exchange.services.engine.call("status")
     except (HeadraceError, TimeoutError):
         pass
     engines = [figures if isinstance(figures, Mapping) else {} for figures in found]

@@ -17,7 +17,13 @@ import orjson
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Delta, Ended, Event, Started
-from headrace.front.server.openai.fold import Fold, chat_logprobs, finish_reason, scores_by_id, usage
+from headrace.front.server.openai.fold import (
+    Fold,
+    chat_logprobs,
+    finish_reason,
+    scores_by_id,
+    usage,
+)
 from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import ChatRequest
 from headrace.front.server.sse import DONE

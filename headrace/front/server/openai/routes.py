@@ -1,4 +1,4 @@
-"""The handlers of the OpenAI routes: check, render, tokenize, generate, answer. All shapes are in chat.py and completions.py."""
+"""The handlers of the OpenAI routes: check, render, tokenize, generate, answer. Shapes: chat.py, completions.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from headrace.base.errors import Forbidden, InvalidRequest
+from headrace.base.errors import Forbidden
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Event, Generation
 from headrace.front.server.exchange import Exchange
@@ -18,7 +18,7 @@ from headrace.front.server.openai import chat, completions
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, Common, CompletionRequest, parse
 from headrace.front.server.sse import EventStream, started
-from headrace.front.text.template import ChatTemplate
+from headrace.front.text.chat import ChatTemplate
 
 
 async def post_chat(exchange: Exchange, document: Any) -> Response:
@@ -77,26 +77,21 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
                 "chat_template: this server does not take templates from requests",
                 field="chat_template",
             )
-        template = ChatTemplate(request.chat_template, services.tokenizer)
-    if template is None:
-        raise InvalidRequest(
-            "messages: this model has no chat template; use /v1/completions, or start the server "
-            "with --chat-template",
-            field="messages",
+        template = ChatTemplate(
+            request.chat_template,
+            services.tokenizer,
+            pool=services.templates,
+            max_tokens=services.text.max_model_len,
         )
     tail = bool(request.continue_final_message)
     opens = not tail if request.add_generation_prompt is None else request.add_generation_prompt
-    if tail and opens:
-        raise InvalidRequest(
-            "continue_final_message: excludes add_generation_prompt", field="continue_final_message"
-        )
     kwargs = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+    for name in ("reasoning_effort", "documents"):
+        if getattr(request, name) is not None:
+            kwargs.setdefault(name, getattr(request, name))
     return await template.render_async(
         request.messages,
         tools=None if request.tool_choice == "none" else request.tools,
-        documents=request.documents,
         add_generation_prompt=opens,
         continue_final_message=tail,
         kwargs=kwargs,
@@ -120,7 +115,8 @@ async def _prompt(
     if not request.echo:
         return completions.Prompt(ids=ids)
     text = given if isinstance(given, str) else tokenizer.decode(ids)
-    return completions.Prompt(ids=ids, text=text, pieces=[tokenizer.token_text(i) for i in ids[:1]])
+    first = tokenizer.token_text(ids[0]) if ids else ""
+    return completions.Prompt(ids=ids, text=text, first=first)
 
 
 def _generate(

@@ -17,7 +17,13 @@ _PLAIN = (
     *("dry_allowed_length", "dry_range", "xtc_probability", "xtc_threshold", "min_tokens"),
     *("include_stop_str_in_output", "ignore_eos", "seed", "prompt_logprobs", "skip_special_tokens"),
 )
-_LISTS = ("dry_sequence_breakers", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids")
+_LISTS = (
+    "dry_sequence_breakers",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "logprob_token_ids",
+)
 
 
 def sampling_params(
@@ -34,7 +40,9 @@ def sampling_params(
     _check(request, n=n, best_of=best_of, max_n=max_n, max_tokens=max_tokens)
     fields: dict[str, Any] = dict(defaults)
     fields |= {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
-    fields |= {name: tuple(value) for name in _LISTS if (value := getattr(request, name)) is not None}
+    fields |= {
+        name: tuple(value) for name in _LISTS if (value := getattr(request, name)) is not None
+    }
     if request.use_beam_search:
         fields["beam_width"] = max(n, best_of or n)
         best_of = None
@@ -69,7 +77,8 @@ def _check(
         raise InvalidRequest("prompt_logprobs: cannot be streamed", field="prompt_logprobs")
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
         raise InvalidRequest(
-            f"min_tokens: {request.min_tokens} given, max_tokens is {max_tokens}", field="min_tokens"
+            f"min_tokens: {request.min_tokens} given, max_tokens is {max_tokens}",
+            field="min_tokens",
         )
 
 

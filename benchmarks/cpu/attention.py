@@ -1,0 +1,52 @@
+"""Paged attention: native against the reference in PyTorch, decode and prefill."""
+
+from __future__ import annotations
+
+import torch
+from measure import cell, interleaved, row, setup
+
+from headrace.back.kernels.attention.native import bind_with
+from headrace.back.kernels.attention.op import AttentionProblem, sample_plan
+from headrace.back.kernels.attention.reference import bind_reference
+
+HEADS = ((16, 8, 128), (32, 8, 128), (8, 8, 64))  # heads, KV heads, head_dim
+STEPS = {
+    "1 stream at 1,024": [(1, 1024)],
+    "8 streams at 1,024": [(1, 1024)] * 8,
+    "32 streams at 256": [(1, 256)] * 32,
+    "prompt of 512": [(512, 512)],
+    "8 streams, chunk of 256": [(1, 512)] * 8 + [(256, 512)],
+}
+
+
+def main() -> None:
+    library, arguments = setup(__doc__)
+    row("dtype", "heads / KV / size", "step", "native us", "reference us", "ratio", "KV GB/s", "GFLOP/s")
+    row(*["---"] * 8)
+    for dtype in (torch.bfloat16, torch.float32):
+        for heads, kv_heads, head_dim in HEADS:
+            problem = AttentionProblem(device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads,
+                                       head_dim=head_dim, block_tokens=16, scale=head_dim**-0.5)  # fmt: skip
+            native, reference = bind_with(library, problem), bind_reference(problem)
+            for name, rows in STEPS.items():
+                plan, blocks = sample_plan(rows, block_tokens=16, window=None, device="cpu")
+                q = torch.randn(sum(n for n, _ in rows), heads, head_dim).to(dtype)
+                kv = torch.randn(blocks, 2, kv_heads, 16, head_dim).to(dtype)
+                taken = interleaved(
+                    {
+                        "native": lambda q=q, kv=kv, plan=plan: native(q, kv, plan),
+                        "reference": lambda q=q, kv=kv, plan=plan: reference(q, kv, plan),
+                    },
+                    seconds=arguments.seconds,
+                )
+                best_us = taken["native"][1]
+                kv_bytes = sum(length for _, length in rows) * 2 * kv_heads * head_dim * dtype.itemsize
+                pairs = sum(n * length - n * (n - 1) // 2 for n, length in rows)
+                row(str(dtype)[6:], f"{heads} / {kv_heads} / {head_dim}", name, cell(taken["native"]),
+                    cell(taken["reference"]), f"{taken['reference'][0] / taken['native'][0]:.1f}",
+                    f"{kv_bytes / best_us / 1e3:.1f}",
+                    f"{4 * heads * head_dim * pairs / best_us / 1e3:.0f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,448 @@
+"""A deterministic fake of the whole back, without torch: the core, the server and the host's cost are tested on it.
+
+A row's running state is a polynomial hash of all its tokens; the token it samples is a keyed hash of (state, position,
+seed). The state after every token is also written to a fake KV cache, block by block and group by group, and a row that
+starts behind a prefix hit reads its state from there: a wrong block table, a block freed too early or a stale hit shows
+as wrong tokens. With `check` every plan is held against its invariants as well, and everything a row may attend to is
+compared with what its tokens say; that costs time in proportion to the context and is meant for tests.
+
+    state_i = state_(i-1) * B + token_i + 1   (mod 2^64)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.config.resolved import EngineSpec
+from headrace.base.errors import EngineDead, EngineError, NonFiniteLogits, WireError, to_wire
+from headrace.base.wire.request import PromptLogprobs
+from headrace.base.wire.step import (
+    KVGroup,
+    RowLogprobs,
+    RowStart,
+    StepPlan,
+    StepResult,
+    WorkerFacts,
+)
+
+U64 = npt.NDArray[np.uint64]
+Int32 = npt.NDArray[np.int32]
+
+_MASK = (1 << 64) - 1
+_BASE = 0x9E3779B97F4A7C15
+_BASE_INVERSE = pow(_BASE, -1, 1 << 64)
+_GROUP_MARK = 0xD1B54A32D192ED03
+_KEY = 0x5851F42D4C957F2D
+_ONE_IN = 1 << 20
+DEFAULT_BLOCKS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class NullBehaviour:
+    """How the fake behaves. `eos_rate`: chance of an end token per token; `step_s` and `token_s`: simulated time of a
+    step and of each of its tokens; `fails(request, position)`: that row's sample fails; `dies_at`: the step that fails
+    as a whole; `hangs_at`: the step that never ends."""
+
+    eos_rate: float = 0.0
+    step_s: float = 0.0
+    token_s: float = 0.0
+    fails: Callable[[int, int], bool] | None = None
+    dies_at: int | None = None
+    hangs_at: int | None = None
+
+
+class NullPending:
+    """A step that is done at a given time (monotonic clock; None: never), or that failed."""
+
+    def __init__(self, result: StepResult | EngineError, due: float | None) -> None:
+        self._result = result
+        self._due = due
+
+    def done(self) -> bool:
+        """See Pending."""
+        return self._due is not None and time.monotonic() >= self._due
+
+    def result(self, timeout_s: float | None = None) -> StepResult:
+        """See Pending."""
+        left = float("inf") if self._due is None else self._due - time.monotonic()
+        if timeout_s is not None and left > timeout_s:
+            time.sleep(timeout_s)
+            raise TimeoutError
+        if left > 0:
+            time.sleep(left)
+        if isinstance(self._result, EngineError):
+            raise self._result
+        return self._result
+
+
+@dataclass(slots=True)
+class _Row:
+    start: RowStart
+    computed: int
+    seen: list[int]
+
+
+class NullExecutor:
+    """Fakes the workers of `spec`. Unless given, `groups` follow from the model's config (layer_types and
+    sliding_window) and the behaviour from its keys null_eos_rate and null_step_s."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        behaviour: NullBehaviour | None = None,
+        groups: Sequence[KVGroup] | None = None,
+        check: bool = False,
+    ) -> None:
+        config = spec.model.config
+        self.behaviour = behaviour or NullBehaviour(
+            eos_rate=float(config.get("null_eos_rate", 0.0)),
+            step_s=float(config.get("null_step_s", 0.0)),
+        )
+        self._facts = _facts_of(spec, tuple(groups) if groups is not None else _groups_of(config))
+        self._max_step_tokens = spec.scheduler.max_step_tokens
+        self._eos = np.asarray(spec.model.eos_ids or (0,), np.int64)
+        self._check = check
+        facts = self._facts
+        self._block_tokens = facts.block_tokens
+        shape = (len(facts.groups), facts.max_rows, -(-facts.max_model_len // facts.block_tokens))
+        self._table = np.zeros(shape, np.int32)
+        self._kv = np.zeros((facts.num_blocks, facts.block_tokens), np.uint64)
+        self._marks = [(_GROUP_MARK * g) & _MASK for g in range(len(facts.groups))]
+        self._rows: list[_Row | None] = [None] * facts.max_rows
+        self._state = np.zeros(facts.max_rows, np.uint64)
+        self._input = np.zeros(facts.max_rows, np.int64)
+        self._seed = np.zeros(facts.max_rows, np.uint64)
+        self._computed = np.zeros(facts.max_rows, np.int32)
+        self._special = np.zeros(facts.max_rows, np.bool_)
+        self._powers = _Powers()
+        self._due = 0.0
+        self._dead: EngineError | None = None
+        self.num_steps = 0
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """See Executor."""
+        return self._facts
+
+    def check(self) -> None:
+        """See Executor."""
+        if self._dead is not None:
+            raise self._dead
+
+    def close(self) -> None:
+        """See Executor."""
+
+    def submit(self, plan: StepPlan) -> NullPending:
+        """See Executor. The step is computed at once and handed out when its simulated time is over."""
+        self.check()
+        self.num_steps += 1
+        if self.behaviour.dies_at == self.num_steps:
+            self._dead = EngineDead("a worker died (injected)")
+            return NullPending(self._dead, time.monotonic())
+        self._apply(plan)
+        if self._check:
+            self._check_rows(plan)
+        result = self._run(plan)
+        if self.behaviour.hangs_at == self.num_steps:
+            return NullPending(result, None)
+        spent = self.behaviour.step_s + self.behaviour.token_s * int(plan.num_tokens.sum())
+        self._due = max(self._due, time.monotonic()) + spent if spent else 0.0
+        return NullPending(result, self._due)
+
+    # rows and blocks
+
+    def _apply(self, plan: StepPlan) -> None:
+        for row in plan.ends.tolist():
+            assert self._rows[row] is not None, f"row {row} ends but nobody has it"
+            self._rows[row] = None
+            self._table[:, row] = 0
+        for start in plan.starts:
+            self._start(start)
+        if len(plan.block_id):
+            assert 0 <= plan.block_id.min() and plan.block_id.max() < self._facts.num_blocks
+            self._table[plan.block_group, plan.block_row, plan.block_index] = plan.block_id
+        for start in plan.starts:
+            self._state[start.row] = self._state_at(start.row, start.num_computed)
+
+    def _start(self, start: RowStart) -> None:
+        row, known = start.row, len(start.tokens)
+        assert self._rows[row] is None, f"row {row} is taken twice"
+        assert 0 <= start.num_computed < known and 0 < start.num_prompt <= known
+        seen = start.tokens[: start.num_computed].tolist() if self._check else []
+        self._rows[row] = _Row(start, start.num_computed, seen)
+        self._computed[row] = start.num_computed
+        sampling = start.sampling
+        self._seed[row] = 0 if sampling.greedy else _mix(sampling.seed & _MASK)
+        self._special[row] = (
+            sampling.allowed_ids is not None
+            or bool(sampling.suppressed_ids and sampling.min_tokens)
+            or sampling.logprobs is not None
+        )
+
+    def _state_at(self, row: int, position: int) -> int:
+        """The state before `position`, read from the KV cache as a kernel would."""
+        if position == 0:
+            return 0
+        for group, spec in enumerate(self._facts.groups):
+            if spec.window is None or spec.window > 1:
+                index, offset = divmod(position - 1, self._block_tokens)
+                block = int(self._table[group, row, index])
+                assert block != 0, f"row {row} starts at {position} without a block for it"
+                return int(self._kv[block, offset]) ^ self._marks[group]
+        tokens = self._owner(row).start.tokens[:position]
+        return int(self._powers.states(0, tokens)[-1])
+
+    def _owner(self, row: int) -> _Row:
+        owner = self._rows[row]
+        assert owner is not None, f"row {row} runs but nobody has it"
+        return owner
+
+    # running
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        rows = plan.rows
+        prompts: list[tuple[int, PromptLogprobs]] = []
+        decoding = plan.num_tokens == 1
+        for index in np.flatnonzero(decoding).tolist():
+            row = int(rows[index])
+            if self._computed[row] < len(self._owner(row).start.tokens):
+                decoding[index] = False
+        self._decode(rows[decoding], plan.num_computed[decoding])
+        for index in np.flatnonzero(~decoding).tolist():
+            self._prefill(index, plan, prompts)
+        self._computed[rows] = plan.num_computed + plan.num_tokens
+        tokens, logprobs, failed = self._sample(plan)
+        return StepResult(
+            step=plan.step,
+            tokens=tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompts,
+            failed=failed,
+        )
+
+    def _decode(self, rows: Int32, position: Int32) -> None:
+        if not len(rows):
+            return
+        tokens = self._input[rows]
+        self._state[rows] = self._state[rows] * np.uint64(_BASE) + (tokens + 1).astype(np.uint64)
+        for group, mark in enumerate(self._marks):
+            blocks = self._table[group, rows, position // self._block_tokens]
+            assert blocks.all(), "a row writes to the null block"
+            self._kv[blocks, position % self._block_tokens] = self._state[rows] ^ np.uint64(mark)
+        if self._check:
+            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+                self._owner(row).seen.append(token)
+
+    def _prefill(
+        self, index: int, plan: StepPlan, prompts: list[tuple[int, PromptLogprobs]]
+    ) -> None:
+        row, first = int(plan.rows[index]), int(plan.num_computed[index])
+        owner, end = self._owner(row), first + int(plan.num_tokens[index])
+        assert end <= len(owner.start.tokens), f"row {row}: tokens nobody knows"
+        tokens = owner.start.tokens[first:end]
+        states = self._powers.states(int(self._state[row]), tokens)
+        self._state[row] = states[-1]
+        position = np.arange(first, end)
+        for group, mark in enumerate(self._marks):
+            blocks = self._table[group, row, position // self._block_tokens]
+            assert blocks.all(), f"row {row} writes to the null block"
+            self._kv[blocks, position % self._block_tokens] = states ^ np.uint64(mark)
+        if self._check:
+            owner.seen.extend(tokens.tolist())
+        self._score_prompt(index, owner, first, end, prompts)
+
+    def _score_prompt(
+        self,
+        index: int,
+        owner: _Row,
+        first: int,
+        end: int,
+        prompts: list[tuple[int, PromptLogprobs]],
+    ) -> None:
+        count = owner.start.sampling.prompt_logprobs
+        scored = owner.start.tokens[first + 1 : min(end + 1, owner.start.num_prompt)]
+        if count is None or not len(scored):
+            return
+        width = self._facts.logits_width
+        columns = 1 + (count if count >= 0 else width - 1)
+        ids = (scored[:, None].astype(np.int64) + np.arange(columns)) % width
+        values = np.broadcast_to(-0.5 - np.arange(columns, dtype=np.float32), ids.shape)
+        ranks = np.ones(len(scored), np.int32)
+        scores = PromptLogprobs(first + 1, ids.astype(np.int32), np.array(values), ranks)
+        prompts.append((index, scores))
+
+    # sampling
+
+    def _sample(
+        self, plan: StepPlan
+    ) -> tuple[Int32, list[RowLogprobs], list[tuple[int, WireError]]]:
+        rows, position = plan.rows, plan.num_computed + plan.num_tokens
+        tokens = np.full(len(rows), -1, np.int64)
+        drawn = self._draw(rows, position)
+        tokens[plan.sample] = drawn[plan.sample]
+        logprobs: list[RowLogprobs] = []
+        for index in np.flatnonzero(plan.sample & self._special[rows]).tolist():
+            token = self._constrain(int(rows[index]), int(position[index]), int(tokens[index]))
+            tokens[index] = token
+            logprobs += self._scores(index, int(rows[index]), token)
+        failed = self._inject(plan, position) if self.behaviour.fails is not None else []
+        for index, _ in failed:
+            tokens[index] = -1
+        self._input[rows[plan.sample]] = tokens[plan.sample]
+        return tokens.astype(np.int32), logprobs, failed
+
+    def _draw(self, rows: Int32, position: Int32) -> npt.NDArray[np.int64]:
+        x = self._state[rows] ^ self._seed[rows] ^ np.uint64(_KEY)
+        x = _mix_all(x + position.astype(np.uint64) * np.uint64(_GROUP_MARK))
+        width = np.uint64(self._facts.logits_width)
+        tokens = (x % width).astype(np.int64)
+        ended = (x >> np.uint64(40)) % np.uint64(_ONE_IN) < np.uint64(
+            int(self.behaviour.eos_rate * _ONE_IN)
+        )
+        accidental = np.isin(tokens, self._eos)
+        for index in np.flatnonzero(accidental).tolist():
+            tokens[index] = _next_allowed(int(tokens[index]), set(self._eos.tolist()), int(width))
+        tokens[ended] = self._eos[0]
+        return tokens
+
+    def _constrain(self, row: int, position: int, token: int) -> int:
+        start = self._owner(row).start
+        sampling = start.sampling
+        early = position - start.num_prompt < sampling.min_tokens
+        banned = set(sampling.suppressed_ids) if early else set()
+        if sampling.allowed_ids is not None:
+            allowed = sorted(set(sampling.allowed_ids) - banned) or sorted(sampling.allowed_ids)
+            return allowed[token % len(allowed)]
+        return _next_allowed(token, banned, self._facts.logits_width)
+
+    def _scores(self, index: int, row: int, token: int) -> list[RowLogprobs]:
+        sampling = self._owner(row).start.sampling
+        if sampling.logprobs is None:
+            return []
+        width = self._facts.logits_width
+        count = sampling.logprobs if sampling.logprobs >= 0 else width - 1
+        ids = [(token + i) % width for i in range(1 + count)] + list(sampling.logprob_ids)
+        values = -0.5 - np.arange(len(ids), dtype=np.float32)
+        return [RowLogprobs(index, np.asarray(ids, np.int32), values, 1)]
+
+    def _inject(self, plan: StepPlan, position: Int32) -> list[tuple[int, WireError]]:
+        fails = self.behaviour.fails
+        assert fails is not None
+        error = to_wire(NonFiniteLogits("the logits of this request are not finite (injected)"))
+        return [
+            (index, error)
+            for index in np.flatnonzero(plan.sample).tolist()
+            if fails(self._owner(int(plan.rows[index])).start.request, int(position[index]))
+        ]
+
+    # the oracle
+
+    def _check_rows(self, plan: StepPlan) -> None:
+        """Holds the plan against what StepPlan promises."""
+        rows, ones = plan.rows.tolist(), plan.num_tokens == 1
+        assert len(rows) and len(set(rows)) == len(rows), "a row runs twice"
+        assert plan.num_tokens.min() >= 1 and plan.num_tokens.sum() <= self._max_step_tokens
+        assert not (ones[1:] & ~ones[:-1]).any(), "rows with one token come first"
+        assert (self._computed[plan.rows] == plan.num_computed).all(), "num_computed is wrong"
+        holders = self._holders()
+        for index, row in enumerate(rows):
+            first, count = int(plan.num_computed[index]), int(plan.num_tokens[index])
+            self._check_row(row, first, first + count, holders)
+            known = len(self._owner(row).start.tokens)
+            if first + count < known:
+                assert not plan.sample[index], "samples inside a prompt"
+
+    def _holders(self) -> npt.NDArray[np.int64]:
+        """How often each block stands in the tables of rows that are taken."""
+        taken = [row for row, owner in enumerate(self._rows) if owner is not None]
+        held = self._table[:, taken].ravel()
+        return np.bincount(held, minlength=self._facts.num_blocks).astype(np.int64)
+
+    def _check_row(self, row: int, first: int, end: int, holders: npt.NDArray[np.int64]) -> None:
+        """Blocks that are written belong to this row alone; all that may be read holds what the tokens say."""
+        owner, size = self._owner(row), self._block_tokens
+        assert len(owner.seen) == first, (row, len(owner.seen), first)
+        states = self._powers.states(0, np.asarray(owner.seen, np.int64))
+        for group, spec in enumerate(self._facts.groups):
+            written = self._table[group, row, first // size : (end - 1) // size + 1]
+            assert written.all(), f"row {row} writes to the null block"
+            assert (holders[written] == 1).all(), f"row {row} writes to a block of others"
+            oldest = 0 if spec.window is None else max(0, first - spec.window + 1)
+            position = np.arange(oldest, first)
+            blocks = self._table[group, row, position // size]
+            assert blocks.all(), f"row {row}, group {group}: a block it reads is gone"
+            found = self._kv[blocks, position % size] ^ np.uint64(self._marks[group])
+            assert (found == states[oldest:first]).all(), f"row {row}, group {group}: foreign KV"
+
+
+class _Powers:
+    """Powers of B and of its inverse, grown on demand, and the states over a run of tokens."""
+
+    def __init__(self) -> None:
+        self._power = np.ones(1, np.uint64)
+        self._inverse = np.ones(1, np.uint64)
+
+    def states(self, before: int, tokens: npt.NDArray[np.integer]) -> U64:
+        """The state after each of `tokens`, from the state `before` them."""
+        count = len(tokens)
+        while len(self._power) <= count:
+            size = len(self._power)
+            self._power = _doubled(self._power, pow(_BASE, size, 1 << 64))
+            self._inverse = _doubled(self._inverse, pow(_BASE_INVERSE, size, 1 << 64))
+        terms = (tokens.astype(np.int64) + 1).astype(np.uint64) * self._inverse[1 : count + 1]
+        sums = np.cumsum(terms, dtype=np.uint64) + np.uint64(before)
+        return sums * self._power[1 : count + 1]
+
+
+def _doubled(powers: U64, factor: int) -> U64:
+    return np.concatenate([powers, powers * np.uint64(factor)])
+
+
+def _mix(x: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    return int(_mix_all(np.asarray([x], np.uint64))[0])
+
+
+def _mix_all(x: U64) -> U64:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _next_allowed(token: int, banned: set[int], width: int) -> int:
+    for step in range(width):
+        if (token + step) % width not in banned:
+            return (token + step) % width
+    return token
+
+
+def _groups_of(config: dict[str, object]) -> tuple[KVGroup, ...]:
+    """The KV groups that a config.json with these keys would have."""
+    count = config.get("num_hidden_layers", 1)
+    window, types = config.get("sliding_window"), config.get("layer_types")
+    assert isinstance(count, int)
+    if not isinstance(types, list) or not isinstance(window, int):
+        return (KVGroup(kind="full", layers=tuple(range(count))),)
+    full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
+    rest = tuple(i for i, kind in enumerate(types) if kind != "full_attention")
+    groups = [KVGroup(kind="full", layers=full)] if full else []
+    if rest:
+        groups.append(KVGroup(kind="window", layers=rest, window=window))
+    return tuple(groups)
+
+
+def _facts_of(spec: EngineSpec, groups: tuple[KVGroup, ...]) -> WorkerFacts:
+    return WorkerFacts(
+        num_blocks=spec.kv.num_blocks or DEFAULT_BLOCKS,
+        block_tokens=spec.kv.block_tokens,
+        groups=groups,
+        logits_width=spec.model.logits_width,
+        max_rows=spec.scheduler.max_running,
+        max_model_len=spec.model.max_model_len,
+    )

@@ -1,0 +1,81 @@
+// y = x / sqrt(mean(x^2) + eps) * w over rows of E values; optionally x is first added into a residual.
+
+#include "../native/simd.h"
+
+namespace {
+
+constexpr int64_t kChunkElements = 16 * 1024;  // below that a row costs less than waking a thread
+
+struct Norm {
+  const void* x;
+  void* residual;
+  const float* weight;
+  void* y;
+  int64_t rows, inner, width, outer_stride, inner_stride, residual_stride, rows_per_chunk;
+  float eps;
+};
+
+template <class T>
+HR_INLINE F load_some(const T* p, int64_t count) { return count >= kLanes ? load(p) : load_part(p, count); }
+template <class T>
+HR_INLINE void store_some(T* p, F v, int64_t count) {
+  if (count >= kLanes) store(p, v);
+  else store_part(p, v, count);
+}
+
+template <class T>
+HR_INLINE void norm_row(const Norm& p, const T* x, T* y) {
+  F squares{};
+  for (int64_t e = 0; e < p.width; e += kLanes) {
+    F v = load_some(x + e, p.width - e);
+    squares += v * v;
+  }
+  const float scale = 1.0f / __builtin_sqrtf(sum(squares) / float(p.width) + p.eps);
+  for (int64_t e = 0; e < p.width; e += kLanes) {
+    const int64_t count = p.width - e;
+    store_some(y + e, load_some(x + e, count) * scale * load_some(p.weight + e, count), count);
+  }
+}
+
+template <class T>
+HR_INLINE void add_row(const Norm& p, const T* x, T* residual) {
+  for (int64_t e = 0; e < p.width; e += kLanes) {
+    const int64_t count = p.width - e;
+    store_some(residual + e, load_some(residual + e, count) + load_some(x + e, count), count);
+  }
+}
+
+template <class T>
+void chunk(void* context, int64_t i) {
+  const Norm& p = *static_cast<const Norm*>(context);
+  const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.rows);
+  int64_t outer = i * p.rows_per_chunk / p.inner, inner = i * p.rows_per_chunk % p.inner;
+  for (int64_t row = i * p.rows_per_chunk; row < end; ++row) {
+    const T* x = static_cast<const T*>(p.x) + outer * p.outer_stride + inner * p.inner_stride;
+    if (++inner == p.inner) inner = 0, ++outer;
+    T* y = static_cast<T*>(p.y) + row * p.width;
+    if (p.residual != nullptr) {
+      T* residual = static_cast<T*>(p.residual) + row * p.residual_stride;
+      add_row(p, x, residual);
+      x = residual;
+    }
+    norm_row(p, x, y);
+  }
+}
+
+}  // namespace
+
+// x: row r at (r / inner) * outer_stride + (r % inner) * inner_stride elements; y contiguous. residual: null, or rows
+// that x is added into (rounded to the dtype) before the norm reads them.
+HR_PUBLIC int32_t HR_EXPORT(rms_norm)(const void* x, void* residual, const float* weight, void* y, int64_t rows,
+                                      int64_t inner, int64_t width, int64_t outer_stride, int64_t inner_stride,
+                                      int64_t residual_stride, float eps, int32_t dtype) {
+  if (rows < 0 || inner < 1 || width < 1) return HR_BAD_SHAPE;
+  Norm p{x, residual, weight, y, rows, inner, width, outer_stride, inner_stride, residual_stride,
+         ceil_div(kChunkElements, width), eps};
+  const int64_t chunks = ceil_div(rows, p.rows_per_chunk);
+  if (dtype == HR_BF16) hr_parallel(chunk<bf16>, &p, chunks);
+  else if (dtype == HR_F32) hr_parallel(chunk<float>, &p, chunks);
+  else return HR_BAD_DTYPE;
+  return HR_OK;
+}

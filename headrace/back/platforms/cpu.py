@@ -1,0 +1,77 @@
+"""Facts about the CPU: the cores and the memory this process may really use, and its instruction
+sets.
+
+A container is often given less than the machine has: affinity masks, cgroup quotas and cgroup
+memory limits all count.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import psutil
+
+from headrace.back.platforms.facts import DeviceFacts
+
+CGROUP = Path("/sys/fs/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def cpu_facts(*, cgroup: Path = CGROUP, cpuinfo: Path = CPUINFO) -> DeviceFacts:
+    """The CPU as one device."""
+    memory = psutil.virtual_memory()
+    limit = memory_limit(cgroup)
+    total = min(memory.total, limit) if limit else memory.total
+    free = memory.available
+    if limit:
+        free = min(free, max(0, limit - _number(cgroup / "memory.current", default=0)))
+    fields = _cpuinfo(cpuinfo)
+    return DeviceFacts(
+        kind="cpu",
+        name=fields.get("model name", platform.processor() or platform.machine()),
+        arch=platform.machine(),
+        memory_bytes=total,
+        free_bytes=free,
+        cores=usable_cores(cgroup),
+        features=frozenset((fields.get("flags") or fields.get("Features") or "").split()),
+    )
+
+
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """Cores this process may run on: the affinity mask, cut by the cgroup's CPU quota (rounded up),
+    at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota, _, period = _text(cgroup / "cpu.max").partition(" ")
+    if quota.isdigit() and period.strip().isdigit():
+        cores = min(cores, -(-int(quota) // int(period)))
+    return max(1, cores)
+
+
+def memory_limit(cgroup: Path = CGROUP) -> int | None:
+    """The cgroup's memory limit in bytes, None if there is none."""
+    limit = _number(cgroup / "memory.max", default=0)
+    return limit or None
+
+
+def _cpuinfo(path: Path) -> dict[str, str]:
+    """The fields of the first core."""
+    first = _text(path).partition("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _number(path: Path, *, default: int) -> int:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else default
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

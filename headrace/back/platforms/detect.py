@@ -1,0 +1,81 @@
+"""Which devices there are: real ones by asking drivers and the kernel, fakes by name for planning
+and tests.
+
+Figures of the fakes are the makers' data sheets (nominal, dense); memory is the usable part of the
+nominal one.
+"""
+
+from __future__ import annotations
+
+from headrace.back.platforms.cpu import cpu_facts
+from headrace.back.platforms.cuda import cuda_facts
+from headrace.back.platforms.facts import Capability, DeviceFacts, parse_gfx, visible_devices
+from headrace.back.platforms.rocm import rocm_facts
+from headrace.base import env
+from headrace.base.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def _nvidia(
+    name: str, major: int, minor: int, *, gib: int, cores: int, gb_s: float, tflops: float
+) -> DeviceFacts:
+    return DeviceFacts(
+        kind="cuda",
+        name=f"NVIDIA {name}",
+        arch=f"sm_{major}{minor}",
+        capability=Capability(major, minor),
+        memory_bytes=gib * GIB,
+        free_bytes=gib * GIB,
+        cores=cores,
+        memory_gb_s=gb_s,
+        bf16_tflops=tflops,
+    )
+
+
+def _amd(name: str, arch: str, *, gib: int, cores: int, gb_s: float, tflops: float) -> DeviceFacts:
+    return DeviceFacts(
+        kind="rocm",
+        name=f"AMD {name}",
+        arch=arch,
+        capability=parse_gfx(arch),
+        memory_bytes=gib * GIB,
+        free_bytes=gib * GIB,
+        cores=cores,
+        memory_gb_s=gb_s,
+        bf16_tflops=tflops,
+    )
+
+
+FAKES = {
+    "a100": _nvidia("A100 80GB", 8, 0, gib=79, cores=108, gb_s=2039, tflops=312),
+    "l4": _nvidia("L4", 8, 9, gib=22, cores=58, gb_s=300, tflops=121),
+    "h100": _nvidia("H100 SXM", 9, 0, gib=79, cores=132, gb_s=3350, tflops=989),
+    "h200": _nvidia("H200 SXM", 9, 0, gib=140, cores=132, gb_s=4800, tflops=989),
+    "b200": _nvidia("B200", 10, 0, gib=178, cores=148, gb_s=8000, tflops=2250),
+    "mi300x": _amd("MI300X", "gfx942", gib=191, cores=304, gb_s=5300, tflops=1307),
+    "mi355x": _amd("MI355X", "gfx950", gib=287, cores=256, gb_s=8000, tflops=2516),
+}
+
+
+def detect() -> tuple[DeviceFacts, ...]:
+    """The GPUs this process may use, then the CPU."""
+    visible = visible_devices(env.get("CUDA_VISIBLE_DEVICES"), env.get("HIP_VISIBLE_DEVICES"))
+    return (*cuda_facts(visible), *rocm_facts(visible), cpu_facts())
+
+
+def device(name: str) -> DeviceFacts:
+    """The facts of "auto" (the best device here), "cpu", "cuda" (the first one here) or a fake by
+    its name."""
+    wanted = name.lower()
+    if wanted in FAKES:
+        return FAKES[wanted]
+    here = detect()
+    found = [one for one in here if wanted in ("auto", one.kind)]
+    if found:
+        return found[0]
+    kinds = sorted({one.kind for one in here})
+    raise ConfigError(
+        f"device {name!r} is not here (here: {', '.join(kinds)}; for planning also: {', '.join(FAKES)})",
+        field="device",
+    )

@@ -1,0 +1,185 @@
+"""Draws tokens for the rows that are not greedy: temperature, truncation, noise, argmax.
+
+K rows, V vocabulary, C candidates. Rows without truncation take noise over the whole vocabulary; truncated rows only
+over the candidates that truncation can keep (candidates.py) wherever that is proven to be the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace.back.sampling import noise
+from headrace.back.sampling.candidates import Candidates, most_candidates, select
+from headrace.back.sampling.features import TRUNCATES, Picked, RowNumbers, Use
+from headrace.back.sampling.min_p import keep_min_p_
+from headrace.back.sampling.race import winners
+from headrace.back.sampling.top_k import keep_top_k_
+from headrace.back.sampling.top_p import keep_top_p_
+from headrace.back.sampling.typical_p import keep_typical_p_
+from headrace.back.sampling.xtc import exclude_top_
+
+ASKED = (64, 1024)
+"""Candidates asked for where top_p or min_p truncates: at the usual p the first are enough, if not the second are."""
+CHUNK = 1 << 18
+"""Logits worked on at a time on a CPU: the intermediate results stay in the second-level cache."""
+DEVICE_CHUNK = 1 << 26
+"""The same on other devices, where it only bounds memory."""
+
+Choice = tuple[torch.Tensor, torch.Tensor]
+"""The chosen ids int64 [K], and z of the chosen ones, float64 [K]: -Inf if every token is masked."""
+
+
+class Draw:
+    """The numbers of K rows as columns, and the draw itself.
+
+    Order: z = logit / temperature, top_k, typical_p, top_p, min_p, XTC, then argmax of z - log(exponential noise).
+    Each step sees the distribution that the one before has left, normalised anew.
+    """
+
+    def __init__(self, numbers: RowNumbers, picked: Picked, device: torch.device) -> None:
+        rows = picked.rows
+        self._device = device
+        self._use = numbers.use[rows]
+        self._uses = int(np.bitwise_or.reduce(self._use))
+        self._top_k = numbers.top_k[rows]
+        keys = noise.keys(numbers.seed[rows], picked.positions)
+        self._keys = torch.from_numpy(keys.view(np.int64)).to(device)
+        self._temperature = self._column(numbers.temperature[rows])
+        self._typical_p = self._column(numbers.typical_p[rows])
+        self._top_p = self._column(numbers.top_p[rows])
+        with np.errstate(divide="ignore"):
+            self._log_min_p = self._column(np.log(numbers.min_p[rows]))
+        self._xtc_probability = self._column(numbers.xtc_probability[rows])
+        self._xtc_threshold = self._column(numbers.xtc_threshold[rows])
+
+    def _column(self, values_K: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values_K).to(self._device)[:, None]
+
+    def part(self, index: np.ndarray) -> Draw:
+        """The same for some of the rows."""
+        part = object.__new__(Draw)
+        at = torch.from_numpy(index).to(self._device)
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                value = value.index_select(0, at)
+            elif isinstance(value, np.ndarray):
+                value = value[index]
+            setattr(part, name, value)
+        part._uses = int(np.bitwise_or.reduce(part._use)) if index.size else 0
+        return part
+
+    def candidates(self, logits_KV: torch.Tensor, asked: int) -> tuple[Choice, torch.Tensor]:
+        """The choice among candidates, and bool [K]: whether it is proven to be that among all tokens."""
+        wanted = np.where(self._use & Use.TOP_K, self._top_k, asked)
+        found = select(logits_KV, k_K=wanted, temperature_K1=self._temperature)
+        lse_K1 = self._whole_row_lse(logits_KV)
+        proven_K = self._proven(found, lse_K1)
+        self._truncate(found.z_KC, lse_K1)
+        at_K1, best_K = self._argmax(found.z_KC, found.ids_KC)
+        return (found.ids_KC.gather(1, at_K1)[:, 0], best_K), proven_K
+
+    def whole(self, logits_KV: torch.Tensor) -> Choice:
+        """The choice among all tokens."""
+        z_KV = logits_KV.to(torch.float64).div_(self._temperature)
+        if self._uses & TRUNCATES:
+            self._truncate(z_KV, z_KV.logsumexp(1, keepdim=True))
+        ids_V = torch.arange(z_KV.shape[1], device=self._device)
+        at_K1, best_K = self._argmax(z_KV, ids_V)
+        return at_K1[:, 0], best_K
+
+    def _whole_row_lse(self, logits_KV: torch.Tensor) -> torch.Tensor:
+        """log sum exp of z over the whole rows; only top_p without top_k asks for it."""
+        needs = ((self._use & Use.TOP_P) != 0) & ((self._use & Use.TOP_K) == 0)
+        if not needs.any():
+            return torch.zeros_like(self._temperature)
+        return logits_KV.to(torch.float64).div_(self._temperature).logsumexp(1, keepdim=True)
+
+    def _proven(self, found: Candidates, lse_K1: torch.Tensor) -> torch.Tensor:
+        complete_K1 = found.cut_K1 == -torch.inf
+        by_top_k_K1 = torch.from_numpy((self._use & Use.TOP_K) != 0).to(self._device)[:, None]
+        mass_K1 = (found.z_KC - lse_K1).exp_().sum(1, keepdim=True)
+        by_top_p_K1 = (self._top_p < 1.0) & (mass_K1 >= self._top_p)
+        by_min_p_K1 = found.cut_K1 <= found.z_KC.amax(1, keepdim=True) + self._log_min_p
+        return (complete_K1 | by_top_k_K1 | by_top_p_K1 | by_min_p_K1)[:, 0]
+
+    def _truncate(self, z_KC: torch.Tensor, lse_K1: torch.Tensor) -> None:
+        """Truncates in place. `lse_K1` is the whole row's; it is taken anew once something was removed."""
+        if self._uses & Use.TOP_K:
+            keep_top_k_(z_KC, torch.from_numpy(self._top_k).to(self._device))
+            top_k_K1 = torch.from_numpy((self._use & Use.TOP_K) != 0).to(self._device)[:, None]
+            lse_K1 = torch.where(top_k_K1, z_KC.logsumexp(1, keepdim=True), lse_K1)
+        if self._uses & Use.TYPICAL_P:
+            keep_typical_p_(z_KC, self._typical_p, lse_K1)
+            typical_K1 = self._typical_p < 1.0
+            lse_K1 = torch.where(typical_K1, z_KC.logsumexp(1, keepdim=True), lse_K1)
+        if self._uses & Use.TOP_P:
+            keep_top_p_(z_KC, self._top_p, lse_K1)
+        if self._uses & Use.MIN_P:
+            keep_min_p_(z_KC, self._log_min_p)
+        if self._uses & Use.XTC:
+            xtc_id = torch.tensor([noise.XTC_ID], device=self._device)
+            acts_K1 = noise.uniform(self._keys, xtc_id) < self._xtc_probability
+            exclude_top_(z_KC, self._xtc_threshold, acts_K1)
+
+    def _argmax(self, z_KC: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        score_KC = z_KC - noise.exponential(self._keys, ids).log_()
+        at_K1 = score_KC.argmax(1, keepdim=True)
+        return at_K1, z_KC.gather(1, at_K1)[:, 0]
+
+
+def draw(logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked) -> Choice:
+    """Draws one token for each of K rows from their processed logits, float32 [K, V]."""
+    if logits_KV.device.type == "cpu":
+        return _draw_on_cpu(logits_KV, numbers, picked)
+    rows = Draw(numbers, picked, logits_KV.device)
+    parts = [
+        rows.part(index).whole(logits_KV[index])
+        for index in _chunks(np.arange(len(picked.rows)), DEVICE_CHUNK // logits_KV.shape[1])
+    ]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([best for _, best in parts])
+
+
+def _draw_on_cpu(logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked) -> Choice:
+    """Every row on the cheapest way that gives what the whole row would give."""
+    use_K, width = numbers.use[picked.rows], logits_KV.shape[1]
+    token_K = torch.empty(len(use_K), dtype=torch.int64)
+    best_K = torch.empty(len(use_K), dtype=torch.float64)
+    step = CHUNK // width
+    plain = (use_K & TRUNCATES) == 0
+    for index in _chunks(np.flatnonzero(plain), step):
+        rows = picked.rows[index]
+        ids, best = winners(
+            logits_KV[index],
+            temperature_K=numbers.temperature[rows],
+            keys_K=noise.keys(numbers.seed[rows], picked.positions[index]),
+        )
+        token_K[index], best_K[index] = torch.from_numpy(ids), torch.from_numpy(best)
+    left = np.flatnonzero(~plain)
+    if not left.size:
+        return token_K, best_K
+    draws = Draw(numbers, picked, logits_KV.device)
+    for asked in ASKED:
+        few = _has_few_candidates(numbers, picked.rows[left], most_candidates(width), asked)
+        unproven = [left[~few]]
+        for index in _chunks(left[few], 4 * step):
+            choice, proven = draws.part(index).candidates(logits_KV[index], asked)
+            token_K[index], best_K[index] = choice
+            unproven.append(index[~proven.numpy()])
+        left = np.concatenate(unproven)
+    for index in _chunks(left, step):
+        token_K[index], best_K[index] = draws.part(index).whole(logits_KV[index])
+    return token_K, best_K
+
+
+def _has_few_candidates(numbers: RowNumbers, rows: np.ndarray, most: int, asked: int) -> np.ndarray:
+    """Rows whose truncation may be proven on candidates: top_k, or top_p or min_p without typical_p before them."""
+    use = numbers.use[rows]
+    top_k = (use & Use.TOP_K) != 0
+    others = ((use & (Use.TOP_P | Use.MIN_P)) != 0) & ((use & Use.TYPICAL_P) == 0)
+    return (top_k & (numbers.top_k[rows] <= most)) | (others & ~top_k & (asked <= most))
+
+
+def _chunks(index: np.ndarray, step: int) -> list[np.ndarray]:
+    step = max(1, step)
+    return [index[start : start + step] for start in range(0, index.size, step)]

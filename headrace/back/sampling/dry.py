@@ -1,0 +1,84 @@
+"""DRY ("don't repeat yourself"): the longer the repetition a token would continue, the less likely it becomes.
+
+The sampler of p-e-w (text-generation-webui pull request 5677, 2024), as in llama.cpp: for every earlier place whose
+preceding tokens equal the row's last n tokens, the token that stands there is penalised by
+multiplier * base^(n - allowed_length), with the greatest n of its places, if n >= allowed_length. A sequence breaker
+ends a match, is never matched and never penalised. `dry_range` is how many of the last tokens count, 0: all.
+
+Matches are counted up to MAX_EXTRA tokens beyond the allowed length: the penalty is far beyond any logit by then, and
+the work of one row stays bounded whatever the request says.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.sampling.features import Picked
+from headrace.base.wire.params import RowSampling
+from headrace.base.wire.step import RowStart
+
+MAX_EXTRA = 128
+LARGEST_PENALTY = 1e30
+
+
+class Dry:
+    """Works row by row, on the row's tokens on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: dict[int, tuple[RowSampling, torch.Tensor]] = {}
+
+    def start(self, start: RowStart) -> None:
+        """Keeps the row's numbers and breakers."""
+        breakers = torch.tensor(start.sampling.dry_breaker_ids, dtype=torch.int32)
+        self._rows[start.row] = (start.sampling, breakers.to(self._device))
+
+    def end(self, row: int) -> None:
+        """Forgets them."""
+        del self._rows[row]
+
+    def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
+        """Subtracts the penalties."""
+        for k, (row, length) in enumerate(zip(picked.rows, picked.positions, strict=True)):
+            s, breakers = self._rows[int(row)]
+            start = max(0, int(length) - s.dry_range) if s.dry_range else 0
+            history = picked.tokens[int(row), start : int(length)]
+            ids, matched = repeats(history, breakers, most=s.dry_allowed_length + MAX_EXTRA)
+            self._penalise(logits_KV[k], ids, matched, s)
+
+    def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
+        """Nothing to count."""
+
+    @staticmethod
+    def _penalise(
+        logits_V: torch.Tensor, ids: torch.Tensor, matched: torch.Tensor, s: RowSampling
+    ) -> None:
+        longest_V = torch.zeros(logits_V.shape, dtype=torch.float64, device=logits_V.device)
+        longest_V.scatter_reduce_(0, ids, matched.to(torch.float64), reduce="amax")
+        power_V = torch.pow(s.dry_base, longest_V - s.dry_allowed_length)
+        penalty_V = (s.dry_multiplier * power_V).clamp_(max=LARGEST_PENALTY)
+        hit_V = (longest_V >= max(1, s.dry_allowed_length)).to(torch.float64)
+        logits_V.sub_((penalty_V * hit_V).to(logits_V.dtype))
+
+
+def repeats(
+    history: torch.Tensor, breakers: torch.Tensor, *, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(next ids int64 [C], match lengths int64 [C]): for each earlier place at least one token of whose past matches.
+
+    history int32 [n]. Place j continues a match of length m if history[j-m : j] equals the last m tokens, breakers
+    excluded; m is at most `most`.
+    """
+    n = history.shape[0]
+    live = ~torch.isin(history, breakers)
+    place = torch.arange(1, n, device=history.device)[live[1:]]
+    matched = torch.zeros(max(0, n - 1), dtype=torch.int64, device=history.device)
+    for m in range(1, min(most, n - 1) + 1):
+        place = place[place >= m]
+        same = (history[place - m] == history[n - m]) & live[n - m]
+        place = place[same]
+        if not place.numel():
+            break
+        matched[place - 1] = m
+    found = torch.nonzero(matched)[:, 0]
+    return history[found + 1].to(torch.int64), matched[found]

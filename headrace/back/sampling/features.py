@@ -1,0 +1,138 @@
+"""What each row asks of the sampler: one bit per feature and one column per number, written when the row starts.
+
+A step reads a row's bits once and runs only the features that some row of the step uses, on those rows alone. Host
+arrays: the numbers come with the row and never change, so that they need no home on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntFlag, auto
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from headrace.base.wire.params import RowSampling
+from headrace.base.wire.step import RowStart
+
+
+class Use(IntFlag):
+    """The features of a row."""
+
+    PENALTIES = auto()
+    BIAS = auto()
+    DRY = auto()
+    ALLOWED = auto()
+    MIN_TOKENS = auto()
+    BAD_WORDS = auto()
+    RANDOM = auto()
+    TOP_K = auto()
+    TYPICAL_P = auto()
+    TOP_P = auto()
+    MIN_P = auto()
+    XTC = auto()
+    LOGPROBS = auto()
+
+
+TRUNCATES = Use.TOP_K | Use.TYPICAL_P | Use.TOP_P | Use.MIN_P | Use.XTC
+
+
+def uses(s: RowSampling, width: int) -> Use:
+    """The features that change anything for this row. Truncation is moot for greedy rows: it keeps the argmax."""
+    wanted = {
+        Use.PENALTIES: s.repetition_penalty != 1.0
+        or s.presence_penalty != 0.0
+        or s.frequency_penalty != 0.0,
+        Use.BIAS: bool(s.logit_bias),
+        Use.DRY: s.dry_multiplier > 0.0,
+        Use.ALLOWED: s.allowed_ids is not None,
+        Use.MIN_TOKENS: s.min_tokens > 0 and bool(s.suppressed_ids),
+        Use.BAD_WORDS: bool(s.bad_words),
+        Use.LOGPROBS: s.logprobs is not None or bool(s.logprob_ids),
+    }
+    if not s.greedy:
+        wanted |= {
+            Use.RANDOM: True,
+            Use.TOP_K: 0 < s.top_k < width,
+            Use.TYPICAL_P: s.typical_p < 1.0,
+            Use.TOP_P: s.top_p < 1.0,
+            Use.MIN_P: s.min_p > 0.0,
+            Use.XTC: s.xtc_probability > 0.0,
+        }
+    return Use(sum(use for use, is_used in wanted.items() if is_used))
+
+
+class RowNumbers:
+    """The numbers of all rows, one array each; a feature that is off holds the value that changes nothing."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.use = np.zeros(max_rows, np.int64)
+        self.num_prompt = np.zeros(max_rows, np.int64)
+        self.seed = np.zeros(max_rows, np.uint64)
+        self.temperature = np.ones(max_rows)
+        self.top_k = np.zeros(max_rows, np.int64)
+        self.typical_p = np.ones(max_rows)
+        self.top_p = np.ones(max_rows)
+        self.min_p = np.zeros(max_rows)
+        self.xtc_probability = np.zeros(max_rows)
+        self.xtc_threshold = np.zeros(max_rows)
+
+    def start(self, start: RowStart, width: int) -> Use:
+        """Takes a row's numbers over and returns what it uses. `width`: vocabulary size."""
+        s, row = start.sampling, start.row
+        use = uses(s, width)
+        self.use[row] = use
+        self.num_prompt[row] = start.num_prompt
+        self.seed[row] = s.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.temperature[row] = s.temperature
+        self.top_k[row] = s.top_k if Use.TOP_K in use else width
+        self.typical_p[row] = s.typical_p
+        self.top_p[row] = s.top_p
+        self.min_p[row] = s.min_p
+        self.xtc_probability[row] = s.xtc_probability
+        self.xtc_threshold[row] = s.xtc_threshold
+        return use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picked:
+    """The K rows of a step that a feature works on, in the order of its logits.
+
+    rows [K]; positions [K]: the position of the token to be sampled; num_output [K]: output tokens before it;
+    tokens int32 [max_rows, columns] on the device: column p is the row's token at position p.
+    """
+
+    rows: np.ndarray
+    positions: np.ndarray
+    num_output: np.ndarray
+    tokens: torch.Tensor
+
+    def take(self, index: np.ndarray) -> Picked:
+        """The rows at these places."""
+        return replace(
+            self,
+            rows=self.rows[index],
+            positions=self.positions[index],
+            num_output=self.num_output[index],
+        )
+
+
+class LogitFeature(Protocol):
+    """A feature that rewrites the logits of the rows that use it."""
+
+    def start(self, start: RowStart) -> None:
+        """A row that uses the feature starts, or starts again after a preemption."""
+        ...
+
+    def end(self, row: int) -> None:
+        """A row that used the feature was given back."""
+        ...
+
+    def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
+        """Rewrites the logits in place."""
+        ...
+
+    def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
+        """The tokens that were sampled for these rows (int64, on the device)."""
+        ...

@@ -1,0 +1,54 @@
+"""Log-probabilities of tokens and their alternatives, from the model's own distribution: before any processing.
+
+M positions, V vocabulary, A alternatives. Alternatives are the most likely tokens in falling order, of equals the
+lowest id first, whatever the device's selection does: they are found on integer keys that hold value and id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+_ID_MASK = 0x7FFF_FFFF
+
+
+def score(
+    logits_MV: torch.Tensor,
+    token_M: torch.Tensor,
+    *,
+    alternatives: int,
+    named: Sequence[int] = (),
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ids int32 [M, 1+A+named], values float32 of the same shape, ranks int32 [M]) on the host.
+
+    Column 0 is the token itself, then the alternatives (-1: the whole vocabulary; the token may be among them), then
+    the named ids. The rank counts from 1: tokens with a greater logit, plus one.
+    """
+    count = logits_MV.shape[1]
+    top_MA = top_ids(logits_MV, count if alternatives < 0 else min(alternatives, count))
+    named_MN = torch.tensor(named, dtype=torch.int64, device=logits_MV.device)
+    ids = torch.cat([token_M[:, None], top_MA, named_MN.expand(len(token_M), -1)], dim=1)
+    values = logits_MV.gather(1, ids) - logits_MV.logsumexp(1, keepdim=True)
+    ranks_M = (logits_MV > logits_MV.gather(1, token_M[:, None])).sum(1) + 1
+    return (
+        ids.to(torch.int32).cpu().numpy(),
+        values.to(torch.float32).cpu().numpy(),
+        ranks_M.to(torch.int32).cpu().numpy(),
+    )
+
+
+def top_ids(logits_MV: torch.Tensor, count: int) -> torch.Tensor:
+    """The ids of the `count` greatest logits in falling order, of equals the lowest id first; int64 [M, count].
+
+    A float's bits, with the lower 31 inverted if it is negative, order like the float as a signed integer; adding 0.0
+    makes -0.0 and 0.0 equal.
+    """
+    if count == 0:
+        return torch.empty((len(logits_MV), 0), dtype=torch.int64, device=logits_MV.device)
+    bits_MV = (logits_MV + 0.0).view(torch.int32)
+    order_MV = (bits_MV ^ ((bits_MV >> 31) & _ID_MASK)).to(torch.int64)
+    id_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
+    keys_MV = (order_MV << 32) + (_ID_MASK - id_V)
+    return _ID_MASK - (keys_MV.topk(count, dim=1).values & _ID_MASK)

@@ -1,0 +1,136 @@
+"""`headrace chat [MODEL]`: a chat in the terminal. /help lists what can be typed besides messages."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+from rich.console import Console
+
+from headrace.base.config.options import CommandLine
+from headrace.base.config.tree import Options
+from headrace.base.errors import RequestError
+from headrace.cli.model_argument import with_model
+from headrace.cli.sampling_flags import add_sampling_flags, sampling_of
+from headrace.cli.session import Session, open_session
+from headrace.front.client.events import Delta, Ended, Event, Generation
+
+HELP = """/new      forget the conversation
+/system T  start again with the system prompt T
+/think     turn reasoning on or off, where the model has it
+/stats     show tokens per second after each answer, or not
+/quit      leave (also Ctrl-D)"""
+
+
+class Chat:
+    """One conversation."""
+
+    def __init__(self, session: Session, own: Any, console: Console) -> None:
+        self._session = session
+        self._own = own
+        self._console = console
+        self._thinking = own.think
+        self._stats = False
+        self._messages: list[dict[str, Any]] = []
+        self._restart(own.system)
+
+    def _restart(self, system: str | None) -> None:
+        self._system = system
+        self._messages = [{"role": "system", "content": system}] if system else []
+
+    def command(self, line: str) -> bool:
+        """Obeys a line that begins with a slash; False ends the chat."""
+        word, _, rest = line.partition(" ")
+        if word in ("/quit", "/exit", "/q"):
+            return False
+        if word == "/new":
+            self._restart(self._system)
+        elif word == "/system":
+            self._restart(rest or None)
+        elif word == "/think":
+            self._thinking = not self._thinking
+            self._console.print(f"[dim]reasoning {'on' if self._thinking else 'off'}[/]")
+        elif word == "/stats":
+            self._stats = not self._stats
+        else:
+            self._console.print(HELP, markup=False)
+        return True
+
+    async def say(self, text: str) -> None:
+        """Sends a message and prints the answer as it comes; an interrupted answer is kept as far as it came."""
+        self._messages.append({"role": "user", "content": text})
+        begin, count, answer = time.perf_counter(), 0, ""
+        try:
+            ids = await self._session.template.render_async(
+                self._messages, kwargs={"enable_thinking": True} if self._thinking else {}
+            )
+            params = sampling_of(self._own, self._session.resolved.text.generation_defaults)
+            events = self._session.engine.generate(Generation(prompt_ids=ids, params=params))
+            async with aclosing(cast(AsyncIterator[Event], events)) as stream:  # type: ignore[type-var]
+                async for event in stream:
+                    if isinstance(event, Delta):
+                        answer += event.text
+                        self._console.out(event.text, end="", highlight=False)
+                        sys.stdout.flush()
+                    elif isinstance(event, Ended):
+                        count = event.num_output
+        except RequestError as error:
+            self._console.print(f"[red]{error.message}[/]")
+            self._messages.pop()
+            return
+        finally:
+            self._console.print()
+        self._messages.append({"role": "assistant", "content": answer})
+        if self._stats:
+            seconds = time.perf_counter() - begin
+            self._console.print(f"[dim]{count} tokens, {count / seconds:.1f} tokens/s[/]")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Chats until the end of input."""
+    line = CommandLine(
+        "headrace chat", "Chat in the terminal.", groups=("model", "kv", "scheduler", "device")
+    )
+    line.parser.add_argument(
+        "path", nargs="?", help="folder, GGUF file or hub id; default: the bundled model"
+    )
+    line.parser.add_argument("--system", help="system prompt")
+    line.parser.add_argument(
+        "--think", action="store_true", help="reasoning on, where the model has it"
+    )
+    add_sampling_flags(line.parser, max_tokens=1024)
+    own, options = line.parse(argv)
+    asyncio.run(_chat(with_model(options, own.path), own))
+    return 0
+
+
+async def _read_line(console: Console) -> str | None:
+    """The next line the user types; None at the end of input."""
+    try:
+        return await asyncio.to_thread(console.input, "[bold cyan]>[/] ")
+    except EOFError:
+        return None
+
+
+async def _chat(options: Options, own: Any) -> None:
+    console = Console()
+    async with open_session(options) as session:
+        chat = Chat(session, own, console)
+        console.print(
+            f"[dim]{session.resolved.engine.model.name}; /help for commands, Ctrl-D to leave[/]"
+        )
+        while (line := await _read_line(console)) is not None:
+            if line.startswith("/"):
+                if not chat.command(line):
+                    return
+            elif line.strip():
+                answer = asyncio.ensure_future(chat.say(line))
+                try:
+                    await answer
+                except asyncio.CancelledError:
+                    answer.cancel()
+                    console.print("[dim]stopped[/]")

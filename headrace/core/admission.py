@@ -1,0 +1,188 @@
+"""Whether a request may enter: its numbers, its size against the pool, and the room in the queue.
+
+The front checks requests too; this is the last line (P7, P8): whatever would be fatal on the device is compared here
+with the model's own widths, before the request touches anything. Pure checks; nothing is changed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+
+from headrace.base.config.resolved import SchedulerSpec
+from headrace.base.errors import ContextTooLong, InvalidRequest, Unavailable
+from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.step import WorkerFacts
+from headrace.core.kv.manager import KVManager
+from headrace.core.request import TOKEN_BYTES
+
+MAX_ID = (1 << 63) - 1
+MAX_PRIORITY = 1 << 31
+MAX_TEXT = 128
+MAX_EXTRA_KEYS = 4096
+MAX_IDS = 1 << 20
+MAX_RETRY_S = 120.0
+
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "xtc_probability",
+    "xtc_threshold",
+)
+
+
+def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> int:
+    """Refuses what is malformed or can never run; returns the length at which the request ends."""
+    _check_scalars(request)
+    prompt = _checked_prompt(request.prompt, facts.logits_width)
+    _check_stop(request, facts.logits_width)
+    check_sampling(request.sampling, facts.logits_width)
+    return _length_limit(len(prompt), request.stop.max_tokens, facts, kv)
+
+
+def _check_scalars(request: EngineRequest) -> None:
+    _between("id", request.id, 0, MAX_ID)
+    _between("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    for name in ("tenant", "cache_salt"):
+        _between(f"length of {name}", len(getattr(request, name)), 0, MAX_TEXT)
+    _between("number of extra_keys", len(request.extra_keys), 0, MAX_EXTRA_KEYS)
+    _finite("weight", request.weight)
+    if request.weight <= 0:
+        raise InvalidRequest(f"weight is {request.weight}, it must be above 0", field="weight")
+    if request.deadline_s is not None:
+        _finite("deadline_s", request.deadline_s)
+
+
+def _checked_prompt(prompt: bytes, width: int) -> np.ndarray:
+    if not prompt or len(prompt) % TOKEN_BYTES:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt)} bytes, it needs at least one token of {TOKEN_BYTES}",
+            field="prompt",
+        )
+    ids = np.frombuffer(prompt, "<i4")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= width:
+        raise InvalidRequest(
+            f"token id {low if low < 0 else high} is outside 0 .. {width - 1}", field="prompt"
+        )
+    return ids
+
+
+def _check_stop(request: EngineRequest, width: int) -> None:
+    stop = request.stop
+    _between("max_tokens", stop.max_tokens, 0, MAX_ID)
+    _between("min_tokens", stop.min_tokens, 0, stop.max_tokens)
+    _check_ids("stop_ids", stop.stop_ids, width)
+
+
+def check_sampling(sampling: RowSampling, width: int) -> None:
+    """Refuses what the sampler could not bear: numbers that are not finite, ids beyond the logits."""
+    for name in _FLOATS:
+        _finite(name, getattr(sampling, name))
+    if sampling.temperature < 0:
+        raise InvalidRequest(
+            f"temperature is {sampling.temperature}, at least 0 is allowed", field="temperature"
+        )
+    if sampling.repetition_penalty <= 0:
+        raise InvalidRequest(
+            f"repetition_penalty is {sampling.repetition_penalty}, it must be above 0",
+            field="repetition_penalty",
+        )
+    _between("seed", sampling.seed, -MAX_ID - 1, MAX_ID)
+    _between("top_k", sampling.top_k, -1, MAX_ID)
+    _between("min_tokens", sampling.min_tokens, 0, MAX_ID)
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(sampling, name)
+        if count is not None:
+            _between(name, count, -1, width)
+    _check_ids("suppressed_ids", sampling.suppressed_ids, width)
+    _check_ids("logprob_ids", sampling.logprob_ids, width)
+    _check_ids("dry_breaker_ids", sampling.dry_breaker_ids, width)
+    _check_ids("logit_bias", tuple(sampling.logit_bias), width)
+    for bias in sampling.logit_bias.values():
+        _finite("logit_bias", bias)
+    for words in sampling.bad_words:
+        _check_ids("bad_words", words, width)
+    if sampling.allowed_ids is not None:
+        _check_ids("allowed_ids", sampling.allowed_ids, width)
+        if not sampling.allowed_ids:
+            raise InvalidRequest(
+                "allowed_ids is empty: no token could be sampled", field="allowed_ids"
+            )
+
+
+def _length_limit(num_prompt: int, max_tokens: int, facts: WorkerFacts, kv: KVManager) -> int:
+    """The request's final length. Bounded by its prompt, never refused for what it might generate (ENG-04)."""
+    if num_prompt > facts.max_model_len:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt} tokens, the model's context holds {facts.max_model_len}",
+            field="prompt",
+        )
+    if num_prompt > kv.capacity_tokens:
+        raise kv.never_fits(num_prompt)
+    if max_tokens and num_prompt == kv.capacity_tokens:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt} tokens and leaves no room for an answer: at most "
+            f"{kv.capacity_tokens} tokens fit in all",
+            field="prompt",
+        )
+    return min(num_prompt + max_tokens, kv.capacity_tokens)
+
+
+def check_queue(
+    spec: SchedulerSpec,
+    *,
+    num_tokens: int,
+    waiting: int,
+    waiting_tokens: int,
+    free_rows: int,
+    rate: float,
+) -> None:
+    """Refuses a request the queue has no room for. One that could start at once does not count as waiting."""
+    if waiting >= spec.max_queued_requests + free_rows:
+        raise Unavailable(
+            f"{waiting} requests wait already, at most {spec.max_queued_requests} may",
+            retry_after_s=retry_after_s(waiting_tokens, rate),
+        )
+    if waiting and waiting_tokens + num_tokens > spec.max_queued_tokens:
+        raise Unavailable(
+            f"{waiting_tokens} prompt tokens wait already, with these {num_tokens} more than the "
+            f"{spec.max_queued_tokens} that may",
+            retry_after_s=retry_after_s(waiting_tokens, rate),
+        )
+
+
+def retry_after_s(backlog_tokens: int, tokens_per_s: float) -> float:
+    """When to come back: the backlog over the throughput, spread by a quarter so that not all come back at once."""
+    wait = backlog_tokens / tokens_per_s if tokens_per_s > 0 else 1.0
+    return min(MAX_RETRY_S, max(1.0, wait)) * random.uniform(1.0, 1.25)
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequest(
+            f"{name} is {value}, allowed is {low} .. {high}", field=name.split()[-1]
+        )
+
+
+def _finite(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise InvalidRequest(f"{name} is {value}, it must be a finite number", field=name)
+
+
+def _check_ids(name: str, ids: tuple[int, ...], width: int) -> None:
+    if not ids:
+        return
+    _between(f"number of {name}", len(ids), 0, MAX_IDS)
+    _between(name, min(ids), 0, width - 1)
+    _between(name, max(ids), 0, width - 1)

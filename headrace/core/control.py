@@ -1,0 +1,265 @@
+"""Control calls: status, explain, metrics, pause and resume, drain, reset of the prefix cache.
+
+A pause or a drain is answered only once it is complete (ENG-15, ENG-16): `advance` looks after every step whether it
+is. Pause modes: `abort` ends everything now; `wait` lets what runs finish; `keep` freezes everything as it is. New
+requests are held meanwhile, not refused; while draining they are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.base.errors import Conflict, InvalidRequest, Unavailable, to_wire
+from headrace.base.wire.request import Call, Reply
+from headrace.core.request import Request
+
+if TYPE_CHECKING:
+    from headrace.core.core import EngineCore
+
+Document = dict[str, object]
+
+
+class Pause(Enum):
+    """How a pause treats what is there."""
+
+    ABORT = "abort"
+    WAIT = "wait"
+    KEEP = "keep"
+
+
+class Control:
+    """The control plane of one core. `_waiting_pause` holds the numbers of calls whose pause is not complete."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self.pause: Pause | None = None
+        self.drain_due: float | None = None
+        self.draining = False
+        self._clear_cache = False
+        self._waiting_pause: list[int] = []
+        self._waiting_drain: list[int] = []
+        self._drain_aborted = 0
+        self._operations: dict[str, Callable[[Call], object]] = {
+            "status": lambda call: self._status(),
+            "explain": self._explain,
+            "metrics": lambda call: self._metrics(),
+            "is_paused": lambda call: {"paused": self.pause is not None, "mode": self._mode()},
+            "pause": self._pause,
+            "resume": lambda call: self._resume(),
+            "drain": self._drain,
+            "reset_prefix_cache": lambda call: self._reset_prefix_cache(),
+        }
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing may be planned."""
+        return self.pause is Pause.KEEP
+
+    def call(self, call: Call) -> Reply | None:
+        """Runs an operation; None if its reply comes later. A bad call is answered with an error."""
+        operation = self._operations.get(call.operation)
+        try:
+            if operation is None:
+                known = ", ".join(sorted(self._operations))
+                raise InvalidRequest(
+                    f"unknown operation {call.operation!r} (known: {known})", field="operation"
+                )
+            result = operation(call)
+        except Exception as error:
+            return Reply(number=call.number, error=to_wire(error))
+        if result is None:
+            self.advance()
+            return None
+        return _reply(call.number, result)
+
+    def advance(self) -> None:
+        """Answers the pauses and drains that have become complete."""
+        if self._waiting_pause and self._pause_is_complete():
+            if self._clear_cache:
+                self._reset_prefix_cache()
+            self._answer(self._waiting_pause, {"paused": True, "mode": self._mode()})
+        if self.draining:
+            self._advance_drain()
+
+    # pause and resume
+
+    def _pause(self, call: Call) -> None:
+        mode = call.arguments.get("mode", "wait")
+        if mode not in {pause.value for pause in Pause}:
+            raise InvalidRequest(
+                f"mode is {mode!r}, allowed are abort, wait and keep", field="mode"
+            )
+        clear = call.arguments.get("clear_cache", False)
+        if not isinstance(clear, bool):
+            raise InvalidRequest(
+                f"clear_cache is {clear!r}, true or false is allowed", field="clear_cache"
+            )
+        self.pause = Pause(mode)
+        self._clear_cache = clear and self.pause is not Pause.KEEP
+        self._core.scheduler.admit_new = False
+        if self.pause is Pause.ABORT:
+            self._core.abort(list(self._core.requests))
+        self._waiting_pause.append(call.number)
+
+    def _pause_is_complete(self) -> bool:
+        core = self._core
+        if core.num_in_flight:
+            return False
+        if self.pause is Pause.WAIT:
+            begun = any(request.scheduled_at is not None for request in core.scheduler.queue)
+            return core.scheduler.num_running == 0 and not begun
+        return True
+
+    def _resume(self) -> Document:
+        self.pause = None
+        self._core.scheduler.admit_new = True
+        early = to_wire(Conflict("resumed before the pause was complete"))
+        for number in self._waiting_pause:
+            self._core.outbox.add_reply(Reply(number=number, error=early))
+        self._waiting_pause.clear()
+        return {"paused": False, "mode": None}
+
+    def _mode(self) -> str | None:
+        return None if self.pause is None else self.pause.value
+
+    # drain
+
+    def _drain(self, call: Call) -> None:
+        timeout_s = call.arguments.get("timeout_s", 0.0)
+        if (
+            isinstance(timeout_s, bool)
+            or not isinstance(timeout_s, int | float)
+            or not timeout_s >= 0
+        ):
+            raise InvalidRequest(
+                f"timeout_s is {timeout_s!r}, at least 0 is allowed", field="timeout_s"
+            )
+        due = self._core.clock() + timeout_s
+        self.draining = True
+        if math.isfinite(due):
+            self.drain_due = due if self.drain_due is None else min(due, self.drain_due)
+        self._waiting_drain.append(call.number)
+
+    def _advance_drain(self) -> None:
+        core = self._core
+        if self.drain_due is not None and core.clock() >= self.drain_due:
+            self.drain_due = None
+            over = to_wire(
+                Unavailable(
+                    "the server shuts down and the time to finish is over", retry_after_s=1.0
+                )
+            )
+            self._drain_aborted = len(core.requests)
+            for request in list(core.requests.values()):
+                core.end(request, "error", error=over)
+        if self._waiting_drain and not core.requests and not core.num_in_flight:
+            self.drain_due = None
+            aborted = self._drain_aborted
+            self._answer(self._waiting_drain, {"completed": aborted == 0, "aborted": aborted})
+
+    def _answer(self, numbers: list[int], result: object) -> None:
+        for number in numbers:
+            self._core.outbox.add_reply(_reply(number, result))
+        numbers.clear()
+
+    # reports
+
+    def _reset_prefix_cache(self) -> Document:
+        self._core.kv.reset_cache(self._core.scheduler.running())
+        return {"reset": True}
+
+    def _explain(self, call: Call) -> Document:
+        ids = call.arguments.get("ids", [])
+        if not isinstance(ids, list):
+            raise InvalidRequest(f"ids is {ids!r}, a list of request ids is wanted", field="ids")
+        requests = self._core.requests
+        return {str(i): self._explain_one(requests[i]) for i in ids if i in requests}
+
+    def _explain_one(self, request: Request) -> Document:
+        core, now = self._core, self._core.clock()
+        waits = request.row < 0
+        return {
+            "label": request.wire.label,
+            "state": request.state.value,
+            "reason": self._reason(request),
+            "position": core.scheduler.queue.position(request) if waits else None,
+            "since_s": now - request.since,
+            "age_s": now - request.arrived_at,
+            "num_prompt": request.num_prompt,
+            "num_output": core.rows.num_known(request) - request.num_prompt,
+            "num_cached": request.num_cached,
+            "num_preemptions": request.num_preemptions,
+            "steps_passed_over": request.passed_over,
+            "kv_blocks": sum(block != 0 for blocks in request.blocks for block in blocks),
+        }
+
+    def _reason(self, request: Request) -> str:
+        """Why it waits, or what it does. The scheduler notes what it found; what holds for all is said here."""
+        core = self._core
+        if self.frozen:
+            return "paused: keep"
+        if request.row >= 0:
+            return request.reason
+        if self.pause is not None and request.scheduled_at is None:
+            return f"paused: {self.pause.value}"
+        if not core.rows.num_free:
+            return f"rows: all {core.rows.num_rows} are taken (max_running)"
+        if request.reason == "new":
+            return "budget: the step had no tokens left for its prompt"
+        return request.reason
+
+    def _waiting_by_reason(self) -> dict[str, int]:
+        queue = self._core.scheduler.queue
+        return dict(Counter(self._reason(request).partition(":")[0] for request in queue))
+
+    def _status(self) -> Document:
+        """The ledger of a server at rest: everything that could leak, in numbers."""
+        core = self._core
+        pool, scheduler = core.kv.pool, core.scheduler
+        return {
+            "running": scheduler.num_running,
+            "waiting": len(scheduler.queue),
+            "waiting_tokens": scheduler.queue.num_tokens,
+            "waiting_by_reason": self._waiting_by_reason(),
+            "in_flight_steps": core.num_in_flight,
+            "free_blocks": pool.num_free,
+            "cached_blocks": pool.num_cached,
+            "total_blocks": pool.num_usable,
+            "held_blocks": pool.num_usable - pool.num_free,
+            "refcount_sum": pool.refcount_sum(),
+            "free_rows": core.rows.num_free,
+            "total_rows": core.rows.num_rows,
+            "capacity_tokens": core.kv.capacity_tokens,
+            "paused": self._mode(),
+            "draining": self.draining,
+            "tokens_per_s": core.counters.rate,
+            **self._metrics(),
+        }
+
+    def _metrics(self) -> Document:
+        core = self._core
+        counters, kv = core.counters, core.kv
+        return {
+            "steps": counters.steps,
+            "rows": counters.rows,
+            "tokens": counters.tokens,
+            "output_tokens": counters.output_tokens,
+            "preemptions": core.scheduler.num_preemptions,
+            "prefix_query_tokens": kv.num_queries,
+            "prefix_hit_tokens": kv.num_hits,
+            "evictions": kv.pool.num_evictions,
+            "refused": counters.refused,
+            "finished": dict(counters.finished),
+            "plan_s": counters.plan_s,
+            "land_s": counters.land_s,
+        }
+
+
+def _reply(number: int, result: object) -> Reply:
+    return Reply(number=number, result=msgspec.Raw(msgspec.msgpack.encode(result)))

@@ -1,0 +1,36 @@
+"""What the core counts: raw totals since start, and the throughput of the last second or two."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+RATE_WINDOW_S = 1.0
+
+
+class Counters:
+    """Totals; `rate` is tokens (prompt and output) per second, smoothed over about RATE_WINDOW_S."""
+
+    def __init__(self, now: float) -> None:
+        self.steps = 0
+        self.rows = 0
+        self.tokens = 0
+        self.output_tokens = 0
+        self.refused = 0
+        self.finished: Counter[str] = Counter()
+        self.plan_s = 0.0
+        self.land_s = 0.0
+        self.rate = 0.0
+        self._window_start = now
+        self._window_tokens = 0
+
+    def planned(self, now: float, *, rows: int, tokens: int) -> None:
+        """A step was planned."""
+        self.steps += 1
+        self.rows += rows
+        self.tokens += tokens
+        self._window_tokens += tokens
+        length = now - self._window_start
+        if length >= RATE_WINDOW_S:
+            latest = self._window_tokens / length
+            self.rate = latest if self.rate == 0.0 else 0.5 * (self.rate + latest)
+            self._window_start, self._window_tokens = now, 0

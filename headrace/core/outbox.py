@@ -1,0 +1,73 @@
+"""What the core has to say since it was last asked: tokens, ends of requests, replies."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.wire.request import Finished, PromptLogprobs, Reply, TokenBatch, TokenLogprobs
+
+_NO_IDS = np.zeros(0, np.int64)
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+class StepOutput(msgspec.Struct, frozen=True):
+    """What one call of `EngineCore.step` hands out; `tokens` is None if there is nothing of the kind."""
+
+    tokens: TokenBatch | None
+    replies: list[Reply]
+
+
+class Outbox:
+    """Collects between two steps. At most one step is landed per call, so that `tokens` is set at most once."""
+
+    def __init__(self) -> None:
+        self._ids: npt.NDArray[np.int64] = _NO_IDS
+        self._tokens: npt.NDArray[np.int32] = _NO_TOKENS
+        self._logprobs: list[TokenLogprobs | None] = []
+        self._prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
+        self._finished: list[Finished] = []
+        self._replies: list[Reply] = []
+
+    def __bool__(self) -> bool:
+        return bool(len(self._ids) or self._prompt_logprobs or self._finished or self._replies)
+
+    def add_tokens(
+        self,
+        ids: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32],
+        logprobs: list[TokenLogprobs | None],
+    ) -> None:
+        """The tokens of one landed step; `logprobs` is empty or parallel to them."""
+        assert not len(self._ids), "two steps landed in one call"
+        self._ids, self._tokens, self._logprobs = ids, tokens, logprobs
+
+    def add_prompt_logprobs(self, request_id: int, scores: PromptLogprobs) -> None:
+        """Log-probabilities of a stretch of a prompt."""
+        self._prompt_logprobs.append((request_id, scores))
+
+    def add_finished(self, finished: Finished) -> None:
+        """The end of a request."""
+        self._finished.append(finished)
+
+    def add_reply(self, reply: Reply) -> None:
+        """The late answer to a call."""
+        self._replies.append(reply)
+
+    def take(self) -> StepOutput:
+        """Everything collected; the outbox is empty afterwards."""
+        if not self:
+            return StepOutput(None, [])
+        tokens = None
+        if len(self._ids) or self._prompt_logprobs or self._finished:
+            tokens = TokenBatch(
+                ids=self._ids,
+                tokens=self._tokens,
+                logprobs=self._logprobs,
+                prompt_logprobs=self._prompt_logprobs,
+                finished=self._finished,
+            )
+        output = StepOutput(tokens, self._replies)
+        self.__init__()  # type: ignore[misc]
+        return output

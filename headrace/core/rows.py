@@ -1,0 +1,117 @@
+"""The running requests as columns: what the loop needs of every row at every step, in numpy.
+
+The steady state (rows that decode) is handled a column at a time; only a row at a block boundary, a row that may stop
+or a row with log-probabilities costs Python work. Nothing here grows with the context: of the tokens only the newest
+block is kept per row (`tail`), older ones are flushed to the request.
+
+    position        0 ......... planned-1 | planned ............ length-1
+    KV              computed or in flight | not yet scheduled
+    tokens          known ............ known-1 | promised by a step in flight (at most one)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.core.request import TOKEN_BYTES, Request
+
+STOP_COLUMNS = 4
+Int32 = npt.NDArray[np.int32]
+Bool = npt.NDArray[np.bool_]
+
+
+class RowTable:
+    """`num_rows` rows; a row's index is its slot in the runner.
+
+    planned     tokens whose KV is computed or in flight
+    length      tokens that exist, the promised one included
+    known       tokens whose value the core knows
+    limit       length at which the request ends ("length")
+    stop_from   position from which on stop ids count
+    decoding    whether the row decodes (its prompt is computed or in flight)
+    stops       up to STOP_COLUMNS stop ids, -1 elsewhere; `always`: it has more, so look at every token
+    epoch       changes when the row changes hands; a result for an earlier epoch is void
+    """
+
+    def __init__(self, num_rows: int, block_tokens: int) -> None:
+        self.num_rows = num_rows
+        self.block_tokens = block_tokens
+        self.requests: list[Request | None] = [None] * num_rows
+        self.id = np.zeros(num_rows, np.int64)
+        self.epoch = np.zeros(num_rows, np.int32)
+        self.planned = np.zeros(num_rows, np.int32)
+        self.length = np.zeros(num_rows, np.int32)
+        self.known = np.zeros(num_rows, np.int32)
+        self.limit = np.zeros(num_rows, np.int32)
+        self.stop_from = np.zeros(num_rows, np.int32)
+        self.decoding = np.zeros(num_rows, np.bool_)
+        self.always = np.zeros(num_rows, np.bool_)
+        self.stops = np.full((num_rows, STOP_COLUMNS), -1, np.int32)
+        self.tail = np.zeros((num_rows, block_tokens), np.int32)
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Rows nobody owns."""
+        return len(self._free)
+
+    def acquire(self, request: Request, *, computed: int) -> int:
+        """Gives the request a row; the KV of its first `computed` tokens is there."""
+        row = self._free.pop()
+        known = request.num_tokens
+        request.row = row
+        self.requests[row] = request
+        self.id[row] = request.id
+        self.planned[row] = computed
+        self.length[row] = self.known[row] = known
+        self.limit[row] = request.length_limit
+        self.stop_from[row] = request.num_prompt + request.wire.stop.min_tokens
+        self.decoding[row] = False
+        self._set_stops(row, request.wire.stop.stop_ids)
+        begin = known - known % self.block_tokens
+        self.tail[row, : known - begin] = np.frombuffer(request.token_bytes(begin, known), "<i4")
+        return row
+
+    def _set_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        self.always[row] = len(stop_ids) > STOP_COLUMNS
+        self.stops[row] = -1
+        if not self.always[row]:
+            self.stops[row, : len(stop_ids)] = stop_ids
+
+    def release(self, request: Request) -> int:
+        """Takes the row back; results of steps in flight for it become void."""
+        row = request.row
+        assert self.requests[row] is request, (row, request.id)
+        self.requests[row] = None
+        self.decoding[row] = False
+        self.epoch[row] += 1
+        self._free.append(row)
+        request.row = -1
+        return row
+
+    def owner(self, row: int) -> Request:
+        """The request that owns a row."""
+        request = self.requests[row]
+        assert request is not None, row
+        return request
+
+    def num_known(self, request: Request) -> int:
+        """Tokens of the request whose value is known."""
+        return int(self.known[request.row]) if request.row >= 0 else request.num_tokens
+
+    def to_decode(self) -> npt.NDArray[np.intp]:
+        """The rows that decode and have not been promised their last token."""
+        return np.flatnonzero(self.decoding & (self.length < self.limit))
+
+    def flush_block(self, request: Request, block_bytes: bytes) -> None:
+        """The row's tail has become a full block: its outputs move to the request."""
+        done = request.num_tokens % self.block_tokens
+        request.output += block_bytes[done * TOKEN_BYTES :]
+
+    def flush_rest(self, request: Request) -> None:
+        """Moves the outputs that are only in the tail to the request (it is about to lose its row)."""
+        held, known, row = request.num_tokens, int(self.known[request.row]), request.row
+        if held < known:
+            begin = held % self.block_tokens
+            request.output += self.tail[row, begin : begin + known - held].tobytes()

@@ -1,0 +1,190 @@
+"""A step in the making: collects rows and block updates, and turns them into a plan and the record of its flight.
+
+A preemption may strike a row that the draft already holds; each entry therefore remembers the row's epoch, and what has
+changed hands since is left out at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.wire.step import RowStart, StepPlan
+from headrace.core.request import Request
+from headrace.core.rows import RowTable
+
+Int32 = npt.NDArray[np.int32]
+Bool = npt.NDArray[np.bool_]
+Intp = npt.NDArray[np.intp]
+
+_NONE = np.zeros(0, np.int32)
+
+
+class Flight:
+    """What the core must know of a submitted step to read its result; index i is plan.rows[i].
+
+    `position` is the position of the token that the row samples (= tokens with KV after the step).
+    """
+
+    __slots__ = ("epochs", "num_decodes", "position", "prefills", "rows", "sample", "step")
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        rows: Int32,
+        epochs: Int32,
+        position: Int32,
+        sample: Bool,
+        num_decodes: int,
+        prefills: list[tuple[int, Request]],
+    ) -> None:
+        self.step = step
+        self.rows = rows
+        self.epochs = epochs
+        self.position = position
+        self.sample = sample
+        self.num_decodes = num_decodes
+        self.prefills = prefills
+
+
+class Draft:
+    """Collects one step."""
+
+    def __init__(self, rows: RowTable) -> None:
+        self._rows = rows
+        self._decodes: Intp | None = None
+        self._decode_epochs = _NONE
+        self._crossing: tuple[Intp, Int32, list[Int32]] | None = None
+        self._updates: list[tuple[int, int, int, int, int]] = []  # group, row, index, id, epoch
+        self._prefills: list[
+            tuple[Request, int, int, int, bool]
+        ] = []  # request, row, start, tokens, sample
+        self._starts: list[tuple[RowStart, Request]] = []
+        self.preempted: set[int] = set()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that will run."""
+        self._drop_preempted()
+        return (0 if self._decodes is None else len(self._decodes)) + len(self._prefills)
+
+    def add_decodes(self, rows: Intp) -> None:
+        """These rows compute their newest token and sample the next."""
+        self._decodes = rows
+        self._decode_epochs = self._rows.epoch[rows]
+        self._rows.planned[rows] += 1
+        self._rows.length[rows] += 1
+
+    def add_decode_blocks(self, crossing: Intp, index: Int32, ids: list[Int32]) -> None:
+        """Each of these rows has got, in group g, block ids[g] as its `index`-th."""
+        self._crossing = (crossing, index, ids)
+
+    def add_updates(self, request: Request, updates: Sequence[tuple[int, int, int]]) -> None:
+        """Changes to the block tables of the request's row: (group, index, id)."""
+        if updates:
+            row = request.row
+            epoch = int(self._rows.epoch[row])
+            self._updates.extend(
+                (group, row, index, block, epoch) for group, index, block in updates
+            )
+
+    def add_start(
+        self, start: RowStart, request: Request, updates: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """A request takes a row, with these blocks out of the cache."""
+        self._starts.append((start, request))
+        self.add_updates(request, updates)
+
+    def add_prefill(self, request: Request, *, start: int, tokens: int, sample: bool) -> None:
+        """A chunk of a prompt."""
+        self._prefills.append((request, request.row, start, tokens, sample))
+
+    def _drop_preempted(self) -> None:
+        """Leaves out what was preempted after it had been added."""
+        if not self.preempted:
+            return
+        epoch = self._rows.epoch
+        self._prefills = [entry for entry in self._prefills if entry[0].row == entry[1]]
+        self._updates = [entry for entry in self._updates if epoch[entry[1]] == entry[4]]
+        if self._decodes is not None:
+            keep = epoch[self._decodes] == self._decode_epochs
+            self._drop_crossing(self._decodes[~keep])
+            self._decodes, self._decode_epochs = self._decodes[keep], self._decode_epochs[keep]
+
+    def _drop_crossing(self, gone: Intp) -> None:
+        if self._crossing is None:
+            return
+        crossing, index, ids = self._crossing
+        keep = ~np.isin(crossing, gone)
+        self._crossing = (crossing[keep], index[keep], [block[keep] for block in ids])
+
+    def finish(self, step: int, ends: list[int]) -> tuple[StepPlan, Flight]:
+        """The plan and its flight record. Rows with one token come first."""
+        self._drop_preempted()
+        self._prefills.sort(key=lambda entry: entry[3] != 1)
+        rows, num_tokens, num_computed, sample = self._columns()
+        num_decodes = 0 if self._decodes is None else len(self._decodes)
+        group, row, index, block = self._block_columns()
+        plan = StepPlan(
+            step=step,
+            ends=np.asarray(ends, np.int32) if ends else _NONE,
+            starts=[start for start, request in self._starts if request.row == start.row],
+            block_group=group,
+            block_row=row,
+            block_index=index,
+            block_id=block,
+            rows=rows,
+            num_tokens=num_tokens,
+            num_computed=num_computed,
+            sample=sample,
+        )
+        prefills = [(num_decodes + i, entry[0]) for i, entry in enumerate(self._prefills)]
+        flight = Flight(
+            step=step,
+            rows=rows,
+            epochs=self._rows.epoch[rows],
+            position=num_computed + num_tokens,
+            sample=sample,
+            num_decodes=num_decodes,
+            prefills=prefills,
+        )
+        return plan, flight
+
+    def _columns(self) -> tuple[Int32, Int32, Int32, Bool]:
+        if self._decodes is None or not len(self._decodes):
+            rows, tokens, computed, sample = _NONE, _NONE, _NONE, np.zeros(0, np.bool_)
+        else:
+            rows = self._decodes.astype(np.int32)
+            tokens = np.ones(len(rows), np.int32)
+            computed = self._rows.planned[rows] - 1
+            sample = np.ones(len(rows), np.bool_)
+        if not self._prefills:
+            return rows, tokens, computed, sample
+        more = np.asarray([entry[1:4] for entry in self._prefills], np.int32)
+        sampled = np.asarray([entry[4] for entry in self._prefills], np.bool_)
+        return (
+            np.concatenate([rows, more[:, 0]]),
+            np.concatenate([tokens, more[:, 2]]),
+            np.concatenate([computed, more[:, 1]]),
+            np.concatenate([sample, sampled]),
+        )
+
+    def _block_columns(self) -> tuple[Int32, Int32, Int32, Int32]:
+        columns: list[tuple[Int32, Int32, Int32, Int32]] = []
+        if self._crossing is not None and len(self._crossing[0]):
+            crossing, index, ids = self._crossing
+            row = crossing.astype(np.int32)
+            columns += [
+                (np.full(len(row), g, np.int32), row, index, block) for g, block in enumerate(ids)
+            ]
+        if self._updates:
+            table = np.asarray(self._updates, np.int64).astype(np.int32)
+            columns.append((table[:, 0], table[:, 1], table[:, 2], table[:, 3]))
+        if not columns:
+            return _NONE, _NONE, _NONE, _NONE
+        if len(columns) == 1:
+            return columns[0]
+        return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))  # type: ignore[return-value]

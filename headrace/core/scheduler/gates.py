@@ -1,0 +1,67 @@
+"""The optional conditions on running a request, taken together. A gate that raises ends the request, not the loop (P7)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from headrace.base.errors import HeadraceError, InvalidRequest, from_wire, to_wire
+from headrace.base.wire.request import EngineRequest
+from headrace.core.ports import Gate
+
+_log = logging.getLogger(__name__)
+
+
+class Gates:
+    """All gates of a core, asked in order."""
+
+    def __init__(self, gates: Sequence[Gate]) -> None:
+        self._gates = tuple(gates)
+
+    def __bool__(self) -> bool:
+        return bool(self._gates)
+
+    def admit(self, request: EngineRequest) -> None:
+        """Lets every gate see a new request. Raises if one says never (those that had admitted it are told its end)."""
+        known = {gate.name for gate in self._gates}
+        unknown = sorted(set(request.gates) - known)
+        if unknown:
+            raise InvalidRequest(f"this engine has no {unknown[0]!r}", field=f"gates.{unknown[0]}")
+        for index, gate in enumerate(self._gates):
+            try:
+                verdict = gate.admit(request)
+                if verdict.answer == "never":
+                    raise InvalidRequest(verdict.reason)
+            except Exception:
+                for admitted in self._gates[:index]:
+                    admitted.finish(request.id)
+                raise
+
+    def refusal(self, request_id: int) -> tuple[str | None, HeadraceError | None]:
+        """Why the request may not run now (None: it may), and the error if it may never."""
+        for gate in self._gates:
+            try:
+                verdict = gate.ready(request_id)
+            except Exception as error:
+                return f"{gate.name}: failed", _as_ours(error)
+            if verdict.answer != "yes":
+                never = InvalidRequest(verdict.reason) if verdict.answer == "never" else None
+                return f"{gate.name}: {verdict.reason}", never
+        return None, None
+
+    def payloads(self, request_ids: list[int]) -> dict[str, bytes]:
+        """What the workers need for a step, by gate."""
+        found = {gate.name: gate.payload(request_ids) for gate in self._gates}
+        return {name: payload for name, payload in found.items() if payload is not None}
+
+    def finish(self, request_id: int) -> None:
+        """The request has ended; every gate is told, even if one of them fails."""
+        for gate in self._gates:
+            try:
+                gate.finish(request_id)
+            except Exception:
+                _log.exception("gate %s failed at the end of a request", gate.name)
+
+
+def _as_ours(error: Exception) -> HeadraceError:
+    return error if isinstance(error, HeadraceError) else from_wire(to_wire(error))

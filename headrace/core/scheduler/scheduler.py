@@ -1,0 +1,319 @@
+"""Chooses what runs in a step: decodes, then prefills that have begun, then waiting requests, under one token budget.
+
+It knows three things: the budget, the KV manager and the queue; everything else is a gate. A waiting request holds
+nothing, the best running request can always take blocks from the others, and what can never fit was refused: from
+these three follows that every step makes progress while anything can run.
+
+The steady state must stay within 150 us a step at 256 rows (benchmarks/host_cost.py): decodes are handled as columns.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from operator import attrgetter
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.config.resolved import SchedulerSpec
+from headrace.base.errors import HeadraceError
+from headrace.base.wire.step import RowStart, StepPlan
+from headrace.core.kv.manager import KVManager
+from headrace.core.request import Request, State
+from headrace.core.rows import RowTable
+from headrace.core.scheduler.budget import StepBudget
+from headrace.core.scheduler.draft import Draft, Flight
+from headrace.core.scheduler.gates import Gates
+from headrace.core.scheduler.policy import key_of, queue_of
+
+MAX_LOOKS = 64  # waiting requests tried in one step: bounds the host's work when the pool is full
+RETRY_STEPS = 16  # a request that did not fit is looked at again after so many steps, or when enough blocks are free
+
+Intp = npt.NDArray[np.intp]
+
+
+class Scheduler:
+    """Makes plans. `outgrown` collects running requests that can grow no further and hold all their tokens;
+    `refused` those a gate or the pool will never let run, with the error."""
+
+    def __init__(
+        self,
+        spec: SchedulerSpec,
+        kv: KVManager,
+        rows: RowTable,
+        gates: Gates,
+        now: Callable[[], float],
+    ) -> None:
+        self.spec = spec
+        self.kv = kv
+        self.rows = rows
+        self.gates = gates
+        self.queue = queue_of(spec.policy, num_rows=rows.num_rows)
+        self.key = key_of(spec.policy)
+        self.prefilling: list[Request] = []
+        self.admit_new = True
+        self.outgrown: list[Request] = []
+        self.refused: list[tuple[Request, HeadraceError]] = []
+        self.num_preemptions = 0
+        self.step = 0
+        self._ends: list[int] = []
+        self._turn = 0
+        self._now = now
+
+    @property
+    def num_running(self) -> int:
+        """Requests that own a row."""
+        return self.rows.num_rows - self.rows.num_free
+
+    def running(self) -> list[Request]:
+        """The requests that own a row."""
+        return [request for request in self.rows.requests if request is not None]
+
+    def enqueue(self, request: Request) -> None:
+        """A new request waits for its turn."""
+        request.key = self.key(request)
+        self.queue.push(request)
+
+    def remove(self, request: Request, *, forget: bool = False) -> None:
+        """Takes a request out, wherever it is, with everything it holds; with `forget` its KV cannot be found again."""
+        if request.row < 0:
+            self.queue.remove(request)
+            return
+        if request.state is State.PREFILL:
+            self.prefilling.remove(request)
+        self.queue.ended(request)
+        self.kv.release(request, forget=forget)
+        self._ends.append(self.rows.release(request))
+
+    def plan(self) -> tuple[StepPlan, Flight] | None:
+        """The next step, or None if nothing can run now."""
+        budget = StepBudget(self.spec.max_step_tokens, self.spec.inter_prefill_budget)
+        draft = Draft(self.rows)
+        self._decode(draft, budget)
+        self._go_on_with_prefills(draft, budget)
+        self._admit_waiting(draft, budget)
+        if not draft.num_rows:
+            return None
+        self.step += 1
+        ends, self._ends = self._ends, []
+        plan, flight = draft.finish(self.step, ends)
+        if self.gates:
+            payloads = self.gates.payloads(self.rows.id[plan.rows].tolist())
+            plan = msgspec.structs.replace(plan, gates=payloads)
+        return plan, flight
+
+    # decodes
+
+    def _decode(self, draft: Draft, budget: StepBudget) -> None:
+        rows = self._affordable(self.rows.to_decode(), budget.left)
+        if not len(rows):
+            return
+        planned = self.rows.planned[rows]
+        crossing = rows[planned % self.kv.block_tokens == 0]
+        if len(crossing):
+            rows = self._grow_all(draft, rows, crossing)
+        draft.add_decodes(rows)
+        budget.spend_decodes(len(rows))
+        self.queue.charge(rows)
+
+    def _affordable(self, rows: Intp, tokens: int) -> Intp:
+        """All rows, or as many as the budget allows, in turns."""
+        if len(rows) <= tokens:
+            return rows
+        chosen = np.roll(rows, -(self._turn % len(rows)))[:tokens]
+        self._turn += tokens
+        return np.sort(chosen)
+
+    def _grow_all(self, draft: Draft, rows: Intp, crossing: Intp) -> Intp:
+        """Gives each crossing row its next block; returns the rows that still run after preemptions."""
+        owners = [self.rows.owner(row) for row in crossing.tolist()]
+        if self.kv.windows:
+            for request in owners:
+                draft.add_updates(
+                    request, self.kv.trim(request, int(self.rows.planned[request.row]))
+                )
+        if self.kv.pool.num_free >= len(owners) * len(self.kv.kinds):
+            draft.add_decode_blocks(crossing, *self.kv.extend_each(owners))
+            return rows
+        stalled = {
+            request.id
+            for request in sorted(owners, key=attrgetter("key"))
+            if not self._grow(draft, request)
+        }
+        running = [row for row in rows.tolist() if self._still_runs(row, stalled)]
+        return np.asarray(running, np.intp)
+
+    def _still_runs(self, row: int, stalled: set[int]) -> bool:
+        request = self.rows.requests[row]
+        return request is not None and request.id not in stalled
+
+    def _grow(self, draft: Draft, request: Request) -> bool:
+        """One more block for a decoding row, if need be from a request that comes after it; False: it does not run."""
+        if request.row < 0:
+            return False  # preempted a moment ago for a better one
+        if not self._make_room(draft, request):
+            if self.num_running == 1:
+                self._end_where_it_is(request)
+            else:
+                self._preempt(draft, request)
+            return False
+        tokens = int(self.rows.planned[request.row]) + 1
+        draft.add_updates(request, self.kv.extend(request, tokens))
+        return True
+
+    def _end_where_it_is(self, request: Request) -> None:
+        """Alone and out of blocks: what it has is its length (ENG-04). A token in flight still counts."""
+        row = request.row
+        self.rows.limit[row] = self.rows.length[row]
+        if self.rows.known[row] == self.rows.length[row]:
+            self.outgrown.append(request)
+
+    def _make_room(self, draft: Draft, request: Request) -> bool:
+        """Makes one block per group free for `request` by preempting those that come after it."""
+        needed = len(self.kv.kinds)
+        while self.kv.pool.num_free < needed:
+            victim = max(self.running(), key=attrgetter("key"))
+            if victim is request:
+                return False
+            self._preempt(draft, victim)
+        return True
+
+    def _preempt(self, draft: Draft, request: Request) -> None:
+        """Takes row and blocks from a request; it waits in its old place and is computed again. What is in flight for
+        it is void: a token's randomness depends on its position alone, so that it comes out the same."""
+        if request.state is State.PREFILL:
+            self.prefilling.remove(request)
+        self.rows.flush_rest(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        request.move(State.PREEMPTED, now=self._now())
+        request.reason = "preempted: its KV blocks went to requests before it"
+        request.looked_at_step = self.step
+        self.queue.push(request)
+        self.queue.ended(request)
+        self.kv.release(request)
+        self._ends.append(self.rows.release(request))
+        draft.preempted.add(request.id)
+
+    # prefills
+
+    def _go_on_with_prefills(self, draft: Draft, budget: StepBudget) -> None:
+        for request in tuple(self.prefilling):
+            if request.row < 0:
+                continue  # preempted a moment ago
+            if not budget.prefill_may_join:
+                return
+            draft.add_updates(request, self.kv.trim(request, int(self.rows.planned[request.row])))
+            if self._room_for_chunk(draft, request):
+                self._prefill(draft, budget, request)
+
+    def _room_for_chunk(self, draft: Draft, request: Request) -> bool:
+        start = int(self.rows.planned[request.row])
+        if self.kv.fit(request, start=start, want=1) or self._make_room(draft, request):
+            return True
+        request.reason = "running: waits for KV blocks of requests before it"
+        if self.num_running == 1:
+            self.refused.append((request, self.kv.never_fits(request.num_tokens)))
+        return False
+
+    def _prefill(self, draft: Draft, budget: StepBudget, request: Request) -> None:
+        """Puts the next chunk of a prefill into the step."""
+        row = request.row
+        start, known = int(self.rows.planned[row]), int(self.rows.known[row])
+        tokens = self.kv.fit(request, start=start, want=min(known - start, budget.left))
+        assert tokens > 0, (request.id, start, known, budget.left)
+        draft.add_updates(request, self.kv.extend(request, start + tokens))
+        budget.spend_prefill(tokens)
+        last = start + tokens == known
+        sample = last and known < int(self.rows.limit[row])
+        draft.add_prefill(request, start=start, tokens=tokens, sample=sample)
+        self.rows.planned[row] = start + tokens
+        request.reason = "running: prefill"
+        if last:
+            self.prefilling.remove(request)
+            request.move(State.DECODE, now=self._now())
+            self.rows.length[row] = known + sample
+            self.rows.decoding[row] = sample
+
+    # waiting requests
+
+    def _admit_waiting(self, draft: Draft, budget: StepBudget) -> None:
+        if not self.queue:
+            return
+        looks = 0
+        for request in self.queue.scan():
+            if looks == MAX_LOOKS or not self.rows.num_free or not budget.prefill_may_join:
+                return
+            if request.id in draft.preempted or self._held(request):
+                continue
+            looks += 1
+            if self._may_start(request):
+                self._start(draft, budget, request)
+            elif request.passed_over >= self.spec.ageing_steps:
+                request.reason += "; blocks that become free are kept for it"
+                return
+
+    def _held(self, request: Request) -> bool:
+        """Whether a pause or a gate keeps it back; neither makes it age, for freed blocks would not help it."""
+        if not self.admit_new and request.scheduled_at is None:
+            request.reason = "paused"
+            return True
+        refusal = self._ask_gates(request) if self.gates else None
+        if refusal is None:
+            return False
+        request.reason = refusal
+        return True
+
+    def _ask_gates(self, request: Request) -> str | None:
+        refusal, error = self.gates.refusal(request.id)
+        if error is not None:
+            self.refused.append((request, error))
+        return refusal
+
+    def _may_start(self, request: Request) -> bool:
+        """Whether the pool holds all its tokens, beside what prefills under way are owed and a block for each row to
+        grow. A request that is alone need not have it all at once."""
+        pool = self.kv.pool
+        if self._looked_at_lately(request):
+            request.passed_over += 1
+            return False
+        request.looked_at_step = self.step
+        hit = self.kv.match(request)
+        needed = self.kv.need(request, hit)
+        owed = sum(self.kv.still_owed(other) for other in self.prefilling)
+        headroom = (self.num_running - len(self.prefilling)) * len(self.kv.kinds)
+        if self.num_running == 0 or needed <= pool.num_free - owed - headroom:
+            return True
+        request.need_blocks = needed + owed + headroom
+        request.passed_over += 1
+        request.reason = f"KV blocks: needs {needed}, free {pool.num_free}, of which {owed + headroom} are kept for running requests"
+        return False
+
+    def _looked_at_lately(self, request: Request) -> bool:
+        lately = 0 <= self.step - request.looked_at_step < RETRY_STEPS and request.need_blocks > 0
+        return lately and self.num_running > 0 and self.kv.pool.num_free < request.need_blocks
+
+    def _start(self, draft: Draft, budget: StepBudget, request: Request) -> None:
+        hit = self.kv.match(request)
+        computed = hit * self.kv.block_tokens
+        row = self.rows.acquire(request, computed=computed)
+        if request.scheduled_at is None:
+            request.scheduled_at = self._now()
+            request.num_cached = computed
+        self.queue.started(request)
+        self.queue.remove(request)
+        request.move(State.PREFILL, now=self._now())
+        request.passed_over = request.need_blocks = 0
+        insort(self.prefilling, request, key=attrgetter("key"))
+        start = RowStart(
+            row=row,
+            request=request.id,
+            tokens=request.tokens(),
+            num_prompt=request.num_prompt,
+            num_computed=computed,
+            sampling=request.wire.sampling,
+        )
+        draft.add_start(start, request, self.kv.attach(request, hit))
+        self._prefill(draft, budget, request)

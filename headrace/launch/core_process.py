@@ -1,0 +1,244 @@
+"""The process of one engine core: `python -m headrace.launch.core_process --spec FILE --socket PATH`.
+
+The main thread runs `EngineCore.step`; an IO thread (`Fronts`) accepts the API processes on a 0600 Unix socket, reads
+their frames and writes what their sockets did not take at once. A watchdog thread ends the process when a step takes
+longer than `step_timeout_s`: stacks are dumped, the fronts see the end of file and fail their requests, the supervisor
+restarts (reliability 1.6).
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import numpy as np
+
+from headrace.back.executor.choose import make_executor
+from headrace.base.config.resolved import EngineSpec
+from headrace.base.errors import ConfigError, EngineError, StartError
+from headrace.base.telemetry import log as logs
+from headrace.base.wire.request import (
+    AbortRequests,
+    Call,
+    EngineRequest,
+    Finished,
+    Reply,
+    TokenBatch,
+)
+from headrace.core.core import EngineCore
+from headrace.core.outbox import StepOutput
+from headrace.launch.fronts import FrontGone, Fronts, Incoming
+from headrace.launch.topology import Report, report, tie_to_parent
+
+log = logging.getLogger(__name__)
+FLUSH_S = 1.0
+HUNG_EXIT = 70
+FAILED_EXIT = 71
+
+
+class Watchdog:
+    """Ends the process when one step takes too long, and beats towards the parent while it runs itself.
+
+    `begin` and `end` are plain stores: they cost the loop nothing.
+    """
+
+    def __init__(self, timeout_s: float, status: socket.socket) -> None:
+        self._timeout_s = timeout_s
+        self._status = status
+        self._since: float | None = None
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def begin(self) -> None:
+        """A step starts."""
+        self._since = time.monotonic()
+
+    def end(self) -> None:
+        """The step is over."""
+        self._since = None
+
+    def _watch(self) -> None:
+        pause_s = min(1.0, max(0.01, self._timeout_s / 4))
+        while True:
+            time.sleep(pause_s)
+            report(self._status, Report(beat=True))
+            since = self._since
+            if since is not None and time.monotonic() - since > self._timeout_s:
+                log.error("a step has taken more than %g s: the engine is hung", self._timeout_s)
+                faulthandler.dump_traceback(sys.stderr)
+                os._exit(HUNG_EXIT)
+
+
+class CoreLoop:
+    """Carries messages between the fronts and the core.
+
+    Invariants: `_owner` holds exactly the requests whose end has not been sent yet; a request belongs to the front
+    that added it, and only that front can abort it or sees its tokens.
+    """
+
+    def __init__(self, core: EngineCore, fronts: Fronts, watchdog: Watchdog) -> None:
+        self._core = core
+        self._fronts = fronts
+        self._watchdog = watchdog
+        self._owner: dict[int, int] = {}
+        self._calls: dict[int, tuple[int, int]] = {}
+        self._call_number = 0
+
+    def run(self) -> None:
+        """Serves until the process ends."""
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """Takes what has arrived (waits if there is nothing to compute), runs one step, sends its results."""
+        core = self._core
+        for message in self._fronts.take(block=not core.has_work, at_most_s=core.idle_s):
+            self._handle(message)
+        if not core.has_work:
+            return
+        self._watchdog.begin()
+        try:
+            output = core.step(wait=True)
+        except EngineError as error:
+            self._fail(error)
+        self._watchdog.end()
+        self._send(output)
+
+    def _fail(self, error: EngineError) -> NoReturn:
+        """The step failed as a whole: everyone is told, then this process ends and is started anew (ENG-14)."""
+        log.critical("the engine failed: %s", error.message, exc_info=error)
+        self._send(self._core.fail_all(error))
+        self._fronts.flush(FLUSH_S)
+        os._exit(FAILED_EXIT)
+
+    def _handle(self, incoming: Incoming) -> None:
+        front, message = incoming
+        match message:
+            case EngineRequest():
+                self._add(front, message)
+            case AbortRequests():
+                self._core.abort([i for i in message.ids if self._owner.get(i) == front])
+            case Call():
+                self._call(front, message)
+            case FrontGone():
+                self._forget(front)
+
+    def _add(self, front: int, request: EngineRequest) -> None:
+        if request.id in self._owner:
+            self._fronts.drop(front, "it used a request id that is taken")
+            return
+        self._owner[request.id] = front
+        self._core.add(request)
+
+    def _call(self, front: int, call: Call) -> None:
+        """Numbers of different fronts may be equal: the core sees numbers of ours."""
+        self._call_number += 1
+        self._calls[self._call_number] = (front, call.number)
+        reply = self._core.call(msgspec.structs.replace(call, number=self._call_number))
+        if reply is not None:
+            self._reply(reply)
+
+    def _reply(self, reply: Reply) -> None:
+        front, number = self._calls.pop(reply.number)
+        self._fronts.send(front, msgspec.structs.replace(reply, number=number))
+
+    def _forget(self, front: int) -> None:
+        """A front that is gone takes its requests along."""
+        self._core.abort([i for i, owner in self._owner.items() if owner == front])
+
+    def _send(self, output: StepOutput) -> None:
+        if output.tokens is not None:
+            for front, batch in split(output.tokens, self._owner).items():
+                self._fronts.send(front, batch)
+            for end in output.tokens.finished:
+                self._owner.pop(end.id, None)
+        for reply in output.replies:
+            self._reply(reply)
+
+
+def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
+    """The batch by owning front; requests without an owner are left out. One front: the batch itself, uncopied."""
+    fronts = np.fromiter((owner.get(i, -1) for i in batch.ids.tolist()), np.int64, len(batch.ids))
+    ends: dict[int, list[Finished]] = {}
+    for end in batch.finished:
+        ends.setdefault(owner.get(end.id, -1), []).append(end)
+    scored = [owner.get(i, -1) for i, _ in batch.prompt_logprobs]
+    present = {*np.unique(fronts).tolist(), *ends, *scored}
+    if len(present) == 1 and -1 not in present:
+        return {present.pop(): batch}
+    return {
+        front: TokenBatch(
+            ids=batch.ids[fronts == front],
+            tokens=batch.tokens[fronts == front],
+            logprobs=[
+                entry
+                for entry, at in zip(batch.logprobs, fronts.tolist(), strict=False)
+                if at == front
+            ],
+            prompt_logprobs=[
+                entry
+                for entry, at in zip(batch.prompt_logprobs, scored, strict=True)
+                if at == front
+            ],
+            finished=ends.get(front, []),
+        )
+        for front in sorted(present - {-1})
+    }
+
+
+def main() -> int:
+    """Runs the process; 2 if it cannot start."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec", required=True)
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--status-fd", type=int, required=True)
+    parser.add_argument("--parent", type=int)
+    given = parser.parse_args()
+    tie_to_parent(given.parent)
+    faulthandler.enable()
+    logs.configure("core", "info")
+    status = socket.socket(fileno=given.status_fd)
+    try:
+        loop = _start(given.spec, given.socket, status)
+    except StartError as error:
+        report(status, Report(error=error.message))
+        return 2
+    try:
+        loop.run()
+    except Exception as error:
+        log.critical("the engine loop failed: %s", error, exc_info=error)
+        os._exit(FAILED_EXIT)
+    return 0
+
+
+def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
+    began = time.monotonic()
+    try:
+        spec = msgspec.json.decode(Path(spec_path).read_bytes(), type=EngineSpec)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"the engine's specification cannot be read: {error}") from None
+    executor = make_executor(spec)
+    core = EngineCore(spec, executor)
+    fronts = Fronts(socket_path, core.hello(), status)
+    facts = executor.facts
+    memory = {
+        "weight_bytes": facts.weight_bytes,
+        "kv_bytes": facts.kv_bytes,
+        "kv_blocks": facts.num_blocks,
+        "kv_tokens": facts.num_blocks * facts.block_tokens,
+    }
+    start_s = {**facts.start_s, "engine": time.monotonic() - began}
+    report(status, Report(ready=True, memory=memory, start_s=start_s, decisions=facts.decisions))
+    return CoreLoop(core, fronts, Watchdog(spec.scheduler.step_timeout_s, status))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,227 @@
+"""The socket side of a core process: accepts fronts, reads their frames in an IO thread, writes from the step loop.
+
+The step loop writes straight into a front's socket, without waiting; only what the socket does not take goes through
+the IO thread. Everything that arrives is checked against the wire types: a front that sends a malformed frame is
+dropped and counted, before anything it sent has changed state (P2). A front that stops reading is dropped once
+`MAX_UNSENT_BYTES` wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import selectors
+import socket
+import struct
+import threading
+import time
+
+import msgspec
+
+from headrace.base.wire.codec import HEADER, Codec
+from headrace.base.wire.request import Hello, ToCore, ToFront
+
+log = logging.getLogger(__name__)
+MAX_INCOMING_BYTES = 64 << 20
+MAX_UNSENT_BYTES = 256 << 20
+READ_BYTES = 1 << 18
+
+
+class FrontGone(msgspec.Struct, frozen=True):
+    """A front has closed its connection, or was dropped."""
+
+
+Incoming = tuple[int, ToCore | FrontGone]
+
+
+class _Peer:
+    """One front. `lock` guards the socket's writing side and `unsent`; the reading side belongs to the IO thread."""
+
+    def __init__(self, number: int, sock: socket.socket) -> None:
+        self.number = number
+        self.sock = sock
+        self.lock = threading.Lock()
+        self.unsent = bytearray()
+        self.received = bytearray()
+        self.gone = False
+
+
+class Fronts:
+    """All connected fronts of this core. `take` and `send` belong to the step loop's thread."""
+
+    def __init__(self, path: str, hello: Hello, status: socket.socket) -> None:
+        self.malformed_frames = 0
+        self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+        self._peers: dict[int, _Peer] = {}
+        self._incoming: Codec[ToCore] = Codec(ToCore)
+        self._outgoing: Codec[ToFront] = Codec(ToFront)
+        self._hello = self._outgoing.frame(hello)
+        self._next = 0
+        self._status = status
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._listener = _listen(path)
+        threading.Thread(target=self._serve, name="fronts", daemon=True).start()
+
+    def take(self, *, block: bool, at_most_s: float | None) -> list[Incoming]:
+        """All messages that have arrived; with `block` it waits for the first one, `at_most_s` (None: for ever)."""
+        found: list[Incoming] = []
+        try:
+            if block:
+                found.append(self._inbox.get(timeout=at_most_s))
+            while True:
+                found.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return found
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until all that was sent is with the kernel, or the time is over."""
+        end = time.monotonic() + timeout_s
+        while any(peer.unsent for peer in list(self._peers.values())) and time.monotonic() < end:
+            time.sleep(0.005)
+
+    def send(self, front: int, message: ToFront) -> None:
+        """Sends to one front without blocking; to one that is gone, nothing happens."""
+        peer = self._peers.get(front)
+        if peer is None:
+            return
+        frame = self._outgoing.frame(message)
+        with peer.lock:
+            if not peer.unsent:
+                frame = frame[_send_some(peer.sock, frame) :]
+            if not frame:
+                return
+            peer.unsent += frame
+            too_slow = len(peer.unsent) > MAX_UNSENT_BYTES
+        if too_slow:
+            self.drop(front, "it does not read")
+        self._wake()
+
+    def drop(self, front: int, why: str) -> None:
+        """Ends a connection; its `FrontGone` follows from the IO thread."""
+        peer = self._peers.get(front)
+        if peer is not None:
+            log.warning("front %d is dropped: %s", front, why)
+            peer.gone = True
+            self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_in.send(b"!")
+        except BlockingIOError:
+            return  # it is awake already
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ, "accept")
+            selector.register(self._wake_out, selectors.EVENT_READ, "wake")
+            selector.register(self._status, selectors.EVENT_READ, "parent")
+            while True:
+                for key, events in selector.select():
+                    if isinstance(key.data, _Peer):
+                        self._serve_peer(key.data, events)
+                    elif key.data == "accept":
+                        self._accept(selector)
+                    elif key.data == "wake":
+                        self._wake_out.recv(4096)
+                    elif not self._status.recv(4096):
+                        os._exit(0)  # the parent is gone: nobody is left to serve
+                self._tidy(selector)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        sock, _ = self._listener.accept()
+        uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        if uid != os.getuid():
+            log.warning("a connection of user %d was refused", uid)
+            sock.close()
+            return
+        sock.setblocking(False)
+        self._next += 1
+        peer = _Peer(self._next, sock)
+        peer.unsent += self._hello
+        self._peers[peer.number] = peer
+        selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+
+    def _serve_peer(self, peer: _Peer, events: int) -> None:
+        if events & selectors.EVENT_READ and not peer.gone:
+            self._read(peer)
+        if events & selectors.EVENT_WRITE:
+            with peer.lock:
+                del peer.unsent[: _send_some(peer.sock, peer.unsent)]
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            peer.gone = True
+            return
+        peer.received += data
+        try:
+            for message in self._frames(peer.received):
+                self._inbox.put((peer.number, message))
+        except (msgspec.MsgspecError, ValueError) as error:
+            self.malformed_frames += 1
+            log.warning("front %d sent a malformed frame: %s", peer.number, error)
+            peer.gone = True
+
+    def _frames(self, buffer: bytearray) -> list[ToCore]:
+        """Cuts the whole frames off the front of `buffer` and decodes them; all are decoded before any is used."""
+        messages: list[ToCore] = []
+        at = 0
+        while len(buffer) - at >= HEADER.size:
+            (length,) = HEADER.unpack_from(buffer, at)
+            if length > MAX_INCOMING_BYTES:
+                raise ValueError(f"a frame of {length} bytes; {MAX_INCOMING_BYTES} allowed")
+            if len(buffer) - at - HEADER.size < length:
+                break
+            at += HEADER.size
+            messages.append(self._incoming.decode(bytes(memoryview(buffer)[at : at + length])))
+            at += length
+        del buffer[:at]
+        return messages
+
+    def _tidy(self, selector: selectors.BaseSelector) -> None:
+        """Closes what is gone, and listens for room exactly where something is unsent."""
+        for peer in list(self._peers.values()):
+            if peer.gone:
+                selector.unregister(peer.sock)
+                del self._peers[peer.number]
+                with peer.lock:
+                    peer.sock.close()
+                self._inbox.put((peer.number, FrontGone()))
+                continue
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+            if selector.get_key(peer.sock).events != wanted:
+                selector.modify(peer.sock, wanted, peer)
+
+
+def _listen(path: str) -> socket.socket:
+    """A listening Unix socket of mode 0600; one that an earlier process left behind is replaced."""
+    if os.path.exists(path):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(mask)
+    listener.listen(64)
+    return listener
+
+
+def _send_some(sock: socket.socket, data: bytes | bytearray) -> int:
+    """Sends what the socket takes now; a broken connection takes all (its end is seen by the reader)."""
+    if not data:
+        return 0
+    try:
+        return sock.send(data)
+    except BlockingIOError:
+        return 0
+    except OSError:
+        return len(data)

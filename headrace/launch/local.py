@@ -1,0 +1,92 @@
+"""Engine cores without a server: what `LLM`, `headrace bench` and `headrace chat` start and talk to."""
+
+from __future__ import annotations
+
+import selectors
+import subprocess
+import weakref
+from types import TracebackType
+
+from headrace.base.config.resolved import Resolved
+from headrace.base.config.tree import Options
+from headrace.base.errors import EngineDead, StartError
+from headrace.launch.facts import resolve_options
+from headrace.launch.supervisor import CORE_MODULE
+from headrace.launch.topology import Child, Report, RuntimeFolder, spawn
+
+STOP_GRACE_S = 5.0
+
+
+class LocalEngine:
+    """Running engine cores of this process's own. They end with `close`, with this object, or with this process."""
+
+    def __init__(self, resolved: Resolved, folder: RuntimeFolder, children: list[Child]) -> None:
+        self.resolved = resolved
+        self.socket_paths = [folder.socket_path(index) for index in range(len(children))]
+        self.reports: list[Report] = []
+        self._children = children
+        self._finalizer = weakref.finalize(self, _stop, children, folder)
+
+    def close(self) -> None:
+        """Ends the cores and removes their folder; idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def wait_ready(self) -> None:
+        """Returns when every core has loaded; StartError with the core's own words if one cannot."""
+        for child in self._children:
+            self.reports.append(_wait_report(child))
+
+
+def start_local(options: Options) -> LocalEngine:
+    """Finds the model, resolves the options and starts the cores; returns when they are ready."""
+    resolved = resolve_options(options)
+    folder = RuntimeFolder()
+    spec = folder.write_spec("core", resolved.engine)
+    children = [
+        spawn(
+            *("core", CORE_MODULE, "--spec", spec, "--socket", folder.socket_path(index)),
+            die_with_thread=False,
+        )
+        for index in range(resolved.replicas)
+    ]
+    engine = LocalEngine(resolved, folder, children)
+    try:
+        engine.wait_ready()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _wait_report(child: Child) -> Report:
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.status, selectors.EVENT_READ)
+        selector.select()
+    for found in child.reports():
+        if found.error is not None:
+            raise StartError(found.error)
+        return found
+    raise EngineDead(f"the engine core died while starting (exit status {child.process.wait()})")
+
+
+def _stop(children: list[Child], folder: RuntimeFolder) -> None:
+    for child in children:
+        child.status.close()  # tells it to end
+    for child in children:
+        try:
+            child.process.wait(STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
+    folder.close()

@@ -1,0 +1,284 @@
+"""From what the user said, what the model states and what the device has to one resolved tree: a pure function.
+
+"auto" ends here. Every value chosen for the user becomes a `Decision`, printed as one table at start; every
+contradiction becomes a ConfigError that names the option as it is typed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from typing import Any
+
+import msgspec
+
+from headrace.base.config.resolved import (
+    Decision,
+    DeviceSpec,
+    EngineSpec,
+    KVSpec,
+    ModelSpec,
+    Resolved,
+    SchedulerSpec,
+    ServerSpec,
+    TextSpec,
+)
+from headrace.base.config.tree import Options, ServerOptions
+from headrace.base.config.units import parse_bytes
+from headrace.base.errors import ConfigError
+from headrace.base.wire.params import SamplingParams
+from headrace.launch.model_facts import ModelFacts
+
+
+class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the machine has: kind and number of devices, memory of one (host memory for cpu), cores we may use."""
+
+    kind: str
+    count: int
+    total_bytes: int
+    free_bytes: int
+    cores: int
+
+
+CPU_KV_SHARE = 0.25
+CUDA_MEMORY_SHARE = 0.9
+CUDA_RESERVE_BYTES = 2 << 30
+MIN_KV_BYTES = 16 << 20
+NULL_BLOCKS = 8192
+
+
+class _Chooser:
+    """Collects the decisions. `pick` returns the user's value, or records and returns the one chosen for "auto"."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+
+    def pick(self, field: str, given: Any, chosen: Any, why: str) -> Any:
+        if given != "auto":
+            return given
+        self.note(field, "auto", chosen, why)
+        return chosen
+
+    def note(self, field: str, given: Any, chosen: Any, why: str) -> None:
+        self.decisions.append(Decision(field, str(given), str(chosen), why))
+
+
+def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolved:
+    """The resolved tree; ConfigError where options contradict each other, the model or the machine."""
+    choose = _Chooser()
+    where = _device(options, device, choose)
+    dtype = choose.pick(
+        "--dtype", options.model.dtype, _dtype(model, where), "the checkpoint's type"
+    )
+    max_model_len = _max_model_len(options, model, choose)
+    scheduler = _scheduler(options, where, max_model_len, choose)
+    names = options.model.served_model_name or (model.name,)
+    engine = EngineSpec(
+        model=ModelSpec(
+            path=model.path,
+            name=names[0],
+            format=model.format,
+            family=model.family,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            logits_width=model.logits_width,
+            eos_ids=model.eos_ids,
+            config=model.config,
+            seed=options.model.seed,
+        ),
+        kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
+        scheduler=scheduler,
+        device=where,
+    )
+    text = TextSpec(
+        tokenizer_path=options.model.tokenizer or model.tokenizer_path,
+        chat_template=model.chat_template,
+        model_names=names,
+        generation_defaults=_generation_defaults(model.generation_defaults),
+        logits_width=model.logits_width,
+        eos_ids=model.eos_ids,
+        max_model_len=max_model_len,
+    )
+    return Resolved(
+        engine=engine,
+        text=text,
+        server=server_spec(options.server),
+        replicas=options.device.replicas,
+        decisions=tuple(choose.decisions),
+    )
+
+
+def _device(options: Options, device: DeviceFacts, choose: _Chooser) -> DeviceSpec:
+    given = options.device
+    kind = choose.pick("--device", given.device, device.kind, f"{device.count} found")
+    if kind == "cuda" and device.kind != "cuda":
+        raise ConfigError("--device cuda: no CUDA device was found on this machine")
+    ranks = given.tensor_parallel * given.replicas
+    if kind == "cuda" and ranks > device.count:
+        raise ConfigError(
+            f"--tensor-parallel {given.tensor_parallel} x --replicas {given.replicas} needs {ranks} devices; "
+            f"{device.count} found"
+        )
+    if given.tensor_parallel > 1 and given.executor == "inline":
+        raise ConfigError("--executor inline runs one worker; --tensor-parallel needs processes")
+    executor = choose.pick(
+        *("--executor", given.executor),
+        *("inline" if given.tensor_parallel == 1 else "processes", "one worker per device"),
+    )
+    share = max(1, device.cores // ranks)
+    threads = choose.pick(
+        "--threads", given.threads, share, f"{device.cores} usable cores, {ranks} workers"
+    )
+    return DeviceSpec(
+        device=kind, executor=executor, tensor_parallel=given.tensor_parallel, threads=threads
+    )
+
+
+def _dtype(model: ModelFacts, where: DeviceSpec) -> str:
+    """float16 has no fast path on a CPU and less range than the sums need: float32 instead."""
+    return "float32" if where.device == "cpu" and model.dtype == "float16" else model.dtype
+
+
+def _max_model_len(options: Options, model: ModelFacts, choose: _Chooser) -> int:
+    given = options.model.max_model_len
+    if given != "auto" and given > model.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {given}: the model was made for {model.max_model_len} tokens at most"
+        )
+    chosen: int = choose.pick("--max-model-len", given, model.max_model_len, "the model's own")
+    return chosen
+
+
+def _scheduler(
+    options: Options, where: DeviceSpec, max_model_len: int, choose: _Chooser
+) -> SchedulerSpec:
+    given = options.scheduler
+    fast = where.device == "cuda" or where.executor == "null"
+    running = choose.pick(
+        "--max-running", given.max_running, 256 if fast else 64, f"for {where.device}"
+    )
+    step = choose.pick(
+        "--max-step-tokens",
+        given.max_step_tokens,
+        max(8192 if fast else 1024, running),
+        f"for {where.device}",
+    )
+    if step < running:
+        raise ConfigError(
+            f"--max-step-tokens {step}: at least --max-running ({running}) is needed, one token for each"
+        )
+    return SchedulerSpec(
+        max_step_tokens=step,
+        max_running=running,
+        policy=given.policy,
+        inter_prefill_budget=given.inter_prefill_budget,
+        max_queued_requests=given.max_queued_requests,
+        max_queued_tokens=given.max_queued_tokens,
+        overlap=given.overlap,
+        ageing_steps=given.ageing_steps,
+        step_timeout_s=given.step_timeout_s,
+    )
+
+
+def _kv(
+    options: Options,
+    model: ModelFacts,
+    device: DeviceFacts,
+    where: DeviceSpec,
+    scheduler: SchedulerSpec,
+    max_model_len: int,
+    choose: _Chooser,
+) -> KVSpec:
+    given = options.kv
+    blocks, memory = given.kv_blocks, None
+    if blocks is None and given.kv_memory != "auto":
+        memory = parse_bytes(given.kv_memory, field="--kv-memory")
+    elif blocks is None and where.executor == "null":
+        blocks = max(NULL_BLOCKS, -(-max_model_len // given.block_tokens) + 2)
+        choose.note("--kv-blocks", "auto", blocks, "nothing is stored by the null executor")
+    elif blocks is None:
+        memory = _kv_bytes(model, device, where)
+        most = scheduler.max_running * max_model_len * max(1, model.kv_bytes_per_token)
+        why = (
+            "a share of the free memory" if memory <= most else "what all running requests can use"
+        )
+        memory = min(memory, most)
+        choose.note("--kv-memory", "auto", f"{memory / 2**30:.2f}GiB", why)
+    return KVSpec(
+        block_tokens=given.block_tokens,
+        prefix_caching=given.prefix_caching,
+        num_blocks=blocks,
+        memory_bytes=memory,
+    )
+
+
+def _kv_bytes(model: ModelFacts, device: DeviceFacts, where: DeviceSpec) -> int:
+    """Memory for the KV cache of one worker. On CUDA the workers measure again after loading."""
+    if where.device == "cpu":
+        return max(MIN_KV_BYTES, int(device.free_bytes * CPU_KV_SHARE) - model.weight_bytes // 4)
+    weights = model.weight_bytes // where.tensor_parallel
+    room = int(device.total_bytes * CUDA_MEMORY_SHARE) - weights - CUDA_RESERVE_BYTES
+    if room < MIN_KV_BYTES:
+        raise ConfigError(
+            f"the weights ({weights / 2**30:.1f} GiB per device) leave no room for the KV cache in "
+            f"{device.total_bytes / 2**30:.1f} GiB; use --tensor-parallel, or --kv-memory to insist"
+        )
+    return room
+
+
+def _generation_defaults(given: dict[str, Any]) -> dict[str, float | int]:
+    """The sampling defaults a checkpoint may set, under our names; the rest of its entries mean nothing here."""
+    allowed = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+    if given.get("do_sample") is False:
+        return {"temperature": 0.0}
+    found = {name: given[name] for name in allowed if isinstance(given.get(name), int | float)}
+    msgspec.convert(found, SamplingParams)
+    return found
+
+
+def digest(key: str) -> str:
+    """The form in which a key leaves this process."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def server_spec(given: ServerOptions) -> ServerSpec:
+    """The server's part; ConfigError for an open server without keys."""
+    if not given.api_keys and not _is_loopback(given.host):
+        raise ConfigError(
+            f"--host {given.host} can be reached from other machines: set --api-keys (or HEADRACE_API_KEYS)"
+        )
+    for key in (*given.api_keys, *([given.admin_key] if given.admin_key is not None else [])):
+        if not key or key != key.strip() or not key.isascii():
+            raise ConfigError(
+                "--api-keys and --admin-key: a key is ASCII text without spaces around it"
+            )
+    if given.admin_key is not None and given.admin_key in given.api_keys:
+        raise ConfigError("--admin-key: must differ from every API key")
+    return ServerSpec(
+        host=given.host,
+        port=given.port,
+        api_key_digests=tuple(digest(key) for key in given.api_keys),
+        admin_key_digest=None if given.admin_key is None else digest(given.admin_key),
+        api_servers=given.api_servers,
+        max_body_bytes=parse_bytes(given.max_body_bytes, field="--max-body-bytes"),
+        max_connections=given.max_connections,
+        header_timeout_s=given.header_timeout_s,
+        body_timeout_s=given.body_timeout_s,
+        keepalive_timeout_s=given.keepalive_timeout_s,
+        shutdown_timeout_s=given.shutdown_timeout_s,
+        request_timeout_s=given.request_timeout_s,
+        max_requests_per_key=given.max_requests_per_key,
+        max_n=given.max_n,
+        trust_request_chat_template=given.trust_request_chat_template,
+        public_metrics=given.public_metrics,
+        log_level=given.log_level,
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,137 @@
+"""Native paged attention against the reference in float32: decode and prefill rows together, windows, caps, NaN (KRN)."""
+
+import pytest
+import torch
+
+from headrace.back.kernels.attention.native import KERNEL, bind_with
+from headrace.back.kernels.attention.op import OP, AttentionProblem, sample_plan
+from headrace.back.kernels.attention.reference import bind_reference
+from headrace.back.kernels.native.library import NativeError
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = [(1, 1), (1, 37), (1, 1100), (3, 3), (40, 95), (2, 130)]
+# heads, KV heads, head_dim, block_tokens, window, soft cap
+SHAPES = [
+    (1, 1, 16, 1, None, None),
+    (4, 2, 40, 7, 3, None),
+    (6, 1, 64, 16, None, 5.0),
+    (7, 7, 72, 4, 20, 2.0),
+    (40, 1, 80, 16, 1, None),
+    (8, 2, 128, 64, 50, None),
+    (2, 1, 256, 16, None, None),
+]
+
+
+def case(dtype, heads, kv_heads, head_dim, block_tokens, window, softcap, rows, seed=0):
+    problem = AttentionProblem(
+        device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        block_tokens=block_tokens, scale=head_dim**-0.5, window=window, softcap=softcap,
+    )  # fmt: skip
+    plan, blocks = sample_plan(rows, block_tokens=block_tokens, window=window, device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(queries for queries, _ in rows)
+    q = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
+    kv = torch.randn(blocks, 2, kv_heads, block_tokens, head_dim, generator=generator).to(dtype)
+    return problem, q, kv, plan
+
+
+def exact(problem, q, kv, plan):
+    wide = AttentionProblem(**{**vars(problem), "dtype": torch.float32})
+    return bind_reference(wide)(q.float(), kv.float(), plan)
+
+
+def poison_unused(kv, plan, block_tokens):
+    """NaN in the null block and in every place no row has written."""
+    used = torch.zeros(kv.shape[0], block_tokens, dtype=torch.bool)
+    for row, length in enumerate(plan.host_kv_len):
+        for position in range(length):
+            block = plan.block_table_RB[row, position // block_tokens]
+            used[block, position % block_tokens] = True
+    used[0] = False
+    kv.movedim(3, 1)[~used] = float("nan")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_reference_and_reads_no_unused_place(library, dtype, shape):
+    problem, q, kv, plan = case(dtype, *shape, ROWS)
+    poison_unused(kv, plan, problem.block_tokens)
+    out, expected = bind_with(library, problem)(q, kv, plan), exact(problem, q, kv, plan)
+    bound = {torch.float32: 2e-6, torch.bfloat16: 6e-3}[dtype]
+    assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_decode_row_does_not_depend_on_the_others_nor_on_the_threads(library, dtype):
+    rows = [(1, 3000), (1, 1025), (1, 9), (5, 400)]
+    problem, q, kv, plan = case(dtype, 6, 2, 48, 16, None, None, rows)
+    attention = bind_with(library, problem)
+    together = attention(q, kv, plan)
+    library.set_threads(1)
+    for row in range(3):
+        alone, _ = sample_plan(rows[row : row + 1], block_tokens=16, window=None, device="cpu")
+        alone.block_table_RB.copy_(
+            plan.block_table_RB[row : row + 1, : alone.block_table_RB.shape[1]]
+        )
+        assert torch.equal(attention(q[row : row + 1], kv, alone)[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_in_one_row_touches_no_other(newest, dtype):
+    problem, q, kv, plan = case(dtype, 4, 2, 32, 4, None, None, [(1, 11), (1, 20), (6, 6)])
+    attention = bind_with(newest, problem)
+    clean = attention(q, kv, plan)
+    kv[plan.block_table_RB[1, 2].item()] = float("nan")
+    out = attention(q, kv, plan)
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, *range(2, 8)]], clean[[0, *range(2, 8)]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_beyond_the_range_of_exp_stay_finite(library, dtype):
+    problem, q, kv, plan = case(dtype, 2, 2, 16, 16, None, None, [(1, 100), (70, 70)])
+    q, kv = q * 200, kv * 50
+    out, expected = bind_with(library, problem)(q, kv, plan), exact(problem, q, kv, plan)
+    assert out.isfinite().all()
+    bound = {torch.float32: 2e-3, torch.bfloat16: 2e-2}[
+        dtype
+    ]  # scores of 1e5: float32 leaves 1e-2 of them
+    assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
+
+
+def test_strided_queries_and_a_strided_cache(newest):
+    problem, q, kv, plan = case(torch.bfloat16, 4, 2, 32, 8, 12, None, [(1, 30), (9, 21)])
+    merged = torch.randn(len(q), 9, 32).bfloat16()
+    merged[:, 2:6] = q
+    layers = torch.zeros(kv.shape[0], 3, *kv.shape[1:], dtype=kv.dtype)
+    layers[:, 1] = kv
+    attention = bind_with(newest, problem)
+    assert torch.equal(attention(merged[:, 2:6], layers[:, 1], plan), attention(q, kv, plan))
+
+
+def test_padding_tokens_are_zero(newest):
+    problem, q, kv, plan = case(torch.float32, 2, 1, 16, 4, None, None, [(1, 5), (2, 4)])
+    padded = torch.cat((q, torch.full((4, 2, 16), float("nan"))))
+    out = bind_with(newest, problem)(padded, kv, plan)
+    assert torch.equal(out[:3], bind_with(newest, problem)(q, kv, plan)) and not out[3:].any()
+
+
+@pytest.mark.parametrize("block", [-1, 1_000_000])
+def test_a_block_outside_the_cache_is_refused(newest, block):
+    problem, q, kv, plan = case(torch.float32, 2, 1, 16, 4, None, None, [(1, 9)])
+    plan.block_table_RB[0, 1] = block
+    with pytest.raises(NativeError, match="index out of range"):
+        bind_with(newest, problem)(q, kv, plan)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_self_check_accepts_it(newest, dtype):
+    for shape in SHAPES[1:]:  # the sample needs blocks of at least 3 tokens
+        problem = case(dtype, *shape, [(1, 1)])[0]
+        assert OP.error(KERNEL, problem) <= OP.tolerance(problem)
+
+
+def test_a_head_that_is_too_large_is_refused_with_the_limit(newest):
+    problem = case(torch.float32, 1, 1, 512, 4, None, None, [(1, 1)])[0]
+    assert KERNEL.supports(problem) == "head_dim 512 is above 256"

@@ -1,0 +1,75 @@
+"""Building the library: cached by content, complete without a new compiler, a clear error without any (PLT-07)."""
+
+import ctypes
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from headrace.back.kernels.native import build
+from headrace.base.errors import MissingDependency
+
+
+def test_an_unchanged_tree_compiles_nothing(library_path):
+    before = library_path.stat()
+    again = build.build()
+    assert again == library_path and again.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_another_compiler_or_flag_gives_another_file(library_path):
+    compiler = build.find_compiler()
+    assert build.library_path(compiler) == library_path
+    assert build.library_path(compiler, extra=("-g",)) != library_path
+
+
+def test_every_kernel_exists_for_every_instruction_set_of_the_library(library_path):
+    library = ctypes.CDLL(str(library_path))
+    stems = [path.stem for path in build.sources()]
+    kernels = [stem.removeprefix("native_") for stem in stems if stem.startswith("native_")]
+    assert len(kernels) >= 6
+    for kernel in kernels:
+        for isa in build.ISAS:
+            if hasattr(library, f"hr_linear_{isa.name}"):
+                assert hasattr(library, f"hr_{kernel}_{isa.name}"), (kernel, isa.name)
+
+
+def test_no_compiler_is_named_as_the_reason(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(MissingDependency, match="no C\\+\\+ compiler \\(no-such-compiler\\) found"):
+        build.build()
+
+
+def test_an_instruction_set_the_compiler_lacks_is_left_out(tmp_path, monkeypatch):
+    """The library then has the others, and a machine that would like the missing one runs the best of these."""
+    unknown = build.Isa(name="avx512dot", machines=(), flags=("-march=of-tomorrow",))
+    portable = build.Isa(name="portable", machines=(), flags=("-O0",))
+    monkeypatch.setattr(build, "ISAS", (portable, unknown))
+    few = [
+        path
+        for path in build.sources()
+        if path.suffix == ".h" or path.stem in ("pool", "native_linear")
+    ]
+    monkeypatch.setattr(build, "sources", lambda: few)
+    path = build.build(folder=tmp_path)
+    library = ctypes.CDLL(str(path))
+    assert hasattr(library, "hr_linear_portable") and not hasattr(library, "hr_linear_avx512dot")
+
+
+def test_the_cache_folder_serves_when_the_package_is_read_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    folder = build._writable_folder()
+    assert folder == tmp_path / "cache/native"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_building_needs_no_torch():
+    code = (
+        "import sys, importlib.util as u; sys.modules['torch'] = None\n"
+        "s = u.spec_from_file_location('b', 'headrace/back/kernels/native/build.py')\n"
+        "m = u.module_from_spec(s); sys.modules['b'] = m; s.loader.exec_module(m); print(m.source_digest())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == build.source_digest()

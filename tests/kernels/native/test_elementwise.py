@@ -1,0 +1,151 @@
+"""Native norms, RoPE, gated activations and KV write against their references: odd widths, strides, extreme values."""
+
+import pytest
+import torch
+
+from headrace.back.kernels.gated_act import native as gated_act
+from headrace.back.kernels.gated_act import op as gated_act_op
+from headrace.back.kernels.kv_write import native as kv_write
+from headrace.back.kernels.kv_write import op as kv_write_op
+from headrace.back.kernels.native.library import NativeError
+from headrace.back.kernels.rms_norm import native as rms_norm
+from headrace.back.kernels.rms_norm import op as rms_norm_op
+from headrace.back.kernels.rope import native as rope
+from headrace.back.kernels.rope import op as rope_op
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+DTYPES = [torch.float32, torch.bfloat16]
+WIDTHS = [1, 3, 16, 40, 129, 1024]
+# Float32 arithmetic in another order, rounded once: one unit in the last place of the dtype.
+BOUND = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
+
+
+def values(*shape, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(ours, expected):
+    assert ours.dtype == expected.dtype and ours.shape == expected.shape
+    torch.testing.assert_close(ours, expected, rtol=BOUND[ours.dtype], atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norm_equals_the_reference(library, dtype, width):
+    problem = rms_norm_op.RMSNormProblem(device="cpu", dtype=dtype, width=width, eps=1e-6)
+    weight = values(width, dtype=torch.float32, seed=1)
+    ours = rms_norm.bind_norm_with(library, problem, weight)
+    theirs = rms_norm_op.bind_norm(problem, weight)
+    x = values(7, 5, width, dtype=dtype)
+    for view in (x, x[:, 1:3], x[::2], x[0], x[0, 0], x[:0]):
+        assert_close(ours(view), theirs(view))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_add_norm_equals_the_reference_and_updates_the_residual(library, dtype, width):
+    problem = rms_norm_op.RMSNormProblem(device="cpu", dtype=dtype, width=width, eps=1e-5)
+    weight, x = values(width, dtype=torch.float32, seed=1), values(40, width, dtype=dtype, seed=2)
+    ours, theirs = values(40, width, dtype=dtype, seed=3), values(40, width, dtype=dtype, seed=3)
+    y = rms_norm.bind_add_norm_with(library, problem, weight)(x, ours)
+    assert_close(y, rms_norm_op.bind_add_norm(problem, weight)(x, theirs))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_zeros_large_values_and_nan(library, dtype):
+    problem = rms_norm_op.RMSNormProblem(device="cpu", dtype=dtype, width=33, eps=1e-6)
+    weight = torch.ones(33)
+    x = torch.stack([torch.zeros(33), torch.full((33,), 1e18), torch.full((33,), float("nan"))])
+    y = rms_norm.bind_norm_with(library, problem, weight)(x.to(dtype))
+    assert not y[0].any() and y[2].isnan().all()
+    assert_close(y[1], torch.ones(33).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["half", "pairs"])
+@pytest.mark.parametrize("head_dim, rotary", [(16, 16), (64, 64), (128, 128), (80, 20), (24, 6)])
+def test_rope_equals_the_reference_on_views_of_a_merged_projection(
+    library, dtype, layout, head_dim, rotary
+):
+    problem = rope_op.RopeProblem(
+        device="cpu", dtype=dtype, head_dim=head_dim, rotary_dim=rotary, layout=layout
+    )
+    angles = 3 * values(50, rotary // 2, dtype=torch.float32)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    positions = torch.arange(49, 0, -7)
+    ours = values(len(positions), 6, head_dim, dtype=dtype, seed=1)
+    theirs = ours.clone()
+    rope.bind_with(library, problem)(ours[:, :4], ours[:, 4:5], positions, table)
+    rope_op.bind_reference(problem)(theirs[:, :4], theirs[:, 4:5], positions, table)
+    torch.testing.assert_close(
+        ours, theirs, rtol=BOUND[dtype], atol=3e-6 if dtype is torch.float32 else 2e-2
+    )
+    assert torch.equal(ours[:, 5], theirs[:, 5])
+
+
+@pytest.mark.parametrize("position", [-1, 8])
+def test_rope_refuses_a_position_outside_the_table_and_writes_nothing(newest, position):
+    problem = rope_op.RopeProblem(device="cpu", dtype=torch.float32, head_dim=8, rotary_dim=8)
+    q, k, table = torch.ones(2, 1, 8), torch.ones(2, 1, 8), torch.ones(8, 8)
+    with pytest.raises(NativeError, match="index out of range"):
+        rope.bind_with(newest, problem)(q, k, torch.tensor([0, position]), table)
+    assert torch.equal(q, torch.ones(2, 1, 8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", gated_act.ACTIVATIONS)
+@pytest.mark.parametrize("width", [1, 40, 9001])
+def test_gated_activation_equals_the_reference(library, dtype, activation, width):
+    problem = gated_act_op.GatedActProblem(
+        device="cpu", dtype=dtype, width=width, activation=activation
+    )
+    x = 6 * values(3, 2 * width + 5, dtype=dtype)[:, : 2 * width]
+    x[0, 0], x[1, 0], x[2, 0] = float("nan"), 100.0, -100.0
+    ours, theirs = gated_act.bind_with(library, problem)(x), gated_act_op.bind_reference(problem)(x)
+    torch.testing.assert_close(ours, theirs, rtol=BOUND[dtype], atol=5e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kv_write_puts_keys_and_values_in_their_slots(library, dtype):
+    problem = kv_write_op.KVWriteProblem(
+        device="cpu", dtype=dtype, kv_heads=3, head_dim=20, block_tokens=4
+    )
+    merged = values(5, 8, 20, dtype=dtype)
+    slots = torch.tensor([4, 7, 23, 8, 14])
+    ours = values(6, 2, 2, 3, 4, 20, dtype=dtype, seed=1)[:, 1]
+    theirs = ours.clone()
+    kv_write.bind_with(library, problem)(merged[:, :3], merged[:, 4:7], ours, slots)
+    kv_write_op.bind_reference(problem)(merged[:, :3], merged[:, 4:7], theirs, slots)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("slot", [-1, 8])
+def test_kv_write_refuses_a_slot_outside_the_cache_and_writes_nothing(newest, slot):
+    problem = kv_write_op.KVWriteProblem(
+        device="cpu", dtype=torch.float32, kv_heads=1, head_dim=4, block_tokens=4
+    )
+    cache = torch.zeros(2, 2, 1, 4, 4)
+    with pytest.raises(NativeError, match="index out of range"):
+        ones = torch.ones(2, 1, 4)
+        kv_write.bind_with(newest, problem)(ones, ones, cache, torch.tensor([0, slot]))
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_self_checks_accept_them(newest, dtype):
+    norm = rms_norm_op.RMSNormProblem(device="cpu", dtype=dtype, width=1024, eps=1e-6)
+    turn = rope_op.RopeProblem(device="cpu", dtype=dtype, head_dim=128, rotary_dim=128)
+    gate = gated_act_op.GatedActProblem(device="cpu", dtype=dtype, width=300, activation="silu")
+    write = kv_write_op.KVWriteProblem(
+        device="cpu", dtype=dtype, kv_heads=2, head_dim=64, block_tokens=16
+    )
+    for op, kernel, problem in (
+        (rms_norm_op.OP, rms_norm.KERNEL, norm),
+        (rms_norm_op.ADD_OP, rms_norm.ADD_KERNEL, norm),
+        (rope_op.OP, rope.KERNEL, turn),
+        (gated_act_op.OP, gated_act.KERNEL, gate),
+        (kv_write_op.OP, kv_write.KERNEL, write),
+    ):
+        assert kernel.supports(problem) is None
+        assert op.error(kernel, problem) <= op.tolerance(problem)

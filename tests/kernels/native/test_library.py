@@ -1,0 +1,143 @@
+"""Loading the library and its thread pool: every chunk once, from any thread, after a fork, at any width (PLT-11)."""
+
+import os
+import shutil
+import threading
+
+import pytest
+import torch
+
+from headrace.back.kernels.linear.native import bind_with
+from headrace.back.kernels.linear.op import LinearProblem
+from headrace.back.kernels.native import build, library
+from headrace.back.kernels.native.library import NativeLibrary, available_threads, load
+from headrace.base.errors import StartError
+
+
+@pytest.fixture
+def fresh_load():
+    load.cache_clear()
+    yield load
+    load.cache_clear()
+
+
+def test_the_best_instruction_set_is_bound_and_another_can_be_asked_for(library_path):
+    best = NativeLibrary(library_path)
+    assert best.isas[0] == "portable" and best.isa == best.isas[-1]
+    assert NativeLibrary(library_path, isa="portable").isa == "portable"
+    with pytest.raises(StartError, match="'mmx' is not among portable"):
+        NativeLibrary(library_path, isa="mmx")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+@pytest.mark.parametrize("chunks", [0, 1, 2, 7, 5000])
+def test_every_chunk_runs_exactly_once(newest, threads, chunks):
+    assert newest.set_threads(threads) == threads == newest.threads
+    for _ in range(20):
+        assert newest.count_chunks(chunks) == [1] * chunks
+
+
+def test_callers_on_several_threads_get_right_results_while_the_pool_changes_its_width(newest):
+    newest.set_threads(4)
+    weight = torch.randn(600, 256, generator=torch.Generator().manual_seed(0))
+    problem = LinearProblem(device="cpu", dtype=torch.float32, inputs=256, outputs=600)
+    linear = bind_with(newest, problem, weight, None)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
+    expected, wrong = linear(x), []
+
+    def call():
+        for _ in range(100):
+            if not torch.equal(linear(x), expected):
+                wrong.append(1)
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for width in (1, 2, 5, 1, 3) * 4:
+        newest.set_threads(width)
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def test_a_forked_child_computes_on_its_own_thread(newest):
+    newest.set_threads(3)
+    assert newest.count_chunks(100) == [1] * 100
+    child = os.fork()
+    if child == 0:
+        right = newest.threads == 1 and newest.count_chunks(100) == [1] * 100
+        os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_helpers_can_be_pinned(newest):
+    cpus = sorted(os.sched_getaffinity(0))
+    newest.set_threads(2, cpus=[cpus[0], cpus[-1]])
+    masks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
+    assert {cpus[-1]} in masks
+    assert newest.count_chunks(50) == [1] * 50
+
+
+def test_the_kernels_can_be_turned_off(fresh_load, monkeypatch):
+    monkeypatch.setenv("HEADRACE_NATIVE", "0")
+    assert fresh_load() == "native kernels are turned off (HEADRACE_NATIVE=0)"
+
+
+def test_a_library_can_be_named(fresh_load, library_path, tmp_path, monkeypatch):
+    copy = shutil.copy(library_path, tmp_path / "mine.so")
+    monkeypatch.setenv("HEADRACE_NATIVE", str(copy))
+    assert fresh_load().path == copy
+
+
+def test_a_library_of_other_sources_is_refused(library_path, monkeypatch):
+    monkeypatch.setattr(build, "source_digest", lambda: "0" * 12)
+    with pytest.raises(StartError, match="was built from other sources"):
+        NativeLibrary(library_path)
+
+
+def test_without_a_build_the_reason_says_what_to_run(fresh_load, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "source_digest", lambda: "0" * 12)
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path))
+    assert "python -m headrace.back.kernels.native.build" in fresh_load()
+
+
+@pytest.mark.parametrize("mode", ["file", "folder"])
+def test_a_library_that_anyone_may_have_written_is_not_loaded(
+    fresh_load, library_path, tmp_path, monkeypatch, mode
+):
+    folder = tmp_path / "cache/native"
+    folder.mkdir(parents=True)
+    copy = shutil.copy(library_path, folder / library_path.name)
+    (copy if mode == "file" else folder).chmod(0o777)
+    monkeypatch.setattr(build, "FOLDER", folder)
+    # The digest is of the sources in the real folder.
+    digest = library_path.name.split("-")[1]
+    monkeypatch.setattr(build, "source_digest", lambda: digest)
+    assert "is writable by everyone" in fresh_load()
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "350000 100000\n"}, 3),
+        ({"cpu.max": "20000 100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({}, None),
+    ],
+)
+def test_the_cpu_quota_of_both_control_group_versions(tmp_path, files, expected):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert library._quota(tmp_path) == expected
+
+
+def test_the_affinity_mask_bounds_the_threads():
+    mask = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(mask)})
+        assert available_threads() == 1
+    finally:
+        os.sched_setaffinity(0, mask)

@@ -1,0 +1,106 @@
+"""An op takes the best kernel that supports the problem and agrees with the reference, and says why not the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.back.kernels.op import Kernel, Op, Sample, load_kernel
+
+Double = Callable[[torch.Tensor], torch.Tensor]
+
+
+def reference(problem: int) -> Double:
+    return lambda x: 2 * x
+
+
+def sample(problem: int) -> Sample:
+    return Sample(problem=problem, weights=(), arguments=(torch.arange(1.0, 1 + problem),))
+
+
+def kernel(
+    bind: Callable[[int], Any], supports: Callable[[int], str | None] = lambda problem: None
+) -> Kernel[int]:
+    return Kernel(name="fast", supports=supports, bind=bind)
+
+
+@pytest.fixture
+def op_of() -> Iterator[Callable[..., Op[int]]]:
+    """Makes an op whose kernels come from modules, as real ones do."""
+    made = []
+
+    def make(**kernels: Kernel[int]) -> Op[int]:
+        for name, one in kernels.items():
+            module = ModuleType(f"headrace_test_kernels_{name}")
+            module.__dict__["KERNEL"] = one
+            sys.modules[module.__name__] = module
+            made.append(module.__name__)
+        return Op(
+            name="double",
+            reference=Kernel(name="torch", supports=lambda problem: None, bind=reference),
+            kernels=[f"headrace_test_kernels_{name}:KERNEL" for name in kernels],
+            sample=sample,
+            tolerance=lambda problem: 1e-6,
+        )
+
+    yield make
+    for name in made:
+        del sys.modules[name]
+
+
+def test_the_first_kernel_that_supports_the_problem_is_taken(op_of: Any) -> None:
+    op = op_of(
+        narrow=kernel(reference, lambda problem: "too wide" if problem > 4 else None),
+        wide=kernel(reference),
+    )
+    assert op.choose(4).rejected == ()
+    wide = op.choose(5)
+    assert wide.rejected == (("headrace_test_kernels_narrow", "too wide"),)
+    assert torch.equal(wide.bind()(torch.ones(1)), torch.full((1,), 2.0))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda problem: lambda x: 2.1 * x,
+        lambda problem: lambda x: (2 * x).double(),
+        lambda problem: lambda x: torch.full_like(x, float("nan")),
+        lambda problem: lambda x: (2 * x)[None],
+        lambda problem: lambda x: x.mul_(2),
+    ],
+    ids=["value", "dtype", "nan", "shape", "writes-its-input"],
+)
+def test_a_kernel_that_disagrees_with_the_reference_is_not_used(op_of: Any, wrong: Any) -> None:
+    """REG-121."""
+    choice = op_of(corrupted=kernel(wrong)).choose(3)
+    assert choice.kernel.name == "torch"
+    ((_, reason),) = choice.rejected
+    assert reason.startswith("self-check failed: error ")
+
+
+def test_a_kernel_whose_module_is_missing_is_a_reason_not_a_broken_import() -> None:
+    """PLT-07."""
+    answer = load_kernel("headrace.back.kernels.no_such_module:KERNEL")
+    assert isinstance(answer, str) and "no_such_module" in answer
+
+
+def test_a_choice_is_made_once_per_problem(op_of: Any) -> None:
+    bound = []
+    op = op_of(counted=kernel(lambda problem: bound.append(problem) or reference(problem)))
+    assert op.choose(3) is op.choose(3)
+    assert bound == [3]
+    assert [choice.problem for choice in op.choices()] == [3]
+
+
+def test_infinities_must_lie_where_the_reference_has_them(op_of: Any) -> None:
+    def infinite(problem: int) -> Double:
+        return lambda x: torch.where(x > 2, float("inf"), 2 * x)
+
+    op = op_of(fast=kernel(infinite))
+    assert op.error(kernel(infinite), 2) == 0.0
+    assert op.error(kernel(infinite), 3) == float("inf")

@@ -1,0 +1,50 @@
+"""Two ranks over gloo give the logits of one: merged and separate projections, biases, replicated
+KV heads, an odd vocabulary, norms over all heads, tied heads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.base import env
+from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
+from tests.models.paged import random_rows, teacher_forced
+from tests.models.tensor_parallel_rank import LENGTHS
+from tests.models.test_parity import CASES, compare, tiny_config
+
+NAMES = ("llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "one-kv-head")
+
+
+def configuration(name: str) -> Any:
+    if name in CASES:
+        return tiny_config(name)
+    config = tiny_config("olmo2")
+    config.num_key_value_heads = 1
+    return config
+
+
+def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in NAMES]
+    for name, folder in zip(NAMES, folders, strict=True):
+        save_oracle(configuration(name), folder)
+    command = [sys.executable, "-m", "tests.models.tensor_parallel_rank"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path / "store"), *map(str, folders)],
+            env=env.child_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
+    for folder in folders:
+        spec = model_spec(folder)
+        rows = random_rows(spec.logits_width, LENGTHS)
+        alone = teacher_forced(
+            load_ours(spec), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
+        )
+        for rank in range(2):
+            compare(torch.load(folder / f"rank{rank}.pt"), alone, 1e-5)
