@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.back.models.families import FALLBACK, family_of
 from headrace.base.config.gguf import GGUFFile, read_gguf
-from headrace.base.config.gguf_config import gguf_config
+from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import ConfigReader, read_json, refuse_remote_code
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import find_weight_files
@@ -64,7 +64,10 @@ def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFac
     """Reads the files of a located model; `family` overrides the one its architecture names."""
     if located.path.is_file():
         file = read_gguf(located.path)
-        return describe(located, gguf_config(file), {}, _gguf_stored(file), family=family)
+        generation = gguf_generation(file)
+        facts = describe(located, gguf_config(file), generation, _gguf_stored(file), family=family)
+        template = file.text("tokenizer.chat_template")
+        return msgspec.structs.replace(facts, chat_template=template)
     config = read_json(located.path / "config.json")
     generation_path = located.path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
