@@ -7,7 +7,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-TEXTS = ["the quick brown fox jumps over the lazy dog", "a mill wheel turns in the headrace", "größe, naïve, 水車"]
+TEXTS = [
+    "the quick brown fox jumps over the lazy dog",
+    "a mill wheel turns in the headrace",
+    "größe, naïve, 水車",
+]
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if tools %}[{{ tools | length }} tools]{% endif %}"

@@ -241,9 +241,7 @@ def test_messages_are_tokenized_as_chat_would(server: Served) -> None:
 def test_one_hundred_requests_with_one_client_id_do_not_touch_each_other(server: Served) -> None:
     async def one(client: httpx.AsyncClient, i: int) -> tuple[str, str, str]:
         body = {"prompt": "fox", "max_tokens": 5, "seed": i, "temperature": 1}
-        response = await client.post(
-            "/v1/completions", json=body, headers={"x-request-id": "same"}
-        )
+        response = await client.post("/v1/completions", json=body, headers={"x-request-id": "same"})
         assert response.headers["x-client-request-id"] == "same"
         return response.headers["x-request-id"], response.json()["choices"][0]["text"], str(i)
 
