@@ -105,9 +105,9 @@ def report(status: socket.socket, message: Report) -> None:
 
 def tie_to_parent(parent: int | None) -> None:
     """Asks the kernel to kill this process with its parent; ends it if the parent is already gone."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group: only the parent acts on it
+    # Ctrl-C and service managers signal the whole group: only the parent acts on it, and tells its children.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if parent is None:
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
