@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from headrace.back.attention.kv_layer import KVLayer
 from headrace.back.attention.plan import AttentionPlan, Batch
+from headrace.back.models.load import LoadReport
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.resolved import (
     DeviceSpec,
@@ -118,9 +119,11 @@ class TinyModel:
         return flat[0], flat[1]
 
 
-def load_tiny(spec: ModelSpec, mesh: object, device: torch.device) -> TinyModel:
+def load_tiny(
+    spec: ModelSpec, *, mesh: Mesh, device: torch.device, block_tokens: int
+) -> tuple[TinyModel, LoadReport]:
     """A loader for executors: `spec.config` holds the arguments of TinyModel."""
-    return TinyModel(**spec.config)
+    return TinyModel(**spec.config), LoadReport(weight_bytes=4)
 
 
 class ParallelTinyModel(TinyModel):
@@ -141,9 +144,11 @@ class ParallelTinyModel(TinyModel):
         return part_NV
 
 
-def load_tiny_parallel(spec: ModelSpec, mesh: Mesh, device: torch.device) -> TinyModel:
+def load_tiny_parallel(
+    spec: ModelSpec, *, mesh: Mesh, device: torch.device, block_tokens: int
+) -> tuple[TinyModel, LoadReport]:
     """A loader for two ranks."""
-    return ParallelTinyModel(mesh, **spec.config)
+    return ParallelTinyModel(mesh, **spec.config), LoadReport(weight_bytes=4)
 
 
 def tiny_spec(

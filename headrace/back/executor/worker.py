@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, Failed, Ready
-from headrace.back.models.protocol import CausalModel
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
 from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
@@ -57,6 +56,7 @@ def build_runner(
         model,
         device=device,
         weight_bytes=report.weight_bytes,
+        decisions=report.decisions,
         start_s={"load": time.perf_counter() - began},
     )
 

@@ -122,5 +122,5 @@ def not_loaded(*arguments: Any) -> Any:
 def _why(num_problems: int, rejected: tuple[tuple[str, str], ...]) -> str:
     shapes = f"{num_problems} shape{'s' if num_problems > 1 else ''}"
     if not rejected:
-        return f"best ranked, {shapes}"
+        return shapes
     return f"{shapes}; " + "; ".join(f"{name}: {reason}" for name, reason in rejected)

@@ -8,6 +8,8 @@ T query tokens, R rows of the step, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -21,7 +23,7 @@ from headrace.back.runner.states.state import ModelState
 from headrace.back.runner.warmup import warm_up
 from headrace.back.sampling.prompt_logprobs import PromptScorer
 from headrace.back.sampling.sampler import Sampled, Sampler
-from headrace.base.config.resolved import EngineSpec
+from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
 
@@ -43,6 +45,7 @@ class Runner:
         device: torch.device,
         state: ModelState | None = None,
         weight_bytes: int = 0,
+        decisions: Sequence[Decision] = (),
         start_s: dict[str, float] | None = None,
     ) -> None:
         self._model = model
@@ -74,6 +77,7 @@ class Runner:
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
             start_s={**(start_s or {}), "warmup": warmup_s},
+            decisions=[(d.field, d.given, d.chosen, d.why) for d in decisions],
         )
 
     @torch.inference_mode()

@@ -17,12 +17,16 @@ from tests.back.tiny_model import TinyModel, tiny_spec
 LOADER = "tests.back.tiny_model:load_tiny"
 
 
-@pytest.fixture
-def pair() -> Iterator[ProcessExecutor]:
-    executor = ProcessExecutor(
+def two_ranks() -> ProcessExecutor:
+    return ProcessExecutor(
         tiny_spec(executor="processes", tensor_parallel=2, config={"explode": 60}),
         loader="tests.back.tiny_model:load_tiny_parallel",
     )
+
+
+@pytest.fixture
+def pair() -> Iterator[ProcessExecutor]:
+    executor = two_ranks()
     yield executor
     executor.close()
 
@@ -32,6 +36,7 @@ def is_alive(executor: ProcessExecutor) -> list[bool]:
 
 
 def test_two_ranks_give_the_tokens_of_one(pair: ProcessExecutor) -> None:
+    assert pair.facts.weight_bytes == 8
     driver = Driver(pair.facts)
     sequences = [driver.add([5, 6, 7]), driver.add([9])]
     pending = [pair.submit(driver.plan([(s, s.length) for s in sequences]))]
@@ -44,9 +49,10 @@ def test_two_ranks_give_the_tokens_of_one(pair: ProcessExecutor) -> None:
 
 
 def test_an_exception_on_rank_1_ends_both_with_its_traceback_in_the_log(
-    capfd: pytest.CaptureFixture[str], pair: ProcessExecutor
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """ENG-14, REG-017: rank 0 waits in a collective for rank 1 and must not wait for ever."""
+    pair = two_ranks()
     driver = Driver(pair.facts)
     good, bad = driver.add([1]), driver.add([60])
     driver.read(pair.submit(driver.plan([(good, 1)])).result(30))

@@ -17,7 +17,7 @@ from headrace.front.client.events import Delta, Ended, Generation, PromptScored,
 from headrace.front.client.limits import Limits
 from headrace.front.client.llm import run_one
 from tests.front.client.conftest import LIMITS
-from tests.front.client.scripted_core import ScriptedCore, spell
+from tests.front.client.scripted_core import spell
 
 
 def generation(prompt=(1, 2, 3), label="", **params):
@@ -113,7 +113,7 @@ async def test_the_text_of_a_stop_id_is_left_out_unless_asked_for(connect, token
 
 async def test_eos_ends_unless_ignored(connect, tokenizer):
     eos = tokenizer.token_id("<|im_end|>")
-    async with connect(spell([*tokenizer.encode_plain("hi"), eos]), eos=[eos]) as (llm, core):
+    async with connect(spell([*tokenizer.encode_plain("hi"), eos]), eos=[eos]) as (llm, _):
         ended = await run_one(llm, generation(max_tokens=50))
         assert (ended.text, ended.outputs[0].stop) == ("hi", eos)
         ignored = await run_one(llm, generation(max_tokens=6, ignore_eos=True))
@@ -231,7 +231,7 @@ async def test_explain_asks_the_core_that_has_the_request(connect):
 
 
 async def test_calls_reach_every_core_and_errors_come_back(connect):
-    async with connect(cores=2) as (llm, cores):
+    async with connect(cores=2) as (llm, _):
         assert await llm.call("pause", mode="keep") == [{"operation": "pause", "mode": "keep"}] * 2
         with pytest.raises(Exception, match="not now"):
             await llm.call("fail")
@@ -304,6 +304,5 @@ async def test_a_malformed_frame_ends_the_connection_not_the_client(tmp_path, co
 
 async def test_a_silent_core_is_asked_for_its_state(connect):
     async with connect(limits=LIMITS) as (llm, core):
-        assert isinstance(core, ScriptedCore)
         await core.until(lambda: any(call.operation == "status" for call in core.calls))
         assert llm.alive

@@ -161,7 +161,7 @@ def test_reserved_template_arguments_are_refused(pool, name):
 def test_template_arguments_are_those_the_template_reads(pool):
     made = template(pool, "{{ style }}")
     assert made.render_text([USER], kwargs={"style": "plain", "enable_thinking": False}) == "plain"
-    with pytest.raises(InvalidRequest, match="no such argument .*style"):
+    with pytest.raises(InvalidRequest, match=r"no such argument .*style"):
         made.render([USER], kwargs={"colour": "red"})
 
 

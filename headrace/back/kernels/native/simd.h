@@ -66,7 +66,7 @@ HR_INLINE V load_raw_part(const T* p, int64_t n) {
 }
 
 HR_INLINE F splat(float x) { return x - F{}; }
-HR_INLINE F select(I mask, F yes, F no) { return (F)(((I)yes & mask) | ((I)no & ~mask)); }
+HR_INLINE F select(I mask, F yes, F no) { return mask ? yes : no; }
 // The larger, the smaller; b's NaN wins, a's does not.
 HR_INLINE F vmax(F a, F b) { return select(a > b, a, b); }
 HR_INLINE F vmin(F a, F b) { return select(a < b, a, b); }
@@ -98,11 +98,14 @@ HR_INLINE F load(const bf16* p) {
 }
 HR_INLINE void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
 HR_INLINE void store(bf16* p, F v) {
+#if defined(__AVX512BF16__)
+  __m256bh h = _mm512_cvtneps_pbh((__m512)v);  // the same rounding; denormals become 0
+#else
   U bits = (U)v;
-  U even = bits + 0x7fff + (bits >> 16 & 1);
-  U nan = bits | 0x400000;
-  I is_nan = v != v;
-  H h = __builtin_convertvector(((even & ~(U)is_nan) | (nan & (U)is_nan)) >> 16, H);
+  U even = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  U nan = bits >> 16 | 0x40;
+  H h = __builtin_convertvector(v != v ? nan : even, H);
+#endif
   __builtin_memcpy(p, &h, sizeof h);
 }
 // The first n (at most kLanes) elements; zeros after.

@@ -49,8 +49,10 @@ template <class T>
 void chunk(void* context, int64_t i) {
   const Norm& p = *static_cast<const Norm*>(context);
   const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.rows);
+  int64_t outer = i * p.rows_per_chunk / p.inner, inner = i * p.rows_per_chunk % p.inner;
   for (int64_t row = i * p.rows_per_chunk; row < end; ++row) {
-    const T* x = static_cast<const T*>(p.x) + row / p.inner * p.outer_stride + row % p.inner * p.inner_stride;
+    const T* x = static_cast<const T*>(p.x) + outer * p.outer_stride + inner * p.inner_stride;
+    if (++inner == p.inner) inner = 0, ++outer;
     T* y = static_cast<T*>(p.y) + row * p.width;
     if (p.residual != nullptr) {
       T* residual = static_cast<T*>(p.residual) + row * p.residual_stride;
