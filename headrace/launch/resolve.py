@@ -194,7 +194,8 @@ def _kv(
     needed = -(-max_model_len // given.block_tokens) + 1  # block 0 belongs to nobody
     if blocks is not None and options.model.max_model_len != "auto" and blocks < needed:
         raise ConfigError(
-            f"--kv-blocks {blocks}: --max-model-len {max_model_len} needs {needed} blocks of {given.block_tokens} tokens"
+            f"--kv-blocks {blocks}: --max-model-len {max_model_len} needs {needed} blocks "
+            f"of {given.block_tokens} tokens"
         )
     if blocks is None and given.kv_memory != "auto":
         memory = parse_bytes(given.kv_memory, field="--kv-memory")
