@@ -24,6 +24,7 @@ from headrace.base import env
 from headrace.launch.resolve import DeviceFacts
 
 PR_SET_PDEATHSIG = 1
+_NO_KEYS = {"HEADRACE_API_KEYS": "", "HEADRACE_ADMIN_KEY": ""}  # children know digests only
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -87,7 +88,7 @@ def spawn(
             command,
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *pass_fds),
-            env=env.child_environment(**(environment or {})),
+            env=env.child_environment(**_NO_KEYS, **(environment or {})),
         )
     finally:
         theirs.close()
