@@ -18,7 +18,7 @@ from headrace.base.wire.codec import HEADER, MAX_FRAME_BYTES, Codec
 from headrace.base.wire.request import Call, Hello, Reply, ToCore, ToFront, TokenBatch
 from headrace.front.client.limits import Limits
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
 
 
 class Receiver(Protocol):
