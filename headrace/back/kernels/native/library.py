@@ -99,6 +99,13 @@ def load() -> NativeLibrary | str:
     return "native kernels are not built; run: python -m headrace.back.kernels.native.build"
 
 
+def use_threads(threads: int, cpus: Sequence[int] | None = None) -> None:
+    """Gives the native kernels of this process `threads` threads (1 until this is called); see `set_threads`. Without a
+    library there is nothing to do."""
+    if isinstance(library := load(), NativeLibrary):
+        library.set_threads(threads, cpus)
+
+
 def _cache_folder() -> Path:
     return env.cache_dir() / "native"
 
