@@ -5,10 +5,9 @@ The public names are imported on first use: `import headrace` itself loads nothi
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
-
 __version__ = "0.1.0"
+
+TYPE_CHECKING = False  # type checkers take it for true; importing `typing` would cost more than all the rest
 
 if TYPE_CHECKING:
     from headrace.base.config.resolved import TextSpec
@@ -55,6 +54,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    import importlib
+
     value: object = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

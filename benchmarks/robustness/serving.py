@@ -92,7 +92,7 @@ async def bystander(
 ) -> tuple[str, list[float]]:
     """One greedy streamed chat; its text and the gaps between its chunks in seconds."""
     body = {
-        "model": "", "stream": True, "temperature": 0, "max_tokens": max_tokens,
+        "stream": True, "temperature": 0, "max_tokens": max_tokens,
         "messages": [{"role": "user", "content": BYSTANDER_PROMPTS[number]}],
     }  # fmt: skip
     text, gaps, last = "", [], time.perf_counter()
@@ -114,9 +114,10 @@ async def bystander(
 
 
 async def ledger(session: aiohttp.ClientSession) -> dict[str, Any]:
-    """GET /v1/requests."""
+    """GET /v1/requests of a server with one engine core: what the core holds, and the API process."""
     async with session.get("/v1/requests") as response:
-        return dict(await response.json())
+        document = await response.json()
+    return {**document["engines"][0], "process": document["process"]}
 
 
 async def at_rest(session: aiohttp.ClientSession, *, timeout_s: float = 10) -> dict[str, Any]:

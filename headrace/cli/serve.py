@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from headrace.base.config.options import CommandLine
 from headrace.base.config.resolved import Decision, Resolved
 from headrace.base.config.tree import Options
 from headrace.base.errors import StartError
 from headrace.base.telemetry import log as logs
+from headrace.cli.model_argument import with_model
 from headrace.launch.facts import resolve_options
 from headrace.launch.supervisor import Seat, Supervisor, bind
 from headrace.launch.topology import RuntimeFolder
+
+
+def main(argv: Sequence[str]) -> int:
+    """`headrace serve [MODEL] [options]`."""
+    groups = ("model", "kv", "scheduler", "device", "server")
+    line = CommandLine(
+        "headrace serve", "Serve a model over HTTP (OpenAI-compatible).", groups=groups
+    )
+    line.parser.add_argument(
+        "path", nargs="?", help="folder, GGUF file or hub id; default: the bundled model"
+    )
+    own, options = line.parse(argv)
+    return run(with_model(options, own.path))
 
 
 def run(options: Options) -> int:

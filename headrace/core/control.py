@@ -262,4 +262,4 @@ class Control:
 
 
 def _reply(number: int, result: object) -> Reply:
-    return Reply(number=number, result=msgspec.Raw(msgspec.json.encode(result)))
+    return Reply(number=number, result=msgspec.Raw(msgspec.msgpack.encode(result)))

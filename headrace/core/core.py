@@ -81,7 +81,7 @@ class EngineCore:
         self._depth = 1 if self.spec.overlap else 0
         self._deadlines: list[tuple[float, int]] = []
         self._arrivals = 0
-        self._stalled = False
+        self._stalled_at: float | None = None
 
     def hello(self) -> Hello:
         """What fronts must know to check requests."""
@@ -100,7 +100,7 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """Takes a request. One that cannot be taken is answered by an error in the next output."""
-        self._stalled = False
+        self._stalled_at = None
         try:
             self._admit(request)
         except Exception as error:
@@ -158,7 +158,7 @@ class EngineCore:
 
     def abort(self, ids: Iterable[int]) -> None:
         """Ends these requests; ids that are not in flight are ignored."""
-        self._stalled = False
+        self._stalled_at = None
         for request_id in ids:
             request = self.requests.get(request_id)
             if request is not None:
@@ -166,17 +166,17 @@ class EngineCore:
 
     def call(self, call: Call) -> Reply | None:
         """A control call. None: the reply comes out of `step` once the operation is complete."""
-        self._stalled = False
+        self._stalled_at = None
         return self.control.call(call)
 
     # the loop
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do something now; if not, wait for a message, at most `idle_s`."""
+        """Whether `step` may do something now; if not, wait for a message, at most `idle_s`."""
         if self.outbox or self._flights or self._timer_due():
             return True
-        if self.control.frozen or self._stalled:
+        if self.control.frozen or self._stalled_at is not None:
             return False
         return self.scheduler.num_running > 0 or len(self.scheduler.queue) > 0
 
@@ -184,16 +184,14 @@ class EngineCore:
     def idle_s(self) -> float | None:
         """How long nothing happens by itself while `has_work` is false; None: for ever."""
         due = self._next_timer()
-        waits = [] if due is None else [max(0.0, due - self.clock())]
-        if self._stalled and self.gates and self.scheduler.queue and not self.control.frozen:
-            waits.append(GATE_POLL_S)
-        return min(waits, default=None)
+        return None if due is None else max(0.0, due - self.clock())
 
     def step(self, *, wait: bool) -> StepOutput:
         """Plans and submits a step if one may be in flight, and takes in the oldest one that is done.
 
         With `wait` it blocks until that is done. Raises EngineError if the workers failed: then call `fail_all`.
         """
+        self._stalled_at = None
         self._expire()
         launched = len(self._flights) <= self._depth and not self.control.frozen and self._launch()
         if self._flights and (not launched or len(self._flights) > self._depth):
@@ -226,7 +224,7 @@ class EngineCore:
         planned = scheduler.plan()
         self._end_hopeless()
         if planned is None:
-            self._stalled = not self._flights
+            self._stalled_at = None if self._flights else self.clock()
             return False
         plan, flight = planned
         tokens = int(plan.num_tokens.sum())
@@ -321,6 +319,8 @@ class EngineCore:
         timers = [self._deadlines[0][0]] if self._deadlines else []
         if self.control.drain_due is not None:
             timers.append(self.control.drain_due)
+        if self._stalled_at is not None and self.gates and self.scheduler.queue:
+            timers.append(self._stalled_at + GATE_POLL_S)  # a gate may have opened meanwhile
         return min(timers, default=None)
 
     def _timer_due(self) -> bool:

@@ -13,8 +13,12 @@ MODULE = "headrace.front.server.process"
 
 
 class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One API process: how it makes text, how it serves, where the engine cores listen."""
+    """One API process: how it makes text, how it serves, where the engine cores listen.
+
+    A core that is silent for `heartbeat_timeout_s` counts as stuck: /health says so.
+    """
 
     text: TextSpec
     server: ServerSpec
     socket_paths: list[str]
+    heartbeat_timeout_s: float

@@ -12,7 +12,6 @@ import argparse
 import faulthandler
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -23,6 +22,7 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
+from headrace.back.executor.choose import make_executor
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import ConfigError, EngineError, StartError
 from headrace.base.telemetry import log as logs
@@ -36,7 +36,6 @@ from headrace.base.wire.request import (
 )
 from headrace.core.core import EngineCore
 from headrace.core.outbox import StepOutput
-from headrace.core.ports import Executor
 from headrace.launch.fronts import FrontGone, Fronts, Incoming
 from headrace.launch.topology import Report, report, tie_to_parent
 
@@ -47,10 +46,14 @@ FAILED_EXIT = 71
 
 
 class Watchdog:
-    """Ends the process when one step takes too long. `begin` and `end` are plain stores: they cost the loop nothing."""
+    """Ends the process when one step takes too long, and beats towards the parent while it runs itself.
 
-    def __init__(self, timeout_s: float) -> None:
+    `begin` and `end` are plain stores: they cost the loop nothing.
+    """
+
+    def __init__(self, timeout_s: float, status: socket.socket) -> None:
         self._timeout_s = timeout_s
+        self._status = status
         self._since: float | None = None
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -66,6 +69,7 @@ class Watchdog:
         pause_s = min(1.0, max(0.01, self._timeout_s / 4))
         while True:
             time.sleep(pause_s)
+            report(self._status, Report(beat=True))
             since = self._since
             if since is not None and time.monotonic() - since > self._timeout_s:
                 log.error("a step has taken more than %g s: the engine is hung", self._timeout_s)
@@ -190,17 +194,6 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
     }
 
 
-def make_executor(spec: EngineSpec) -> Executor:
-    """The executor the spec names; the null one is made without importing torch."""
-    if spec.device.executor == "null":
-        from headrace.back.executor.null import NullExecutor
-
-        return NullExecutor(spec)
-    from headrace.back.executor.choose import make_executor as choose_executor
-
-    return choose_executor(spec)
-
-
 def main() -> int:
     """Runs the process; 2 if it cannot start."""
     parser = argparse.ArgumentParser()
@@ -210,7 +203,6 @@ def main() -> int:
     parser.add_argument("--parent", type=int)
     given = parser.parse_args()
     tie_to_parent(given.parent)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     faulthandler.enable()
     logs.configure("core", "info")
     status = socket.socket(fileno=given.status_fd)
@@ -245,7 +237,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
     }
     start_s = {**facts.start_s, "engine": time.monotonic() - began}
     report(status, Report(ready=True, memory=memory, start_s=start_s, decisions=facts.decisions))
-    return CoreLoop(core, fronts, Watchdog(spec.scheduler.step_timeout_s))
+    return CoreLoop(core, fronts, Watchdog(spec.scheduler.step_timeout_s, status))
 
 
 if __name__ == "__main__":

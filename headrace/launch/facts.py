@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
+
+from headrace.base import env
 from headrace.base.config.resolved import Resolved
-from headrace.base.config.tree import Options
-from headrace.launch.resolve import ModelFacts, resolve
+from headrace.base.config.tree import Options, ServerOptions
+from headrace.base.errors import ConfigError
+from headrace.front.text.tokenizer import read_facts
+from headrace.launch.locate import locate
+from headrace.launch.model_facts import ModelFacts, read_model_facts
+from headrace.launch.resolve import resolve
 from headrace.launch.topology import device_facts
 
 
 def resolve_options(options: Options) -> Resolved:
     """Finds the model, asks the machine, resolves; StartError for whatever the user must mend."""
-    return resolve(options, model_facts(options), device_facts(options.device.device))
+    located = locate(options.model)
+    facts = read_model_facts(located, family=options.model.family)
+    facts = msgspec.structs.replace(facts, chat_template=_chat_template(options, facts))
+    options = msgspec.structs.replace(options, server=_with_keys(options.server))
+    resolved = resolve(options, facts, device_facts(options.device.device))
+    return msgspec.structs.replace(resolved, decisions=(*located.decisions, *resolved.decisions))
 
 
-def model_facts(options: Options) -> ModelFacts:
-    """Facts about the model the options name."""
-    raise NotImplementedError
+def _chat_template(options: Options, facts: ModelFacts) -> str | None:
+    """The file the user named, else what the model's facts or its tokenizer's folder hold."""
+    given = options.model.chat_template
+    if given is None:
+        folder = Path(options.model.tokenizer or facts.tokenizer_path)
+        beside = read_facts(folder).chat_template if folder.is_dir() else None
+        return facts.chat_template or beside
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {given}: it cannot be read: {error}") from None
+
+
+def _with_keys(given: ServerOptions) -> ServerOptions:
+    """Keys may come by the environment, where the process list does not show them."""
+    keys = env.get("HEADRACE_API_KEYS")
+    if keys is not None and not given.api_keys:
+        given = msgspec.structs.replace(given, api_keys=tuple(keys.split(",")))
+    if given.admin_key is None:
+        given = msgspec.structs.replace(given, admin_key=env.get("HEADRACE_ADMIN_KEY"))
+    return given

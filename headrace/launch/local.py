@@ -82,8 +82,7 @@ def _wait_report(child: Child) -> Report:
 
 def _stop(children: list[Child], folder: RuntimeFolder) -> None:
     for child in children:
-        child.status.close()
-        child.process.terminate()
+        child.status.close()  # tells it to end
     for child in children:
         try:
             child.process.wait(STOP_GRACE_S)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import re
 from typing import Any
 
 import msgspec
@@ -25,31 +24,10 @@ from headrace.base.config.resolved import (
     TextSpec,
 )
 from headrace.base.config.tree import Options, ServerOptions
+from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
 from headrace.base.wire.params import SamplingParams
-
-
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about a model before its weights are read.
-
-    `dtype` is the checkpoint's, `kv_bytes_per_token` holds for all layers in that type. `generation_defaults` are the
-    entries of generation_config.json as they stand there.
-    """
-
-    path: str
-    name: str
-    format: str
-    family: str
-    dtype: str
-    max_model_len: int
-    logits_width: int
-    eos_ids: tuple[int, ...]
-    config: dict[str, Any]
-    weight_bytes: int
-    kv_bytes_per_token: int
-    tokenizer_path: str
-    chat_template: str | None = None
-    generation_defaults: dict[str, Any] = {}
+from headrace.launch.model_facts import ModelFacts
 
 
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,16 +45,6 @@ CUDA_MEMORY_SHARE = 0.9
 CUDA_RESERVE_BYTES = 2 << 30
 MIN_KV_BYTES = 16 << 20
 NULL_BLOCKS = 8192
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {f"{unit}i": 1 << (10 * power) for power, unit in enumerate("kmgt", start=1)}
-
-
-def parse_bytes(text: str) -> int:
-    """ "4GiB", "500M" or "123" as bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]i?)?[bB]?", text)
-    if found is None:
-        raise ConfigError(f"{text!r} is not a size; write it like 4GiB, 500MB or 1048576")
-    return int(float(found[1]) * _UNITS[(found[2] or "").lower()])
 
 
 class _Chooser:
@@ -224,7 +192,7 @@ def _kv(
     given = options.kv
     blocks, memory = given.kv_blocks, None
     if blocks is None and given.kv_memory != "auto":
-        memory = parse_bytes(given.kv_memory)
+        memory = parse_bytes(given.kv_memory, field="--kv-memory")
     elif blocks is None and where.executor == "null":
         blocks = max(NULL_BLOCKS, -(-max_model_len // given.block_tokens) + 2)
         choose.note("--kv-blocks", "auto", blocks, "nothing is stored by the null executor")
@@ -292,7 +260,7 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         api_key_digests=tuple(digest(key) for key in given.api_keys),
         admin_key_digest=None if given.admin_key is None else digest(given.admin_key),
         api_servers=given.api_servers,
-        max_body_bytes=parse_bytes(given.max_body_bytes),
+        max_body_bytes=parse_bytes(given.max_body_bytes, field="--max-body-bytes"),
         max_connections=given.max_connections,
         header_timeout_s=given.header_timeout_s,
         body_timeout_s=given.body_timeout_s,

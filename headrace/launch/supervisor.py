@@ -24,13 +24,16 @@ from headrace.base.config.resolved import Resolved
 from headrace.base.errors import ConfigError
 from headrace.launch import api_process
 from headrace.launch.api_process import ApiSpec
-from headrace.launch.topology import Child, Report, RuntimeFolder, spawn
+from headrace.launch.topology import DRAIN_SIGNAL, Child, Report, RuntimeFolder, spawn
 
 log = logging.getLogger(__name__)
 CRASH_LIMIT = 5
 CRASH_WINDOW_S = 60.0
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 EXIT_GRACE_S = 5.0
+HEALTH_TIMEOUT_S = 30.0
+MIN_SILENCE_S = 5.0
+BEAT_CHECK_S = 1.0
 CORE_MODULE = "headrace.launch.core_process"
 
 
@@ -57,6 +60,7 @@ class Seat:
         self.error: str | None = None
         self.deaths: deque[float] = deque(maxlen=CRASH_LIMIT + 1)
         self.restart_at: float | None = None
+        self.heard_at: float | None = None
 
     def restart_delay_s(self, now: float) -> float | None:
         """Notes a death; seconds until the next try, None when there were too many of late."""
@@ -113,11 +117,23 @@ class Supervisor:
             if seat.restart_at is not None and now >= seat.restart_at:
                 seat.restart_at = None
                 self._start(seat)
+            self._check_beat(seat, now)
         if self._stop_at is not None and now >= self._stop_at:
             log.warning("the drain took too long; what still runs is killed")
             self.state = State.STOPPING
 
+    def _check_beat(self, seat: Seat, now: float) -> None:
+        """A core whose watchdog has fallen silent is stopped or wedged as a whole: it is killed, then restarted."""
+        silence_s = max(MIN_SILENCE_S, self._resolved.engine.scheduler.step_timeout_s)
+        if seat.child is None or seat.heard_at is None or now - seat.heard_at < silence_s:
+            return
+        log.error("%s has been silent for %g s; it is killed", seat.name, now - seat.heard_at)
+        seat.heard_at = None
+        seat.child.process.kill()
+
     def _wait_s(self) -> float | None:
+        if any(seat.heard_at is not None for seat in self._seats):
+            return BEAT_CHECK_S if self._stop_at is None else 0.1
         times = [seat.restart_at for seat in self._seats if seat.restart_at is not None]
         if self._stop_at is not None:
             times.append(self._stop_at)
@@ -125,7 +141,7 @@ class Supervisor:
 
     def _start(self, seat: Seat) -> None:
         seat.child = seat.start()
-        seat.ready, seat.report, seat.error = False, None, None
+        seat.ready, seat.report, seat.error, seat.heard_at = False, None, None, None
         seat.pidfd = os.pidfd_open(seat.child.process.pid)
         self._selector.register(seat.pidfd, selectors.EVENT_READ, lambda: self._died(seat))
         self._selector.register(
@@ -136,6 +152,9 @@ class Supervisor:
         assert seat.child is not None
         reports = seat.child.reports()
         for found in reports:
+            if found.beat:
+                seat.heard_at = time.monotonic()
+                continue
             seat.error = found.error
             seat.ready = found.ready
             seat.report = found
@@ -202,7 +221,7 @@ class Supervisor:
         for seat in self._seats:
             seat.restart_at = None
             if seat.child is not None and not seat.is_core:
-                seat.child.process.send_signal(signal.SIGTERM)
+                seat.child.process.send_signal(DRAIN_SIGNAL)
 
     def _kill_all(self) -> None:
         """No orphans, whatever the way out: cores hold nothing that a signal could lose."""
@@ -231,7 +250,12 @@ def _core_starter(spec: str, socket_path: str) -> Callable[[], Child]:
 
 def _api_seats(resolved: Resolved, folder: RuntimeFolder, listener: socket.socket) -> list[Seat]:
     paths = [folder.socket_path(index) for index in range(resolved.replicas)]
-    spec = ApiSpec(text=resolved.text, server=resolved.server, socket_paths=paths)
+    spec = ApiSpec(
+        text=resolved.text,
+        server=resolved.server,
+        socket_paths=paths,
+        heartbeat_timeout_s=min(HEALTH_TIMEOUT_S, resolved.engine.scheduler.step_timeout_s),
+    )
     path = folder.write_spec("api", spec)
     count = resolved.server.api_servers
     environment = {}

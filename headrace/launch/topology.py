@@ -27,10 +27,18 @@ PR_SET_PDEATHSIG = 1
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
 
+DRAIN_SIGNAL = signal.SIGUSR1
+"""From the supervisor to an API process: the first one starts the drain, a second one ends it."""
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a child tells its parent: it is ready (with figures for the log), or it cannot start (for the user)."""
+    """What a child tells its parent: it is ready (with figures for the log), or it cannot start (for the user).
+
+    `beat` alone says: I am still here. A child that beats and then falls silent is stopped or wedged.
+    """
 
     ready: bool = False
+    beat: bool = False
     error: str | None = None
     memory: dict[str, int] = {}
     start_s: dict[str, float] = {}

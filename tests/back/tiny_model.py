@@ -10,11 +10,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from headrace.back.attention.kv_layer import KVLayer
 from headrace.back.attention.plan import AttentionPlan, Batch
+from headrace.back.models.load import LoadReport
+from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.resolved import (
     DeviceSpec,
     EngineSpec,
@@ -43,6 +47,7 @@ class TinyModel:
         width: int = WIDTH,
         poison: int | None = None,
         explode: int | None = None,
+        damaged: bool = False,
     ) -> None:
         g = torch.Generator().manual_seed(seed)
 
@@ -60,6 +65,8 @@ class TinyModel:
         self.qkv = [random(3, HEADS * HEAD_DIM, HIDDEN) for _ in windows]
         self.out = [random(HIDDEN, HEADS * HEAD_DIM) for _ in windows]
         self.head = random(width, HIDDEN) * 3
+        if damaged:
+            self.head[:, 0] = torch.nan
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states [T, E]."""
@@ -112,9 +119,36 @@ class TinyModel:
         return flat[0], flat[1]
 
 
-def load_tiny(spec: ModelSpec, mesh: object, device: torch.device) -> TinyModel:
+def load_tiny(
+    spec: ModelSpec, *, mesh: Mesh, device: torch.device, block_tokens: int
+) -> tuple[TinyModel, LoadReport]:
     """A loader for executors: `spec.config` holds the arguments of TinyModel."""
-    return TinyModel(**spec.config)
+    return TinyModel(**spec.config), LoadReport(weight_bytes=4)
+
+
+class ParallelTinyModel(TinyModel):
+    """Two ranks: each adds half of the logits' inner sum. Only rank 1 explodes."""
+
+    def __init__(self, mesh: Mesh, **config: Any) -> None:
+        super().__init__(**config)
+        self.mesh = mesh
+        if mesh.tp.rank == 0:
+            self.explode = None
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V], summed over the ranks."""
+        half = HIDDEN // 2
+        mine = slice(self.mesh.tp.rank * half, (self.mesh.tp.rank + 1) * half)
+        part_NV = hidden_NE[:, mine] @ self.head[:, mine].T
+        dist.all_reduce(part_NV, group=self.mesh.tp.group)
+        return part_NV
+
+
+def load_tiny_parallel(
+    spec: ModelSpec, *, mesh: Mesh, device: torch.device, block_tokens: int
+) -> tuple[TinyModel, LoadReport]:
+    """A loader for two ranks."""
+    return ParallelTinyModel(mesh, **spec.config), LoadReport(weight_bytes=4)
 
 
 def tiny_spec(

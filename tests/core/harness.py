@@ -131,7 +131,7 @@ class Driver:
         """The result of a call that is answered at once."""
         reply = self.replies[self.call(operation, **arguments)]
         assert reply.error is None, reply.error
-        return msgspec.json.decode(reply.result)
+        return msgspec.msgpack.decode(reply.result)
 
     def step(self) -> None:
         self.num_steps += 1

@@ -9,13 +9,27 @@ import pytest
 import torch
 import transformers
 
+from headrace.back.models.load import load_model
 from headrace.back.parallel.mesh import Axis, Mesh
 from headrace.base.errors import CheckpointError, ConfigError
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, save_oracle
 from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_parity import LENGTHS, SIZES, compare, tiny_config
 
-WINDOW = {"sliding_window": 12, "head_dim": 8}
+MLA = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 6,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {}),
@@ -29,6 +43,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "apertus": ("Apertus", {}),
+    "deepseek-v3-mla": ("DeepseekV3", MLA),
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 128}),
 }
 
@@ -68,6 +84,20 @@ def test_a_known_family_can_be_forced_through_the_fallback(tmp_path: Path) -> No
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)
     assert {layer.window for layer in ours.kv_layers} == {11}
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe", "apertus"])
+def test_the_loader_fills_split_and_scalar_weights(case: str, tmp_path: Path) -> None:
+    oracle = save_oracle(config(case), tmp_path)
+    rows = random_rows(SIZES["vocab_size"], (9, 14))
+    ours, _ = load_model(
+        model_spec(tmp_path),
+        mesh=Mesh(),
+        device=torch.device("cpu"),
+        block_tokens=BLOCK_TOKENS,
+    )
+    got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
 
 
 def test_recurrent_layers_are_refused_with_the_count(tmp_path: Path) -> None:

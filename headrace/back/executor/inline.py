@@ -37,7 +37,7 @@ class InlinePending:
 class InlineExecutor:
     """Loads the model and runs steps on one thread of this process.
 
-    `loader` is "module:attribute" of a function (ModelSpec, Mesh, torch.device) -> CausalModel.
+    `loader`: see worker.build_runner.
     """
 
     def __init__(self, spec: EngineSpec, *, loader: str = DEFAULT_LOADER) -> None:

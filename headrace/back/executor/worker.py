@@ -1,17 +1,34 @@
-"""What a worker does, in its own process or in a thread of the core's: threads, model, runner."""
+"""What a worker does, in its own process or in a thread of the core's: threads, mesh, model, runner.
+
+As a process (`python -m headrace.back.executor.worker FD`) it takes its orders from the socket it inherited as FD. It
+ends as soon as its parent is gone or a step fails: other ranks may wait in a collective for ever, and are ended by the
+parent (ENG-14).
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
 import time
+from queue import SimpleQueue
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from headrace.back.models.protocol import CausalModel
-from headrace.back.parallel.mesh import Mesh
+from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, Failed, Ready
+from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
 from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
+from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
 from headrace.base.registry import Registry
+from headrace.base.wire.step import StepPlan
+
+log = logging.getLogger(__name__)
 
 DEFAULT_LOADER = "headrace.back.models.load:load_model"
 
@@ -21,10 +38,92 @@ def set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def build_runner(spec: EngineSpec, loader: str = DEFAULT_LOADER, mesh: Mesh = Mesh()) -> Runner:
-    """Loads the model with `loader` ("module:attribute") and builds the runner on this rank's device."""
+def build_runner(
+    spec: EngineSpec, loader: str = DEFAULT_LOADER, mesh: Mesh | None = None
+) -> Runner:
+    """Loads the model and builds the runner on this rank's device.
+
+    `loader` is "module:attribute" of a function with the signature of `back.models.load.load_model`.
+    """
     load_model: Any = Registry("model loader", {"model": loader}).load("model")
     device = torch.device(spec.device.device)
     began = time.perf_counter()
-    model: CausalModel = load_model(spec.model, mesh, device)
-    return Runner(spec, model, device=device, start_s={"load": time.perf_counter() - began})
+    model, report = load_model(
+        spec.model, mesh=mesh or Mesh(), device=device, block_tokens=spec.kv.block_tokens
+    )
+    return Runner(
+        spec,
+        model,
+        device=device,
+        weight_bytes=report.weight_bytes,
+        decisions=report.decisions,
+        start_s={"load": time.perf_counter() - began},
+    )
+
+
+def join_mesh(begin: Begin) -> Mesh:
+    """Meets the other ranks and returns the mesh; a lone rank meets nobody."""
+    if begin.world_size == 1:
+        return Mesh()
+    dist.init_process_group(
+        "gloo" if begin.spec.device.device == "cpu" else "nccl",
+        init_method=f"file://{begin.rendezvous}",
+        rank=begin.rank,
+        world_size=begin.world_size,
+    )
+    return tensor_parallel_mesh()
+
+
+def serve(channel: Channel) -> None:
+    """Loads the model, then runs plans in order until the parent hangs up or a step fails."""
+    begin = TO_WORKER.decode(channel.receive() or b"")
+    assert isinstance(begin, Begin), begin
+    try:
+        set_threads(begin.spec.device.threads)
+        runner = build_runner(begin.spec, begin.loader, join_mesh(begin))
+    except Exception as error:
+        log.exception("rank %d could not start", begin.rank)
+        return channel.send(TO_CORE.frame(Failed(None, _start_error(error))))
+    plans: SimpleQueue[StepPlan] = SimpleQueue()
+    channel.send(TO_CORE.frame(Ready(runner.facts)))
+    threading.Thread(target=_read_plans, args=(channel, plans), daemon=True).start()
+    while True:
+        plan = plans.get()
+        try:
+            result = runner.execute(plan)
+        except Exception as error:
+            log.exception("rank %d failed in step %d", begin.rank, plan.step)
+            return channel.send(TO_CORE.frame(Failed(plan.step, to_wire(error))))
+        if begin.rank == 0:
+            channel.send(TO_CORE.frame(result))
+
+
+def _read_plans(channel: Channel, plans: SimpleQueue[StepPlan]) -> None:
+    """Reads ahead, so that the parent never waits to send; ends the process when the parent is gone."""
+    while (body := channel.receive()) is not None:
+        plan = TO_WORKER.decode(body)
+        assert isinstance(plan, StepPlan), plan
+        plans.put(plan)
+    os._exit(0)
+
+
+def _start_error(error: Exception) -> WireError:
+    if isinstance(error, HeadraceError):
+        return to_wire(error)
+    return WireError(StartError.__name__, f"the worker could not start: {error!r}")
+
+
+def main() -> None:
+    """The process: never returns to Python's own shutdown, which would wait for collectives."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        serve(Channel(socket.socket(fileno=int(sys.argv[1])), send_timeout_s=60.0))
+    except Exception:
+        log.exception("the worker failed")
+    finally:
+        logging.shutdown()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

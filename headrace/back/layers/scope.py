@@ -30,6 +30,7 @@ class Ledger:
     params: list[Param] = field(default_factory=list)
     finishers: list[Callable[[], None]] = field(default_factory=list)
     choices: list[Choice[Any]] = field(default_factory=list)
+    notes: list[Decision] = field(default_factory=list)
     tables: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def finish(self) -> None:
@@ -47,10 +48,11 @@ class Ledger:
         for choice in self.choices:
             key = (choice.op, choice.kernel.name, choice.rejected)
             merged.setdefault(key, set()).add(choice.problem)
-        return tuple(
+        kernels = (
             Decision(f"kernel.{op}", "auto", kernel, _why(len(problems), rejected))
             for (op, kernel, rejected), problems in merged.items()
         )
+        return (*self.notes, *kernels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,5 +124,5 @@ def not_loaded(*arguments: Any) -> Any:
 def _why(num_problems: int, rejected: tuple[tuple[str, str], ...]) -> str:
     shapes = f"{num_problems} shape{'s' if num_problems > 1 else ''}"
     if not rejected:
-        return f"best ranked, {shapes}"
+        return shapes
     return f"{shapes}; " + "; ".join(f"{name}: {reason}" for name, reason in rejected)

@@ -1,4 +1,5 @@
-"""Architecture name in config.json -> family. Apart from `registry.py`, so that `launch` can ask without torch."""
+"""Architecture name in config.json -> family. Apart from `registry.py`, so that `launch` can ask
+without torch."""
 
 from __future__ import annotations
 

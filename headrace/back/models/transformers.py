@@ -107,7 +107,8 @@ class TransformersModel:
             param.take()
         self._step.kernels = [self._bind(call) for call in self._step.calls]
         name = type(self._model).__name__
-        error = check_paged(self, self._plain_logits, self._scope)
+        with _foreign_code(f"run {name}"):
+            error = check_paged(self, self._plain_logits, self._scope)
         limit = TOLERANCES[self._scope.dtype]
         if not error <= limit:
             raise CheckpointError(
@@ -158,9 +159,12 @@ class TransformersModel:
 
     def _probe(self, config: ConfigReader) -> None:
         """Runs a few tokens to see each attention call; the weights are not there yet, only shapes
-        matter."""
+        matter. A model built only for its list of weights (on the meta device) is not run."""
+        if self._scope.device.type == "meta":
+            return
         ids_1T = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=self._scope.device)
-        with self._running(None), torch.inference_mode():
+        foreign = _foreign_code(f"run {type(self._model).__name__} over rows laid end to end")
+        with foreign, self._running(None), torch.inference_mode():
             out = self._replay.decoder(
                 input_ids=ids_1T,
                 position_ids=torch.arange(PROBE_TOKENS, device=self._scope.device)[None],
@@ -289,6 +293,21 @@ def _refuse_uncovered(config: ConfigReader, model: nn.Module, calls: list[_Call]
         )
 
 
+@contextmanager
+def _foreign_code(task: str) -> Iterator[None]:
+    """Whatever transformers' model code raises on a use it was not written for becomes a refusal:
+    its errors have no common type, and none of them may end in a traceback at start."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"the transformers fallback cannot {task}: {type(error).__name__}: {error}",
+            field="architectures",
+        ) from error
+
+
 class _Replay(nn.Module):
     """Stands where the decoder was: runs it, or, for the head alone, hands back hidden states
     computed before."""
@@ -317,15 +336,17 @@ def _empty_model(library: ModuleType, config: ConfigReader, scope: Scope) -> Any
     kind = values.pop("model_type", None)
     try:
         parsed = library.AutoConfig.for_model(kind, **values)
-        causal = library.AutoModelForCausalLM
-        with scope.device, no_init_weights():
-            model = causal.from_config(parsed, attn_implementation=INTERFACE, dtype=scope.dtype)
-    except (ValueError, KeyError, ImportError) as error:
+    except (ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{config.where}: model_type {kind!r} is no causal language model that transformers {library.__version__} "
-            f"can build ({error})",
+            f"{config.where}: transformers {library.__version__} cannot read a config of model_type "
+            f"{kind!r} ({error})",
             field="model_type",
         ) from error
+    foreign = _foreign_code(f"build a causal language model of model_type {kind!r}")
+    with foreign, scope.device, no_init_weights():
+        model = library.AutoModelForCausalLM.from_config(
+            parsed, attn_implementation=INTERFACE, dtype=scope.dtype
+        )
     model.tie_weights()
     return model.eval().requires_grad_(False)
 

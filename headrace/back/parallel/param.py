@@ -81,6 +81,9 @@ def copies(param: Param) -> Iterator[Copy]:
 
 
 def _piece_copies(param: Param, piece: Piece) -> Iterator[Copy]:
+    if not piece.shape:
+        yield Copy(name=piece.name, shape=(), source=(), target=())
+        return
     whole = [slice(0, size) for size in piece.shape]
     if param.shard is None:
         target = list(whole)

@@ -16,7 +16,8 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """The array as a tensor on `device`; on the CPU a writable array is shared, not copied."""
     if not array.flags.writeable or not array.flags.c_contiguous:
         array = array.copy()
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 class GrowingTable:
@@ -39,9 +40,17 @@ class GrowingTable:
         wider[:, :have] = self.data
         self.data = wider
 
-    def take(self, row_K: torch.Tensor, column_K: torch.Tensor) -> torch.Tensor:
-        """The entries (row_K[i], column_K[i]), int32 [K]; both int64."""
-        return self.data.take(row_K * self.data.shape[1] + column_K)
+    def at(self, row_K: np.ndarray, column_K: np.ndarray) -> torch.Tensor:
+        """Where the entries (row_K[i], column_K[i]) lie in the flattened table, int64 [K] on the device."""
+        return to_device(row_K * np.int64(self.data.shape[1]) + column_K, self.data.device)
+
+    def take(self, row_K: np.ndarray, column_K: np.ndarray) -> torch.Tensor:
+        """The entries (row_K[i], column_K[i]), int32 [K]."""
+        return self.data.view(-1).index_select(0, self.at(row_K, column_K))
+
+    def put(self, row_K: np.ndarray, column_K: np.ndarray, value_K: torch.Tensor) -> None:
+        """Sets entries; value int32 [K] on the device."""
+        self.data.view(-1).index_copy_(0, self.at(row_K, column_K), value_K)
 
 
 class Rows:
@@ -95,10 +104,4 @@ class Rows:
             if not block.size:
                 continue
             table.reserve(int(index.max()) + 1)
-            at = to_device(row.astype(np.int64) * table.data.shape[1] + index, self.device)
-            table.data.view(-1).index_copy_(0, at, to_device(block, self.device))
-
-    def write(self, row_N: torch.Tensor, position_N: torch.Tensor, token_N: torch.Tensor) -> None:
-        """Stores sampled tokens; rows and positions int64 [N], the columns already reserved."""
-        at_N = row_N * self.tokens.data.shape[1] + position_N
-        self.tokens.data.view(-1).index_copy_(0, at_N, token_N.to(torch.int32))
+            table.put(row, index, to_device(block, self.device))

@@ -8,6 +8,8 @@ T query tokens, R rows of the step, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -19,8 +21,10 @@ from headrace.back.runner.results import to_result
 from headrace.back.runner.states.plain import PlainDecoder
 from headrace.back.runner.states.state import ModelState
 from headrace.back.runner.warmup import warm_up
+from headrace.back.sampling.prompt_logprobs import PromptScorer
 from headrace.back.sampling.sampler import Sampled, Sampler
-from headrace.base.config.resolved import EngineSpec
+from headrace.base.config.resolved import Decision, EngineSpec
+from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,6 +45,7 @@ class Runner:
         device: torch.device,
         state: ModelState | None = None,
         weight_bytes: int = 0,
+        decisions: Sequence[Decision] = (),
         start_s: dict[str, float] | None = None,
     ) -> None:
         self._model = model
@@ -60,6 +65,7 @@ class Runner:
             device=device,
         )
         self._sampler = Sampler(max_rows=max_rows, logits_width=model.logits_width, device=device)
+        self._prompts = PromptScorer(logits_width=model.logits_width, device=device)
         warmup_s = warm_up(self, spec, model.logits_width, device)
         self.facts = WorkerFacts(
             num_blocks=num_blocks,
@@ -71,6 +77,7 @@ class Runner:
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
             start_s={**(start_s or {}), "warmup": warmup_s},
+            decisions=[(d.field, d.given, d.chosen, d.why) for d in decisions],
         )
 
     @torch.inference_mode()
@@ -81,46 +88,68 @@ class Runner:
             return StepResult(step=plan.step, tokens=np.empty(0, np.int32))
         shape = shape_of(plan)
         self._rows.tokens.reserve(shape.max_kv_len + 1)
-        hidden_TE = self._forward(plan, shape)
-        sampled = self._sample(shape, hidden_TE)
+        hidden_TE, logits_at_N = self._forward(plan, shape)
+        prompts = [] if self._prompts.idle else self._score_prompts(shape, hidden_TE)
+        sampled = self._sample(shape, hidden_TE, logits_at_N)
         if sampled is not None and sampled.failed:
             self._scrub(shape.sampled_row[list(sampled.failed)])
-        return to_result(plan, shape, sampled)
+        return to_result(plan, shape, sampled, prompts)
 
     def _apply(self, plan: StepPlan) -> None:
         if plan.ends.size:
             self._state.end(plan.ends)
             self._sampler.end(plan.ends)
+            self._prompts.end(plan.ends)
         self._rows.apply(plan)
         for start in plan.starts:
             self._state.start(start)
             self._sampler.start(start)
+            self._prompts.start(start)
 
-    def _forward(self, plan: StepPlan, shape: StepShape) -> torch.Tensor:
+    def _forward(self, plan: StepPlan, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [T, E], and which of them are wanted, int64 [N]."""
         batch = build_batch(
             shape, self._rows, kv=self._kv.layers, group_of_layer=self._group_of_layer
         )
         batch = self._state.prepare(batch, row_T=shape.row_T, gates=plan.gates)
         hidden_TE = self._model.forward(batch)
         self._state.after(batch, hidden_TE)
-        return hidden_TE
+        return hidden_TE, batch.logits_at_N
 
-    def _sample(self, shape: StepShape, hidden_TE: torch.Tensor) -> Sampled | None:
+    def _sample(
+        self, shape: StepShape, hidden_TE: torch.Tensor, logits_at_N: torch.Tensor
+    ) -> Sampled | None:
         """Samples the rows that the plan wants sampled and stores their tokens for the next step."""
         if not shape.sampled.size:
             return None
-        device = self._rows.device
-        last_N = to_device(shape.query_start[1:][shape.sampled].astype(np.int64) - 1, device)
-        hidden_NE = hidden_TE if last_N.numel() == hidden_TE.shape[0] else hidden_TE[last_N]
+        every = shape.sampled.size == hidden_TE.shape[0]
         sampled = self._sampler.sample(
-            self._model.logits(hidden_NE),
+            self._model.logits(hidden_TE if every else hidden_TE.index_select(0, logits_at_N)),
             rows=shape.sampled_row,
             positions=shape.sampled_position,
             tokens=self._rows.tokens.data,
         )
-        row_N = to_device(shape.sampled_row, device)
-        self._rows.write(row_N, to_device(shape.sampled_position, device), sampled.token_N)
+        self._rows.tokens.put(
+            shape.sampled_row, shape.sampled_position, sampled.token_N.to(torch.int32)
+        )
         return sampled
+
+    def _score_prompts(
+        self, shape: StepShape, hidden_TE: torch.Tensor
+    ) -> list[tuple[int, PromptLogprobs]]:
+        """The prompt log-probabilities this step gives, by index into the plan's rows."""
+        found = []
+        for index, row in enumerate(shape.rows.tolist()):
+            start, stop = shape.query_start[index : index + 2].tolist()
+            scores = self._prompts.score(
+                row,
+                hidden_TE[start:stop],
+                first=int(shape.position_T[start]),
+                logits=self._model.logits,
+            )
+            if scores is not None:
+                found.append((index, scores))
+        return found
 
     def _scrub(self, rows: np.ndarray) -> None:
         """Removes NaN and Inf from the blocks of failed rows, the null block included."""

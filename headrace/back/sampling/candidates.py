@@ -20,8 +20,6 @@ import numpy as np
 import torch
 
 SET = 16
-CANDIDATES = 64
-"""Tokens asked for where only top_p or min_p truncates: at the usual p a nucleus is smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +32,9 @@ class Candidates:
     cut_K1: torch.Tensor
 
 
-def can_select(width: int, k_K: np.ndarray) -> np.ndarray:
-    """Which rows are worth selecting: at most half as many tokens asked for as there are sets."""
-    return k_K * 2 <= width // SET
+def most_candidates(width: int) -> int:
+    """The greatest k that is worth selecting: half the number of sets."""
+    return width // SET // 2
 
 
 def select(logits_KV: torch.Tensor, *, k_K: np.ndarray, temperature_K1: torch.Tensor) -> Candidates:
@@ -48,7 +46,7 @@ def select(logits_KV: torch.Tensor, *, k_K: np.ndarray, temperature_K1: torch.Te
     cut_K1 = best_KC.gather(1, torch.from_numpy(k_K - 1)[:, None])
     lowest = torch.finfo(logits_KV.dtype).min
     reaches = (logits_KV >= cut_K1.clamp(min=lowest)).numpy()
-    row_M, id_M = np.nonzero(reaches)
+    row_M, id_M = np.divmod(np.flatnonzero(reaches), width)
     counts = np.bincount(row_M, minlength=num_rows)
     place_M = np.arange(row_M.size) - np.repeat(np.cumsum(counts) - counts, counts)
     shape = (num_rows, max(1, int(counts.max())))

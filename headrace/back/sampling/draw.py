@@ -10,16 +10,19 @@ import numpy as np
 import torch
 
 from headrace.back.sampling import noise
-from headrace.back.sampling.candidates import CANDIDATES, Candidates, can_select, select
+from headrace.back.sampling.candidates import Candidates, most_candidates, select
 from headrace.back.sampling.features import TRUNCATES, Picked, RowNumbers, Use
 from headrace.back.sampling.min_p import keep_min_p_
+from headrace.back.sampling.race import winners
 from headrace.back.sampling.top_k import keep_top_k_
 from headrace.back.sampling.top_p import keep_top_p_
 from headrace.back.sampling.typical_p import keep_typical_p_
 from headrace.back.sampling.xtc import exclude_top_
 
+ASKED = (64, 1024)
+"""Candidates asked for where top_p or min_p truncates: at the usual p the first are enough, if not the second are."""
 CHUNK = 1 << 18
-"""Logits worked on at a time on a CPU: the intermediate doubles stay in the second-level cache."""
+"""Logits worked on at a time on a CPU: the intermediate results stay in the second-level cache."""
 DEVICE_CHUNK = 1 << 26
 """The same on other devices, where it only bounds memory."""
 
@@ -66,9 +69,9 @@ class Draw:
         part._uses = int(np.bitwise_or.reduce(part._use)) if index.size else 0
         return part
 
-    def candidates(self, logits_KV: torch.Tensor) -> tuple[Choice, torch.Tensor]:
+    def candidates(self, logits_KV: torch.Tensor, asked: int) -> tuple[Choice, torch.Tensor]:
         """The choice among candidates, and bool [K]: whether it is proven to be that among all tokens."""
-        wanted = np.where(self._use & Use.TOP_K, self._top_k, CANDIDATES)
+        wanted = np.where(self._use & Use.TOP_K, self._top_k, asked)
         found = select(logits_KV, k_K=wanted, temperature_K1=self._temperature)
         lse_K1 = self._whole_row_lse(logits_KV)
         proven_K = self._proven(found, lse_K1)
@@ -127,33 +130,56 @@ class Draw:
 
 def draw(logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked) -> Choice:
     """Draws one token for each of K rows from their processed logits, float32 [K, V]."""
-    whole = Draw(numbers, picked, logits_KV.device)
-    on_cpu = logits_KV.device.type == "cpu"
-    step = max(1, (CHUNK if on_cpu else DEVICE_CHUNK) // logits_KV.shape[1])
-    few = _candidate_rows(numbers, picked.rows, logits_KV.shape[1]) if on_cpu else None
-    token_K = torch.empty(len(picked.rows), dtype=torch.int64, device=logits_KV.device)
-    best_K = torch.empty(len(picked.rows), dtype=torch.float64, device=logits_KV.device)
-    left = np.arange(len(picked.rows))
-    if few is not None and few.any():
-        unproven = [np.flatnonzero(~few)]
-        for index in _chunks(np.flatnonzero(few), step):
-            choice, proven = whole.part(index).candidates(logits_KV[index])
+    if logits_KV.device.type == "cpu":
+        return _draw_on_cpu(logits_KV, numbers, picked)
+    rows = Draw(numbers, picked, logits_KV.device)
+    parts = [
+        rows.part(index).whole(logits_KV[index])
+        for index in _chunks(np.arange(len(picked.rows)), DEVICE_CHUNK // logits_KV.shape[1])
+    ]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([best for _, best in parts])
+
+
+def _draw_on_cpu(logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked) -> Choice:
+    """Every row on the cheapest way that gives what the whole row would give."""
+    use_K, width = numbers.use[picked.rows], logits_KV.shape[1]
+    token_K = torch.empty(len(use_K), dtype=torch.int64)
+    best_K = torch.empty(len(use_K), dtype=torch.float64)
+    step = CHUNK // width
+    plain = (use_K & TRUNCATES) == 0
+    for index in _chunks(np.flatnonzero(plain), step):
+        rows = picked.rows[index]
+        ids, best = winners(
+            logits_KV[index],
+            temperature_K=numbers.temperature[rows],
+            keys_K=noise.keys(numbers.seed[rows], picked.positions[index]),
+        )
+        token_K[index], best_K[index] = torch.from_numpy(ids), torch.from_numpy(best)
+    left = np.flatnonzero(~plain)
+    if not left.size:
+        return token_K, best_K
+    draws = Draw(numbers, picked, logits_KV.device)
+    for asked in ASKED:
+        few = _has_few_candidates(numbers, picked.rows[left], most_candidates(width), asked)
+        unproven = [left[~few]]
+        for index in _chunks(left[few], 4 * step):
+            choice, proven = draws.part(index).candidates(logits_KV[index], asked)
             token_K[index], best_K[index] = choice
             unproven.append(index[~proven.numpy()])
         left = np.concatenate(unproven)
     for index in _chunks(left, step):
-        token_K[index], best_K[index] = whole.part(index).whole(logits_KV[index])
+        token_K[index], best_K[index] = draws.part(index).whole(logits_KV[index])
     return token_K, best_K
 
 
-def _candidate_rows(numbers: RowNumbers, rows: np.ndarray, width: int) -> np.ndarray:
+def _has_few_candidates(numbers: RowNumbers, rows: np.ndarray, most: int, asked: int) -> np.ndarray:
     """Rows whose truncation may be proven on candidates: top_k, or top_p or min_p without typical_p before them."""
     use = numbers.use[rows]
     top_k = (use & Use.TOP_K) != 0
     others = ((use & (Use.TOP_P | Use.MIN_P)) != 0) & ((use & Use.TYPICAL_P) == 0)
-    wanted = np.where(top_k, numbers.top_k[rows], CANDIDATES)
-    return (top_k | others) & can_select(width, wanted)
+    return (top_k & (numbers.top_k[rows] <= most)) | (others & ~top_k & (asked <= most))
 
 
 def _chunks(index: np.ndarray, step: int) -> list[np.ndarray]:
+    step = max(1, step)
     return [index[start : start + step] for start in range(0, index.size, step)]

@@ -45,16 +45,31 @@ def _mix_(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _mix_host(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_M1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_M2)
-    return x ^ (x >> np.uint64(31))
+def _mix_host_(x: np.ndarray) -> np.ndarray:
+    """mix, in place, on uint64."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(_M1)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(_M2)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """The key of each row's draw: uint64 seeds [K], positions [K] -> uint64 [K]."""
-    inner = _mix_host(seeds + np.uint64(_G))
-    return _mix_host(inner ^ (positions.astype(np.uint64) * np.uint64(_H)))
+    inner = _mix_host_(seeds + np.uint64(_G))
+    return _mix_host_(inner ^ (positions.astype(np.uint64) * np.uint64(_H)))
+
+
+def bits_host(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The bits of keys and ids (uint64, broadcast), as uint64."""
+    return _mix_host_((ids + np.uint64(1)) * np.uint64(_G) + keys)
+
+
+def exponential_host(keys_M: np.ndarray, ids_M: np.ndarray) -> np.ndarray:
+    """Exponential noise of pairs of keys (uint64 [M]) and ids (int64 [M]), float64 [M]; equal to `exponential`."""
+    bits_M = torch.from_numpy(bits_host(keys_M, ids_M.astype(np.uint64)).view(np.int64))
+    return _exponential(from_bits(bits_M)).numpy()
 
 
 def uniform(keys_K: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -70,4 +85,8 @@ def from_bits(bits: torch.Tensor) -> torch.Tensor:
 
 def exponential(keys_K: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Exponential noise of rate 1, float64 [K, C]."""
-    return uniform(keys_K, ids).neg_().log1p_().neg_()
+    return _exponential(uniform(keys_K, ids))
+
+
+def _exponential(u: torch.Tensor) -> torch.Tensor:
+    return u.neg_().log1p_().neg_()

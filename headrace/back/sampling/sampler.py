@@ -103,8 +103,7 @@ class Sampler:
         use_N = self._numbers.use[rows]
         used = int(np.bitwise_or.reduce(use_N))
         if not used:
-            token_N = argmax_rows(logits_NV)
-            best_N = logits_NV.gather(1, token_N[:, None])[:, 0]
+            token_N, best_N = argmax_rows(logits_NV)
             return Sampled(token_N=token_N, failed=_failures(best_N))
         picked = Picked(
             rows=rows,
@@ -146,8 +145,8 @@ class Sampler:
         index = np.flatnonzero(use_N & Use.RANDOM)
         if index.size == len(use_N):
             return draw(logits_NV, self._numbers, picked)
-        token_N = argmax_rows(logits_NV)
-        best_N = logits_NV.gather(1, token_N[:, None])[:, 0].to(torch.float64)
+        token_N, best_N = argmax_rows(logits_NV)
+        best_N = best_N.to(torch.float64)
         if index.size:
             token_N[index], best_N[index] = draw(
                 logits_NV[index], self._numbers, picked.take(index)
@@ -168,18 +167,23 @@ class Sampler:
         scored: np.ndarray,
         failed: dict[int, HeadraceError],
     ) -> list[RowLogprobs]:
+        if not scored.size:
+            return []
+        asked = [self._alternatives[int(row)] for row in rows[scored]]
+        most = max(self._width if count < 0 else count for count, _ in asked)
+        token_M = token_N[scored]
+        ids, values, ranks = score(logits_MV, token_M, alternatives=most)
         found = []
-        for m, index in enumerate(scored.tolist()):
+        for m, (index, (count, named)) in enumerate(zip(scored.tolist(), asked, strict=True)):
             if index in failed:
                 continue
-            alternatives, named = self._alternatives[int(rows[index])]
-            ids, values, ranks = score(
-                logits_MV[m : m + 1],
-                token_N[index : index + 1],
-                alternatives=alternatives,
-                named=named,
-            )
-            found.append(RowLogprobs(index, ids[0], values[0], int(ranks[0])))
+            kept = slice(0, 1 + (self._width if count < 0 else count))
+            row_ids, row_values = ids[m, kept], values[m, kept]
+            if named:
+                more = score(logits_MV[m : m + 1], token_M[m : m + 1], alternatives=0, named=named)
+                row_ids = np.concatenate([row_ids, more[0][0, 1:]])
+                row_values = np.concatenate([row_values, more[1][0, 1:]])
+            found.append(RowLogprobs(index, row_ids, row_values, int(ranks[m])))
         return found
 
 
@@ -189,5 +193,5 @@ def _failures(
     message: str = "the model's output for this request is not finite",
 ) -> dict[int, HeadraceError]:
     """The rows whose best value is not finite, with their errors."""
-    finite = torch.isfinite(best_N).cpu().numpy()
+    finite = np.isfinite(best_N.cpu().numpy())
     return {int(i): kind(message) for i in np.flatnonzero(~finite)} if not finite.all() else {}

@@ -58,11 +58,13 @@ def _common(file: GGUFFile, name: str) -> Config:
     heads = _need_int(file, f"{name}.attention.head_count")
     hidden = _need_int(file, f"{name}.embedding_length")
     head_dim = _count(file, f"{name}.attention.key_length", hidden // heads)
+    if head_dim < 2 or head_dim % 2:
+        raise file.wrong(f"{name}.attention.key_length", "an even number")
     if head_dim != _count(file, f"{name}.attention.value_length", head_dim):
         raise file.wrong(f"{name}.attention.value_length", f"the key length {head_dim}")
     return {
         "hidden_size": hidden,
-        "num_hidden_layers": _need_int(file, f"{name}.block_count"),
+        "num_hidden_layers": _layers(file, f"{name}.block_count"),
         "intermediate_size": _need_int(file, f"{name}.feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": _count(file, f"{name}.attention.head_count_kv", heads),
@@ -247,6 +249,14 @@ def _factors(file: GGUFFile, tensor: str, count: int) -> list[float]:
 def _present(file: GGUFFile, names: dict[str, str]) -> Config:
     values = {key: file.metadata.get(name) for key, name in names.items()}
     return {key: value for key, value in values.items() if value is not None}
+
+
+def _layers(file: GGUFFile, key: str) -> int:
+    """The number of layers; each has tensors, which bounds what a wrong number could make us build."""
+    value = _need_int(file, key)
+    if value > len(file.tensors):
+        raise file.wrong(key, f"at most the number of tensors, {len(file.tensors)}")
+    return value
 
 
 def _need_int(file: GGUFFile, key: str) -> int:

@@ -100,13 +100,14 @@ def _check_layout(
     path: Path, tensors: Mapping[str, StoredTensor], *, start: int, size: int
 ) -> None:
     """The tensors fill the file from `start` to its end `size`, one after another."""
-    end, last = start, "the header"
-    for tensor in sorted(tensors.values(), key=lambda one: (one.offset, one.num_bytes)):
+    for tensor in tensors.values():
         if tensor.offset + tensor.num_bytes > size:
             raise CheckpointError(
                 f"{path}: tensor {tensor.name!r} ends at byte {tensor.offset + tensor.num_bytes}, "
                 f"the file has {size}; it is truncated"
             )
+    end, last = start, "the header"
+    for tensor in sorted(tensors.values(), key=lambda one: (one.offset, one.num_bytes)):
         if tensor.offset != end:
             fault = "overlaps" if tensor.offset < end else "leaves a gap after"
             raise CheckpointError(f"{path}: tensor {tensor.name!r} {fault} {last}")

@@ -8,15 +8,24 @@ multiprocess files merge them (the supervisor points PROMETHEUS_MULTIPROC_DIR at
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from headrace.base import env
+
 OTHER = "other"
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Kind(Enum):
@@ -29,7 +38,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One metric. `labels` maps each label to the closed set of its values; an empty set is filled at start (models)."""
+    """One metric. `labels` maps each label to the closed set of its values."""
 
     name: str
     kind: Kind
@@ -179,7 +188,7 @@ class Metrics:
 
     def exposition(self, engines: list[Mapping[str, object]]) -> bytes:
         """The Prometheus text: the series of the table, then what each engine core reported now."""
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        if env.get("PROMETHEUS_MULTIPROC_DIR") is not None:
             merged = CollectorRegistry()
             MultiProcessCollector(merged)  # type: ignore[no-untyped-call]
             own = generate_latest(merged)

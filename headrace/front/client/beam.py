@@ -72,7 +72,7 @@ def advance(
 ) -> tuple[list[Beam], list[Beam]]:
     """The `width` best continuations that go on, and the `width` best that are complete.
 
-    following[i]: the best tokens after beams[i]; width + len(stop_ids) of them suffice.
+    following[i]: the best `width` tokens after beams[i] that are no stop ids, and every stop id (and maybe others).
     """
     candidates = [
         Beam(
@@ -101,8 +101,9 @@ async def beam_search(engine: Continuer, generation: Generation) -> AsyncIterato
     live, complete = [Beam()], list[Beam]()
     yield Started(len(generation.prompt_ids))
     for step in range(steps):
-        banned = stop_ids if step < params.min_tokens else frozenset[int]()
-        following = await _continuations(engine, generation, live, banned, stop_ids, widths)
+        following = await _continuations(engine, generation, live, stop_ids, widths)
+        if step < params.min_tokens:
+            following = [[s for s in tokens if s.token.id not in stop_ids] for tokens in following]
         live, ended = advance(live, following, width=params.beam_width, stop_ids=stop_ids)
         complete = _best([*complete, *ended], params, params.beam_width)
         if not live or _settled(live, complete, params, steps):
@@ -137,14 +138,14 @@ async def _continuations(
     engine: Continuer,
     generation: Generation,
     beams: list[Beam],
-    banned: frozenset[int],
     stop_ids: frozenset[int],
     widths: Widths,
 ) -> list[list[ScoredToken]]:
     assert generation.params.beam_width is not None
     wanted = min(generation.params.beam_width + len(stop_ids), widths.logits_width)
     tasks = [
-        asyncio.create_task(_following(engine, generation, beam, wanted, banned)) for beam in beams
+        asyncio.create_task(_following(engine, generation, beam, wanted, stop_ids))
+        for beam in beams
     ]
     try:
         return list(await asyncio.gather(*tasks))
@@ -155,18 +156,20 @@ async def _continuations(
 
 
 async def _following(
-    engine: Continuer, generation: Generation, beam: Beam, wanted: int, banned: frozenset[int]
+    engine: Continuer, generation: Generation, beam: Beam, wanted: int, stop_ids: frozenset[int]
 ) -> list[ScoredToken]:
     """The tokens that may follow `beam`, with their log-probabilities."""
     # temperature 1 and no other processing: the scores are the model's own.
-    params = SamplingParams(max_tokens=1, logprobs=wanted, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=1, logprobs=wanted, logprob_token_ids=tuple(stop_ids), ignore_eos=True
+    )
     prompt = [*generation.prompt_ids, *beam.token_ids]
     step = msgspec.structs.replace(generation, prompt_ids=prompt, params=params)
     async with aclosing(engine.run(step, trusted=True)) as events:
         async for event in events:
             if isinstance(event, Delta) and event.scores:
-                top = event.scores[0].top
-                return [ScoredToken(t, top) for t in top if t.id not in banned]
+                top, named = event.scores[0].top, event.scores[0].named
+                return list({t.id: ScoredToken(t, top) for t in (*top, *named)}.values())
     return []
 
 

@@ -51,7 +51,9 @@ class AsyncLLM:
     ) -> None:
         self.text = text
         self.limits = limits or Limits()
-        self.tokenizer = tokenizer or load_tokenizer(text.tokenizer_path)
+        self.tokenizer = tokenizer or load_tokenizer(
+            text.tokenizer_path, chat_template=text.chat_template
+        )
         self._checker = InputChecker(self.tokenizer, self.limits)
         self._cores = [_Core(path, self.limits) for path in socket_paths]
         self._labels: dict[str, list[_Stream]] = {}

@@ -194,6 +194,8 @@ def _check_lists(params: SamplingParams, limits: Limits, widths: Widths) -> None
     _ids("stop_token_ids", params.stop_token_ids, limits.max_stop_ids, width)
     _ids("logprob_token_ids", params.logprob_token_ids, limits.max_named_logprobs, width)
     _ids("logit_bias", params.logit_bias, limits.max_logit_bias, width)
+    if not isinstance(params.logit_bias, dict):
+        raise bad("logit_bias", params.logit_bias, "an object of token ids and numbers")
     for token_id, bias in params.logit_bias.items():
         _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
     if params.allowed_token_ids is not None:
@@ -235,11 +237,11 @@ def _check_prompt(generation: Generation, widths: Widths) -> None:
             field="prompt",
         )
     try:
-        ids = np.asarray(prompt, dtype=np.int64)
+        ids = np.asarray(prompt)
     except (ValueError, TypeError, OverflowError):
-        raise InvalidRequest("prompt: must be a list of token ids", field="prompt") from None
-    if ids.ndim != 1:
-        raise InvalidRequest("prompt: must be a flat list of token ids", field="prompt")
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InvalidRequest("prompt: must be a list of token ids (integers)", field="prompt")
     if int(ids.min()) < 0 or int(ids.max()) >= widths.logits_width:
         wrong = next(i for i in prompt if not 0 <= i < widths.logits_width)
         raise bad("prompt", wrong, f"a token id from 0 to {widths.logits_width - 1}")

@@ -1,4 +1,4 @@
-"""`LLM`: the engine for scripts. Starts a core on this machine, runs `AsyncLLM` in a thread, answers with plain objects."""
+"""`LLM`: the engine for scripts. Starts a core on this machine, runs `AsyncLLM` in a thread, answers with objects."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LLM:
             text = self._local.resolved.text
             self.engine = AsyncLLM(text, self._local.socket_paths, limits=_LIMITS)
             self.tokenizer = self.engine.tokenizer
-            source = text.chat_template or self.tokenizer.facts.chat_template
+            source = self.tokenizer.facts.chat_template
             self.chat_template = ChatTemplate(source, self.tokenizer, max_tokens=text.max_model_len)
             self._defaults = text.generation_defaults
             self._wait(self.engine.start())

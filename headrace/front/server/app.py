@@ -114,6 +114,7 @@ class Shell:
         assert scope["type"] == "http", f"no handler for {scope['type']}"
         exchange = Exchange(services=self.services, request_id=request_id())
         scope[SCOPE_KEY] = exchange
+        scope["app"] = self  # with an app in the scope starlette raises 404 and 405 instead of answering them
         wire = _Wire(scope, receive, send, exchange)
         metrics = self.services.metrics
         metrics.add("headrace_http_requests_in_flight")
@@ -168,7 +169,7 @@ def _template(path: str) -> str:
 
 
 class _Wire:
-    """receive and send of one exchange: marks the answer with its ids and knows how much of the body is still unread."""
+    """receive and send of one exchange: marks the answer with its ids and knows whether the body was read."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         self.scope = scope

@@ -1,8 +1,8 @@
 """The process of one API server: `python -m headrace.front.server.process --spec FILE --listen-fd N`.
 
-It serves an inherited listening socket. SIGTERM starts the drain: readiness is false at once, new requests get 503,
-running ones finish within `shutdown_timeout_s`, the rest end with an explicit error; then the process ends with 0.
-The module lives in this room because it joins what is above `launch`; the supervisor knows it by name only.
+It serves an inherited listening socket. DRAIN_SIGNAL from the supervisor starts the drain: readiness is false at once,
+new requests get 503, running ones finish within `shutdown_timeout_s`, the rest end with an explicit error; then the
+process ends with 0. The module lives in this room because it joins what is above `launch`, which knows it by name only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +31,7 @@ from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
 from headrace.front.text.tokenizer import load_tokenizer
 from headrace.launch.api_process import ApiSpec
-from headrace.launch.topology import Report, report, tie_to_parent
+from headrace.launch.topology import DRAIN_SIGNAL, Report, report, tie_to_parent
 
 log = logging.getLogger(__name__)
 BACKLOG = 2048
@@ -75,7 +74,7 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
     """The services of this process; the engine is not connected yet."""
     text = spec.text
     tokenizer = load_tokenizer(text.tokenizer_path)
-    limits = Limits(max_n=spec.server.max_n)
+    limits = Limits(max_n=spec.server.max_n, heartbeat_timeout_s=spec.heartbeat_timeout_s)
     engine = AsyncLLM(text, spec.socket_paths, limits=limits, tokenizer=tokenizer)
     template_limits = TemplateLimits()
     pool = TemplatePool(template_limits)
@@ -118,8 +117,7 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
     )
     server = Server(config, services)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        loop.add_signal_handler(number, server.begin_drain)
+    loop.add_signal_handler(DRAIN_SIGNAL, server.begin_drain)
     loop.add_reader(status.fileno(), _parent_spoke, status, server)
     connecting = asyncio.ensure_future(_connect(engine))
     report(status, Report(ready=True))

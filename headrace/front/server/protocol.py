@@ -138,8 +138,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()  # an answer is under way: nothing may be written into it
-            return
+            if self.cycle.response_started:
+                self.transport.close()  # an answer is under way: nothing may be written into it
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         ident = request_id()
         failure = failure_of(error, request_id=ident)
         headers = [

@@ -187,10 +187,16 @@ _FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(
 )
 
 
-def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a model folder or a GGUF file; a folder without one is refused by the names looked for."""
+def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a model folder or a GGUF file; a folder without one is refused by the names looked for.
+
+    `chat_template` replaces the model's own. The guard has to know it: markup that it writes is control markup.
+    """
     kind, file = _find(Path(path))
-    return _FORMATS.load(kind)(str(file))
+    tokenizer = _FORMATS.load(kind)(str(file))
+    if chat_template is not None:
+        tokenizer.facts = msgspec.structs.replace(tokenizer.facts, chat_template=chat_template)
+    return tokenizer
 
 
 def _find(place: Path) -> tuple[str, Path]:

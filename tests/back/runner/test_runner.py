@@ -8,7 +8,8 @@ import torch
 
 from headrace.back.runner.runner import Runner
 from headrace.base.errors import CheckpointError
-from tests.back.driver import GREEDY, Driver, Sequence, greedy_reference
+from headrace.base.wire.params import RowSampling
+from tests.back.driver import GREEDY, Driver, Sequence, greedy_reference, reference_logits
 from tests.back.tiny_model import TinyModel, tiny_spec
 
 CPU = torch.device("cpu")
@@ -93,10 +94,8 @@ def test_a_row_whose_logits_are_not_finite_fails_alone_and_leaves_clean_blocks()
 
 
 def test_damaged_weights_are_refused_at_start() -> None:
-    model = TinyModel()
-    model.head[:, 0] = torch.nan
     with pytest.raises(CheckpointError, match="not finite"):
-        make(model)
+        make(TinyModel(damaged=True))
 
 
 def test_a_step_without_rows_applies_its_changes() -> None:
@@ -107,3 +106,62 @@ def test_a_step_without_rows_applies_its_changes() -> None:
     driver.release(first)
     result = runner.execute(driver.plan([]))
     assert result.tokens.size == 0 and GREEDY.greedy
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prompt_logprobs_join_without_gap_at_every_split(seed: int) -> None:
+    """REG-022, REG-024: chunks of any size beside rows that ask for nothing."""
+    rng = np.random.default_rng(seed)
+    model = TinyModel((None, 7))
+    runner, driver = make(model, num_blocks=200)
+    asks = RowSampling(temperature=0.0, prompt_logprobs=4, logprob_ids=(3,), logprobs=2)
+    scored = [driver.add(random_prompt(rng), asks) for _ in range(3)]
+    plain = [driver.add(random_prompt(rng)) for _ in range(3)]
+    while any(not s.outputs for s in scored):
+        runs = random_run(rng, [*scored, *plain], 8)
+        if runs:
+            driver.read(runner.execute(driver.plan(runs)))
+    assert not any(s.prompt_logprobs or s.logprobs for s in plain)
+    for sequence in scored:
+        logprobs = reference_logits(model, sequence.tokens).log_softmax(-1)
+        prompt = sequence.tokens[: sequence.num_prompt]
+        at = 1
+        for part in sequence.prompt_logprobs:
+            assert part.start == at
+            for ids, values, rank in zip(part.ids, part.values, part.ranks, strict=True):
+                row = logprobs[at - 1]
+                top = row.topk(4).indices.tolist()
+                assert ids.tolist() == [prompt[at], *top, 3]
+                np.testing.assert_allclose(values, row[ids.astype(np.int64)], atol=1e-4)
+                assert rank == 1 + int((row > row[prompt[at]]).sum())
+                at += 1
+        assert at == max(1, len(prompt))
+        assert len(sequence.logprobs) == len(sequence.outputs)
+
+
+def test_seeded_sampling_survives_chunking_preemption_and_company() -> None:
+    """ENG-25, P17: noise by position: the same tokens alone, and in a crowd with preemptions."""
+    model = TinyModel()
+    sampling = [
+        RowSampling(seed=3, temperature=1.2, frequency_penalty=0.5),
+        RowSampling(seed=4, top_k=7, repetition_penalty=1.2, dry_multiplier=0.5),
+        RowSampling(seed=5, top_p=0.8, bad_words=((5,), (1, 2)), min_tokens=4, suppressed_ids=(0,)),
+        RowSampling(seed=6, allowed_ids=tuple(range(9)), presence_penalty=1.0),
+    ]
+
+    def generate(which: list[int], *, preempt: bool) -> list[list[int]]:
+        rng = np.random.default_rng(8)
+        runner, driver = make(model, num_blocks=200)
+        sequences = [driver.add([i, 5, 9, 5, 9], sampling[i]) for i in which]
+        while any(len(s.outputs) < 14 for s in sequences):
+            for s in sequences:
+                if preempt and s.started and rng.random() < 0.2:
+                    driver.release(s)
+            runs = random_run(rng, [s for s in sequences if len(s.outputs) < 14], 8)
+            if runs:
+                driver.read(runner.execute(driver.plan(runs)))
+        return [s.outputs for s in sequences]
+
+    alone = [generate([i], preempt=False)[0] for i in range(4)]
+    assert generate([2, 0, 3, 1], preempt=True) == [alone[i] for i in (2, 0, 3, 1)]
+    assert all(token < 9 for token in alone[3])

@@ -45,7 +45,9 @@ ISAS: tuple[Isa, ...] = (
     Isa(name="portable", machines=(), flags=()),
     Isa(name="avx2", machines=("x86_64", "AMD64"), flags=("-march=x86-64-v3",)),
     Isa(name="avx512", machines=("x86_64", "AMD64"), flags=_V4),
-    Isa(name="avx512dot", machines=("x86_64", "AMD64"), flags=(*_V4, "-mavx512bf16", "-mavx512vnni")),
+    Isa(
+        name="avx512dot", machines=("x86_64", "AMD64"), flags=(*_V4, "-mavx512bf16", "-mavx512vnni")
+    ),
 )
 
 
@@ -82,7 +84,9 @@ def library_path(compiler: str, folder: Path = FOLDER, *, extra: tuple[str, ...]
     return folder / f"libheadrace_native-{source_digest()}-{made_by}.so"
 
 
-def build(*, folder: Path | None = None, extra: tuple[str, ...] = (), jobs: int | None = None) -> Path:
+def build(
+    *, folder: Path | None = None, extra: tuple[str, ...] = (), jobs: int | None = None
+) -> Path:
     """Builds what is missing and returns the library's path.
 
     folder: None puts it beside this file, or into the cache folder (0700) when that is not writable. extra: further

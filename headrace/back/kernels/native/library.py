@@ -62,7 +62,9 @@ class NativeLibrary:
         def call(*arguments: object) -> None:
             status = kernel(*arguments)
             if status:
-                raise NativeError(f"native {name} refuses {_REFUSALS.get(status, status)}: {arguments}")
+                raise NativeError(
+                    f"native {name} refuses {_REFUSALS.get(status, status)}: {arguments}"
+                )
 
         return call
 
@@ -123,7 +125,9 @@ def _unsafe(path: Path) -> str | None:
 
 def available_threads() -> int:
     """Cores this process may use: its affinity mask, cut by the control group's CPU quota (at least 1)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota = _quota(Path("/sys/fs/cgroup"))
     return max(1, min(cores, quota or cores))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,10 +34,10 @@ SOURCES: dict[str, Callable[[Path], Source]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Checks that cost time: SHA-256 of every file against a manifest, and a scan of all weights for NaN and Inf."""
+    """Further checks: SHA-256 of every file against a manifest (1 s per 2 GB), and a scan for NaN and Inf (0.06 s)."""
 
     manifest: Path | None = None
-    scan_finite: bool = False
+    scan_finite: bool = True
 
 
 @dataclass(kw_only=True)
@@ -91,16 +91,17 @@ def _load(
     options: LoadOptions,
     report: LoadReport,
 ) -> LoadableModel:
-    with report.phase("check"):
+    with report.phase("open"):
         if options.manifest is not None:
             report.decisions += (_verified(options.manifest, Path(spec.path)),)
         source = open_source(spec)
-        check(build(torch.device("meta")).weights, source)
-    with report.phase("build"):
-        model = build(device)
-    with report.phase("weights"):
-        fill(model.weights, source, scan_finite=options.scan_finite)
-    source.close()
+    with closing(source):
+        with report.phase("check"):
+            check(build(torch.device("meta")).weights, source)
+        with report.phase("build"):
+            model = build(device)
+        with report.phase("weights"):
+            fill(model.weights, source, scan_finite=options.scan_finite)
     return model
 
 

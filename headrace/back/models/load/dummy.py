@@ -16,7 +16,7 @@ from headrace.back.models.weights import Copy, Param, copies
 
 POOL_SIZE = 1_048_573
 """The largest prime below 2^20: the pool stays in the second-level cache (2 MB in bfloat16)."""
-CHUNK_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 20
 
 
 class DummyWeights:
@@ -42,17 +42,20 @@ class DummyWeights:
 
     def _fill(self, target: torch.Tensor, copy: Copy, scale: float) -> None:
         pool = self._pool(target.dtype, scale)
-        start = self._start(copy.name)
         columns = copy.shape[-1] if len(copy.shape) > 1 else 1
-        rows_of = target.view(-1, target.shape[-1]) if target.dim() > 1 else target[:, None]
         cut = copy.source[-1] if len(copy.shape) > 1 else slice(0, 1)
-        first = _first_row(copy)
+        begin = self._start(copy.name) + _first_row(copy) * columns
+        if target.is_contiguous() and cut == slice(0, columns):
+            _copy_ring(target.view(-1), pool, begin)
+            return
+        rows = target.view(-1, target.shape[-1])
         step = max(1, CHUNK_ELEMENTS // columns)
-        for row in range(0, rows_of.shape[0], step):
-            part = rows_of[row : row + step]
-            begin = start + (first + row) * columns
-            values = _ring(pool, begin, part.shape[0] * columns).view(part.shape[0], columns)
-            part.copy_(values[:, cut])
+        buffer = torch.empty((step, columns), dtype=target.dtype, device=target.device)
+        for row in range(0, len(rows), step):
+            part = rows[row : row + step]
+            whole = buffer[: len(part)]
+            _copy_ring(whole.view(-1), pool, begin + row * columns)
+            part.copy_(whole[:, cut])
 
     def _start(self, name: str) -> int:
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
@@ -78,14 +81,10 @@ def _first_row(copy: Copy) -> int:
     return copy.source[0].start * rows
 
 
-def _ring(pool: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-    """`count` elements of the pool from `begin` on, around its end as often as needed."""
-    begin %= POOL_SIZE
-    if begin + count <= POOL_SIZE:
-        return pool[begin : begin + count]
-    parts = [pool[begin:]]
-    left = count - (POOL_SIZE - begin)
-    while left > 0:
-        parts.append(pool[: min(left, POOL_SIZE)])
-        left -= POOL_SIZE
-    return torch.cat(parts)
+def _copy_ring(target: torch.Tensor, pool: torch.Tensor, begin: int) -> None:
+    """Fills a flat tensor from the pool's element `begin` on, around its end as often as needed."""
+    done, begin = 0, begin % POOL_SIZE
+    while done < len(target):
+        count = min(POOL_SIZE - begin, len(target) - done)
+        target[done : done + count].copy_(pool[begin : begin + count])
+        done, begin = done + count, 0

@@ -138,7 +138,8 @@ class GGUFSource:
 
     def _widen(self, tensor: GGUFTensor, data: np.ndarray) -> np.ndarray:
         blocks = np.ascontiguousarray(data).reshape(-1, tensor.type.size)
-        return DEQUANTIZE[tensor.type.name](blocks)
+        with np.errstate(all="ignore"):  # a damaged scale may be NaN; the scan for it is an option
+            return DEQUANTIZE[tensor.type.name](blocks)
 
     def _interleaved_heads(self, name: str) -> int:
         if not self._dialect.interleaved:

@@ -47,5 +47,6 @@ class WindowKind:
 
     def most_held(self, blocks: int, chunk_blocks: int) -> int:
         """The most blocks held at one time by a sequence of `blocks` that is computed in chunks."""
-        behind = (self.window - 1) // self._block_tokens + 1 + self._spare
-        return min(blocks, behind + chunk_blocks)
+        size = self._block_tokens
+        behind = (self.window - 1 + size - 2) // size + 1  # blocks that W-1 tokens can touch
+        return min(blocks, behind + self._spare + chunk_blocks)

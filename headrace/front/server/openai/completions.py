@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started
 from headrace.front.server.openai.fold import (
     Fold,
+    TextOffsets,
     completion_logprobs,
     finish_reason,
     scores_by_id,
@@ -35,11 +36,11 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt. `text` and `pieces` (the text of each token) are filled only where they are echoed."""
+    """One prompt. `text` and `first` (the text of its first token) are filled only where they are echoed."""
 
     ids: list[int]
     text: str = ""
-    pieces: list[str] = field(default_factory=list)
+    first: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +112,7 @@ async def to_chunks(
     with_usage = options is not None and options.include_usage
     continuous = options is not None and options.continuous_usage_stats
     folds = [Fold(reply.n) for _ in reply.prompts]
-    offsets = [
-        [len(prompt.text) if reply.request.echo else 0] * reply.n for prompt in reply.prompts
-    ]
+    offsets = [[TextOffsets() for _ in range(reply.n)] for _ in reply.prompts]
     echoed = [False] * len(folds)
 
     def chunk(choice: dict[str, Any]) -> bytes:
@@ -129,12 +128,10 @@ async def to_chunks(
             if reply.request.echo and isinstance(event, Delta | Ended) and not echoed[number]:
                 echoed[number] = True
                 for sample in range(reply.n):
-                    yield chunk(_echo(reply, fold, number, sample))
+                    yield chunk(_echo(reply, fold, number, sample, offsets[number][sample]))
             match event:
                 case Delta():
-                    at = offsets[number][event.index]
-                    offsets[number][event.index] += len(event.text)
-                    yield chunk(_delta(reply, number, event, at))
+                    yield chunk(_delta(reply, number, event, offsets[number][event.index]))
                 case Ended():
                     yield chunk(_end(reply, number, event))
                 case Started() if reply.request.return_token_ids and not reply.request.echo:
@@ -166,23 +163,27 @@ def _piece(reply: Reply, number: int, sample: int, text: str) -> dict[str, Any]:
     }
 
 
-def _echo(reply: Reply, fold: Fold, number: int, sample: int) -> dict[str, Any]:
+def _echo(
+    reply: Reply, fold: Fold, number: int, sample: int, offsets: TextOffsets
+) -> dict[str, Any]:
     prompt = reply.prompts[number]
     choice = _piece(reply, number, sample, prompt.text)
     if reply.request.logprobs is not None and fold.prompt_scores is not None:
         choice["logprobs"] = completion_logprobs(
-            fold.prompt_scores, texts=prompt.pieces, start=0, as_id=_as_id(reply)
+            fold.prompt_scores, first=prompt.first, offsets=offsets, as_id=_as_id(reply)
         )
     if reply.request.return_token_ids:
         choice["prompt_token_ids"] = prompt.ids
     return choice
 
 
-def _delta(reply: Reply, number: int, event: Delta, at: int) -> dict[str, Any]:
+def _delta(reply: Reply, number: int, event: Delta, offsets: TextOffsets) -> dict[str, Any]:
     choice = _piece(reply, number, event.index, event.text)
     if event.scores:
         scores: list[ScoredToken | None] = list(event.scores)
-        choice["logprobs"] = completion_logprobs(scores, texts=[], start=at, as_id=_as_id(reply))
+        choice["logprobs"] = completion_logprobs(
+            scores, first="", offsets=offsets, as_id=_as_id(reply)
+        )
     if reply.request.return_token_ids:
         choice["token_ids"] = event.token_ids
     return choice
@@ -221,7 +222,7 @@ def _choice(reply: Reply, fold: Fold, number: int, sample: int) -> dict[str, Any
         head = (fold.prompt_scores or []) if request.echo else []
         scores: list[ScoredToken | None] = [*head, *choice.scores]
         found["logprobs"] = completion_logprobs(
-            scores, texts=prompt.pieces, start=0, as_id=_as_id(reply)
+            scores, first=prompt.first, offsets=TextOffsets(), as_id=_as_id(reply)
         )
     if request.prompt_logprobs is not None and fold.prompt_scores is not None:
         found["prompt_logprobs"] = scores_by_id(fold.prompt_scores)

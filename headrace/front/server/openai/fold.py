@@ -6,6 +6,7 @@ that texts, finish reasons and usage cannot differ between them.
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass, field
 
 from headrace.front.client.events import (
@@ -123,26 +124,32 @@ def chat_logprobs(scores: list[ScoredToken], *, as_id: bool) -> dict[str, object
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
-    scores: list[ScoredToken | None], *, texts: list[str], start: int, as_id: bool
-) -> dict[str, object]:
-    """The `logprobs` object of a completion choice. `texts` names the tokens without scores; `start`: first offset.
+class TextOffsets:
+    """Where tokens begin in a choice's text, in characters: counted on the bytes, so that a character of several
+    tokens belongs to its last one, however the stream was cut."""
 
-    `text_offset` counts characters of the choice's text; a token that ends inside a character has no width.
-    """
-    names = [
-        texts[i] if scored is None else token_name(scored.token, as_id=as_id)
-        for i, scored in enumerate(scores)
-    ]
-    offsets, at = [], start
-    for i, scored in enumerate(scores):
-        offsets.append(at)
-        at += len(texts[i] if scored is None else scored.token.text)
+    def __init__(self) -> None:
+        self.at = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def place(self, data: bytes) -> int:
+        """The offset of the next token, whose bytes are `data`."""
+        at = self.at
+        self.at += len(self._decoder.decode(data))
+        return at
+
+
+def completion_logprobs(
+    scores: list[ScoredToken | None], *, first: str, offsets: TextOffsets, as_id: bool
+) -> dict[str, object]:
+    """The `logprobs` object of a completion choice. `first`: the text of a token without a score (a prompt's first)."""
     return {
-        "tokens": names,
+        "tokens": [first if s is None else token_name(s.token, as_id=as_id) for s in scores],
         "token_logprobs": [None if s is None else logprob(s.token.logprob) for s in scores],
         "top_logprobs": [None if s is None else _top(s, as_id=as_id) for s in scores],
-        "text_offset": offsets,
+        "text_offset": [
+            offsets.place(first.encode() if s is None else s.token.data) for s in scores
+        ],
     }
 
 

@@ -115,7 +115,8 @@ async def _prompt(
     if not request.echo:
         return completions.Prompt(ids=ids)
     text = given if isinstance(given, str) else tokenizer.decode(ids)
-    return completions.Prompt(ids=ids, text=text, pieces=[tokenizer.token_text(i) for i in ids[:1]])
+    first = tokenizer.token_text(ids[0]) if ids else ""
+    return completions.Prompt(ids=ids, text=text, first=first)
 
 
 def _generate(

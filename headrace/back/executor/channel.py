@@ -1,0 +1,95 @@
+"""What the core and its worker processes say to each other, and the socket they say it over.
+
+An anonymous pair of Unix stream sockets per worker: it has no name in the file system, so nobody else can connect.
+Frames as in base/wire/codec.py; nothing is unpickled (P1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+
+import msgspec
+
+from headrace.base.config.resolved import EngineSpec
+from headrace.base.errors import WireError
+from headrace.base.wire.codec import HEADER, MAX_FRAME_BYTES, Codec
+from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
+    """The first message to a worker. `rendezvous`: a fresh file through which the ranks find each other.
+
+    `loader`: see worker.build_runner.
+    """
+
+    rank: int
+    world_size: int
+    spec: EngineSpec
+    rendezvous: str
+    loader: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The worker has loaded its share."""
+
+    facts: WorkerFacts
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The worker ends: it could not start (`step` None), or a step failed. The traceback is in its log."""
+
+    step: int | None
+    error: WireError
+
+
+ToWorker = Begin | StepPlan
+ToCore = Ready | StepResult | Failed
+TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
+TO_CORE: Codec[ToCore] = Codec(ToCore)
+
+
+class Channel:
+    """One end of a stream of frames. Sending is safe from any thread, receiving from one."""
+
+    def __init__(self, end: socket.socket, *, send_timeout_s: float) -> None:
+        seconds = int(send_timeout_s)
+        micros = int((send_timeout_s - seconds) * 1e6)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, micros))
+        self._socket = end
+        self._lock = threading.Lock()
+
+    def send(self, frame: bytes) -> None:
+        """Sends a whole frame; OSError if the peer is gone or does not read in time."""
+        with self._lock:
+            self._socket.sendall(frame)
+
+    def receive(self) -> bytes | None:
+        """The body of the next frame, None once the peer is gone or this end is closed."""
+        header = self._read(HEADER.size)
+        if header is None:
+            return None
+        (size,) = HEADER.unpack(header)
+        if size > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {size} bytes exceeds {MAX_FRAME_BYTES}")
+        return self._read(size)
+
+    def _read(self, size: int) -> bytes | None:
+        data, have = bytearray(size), 0
+        while have < size:
+            try:
+                count = self._socket.recv_into(memoryview(data)[have:])
+            except OSError:
+                return None
+            if not count:
+                return None
+            have += count
+        return bytes(data)
+
+    def close(self) -> None:
+        """Ends the stream in both directions: a receiver on either end gets None."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

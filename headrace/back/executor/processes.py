@@ -1,0 +1,203 @@
+"""Workers in processes of their own, one per rank; the core speaks to each over a socket pair. Imports no torch.
+
+Rank 0 answers with results; the others are silent unless they fail. Whatever ends one worker (an exception, a kill, an
+exit) ends all of them, and every pending step fails with EngineDead: a rank that is left alone would wait in its next
+collective for ever (ENG-14). Death shows as the end of the worker's stream, within milliseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, Failed, Ready
+from headrace.base import env
+from headrace.base.config.resolved import EngineSpec
+from headrace.base.errors import EngineDead, HeadraceError, from_wire
+from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
+
+log = logging.getLogger(__name__)
+
+WORKER = "headrace.back.executor.worker"
+LOADER = "headrace.back.models.load:load_model"
+SEND_TIMEOUT_S = 10.0
+"""A worker reads all the time; one that lets a plan wait so long is stopped or stuck."""
+
+
+class ProcessPending:
+    """A step that the workers have been sent."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._result: StepResult | None = None
+        self._error: HeadraceError | None = None
+
+    def finish(self, result: StepResult | None, error: HeadraceError | None = None) -> None:
+        """The step's end; exactly one of both."""
+        self._result, self._error = result, error
+        self._done.set()
+
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+        return self._done.is_set()
+
+    def result(self, timeout_s: float | None = None) -> StepResult:
+        """Waits for the step; TimeoutError after `timeout_s`, EngineDead if a worker has ended."""
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"the step has not finished within {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+class Worker:
+    """One worker process and the core's end of its channel."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", WORKER, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self.channel = Channel(mine, send_timeout_s=SEND_TIMEOUT_S)
+
+    def ready(self) -> WorkerFacts:
+        """Waits until the worker is loaded; raises its StartError, or EngineDead if it ended without one."""
+        body = self.channel.receive()
+        message = TO_CORE.decode(body) if body is not None else None
+        if isinstance(message, Failed):
+            raise from_wire(message.error)
+        if not isinstance(message, Ready):
+            raise EngineDead(f"worker {self.rank} {self.ending()} while it started")
+        return message.facts
+
+    def ending(self) -> str:
+        """How the process ended, in words; it is known to have closed its stream."""
+        try:
+            status = self.process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "closed its stream"
+        return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+
+
+class ProcessExecutor:
+    """Runs steps on worker processes. `loader`: see worker.build_runner."""
+
+    def __init__(self, spec: EngineSpec, *, loader: str = LOADER) -> None:
+        self._lock = threading.Lock()
+        self._pending: deque[tuple[int, ProcessPending]] = deque()
+        self._failure: EngineDead | None = None
+        self._ended = threading.Event()
+        self._folder = Path(
+            tempfile.mkdtemp(prefix="headrace-", dir=env.get("HEADRACE_RUNTIME_DIR"))
+        )
+        if spec.device.tensor_parallel > 1:
+            env.set_default("GLOO_SOCKET_IFNAME", "lo")
+        self._workers = [Worker(rank) for rank in range(spec.device.tensor_parallel)]
+        try:
+            self._facts = self._start(spec, loader)
+        except BaseException:
+            self._fail("the executor could not start")
+            raise
+        for worker in self._workers:
+            name = f"headrace-worker-{worker.rank}"
+            threading.Thread(target=self._listen, args=(worker,), name=name, daemon=True).start()
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """What the loaded workers state; the smallest KV pool counts."""
+        return self._facts
+
+    def submit(self, plan: StepPlan) -> ProcessPending:
+        """Sends a step to all workers; raises at once if one is known to have ended (ENG-14)."""
+        pending, frame = ProcessPending(), TO_WORKER.frame(plan)
+        with self._lock:
+            self.check()
+            self._pending.append((plan.step, pending))
+        for worker in self._workers:
+            try:
+                worker.channel.send(frame)
+            except OSError as error:
+                self._fail(f"worker {worker.rank} takes no more steps ({type(error).__name__})")
+        return pending
+
+    def check(self) -> None:
+        """Raises EngineDead if a worker has ended, or after `close`."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Ends the workers and returns when they are gone; idempotent."""
+        self._fail("the executor is closed", is_expected=True)
+        self._ended.wait()
+
+    def _start(self, spec: EngineSpec, loader: str) -> WorkerFacts:
+        """Sends every worker its orders and waits for all; the first that fails is the reason."""
+        for worker in self._workers:
+            begin = Begin(
+                rank=worker.rank,
+                world_size=len(self._workers),
+                spec=spec,
+                rendezvous=str(self._folder / "rendezvous"),
+                loader=loader,
+            )
+            worker.channel.send(TO_WORKER.frame(begin))
+        facts = [worker.ready() for worker in self._workers]
+        return msgspec.structs.replace(
+            facts[0],
+            num_blocks=min(fact.num_blocks for fact in facts),
+            weight_bytes=sum(fact.weight_bytes for fact in facts),
+            kv_bytes=sum(fact.kv_bytes for fact in facts),
+        )
+
+    def _listen(self, worker: Worker) -> None:
+        """Takes what a worker sends until its stream ends."""
+        while (body := worker.channel.receive()) is not None:
+            message = TO_CORE.decode(body)
+            if isinstance(message, Failed):
+                return self._fail(
+                    f"worker {worker.rank} failed in step {message.step}: {message.error.message}"
+                )
+            assert isinstance(message, StepResult), message
+            self._finish(message)
+        self._fail(f"worker {worker.rank} {worker.ending()}")
+
+    def _finish(self, result: StepResult) -> None:
+        with self._lock:
+            if not self._pending:
+                return
+            step, pending = self._pending.popleft()
+        assert step == result.step, (step, result.step)
+        pending.finish(result)
+
+    def _fail(self, reason: str, *, is_expected: bool = False) -> None:
+        """Ends everything, once: the first reason is the one that is told."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = EngineDead(reason)
+            lost, self._pending = list(self._pending), deque()
+        if not is_expected:
+            log.error("%s; all workers are ended", reason)
+        for _, pending in lost:
+            pending.finish(None, self._failure)
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.wait()
+            worker.channel.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._ended.set()

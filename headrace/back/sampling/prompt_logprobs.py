@@ -1,0 +1,87 @@
+"""Log-probabilities of prompt tokens, chunk by chunk as the prompt is computed.
+
+The logits at position p score the token at p + 1. A chunk of a prompt scores the tokens that follow its own, so that
+the pieces join without gap or overlap whatever the split; position 0 has no score. A prompt whose KV was taken from the
+prefix cache has no logits to score: the core computes such prompts afresh. A request that resumes after a preemption
+with outputs has been scored in full before and is not scored again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.back.sampling.logprobs import score
+from headrace.base.wire.request import PromptLogprobs
+from headrace.base.wire.step import RowStart
+
+CHUNK = 1 << 22
+"""Logits held at a time (16 MiB): a prompt's logits would not fit into memory whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    prompt: np.ndarray
+    alternatives: int
+    named: tuple[int, ...]
+
+
+class PromptScorer:
+    """The rows whose prompts are being scored."""
+
+    def __init__(self, *, logits_width: int, device: torch.device) -> None:
+        self._device = device
+        self._step = max(1, CHUNK // logits_width)
+        self._rows: dict[int, _Asked] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether no row asks for anything."""
+        return not self._rows
+
+    def start(self, start: RowStart) -> None:
+        """A request takes a row."""
+        s = start.sampling
+        if s.prompt_logprobs is not None and start.tokens.size == start.num_prompt:
+            self._rows[start.row] = _Asked(
+                prompt=start.tokens.astype(np.int64),
+                alternatives=s.prompt_logprobs,
+                named=s.logprob_ids,
+            )
+
+    def end(self, rows: np.ndarray) -> None:
+        """The rows are given back."""
+        for row in rows.tolist():
+            self._rows.pop(row, None)
+
+    def score(
+        self,
+        row: int,
+        hidden_QE: torch.Tensor,
+        *,
+        first: int,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> PromptLogprobs | None:
+        """Scores what a chunk of a row gives; None if the row did not ask or nothing is left of its prompt.
+
+        hidden_QE: the chunk's hidden states, whose positions start at `first`.
+        """
+        asked = self._rows.get(row)
+        if asked is None:
+            return None
+        targets = asked.prompt[first + 1 : first + 1 + hidden_QE.shape[0]]
+        if not targets.size:
+            del self._rows[row]
+            return None
+        parts = []
+        for start in range(0, targets.size, self._step):
+            token_M = torch.from_numpy(targets[start : start + self._step]).to(self._device)
+            logits_MV = logits(hidden_QE[start : start + len(token_M)])
+            parts.append(
+                score(logits_MV, token_M, alternatives=asked.alternatives, named=asked.named)
+            )
+        ids, values, ranks = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return PromptLogprobs(start=first + 1, ids=ids, values=values, ranks=ranks)

@@ -1,0 +1,170 @@
+"""A real `headrace serve` process tree for tests: started, asked over sockets, stopped; every process accounted for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+READY = re.compile(r"headrace is ready: (http://\S+)")
+START_S = 40.0
+
+
+class Served:
+    """A running server. `lines` collects what it printed, both streams."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if found := READY.search(line):
+                self._found.put(found[1])
+        self._found.put(None)
+
+    def wait_ready(self) -> None:
+        """Returns when the server has said that it is ready, and knows its address."""
+        url = self._found.get(timeout=START_S)
+        assert url is not None, f"the server ended: {''.join(self.lines)}"
+        self.url = url
+        self.port = int(url.rpartition(":")[2])
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        """The processes below the supervisor."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def named(self, module: str) -> list[psutil.Process]:
+        """Children that run this module."""
+        found = []
+        for child in self.children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any(module in word for word in child.cmdline()):
+                    found.append(child)
+        return found
+
+    @property
+    def cores(self) -> list[psutil.Process]:
+        """The engine cores."""
+        return self.named("headrace.launch.core_process")
+
+    @property
+    def api_processes(self) -> list[psutil.Process]:
+        """The API processes."""
+        return self.named("headrace.front.server.process")
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        """A GET on a connection of its own."""
+        return httpx.get(self.url + path, headers=headers, timeout=10)
+
+    def post(self, path: str, document: object, **headers: str) -> httpx.Response:
+        """A POST on a connection of its own."""
+        return httpx.post(self.url + path, json=document, headers=headers, timeout=20)
+
+    def ledger(self) -> dict[str, Any]:
+        """GET /v1/requests."""
+        found: dict[str, Any] = self.get("/v1/requests").json()
+        return found
+
+    def at_rest(self) -> bool:
+        """Whether the first core holds nothing."""
+        core = self.ledger()["engines"][0]
+        return (
+            core["running"] == 0
+            and core["waiting"] == 0
+            and core["held_blocks"] == 0
+            and core["refcount_sum"] == 0
+        )
+
+    def stop(self, number: int = signal.SIGTERM, *, timeout_s: float = 20) -> int:
+        """Signals the supervisor and waits; the exit status. No child may be left."""
+        children = self.children if self.process.poll() is None else []
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        status = self.process.wait(timeout_s)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive, f"orphans: {alive}"
+        self.close()
+        return status
+
+    def close(self) -> None:
+        """Ends everything, whatever state it is in."""
+        if self.process.poll() is None:
+            children = self.children
+            self.process.kill()
+            self.process.wait()
+            psutil.wait_procs(children, timeout=5)
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def launch(model: Path, *options: str, step_s: float = 0.0) -> Served:
+    """Starts a server over the null executor; `step_s` is the simulated time of a step."""
+    if step_s:
+        model = slowed(model, step_s)
+    command = [
+        *(sys.executable, "-m", "headrace.cli.main", "serve", str(model)),
+        *("--load-format", "dummy", "--executor", "null", "--port", "0", *options),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    return Served(
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+    )
+
+
+@contextlib.contextmanager
+def serving(model: Path, *options: str, step_s: float = 0.0) -> Iterator[Served]:
+    """A ready server for the length of the context."""
+    served = launch(model, *options, step_s=step_s)
+    try:
+        served.wait_ready()
+        yield served
+    finally:
+        served.close()
+
+
+def slowed(model: Path, step_s: float) -> Path:
+    """A copy of the model folder whose steps take `step_s` on the null executor."""
+    copy = model.parent / f"{model.name}-{step_s:g}"
+    copy.mkdir(exist_ok=True)
+    for file in model.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "null_step_s": step_s}))
+    return copy
+
+
+def eventually(check: Callable[[], bool], *, within_s: float) -> float:
+    """Waits until `check` holds; the seconds it took. Fails when the time is over."""
+    began = time.monotonic()
+    while not check():
+        assert time.monotonic() - began < within_s, f"not within {within_s} s"
+        time.sleep(0.005)
+    return time.monotonic() - began

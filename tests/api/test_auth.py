@@ -1,0 +1,163 @@
+"""Every route, every kind of key, every way to spell a path: a table of status codes (security P3)."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.api.serving import Served, serving
+
+KEY, OTHER, ADMIN = "good-key-1", "good-key-2", "admin-key"
+PUBLIC = ["/health", "/health/live", "/health/ready", "/health/startup", "/ping"]
+GUARDED = [
+    *("/v1/models", "/v1/models/tiny", "/v1/requests", "/v1/requests/x", "/version", "/load"),
+    *("/metrics", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
+    *("/", "/docs", "/openapi.json", "/v2/anything"),
+]
+ADMIN_ROUTES = ["/is_paused", "/pause", "/resume", "/reset_prefix_cache"]
+MUTATIONS = [
+    *(
+        "/{p}",
+        "//{p}",
+        "/./{p}",
+        "/v1/../{p}",
+        "/health/../{p}",
+        "/health//{p}",
+        "/{p}/",
+        "/{p}/.",
+        "/{p}.",
+    ),
+    *(
+        "/%2e/{p}",
+        "/%2e%2e/{p}",
+        "/health%2f..%2f{p}",
+        "/{p}%20",
+        "/{p}%00",
+        "/{p};x=1",
+        "/{p},x",
+        "/{P}",
+    ),
+    *(
+        "/health?/{p}",
+        "/{p}?/health",
+        "/{p}#/health",
+        "/health#/{p}",
+        "\\{p}",
+        "/ping/../{p}",
+        "/{p}%2f",
+    ),
+    *(
+        "/health/%2e%2e/{p}",
+        "/{p}/../health",
+        "http://x/{p}",
+        "http://x/health/../{p}",
+        "/HEALTH/../{p}",
+    ),
+    *(
+        "/{p}?key=good-key-1",
+        "/;/{p}",
+        "/health;/{p}",
+        "/health,/{p}",
+        "/{p}/health",
+        "/.{p}",
+        "/%2f{p}",
+    ),
+]
+HOSTS = ["localhost", "x/?", "localhost/health?", "127.0.0.1:80", "evil.example"]
+
+
+@pytest.fixture(scope="module")
+def guarded(model: Path) -> Iterator[Served]:
+    keys = ("--api-keys", f"{KEY},{OTHER}", "--admin-key", ADMIN, "--no-public-metrics")
+    with serving(model, *keys) as served:
+        yield served
+        assert served.stop() == 0
+
+
+def ask(served: Served, target: str, *headers: str, method: str = "GET") -> int:
+    """The status of a request whose target goes out byte for byte; 0 if the server just closed."""
+    lines = [f"{method} {target} HTTP/1.1", "Connection: close", "Content-Length: 0", *headers]
+    if not any(header.lower().startswith("host:") for header in headers):
+        lines.append("Host: localhost")
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
+        answer = b""
+        while data := connection.recv(65536):
+            answer += data
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+def test_public_routes_need_no_key(guarded: Served) -> None:
+    assert {path: ask(guarded, path) for path in PUBLIC} == dict.fromkeys(PUBLIC, 200)
+
+
+@pytest.mark.parametrize("path", GUARDED)
+def test_a_guarded_route_asks_for_a_key(guarded: Served, path: str) -> None:
+    assert ask(guarded, path) == 401
+    assert ask(guarded, path, "Authorization: Bearer wrong") == 401
+    assert ask(guarded, path, "Authorization: Basic " + KEY) == 401
+    assert ask(guarded, path, "x-api-key: " + KEY[:-1]) == 401
+    assert ask(guarded, path, "Authorization: Bearer " + ADMIN) == 403
+    good = {ask(guarded, path, given) for given in spellings()}
+    assert len(good) == 1 and good <= {200, 404, 405}
+
+
+def spellings() -> list[str]:
+    return [
+        *(f"Authorization: Bearer {KEY}", f"authorization: bearer {OTHER}", f"x-api-key: {KEY}"),
+        *(f"X-API-Key:  {OTHER} ", f"AUTHORIZATION: BEARER  {KEY}"),
+    ]
+
+
+@pytest.mark.parametrize("path", ADMIN_ROUTES)
+def test_an_admin_route_opens_to_the_admin_key_alone(guarded: Served, path: str) -> None:
+    assert ask(guarded, path) == 401
+    assert ask(guarded, path, "x-api-key: wrong") == 401
+    assert ask(guarded, path, "x-api-key: " + KEY) == 403
+    assert ask(guarded, path, "x-api-key: " + ADMIN) in (200, 405)
+
+
+@pytest.mark.parametrize("path", ["v1/models", "v1/chat/completions", "is_paused", "metrics"])
+def test_no_spelling_of_a_path_or_host_gets_past_without_a_key(guarded: Served, path: str) -> None:
+    table = {
+        (mutation, host): ask(guarded, mutation.format(p=path, P=path.upper()), f"Host: {host}")
+        for mutation in MUTATIONS
+        for host in (HOSTS if mutation == "/{p}" else HOSTS[:2])
+    }
+    harmless = {"/health?/{p}", "/health#/{p}"}  # these are /health, whatever follows
+    wrong = {
+        at: status
+        for at, status in table.items()
+        if status not in ((200,) if at[0] in harmless else (400, 401, 403, 404))
+    }
+    assert not wrong
+
+
+def test_a_wrong_key_is_an_authentication_error_of_the_client(guarded: Served) -> None:
+    with (
+        openai.OpenAI(base_url=guarded.url + "/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError) as caught,
+    ):
+        client.models.list()
+    assert caught.value.code == "invalid_api_key" and caught.value.type == "authentication_error"
+    assert caught.value.request_id
+
+
+def test_without_keys_only_local_names_are_served_and_admin_is_off(server: Served) -> None:
+    assert ask(server, "/v1/models", "Host: rebound.example") == 403
+    assert ask(server, "/v1/models", "Host: 127.evil.example") == 403
+    assert ask(server, "/v1/models", "Host: localhost:8000") == 200
+    assert ask(server, "/v1/models", "Host: [::1]:8000") == 200
+    assert ask(server, "/is_paused") == 404
+
+
+def test_keys_stay_out_of_the_processes_of_the_tree_and_the_log(guarded: Served) -> None:
+    for child in guarded.children:
+        words = " ".join(child.cmdline())
+        assert KEY not in words and ADMIN not in words
+    text = guarded.get("/metrics", **{"x-api-key": KEY}).text + "".join(guarded.lines)
+    assert KEY not in text and ADMIN not in text

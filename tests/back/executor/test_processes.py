@@ -1,0 +1,107 @@
+"""Worker processes: the same tokens as inline, and one end for all when one of them ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.back.executor.processes import ProcessExecutor
+from headrace.base.errors import CheckpointError, EngineDead, StartError
+from tests.back.driver import Driver, greedy_reference
+from tests.back.tiny_model import TinyModel, tiny_spec
+
+LOADER = "tests.back.tiny_model:load_tiny"
+
+
+def two_ranks() -> ProcessExecutor:
+    return ProcessExecutor(
+        tiny_spec(executor="processes", tensor_parallel=2, config={"explode": 60}),
+        loader="tests.back.tiny_model:load_tiny_parallel",
+    )
+
+
+@pytest.fixture
+def pair() -> Iterator[ProcessExecutor]:
+    executor = two_ranks()
+    yield executor
+    executor.close()
+
+
+def is_alive(executor: ProcessExecutor) -> list[bool]:
+    return [worker.process.poll() is None for worker in executor._workers]
+
+
+def test_two_ranks_give_the_tokens_of_one(pair: ProcessExecutor) -> None:
+    assert pair.facts.weight_bytes == 8
+    driver = Driver(pair.facts)
+    sequences = [driver.add([5, 6, 7]), driver.add([9])]
+    pending = [pair.submit(driver.plan([(s, s.length) for s in sequences]))]
+    pending += [pair.submit(driver.plan([(s, 1) for s in sequences])) for _ in range(4)]
+    for step in pending:
+        driver.read(step.result(30))
+    for sequence in sequences:
+        prompt = sequence.tokens[: sequence.num_prompt]
+        assert sequence.outputs == greedy_reference(TinyModel(), prompt, 5)
+
+
+def test_an_exception_on_rank_1_ends_both_with_its_traceback_in_the_log(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """ENG-14, REG-017: rank 0 waits in a collective for rank 1 and must not wait for ever."""
+    pair = two_ranks()
+    driver = Driver(pair.facts)
+    good, bad = driver.add([1]), driver.add([60])
+    driver.read(pair.submit(driver.plan([(good, 1)])).result(30))
+    pending = [pair.submit(driver.plan([(bad, 1)])), pair.submit(driver.plan([(good, 1)]))]
+    for step in pending:
+        with pytest.raises(EngineDead, match="worker 1 failed in step 1"):
+            step.result(10)
+    with pytest.raises(EngineDead):
+        pair.submit(driver.plan([(good, 1)]))
+    pair.close()
+    assert is_alive(pair) == [False, False]
+    log = capfd.readouterr().err
+    assert "RuntimeError: the tiny model exploded" in log and "in forward" in log
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank: int) -> None:
+    driver = Driver(pair.facts)
+    sequence = driver.add([1])
+    os.kill(pair._workers[1 - rank].process.pid, signal.SIGSTOP)
+    pending = pair.submit(driver.plan([(sequence, 1)]))
+    began = time.perf_counter()
+    os.kill(pair._workers[rank].process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead, match=f"worker {rank} was killed by signal 9"):
+        pending.result(10)
+    assert time.perf_counter() - began < 1.0
+    with pytest.raises(EngineDead):
+        pair.check()
+    pair.close()
+    assert is_alive(pair) == [False, False]
+
+
+def test_a_step_that_hangs_times_out_and_close_ends_the_workers(pair: ProcessExecutor) -> None:
+    """Reliability 1.6."""
+    driver = Driver(pair.facts)
+    os.kill(pair._workers[0].process.pid, signal.SIGSTOP)
+    pending = pair.submit(driver.plan([(driver.add([1]), 1)]))
+    with pytest.raises(TimeoutError):
+        pending.result(0.05)
+    assert not pending.done()
+    pair.close()
+    with pytest.raises(EngineDead, match="closed"):
+        pending.result(0)
+    assert is_alive(pair) == [False, False]
+
+
+def test_errors_at_start_come_through_as_what_they_are() -> None:
+    spec = tiny_spec(executor="processes", config={"damaged": True})
+    with pytest.raises(CheckpointError, match="not finite"):
+        ProcessExecutor(spec, loader=LOADER)
+    with pytest.raises(StartError, match="no_such_loader"):
+        ProcessExecutor(spec, loader="tests.back.tiny_model:no_such_loader")

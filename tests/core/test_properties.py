@@ -1,0 +1,255 @@
+"""Whatever happens in whatever order: the same tokens, one end per request, nothing leaked, always progress."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.back.executor.null import NullBehaviour
+from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import EngineRequest
+from headrace.core.ports import Verdict
+from tests.core.harness import EOS, FULL, Clock, Driver, make_request, make_spec, window_groups
+
+BEHAVIOUR = NullBehaviour(eos_rate=0.03)
+
+
+def random_requests(seed: int, count: int) -> list[EngineRequest]:
+    """A mix: shared prefixes, short and long prompts, samplers, priorities, tenants, prompt scores."""
+    rng = random.Random(seed)
+    shared = [[rng.randrange(3, 900) for _ in range(40)] for _ in range(3)]
+    requests = []
+    for id in range(1, count + 1):
+        own = [rng.randrange(3, 900) for _ in range(rng.choice([1, 3, 4, 8, 17, 40]))]
+        prompt = rng.choice(shared)[: rng.choice([0, 4, 8, 30, 40])] + own
+        max_tokens = rng.choice([0, 1, 2, 5, 20, 60])
+        requests.append(
+            make_request(
+                id,
+                prompt,
+                max_tokens=max_tokens,
+                min_tokens=rng.randint(0, max_tokens),
+                stop_ids=rng.choice([(), (EOS,), (EOS, 7, 8, 9, 10, 11)]),
+                sampling=RowSampling(
+                    temperature=rng.choice([0.0, 1.0]),
+                    seed=rng.randrange(5),
+                    prompt_logprobs=rng.choice([None, None, None, 1]),
+                    logprobs=rng.choice([None, None, 2]),
+                ),
+                priority=rng.randrange(3),
+                tenant=rng.choice("abc"),
+                weight=rng.choice([1.0, 2.0]),
+            )
+        )
+    return requests
+
+
+def outcome(driver: Driver) -> dict[int, Any]:
+    return {
+        id: (driver.tokens[id], finished.reason, finished.stop_id, driver.prompt_scores[id])
+        for id, finished in driver.finished.items()
+    }
+
+
+def alone(request: EngineRequest, groups: Any) -> Any:
+    """What the request gives in an engine of its own, without overlap, caching, chunks or pressure."""
+    spec = make_spec(num_blocks=256, prefix_caching=False, overlap=False, max_step_tokens=256)
+    driver = Driver(spec, groups=groups, behaviour=BEHAVIOUR, check=False)
+    driver.add(request)
+    driver.run()
+    return outcome(driver)[request.id]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 10**6),
+    num_blocks=st.integers(80, 160),
+    max_step_tokens=st.sampled_from([3, 9, 16, 64, 200]),
+    max_running=st.integers(1, 8),
+    policy=st.sampled_from(["fcfs", "priority", "fair"]),
+    overlap=st.booleans(),
+    prefix_caching=st.booleans(),
+    inter_prefill_budget=st.sampled_from([None, 1, 8]),
+    window=st.sampled_from([None, 1, 5, 8, 16]),
+)
+def test_batching_chunking_caching_preemption_and_overlap_never_change_tokens(
+    seed: int, window: int | None, **config: Any
+) -> None:
+    """ENG-06, REG-011, 1.9, P17: every request gives what it gives alone."""
+    groups = FULL if window is None else window_groups(window)
+    requests = random_requests(seed, 12)
+    driver = Driver(make_spec(**config), groups=groups, behaviour=BEHAVIOUR)
+    rng = random.Random(seed)
+    for request in requests:
+        driver.add(request)
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            driver.step()
+    driver.run()
+    assert outcome(driver) == {request.id: alone(request, groups) for request in requests}
+    driver.assert_at_rest()
+
+
+class MoodyGate:
+    """A gate that now and then says not now, never, or fails; remembers that each request is finished once."""
+
+    name = "moody"
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.open: set[int] = set()
+
+    def _answer(self) -> Verdict:
+        mood = self.rng.random()
+        if mood < 0.002:
+            raise RuntimeError("the gate itself is broken")
+        return (
+            Verdict("never", "x")
+            if mood < 0.004
+            else Verdict("not_now" if mood < 0.1 else "yes", "busy")
+        )
+
+    def admit(self, request: EngineRequest) -> Verdict:
+        verdict = self._answer()
+        if verdict.answer != "never":
+            assert request.id not in self.open
+            self.open.add(request.id)
+            return Verdict("yes")
+        return verdict
+
+    def ready(self, request_id: int) -> Verdict:
+        assert request_id in self.open
+        return self._answer()
+
+    def payload(self, request_ids: list[int]) -> bytes | None:
+        assert set(request_ids) <= self.open
+        return b"x" if request_ids else None
+
+    def finish(self, request_id: int) -> None:
+        self.open.remove(request_id)
+
+
+def assert_refcounts_are_exact(driver: Driver) -> None:
+    """Every reference is held by a request's block list, every block is free or held, never both."""
+    core = driver.core
+    pool = core.kv.pool
+    held: dict[int, int] = {}
+    for request in core.requests.values():
+        assert (request.row >= 0) == any(request.blocks), request.id
+        for blocks in request.blocks:
+            for block in blocks:
+                if block:
+                    held[block] = held.get(block, 0) + 1
+    assert {b: pool.refs(b) for b in range(1, pool.num_usable + 1) if pool.refs(b)} == held
+    assert pool.num_free == pool.num_usable - len(held)
+    assert len(core.scheduler.queue) + core.scheduler.num_running == len(core.requests)
+
+
+class RandomLife:
+    """A core under random operations. Progress: with work to do and nothing held back, steps bring ends."""
+
+    def __init__(self, seed: int, *, check: bool, **config: Any) -> None:
+        self.rng = random.Random(seed)
+        self.clock = Clock()
+        self.gate = MoodyGate(self.rng)
+        behaviour = NullBehaviour(
+            eos_rate=0.02, fails=lambda request, at: hash((request, at)) % 400 == 0
+        )
+        self.driver = Driver(
+            make_spec(**config),
+            groups=window_groups(6),
+            behaviour=behaviour,
+            gates=[self.gate],
+            clock=self.clock,
+            check=check,
+        )
+        self.sent = 0
+        self.shared = [[self.rng.randrange(3, 900) for _ in range(60)] for _ in range(4)]
+
+    def add(self) -> None:
+        self.sent += 1
+        prompt = self.rng.choice(self.shared)[: self.rng.randrange(1, 60)] + [self.sent % 900 + 3]
+        deadline = self.rng.choice([None, None, None, 0.5, 5.0])
+        self.driver.add(
+            make_request(
+                self.sent,
+                prompt if self.rng.random() > 0.01 else [5] * 400,
+                max_tokens=self.rng.choice([0, 1, 5, 30, 150]),
+                stop_ids=(EOS,),
+                deadline_s=deadline,
+                tenant=self.rng.choice("abcd"),
+                priority=self.rng.randrange(3),
+            )
+        )
+
+    def control(self) -> None:
+        match self.rng.randrange(4):
+            case 0:
+                mode = self.rng.choice(["abort", "wait", "keep"])
+                self.driver.call("pause", mode=mode, clear_cache=self.rng.random() < 0.5)
+            case 1:
+                self.driver.call("reset_prefix_cache")
+            case _:
+                self.driver.call("resume")
+
+    def operate(self) -> None:
+        draw = self.rng.random()
+        if draw < 0.2 and len(self.driver.core.requests) < 40:
+            self.add()
+        elif draw < 0.25 and self.sent:
+            self.driver.core.abort([self.rng.randint(max(1, self.sent - 60), self.sent)])
+        elif draw < 0.27:
+            self.clock.now += self.rng.random()
+        elif draw < 0.272:
+            self.control()
+        else:
+            self.driver.step()
+
+    def finish(self) -> None:
+        self.driver.call("resume")
+        for _ in range(20_000):
+            if not self.driver.core.requests:
+                break
+            if not self.driver.core.has_work:
+                self.clock.now += self.driver.core.idle_s or 0.0
+            self.driver.step()
+        self.driver.run()
+        assert set(self.driver.finished) == set(range(1, self.sent + 1))
+        assert not self.gate.open
+        self.driver.assert_at_rest()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_random_life_keeps_every_invariant(policy: str, overlap: bool) -> None:
+    """P17, P18: with the oracle on; every request ends exactly once, reference counts are exact at all times."""
+    life = RandomLife(
+        7,
+        check=True,
+        num_blocks=70,
+        max_step_tokens=24,
+        policy=policy,
+        overlap=overlap,
+        ageing_steps=10,
+    )
+    for i in range(2_500):
+        life.operate()
+        if i % 10 == 0:
+            assert_refcounts_are_exact(life.driver)
+    life.finish()
+
+
+def test_nothing_leaks_in_100_000_random_operations() -> None:
+    life = RandomLife(11, check=False, num_blocks=70, max_step_tokens=24, ageing_steps=10)
+    for i in range(100_000):
+        life.operate()
+        if i % 1_000 == 0:
+            assert_refcounts_are_exact(life.driver)
+    life.finish()
+    reasons = {finished.reason for finished in life.driver.finished.values()}
+    assert reasons == {"stop", "length", "abort", "error"}
+    assert life.driver.core.scheduler.num_preemptions > 100
+    assert life.driver.core.kv.num_hits > 1000

@@ -1,0 +1,308 @@
+import asyncio
+import gc
+from contextlib import aclosing
+
+import pytest
+
+from headrace.base.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+    WireError,
+)
+from headrace.base.wire.params import SamplingParams
+from headrace.front.client.events import Delta, Ended, Generation, PromptScored, Started
+from headrace.front.client.limits import Limits
+from headrace.front.client.llm import run_one
+from tests.front.client.conftest import LIMITS
+from tests.front.client.scripted_core import spell
+
+
+def generation(prompt=(1, 2, 3), label="", **params):
+    params = {"max_tokens": 8, **params}
+    return Generation(prompt_ids=list(prompt), params=SamplingParams(**params), label=label)
+
+
+async def events_of(llm, wanted):
+    return [event async for event in llm.generate(wanted)]
+
+
+async def test_events_come_in_order_and_fold_to_the_text(connect, tokenizer):
+    async with connect() as (llm, _):
+        events = await events_of(llm, generation(max_tokens=30))
+        assert events[0] == Started(3)
+        assert isinstance(events[-1], Ended)
+        deltas = events[1:-1]
+        assert all(isinstance(event, Delta) for event in deltas)
+        ids = [i for event in deltas for i in event.token_ids]
+        assert len(ids) == 30
+        assert "".join(event.text for event in deltas) == tokenizer.decode(ids)
+        assert (events[-1].reason, events[-1].num_output, events[-1].num_cached) == (
+            "length",
+            30,
+            3,
+        )
+
+
+async def test_each_answer_reaches_its_own_reader(connect, tokenizer):
+    def follow(request, tokens):
+        return spell([int(request.prompt_ids()[0])])(request, tokens)
+
+    async with connect(follow) as (llm, _):
+        outputs = await asyncio.gather(
+            *(run_one(llm, generation([i], max_tokens=5)) for i in range(40))
+        )
+        assert [output.outputs[0].token_ids for output in outputs] == [[i] * 5 for i in range(40)]
+        assert llm.num_in_flight == 0
+
+
+async def test_equal_labels_never_mix_requests(connect):
+    """P6, T6: 100 concurrent requests with one label; aborting one leaves the others alone."""
+
+    def follow(request, tokens):
+        return spell([int(request.prompt_ids()[0])])(request, tokens)
+
+    async with connect(follow) as (llm, core):
+        core.flow.clear()
+        wanted = [generation([i], label="same", max_tokens=4) for i in range(100)]
+        tasks = [asyncio.create_task(run_one(llm, one)) for one in wanted]
+        await core.until(lambda: len(core.requests) == 100)
+        assert len({request.id for request in core.requests}) == 100
+        tasks[7].cancel()
+        await asyncio.gather(tasks[7], return_exceptions=True)
+        core.flow.set()
+        for i, task in enumerate(tasks):
+            if i != 7:
+                assert (await task).outputs[0].token_ids == [i] * 4
+
+
+async def test_a_stop_string_over_several_tokens_ends_and_aborts(connect, tokenizer):
+    ids = tokenizer.encode_plain("one two ST") + tokenizer.encode_plain("OP three")
+    async with connect(spell(ids)) as (llm, core):
+        output = await run_one(llm, generation(stop=("STOP",), max_tokens=200))
+        answer = output.outputs[0]
+        assert (answer.text, answer.finish_reason, answer.stop) == ("one two ", "stop", "STOP")
+        await core.until(lambda: core.aborted == [core.requests[0].id])
+        assert llm.num_in_flight == 0
+
+
+async def test_include_stop_string(connect, tokenizer):
+    async with connect(spell(tokenizer.encode_plain("a STOP b"))) as (llm, _):
+        wanted = generation(stop=("STOP",), include_stop_str_in_output=True, max_tokens=200)
+        assert (await run_one(llm, wanted)).text == "a STOP"
+
+
+async def test_a_stop_string_does_not_count_before_min_tokens(connect, tokenizer):
+    ids = tokenizer.encode_plain("x STOP ")
+    async with connect(spell(ids)) as (llm, _):
+        wanted = generation(stop=("STOP",), min_tokens=len(ids), max_tokens=200)
+        assert (await run_one(llm, wanted)).text == "x STOP x "
+
+
+@pytest.mark.parametrize("include", [True, False])
+async def test_the_text_of_a_stop_id_is_left_out_unless_asked_for(connect, tokenizer, include):
+    ids = tokenizer.encode_plain("hello!")
+    async with connect(spell(ids)) as (llm, _):
+        wanted = generation(stop_token_ids=(ids[-1],), include_stop_str_in_output=include)
+        answer = (await run_one(llm, wanted)).outputs[0]
+        assert answer.text == ("hello!" if include else "hello")
+        assert (answer.finish_reason, answer.stop, answer.token_ids) == ("stop", ids[-1], ids)
+
+
+async def test_eos_ends_unless_ignored(connect, tokenizer):
+    eos = tokenizer.token_id("<|im_end|>")
+    async with connect(spell([*tokenizer.encode_plain("hi"), eos]), eos=[eos]) as (llm, _):
+        ended = await run_one(llm, generation(max_tokens=50))
+        assert (ended.text, ended.outputs[0].stop) == ("hi", eos)
+        ignored = await run_one(llm, generation(max_tokens=6, ignore_eos=True))
+        assert ignored.outputs[0].finish_reason == "length"
+        shown = await run_one(
+            llm, generation(max_tokens=6, ignore_eos=True, skip_special_tokens=False)
+        )
+        assert "<|im_end|>" in shown.text and "<|im_end|>" not in ignored.text
+
+
+async def test_closing_the_iterator_aborts_every_answer(connect):
+    async with connect() as (llm, core):
+        async with aclosing(llm.generate(generation(n=3, max_tokens=200))) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    break
+        assert llm.num_in_flight == 0
+        await core.until(lambda: core.num_running == 0)
+        assert set(core.aborted) == {request.id for request in core.requests}
+
+
+async def test_a_dropped_iterator_aborts_too(connect):
+    async with connect() as (llm, core):
+        events = llm.generate(generation(max_tokens=200))
+        await anext(events)
+        del events
+        gc.collect()
+        await core.until(lambda: core.num_running == 0)
+
+
+async def test_a_core_that_dies_fails_everything_at_once_and_is_found_again(connect):
+    async with connect() as (llm, core):
+        core.flow.clear()
+        tasks = [asyncio.create_task(run_one(llm, generation())) for _ in range(5)]
+        await core.until(lambda: len(core.requests) == 5)
+        await core.stop()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, EngineDead) for result in results)
+        assert not llm.ready and not llm.alive
+        with pytest.raises(Unavailable) as caught:
+            await run_one(llm, generation())
+        assert caught.value.retry_after_s
+        with pytest.raises(InvalidRequest):  # the caller's mistake comes first
+            await run_one(llm, generation(temperature=-1))
+        core.flow.set()
+        await core.start()
+        await llm._cores[0].connection.wait_ready()
+        assert llm.ready and llm.alive
+        assert (await run_one(llm, generation())).outputs[0].finish_reason == "length"
+
+
+async def test_a_refusal_of_the_core_is_raised_before_any_event(connect):
+    async with connect() as (llm, core):
+        core.refuse = WireError("Unavailable", "the queue is full", None, 2.0)
+        with pytest.raises(Unavailable, match="queue is full") as caught:
+            await anext(llm.generate(generation()))
+        assert caught.value.retry_after_s == 2.0
+        core.refuse = WireError("NonFiniteLogits", "nan")
+        with pytest.raises(Exception, match="nan"):
+            await run_one(llm, generation(n=3))
+        assert llm.num_in_flight == 0
+
+
+async def test_a_slow_reader_gets_merged_deltas(connect, tokenizer):
+    """Reliability 1.7: coalesced first."""
+    async with connect() as (llm, core):
+        events = llm.generate(generation(max_tokens=200))
+        assert await anext(events) == Started(3)
+        await core.until(lambda: core.num_running == 0)
+        await llm.call("status")  # a round trip: everything sent before has arrived
+        rest = [event async for event in events]
+        assert len(rest) <= 3
+        assert sum(len(event.token_ids) for event in rest[:-1]) == 200
+
+
+async def test_a_reader_that_never_reads_loses_its_request_only(connect):
+    """Reliability 1.7: then aborted, without slowing others."""
+    limits = Limits(max_pending_bytes=2000)
+    async with connect(limits=limits) as (llm, core):
+        stalled = llm.generate(generation(max_tokens=250))
+        await anext(stalled)
+        other = await run_one(llm, generation(max_tokens=100))
+        assert len(other.outputs[0].token_ids) == 100
+        await core.until(lambda: core.num_running == 0)
+        with pytest.raises(DeadlineExceeded, match="nobody read"):
+            _ = [event async for event in stalled]
+        assert core.aborted == [core.requests[0].id]
+
+
+async def test_requests_spread_over_the_cores(connect):
+    async with connect(cores=2) as (llm, cores):
+        for core in cores:
+            core.flow.clear()
+        tasks = [asyncio.create_task(run_one(llm, generation())) for _ in range(6)]
+        for core in cores:
+            await core.until(lambda core=core: len(core.requests) == 3)
+            core.flow.set()
+        await asyncio.gather(*tasks)
+
+
+async def test_explain_asks_the_core_that_has_the_request(connect):
+    async with connect() as (llm, core):
+        core.flow.clear()
+        task = asyncio.create_task(run_one(llm, generation(label="cmpl-1")))
+        await core.until(lambda: len(core.requests) == 1)
+        told = await llm.explain("cmpl-1")
+        asked = {"operation": "explain", "ids": [core.requests[0].id]}
+        assert told == {"id": "cmpl-1", "requests": [asked]}
+        with pytest.raises(NotFound, match="'other' is not in flight"):
+            await llm.explain("other")
+        core.flow.set()
+        await task
+        with pytest.raises(NotFound):
+            await llm.explain("cmpl-1")
+
+
+async def test_calls_reach_every_core_and_errors_come_back(connect):
+    async with connect(cores=2) as (llm, _):
+        assert await llm.call("pause", mode="keep") == [{"operation": "pause", "mode": "keep"}] * 2
+        with pytest.raises(Exception, match="not now"):
+            await llm.call("fail")
+
+
+async def test_n_answers_share_a_long_prompt(connect):
+    """Answers 1.. wait for the first one's prompt, then find its blocks in the prefix cache."""
+    async with connect() as (llm, core):
+        core.flow.clear()
+        task = asyncio.create_task(run_one(llm, generation(range(100), n=4)))
+        await core.until(lambda: len(core.requests) == 1)
+        core.flow.set()
+        output = await task
+        assert [answer.index for answer in output.outputs] == [0, 1, 2, 3]
+        assert len(core.requests) == 4
+
+
+async def test_prompt_scores_come_once_before_the_first_delta(connect):
+    async with connect() as (llm, _):
+        events = await events_of(llm, generation([5, 6, 7, 8], prompt_logprobs=0, n=2))
+        kinds = [type(event) for event in events]
+        assert kinds.count(PromptScored) == 1 and kinds[1] is PromptScored
+        scores = events[1].scores
+        assert scores[0] is None
+        assert [score.token.id for score in scores[1:]] == [6, 7, 8]
+        assert [score.token.logprob for score in scores[1:]] == [-6.0, -7.0, -8.0]
+
+
+async def test_max_tokens_zero_scores_the_prompt_alone(connect):
+    async with connect() as (llm, _):
+        events = await events_of(llm, generation([5, 6], prompt_logprobs=0, max_tokens=0))
+        assert [type(event) for event in events] == [Started, PromptScored, Ended]
+        assert events[-1].reason == "length"
+
+
+async def test_logprobs_name_token_alternatives_and_asked_ids(connect, tokenizer):
+    ids = tokenizer.encode_plain("é")
+    async with connect(spell(ids)) as (llm, _):
+        wanted = generation(max_tokens=len(ids), logprobs=2, logprob_token_ids=(65,))
+        answer = (await run_one(llm, wanted)).outputs[0]
+        assert [s.token.id for s in answer.logprobs] == ids
+        assert all(len(s.top) == 2 and [t.id for t in s.named] == [65] for s in answer.logprobs)
+        assert b"".join(s.token.data for s in answer.logprobs) == "é".encode()
+        assert answer.cumulative_logprob == pytest.approx(-0.5 * len(ids))
+        assert answer.logprobs[0].token.rank == 1
+
+
+async def test_start_gives_up_when_no_core_comes(tmp_path, tokenizer, connect):
+    async with connect() as (llm, _):
+        text = llm.text
+    from headrace.front.client.engine import AsyncLLM
+
+    limits = Limits(hello_timeout_s=0.05)
+    absent = AsyncLLM(text, [str(tmp_path / "absent")], limits=limits, tokenizer=tokenizer)
+    with pytest.raises(Unavailable, match="not ready after"):
+        await absent.start()
+    await absent.close()
+
+
+async def test_a_malformed_frame_ends_the_connection_not_the_client(tmp_path, connect):
+    async with connect() as (llm, core):
+        task = asyncio.create_task(run_one(llm, generation(max_tokens=250)))
+        await core.until(lambda: len(core.requests) == 1)
+        core._writers[-1].write(b"\x04\x00\x00\x00\xff\xff\xff\xff")
+        with pytest.raises(EngineDead):
+            await task
+        await llm._cores[0].connection.wait_ready()
+        await run_one(llm, generation())
+
+
+async def test_a_silent_core_is_asked_for_its_state(connect):
+    async with connect(limits=LIMITS) as (llm, core):
+        await core.until(lambda: any(call.operation == "status" for call in core.calls))
+        assert llm.alive
