@@ -18,8 +18,10 @@ WEIGHT_BYTES = 128 << 20
 
 
 def cycle(bind, problem, weights, start):
-    """A callable that uses the next weight on each call. Candidates start at different weights: one that follows another
-    on the same weight would find it in the cache."""
+    """A callable that uses the next weight on each call.
+
+    Candidates start at different weights: one that follows another on the same weight would find it in the cache.
+    """
     bound = [bind(problem, weight) for weight in weights]
     state = [start * len(weights) // 4]
 
@@ -38,7 +40,10 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for inputs, outputs in SHAPES:
             weight_bytes = inputs * outputs * dtype.itemsize
-            weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(-(-WEIGHT_BYTES // weight_bytes))]
+            weights = [
+                torch.randn(outputs, inputs).to(dtype)
+                for _ in range(-(-WEIGHT_BYTES // weight_bytes))
+            ]
             problem = LinearProblem(device="cpu", dtype=dtype, inputs=inputs, outputs=outputs)
             plain = {
                 "native": lambda problem, weight: native.bind_with(library, problem, weight, None),

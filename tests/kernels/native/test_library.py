@@ -15,7 +15,8 @@ from headrace.base.errors import StartError
 
 
 @pytest.fixture
-def fresh_load():
+def fresh_load(monkeypatch):
+    monkeypatch.delenv("HEADRACE_NATIVE", raising=False)
     load.cache_clear()
     yield load
     load.cache_clear()
@@ -83,9 +84,7 @@ def test_the_kernels_can_be_turned_off(fresh_load, monkeypatch):
     assert fresh_load() == "native kernels are turned off (HEADRACE_NATIVE=0)"
 
 
-def test_a_process_sets_the_width_with_and_without_a_library(
-    fresh_load, library_path, monkeypatch
-):
+def test_a_process_sets_the_width_with_and_without_a_library(fresh_load, library_path, monkeypatch):
     monkeypatch.setenv("HEADRACE_NATIVE", "0")
     library.use_threads(2)
     fresh_load.cache_clear()

@@ -74,7 +74,8 @@ class NativeLibrary:
         return int(self._dll.hr_pool_size())
 
     def set_threads(self, threads: int, cpus: Sequence[int] | None = None) -> int:
-        """Sets the width of the pool; cpus: numbers to pin the threads to, the caller's first. Returns the width reached."""
+        """Sets the width of the pool and returns the width reached. cpus: the core of each thread, the
+        caller's first (it is not moved)."""
         helpers = (ctypes.c_int32 * (threads - 1))(*cpus[1:threads]) if cpus else None
         return int(self._dll.hr_pool_resize(threads, helpers))
 
