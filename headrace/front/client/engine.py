@@ -155,11 +155,12 @@ class AsyncLLM:
             self._forget(generation.label, stream)
 
     async def explain(self, label: str) -> dict[str, object]:
-        """See `events.Engine.explain`: one entry of the core per answer, under "requests"."""
+        """See `events.Engine.explain`: what the core says about each answer, under "requests"."""
         requests: list[object] = []
         for stream in self._labels.get(label, []):
             if ids := list(stream.running):
-                requests.append(await stream.core.connection.call("explain", ids=ids))
+                told = await stream.core.connection.call("explain", ids=ids)
+                requests += msgspec.convert(told, dict[str, object]).values()
         if not requests:
             raise NotFound(f"request {label!r:.100} is not in flight", field="id")
         return {"id": label, "requests": requests}

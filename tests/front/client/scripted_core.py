@@ -125,8 +125,11 @@ class ScriptedCore:
             if message.operation == "fail":
                 reply = Reply(number=message.number, error=WireError("Conflict", "not now"))
             else:
-                echo = msgspec.msgpack.encode({"operation": message.operation, **message.arguments})
-                reply = Reply(number=message.number, result=msgspec.Raw(echo))
+                echo: dict = {"operation": message.operation, **message.arguments}
+                if message.operation == "explain":
+                    echo = {str(i): {"asked": i} for i in message.arguments["ids"]}
+                raw = msgspec.Raw(msgspec.msgpack.encode(echo))
+                reply = Reply(number=message.number, result=raw)
             writer.write(self._codec.frame(reply))
         async with self.changed:
             self.changed.notify_all()

@@ -220,8 +220,7 @@ async def test_explain_asks_the_core_that_has_the_request(connect):
         task = asyncio.create_task(run_one(llm, generation(label="cmpl-1")))
         await core.until(lambda: len(core.requests) == 1)
         told = await llm.explain("cmpl-1")
-        asked = {"operation": "explain", "ids": [core.requests[0].id]}
-        assert told == {"id": "cmpl-1", "requests": [asked]}
+        assert told == {"id": "cmpl-1", "requests": [{"asked": core.requests[0].id}]}
         with pytest.raises(NotFound, match="'other' is not in flight"):
             await llm.explain("other")
         core.flow.set()
