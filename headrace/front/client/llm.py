@@ -176,7 +176,10 @@ class LLM:
 
 
 async def run_all(engine: AsyncLLM, generations: list[Generation], *, show: bool) -> list[Output]:
-    """Runs all generations, a bounded number at a time; all are checked before the first one starts."""
+    """Runs all generations, a bounded number at a time; all are checked before the first one starts.
+
+    The first that fails ends the others, and its error is raised.
+    """
     for generation in generations:
         engine.check(generation)
     room = asyncio.Semaphore(_MOST_IN_FLIGHT)
@@ -188,8 +191,11 @@ async def run_all(engine: AsyncLLM, generations: list[Generation], *, show: bool
             advance(sum(len(answer.token_ids) for answer in output.outputs))
             return output
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(generation)) for generation in generations]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(generation)) for generation in generations]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
 
 

@@ -165,6 +165,22 @@ async def test_a_core_that_dies_fails_everything_at_once_and_is_found_again(conn
         assert (await run_one(llm, generation())).outputs[0].finish_reason == "length"
 
 
+async def test_what_came_before_a_failure_is_still_read(connect):
+    async with connect() as (llm, core):
+        events = llm.generate(generation(max_tokens=250))
+        assert await anext(events) == Started(3)
+        await core.until(lambda: len(core._running) == 1)
+        await llm.call("status")
+        await core.stop()
+        while llm.ready:
+            await asyncio.sleep(0)
+        delta = await anext(events)
+        assert isinstance(delta, Delta) and delta.token_ids
+        with pytest.raises(EngineDead):
+            _ = [event async for event in events]
+        await core.start()
+
+
 async def test_a_refusal_of_the_core_is_raised_before_any_event(connect):
     async with connect() as (llm, core):
         core.refuse = WireError("Unavailable", "the queue is full", None, 2.0)

@@ -4,7 +4,7 @@ import io
 import pytest
 from rich.console import Console
 
-from headrace.base.errors import ConfigError, ContextTooLong, InvalidRequest
+from headrace.base.errors import ConfigError, ContextTooLong, InvalidRequest, Unavailable, WireError
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Generation
 from headrace.front.client.llm import (
@@ -55,6 +55,15 @@ async def test_all_are_checked_before_the_first_one_starts(connect):
         assert not core.requests
         outputs = await run_all(llm, [good] * 50, show=False)
         assert [len(output.outputs[0].token_ids) for output in outputs] == [3] * 50
+
+
+async def test_the_first_failure_is_raised_plainly(connect):
+    async with connect() as (llm, core):
+        core.refuse = WireError("Unavailable", "full")
+        wanted = Generation(prompt_ids=[1], params=SamplingParams(max_tokens=3))
+        with pytest.raises(Unavailable, match="full"):
+            await run_all(llm, [wanted] * 3, show=False)
+        assert llm.num_in_flight == 0
 
 
 def test_the_progress_bar_shows_count_and_rate_on_a_terminal():
