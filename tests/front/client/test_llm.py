@@ -1,6 +1,8 @@
 import asyncio
 import io
+import math
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -14,6 +16,7 @@ from headrace.front.client.llm import (
     progress_bar,
     prompt_list,
     run_all,
+    run_one,
 )
 
 
@@ -135,8 +138,46 @@ def test_beams_end_and_free_everything(llm):
     output = llm.generate("a", SamplingParams(max_tokens=4, beam_width=3, n=3), progress=False)[0]
     scores = [answer.cumulative_logprob / len(answer.token_ids) for answer in output.outputs]
     assert scores == sorted(scores, reverse=True)
-    status = asyncio.run_coroutine_threadsafe(llm.engine.call("status"), llm._loop).result(20)[0]
+    status = llm._wait(llm.engine.call("status"))[0]
     assert status["running"] == 0 and status["free_blocks"] == status["total_blocks"]
+
+
+_ODD = [None, True, -1, 0, 1, 3, 2**31, 2**63, -(2**63), 0.5, math.nan, math.inf, "", "a", "\ud800",
+        (), (0,), (-1,), (4095,), (4096,), ("a", "\n"), ("",), {}, {1: 1.0}, {4096: 1.0}, {1: math.nan}]  # fmt: skip
+
+
+def test_odd_parameters_hurt_nobody_else(llm):
+    """P7, T7: every field with every odd value, in one batch with bystanders, on the real core."""
+    fields = [field.name for field in msgspec.structs.fields(SamplingParams)]
+    odd = [
+        Generation(prompt_ids=[5, 6], params=SamplingParams(**{"max_tokens": 3, field: value}))
+        for field in fields
+        for value in _ODD
+        if (field, value) != ("max_tokens", None)  # goes on to the end of the context
+    ]
+    calm = Generation(prompt_ids=[7, 8, 9], params=SamplingParams(max_tokens=300, temperature=0))
+
+    room = asyncio.Semaphore(60)
+
+    async def attempt(generation):
+        try:
+            async with room:
+                await run_one(llm.engine, generation)
+        except InvalidRequest:
+            return True
+        return False
+
+    async def both():
+        bystanders = [asyncio.create_task(run_one(llm.engine, calm)) for _ in range(4)]
+        refused = await asyncio.gather(*map(attempt, odd))
+        return refused, [await task for task in bystanders]
+
+    expected = llm._wait(run_one(llm.engine, calm)).outputs
+    refused, bystanders = llm._wait(both())
+    assert 0 < sum(refused) < len(refused)
+    assert all(output.outputs == expected for output in bystanders)
+    status = llm._wait(llm.engine.call("status"))[0]
+    assert status["free_blocks"] == status["total_blocks"] and status["running"] == 0
 
 
 def test_close_can_be_called_twice():
