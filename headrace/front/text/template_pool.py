@@ -99,7 +99,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env=env.child_environment(),
+            env=env.child_environment(HEADRACE_API_KEYS="", HEADRACE_ADMIN_KEY=""),
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout

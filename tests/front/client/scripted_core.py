@@ -63,6 +63,7 @@ class ScriptedCore:
         self.aborted: list[int] = []
         self.calls: list[Call] = []
         self.changed = asyncio.Condition()
+        self.mute = False
         self.refuse: WireError | None = None
         self._running: dict[int, tuple[EngineRequest, list[int], asyncio.StreamWriter]] = {}
         self._codec: Codec[ToCore] = Codec(ToCore)
@@ -122,6 +123,8 @@ class ScriptedCore:
                 self._running.pop(request_id, None)
         else:
             self.calls.append(message)
+            if self.mute:
+                return
             if message.operation == "fail":
                 reply = Reply(number=message.number, error=WireError("Conflict", "not now"))
             else:

@@ -321,3 +321,14 @@ async def test_a_silent_core_is_asked_for_its_state(connect):
     async with connect(limits=LIMITS) as (llm, core):
         await core.until(lambda: any(call.operation == "status" for call in core.calls))
         assert llm.alive
+
+
+async def test_a_core_that_answers_no_more_is_not_alive(connect):
+    """REG-111: connected, but stuck."""
+    limits = Limits(heartbeat_s=0.01, heartbeat_timeout_s=0.1)
+    async with connect(limits=limits) as (llm, core):
+        assert llm.alive
+        core.mute = True
+        while llm.alive:
+            await asyncio.sleep(0)
+        assert llm.ready  # it may come back: requests are still taken
