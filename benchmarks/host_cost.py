@@ -129,7 +129,11 @@ def main() -> None:
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    names = (
+        [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
     return names[0].partition(":")[2].strip() if names else platform.machine()
 
 
