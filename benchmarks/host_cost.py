@@ -46,7 +46,7 @@ class TimedExecutor(NullExecutor):
 
 def make_spec(*, running: int, context: int, steps: int) -> EngineSpec:
     """An engine in which `running` requests of `context` tokens can decode for `steps` steps."""
-    length = context + steps + 64
+    length = context + steps + running + 64
     return EngineSpec(
         model=ModelSpec(
             path="",
@@ -64,7 +64,9 @@ def make_spec(*, running: int, context: int, steps: int) -> EngineSpec:
             prefix_caching=True,
             num_blocks=running * (length // BLOCK_TOKENS + 2) + 1,
         ),
-        scheduler=SchedulerSpec(max_step_tokens=65_536 + 512, max_running=running),
+        scheduler=SchedulerSpec(
+            max_step_tokens=65_536 + 512, max_running=running, max_queued_tokens=1 << 40
+        ),
         device=DeviceSpec(device="cpu", executor="null"),
     )
 
@@ -76,18 +78,21 @@ def measure(*, running: int, context: int, steps: int) -> tuple[float, float]:
     core = EngineCore(spec, executor)
     random = np.random.default_rng(running + context)
     for i in range(running):
-        prompt = random.integers(3, WIDTH, context - i % BLOCK_TOKENS, dtype=np.int32)
+        length = context - int(random.integers(BLOCK_TOKENS))  # boundaries spread over the steps
+        prompt = random.integers(3, WIDTH, length, dtype=np.int32)
         core.add(
             EngineRequest(
                 id=i,
                 prompt=prompt.tobytes(),
-                stop=StopRules(max_tokens=steps + 32, stop_ids=(2,)),
+                stop=StopRules(max_tokens=steps + running + 32, stop_ids=(2,)),
                 sampling=RowSampling(temperature=0.0),
             )
         )
     while core.scheduler.prefilling or core.scheduler.queue:
         core.step(wait=True)
-    return _time_steps(core, executor, steps)
+    figures = _time_steps(core, executor, steps)
+    assert core.scheduler.num_running == running, core.scheduler.num_running
+    return figures
 
 
 def _time_steps(core: EngineCore, executor: TimedExecutor, steps: int) -> tuple[float, float]:

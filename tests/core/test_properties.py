@@ -171,7 +171,7 @@ class RandomLife:
 
     def add(self) -> None:
         self.sent += 1
-        prompt = self.rng.choice(self.shared)[: self.rng.randrange(1, 60)] + [self.sent % 900 + 3]
+        prompt = [*self.rng.choice(self.shared)[: self.rng.randrange(1, 60)], self.sent % 900 + 3]
         deadline = self.rng.choice([None, None, None, 0.5, 5.0])
         self.driver.add(
             make_request(

@@ -86,11 +86,6 @@ class KVManager:
         new = sum(kind.most_held(fresh, self._chunk_blocks) for kind in self.kinds)
         return new + sum(self.pool.refs(block) == 0 for _, _, block in self._hits(request, hit))
 
-    def still_owed(self, request: Request) -> int:
-        """Free blocks that a request in prefill will yet take."""
-        fresh = self.blocks_of(request.num_tokens) - len(request.blocks[0])
-        return sum(kind.most_held(fresh, self._chunk_blocks) for kind in self.kinds)
-
     def attach(self, request: Request, hit: int) -> list[BlockUpdate]:
         """Gives the request its first `hit` blocks out of the cache."""
         found = self._hits(request, hit)

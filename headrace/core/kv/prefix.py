@@ -3,8 +3,8 @@
     start   = H(tenant, cache salt, extra keys)          each with its length in front: no two lists look alike
     block i = H(block i-1, token ids of block i)         the raw little-endian bytes
 
-H is BLAKE2b keyed with a secret of this process (P16): nobody can construct two prompts that collide, nor learn anything
-from a hash, and a hash of another process or tenant means nothing here.
+H is BLAKE2b keyed with a secret of this process (P16): nobody can construct two prompts that collide, nor learn
+anything from a hash, and a hash of another process or tenant means nothing here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Token-fair sharing between tenants: deficit round robin, weighted, with the rounds computed at once.
 
-Every tenant's debt grows by tokens / weight for what is spent on it: its prompts when they start, each token it decodes.
+Every tenant's debt grows by tokens / weight for what is spent on it: prompts when they start, each token it decodes.
 The tenant deepest below the others is tried first, which is what deficit round robin does with a quantum of one token.
 A tenant that comes back from idleness starts at the level of the others: credit is not hoarded, debt is not forgiven
 while anything of it runs. Within a tenant: by key, that is by arrival.

@@ -1,4 +1,4 @@
-"""The optional conditions on running a request, taken together. A gate that raises ends the request, not the loop (P7)."""
+"""The optional conditions on running a request, together. A gate that raises ends the request, not the loop (P7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who goes first: the order of requests under each policy, as a key (smaller goes first; arrival numbers are unique)."""
+"""Who goes first: the order of requests under each policy, as a key (smaller goes first; arrivals are unique)."""
 
 from __future__ import annotations
 

@@ -273,8 +273,8 @@ class Scheduler:
         return refusal
 
     def _may_start(self, request: Request) -> bool:
-        """Whether the pool holds all its tokens, beside what prefills under way are owed and a block for each row to
-        grow. A request that is alone need not have it all at once."""
+        """Whether the pool holds all its tokens beside a block for each decoding row to grow. A request that is alone
+        need not have it all at once. (A prefill under way is owed blocks too, but uses up the budget before this.)"""
         pool = self.kv.pool
         if self._looked_at_lately(request):
             request.passed_over += 1
@@ -282,13 +282,15 @@ class Scheduler:
         request.looked_at_step = self.step
         hit = self.kv.match(request)
         needed = self.kv.need(request, hit)
-        owed = sum(self.kv.still_owed(other) for other in self.prefilling)
         headroom = (self.num_running - len(self.prefilling)) * len(self.kv.kinds)
-        if self.num_running == 0 or needed <= pool.num_free - owed - headroom:
+        if self.num_running == 0 or needed + headroom <= pool.num_free:
             return True
-        request.need_blocks = needed + owed + headroom
+        request.need_blocks = needed + headroom
         request.passed_over += 1
-        request.reason = f"KV blocks: needs {needed}, free {pool.num_free}, of which {owed + headroom} are kept for running requests"
+        request.reason = (
+            f"KV blocks: needs {needed}, free {pool.num_free}, "
+            f"of which {headroom} are kept for running requests"
+        )
         return False
 
     def _looked_at_lately(self, request: Request) -> bool:
