@@ -105,6 +105,22 @@ def test_quantized_weights_are_widened_as_the_library_does(name: str, tmp_path: 
     np.testing.assert_array_equal(got.numpy(), wanted)
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+def test_k_quants_are_widened_as_the_library_does(name: str, tmp_path: Path) -> None:
+    """The library writes none of these, so the blocks are random bytes with sound scales."""
+    kind = gguf.GGMLQuantizationType[name]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(0).integers(0, 60, (64, 256 // block * size), dtype=np.uint8)
+
+    def quantize(stored: str, values: np.ndarray) -> tuple[np.ndarray, Any]:
+        return (raw, kind) if stored == "blk.1.ffn_down.weight" else (values, None)
+
+    model = tiny_model("qwen2", intermediate_size=256)
+    spec = gguf_spec(write_gguf(tmp_path / "m.gguf", "qwen2", model, quantize=quantize))
+    got = loaded(spec)["model.layers.1.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(got.numpy(), gguf.quants.dequantize(raw, kind))
+
+
 def test_a_rank_gets_its_rows_and_columns(tmp_path: Path) -> None:
     kind = gguf.GGMLQuantizationType.Q8_0
     path = write_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), quantize=quantizer(kind))
