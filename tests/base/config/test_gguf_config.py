@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace.base.config.gguf import TYPES, GGUFFile, GGUFTensor
+from headrace.base.config.gguf import GGUFFile, GGUFTensor
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
+from headrace.base.config.gguf_types import TYPES
 from headrace.base.errors import CheckpointError
 
 
