@@ -33,8 +33,10 @@ class BuildWithKernels(build_py):
 
     def run(self):
         super().run()
+        if self.editable_mode:
+            return  # `make` builds them in place, again whenever a source has changed
         builder = native_builder()
-        folder = ROOT / NATIVE if self.editable_mode else Path(self.build_lib).resolve() / NATIVE
+        folder = Path(self.build_lib).resolve() / NATIVE
         try:
             self.announce(f"native kernels: {builder.build(folder=folder)}", level=3)
         except builder.StartError as error:

@@ -60,6 +60,10 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="HIP_VISIBLE_DEVICES", doc="The same on AMD; a conflict between the two is an error."
     ),
+    Variable(
+        name="PROMETHEUS_MULTIPROC_DIR",
+        doc="Folder where several API processes join their counters; set by the supervisor for its children.",
+    ),
     Variable(name="NO_COLOR", doc="Any value turns colours off in the terminal."),
 )
 

@@ -37,7 +37,7 @@ FAMILY_ROOMS = (
     "base/config/gguf",
     "base/config/weight_files",  # the checkpoint format of that name
     "launch/locate",
-    "front/text/gguf_tokenizer",  # the names of vocabularies in GGUF
+    "front/text/gguf_tokenizer",  # names of pre-tokenizers in GGUF metadata
     "front/text/parsers",
 )
 SIZE_LIMIT = 600

@@ -196,5 +196,8 @@ def test_longrope_takes_the_long_factors_once_sequences_may_pass_the_original_le
     oracle = save_oracle(config, tmp_path)
     rows = random_rows(SIZES["vocab_size"], (51, 37))
     ours = load_ours(model_spec(tmp_path, max_model_len=64))
+    assert [one.chosen for one in ours.decisions if one.field == "model.rope"] == [
+        "long factors: sequences may have 64 tokens"
+    ]
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)

@@ -20,6 +20,7 @@ import torch
 from headrace.back.kernels.rope.op import OP, RopeProblem
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.base.config.hf import ConfigReader
+from headrace.base.config.resolved import Decision
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 OLD_NAMES = {"su": "longrope", "ntk": "dynamic"}
@@ -30,7 +31,8 @@ class RopeSpec:
     """`frequencies` [R/2] in radians per position; cosines and sines are multiplied by
     `attention_factor`.
 
-    R = 2 * len(frequencies) dimensions of each head are rotated, from the first on.
+    R = 2 * len(frequencies) dimensions of each head are rotated, from the first on. `decision` says
+    what was fixed by the longest sequence the engine allows; empty if nothing was.
     """
 
     kind: str
@@ -38,6 +40,7 @@ class RopeSpec:
     frequencies: tuple[float, ...]
     attention_factor: float = 1.0
     layout: str = "half"
+    decision: str = ""
 
     @property
     def rotary_dim(self) -> int:
@@ -67,6 +70,9 @@ class Rope:
         )
         self.rotate = scope.bind(OP, problem)
         if spec not in scope.ledger.tables:
+            if spec.decision:
+                why = "cached keys must not depend on how long a request becomes"
+                scope.ledger.notes.append(Decision("model.rope", spec.kind, spec.decision, why))
             scope.ledger.tables[spec] = rope_table(spec, scope.max_positions).to(scope.device)
         self.table_PR = scope.ledger.tables[spec]
 
@@ -115,7 +121,18 @@ def read_rope(
         head_dim=head_dim,
         frequencies=tuple(frequencies.tolist()),
         attention_factor=attention_factor,
+        decision=_decision(kind, scaling),
     )
+
+
+def _decision(kind: str, scaling: _Scaling) -> str:
+    longest = f"sequences may have {scaling.max_positions} tokens"
+    if kind == "longrope":
+        passes = scaling.max_positions > scaling.original_positions
+        return f"{'long' if passes else 'short'} factors: {longest}"
+    if kind == "dynamic":
+        return f"one base for all lengths: {longest}"
+    return ""
 
 
 def _rope_section(config: ConfigReader, layer_type: str | None, *, scaled: bool) -> ConfigReader:

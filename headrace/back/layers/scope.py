@@ -30,6 +30,7 @@ class Ledger:
     params: list[Param] = field(default_factory=list)
     finishers: list[Callable[[], None]] = field(default_factory=list)
     choices: list[Choice[Any]] = field(default_factory=list)
+    notes: list[Decision] = field(default_factory=list)
     tables: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def finish(self) -> None:
@@ -47,10 +48,11 @@ class Ledger:
         for choice in self.choices:
             key = (choice.op, choice.kernel.name, choice.rejected)
             merged.setdefault(key, set()).add(choice.problem)
-        return tuple(
+        kernels = (
             Decision(f"kernel.{op}", "auto", kernel, _why(len(problems), rejected))
             for (op, kernel, rejected), problems in merged.items()
         )
+        return (*self.notes, *kernels)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ multiprocess files merge them (the supervisor points PROMETHEUS_MULTIPROC_DIR at
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,6 +21,8 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.multiprocess import MultiProcessCollector
+
+from headrace.base import env
 
 OTHER = "other"
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -187,7 +188,7 @@ class Metrics:
 
     def exposition(self, engines: list[Mapping[str, object]]) -> bytes:
         """The Prometheus text: the series of the table, then what each engine core reported now."""
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        if env.get("PROMETHEUS_MULTIPROC_DIR") is not None:
             merged = CollectorRegistry()
             MultiProcessCollector(merged)  # type: ignore[no-untyped-call]
             own = generate_latest(merged)
