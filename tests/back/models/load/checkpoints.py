@@ -172,9 +172,10 @@ def _write_metadata(writer: gguf.GGUFWriter, architecture: str, config: Any) -> 
     writer.add_rope_freq_base(
         rope.get("rope_theta", rope.get("full_attention", {}).get("rope_theta"))
     )
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
+    writer.add_eos_token_id(config.eos_token_id)
+    writer.add_pad_token_id(config.pad_token_id)
+    if config.bos_token_id is not None:
+        writer.add_bos_token_id(config.bos_token_id)
     if architecture in GEMMA:
         writer.add_sliding_window(config.sliding_window)
     if architecture == "gemma2":

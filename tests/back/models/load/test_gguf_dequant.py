@@ -8,7 +8,7 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
-from headrace.base.config.gguf import TYPES
+from headrace.base.config.gguf_types import TYPES
 
 SUPPORTED = [(number, kind) for number, kind in TYPES.items() if kind.name in DEQUANTIZE]
 
