@@ -115,6 +115,7 @@ class CoreLoop:
     def _fail(self, error: EngineError) -> NoReturn:
         """The step failed as a whole: everyone is told, then this process ends and is started anew (ENG-14)."""
         log.critical("the engine failed: %s", error.message, exc_info=error)
+        faulthandler.dump_traceback(sys.stderr)
         self._send(self._core.fail_all(error))
         self._fronts.flush(FLUSH_S)
         os._exit(FAILED_EXIT)

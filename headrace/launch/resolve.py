@@ -191,10 +191,16 @@ def _kv(
 ) -> KVSpec:
     given = options.kv
     blocks, memory = given.kv_blocks, None
+    needed = -(-max_model_len // given.block_tokens) + 1  # block 0 belongs to nobody
+    if blocks is not None and options.model.max_model_len != "auto" and blocks < needed:
+        raise ConfigError(
+            f"--kv-blocks {blocks}: --max-model-len {max_model_len} needs {needed} blocks "
+            f"of {given.block_tokens} tokens"
+        )
     if blocks is None and given.kv_memory != "auto":
         memory = parse_bytes(given.kv_memory, field="--kv-memory")
     elif blocks is None and where.executor == "null":
-        blocks = max(NULL_BLOCKS, -(-max_model_len // given.block_tokens) + 2)
+        blocks = max(NULL_BLOCKS, needed)
         choose.note("--kv-blocks", "auto", blocks, "nothing is stored by the null executor")
     elif blocks is None:
         memory = _kv_bytes(model, device, where)

@@ -132,12 +132,12 @@ class Supervisor:
         seat.child.process.kill()
 
     def _wait_s(self) -> float | None:
-        if any(seat.heard_at is not None for seat in self._seats):
-            return BEAT_CHECK_S if self._stop_at is None else 0.1
+        now = time.monotonic()
         times = [seat.restart_at for seat in self._seats if seat.restart_at is not None]
+        times += [now + BEAT_CHECK_S for seat in self._seats if seat.heard_at is not None]
         if self._stop_at is not None:
             times.append(self._stop_at)
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        return max(0.0, min(times) - now) if times else None
 
     def _start(self, seat: Seat) -> None:
         seat.child = seat.start()
@@ -152,8 +152,9 @@ class Supervisor:
         assert seat.child is not None
         reports = seat.child.reports()
         for found in reports:
-            if found.beat:
+            if seat.is_core:
                 seat.heard_at = time.monotonic()
+            if found.beat:
                 continue
             seat.error = found.error
             seat.ready = found.ready

@@ -24,6 +24,7 @@ from headrace.base import env
 from headrace.launch.resolve import DeviceFacts
 
 PR_SET_PDEATHSIG = 1
+_NO_KEYS = {"HEADRACE_API_KEYS": "", "HEADRACE_ADMIN_KEY": ""}  # children know digests only
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -87,7 +88,7 @@ def spawn(
             command,
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *pass_fds),
-            env=env.child_environment(**(environment or {})),
+            env=env.child_environment(**_NO_KEYS, **(environment or {})),
         )
     finally:
         theirs.close()
@@ -105,9 +106,9 @@ def report(status: socket.socket, message: Report) -> None:
 
 def tie_to_parent(parent: int | None) -> None:
     """Asks the kernel to kill this process with its parent; ends it if the parent is already gone."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group: only the parent acts on it
+    # Ctrl-C and service managers signal the whole group: only the parent acts on it, and tells its children.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if parent is None:
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""A tiny model folder for serving tests: a config of the llama family, a byte-level tokenizer trained here, a template."""
+"""A tiny model folder for serving tests: a llama config, a byte-level tokenizer trained here, a chat template."""
 
 from __future__ import annotations
 

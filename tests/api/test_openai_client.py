@@ -150,8 +150,8 @@ def test_streamed_completion_logprobs_equal_the_plain_ones(client: openai.OpenAI
         if chunk.choices and chunk.choices[0].logprobs
     ]
     assert plain is not None
-    assert sum((part.text_offset or [] for part in parts), []) == plain.text_offset
-    assert sum((part.tokens or [] for part in parts), []) == plain.tokens
+    assert [i for part in parts for i in part.text_offset or []] == plain.text_offset
+    assert [token for part in parts for token in part.tokens or []] == plain.tokens
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,9 @@ class Shell:
         assert scope["type"] == "http", f"no handler for {scope['type']}"
         exchange = Exchange(services=self.services, request_id=request_id())
         scope[SCOPE_KEY] = exchange
-        scope["app"] = self  # with an app in the scope starlette raises 404 and 405 instead of answering them
+        scope["app"] = (
+            self  # with an app in the scope starlette raises 404 and 405 instead of answering them
+        )
         wire = _Wire(scope, receive, send, exchange)
         metrics = self.services.metrics
         metrics.add("headrace_http_requests_in_flight")

@@ -119,8 +119,7 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(DRAIN_SIGNAL, server.begin_drain)
     loop.add_reader(status.fileno(), _parent_spoke, status, server)
-    connecting = asyncio.ensure_future(_connect(engine))
-    report(status, Report(ready=True))
+    connecting = asyncio.ensure_future(_connect(engine, status))
     try:
         await server._serve([listener])
     finally:
@@ -131,12 +130,14 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
         services.templates.close()
 
 
-async def _connect(engine: AsyncLLM) -> None:
-    """Until this is through, readiness is false and generations are answered with 503."""
+async def _connect(engine: AsyncLLM, status: socket.socket) -> None:
+    """Until this is through, readiness is false and generations are answered with 503; then the parent is told."""
     try:
         await engine.start()
     except HeadraceError as error:
         log.error("no connection to the engine: %s", error.message)
+    else:
+        report(status, Report(ready=True))
 
 
 def _parent_spoke(status: socket.socket, server: Server) -> None:

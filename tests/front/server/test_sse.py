@@ -1,0 +1,136 @@
+"""Streams and disconnects at the ASGI border: scripted receive and send, the code under test is real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+
+import pytest
+from starlette.types import Message
+
+from headrace.base.errors import EngineDead, Unavailable
+from headrace.front.server import sse
+from headrace.front.server.sse import (
+    ABORT_KEY,
+    ClientGone,
+    EventStream,
+    SlowReader,
+    started,
+    until_gone,
+)
+
+
+class Border:
+    """An ASGI connection: collects what is sent; `leave` is the client's disconnect."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.left = asyncio.Event()
+        self.stuck = False
+
+    async def receive(self) -> Message:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if self.stuck and message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+class Source:
+    """Events of a generation; `closed` tells that its work was ended."""
+
+    def __init__(self, *events: bytes | Exception, endless: bool = False) -> None:
+        self.closed = False
+        self.stream = self._run(events, endless)
+
+    async def _run(
+        self, events: tuple[bytes | Exception, ...], endless: bool
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            for event in events:
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+            if endless:
+                await asyncio.Event().wait()
+        finally:
+            self.closed = True
+
+
+async def answer(source: Source, border: Border, abandon: asyncio.Event | None = None) -> None:
+    first, rest = await started(source.stream)
+    stream = EventStream(first, rest, request_id="r", abandon=abandon or asyncio.Event())
+    await stream({"type": "http", ABORT_KEY: border.left.set}, border.receive, border.send)
+
+
+async def test_a_stream_is_its_events_and_ends_the_message() -> None:
+    border, source = Border(), Source(b"a", b"b")
+    await answer(source, border)
+    assert border.body == b"ab" and border.sent[0]["status"] == 200
+    assert border.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert source.closed
+
+
+async def test_a_failure_before_the_first_event_raises_so_that_it_gets_a_status() -> None:
+    source = Source(Unavailable("full"))
+    with pytest.raises(Unavailable):
+        await started(source.stream)
+    assert source.closed
+
+
+async def test_a_failure_later_is_an_error_event_and_never_a_normal_end() -> None:
+    border, source = Border(), Source(b"data: 1\n\n", EngineDead("gone"))
+    await answer(source, border)
+    first, error, done, rest = border.body.split(b"\n\n")
+    assert (first, done, rest) == (b"data: 1", b"data: [DONE]", b"")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "engine_dead"
+
+
+async def test_an_unknown_failure_is_told_without_its_text() -> None:
+    border = Border()
+    await answer(Source(b"x", ValueError("secret /etc/x 0xdeadbeef")), border)
+    assert b"secret" not in border.body and b"server_error" in border.body
+
+
+async def test_a_disconnect_closes_the_source() -> None:
+    border, source = Border(), Source(b"a", endless=True)
+    task = asyncio.create_task(answer(source, border))
+    while border.body != b"a":
+        await asyncio.sleep(0)
+    border.left.set()
+    with pytest.raises(ClientGone):
+        await task
+    assert source.closed
+
+
+async def test_the_end_of_the_drain_is_an_error_event() -> None:
+    border, source, abandon = Border(), Source(b"a", endless=True), asyncio.Event()
+    abandon.set()
+    await answer(source, border, abandon)
+    assert source.closed and b"shutting down" in border.body and border.body.endswith(sse.DONE)
+
+
+async def test_a_reader_that_takes_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "STALL_S", 0.01)
+    border, source = Border(), Source(b"a", b"b")
+    border.stuck = True
+    with pytest.raises(SlowReader):
+        await answer(source, border)
+    assert source.closed and border.left.is_set(), "the connection was aborted"
+
+
+async def test_work_that_is_done_wins_over_a_disconnect_at_the_same_moment() -> None:
+    border = Border()
+    border.left.set()
+
+    async def work() -> int:
+        return 5
+
+    assert await until_gone(border.receive, work(), abandon=asyncio.Event()) == 5

@@ -1,0 +1,89 @@
+"""Engine cores without a server, as `LLM` starts them: real processes over the null executor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from headrace.base.config.tree import Options
+from headrace.base.errors import EngineDead
+from headrace.base.wire.params import SamplingParams
+from headrace.front.client.engine import AsyncLLM
+from headrace.front.client.events import Delta, Ended, Generation
+from headrace.launch.local import start_local
+from tests.api.model_folder import write_model_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("local") / "tiny")
+
+
+def values(model: Path, **device: Any) -> dict[str, Any]:
+    return {
+        "model": {"model": str(model), "load_format": "dummy"},
+        "device": {"executor": "null", **device},
+    }
+
+
+def options(model: Path, **device: Any) -> Options:
+    return msgspec.convert(values(model, **device), Options)
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+async def test_a_local_engine_answers_and_leaves_nothing_behind(model: Path) -> None:
+    before = set(children())
+    with start_local(options(model, replicas=2)) as local:
+        assert len(local.socket_paths) == 2 == len(set(children()) - before)
+        engine = AsyncLLM(local.resolved.text, local.socket_paths)
+        await engine.start()
+        asked = Generation(prompt_ids=[5, 6], params=SamplingParams(max_tokens=4, seed=1))
+        events = [event async for event in engine.generate(asked)]
+        await engine.close()
+    assert sum(len(event.token_ids) for event in events if isinstance(event, Delta)) == 4
+    assert isinstance(events[-1], Ended)
+    assert set(children()) == before
+    assert not any(Path(path).parent.exists() for path in local.socket_paths)
+
+
+def test_a_core_that_cannot_start_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    model = write_model_folder(tmp_path / "broken")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "null_step_s": "soon"}))
+    before = set(children())
+    with pytest.raises(EngineDead, match="while starting"):
+        start_local(options(model))
+    assert set(children()) == before
+
+
+def test_cores_end_with_a_process_that_is_killed(model: Path) -> None:
+    program = (
+        "import msgspec, sys, time\n"
+        "from headrace.base.config.tree import Options\n"
+        "from headrace.launch.local import start_local\n"
+        "local = start_local(msgspec.json.decode(sys.argv[1], type=Options))\n"
+        "print('up', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    given = json.dumps(values(model))
+    with subprocess.Popen(
+        [sys.executable, "-c", program, given], stdout=subprocess.PIPE, env={**os.environ}
+    ) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
+        cores = psutil.Process(parent.pid).children()
+        assert len(cores) == 1
+        parent.kill()
+        parent.wait()
+    _, alive = psutil.wait_procs(cores, timeout=3)
+    assert not alive
