@@ -21,7 +21,7 @@ class BadWords:
 
     def start(self, start: RowStart) -> None:
         """Keeps the row's sequences."""
-        words = start.sampling.bad_words
+        words = [word for word in start.sampling.bad_words if word]
         table = np.full((len(words), max(len(word) for word in words)), -1, np.int64)
         for i, word in enumerate(words):
             table[i, table.shape[1] - len(word) :] = word

@@ -5,8 +5,8 @@ preceding tokens equal the row's last n tokens, the token that stands there is p
 multiplier * base^(n - allowed_length), with the greatest n of its places, if n >= allowed_length. A sequence breaker
 ends a match, is never matched and never penalised. `dry_range` is how many of the last tokens count, 0: all.
 
-Matches are counted up to MAX_EXTRA tokens beyond the allowed length: the penalty is far beyond any logit by then, and
-the work of one row stays bounded whatever the request says.
+Matches are counted up to MAX_EXTRA tokens beyond the allowed length, where the penalty is far beyond any logit, and to
+MAX_MATCH in all: the work of one row stays bounded whatever the request says.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
 
 MAX_EXTRA = 128
+MAX_MATCH = 1024
 LARGEST_PENALTY = 1e30
 
 
@@ -43,7 +44,8 @@ class Dry:
             s, breakers = self._rows[int(row)]
             start = max(0, int(length) - s.dry_range) if s.dry_range else 0
             history = picked.tokens[int(row), start : int(length)]
-            ids, matched = repeats(history, breakers, most=s.dry_allowed_length + MAX_EXTRA)
+            most = min(s.dry_allowed_length + MAX_EXTRA, MAX_MATCH)
+            ids, matched = repeats(history, breakers, most=most)
             self._penalise(logits_KV[k], ids, matched, s)
 
     def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
@@ -56,7 +58,7 @@ class Dry:
         longest_V = torch.zeros(logits_V.shape, dtype=torch.float64, device=logits_V.device)
         longest_V.scatter_reduce_(0, ids, matched.to(torch.float64), reduce="amax")
         power_V = torch.pow(s.dry_base, longest_V - s.dry_allowed_length)
-        penalty_V = (s.dry_multiplier * power_V).clamp_(max=LARGEST_PENALTY)
+        penalty_V = (s.dry_multiplier * power_V).clamp_(-LARGEST_PENALTY, LARGEST_PENALTY)
         hit_V = (longest_V >= max(1, s.dry_allowed_length)).to(torch.float64)
         logits_V.sub_((penalty_V * hit_V).to(logits_V.dtype))
 
@@ -71,7 +73,7 @@ def repeats(
     """
     n = history.shape[0]
     live = ~torch.isin(history, breakers)
-    place = torch.arange(1, n, device=history.device)[live[1:]]
+    place = torch.arange(1, max(1, n), device=history.device)[live[1:]]
     matched = torch.zeros(max(0, n - 1), dtype=torch.int64, device=history.device)
     for m in range(1, min(most, n - 1) + 1):
         place = place[place >= m]

@@ -48,7 +48,7 @@ def uses(s: RowSampling, width: int) -> Use:
         Use.DRY: s.dry_multiplier > 0.0,
         Use.ALLOWED: s.allowed_ids is not None,
         Use.MIN_TOKENS: s.min_tokens > 0 and bool(s.suppressed_ids),
-        Use.BAD_WORDS: bool(s.bad_words),
+        Use.BAD_WORDS: any(s.bad_words),
         Use.LOGPROBS: s.logprobs is not None or bool(s.logprob_ids),
     }
     if not s.greedy:
@@ -61,6 +61,10 @@ def uses(s: RowSampling, width: int) -> Use:
             Use.XTC: s.xtc_probability > 0.0,
         }
     return Use(sum(use for use, is_used in wanted.items() if is_used))
+
+
+COLDEST, HOTTEST = 1e-6, 1e6
+"""Temperatures are held within these: beyond them nothing changes but that single precision overflows."""
 
 
 class RowNumbers:
@@ -85,11 +89,11 @@ class RowNumbers:
         self.use[row] = use
         self.num_prompt[row] = start.num_prompt
         self.seed[row] = s.seed & 0xFFFF_FFFF_FFFF_FFFF
-        self.temperature[row] = s.temperature
+        self.temperature[row] = min(max(s.temperature, COLDEST), HOTTEST)
         self.top_k[row] = s.top_k if Use.TOP_K in use else width
         self.typical_p[row] = s.typical_p
         self.top_p[row] = s.top_p
-        self.min_p[row] = s.min_p
+        self.min_p[row] = max(s.min_p, 0.0)
         self.xtc_probability[row] = s.xtc_probability
         self.xtc_threshold[row] = s.xtc_threshold
         return use

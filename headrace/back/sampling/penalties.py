@@ -34,7 +34,8 @@ class Penalties:
         """Fills a slot from the row's tokens: the prompt, and outputs if it resumes after a preemption."""
         s, slot = start.sampling, self._take_slot()
         self._slot[start.row] = slot
-        self._numbers[start.row] = s.repetition_penalty, s.presence_penalty, s.frequency_penalty
+        numbers = np.array([s.repetition_penalty, s.presence_penalty, s.frequency_penalty])
+        self._numbers[start.row] = numbers.clip(-_LARGEST, _LARGEST)
         seen = np.zeros(self._prompt_SW.shape[1] * 32, np.bool_)
         seen[start.tokens[: start.num_prompt]] = True
         words = np.packbits(seen, bitorder="little").view("<i4")
@@ -77,6 +78,10 @@ class Penalties:
             self._count_SV = _longer(self._count_SV, more)
             self._free = list(range(have, have + more))[::-1]
         return self._free.pop()
+
+
+_LARGEST = 1e30
+"""Numbers are held within single precision."""
 
 
 def _longer(table: torch.Tensor, rows: int) -> torch.Tensor:

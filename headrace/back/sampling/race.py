@@ -20,7 +20,10 @@ _ROOM = 1.001
 def winners(
     logits_KV: torch.Tensor, *, temperature_K: np.ndarray, keys_K: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int64 [K], z of the winners float64 [K]); CPU logits float32, keys uint64. Ties go to the lowest id."""
+    """(ids int64 [K], z of the winners float64 [K]); CPU logits float32, keys uint64. Ties go to the lowest id.
+
+    A row that is not finite still has a winner, whose z tells.
+    """
     lowest = torch.finfo(torch.float32).min
     top_K1 = logits_KV.amax(1, keepdim=True).clamp_(min=lowest)
     scale_K1 = torch.from_numpy((1.0 / temperature_K).astype(np.float32)[:, None])
@@ -29,9 +32,11 @@ def winners(
     quotient_KV = u_KV.div_(weight_KV).numpy()
     leader_K = quotient_KV.argmin(axis=1)
     row_K = np.arange(len(leader_K))
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         bound_K = noise.exponential_host(keys_K, leader_K) / weight_KV.numpy()[row_K, leader_K]
-    row_M, id_M = _below(quotient_KV, bound_K * _ROOM)
+    runs_KV = quotient_KV <= (bound_K * _ROOM).astype(np.float32)[:, None]
+    runs_KV[row_K, leader_K] = True
+    row_M, id_M = np.divmod(np.flatnonzero(runs_KV), logits_KV.shape[1])
     z_M = logits_KV.numpy()[row_M, id_M].astype(np.float64) / temperature_K[row_M]
     score_M = z_M - np.log(noise.exponential_host(keys_K[row_M], id_M))
     return _first_best(row_M, score_M, id_M, z_M)
@@ -42,11 +47,6 @@ def _single_uniform(keys_K: np.ndarray, width: int) -> torch.Tensor:
     bits_KV = noise.bits_host(keys_K[:, None], np.arange(width, dtype=np.uint64))
     bits_KV >>= np.uint64(1)
     return torch.from_numpy(bits_KV.view(np.int64)).to(torch.float32).mul_(2.0**-63)
-
-
-def _below(quotient_KV: np.ndarray, bound_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    at_M = np.flatnonzero(quotient_KV <= bound_K.astype(np.float32)[:, None])
-    return np.divmod(at_M, quotient_KV.shape[1])
 
 
 def _first_best(

@@ -119,7 +119,11 @@ class Sampler:
         self._process(logits_NV, use_N, picked)
         token_N, best_N = self._choose(logits_NV, use_N, picked)
         failed = (
-            _failures(best_N, InvalidRequest, "the request's masks leave no token to sample")
+            _failures(
+                best_N,
+                InvalidRequest,
+                "the request's penalties, biases and masks leave no token to sample",
+            )
             | failed
         )
         self._tell(token_N, use_N, picked)

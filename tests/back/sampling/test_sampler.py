@@ -359,3 +359,47 @@ def test_logprobs_are_of_the_raw_distribution_with_alternatives_rank_and_named_i
         np.testing.assert_allclose(found.values, exact[found.ids], atol=2e-6)
         assert found.rank == 1 + int((x > x[token]).sum())
     assert int(result.token_N[0]) == 50
+
+
+EXTREMES: list[dict[str, object]] = [
+    {"temperature": 1e-300},
+    {"temperature": 1e300},
+    {"temperature": 1e300, "allowed_ids": (1, 2)},
+    {"temperature": 5e-324, "top_p": 0.5},
+    {"repetition_penalty": 1e300},
+    {"repetition_penalty": 1e-300, "temperature": 0.0},
+    {"frequency_penalty": -1e300},
+    {"presence_penalty": 1e300, "top_k": 3},
+    {"logit_bias": {3: 1e300}},
+    {"logit_bias": {3: 1e300, 5: -1e300}, "top_p": 0.4},
+    {"top_p": -1.0},
+    {"top_p": 0.0, "min_p": 5.0},
+    {"min_p": -3.0, "typical_p": -1.0},
+    {"dry_multiplier": 1e300, "dry_base": 1e300},
+    {"dry_multiplier": 1.0, "dry_base": -3.0, "dry_allowed_length": -5},
+    {"dry_multiplier": 1.0, "dry_base": 0.0, "dry_allowed_length": 2**40, "dry_range": -7},
+    {"xtc_probability": 9.0, "xtc_threshold": -4.0},
+    {"bad_words": ((), ())},
+    {"bad_words": ((), (3,))},
+    {"top_k": 2**60, "seed": -(2**63)},
+]
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_no_number_a_request_may_carry_ends_the_step_or_touches_a_neighbour(
+    extreme: dict[str, object],
+) -> None:
+    """One bad request never hurts another: it gets a token of the vocabulary or fails alone."""
+    rng = np.random.default_rng(1)
+    for width in (WIDTH, WIDE):
+        sampler = Sampler(max_rows=MAX_ROWS, logits_width=width, device=CPU)
+        before, bad, after = (
+            Case(rng, {}, width),
+            Case(rng, {}, width),
+            Case(rng, {"top_p": 0.9}, width),
+        )
+        bad.sampling = RowSampling(**extreme)  # type: ignore[arg-type]
+        result = run(sampler, [before, bad, after], [4, 1, 2])
+        assert set(result.failed) <= {1}
+        assert all(0 <= token < width for token in result.token_N.tolist())
+        assert result.token_N[[0, 2]].tolist() == [before.wanted(), after.wanted()]
