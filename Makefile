@@ -13,6 +13,8 @@ TORCH  ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
+NATIVE := $(VENV)/.native
+SOURCES := $(wildcard headrace/back/kernels/*/*.cpp headrace/back/kernels/*/*.h headrace/back/kernels/native/build.py)
 
 .PHONY: serve test lint types unit slow test-gpu docs native clean help
 
@@ -28,20 +30,24 @@ $(BIN)/python:
 $(RUN): pyproject.toml setup.py | $(BIN)/python
 	@echo "==> installing $(TORCH) (about 200 MB without a GPU; once)"
 	@$(PIP) install -q "$(TORCH)" numpy
-	@echo "==> installing headrace and building its native kernels"
+	@echo "==> installing headrace"
 	@$(PIP) install -q --no-build-isolation -e .
-	@$(BIN)/python -m headrace.back.kernels.native.build --quiet || echo "    no native kernels: PyTorch's operations serve instead"
 	@touch $@
 
-$(DEV): $(RUN)
+$(NATIVE): $(RUN) $(SOURCES)
+	@echo "==> building the native CPU kernels (once)"
+	@$(BIN)/python -m headrace.back.kernels.native.build || echo "    none: PyTorch's operations serve instead"
+	@touch $@
+
+$(DEV): $(NATIVE)
 	@echo "==> installing the development tools"
 	@$(PIP) install -q --no-build-isolation -e ".[dev]"
 	@touch $@
 
-serve: $(RUN)
+serve: $(NATIVE)
 	@$(BIN)/headrace serve $(ARGS)
 
-native: $(RUN)
+native: $(NATIVE)
 	@$(BIN)/python -m headrace.back.kernels.native.build
 
 lint: $(DEV)

@@ -21,7 +21,16 @@ STEPS = {
 
 def main() -> None:
     library, arguments = setup(__doc__)
-    row("dtype", "heads / KV / size", "step", "native us", "reference us", "ratio", "KV GB/s", "GFLOP/s")
+    row(
+        "dtype",
+        "heads / KV / size",
+        "step",
+        "native us",
+        "reference us",
+        "ratio",
+        "KV GB/s",
+        "GFLOP/s",
+    )
     row(*["---"] * 8)
     for dtype in (torch.bfloat16, torch.float32):
         for heads, kv_heads, head_dim in HEADS:
@@ -34,13 +43,15 @@ def main() -> None:
                 kv = torch.randn(blocks, 2, kv_heads, 16, head_dim).to(dtype)
                 taken = interleaved(
                     {
-                        "native": lambda q=q, kv=kv, plan=plan: native(q, kv, plan),
-                        "reference": lambda q=q, kv=kv, plan=plan: reference(q, kv, plan),
+                        name: lambda f=f, q=q, kv=kv, plan=plan: f(q, kv, plan)
+                        for name, f in (("native", native), ("reference", reference))
                     },
                     seconds=arguments.seconds,
                 )
                 best_us = taken["native"][1]
-                kv_bytes = sum(length for _, length in rows) * 2 * kv_heads * head_dim * dtype.itemsize
+                kv_bytes = (
+                    sum(length for _, length in rows) * 2 * kv_heads * head_dim * dtype.itemsize
+                )
                 pairs = sum(n * length - n * (n - 1) // 2 for n, length in rows)
                 row(str(dtype)[6:], f"{heads} / {kv_heads} / {head_dim}", name, cell(taken["native"]),
                     cell(taken["reference"]), f"{taken['reference'][0] / taken['native'][0]:.1f}",

@@ -28,7 +28,9 @@ def cases(library, tokens):
     head_norm = rms_norm_op.RMSNormProblem(device="cpu", dtype=DTYPE, width=128, eps=1e-6)
     turn = rope_op.RopeProblem(device="cpu", dtype=DTYPE, head_dim=128, rotary_dim=128)
     gate = gated_act_op.GatedActProblem(device="cpu", dtype=DTYPE, width=3072, activation="silu")
-    write = kv_write_op.KVWriteProblem(device="cpu", dtype=DTYPE, kv_heads=8, head_dim=128, block_tokens=16)
+    write = kv_write_op.KVWriteProblem(
+        device="cpu", dtype=DTYPE, kv_heads=8, head_dim=128, block_tokens=16
+    )
     weight, weight_head = torch.ones(1024), torch.ones(128)
     x, residual = torch.randn(tokens, 1024).to(DTYPE), torch.randn(tokens, 1024).to(DTYPE)
     qkv = torch.randn(tokens, 32, 128).to(DTYPE)
@@ -51,7 +53,11 @@ def cases(library, tokens):
         logits = torch.randn(tokens, VOCABULARY)
         ones, keys = torch.ones(tokens, dtype=torch.float64), torch.arange(tokens)
         plan["greedy"] = (greedy.bind_with(library), greedy_op.bind_reference(None), (logits,))
-        plan["gumbel"] = (gumbel.bind_with(library), gumbel_op.bind_reference(None), (logits, ones, keys))
+        plan["gumbel"] = (
+            gumbel.bind_with(library),
+            gumbel_op.bind_reference(None),
+            (logits, ones, keys),
+        )
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Skinny linear layers: native against torch's linear and oneDNN with packed weights, beside the bandwidth of the run.
+"""Skinny linear layers: native against torch's linear, oneDNN with packed weights, and plain reading of as many bytes.
 
 Each shape cycles through enough weights to leave the caches, as the layers of a model do.
 """
@@ -10,17 +10,20 @@ from measure import cell, interleaved, row, setup
 
 from headrace.back.kernels.linear import mkldnn, native
 from headrace.back.kernels.linear.op import LinearProblem, bind_reference
-from headrace.back.kernels.probe.native import read_gb_per_s
+from headrace.back.kernels.probe.native import reader
 
 SHAPES = ((1024, 4096), (1024, 6144), (3072, 1024), (4096, 11008))  # inputs, outputs
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 WEIGHT_BYTES = 128 << 20
 
 
-def cycle(bind, problem, weights):
-    """A callable that uses the next weight on each call."""
-    bound = [bind(problem, weight, None) for weight in weights]
-    state = [0]
+def cycle(bind, problem, weights, start):
+    """A callable that uses the next weight on each call.
+
+    Candidates start at different weights: one that follows another on the same weight would find it in the cache.
+    """
+    bound = [bind(problem, weight) for weight in weights]
+    state = [start * len(weights) // 4]
 
     def call(x):
         state[0] = (state[0] + 1) % len(bound)
@@ -31,33 +34,39 @@ def cycle(bind, problem, weights):
 
 def main() -> None:
     library, arguments = setup(__doc__)
-    row("dtype", "inputs x outputs", "rows", "native us", "torch us", "packed us", "native GB/s", "read GB/s",
-        "share", "GFLOP/s")  # fmt: skip
-    row(*["---"] * 10)
+    row("dtype", "inputs x outputs", "rows", "native us", "torch us", "packed us", "read us",
+        "share of reading", "GFLOP/s")  # fmt: skip
+    row(*["---"] * 9)
     for dtype in (torch.bfloat16, torch.float32):
         for inputs, outputs in SHAPES:
             weight_bytes = inputs * outputs * dtype.itemsize
-            weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(-(-WEIGHT_BYTES // weight_bytes))]
+            weights = [
+                torch.randn(outputs, inputs).to(dtype)
+                for _ in range(-(-WEIGHT_BYTES // weight_bytes))
+            ]
             problem = LinearProblem(device="cpu", dtype=dtype, inputs=inputs, outputs=outputs)
-            calls = {
-                "native": cycle(lambda *a: native.bind_with(library, *a), problem, weights),
-                "torch": cycle(bind_reference, problem, weights),
+            plain = {
+                "native": lambda problem, weight: native.bind_with(library, problem, weight, None),
+                "torch": lambda problem, weight: bind_reference(problem, weight, None),
+                "read": lambda problem, weight: lambda x, read=reader(library, weight): read(),
             }
             if mkldnn.KERNEL.supports(problem) is None:
-                calls["packed"] = cycle(mkldnn.KERNEL.bind, problem, weights)
+                plain["packed"] = lambda problem, weight: mkldnn.KERNEL.bind(problem, weight, None)
+            calls = {
+                name: cycle(bind, problem, weights, start)
+                for start, (name, bind) in enumerate(plain.items())
+            }
             for rows in ROWS:
                 x = torch.randn(rows, inputs).to(dtype)
-                bound = read_gb_per_s(library, rounds=2)
                 taken = interleaved(
                     {name: lambda call=call, x=x: call(x) for name, call in calls.items()},
                     seconds=arguments.seconds,
                 )
-                best_us = taken["native"][1]
-                bound = max(bound, read_gb_per_s(library, rounds=2))
-                rate = weight_bytes / best_us / 1e3
+                flop = 2 * rows * inputs * outputs
                 row(str(dtype)[6:], f"{inputs} x {outputs}", rows, cell(taken["native"]), cell(taken["torch"]),
-                    cell(taken["packed"]) if "packed" in taken else "-", f"{rate:.1f}", f"{bound:.1f}",
-                    f"{rate / bound:.0%}", f"{2 * rows * inputs * outputs / best_us / 1e3:.0f}")  # fmt: skip
+                    cell(taken["packed"]) if "packed" in taken else "-", cell(taken["read"]),
+                    f"{taken['read'][1] / taken['native'][1]:.0%}",
+                    f"{flop / taken['native'][1] / 1e3:.0f}")  # fmt: skip
 
 
 if __name__ == "__main__":

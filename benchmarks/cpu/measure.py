@@ -23,7 +23,9 @@ def setup(description: str) -> tuple[NativeLibrary, argparse.Namespace]:
     if isinstance(library, str):
         raise SystemExit(library)
     library.set_threads(arguments.threads)
-    print(f"instruction set {library.isa}, {arguments.threads} thread(s), torch {torch.__version__}")
+    print(
+        f"instruction set {library.isa}, {arguments.threads} thread(s), torch {torch.__version__}"
+    )
     return library, arguments
 
 

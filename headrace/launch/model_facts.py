@@ -15,13 +15,15 @@ import msgspec
 
 from headrace.back.models.families import FALLBACK, family_of
 from headrace.base.config.gguf import GGUFFile, read_gguf
-from headrace.base.config.gguf_config import gguf_config
+from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import ConfigReader, read_json, refuse_remote_code
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import find_weight_files
 from headrace.launch.locate import LocatedModel
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_POSITIONS: Final = 1 << 24
+"""Longest context believed (the longest published is 10 million); rotary tables are sized by it."""
 _STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -62,7 +64,10 @@ def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFac
     """Reads the files of a located model; `family` overrides the one its architecture names."""
     if located.path.is_file():
         file = read_gguf(located.path)
-        return describe(located, gguf_config(file), {}, _gguf_stored(file), family=family)
+        generation = gguf_generation(file)
+        facts = describe(located, gguf_config(file), generation, _gguf_stored(file), family=family)
+        template = file.text("tokenizer.chat_template")
+        return msgspec.structs.replace(facts, chat_template=template)
     config = read_json(located.path / "config.json")
     generation_path = located.path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
@@ -142,14 +147,16 @@ def _dtype(reader: ConfigReader, stored: Stored | None) -> str:
 
 def _max_positions(reader: ConfigReader) -> int:
     """The stated context. YaRN is the one scaling whose config may keep the length before the extension."""
-    stated = reader.int("max_position_embeddings", 2048, aliases=("n_positions", "n_ctx"), ge=1)
+    keys = ("n_positions", "n_ctx")
+    stated = reader.int("max_position_embeddings", 2048, aliases=keys, ge=1, le=MAX_POSITIONS)
     scaling = reader.section("rope_parameters") or reader.section("rope_scaling")
     if scaling is None or ("rope_type" not in scaling and "type" not in scaling):
         return stated
     if scaling.str("rope_type", aliases=("type",)) != "yarn":
         return stated
     original = scaling.int("original_max_position_embeddings", stated, ge=1)
-    return max(stated, int(original * scaling.float("factor", 1.0, ge=1.0)))
+    extended = int(original * scaling.float("factor", 1.0, ge=1.0, le=1e6))
+    return min(MAX_POSITIONS, max(stated, extended))
 
 
 def _eos_ids(

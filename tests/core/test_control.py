@@ -129,12 +129,12 @@ def test_nothing_computed_before_a_reset_is_found_after_it(overlap: bool) -> Non
     driver.ask("reset_prefix_cache")
     driver.call("resume")
     driver.run()
-    driver.add(make_request(2, prompt))
+    driver.add(make_request(2, prompt, max_tokens=1))
     driver.run()
     assert driver.finished[2].num_cached == 0
-    driver.add(make_request(3, prompt))
+    driver.add(make_request(3, [*prompt, *driver.tokens[1]]))
     driver.run()
-    assert driver.finished[3].num_cached == 28
+    assert driver.finished[3].num_cached == 28, "only what the second request computed"
 
 
 # drain

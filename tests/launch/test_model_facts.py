@@ -128,6 +128,18 @@ def test_a_gguf_file_has_the_facts_of_its_safetensors(architecture: str, tmp_pat
         assert getattr(one, field) == getattr(two, field), field
 
 
+def test_a_gguf_file_brings_its_template_and_sampling_defaults(tmp_path: Path) -> None:
+    def extra(writer: Any) -> None:
+        writer.add_chat_template("{{ messages }}")
+        writer.add_float32("general.sampling.temp", 0.5)
+        writer.add_int32("general.sampling.top_k", 20)
+
+    path = write_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), extra=extra)
+    found = read_model_facts(LocatedModel(path=path, name="m", format="gguf"))
+    assert found.chat_template == "{{ messages }}"
+    assert found.generation_defaults == {"temperature": 0.5, "top_k": 20}
+
+
 def test_no_torch_is_needed() -> None:
     script = (
         "import sys\nimport headrace.launch.model_facts\nassert 'torch' not in sys.modules\n"

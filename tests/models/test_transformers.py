@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 import transformers
 
+from headrace.back.attention.plan import Batch
 from headrace.back.models.load import load_model
+from headrace.back.models.transformers import TransformersModel
 from headrace.back.parallel.mesh import Axis, Mesh
 from headrace.base.errors import CheckpointError, ConfigError
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, save_oracle
@@ -115,6 +118,27 @@ def test_position_biases_are_refused_or_caught(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match="cannot run"):
         load_ours(model_spec(tmp_path))
+
+
+def test_bfloat16_routing_that_tips_over_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    save_oracle(config("mixtral"), tmp_path)
+    assert load_ours(model_spec(tmp_path, dtype="bfloat16")).decisions[0].chosen == "transformers"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_whose_positions_are_lost_is_caught_by_the_check(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_oracle(config("stablelm"), tmp_path)
+    forward = TransformersModel.forward
+
+    def lost(self: TransformersModel, batch: Batch) -> torch.Tensor:
+        counted = torch.arange(len(batch.positions_T))
+        return forward(self, dataclasses.replace(batch, positions_T=counted))
+
+    monkeypatch.setattr(TransformersModel, "forward", lost)
+    with pytest.raises(CheckpointError, match="its logits differ"):
+        load_ours(model_spec(tmp_path, dtype=dtype))
 
 
 def test_code_from_the_checkpoint_is_refused_by_key(tmp_path: Path) -> None:

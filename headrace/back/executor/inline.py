@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 from headrace.back.executor.worker import DEFAULT_LOADER, build_runner, set_threads
 from headrace.back.runner.runner import Runner
@@ -31,7 +31,10 @@ class InlinePending:
 
     def result(self, timeout_s: float | None = None) -> StepResult:
         """Waits for the step; TimeoutError after `timeout_s`, EngineDead if this step or an earlier one failed."""
-        return self._future.result(timeout_s)
+        try:
+            return self._future.result(timeout_s)
+        except CancelledError:
+            raise EngineDead("the executor is closed") from None
 
 
 class InlineExecutor:

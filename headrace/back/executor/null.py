@@ -166,6 +166,8 @@ class NullExecutor:
             self._start(start)
         if len(plan.block_id):
             assert 0 <= plan.block_id.min() and plan.block_id.max() < self._facts.num_blocks
+            for row in np.unique(plan.block_row).tolist():
+                assert self._rows[row] is not None, f"a block for row {row}, but nobody has it"
             self._table[plan.block_group, plan.block_row, plan.block_index] = plan.block_id
         for start in plan.starts:
             self._state[start.row] = self._state_at(start.row, start.num_computed)

@@ -11,9 +11,8 @@ def exclude_top_(z_KC: torch.Tensor, threshold_K1: torch.Tensor, acts_K1: torch.
     """Removes (-Inf) the top choices of the rows where `acts` holds. z float64 [K, C], ids rising among equals."""
     probs_KC = z_KC.softmax(1)
     reaches_KC = probs_KC >= threshold_K1
-    count_K1 = reaches_KC.sum(1, keepdim=True)
     least_K1 = torch.where(reaches_KC, probs_KC, torch.inf).amin(1, keepdim=True)
     place_C = torch.arange(z_KC.shape[1], device=z_KC.device)
     stays_K1 = torch.where(probs_KC == least_K1, place_C, -1).amax(1, keepdim=True)
-    removed_KC = reaches_KC & (place_C != stays_K1) & acts_K1 & (count_K1 > 1)
+    removed_KC = reaches_KC & (place_C != stays_K1) & acts_K1
     z_KC.masked_fill_(removed_KC, -torch.inf)

@@ -54,6 +54,11 @@ def gguf_config(file: GGUFFile) -> Config:
     return config
 
 
+def gguf_generation(file: GGUFFile) -> Config:
+    """The sampling defaults of a GGUF model under generation_config.json's keys; most files have none."""
+    return _present(file, {key: f"general.sampling.{ours}" for key, ours in _SAMPLING.items()})
+
+
 def _common(file: GGUFFile, name: str) -> Config:
     heads = _need_int(file, f"{name}.attention.head_count")
     hidden = _need_int(file, f"{name}.embedding_length")
@@ -145,6 +150,13 @@ def _smollm3(file: GGUFFile, name: str, config: Config) -> None:
     config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(layers)]
 
 
+_SAMPLING: Final = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 _GEMMA2_27B_LAYERS: Final = 46
 _GEMMA3_27B_LAYERS: Final = 62
 _GEMMA_KEYS: Final = {"sliding_window": "attention.sliding_window"}

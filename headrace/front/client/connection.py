@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from headrace.base.errors import EngineDead, EngineError, Unavailable, from_wire
+from headrace.base.errors import EngineDead, HeadraceError, Unavailable, from_wire
 from headrace.base.wire.codec import HEADER, MAX_FRAME_BYTES, Codec
 from headrace.base.wire.request import Call, Hello, Reply, ToCore, ToFront, TokenBatch
 from headrace.front.client.limits import Limits
@@ -127,7 +127,7 @@ class Connection:
         while True:
             await asyncio.sleep(self._limits.heartbeat_s)
             if self.hello is not None and loop.time() - self._heard_s >= self._limits.heartbeat_s:
-                with contextlib.suppress(EngineError, Unavailable):
+                with contextlib.suppress(HeadraceError):
                     await self.call("status")
 
     def _take(self, body: memoryview) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 
 import msgspec
 
@@ -24,7 +24,7 @@ from headrace.base.errors import (
     NotFound,
     Unavailable,
 )
-from headrace.base.wire.request import AbortRequests, TokenBatch, TokenLogprobs
+from headrace.base.wire.request import AbortRequests, Finished, TokenBatch, TokenLogprobs
 from headrace.front.client.beam import beam_search
 from headrace.front.client.connection import Connection
 from headrace.front.client.events import Event, Generation, Started
@@ -155,11 +155,12 @@ class AsyncLLM:
             self._forget(generation.label, stream)
 
     async def explain(self, label: str) -> dict[str, object]:
-        """See `events.Engine.explain`: one entry of the core per answer, under "requests"."""
+        """See `events.Engine.explain`: what the core says about each answer, under "requests"."""
         requests: list[object] = []
         for stream in self._labels.get(label, []):
             if ids := list(stream.running):
-                requests.append(await stream.core.connection.call("explain", ids=ids))
+                told = await stream.core.connection.call("explain", ids=ids)
+                requests += msgspec.convert(told, dict[str, object]).values()
         if not requests:
             raise NotFound(f"request {label!r:.100} is not in flight", field="id")
         return {"id": label, "requests": requests}
@@ -215,11 +216,14 @@ class _Stream:
         while self.running or self._unread:
             events: list[Event] = []
             while self._unread:
-                answer = self._unread.popleft()
-                answer.queued = False
-                if answer.error is not None:
-                    raise answer.error
+                answer = self._unread[0]
                 events += answer.take(self._num_prompt)
+                if answer.error is not None:
+                    if events:
+                        break  # what was produced before it failed comes first
+                    raise answer.error
+                self._unread.popleft()
+                answer.queued = False
             if events:
                 return events
             self._reader = asyncio.get_running_loop().create_future()
@@ -245,11 +249,12 @@ class _Stream:
         answer.error = error
         self.wake(answer)
 
-    def finished(self, request_id: int) -> Answer:
-        """The core told the end of one answer, which has taken it in."""
-        answer = self._remove(request_id)
+    def finished(self, end: Finished) -> None:
+        """The core told the end of one answer."""
+        answer = self.running[end.id]
+        answer.finish(end)
+        self._remove(end.id)
         self.wake(answer)
-        return answer
 
     def wake(self, answer: Answer) -> None:
         """Lets the reader know of an answer's new events."""
@@ -291,21 +296,21 @@ class _Core:
         running, scores = self.running, batch.logprobs
         for request_id, prompt_scores in batch.prompt_logprobs:
             if (stream := running.get(request_id)) is not None:
-                stream.running[request_id].add_prompt_scores(prompt_scores)
+                with self._own_failure(stream, request_id):
+                    stream.running[request_id].add_prompt_scores(prompt_scores)
         tokens: list[int] = batch.tokens.tolist()
         for i, request_id in enumerate(batch.ids.tolist()):
             stream = running.get(request_id)
             if stream is None:
                 continue
-            try:
+            try:  # not `_own_failure`: once per token
                 stream.token(request_id, tokens[i], scores[i] if scores else None)
-            except Exception as error:  # one answer's failure is not the others' (P7)
+            except Exception as error:
                 self._failed(stream, request_id, error)
         for end in batch.finished:
-            stream = running.get(end.id)
-            if stream is not None:
-                stream.running[end.id].finish(end)
-                stream.finished(end.id)
+            if (stream := running.get(end.id)) is not None:
+                with self._own_failure(stream, end.id):
+                    stream.finished(end)
 
     def on_lost(self) -> None:
         """The core is gone: everything in flight fails at once."""
@@ -314,6 +319,14 @@ class _Core:
                 request_id,
                 EngineDead("the engine process ended while it ran the request", retry_after_s=1.0),
             )
+
+    @contextmanager
+    def _own_failure(self, stream: _Stream, request_id: int) -> Iterator[None]:
+        """Whatever goes wrong with one answer is not the others' (P7)."""
+        try:
+            yield
+        except Exception as error:
+            self._failed(stream, request_id, error)
 
     def _failed(self, stream: _Stream, request_id: int, error: Exception) -> None:
         self.abort([request_id])

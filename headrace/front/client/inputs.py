@@ -8,6 +8,7 @@ Stop strings stay in the front (`outputs.py`).
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Iterable
 from typing import Any
@@ -162,6 +163,17 @@ def _check_params(params: SamplingParams, limits: Limits, widths: Widths) -> Non
     _check_counts(params, limits, widths)
     _check_lists(params, limits, widths)
     _check_logprobs(params, limits, widths)
+    _check_types(params)
+
+
+def _check_types(params: SamplingParams) -> None:
+    """What is left: flags, and types that only look right. Nothing that the wire would refuse may leave the front."""
+    try:
+        msgspec.convert(msgspec.to_builtins(params), SamplingParams)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        found = re.search(r"`\$\.(\w+)", str(error))
+        field = found[1] if found else "params"
+        raise InvalidRequest(f"{field}: {error}", field=field) from None
 
 
 def _check_counts(params: SamplingParams, limits: Limits, widths: Widths) -> None:
@@ -193,9 +205,9 @@ def _check_lists(params: SamplingParams, limits: Limits, widths: Widths) -> None
     _texts("dry_sequence_breakers", breakers, limits.max_breakers, limits.max_bad_word_chars)
     _ids("stop_token_ids", params.stop_token_ids, limits.max_stop_ids, width)
     _ids("logprob_token_ids", params.logprob_token_ids, limits.max_named_logprobs, width)
-    _ids("logit_bias", params.logit_bias, limits.max_logit_bias, width)
     if not isinstance(params.logit_bias, dict):
         raise bad("logit_bias", params.logit_bias, "an object of token ids and numbers")
+    _ids("logit_bias", tuple(params.logit_bias), limits.max_logit_bias, width)
     for token_id, bias in params.logit_bias.items():
         _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
     if params.allowed_token_ids is not None:
@@ -270,8 +282,13 @@ def _integer(field: str, given: Any, least: int, greatest: int) -> None:
 
 
 def _text(field: str, given: Any, most: int) -> None:
-    if not isinstance(given, str) or len(given) > most:
+    if not isinstance(given, str) or len(given) > most or not _encodable(given):
         raise bad(field, given, f"a text of at most {most} characters")
+
+
+def _encodable(text: str) -> bool:
+    """Whether `text` is Unicode, without halves of surrogate pairs."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _texts(field: str, given: Any, most: int, most_chars: int) -> None:
@@ -282,12 +299,12 @@ def _texts(field: str, given: Any, most: int, most_chars: int) -> None:
             f"{field}: {len(given)} entries; at most {most} are allowed", field=field
         )
     for text in given:
-        if not isinstance(text, str) or not 0 < len(text) <= most_chars:
+        if not isinstance(text, str) or not 0 < len(text) <= most_chars or not _encodable(text):
             raise bad(field, text, f"a text of 1 to {most_chars} characters")
 
 
 def _ids(field: str, given: Any, most: int, width: int) -> None:
-    if not isinstance(given, tuple | list | dict):
+    if not isinstance(given, tuple | list):
         raise bad(field, given, "a list of token ids")
     if len(given) > most:
         raise InvalidRequest(

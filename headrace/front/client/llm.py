@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -17,6 +17,9 @@ from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Delta, Ended, Event, Generation, PromptScored, ScoredToken
 from headrace.front.client.limits import Limits
 from headrace.front.text.chat import ChatTemplate
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 T = TypeVar("T")
 Prompt = str | list[int]
@@ -173,7 +176,10 @@ class LLM:
 
 
 async def run_all(engine: AsyncLLM, generations: list[Generation], *, show: bool) -> list[Output]:
-    """Runs all generations, a bounded number at a time; all are checked before the first one starts."""
+    """Runs all generations, a bounded number at a time; all are checked before the first one starts.
+
+    The first that fails ends the others, and its error is raised.
+    """
     for generation in generations:
         engine.check(generation)
     room = asyncio.Semaphore(_MOST_IN_FLIGHT)
@@ -185,8 +191,11 @@ async def run_all(engine: AsyncLLM, generations: list[Generation], *, show: bool
             advance(sum(len(answer.token_ids) for answer in output.outputs))
             return output
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(generation)) for generation in generations]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(generation)) for generation in generations]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
@@ -266,39 +275,36 @@ def options_from(**given: object) -> Options:
         raise ConfigError(str(error)) from error
 
 
-class progress_bar:
-    """A bar over prompts with tokens per second; nothing if it is not wanted or nobody looks at a terminal."""
+@contextmanager
+def progress_bar(
+    total: int, *, show: bool, console: Console | None = None
+) -> Iterator[Callable[[int], None]]:
+    """A bar over prompts with tokens per second; nothing if it is not wanted or nobody looks at a terminal.
 
-    def __init__(self, total: int, *, show: bool) -> None:
-        self._total, self._show = total, show
-        self._tokens = 0
+    What it gives is called once per finished prompt, with its number of output tokens.
+    """
+    if not show:
+        yield lambda tokens: None
+        return
+    from rich.console import Console as RichConsole
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    def __enter__(self) -> Callable[[int], None]:
-        if not self._show:
-            return lambda tokens: None
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeElapsedColumn as Elapsed
+    console = console or RichConsole(stderr=True)
+    done = 0
+    with Progress(
+        TextColumn("prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("prompts", total=total, rate="")
 
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            Elapsed(),
-            TextColumn("{task.fields[rate]}"),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._task = self._bar.add_task("prompts", total=self._total, rate="")
-        self._bar.start()
-        return self._advance
+        def advance(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            rate = done / (bar.tasks[0].elapsed or 1e-9)
+            bar.update(task, advance=1, rate=f"{rate:,.0f} tok/s")
 
-    def _advance(self, tokens: int) -> None:
-        self._tokens += tokens
-        seconds = self._bar.tasks[0].elapsed or 1e-9
-        rate = f"{self._tokens / seconds:,.0f} tok/s"
-        self._bar.update(self._task, advance=1, rate=rate)
-
-    def __exit__(self, *_: object) -> None:
-        if self._show:
-            self._bar.stop()
+        yield advance

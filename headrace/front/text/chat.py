@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.front.text.chat_messages import protect_tree, template_messages, text_size
@@ -43,6 +43,16 @@ _RESERVED = frozenset(
 MAX_TOOLS = 1024
 
 
+class RenderOptions(TypedDict, total=False):
+    """How to render. `add_generation_prompt` (true): open the assistant's turn. `continue_final_message` (false): leave
+    the last message open. `tools`: what the model may call. `kwargs`: further variables of the template."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[dict[str, Any]] | None
+    kwargs: Mapping[str, Any] | None
+
+
 class ChatTemplate:
     """One template for one tokenizer. Thread-safe."""
 
@@ -64,62 +74,24 @@ class ChatTemplate:
         self._names: frozenset[str] | None = None
 
     def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[dict[str, Any]], **options: Unpack[RenderOptions]
     ) -> list[int]:
-        """The prompt as ids. `kwargs` are further variables of the template."""
-        rendered = self._render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            kwargs=kwargs or {},
-        )
+        """The prompt as ids."""
+        rendered = self._render(messages, options)
         self._tokenizer.check_length(rendered, self._max_tokens)
         return self._tokenizer.encode_guarded(rendered)
 
     async def render_async(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[dict[str, Any]], **options: Unpack[RenderOptions]
     ) -> list[int]:
         """`render` in a thread, so that other requests go on meanwhile."""
-        return await asyncio.to_thread(
-            self.render,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            kwargs=kwargs,
-        )
+        return await asyncio.to_thread(self.render, messages, **options)
 
     def render_text(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[dict[str, Any]], **options: Unpack[RenderOptions]
     ) -> str:
         """The prompt as people read it. Do not encode it: it no longer tells users' text from control tokens."""
-        rendered = self._render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            kwargs=kwargs or {},
-        )
-        return unguard(rendered)
+        return unguard(self._render(messages, options))
 
     def warm_up(self) -> None:
         """Starts a process and compiles the template in it; a template that does not compile is refused."""
@@ -129,15 +101,10 @@ class ChatTemplate:
         """Ends the processes."""
         self._pool.close()
 
-    def _render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        tools: Sequence[dict[str, Any]] | None,
-        kwargs: Mapping[str, Any],
-    ) -> str:
+    def _render(self, messages: Sequence[dict[str, Any]], options: RenderOptions) -> str:
+        add_generation_prompt = options.get("add_generation_prompt", True)
+        continue_final_message = options.get("continue_final_message", False)
+        tools, kwargs = options.get("tools"), options.get("kwargs") or {}
         source = self._source()
         self._check_size([messages, tools, dict(kwargs)])
         if continue_final_message and add_generation_prompt:

@@ -27,6 +27,7 @@ from headrace.base.errors import EngineError, InvalidRequest, Unavailable
 _LENGTH = struct.Struct("<I")
 _SCRIPT = Path(__file__).with_name("template_worker.py")
 _START_S = 60.0
+_PIPE_BYTES = 32_768
 
 
 class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +99,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env=env.child_environment(),
+            env=env.child_environment(HEADRACE_API_KEYS="", HEADRACE_ADMIN_KEY=""),
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
@@ -115,8 +116,11 @@ class _Worker:
         """Sends one request; a process that is too slow or dies over it costs the request InvalidRequest."""
         body = json.dumps({**request, "limit_s": limit_s + 1}).encode()
         deadline = time.monotonic() + limit_s
-        writer = threading.Thread(target=self._write, args=(_LENGTH.pack(len(body)) + body,))
-        writer.start()
+        frame = _LENGTH.pack(len(body)) + body
+        if len(frame) < _PIPE_BYTES:  # fits into the empty pipe: the write cannot block
+            self._write(frame)
+        else:
+            threading.Thread(target=self._write, args=(frame,)).start()
         try:
             size = _LENGTH.unpack(self._read(_LENGTH.size, deadline))[0]
             reply: dict[str, Any] = json.loads(self._read(size, deadline))

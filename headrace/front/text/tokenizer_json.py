@@ -7,7 +7,6 @@ not switching their recognition off, also keeps vocabularies apart that would fi
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from functools import cached_property
@@ -88,20 +87,13 @@ class JsonTokenizer(Tokenizer):
     @cached_property
     def _guarded(self) -> tokenizers.Tokenizer:
         """The vocabulary with its control tokens respelled; ids stay what they are."""
-        document = copy.deepcopy(self._parsed)
         spellings = self.guard.spellings
-        for token in document.get("added_tokens", []):
-            token["content"] = spellings.get(token["content"], token["content"])
-        model = document["model"]
-        if isinstance(model.get("vocab"), dict):
-            model["vocab"] = {spellings.get(t, t): i for t, i in model["vocab"].items()}
-        elif isinstance(model.get("vocab"), list):
-            model["vocab"] = [[spellings.get(t, t), score] for t, score in model["vocab"]]
-        if model.get("unk_token") in spellings:
-            model["unk_token"] = spellings[model["unk_token"]]
-        if "merges" in model:
-            model["merges"] = [m for m in model["merges"] if not spellings.keys() & _merged(m)]
-        document["post_processor"] = None
+        added = [
+            {**token, "content": spellings.get(token["content"], token["content"])}
+            for token in self._parsed.get("added_tokens", [])
+        ]
+        model = _respelled(self._parsed["model"], spellings)
+        document = {**self._parsed, "added_tokens": added, "model": model, "post_processor": None}
         guarded = tokenizers.Tokenizer.from_str(json.dumps(document))
         guarded.no_truncation()
         guarded.no_padding()
@@ -117,9 +109,23 @@ def load_json(path: str) -> JsonTokenizer:
     return JsonTokenizer(file.read_text(encoding="utf-8"), read_facts(file.parent))
 
 
-def _merged(merge: str | list[str]) -> set[str]:
+def _respelled(model: dict[str, Any], spellings: dict[str, str]) -> dict[str, Any]:
+    """The model with renamed tokens; merges that would make one of them are left out."""
+    made, vocabulary = dict(model), model.get("vocab")
+    if isinstance(vocabulary, dict):
+        made["vocab"] = {spellings.get(token, token): i for token, i in vocabulary.items()}
+    elif isinstance(vocabulary, list):
+        made["vocab"] = [[spellings.get(token, token), score] for token, score in vocabulary]
+    if "unk_token" in model:
+        made["unk_token"] = spellings.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:
+        made["merges"] = [m for m in model["merges"] if spellings.keys().isdisjoint(_merged(m))]
+    return made
+
+
+def _merged(merge: str | list[str]) -> tuple[str, str, str]:
     left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return {left, right, left + right}
+    return left, right, left + right
 
 
 class _ByteLevel:

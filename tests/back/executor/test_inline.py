@@ -38,3 +38,22 @@ def test_a_failed_step_fails_all_later_ones_and_the_next_submit_raises_at_once()
         executor.check()
     executor.close()
     executor.close()
+
+
+def test_close_lets_the_running_step_end_and_answers_the_queued_ones() -> None:
+    executor = InlineExecutor(tiny_spec(), loader=LOADER)
+    driver = Driver(executor.facts)
+    sequence = driver.add([1] * 40)
+    pending = [executor.submit(driver.plan([(sequence, 40)]))]
+    pending += [executor.submit(driver.plan([(sequence, 1)])) for _ in range(50)]
+    executor.close()
+    outcomes = []
+    for step in pending:
+        assert step.done()
+        try:
+            step.result(0)
+            outcomes.append("ran")
+        except EngineDead as error:
+            assert "closed" in error.message
+            outcomes.append("closed")
+    assert outcomes == sorted(outcomes, reverse=True) and outcomes[-1] == "closed"

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.back.executor.processes import ProcessExecutor
+from headrace.back.executor.channel import TO_WORKER, Begin
+from headrace.back.executor.processes import ProcessExecutor, Worker
 from headrace.base.errors import CheckpointError, EngineDead, StartError
 from tests.back.driver import Driver, greedy_reference
 from tests.back.tiny_model import TinyModel, tiny_spec
@@ -105,3 +106,14 @@ def test_errors_at_start_come_through_as_what_they_are() -> None:
         ProcessExecutor(spec, loader=LOADER)
     with pytest.raises(StartError, match="no_such_loader"):
         ProcessExecutor(spec, loader="tests.back.tiny_model:no_such_loader")
+
+
+def test_a_worker_whose_parent_is_gone_ends_by_itself() -> None:
+    """No orphans: the end of the parent's stream is the worker's end."""
+    worker = Worker(0)
+    spec = tiny_spec(executor="processes")
+    begin = Begin(rank=0, world_size=1, spec=spec, rendezvous="", loader=LOADER)
+    worker.channel.send(TO_WORKER.frame(begin))
+    assert worker.ready().num_blocks == 64
+    worker.channel.close()
+    assert worker.process.wait(timeout=10) == 0

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.back.sampling.features import Picked
 from headrace.back.sampling.sampler import Sampled, Sampler
 from headrace.base.errors import InvalidRequest, NonFiniteLogits
 from headrace.base.wire.params import RowSampling
@@ -120,6 +121,38 @@ def test_pairs_of_options_in_mixed_batches_equal_the_reference() -> None:
         wanted = [case.wanted() for case in batch]
         assert result.token_N.tolist() == wanted
         assert not result.failed
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["repetition", "presence", "frequency", "bias", "dry", "allowed", "min_tokens", "bad_words"],
+)
+def test_each_change_of_the_logits_equals_the_reference_value_by_value(name: str) -> None:
+    """Also where the history is short, repeats itself, or is just as long as min_tokens."""
+    rng = np.random.default_rng(12)
+    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=CPU)
+    for options in OPTIONS[name]:
+        cases = [Case(rng, options, WIDTH) for _ in range(60)]
+        for case in cases[::2]:
+            case.tokens = rng.integers(3, 5, rng.integers(case.num_prompt, 24)).tolist()
+        for case in cases[::3]:
+            case.tokens = [4] * int(rng.integers(case.num_prompt, case.num_prompt + 12))
+        tokens = torch.zeros(MAX_ROWS, 64, dtype=torch.int32)
+        for row, case in enumerate(cases):
+            tokens[row, : len(case.tokens)] = torch.tensor(case.tokens)
+            sampler.start(start_of(row, case.tokens, case.num_prompt, case.sampling))
+        picked = Picked(
+            rows=np.arange(60),
+            positions=np.array([len(case.tokens) for case in cases]),
+            num_output=np.array([len(case.tokens) - case.num_prompt for case in cases]),
+            tokens=tokens,
+        )
+        logits = torch.from_numpy(np.stack([case.logits for case in cases]))
+        sampler._process(logits, sampler._numbers.use[:60], picked)
+        for row, case in enumerate(cases):
+            wanted = reference.processed(case.logits, case.sampling, case.tokens, case.num_prompt)
+            np.testing.assert_allclose(logits[row].numpy(), wanted, rtol=1e-6, atol=1e-6)
+        sampler.end(np.arange(60))
 
 
 def test_pairs_of_truncations_on_wide_rows_equal_the_reference() -> None:
@@ -311,10 +344,8 @@ def test_logprobs_are_of_the_raw_distribution_with_alternatives_rank_and_named_i
         {"logprobs": 5, "logprob_ids": (1,)},
     ]
     cases = [Case(rng, options, WIDTH) for options in kinds]
-    cases[5].logits = np.round(cases[5].logits)
-    cases[5].logits[cases[5].logits == 0] = np.random.default_rng(1).choice(
-        [-0.0, 0.0], (cases[5].logits == 0).sum()
-    )
+    zeros = rng.choice(np.array([-0.0, 0.0], np.float32), WIDTH)
+    cases[5].logits = np.where(rng.random(WIDTH) < 0.5, zeros, np.float32(-1.0))
     result = run(sampler, cases, [8, 3, 5, 1, 2, 9])
     assert [found.index for found in result.logprobs] == [0, 1, 2, 4, 5]
     for found in result.logprobs:

@@ -63,6 +63,7 @@ class ScriptedCore:
         self.aborted: list[int] = []
         self.calls: list[Call] = []
         self.changed = asyncio.Condition()
+        self.mute = False
         self.refuse: WireError | None = None
         self._running: dict[int, tuple[EngineRequest, list[int], asyncio.StreamWriter]] = {}
         self._codec: Codec[ToCore] = Codec(ToCore)
@@ -122,11 +123,16 @@ class ScriptedCore:
                 self._running.pop(request_id, None)
         else:
             self.calls.append(message)
+            if self.mute:
+                return
             if message.operation == "fail":
                 reply = Reply(number=message.number, error=WireError("Conflict", "not now"))
             else:
-                echo = msgspec.msgpack.encode({"operation": message.operation, **message.arguments})
-                reply = Reply(number=message.number, result=msgspec.Raw(echo))
+                echo: dict = {"operation": message.operation, **message.arguments}
+                if message.operation == "explain":
+                    echo = {str(i): {"asked": i} for i in message.arguments["ids"]}
+                raw = msgspec.Raw(msgspec.msgpack.encode(echo))
+                reply = Reply(number=message.number, result=raw)
             writer.write(self._codec.frame(reply))
         async with self.changed:
             self.changed.notify_all()

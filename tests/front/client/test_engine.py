@@ -165,6 +165,22 @@ async def test_a_core_that_dies_fails_everything_at_once_and_is_found_again(conn
         assert (await run_one(llm, generation())).outputs[0].finish_reason == "length"
 
 
+async def test_what_came_before_a_failure_is_still_read(connect):
+    async with connect() as (llm, core):
+        events = llm.generate(generation(max_tokens=250))
+        assert await anext(events) == Started(3)
+        await core.until(lambda: len(core._running) == 1)
+        await llm.call("status")
+        await core.stop()
+        while llm.ready:
+            await asyncio.sleep(0)
+        delta = await anext(events)
+        assert isinstance(delta, Delta) and delta.token_ids
+        with pytest.raises(EngineDead):
+            _ = [event async for event in events]
+        await core.start()
+
+
 async def test_a_refusal_of_the_core_is_raised_before_any_event(connect):
     async with connect() as (llm, core):
         core.refuse = WireError("Unavailable", "the queue is full", None, 2.0)
@@ -220,8 +236,7 @@ async def test_explain_asks_the_core_that_has_the_request(connect):
         task = asyncio.create_task(run_one(llm, generation(label="cmpl-1")))
         await core.until(lambda: len(core.requests) == 1)
         told = await llm.explain("cmpl-1")
-        asked = {"operation": "explain", "ids": [core.requests[0].id]}
-        assert told == {"id": "cmpl-1", "requests": [asked]}
+        assert told == {"id": "cmpl-1", "requests": [{"asked": core.requests[0].id}]}
         with pytest.raises(NotFound, match="'other' is not in flight"):
             await llm.explain("other")
         core.flow.set()
@@ -306,3 +321,14 @@ async def test_a_silent_core_is_asked_for_its_state(connect):
     async with connect(limits=LIMITS) as (llm, core):
         await core.until(lambda: any(call.operation == "status" for call in core.calls))
         assert llm.alive
+
+
+async def test_a_core_that_answers_no_more_is_not_alive(connect):
+    """REG-111: connected, but stuck."""
+    limits = Limits(heartbeat_s=0.01, heartbeat_timeout_s=0.1)
+    async with connect(limits=limits) as (llm, core):
+        assert llm.alive
+        core.mute = True
+        while llm.alive:
+            await asyncio.sleep(0)
+        assert llm.ready  # it may come back: requests are still taken

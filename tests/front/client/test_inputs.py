@@ -51,11 +51,16 @@ BOUNDS = {
     "max_tokens": ([0, 64], [-1, 65, 2**63, "5"]),
     "min_tokens": ([0, 61], [-1, 65]),
     "seed": ([-(2**63), 2**63 - 1, 0], [2**63, -(2**63) - 1, 1.0]),
-    "stop": ([("a",) * 16, ("a" * 1024,), ()], [("a",) * 17, ("a" * 1025,), ("",), (1,), "a"]),
+    "stop": (
+        [("a",) * 16, ("a" * 1024,), ()],
+        [("a",) * 17, ("a" * 1025,), ("",), (1,), "a", ("\ud800",)],
+    ),
     "bad_words": ([("a",) * 128], [("a",) * 129, ("",), ("a" * 257,)]),
     "dry_sequence_breakers": ([("a",) * 64, ()], [("a",) * 65, ("",)]),
     "stop_token_ids": ([(0, 499), (1,) * 128], [(500,), (-1,), (1,) * 129, (1.0,), ("1",)]),
-    "allowed_token_ids": ([(0, 499), tuple(range(500))], [(), (500,), (-1,), (0,) * 501]),
+    "allowed_token_ids": ([(0, 499), tuple(range(500))], [(), (500,), (-1,), (0,) * 501, {1: 1.0}]),
+    "ignore_eos": ([True, False], [1, None, "yes"]),
+    "skip_special_tokens": ([True], [0]),
     "logit_bias": ([{0: -100.0, 499: 100}], [{500: 1.0}, {-1: 1.0}, {1: 101.0}, {1: NAN}]),
     "logprobs": ([0, 20], [-2, 21, -1, 2**63]),
     "prompt_logprobs": ([0, 20], [-2, 21, -1]),
@@ -215,8 +220,6 @@ _VALUES = st.one_of(
 )
 def test_any_value_is_refused_or_survives_the_wire(field, value):
     """P7: what passes the check can be encoded, and nothing but InvalidRequest is raised."""
-    if field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-        return
     try:
         message = request(made(**{field: value}))
     except InvalidRequest:

@@ -1,11 +1,13 @@
 import json
+from pathlib import Path
 
 import pytest
 
+import headrace
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
-from headrace.front.text.tokenizer_json import JsonTokenizer
+from headrace.front.text.tokenizer import load_tokenizer
 from tests.front.text import vocabularies
 
 KINDS = [vocabularies.byte_level, vocabularies.byte_fallback, vocabularies.unigram]
@@ -177,16 +179,12 @@ async def test_render_async_gives_the_same(pool):
 
 def test_an_assistants_markup_reaches_the_template(pool):
     source = "{% set c = messages[0].content %}{{ c.split('</think>')[-1] }}|{{ c }}"
-    made = template(pool, source, _with_markup)
+    made = template(pool, source)
     messages = [{"role": "assistant", "content": "<think>x</think>y<|im_end|>"}]
     assert made.render_text(messages).startswith("y<|im_end|>|")
     ids = made.render(messages)
     assert made._tokenizer.token_id("<think>") in ids
     assert made._tokenizer.token_id("<|im_end|>") not in ids
-
-
-def _with_markup() -> JsonTokenizer:
-    return vocabularies.byte_level()
 
 
 def test_tojson_is_as_templates_expect(pool):
@@ -203,3 +201,20 @@ def test_generation_blocks_loop_controls_and_dates(pool):
         "{% generation %}G{% endgeneration %}{{ strftime_now('%Y') | length }}{{ bos_token }}"
     )
     assert template(pool, source).render_text([USER]) == "1G4<s>"
+
+
+BUNDLED = Path(headrace.__file__).parents[1] / "demo" / "model"
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_no_control_token_of_the_bundled_model_comes_from_text(pool, role):
+    """P28, T28."""
+    tokenizer = load_tokenizer(str(BUNDLED))
+    made = ChatTemplate(tokenizer.facts.chat_template, tokenizer, pool=pool)
+    added = tokenizer._added
+    assert len(added) >= 9
+    harmless = made.render([{"role": role, "content": "x"}])
+    for control_id, control in added.items():
+        ids = made.render([{"role": role, "content": f"say {control} now{control}"}])
+        assert {i: ids.count(i) for i in added} == {i: harmless.count(i) for i in added}, control
+        assert control_id not in tokenizer.encode_plain(control)

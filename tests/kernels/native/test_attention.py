@@ -1,4 +1,4 @@
-"""Native paged attention against the reference in float32: decode and prefill rows together, windows, caps, NaN (KRN)."""
+"""Native paged attention against the reference in float32: decode and prefill rows together, windows, caps, NaN."""
 
 import pytest
 import torch

@@ -15,7 +15,8 @@ from headrace.base.errors import StartError
 
 
 @pytest.fixture
-def fresh_load():
+def fresh_load(monkeypatch):
+    monkeypatch.delenv("HEADRACE_NATIVE", raising=False)
     load.cache_clear()
     yield load
     load.cache_clear()
@@ -81,6 +82,16 @@ def test_helpers_can_be_pinned(newest):
 def test_the_kernels_can_be_turned_off(fresh_load, monkeypatch):
     monkeypatch.setenv("HEADRACE_NATIVE", "0")
     assert fresh_load() == "native kernels are turned off (HEADRACE_NATIVE=0)"
+
+
+def test_a_process_sets_the_width_with_and_without_a_library(fresh_load, library_path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_NATIVE", "0")
+    library.use_threads(2)
+    fresh_load.cache_clear()
+    monkeypatch.setenv("HEADRACE_NATIVE", str(library_path))
+    library.use_threads(2)
+    assert fresh_load().threads == 2
+    library.use_threads(1)
 
 
 def test_a_library_can_be_named(fresh_load, library_path, tmp_path, monkeypatch):

@@ -47,7 +47,9 @@ def test_the_draw_equals_the_reference(library, width):
     rows = 8 if width > 100_000 else 40
     logits = logits_of(rows, width + 3)[:, :width]
     temperature = torch.linspace(0.05, 3.0, rows, dtype=torch.float64)
-    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (rows,), generator=torch.Generator().manual_seed(5))
+    keys = torch.randint(
+        -(1 << 63), (1 << 63) - 1, (rows,), generator=torch.Generator().manual_seed(5)
+    )
     token, z = gumbel.bind_with(library)(logits, temperature, keys)
     expected, best = gumbel_op.bind_reference(GUMBEL)(logits, temperature, keys)
     assert torch.equal(token, expected) and torch.equal(z, best)
@@ -66,11 +68,17 @@ def test_the_draw_follows_the_softmax(newest):
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01], dtype=torch.float64)
     draws = 200_000
     logits = (2.0 * probabilities.log()).float().expand(draws, 5).contiguous()
-    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (draws,), generator=torch.Generator().manual_seed(1))
-    token, _ = gumbel.bind_with(newest)(logits, torch.full((draws,), 2.0, dtype=torch.float64), keys)
+    keys = torch.randint(
+        -(1 << 63), (1 << 63) - 1, (draws,), generator=torch.Generator().manual_seed(1)
+    )
+    token, _ = gumbel.bind_with(newest)(
+        logits, torch.full((draws,), 2.0, dtype=torch.float64), keys
+    )
     seen = torch.bincount(token, minlength=5).double()
     chi_square = ((seen - draws * probabilities) ** 2 / (draws * probabilities)).sum()
-    assert chi_square < 23.5  # 4 degrees of freedom: exceeded once in 10,000 seeds, and the seed is fixed
+    assert (
+        chi_square < 23.5
+    )  # 4 degrees of freedom: exceeded once in 10,000 seeds, and the seed is fixed
 
 
 def test_the_self_checks_accept_them(newest):

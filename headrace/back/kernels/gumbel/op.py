@@ -1,9 +1,10 @@
 """A draw from softmax(logits / temperature): `bind(problem)` returns `f(logits_KV, temperature_K, key_K) -> (token_K,
 z_K)`.
 
-logits_KV float32 (-Inf masks a token), temperature_K float64 above 0, key_K int64 (the bits of a uint64, made from seed
-and position). token_K int64: argmax of z - log(exponential), z = logit / temperature in float64, equal scores: the lowest
-id. z_K float64: z of the chosen token, -Inf if every token is masked. The noise is that of back/sampling/noise.py:
+logits_KV float32 (-Inf masks a token), temperature_K float64 above 0, key_K int64 (the bits of a uint64, made
+from seed and position). token_K int64: argmax of z - log(exponential), z = logit / temperature in float64,
+equal scores: the lowest id. z_K float64: z of the chosen token, -Inf if every token is masked. The noise is that
+of back/sampling/noise.py:
 
     mix(x)        the finaliser of SplitMix64 (Steele, Lea, Flood 2014), modulo 2^64
     bits(id)      mix(key + (id + 1) * G): the SplitMix64 stream that starts at key
@@ -64,9 +65,7 @@ def bind_reference(problem: GumbelProblem) -> Gumbel:
 
 def _sample(problem: GumbelProblem) -> Sample:
     generator = sample_generator()
-    logits = random_tensor(
-        6, 1003, dtype=torch.float32, device=problem.device, generator=generator
-    )
+    logits = random_tensor(6, 1003, dtype=torch.float32, device=problem.device, generator=generator)
     temperature = torch.linspace(0.1, 2.0, 6, dtype=torch.float64, device=problem.device)
     keys = torch.randint(-(1 << 62), 1 << 62, (6,), generator=generator).to(problem.device)
     return Sample(problem=problem, weights=(), arguments=(3 * logits, temperature, keys))

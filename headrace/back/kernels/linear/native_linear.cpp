@@ -63,7 +63,7 @@ void chunk(void* context, int64_t i) {
   const int64_t end = smaller(n + p.rows_per_chunk, p.N);
   const int64_t tiles = ceil_div(p.M, kTileRows);
   if (p.M == 1)
-    for (; n + kBlockOfOne <= end; n += kBlockOfOne) tile<T, Y, 1, kBlockOfOne, 0>(p, 0, n);
+    for (; n + kBlockOfOne <= end; n += kBlockOfOne) tile<T, Y, 1, kBlockOfOne, kBlockOfOne>(p, 0, n);
   else if (tiles == 1)
     for (; n + NB <= end; n += NB) all_rows<T, Y, NB, NB>(p, n);
   else if (tiles == 2)

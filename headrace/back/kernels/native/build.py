@@ -26,6 +26,7 @@ FOLDER = Path(__file__).resolve().parent
 _FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
     "-ffp-contract=fast", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas",
+    "-Wno-maybe-uninitialized",
 )  # fmt: skip
 SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
 

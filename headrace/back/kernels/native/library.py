@@ -74,7 +74,8 @@ class NativeLibrary:
         return int(self._dll.hr_pool_size())
 
     def set_threads(self, threads: int, cpus: Sequence[int] | None = None) -> int:
-        """Sets the width of the pool; cpus: numbers to pin the threads to, the caller's first. Returns the width reached."""
+        """Sets the width of the pool and returns the width reached. cpus: the core of each thread, the
+        caller's first (it is not moved)."""
         helpers = (ctypes.c_int32 * (threads - 1))(*cpus[1:threads]) if cpus else None
         return int(self._dll.hr_pool_resize(threads, helpers))
 
@@ -99,6 +100,13 @@ def load() -> NativeLibrary | str:
                 return reason
             return NativeLibrary(path)
     return "native kernels are not built; run: python -m headrace.back.kernels.native.build"
+
+
+def use_threads(threads: int, cpus: Sequence[int] | None = None) -> None:
+    """Gives the native kernels of this process `threads` threads (1 until this is called); see `set_threads`. Without a
+    library there is nothing to do."""
+    if isinstance(library := load(), NativeLibrary):
+        library.set_threads(threads, cpus)
 
 
 def _cache_folder() -> Path:

@@ -1,4 +1,4 @@
-"""Root mean square norm by the native kernel, with or without the residual's addition. Leading dimensions as in op.py."""
+"""Root mean square norm by the native kernel, with or without the residual's addition."""
 
 from __future__ import annotations
 

@@ -1,0 +1,73 @@
+"""The cheap ways of drawing on a CPU choose what the plain way over whole rows chooses, on any logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.back.sampling.draw import Draw, draw
+from headrace.back.sampling.features import Picked, RowNumbers
+from headrace.base.wire.params import RowSampling
+from headrace.base.wire.step import RowStart
+
+CPU = torch.device("cpu")
+
+LOGITS = {
+    "usual": lambda rng, width: rng.standard_normal(width) * 3,
+    "peaked": lambda rng, width: rng.standard_normal(width) * 40,
+    "flat": lambda rng, width: np.zeros(width),
+    "ties": lambda rng, width: np.round(rng.standard_normal(width)),
+    "few": lambda rng, width: np.where(rng.random(width) < 0.01, 1.0, -np.inf),
+    "tiny": lambda rng, width: rng.standard_normal(width) * 1e-42,
+    "huge": lambda rng, width: rng.standard_normal(width) * 1e37,
+}
+
+SETTINGS: list[dict[str, float]] = [
+    {},
+    {"temperature": 1e-3},
+    {"temperature": 50.0},
+    {"top_k": 1},
+    {"top_k": 40, "top_p": 0.9},
+    {"top_k": 100000},
+    {"top_p": 0.95},
+    {"top_p": 0.3, "min_p": 0.02},
+    {"min_p": 0.1},
+    {"typical_p": 0.9},
+    {"top_k": 20, "typical_p": 0.5, "xtc_probability": 0.7, "xtc_threshold": 0.03},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.2},
+]
+
+
+@pytest.mark.parametrize("width", [1, 31, 4099, 40000])
+@pytest.mark.parametrize("kind", LOGITS)
+def test_every_way_chooses_the_same_token(kind: str, width: int) -> None:
+    """KRN-02, PLT-10: candidates and the race against noise and a sort over whole rows, as other devices do it."""
+    rng = np.random.default_rng(width)
+    numbers = RowNumbers(len(SETTINGS))
+    for row, settings in enumerate(SETTINGS):
+        sampling = RowSampling(seed=row + width, **settings)  # type: ignore[arg-type]
+        numbers.start(
+            RowStart(
+                row=row,
+                request=row,
+                tokens=np.zeros(1, np.int32),
+                num_prompt=1,
+                num_computed=0,
+                sampling=sampling,
+            ),
+            width,
+        )
+    logits = np.stack([LOGITS[kind](rng, width) for _ in SETTINGS]).astype(np.float32)
+    logits[:, 0] = np.where(np.isfinite(logits).any(1), logits[:, 0], 0.0)
+    picked = Picked(
+        rows=np.arange(len(SETTINGS)),
+        positions=rng.integers(1, 9999, len(SETTINGS)),
+        num_output=np.zeros(len(SETTINGS), np.int64),
+        tokens=torch.zeros(1, 1, dtype=torch.int32),
+    )
+    chosen, best = draw(torch.from_numpy(logits), numbers, picked)
+    wanted, wanted_best = Draw(numbers, picked, CPU).whole(torch.from_numpy(logits))
+    assert chosen.tolist() == wanted.tolist()
+    torch.testing.assert_close(best, wanted_best)
+    assert all(np.isfinite(logits[row, token]) for row, token in enumerate(chosen.tolist()))
