@@ -83,6 +83,7 @@ class Supervisor:
         self.exit_status = 0
         self.restarts = 0
         self._resolved = resolved
+        self._folder = folder
         self._on_ready = on_ready
         self._selector = selectors.DefaultSelector()
         self._stop_at: float | None = None
@@ -174,6 +175,8 @@ class Supervisor:
             self._reported(seat)
         self._forget(seat, child)
         status = child.process.wait()
+        for gauge in self._folder.path.glob(f"metrics/gauge_live*_{child.process.pid}.db"):
+            gauge.unlink()  # what a dead process had in flight counts no more
         if self.state is State.DRAINING:
             if not any(s.child for s in self._seats if not s.is_core):
                 self.state = State.STOPPING

@@ -153,7 +153,7 @@ def test_a_killed_core_fails_its_requests_at_once_and_is_restarted(model: Path) 
 
 def test_a_killed_api_process_takes_only_its_own_requests_along(model: Path) -> None:
     with serving(model, "--api-servers", "2", step_s=0.02) as served:
-        readers = begun(served, 8, max_tokens=300)
+        readers = begun(served, 8, max_tokens=150, min_tokens=150)
         victim = max(served.api_processes, key=lambda p: len(p.net_connections("inet")))
         others = [p for p in served.api_processes if p.pid != victim.pid]
         killed_at = time.monotonic()
@@ -166,6 +166,9 @@ def test_a_killed_api_process_takes_only_its_own_requests_along(model: Path) -> 
         eventually(served.at_rest, within_s=1)
         eventually(lambda: len(served.api_processes) == 2, within_s=3)
         assert others[0].is_running()
+        lines = served.get("/metrics").text.splitlines()
+        (gauge,) = [line for line in lines if line.startswith("headrace_http_requests_in_flight")]
+        assert float(gauge.split()[-1]) == 1, "only the scrape itself is in flight"
         assert served.stop() == 0
 
 

@@ -21,11 +21,6 @@ ADMIN = frozenset({"/pause", "/resume", "/is_paused", "/reset_prefix_cache"})
 TENANT_CHARS = 32
 
 
-def digest(key: str) -> str:
-    """The form in which a key is kept: SHA-256, hexadecimal."""
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gatekeeper:
     """Decides from the scope alone. Without API keys every route but the admin ones is open (to loopback clients)."""

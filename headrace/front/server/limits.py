@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from headrace.base.errors import (
     InvalidRequest,
@@ -244,6 +244,3 @@ class KeyShares:
             self._in_flight[tenant] -= 1
             if not self._in_flight[tenant]:
                 del self._in_flight[tenant]
-
-
-__all__ = ["ClientDisconnect", "KeyShares", "parse_json", "read_json"]
