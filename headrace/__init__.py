@@ -7,7 +7,9 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-TYPE_CHECKING = False  # type checkers take it for true; importing `typing` would cost more than all the rest
+TYPE_CHECKING = (
+    False  # type checkers take it for true; importing `typing` would cost more than all the rest
+)
 
 if TYPE_CHECKING:
     from headrace.base.config.resolved import TextSpec
