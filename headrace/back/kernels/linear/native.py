@@ -35,10 +35,11 @@ def bind_with(
     code, max_rows = DTYPES[problem.dtype], MAX_ROWS[problem.dtype]
 
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
-        rows = x_TI.shape[0]
-        if rows > max_rows or x_TI.dim() != 2:
+        shape = x_TI.shape
+        rows = shape[0]
+        if rows > max_rows or len(shape) != 2:
             return F.linear(x_TI, weight_OI, bias_O)
-        assert x_TI.shape[1] == inputs and x_TI.dtype == problem.dtype, (x_TI.shape, x_TI.dtype)
+        assert shape[1] == inputs and x_TI.dtype == problem.dtype, (x_TI.shape, x_TI.dtype)
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         y_TO = x_TI.new_empty(rows, outputs)
