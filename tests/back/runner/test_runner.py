@@ -187,3 +187,9 @@ def test_prompt_logprobs_beyond_what_is_made_fail_that_request_alone(
     assert not whole.prompt_logprobs and not named.prompt_logprobs
     assert fits.prompt_logprobs[0].ids.shape == (1, 1 + width)
     assert plain.outputs == greedy_reference(model, [3, 4, 5], 2)
+
+
+def test_the_facts_name_the_samplers_kernels() -> None:
+    runner, _ = make(TinyModel())
+    fields = [field for field, *_ in runner.facts.decisions]
+    assert fields == ["kernel.greedy", "kernel.gumbel"]
