@@ -40,13 +40,11 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def fronts(path: str) -> Iterator[Fronts]:
-    ours, theirs = socket.socketpair()
-    yield Fronts(path, HELLO, theirs)
-    # The thread lives as long as the process; the parent's end stays open, or it would end us.
-    KEPT.append(ours)
-
-
-KEPT: list[socket.socket] = []
+    parent, status = socket.socketpair()
+    with parent:
+        made = Fronts(path, HELLO, status, orphaned=lambda: None)
+        yield made
+    assert made.join(5)
 
 
 def connect(path: str) -> socket.socket:
@@ -157,3 +155,20 @@ def test_a_batch_is_split_by_owner_and_strangers_get_nothing() -> None:
 def test_one_front_gets_the_batch_itself() -> None:
     batch = TokenBatch(ids=np.array([1, 2]), tokens=np.array([1, 2], np.int32))
     assert split(batch, {1: 5, 2: 5, 9: 6}) == {5: batch}
+
+
+@pytest.mark.parametrize("unread", [b"", b'{"beat":true}\n'])
+def test_the_end_of_the_parent_is_noticed_also_over_unread_heartbeats(
+    path: str, unread: bytes
+) -> None:
+    parent, status = socket.socketpair()
+    ends: list[str] = []
+    made = Fronts(path, HELLO, status, orphaned=lambda: ends.append("orphaned"))
+    with connect(path) as front:
+        read(front)
+        status.sendall(unread or b" ")
+        if not unread:
+            parent.recv(1)
+        parent.close()
+        assert made.join(5) and ends == ["orphaned"]
+        assert front.recv(1) == b""
