@@ -73,7 +73,7 @@ def what_to_try(resolved: Resolved, address: str) -> str:
     ask = messages.replace('"messages": ', "messages=", 1)
     return (
         f"try:  curl {host}/v1/chat/completions {header}-H 'Content-Type: application/json' -d '{body}'\n"
-        f"  or  openai.OpenAI(base_url=\"{host}/v1\", api_key={key}).chat.completions.create("
+        f'  or  openai.OpenAI(base_url="{host}/v1", api_key={key}).chat.completions.create('
         f"model={model}, {ask})"
     )
 

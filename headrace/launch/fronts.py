@@ -21,7 +21,7 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.base.wire.codec import HEADER, Codec
-from headrace.base.wire.request import Hello, ToCore, ToFront
+from headrace.base.wire.request import PING, Call, Hello, Reply, ToCore, ToFront
 
 log = logging.getLogger(__name__)
 MAX_INCOMING_BYTES = 64 << 20
@@ -192,6 +192,9 @@ class Fronts:
         peer.received += data
         try:
             for message in self._frames(peer.received):
+                if isinstance(message, Call) and message.operation == PING:
+                    self.send(peer.number, Reply(number=message.number))
+                    continue
                 self._inbox.put((peer.number, message))
         except (msgspec.MsgspecError, ValueError) as error:
             self.malformed_frames += 1

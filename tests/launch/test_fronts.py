@@ -14,11 +14,13 @@ import pytest
 from headrace.base.wire.codec import HEADER, Codec
 from headrace.base.wire.params import RowSampling, StopRules
 from headrace.base.wire.request import (
+    PING,
     AbortRequests,
     Call,
     EngineRequest,
     Finished,
     Hello,
+    Reply,
     ToCore,
     ToFront,
     TokenBatch,
@@ -130,6 +132,15 @@ def test_a_large_batch_reaches_a_front_that_reads_late(fronts: Fronts, path: str
         first, second = read(front), read(front)
     assert isinstance(first, TokenBatch) and isinstance(second, TokenBatch)
     assert np.array_equal(first.ids, batch.ids) and second.ids.tolist() == [5]
+
+
+def test_a_ping_is_answered_while_the_step_loop_takes_nothing(fronts: Fronts, path: str) -> None:
+    with connect(path) as front:
+        read(front)
+        front.sendall(TO_CORE.frame(Call(number=9, operation=PING)))
+        assert read(front) == Reply(number=9)
+    ((_, message),) = fronts.take(block=True, at_most_s=5)
+    assert message == FrontGone()
 
 
 def test_a_front_that_leaves_is_told_once(fronts: Fronts, path: str) -> None:
