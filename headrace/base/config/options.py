@@ -23,6 +23,8 @@ from headrace.base.config.units import parse_count
 from headrace.base.errors import ConfigError
 
 _MAX_YAML_BYTES = 1 << 20
+# Short spellings people use; the tree holds the long one.
+_SHORT = {"dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}}
 
 
 class OptionField(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,9 +284,14 @@ def build(values: dict[str, dict[str, object]]) -> Options:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"{group}: unknown option {name!r}{hint}", field=name)
     try:
-        return msgspec.convert(values, Options)
+        return msgspec.convert({g: _spell_out(m) for g, m in values.items()}, Options)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), values)) from error
+
+
+def _spell_out(members: dict[str, object]) -> dict[str, object]:
+    """A group's values with short spellings written out."""
+    return {n: _SHORT[n].get(str(v), v) if n in _SHORT else v for n, v in members.items()}
 
 
 def _explain(message: str, values: dict[str, dict[str, object]]) -> str:
