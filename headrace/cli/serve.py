@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -48,15 +49,33 @@ def run(options: Options) -> int:
 
     def announce(seats: list[Seat]) -> None:
         show_start(resolved, seats, seconds=time.monotonic() - began)
-        print(
-            f"headrace is ready: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True
-        )
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"headrace is ready: {address}", flush=True)
+        if resolved.server.log_level != "error":
+            print(what_to_try(resolved, address), flush=True)
 
     try:
         return Supervisor(resolved, folder, listener, announce).run()
     finally:
         folder.close()
         listener.close()
+
+
+def what_to_try(resolved: Resolved, address: str) -> str:
+    """The first things a person may want to do, ready to be pasted."""
+    host = address.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
+    model = json.dumps(resolved.text.model_names[0])
+    messages = '"messages": [{"role": "user", "content": "Hello! Who are you?"}]'
+    keyed = bool(resolved.server.api_key_digests)
+    header = '-H "Authorization: Bearer $KEY" ' if keyed else ""
+    body = f'{{"model": {model}, {messages}}}'.replace("'", "'\\''")
+    key = "KEY" if keyed else '"none"'
+    ask = messages.replace('"messages": ', "messages=", 1)
+    return (
+        f"try:  curl {host}/v1/chat/completions {header}-H 'Content-Type: application/json' -d '{body}'\n"
+        f'  or  openai.OpenAI(base_url="{host}/v1", api_key={key}).chat.completions.create('
+        f"model={model}, {ask})"
+    )
 
 
 def show_start(resolved: Resolved, seats: list[Seat], *, seconds: float) -> None:
