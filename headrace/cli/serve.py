@@ -15,7 +15,7 @@ from headrace.base.config.resolved import Decision, Resolved
 from headrace.base.config.tree import Options
 from headrace.base.errors import StartError
 from headrace.base.telemetry import log as logs
-from headrace.cli.model_argument import with_model
+from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.launch.facts import resolve_options
 from headrace.launch.supervisor import Seat, Supervisor, bind
 from headrace.launch.topology import RuntimeFolder
@@ -27,9 +27,7 @@ def main(argv: Sequence[str]) -> int:
     line = CommandLine(
         "headrace serve", "Serve a model over HTTP (OpenAI-compatible).", groups=groups
     )
-    line.parser.add_argument(
-        "path", nargs="?", help="folder, GGUF file or hub id; default: the bundled model"
-    )
+    add_model_argument(line)
     own, options = line.parse(argv)
     return run(with_model(options, own.path))
 
