@@ -29,16 +29,21 @@ SCOPE_KEY = "headrace.exchange"
 
 @dataclass(kw_only=True)
 class Services:
-    """Everything the handlers use. `draining`: no new work; `abandon` is set when running work must end now."""
+    """Everything the handlers use.
+
+    `warm`: start-up is over. `draining`: no new work. `abandon` is set when running work must end now. Templates that
+    come with requests are rendered by `guest_templates`: they cannot hold up the model's own.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
     template: ChatTemplate
-    templates: TemplatePool
+    guest_templates: TemplatePool
     text: TextSpec
     server: ServerSpec
     metrics: Metrics
     shares: KeyShares
+    warm: bool = False
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -55,7 +60,7 @@ class Services:
     @property
     def ready(self) -> bool:
         """Whether a load balancer should send requests here."""
-        return self.engine.ready and self.engine.alive and not self.draining
+        return self.warm and self.engine.ready and self.engine.alive and not self.draining
 
 
 @dataclass(kw_only=True)
