@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.base.config.options import CommandLine
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
@@ -19,6 +21,9 @@ ABOUT = {
     "throughput": "Everything queued at once: tokens and requests per second.",
     "startup": "A fresh server each time; all options go to `headrace serve`.",
 }
+
+
+MOST_STEP_TOKENS = 16384
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,9 +86,13 @@ def _latency(argv: list[str]) -> int:
     _add(line, "--iterations", int, 5, "counted repetitions")
     _add(line, "--warmup", int, 1, "repetitions before counting")
     own, options = line.parse(_without_cache(argv))
+    if own.batch_size < 1 or own.input_len < 1 or own.output_len < 2 or own.iterations < 1:
+        raise ConfigError(
+            "bench latency: --batch-size, --input-len and --iterations must be at least 1, --output-len at least 2"
+        )
     from headrace.bench.latency import latency
 
-    engine, facts = _engine(options)
+    engine, facts = _engine(_in_one_step(options, own.batch_size, own.input_len))
     try:
         result = latency(
             engine,
@@ -97,6 +106,22 @@ def _latency(argv: list[str]) -> int:
         engine.close()
     emit({**facts, **result}, as_json=own.json, title="bench latency")
     return 0
+
+
+def _in_one_step(options: Options, batch_size: int, input_len: int) -> Options:
+    """Room for the whole batch's prefill in one step, unless the user bounds it: then all requests decode together."""
+    given = options.scheduler
+    tokens = min(batch_size * input_len, MOST_STEP_TOKENS)
+    return msgspec.structs.replace(
+        options,
+        scheduler=msgspec.structs.replace(
+            given,
+            max_running=batch_size if given.max_running == "auto" else given.max_running,
+            max_step_tokens=max(tokens, batch_size)
+            if given.max_step_tokens == "auto"
+            else given.max_step_tokens,
+        ),
+    )
 
 
 def _throughput(argv: list[str]) -> int:
