@@ -23,10 +23,13 @@ from headrace.bench.report import markdown_table, versions
 from headrace.bench.startup import startup
 
 HERE = Path(__file__).resolve().parent
-DUMMY = HERE / "models" / "qwen3-0.6b"
+BUNDLED = HERE.parent / "demo" / "model"
 MODELS = {
-    "bundled model": (HERE.parent / "demo" / "model", ()),
-    "Qwen3-0.6B shape, dummy": (DUMMY, ("--load-format", "dummy", "--max-model-len", "2048")),
+    "bundled model": (BUNDLED, ()),
+    "Qwen3-0.6B shape, dummy": (
+        HERE / "models" / "qwen3-0.6b",
+        ("--load-format", "dummy", "--max-model-len", "2048", "--tokenizer", str(BUNDLED)),
+    ),
 }
 PEER = """
 import sys, torch

@@ -49,3 +49,13 @@ def test_every_folder_of_the_tree_is_on_the_plan() -> None:
             if folder.is_dir() and any(folder.glob("*.py")):
                 name = f"{tower}/{folder.name}"
                 assert name in named, f"{name} is not in docs/ARCHITECTURE.md"
+
+
+def test_the_index_of_benchmarks_names_every_script_and_only_what_exists() -> None:
+    folder = ROOT / "benchmarks"
+    index = (folder / "README.md").read_text()
+    for script in folder.rglob("*.py"):
+        if "__main__" in script.read_text() and "peer" not in script.name:
+            assert script.stem in index, f"{script.name} is not in benchmarks/README.md"
+    for link in re.findall(r"\]\(([^)#]+)", index):
+        assert (folder / link).exists(), link
