@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.base.wire.codec import HEADER, Codec
+from headrace.base.wire.codec import Codec, cut_frames
 from headrace.base.wire.request import PING, Call, Hello, Reply, ToCore, ToFront
 
 log = logging.getLogger(__name__)
@@ -191,31 +191,18 @@ class Fronts:
             return
         peer.received += data
         try:
-            for message in self._frames(peer.received):
-                if isinstance(message, Call) and message.operation == PING:
-                    self.send(peer.number, Reply(number=message.number))
-                    continue
-                self._inbox.put((peer.number, message))
+            bodies = cut_frames(peer.received, max_bytes=MAX_INCOMING_BYTES)
+            messages = [self._incoming.decode(body) for body in bodies]
         except (msgspec.MsgspecError, ValueError) as error:
             self.malformed_frames += 1
             log.warning("front %d sent a malformed frame: %s", peer.number, error)
             peer.gone = True
-
-    def _frames(self, buffer: bytearray) -> list[ToCore]:
-        """Cuts the whole frames off the front of `buffer` and decodes them; all are decoded before any is used."""
-        messages: list[ToCore] = []
-        at = 0
-        while len(buffer) - at >= HEADER.size:
-            (length,) = HEADER.unpack_from(buffer, at)
-            if length > MAX_INCOMING_BYTES:
-                raise ValueError(f"a frame of {length} bytes; {MAX_INCOMING_BYTES} allowed")
-            if len(buffer) - at - HEADER.size < length:
-                break
-            at += HEADER.size
-            messages.append(self._incoming.decode(bytes(memoryview(buffer)[at : at + length])))
-            at += length
-        del buffer[:at]
-        return messages
+            return
+        for message in messages:  # all were decoded before any is used
+            if isinstance(message, Call) and message.operation == PING:
+                self.send(peer.number, Reply(number=message.number))
+            else:
+                self._inbox.put((peer.number, message))
 
     def _tidy(self, selector: selectors.BaseSelector) -> None:
         """Closes what is gone, and listens for room exactly where something is unsent."""
