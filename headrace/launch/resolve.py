@@ -279,6 +279,7 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         keepalive_timeout_s=given.keepalive_timeout_s,
         shutdown_timeout_s=given.shutdown_timeout_s,
         request_timeout_s=given.request_timeout_s,
+        ping_interval_s=given.ping_interval_s,
         max_requests_per_key=given.max_requests_per_key,
         max_n=given.max_n,
         trust_request_chat_template=given.trust_request_chat_template,

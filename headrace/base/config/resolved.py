@@ -107,6 +107,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     keepalive_timeout_s: float
     shutdown_timeout_s: float
     request_timeout_s: float
+    ping_interval_s: float
     max_requests_per_key: int
     max_n: int
     trust_request_chat_template: bool

@@ -196,8 +196,14 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 30.0
     request_timeout_s: Annotated[
         Seconds,
-        Meta(description="Longest a request may take; a client may ask for less (timeout_s)."),
+        Meta(
+            description="Longest a request may take; a client may ask for less (timeout_s, X-Request-Timeout-S)."
+        ),
     ] = 3600.0
+    ping_interval_s: Annotated[
+        Seconds,
+        Meta(description="A stream that is silent this long gets an SSE comment; 0: never."),
+    ] = 15.0
     max_requests_per_key: Annotated[
         Positive, Meta(description="Requests of one key that may be in flight; more get 429.")
     ] = 1024

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.base.config.resolved import ServerSpec, TextSpec
-from headrace.base.errors import ModelNotFound
+from headrace.base.errors import DeadlineExceeded, ModelNotFound
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Engine
 from headrace.front.server.limits import KeyShares
@@ -65,11 +65,12 @@ class Services:
 
 @dataclass(kw_only=True)
 class Exchange:
-    """One request and its answer. `arrival` is on the monotonic clock."""
+    """One request and its answer. `arrival` is on the monotonic clock, `timeout_s` what its header asked for."""
 
     services: Services
     request_id: str
     tenant: str = ""
+    timeout_s: float | None = None
     arrival: float = field(default_factory=time.monotonic)
     held: ExitStack = field(default_factory=ExitStack)
 
@@ -78,9 +79,13 @@ class Exchange:
         self.held.enter_context(self.services.shares.hold(self.tenant))
 
     def deadline_s(self, asked: float | None) -> float:
-        """Seconds this request may take: what the client asks for, at most what the server allows."""
-        limit = self.services.server.request_timeout_s
-        return limit if asked is None else min(asked, limit)
+        """Seconds left of what the body and the header ask for and the server allows, counted from the arrival."""
+        limits = (asked, self.timeout_s, self.services.server.request_timeout_s)
+        limit = min(each for each in limits if each is not None)
+        left = self.arrival + limit - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"not started within {limit:g} s", field="timeout_s")
+        return left
 
 
 def exchange_of(request: Request) -> Exchange:

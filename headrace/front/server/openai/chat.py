@@ -57,8 +57,8 @@ def to_params(
         raise InvalidRequest(
             "top_logprobs: allowed only together with logprobs: true", field="top_logprobs"
         )
-    if request.tool_choice == "auto" and not request.tools:
-        raise InvalidRequest("tool_choice: 'auto' needs tools", field="tool_choice")
+    if request.tool_choice is not None and not request.tools:
+        raise InvalidRequest("tool_choice: allowed only together with tools", field="tool_choice")
     limit = request.max_completion_tokens
     wants_scores = request.logprobs or request.logprob_token_ids
     return sampling_params(

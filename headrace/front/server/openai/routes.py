@@ -86,7 +86,7 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
     tail = bool(request.continue_final_message)
     opens = not tail if request.add_generation_prompt is None else request.add_generation_prompt
     kwargs = dict(request.chat_template_kwargs or {})
-    for name in ("reasoning_effort", "documents"):
+    for name in ("reasoning_effort", "verbosity", "documents"):
         if getattr(request, name) is not None:
             kwargs.setdefault(name, getattr(request, name))
     return await template.render_async(
@@ -109,7 +109,7 @@ async def _prompt(
             limit = exchange.services.text.max_model_len
         ids = await tokenizer.encode_async(given, add_special_tokens=special, max_tokens=limit)
     else:
-        tokenizer.check_ids(given)
+        tokenizer.check_ids(given, field="prompt")
         ids = given
     ids = truncated(ids, request, max_model_len=exchange.services.text.max_model_len)
     if not request.echo:
@@ -143,7 +143,11 @@ def _generate(
 
 
 async def _stream(exchange: Exchange, chunks: AsyncGenerator[bytes, None]) -> Response:
-    first, rest = await started(chunks)
+    ping_s = exchange.services.server.ping_interval_s
+    first = await started(chunks, patience_s=ping_s)
     return EventStream(
-        first, rest, request_id=exchange.request_id, abandon=exchange.services.abandon
+        *(first, chunks),
+        request_id=exchange.request_id,
+        abandon=exchange.services.abandon,
+        ping_s=ping_s,
     )
