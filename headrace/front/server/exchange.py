@@ -21,6 +21,7 @@ from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Engine
 from headrace.front.server.limits import KeyShares
 from headrace.front.text.chat import ChatTemplate
+from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplatePool
 from headrace.front.text.tokenizer import Tokenizer
 
@@ -29,7 +30,10 @@ SCOPE_KEY = "headrace.exchange"
 
 @dataclass(kw_only=True)
 class Services:
-    """Everything the handlers use. `draining`: no new work; `abandon` is set when running work must end now."""
+    """Everything the handlers use. `draining`: no new work; `abandon` is set when running work must end now.
+
+    `answers`: the format of the model's reasoning and tool calls.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -39,6 +43,7 @@ class Services:
     server: ServerSpec
     metrics: Metrics
     shares: KeyShares
+    answers: AnswerFormat = AnswerFormat()
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))
