@@ -208,13 +208,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: Annotated[
         str,
         Meta(
-            description="Format of tool calls in the model's text; auto reads it off the chat template, none leaves them in the text."
+            description="Format of tool calls; auto reads it off the chat template, none leaves them in the text."
         ),
     ] = "auto"
     reasoning_parser: Annotated[
         str,
         Meta(
-            description="Format of reasoning in the model's text; auto reads it off the chat template, none leaves it in the text."
+            description="Format of reasoning; auto reads it off the chat template, none leaves it in the text."
         ),
     ] = "auto"
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True

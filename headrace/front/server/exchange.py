@@ -43,7 +43,7 @@ class Services:
     server: ServerSpec
     metrics: Metrics
     shares: KeyShares
-    answers: AnswerFormat = AnswerFormat()
+    answers: AnswerFormat = field(default_factory=AnswerFormat)
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))

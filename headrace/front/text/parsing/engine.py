@@ -167,4 +167,6 @@ def literal(text: str, at: int, wanted: str) -> bool | None:
     """Whether `wanted` stands at `at`; None while it may still come."""
     if text.startswith(wanted, at):
         return True
+    if len(text) - at >= len(wanted):
+        return False
     return None if wanted.startswith(text[at:]) else False
