@@ -176,7 +176,12 @@ def streamed(client: openai.OpenAI, **request: Any) -> dict[str, Any]:
 def counted(usage: Any) -> tuple[int, ...]:
     """The counts that do not depend on what the cache holds."""
     details = usage.completion_tokens_details
-    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, details.reasoning_tokens
+    return (
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.total_tokens,
+        details.reasoning_tokens,
+    )
 
 
 def test_tool_calls_reach_the_bar_and_streams_are_the_full_answers(

@@ -64,7 +64,9 @@ def test_the_users_words_stand_and_are_no_decisions() -> None:
         scheduler={"max_running": 3, "max_step_tokens": 64},
         device={"threads": 5, "device": "cpu", "executor": "inline"},
         model={"dtype": "float32", "max_model_len": 100},
+        server={"tool_parser": "hermes", "reasoning_parser": "none"},
     )
+    assert (found.text.tool_parser, found.text.reasoning_parser) == ("hermes", "none")
     engine = found.engine
     assert engine.kv.memory_bytes == GIB and engine.kv.num_blocks is None
     assert (engine.scheduler.max_running, engine.device.threads) == (3, 5)

@@ -59,6 +59,11 @@ class ParsedAnswer:
         end = 0 if span is None or span[1] is None else span[1]
         if not self._parser.reasoning_over or self._tokens.at < end:
             self._tokens.add(event.token_ids)
+        if span is not None and span[1] is None and not self.over:
+            span = (
+                span[0],
+                self._parser.consumed,
+            )  # what may become the closing tag is not counted yet
         self._num_reasoning = self._tokens.count(span)
         return ParsedDelta(
             index=event.index,
@@ -72,8 +77,10 @@ class ParsedAnswer:
     def _end(self, event: Ended) -> list[Event]:
         self.over = True
         found: list[Event] = []
-        if not self._parser.closed and (parts := self._parser.finish()):
-            found.append(self._delta(Delta(index=event.index, text=""), parts))
+        parts = [] if self._parser.closed else self._parser.finish()
+        last = self._delta(Delta(index=event.index, text=""), parts)
+        if parts:
+            found.append(last)
         fields = msgspec.structs.asdict(event)
         calls = self._parser.num_calls
         return [

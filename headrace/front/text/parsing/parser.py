@@ -89,6 +89,11 @@ class OutputParser:
         return self._reasoning is None or self._reasoning.over
 
     @property
+    def consumed(self) -> int:
+        """Characters whose meaning is settled."""
+        return self._engine.consumed
+
+    @property
     def reasoning_span(self) -> tuple[int, int | None] | None:
         """Where the reasoning stands in the text, in characters; the end is None while it is open."""
         return None if self._reasoning is None else self._reasoning.span
