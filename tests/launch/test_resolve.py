@@ -92,6 +92,7 @@ def test_automatic_kv_memory_is_no_more_than_running_requests_can_use() -> None:
         ({"server": {"host": "0.0.0.0"}}, "--host 0.0.0.0"),
         ({"server": {"api_keys": ["a"], "admin_key": "a"}}, "--admin-key"),
         ({"server": {"api_keys": [" a"]}}, "--api-keys"),
+        ({"server": {"tool_parser": "hermess"}}, "--tool-parser: 'hermess'"),
         ({"device": {"device": "cuda"}}, "--device cuda"),
         ({"scheduler": {"max_running": 9, "max_step_tokens": 8}}, "--max-step-tokens 8"),
         ({"device": {"tensor_parallel": 2, "executor": "inline"}}, "--executor inline"),
