@@ -128,3 +128,13 @@ def test_sampling_defaults_of_the_checkpoint_are_taken_and_the_rest_is_left() ->
     assert resolved().text.generation_defaults == {"temperature": 0.6, "top_k": 20}
     greedy = msgspec.structs.replace(MODEL, generation_defaults={"do_sample": False, "top_k": 50})
     assert resolve(options(), greedy, CPU).text.generation_defaults == {"temperature": 0.0}
+
+
+@pytest.mark.parametrize(("running", "tokens"), [("auto", 256), (300, 300)])
+def test_a_cpu_step_is_short_but_holds_a_token_of_every_running_request(
+    running: Any, tokens: int
+) -> None:
+    found = resolved(scheduler={"max_running": running})
+    assert found.engine.scheduler.max_step_tokens == tokens
+    (said,) = [d.why for d in found.decisions if d.field == "--max-step-tokens"]
+    assert "stall running streams" in said

@@ -77,7 +77,9 @@ class Runner:
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
             start_s={**(start_s or {}), "warmup": warmup_s},
-            decisions=[(d.field, d.given, d.chosen, d.why) for d in decisions],
+            decisions=[
+                (d.field, d.given, d.chosen, d.why) for d in (*decisions, *self._sampler.decisions)
+            ],
         )
 
     @torch.inference_mode()

@@ -44,7 +44,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="Type of weights and activations; auto takes the checkpoint's."),
+        Meta(
+            description="Type of weights and activations; auto takes the checkpoint's. "
+            "bf16, fp16 and fp32 are understood."
+        ),
     ] = "auto"
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"],

@@ -3,7 +3,8 @@
 The `beam_width` most likely partial answers are continued together. An answer that reaches an end-of-sequence id or a
 stop id is complete. Answers are ranked by cumulative log-probability / length ** length_penalty, length counted in
 generated tokens (Wu et al. 2016, section 7, without the constant 5, as is usual). The prefix cache makes a continuation
-cost about one token.
+cost about one token. Nothing is sampled and the scores are the model's own: temperature may be 1 (its default) or 0 and
+changes nothing; any other, and every filter, penalty or bias, is refused (`inputs.py`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.base.errors import EngineDead, HeadraceError, Unavailable, from_wire
 from headrace.base.wire.codec import HEADER, MAX_FRAME_BYTES, Codec
-from headrace.base.wire.request import Call, Hello, Reply, ToCore, ToFront, TokenBatch
+from headrace.base.wire.request import PING, Call, Hello, Reply, ToCore, ToFront, TokenBatch
 from headrace.front.client.limits import Limits
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
@@ -122,13 +122,13 @@ class Connection:
             self._lost()
 
     async def _heartbeat(self) -> None:
-        """Asks a silent core for its state, so that silence means something."""
+        """Pings a silent core, so that silence means something: a long step does not delay the answer."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._limits.heartbeat_s)
             if self.hello is not None and loop.time() - self._heard_s >= self._limits.heartbeat_s:
                 with contextlib.suppress(HeadraceError):
-                    await self.call("status")
+                    await self.call(PING)
 
     def _take(self, body: memoryview) -> None:
         message = self._codec.decode(body)

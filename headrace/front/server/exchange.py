@@ -30,20 +30,23 @@ SCOPE_KEY = "headrace.exchange"
 
 @dataclass(kw_only=True)
 class Services:
-    """Everything the handlers use. `draining`: no new work; `abandon` is set when running work must end now.
+    """Everything the handlers use.
 
-    `answers`: the format of the model's reasoning and tool calls.
+    `warm`: start-up is over. `draining`: no new work. `abandon` is set when running work must end now. Templates that
+    come with requests are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format
+    of the model's reasoning and tool calls.
     """
 
     engine: Engine
     tokenizer: Tokenizer
     template: ChatTemplate
-    templates: TemplatePool
+    guest_templates: TemplatePool
     text: TextSpec
     server: ServerSpec
     metrics: Metrics
     shares: KeyShares
     answers: AnswerFormat = field(default_factory=AnswerFormat)
+    warm: bool = False
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -60,7 +63,7 @@ class Services:
     @property
     def ready(self) -> bool:
         """Whether a load balancer should send requests here."""
-        return self.engine.ready and self.engine.alive and not self.draining
+        return self.warm and self.engine.ready and self.engine.alive and not self.draining
 
 
 @dataclass(kw_only=True)

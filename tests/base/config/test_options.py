@@ -49,6 +49,11 @@ def test_command_line_wins_over_the_file(tmp_path: Path) -> None:
     assert (server.host, server.port) == ("0.0.0.0", 2)
 
 
+@pytest.mark.parametrize("short", ["bf16", "bfloat16"])
+def test_short_names_of_types_are_understood(short: str) -> None:
+    assert parse("--dtype", short).model.dtype == "bfloat16"
+
+
 def test_booleans_have_a_negative_flag() -> None:
     assert parse("--no-prefix-caching").kv.prefix_caching is False
     assert parse("--prefix-caching").kv.prefix_caching is True

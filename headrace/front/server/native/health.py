@@ -25,13 +25,14 @@ async def get_ready(exchange: Exchange, request: Request) -> Response:
     services = exchange.services
     if services.ready:
         return json_response({"status": "ready"})
-    why = "draining" if services.draining else "stuck" if services.engine.ready else "loading"
+    loaded = services.warm and services.engine.ready
+    why = "draining" if services.draining else "stuck" if loaded else "loading"
     return json_response({"status": why}, status=503)
 
 
 async def get_startup(exchange: Exchange, request: Request) -> Response:
     """200 once the engine has been loaded."""
-    up = exchange.services.engine.ready
+    up = exchange.services.warm
     return json_response({"status": "started" if up else "loading"}, status=200 if up else 503)
 
 

@@ -85,7 +85,7 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
         template = ChatTemplate(
             request.chat_template,
             services.tokenizer,
-            pool=services.templates,
+            pool=services.guest_templates,
             max_tokens=services.text.max_model_len,
         )
     tail = bool(request.continue_final_message)
