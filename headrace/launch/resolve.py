@@ -27,6 +27,12 @@ from headrace.base.config.tree import Options, ServerOptions
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
 from headrace.base.wire.params import SamplingParams
+from headrace.front.text.parsing.families import (
+    choose_reasoning,
+    choose_tools,
+    reasoning_family,
+    tool_family,
+)
 from headrace.launch.model_facts import ModelFacts
 
 
@@ -102,6 +108,8 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
         logits_width=model.logits_width,
         eos_ids=model.eos_ids,
         max_model_len=max_model_len,
+        tool_parser=_tool_parser(options.server, model, choose),
+        reasoning_parser=_reasoning_parser(options.server, model, choose),
     )
     return Resolved(
         engine=engine,
@@ -236,6 +244,22 @@ def _kv_bytes(model: ModelFacts, device: DeviceFacts, where: DeviceSpec) -> int:
             f"{device.total_bytes / 2**30:.1f} GiB; use --tensor-parallel, or --kv-memory to insist"
         )
     return room
+
+
+def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
+    """The name of a known format of tool calls, or "none"."""
+    found = choose_tools(model.chat_template)
+    name: str = choose.pick("--tool-parser", given.tool_parser, found.name, found.why)
+    tool_family(name)
+    return name
+
+
+def _reasoning_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
+    """The name of a known format of reasoning, or "none"."""
+    found = choose_reasoning(model.chat_template)
+    name: str = choose.pick("--reasoning-parser", given.reasoning_parser, found.name, found.why)
+    reasoning_family(name)
+    return name
 
 
 def _generation_defaults(given: dict[str, Any]) -> dict[str, float | int]:

@@ -81,7 +81,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front needs to turn messages into tokens and back. `tokenizer_path` is a folder or a GGUF file."""
+    """What the front needs to turn messages into tokens and back. `tokenizer_path` is a folder or a GGUF file.
+
+    `tool_parser` and `reasoning_parser` name rows of `front/text/parsing/families.py`, or "none".
+    """
 
     tokenizer_path: str
     chat_template: str | None
@@ -90,6 +93,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     logits_width: int
     eos_ids: tuple[int, ...]
     max_model_len: int
+    tool_parser: str = "none"
+    reasoning_parser: str = "none"
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -214,6 +214,18 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Accept chat_template from requests. Leave off for clients you do not trust."
         ),
     ] = False
+    tool_parser: Annotated[
+        str,
+        Meta(
+            description="Format of tool calls; auto reads it off the chat template, none leaves them in the text."
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Meta(
+            description="Format of reasoning; auto reads it off the chat template, none leaves it in the text."
+        ),
+    ] = "auto"
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Log level.")

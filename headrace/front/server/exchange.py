@@ -21,6 +21,7 @@ from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Engine
 from headrace.front.server.limits import KeyShares
 from headrace.front.text.chat import ChatTemplate
+from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplatePool
 from headrace.front.text.tokenizer import Tokenizer
 
@@ -32,7 +33,8 @@ class Services:
     """Everything the handlers use.
 
     `warm`: start-up is over. `draining`: no new work. `abandon` is set when running work must end now. Templates that
-    come with requests are rendered by `guest_templates`: they cannot hold up the model's own.
+    come with requests are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format
+    of the model's reasoning and tool calls.
     """
 
     engine: Engine
@@ -43,6 +45,7 @@ class Services:
     server: ServerSpec
     metrics: Metrics
     shares: KeyShares
+    answers: AnswerFormat = field(default_factory=AnswerFormat)
     warm: bool = False
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)

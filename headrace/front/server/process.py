@@ -28,6 +28,7 @@ from headrace.front.server.exchange import Services
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.protocol import ConnectionLimits, guarded_protocol
 from headrace.front.text.chat import ChatTemplate
+from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
 from headrace.front.text.tokenizer import load_tokenizer
 from headrace.launch.api_process import ApiSpec
@@ -93,6 +94,9 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
         server=spec.server,
         metrics=Metrics(),
         shares=KeyShares(spec.server.max_requests_per_key),
+        answers=AnswerFormat.named(
+            tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
+        ),
     )
     return services, engine
 

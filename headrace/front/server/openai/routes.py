@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from starlette.responses import Response
@@ -17,8 +17,12 @@ from headrace.front.server.measure import joined, measured
 from headrace.front.server.openai import chat, completions
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, Common, CompletionRequest, parse
+from headrace.front.server.parsed import ParsedAnswer, parsed
 from headrace.front.server.sse import EventStream, started
 from headrace.front.text.chat import ChatTemplate
+
+_TAIL_TOKENS = 32
+"""Enough of a prompt to see which tag it ends with."""
 
 
 async def post_chat(exchange: Exchange, document: Any) -> Response:
@@ -34,7 +38,8 @@ async def post_chat(exchange: Exchange, document: Any) -> Response:
         await render(exchange, request), request, max_model_len=services.text.max_model_len
     )
     label = completion_id("chatcmpl")
-    events = _generate(exchange, request, prompt_ids, params, label=label)
+    answers = _answers(exchange, request, prompt_ids, params)
+    events = _generate(exchange, request, prompt_ids, params, label=label, answers=answers)
     reply = chat.Reply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
     if request.stream:
         return await _stream(exchange, chat.to_chunks(events, reply))
@@ -98,6 +103,23 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
     )
 
 
+def _answers(
+    exchange: Exchange, request: ChatRequest, prompt_ids: list[int], params: SamplingParams
+) -> list[ParsedAnswer] | None:
+    """A parser per choice; None where nothing is to be parsed."""
+    services = exchange.services
+    tokenizer = services.tokenizer
+    tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    pieces = tokenizer.pieces_without_special if params.skip_special_tokens else tokenizer.pieces
+    found = []
+    for _ in range(params.n):
+        parser = chat.to_parser(request, services.answers, prompt_tail=tail)
+        if parser is None:
+            return None
+        found.append(ParsedAnswer(parser, pieces))
+    return found
+
+
 async def _prompt(
     exchange: Exchange, request: CompletionRequest, given: str | list[int]
 ) -> completions.Prompt:
@@ -126,6 +148,7 @@ def _generate(
     params: SamplingParams,
     *,
     label: str,
+    answers: list[ParsedAnswer] | None = None,
 ) -> AsyncGenerator[Event, None]:
     generation = Generation(
         prompt_ids=prompt_ids,
@@ -137,9 +160,10 @@ def _generate(
         cache_salt=request.cache_salt or "",
     )
     services = exchange.services
-    return measured(
-        services.engine.generate(generation), services.metrics, arrival=exchange.arrival
-    )
+    events: AsyncIterator[Event] = services.engine.generate(generation)
+    if answers is not None:
+        events = parsed(events, answers)
+    return measured(events, services.metrics, arrival=exchange.arrival)
 
 
 async def _stream(exchange: Exchange, chunks: AsyncGenerator[bytes, None]) -> Response:
