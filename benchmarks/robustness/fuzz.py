@@ -193,7 +193,8 @@ async def run(base: str, supervisor: Any, cases: int, seed: int) -> dict[str, An
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(base, timeout=timeout, connector=connector) as session:
         golden = [(await bystander(session, i))[0] for i in range(len(BYSTANDER_PROMPTS))]
-        baseline = [g for i in range(8) for g in (await bystander(session, i))[1][1:]]
+        calm = await asyncio.gather(*(bystander(session, i % 8) for i in range(16)))
+        baseline = [gap for _, gaps in calm for gap in gaps[1:]]
         before, memory = children(supervisor), resident_mib(supervisor)
         rest_before = await at_rest(session)
         seen: Counter[Any] = Counter()
@@ -223,8 +224,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    # bfloat16 rounds differently in steps of other sizes, which tips near ties: float32 shows foreign influence alone.
-    with server("--dtype", "float32") as (base, supervisor):
+    with server() as (base, supervisor):
         report = asyncio.run(run(base, supervisor, given.cases, given.seed))
     print(json.dumps(report, indent=1))
     bad = report["num_problems"] or report["restarts"] or report["bystander_mismatches"]
