@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import psutil
 
+from headrace.back.platforms.detect import detect
 from headrace.base import env
 from headrace.launch.resolve import DeviceFacts
 
 PR_SET_PDEATHSIG = 1
 _NO_KEYS = {"HEADRACE_API_KEYS": "", "HEADRACE_ADMIN_KEY": ""}  # children know digests only
-_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
 
 DRAIN_SIGNAL = signal.SIGUSR1
@@ -150,71 +149,14 @@ class RuntimeFolder:
 
 def device_facts(wanted: str) -> DeviceFacts:
     """Facts about the devices of the kind the user wants ("auto": CUDA where there is one)."""
-    cuda = _cuda_facts() if wanted != "cpu" else None
-    if cuda is not None:
-        return cuda
-    memory = psutil.virtual_memory()
+    found = detect()
+    gpus = [one for one in found if one.kind == "cuda"] if wanted != "cpu" else []
+    cpu = next(one for one in found if one.kind == "cpu")
+    first = gpus[0] if gpus else cpu
     return DeviceFacts(
-        kind="cpu",
-        count=1,
-        total_bytes=memory.total,
-        free_bytes=min(memory.available, _cgroup_free()),
-        cores=usable_cores(),
+        kind=first.kind,
+        count=len(gpus) or 1,
+        total_bytes=first.memory_bytes,
+        free_bytes=first.free_bytes,
+        cores=cpu.cores,
     )
-
-
-def usable_cores() -> int:
-    """Cores this process may use: its affinity, bounded by the cgroup's quota."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = _CGROUP_CPU.read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-
-
-def _cgroup_free() -> int:
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-    except (OSError, ValueError):
-        return 1 << 62
-    return 1 << 62 if limit == "max" else max(0, int(limit) - used)
-
-
-def _cuda_facts() -> DeviceFacts | None:
-    """Asks the driver library directly: a hundred milliseconds, where importing torch takes seconds."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2() != 0:
-        return None
-    count = ctypes.c_uint()
-    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    visible = _visible(count.value)
-    if not visible:
-        return None
-    handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
-    nvml.nvmlDeviceGetHandleByIndex_v2(visible[0], ctypes.byref(handle))
-    if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
-        return None
-    total, free, _ = memory
-    return DeviceFacts(
-        kind="cuda",
-        count=len(visible),
-        total_bytes=total,
-        free_bytes=free,
-        cores=usable_cores(),
-    )
-
-
-def _visible(count: int) -> list[int]:
-    """Indices of the devices CUDA_VISIBLE_DEVICES leaves; ids that are no numbers count as the first ones."""
-    given = env.child_environment().get("CUDA_VISIBLE_DEVICES")
-    if given is None:
-        return list(range(count))
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    indices = [int(name) if name.isdigit() else at for at, name in enumerate(names)]
-    return [index for index in indices if index < count]
