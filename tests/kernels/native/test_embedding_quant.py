@@ -23,9 +23,7 @@ def table(dtype, bits, rows, width):
 def test_equals_the_definition(library, dtype, bits, rows, width):
     asked, packed = table(dtype, bits, rows, width)
     ids = torch.arange(rows).flip(0)
-    assert torch.equal(
-        bind_with(library, asked, packed)(ids), bind_reference(asked, packed)(ids)
-    )
+    assert torch.equal(bind_with(library, asked, packed)(ids), bind_reference(asked, packed)(ids))
 
 
 @pytest.mark.parametrize("wrong", [-1, 131, 2**40])

@@ -35,18 +35,21 @@ class PackedWeight:
     inputs: int
     panels: torch.Tensor
 
-    @property
-    def num_bytes(self) -> int:
-        """What it takes in memory, scales and padding included."""
-        return self.panels.numel()
-
 
 def empty(bits: int, outputs: int, inputs: int) -> PackedWeight:
     """A weight to be filled with `write_panels`."""
-    steps = -(-inputs // MULTIPLES[bits])
-    width = PANEL * 4 + steps * PANEL * 4 if bits == 8 else steps * _INT4_BYTES
-    panels = torch.empty(-(-outputs // PANEL), width, dtype=torch.uint8)
+    panels = torch.empty(-(-outputs // PANEL), _panel_bytes(bits, inputs), dtype=torch.uint8)
     return PackedWeight(bits, outputs, inputs, panels)
+
+
+def packed_bytes(bits: int, outputs: int, inputs: int) -> int:
+    """What such a weight takes in memory, scales and padding included."""
+    return -(-outputs // PANEL) * _panel_bytes(bits, inputs)
+
+
+def _panel_bytes(bits: int, inputs: int) -> int:
+    steps = -(-inputs // MULTIPLES[bits])
+    return PANEL * 4 + steps * PANEL * 4 if bits == 8 else steps * _INT4_BYTES
 
 
 def write_panels(
@@ -86,9 +89,7 @@ def read_rows(weight: PackedWeight, rows_N: torch.Tensor) -> tuple[torch.Tensor,
         halves = groups[..., PANEL * 2 :].view(len(panels), -1, GROUP // 8, PANEL, 4)
         both = halves[panel_N, :, :, column_N]
         codes = torch.stack((both & 15, both >> 4), dim=-2).flatten(1)
-    return (codes[:, : weight.inputs].to(torch.int16) - OFFSETS[weight.bits]).to(
-        torch.int8
-    ), scales
+    return (codes[:, : weight.inputs].to(torch.int16) - OFFSETS[weight.bits]).to(torch.int8), scales
 
 
 def dequantize_rows(weight: PackedWeight, rows_N: torch.Tensor) -> torch.Tensor:
