@@ -70,11 +70,12 @@ def logits(folder, scheme):
 
 
 def write_dequantized(folder, scheme):
-    """Replaces every matrix of the checkpoint by what its codes and scales say."""
+    """Replaces every matrix of the checkpoint that is quantized by what its codes and scales say."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in tensors.items():
-        if tensor.dim() == 2:
+        untied = "embed_tokens" in name and "lm_head.weight" in tensors
+        if tensor.dim() == 2 and not untied:
             rows = torch.arange(len(tensor))
             tensors[name] = dequantize_rows(pack(tensor, SCHEMES[scheme]), rows).contiguous()
     save_file(tensors, path)
