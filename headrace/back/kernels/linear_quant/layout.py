@@ -70,9 +70,9 @@ def write_panels(
         return
     groups = panels.view(count, -1, _INT4_BYTES)
     groups[..., : PANEL * 2].view(torch.bfloat16).copy_(scales.transpose(1, 2))
-    halves = codes.view(count, PANEL, -1, GROUP // 8, 2, 4)
-    both = (halves[..., 0, :] | halves[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
-    groups[..., PANEL * 2 :].view(both.shape).copy_(both)
+    halves = codes.view(torch.int32).view(count, PANEL, -1, GROUP // 8, 2)
+    both = (halves[..., 0] | halves[..., 1] << 4).permute(0, 2, 3, 1)
+    groups[..., PANEL * 2 :].view(torch.int32).view(both.shape).copy_(both)
 
 
 def read_rows(weight: PackedWeight, rows_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
