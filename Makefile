@@ -57,16 +57,17 @@ types: $(DEV)
 	@echo "==> mypy"; $(BIN)/mypy
 
 unit: $(DEV)
-	@echo "==> pytest"; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	@echo "==> pytest"; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations=10 $(ARGS)
 
 test: lint types unit
 
 slow: $(DEV)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 1200 $(ARGS)
 
 # Runs with whatever python3 holds PyTorch for CUDA; nothing is installed.
 test-gpu:
-	@python3 -m pytest -p no:cacheprovider -m "gpu or not slow" tests/models tests/kernels tests/back $(ARGS)
+	@python3 -c 'import msgspec, pytest, safetensors, torch; print("torch", torch.__version__, "CUDA", torch.cuda.is_available())'
+	@python3 -m pytest -p no:cacheprovider $$(grep -rl "mark.gpu" tests --include="test_*.py") $(ARGS)
 
 docs: $(RUN)
 	@$(BIN)/python -m headrace.cli.docs docs

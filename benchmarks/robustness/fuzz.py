@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -193,7 +194,8 @@ async def run(base: str, supervisor: Any, cases: int, seed: int) -> dict[str, An
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(base, timeout=timeout, connector=connector) as session:
         golden = [(await bystander(session, i))[0] for i in range(len(BYSTANDER_PROMPTS))]
-        baseline = [g for i in range(8) for g in (await bystander(session, i))[1][1:]]
+        calm = await asyncio.gather(*(bystander(session, i % 8) for i in range(16)))
+        baseline = [gap for _, gaps in calm for gap in gaps[1:]]
         before, memory = children(supervisor), resident_mib(supervisor)
         rest_before = await at_rest(session)
         seen: Counter[Any] = Counter()
@@ -222,10 +224,13 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help="keep the report beside this script")
     given = parser.parse_args()
     with server() as (base, supervisor):
         report = asyncio.run(run(base, supervisor, given.cases, given.seed))
     print(json.dumps(report, indent=1))
+    if given.write:
+        Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     bad = report["num_problems"] or report["restarts"] or report["bystander_mismatches"]
     return 1 if bad or report["running_waiting"] != [0, 0] else 0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.base.errors import ConfigError
 from headrace.bench.offline import OfflineEngine, Trace
 
 
@@ -42,8 +43,13 @@ def latency(
         prefill_s.append(max(trace.first_s.values()) - trace.start_s)
         gaps.append(decode_gaps(trace, batch_size))
         walls.append(trace.wall_s)
-    steps = np.concatenate(gaps) if gaps else np.zeros(0)
-    step_s = float(np.median(steps)) if len(steps) else float("nan")
+    steps = np.concatenate(gaps)
+    if not len(steps):
+        raise ConfigError(
+            f"--output-len {output_len}: the {batch_size} requests never decode together; give more output or "
+            "a larger --max-step-tokens"
+        )
+    step_s = float(np.median(steps))
     return {
         "batch_size": batch_size,
         "input_len": input_len,
@@ -52,7 +58,7 @@ def latency(
         "prefill_s": float(np.median(prefill_s)),
         "prefill_tok_s": batch_size * input_len / float(np.median(prefill_s)),
         "decode_step_ms": step_s * 1e3,
-        "decode_step_p99_ms": float(np.percentile(steps, 99)) * 1e3 if len(steps) else float("nan"),
+        "decode_step_p99_ms": float(np.percentile(steps, 99)) * 1e3,
         "decode_tok_s": batch_size / step_s,
         "latency_s": float(np.median(walls)),
     }

@@ -17,6 +17,8 @@ from rich.table import Table
 from headrace import __version__
 from headrace.base.optional import require
 
+PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
+
 
 def percentiles(values: Sequence[float], *, scale: float = 1.0) -> dict[str, float]:
     """mean, p50, p90, p95, p99 and max of `values * scale`; empty for no values."""
@@ -53,15 +55,23 @@ def emit(result: Mapping[str, Any], *, as_json: bool, title: str) -> None:
         sys.stdout.write(json.dumps(result) + "\n")
         return
     table = Table(title=title, show_header=False)
+    spread = Table("", *PERCENTILES)
     for key, value in _flat(result):
-        table.add_row(key, f"{value:,.3f}" if isinstance(value, float) else str(value))
-    Console().print(table)
+        if isinstance(value, Mapping):
+            spread.add_row(key, *(f"{value[name]:,.2f}" for name in PERCENTILES))
+        else:
+            table.add_row(key, f"{value:,.3f}" if isinstance(value, float) else str(value))
+    console = Console()
+    console.print(table)
+    if spread.rows:
+        console.print(spread)
 
 
 def _flat(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested keys joined by dots; a set of percentiles stays together."""
     rows: list[tuple[str, Any]] = []
     for key, value in result.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value.keys() != set(PERCENTILES):
             rows += _flat(value, f"{prefix}{key}.")
         else:
             rows.append((prefix + key, value))

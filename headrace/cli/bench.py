@@ -7,24 +7,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.base.config.options import CommandLine
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.bench.report import emit, versions
 
 ENGINE_GROUPS = ("model", "kv", "scheduler", "device")
+ABOUT = {
+    "serve": "Load on any OpenAI-compatible server, with a ledger.",
+    "latency": "One batch at a time: prefill rate, decode step, start-up.",
+    "throughput": "Everything queued at once: tokens and requests per second.",
+    "startup": "A fresh server each time; all options go to `headrace serve`.",
+}
+
+
+MOST_STEP_TOKENS = 16384
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs one benchmark and prints its result."""
     kinds = {"serve": _serve, "latency": _latency, "throughput": _throughput, "startup": _startup}
+    if argv and argv[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
     if not argv or argv[0] not in kinds:
         raise ConfigError(f"headrace bench: name one of {', '.join(kinds)}")
     return kinds[argv[0]](list(argv[1:]))
 
 
+def _usage() -> str:
+    lines = [f"  {name:12} {text}" for name, text in ABOUT.items()]
+    end = "headrace bench KIND --help shows the options of each."
+    return "\n".join(["usage: headrace bench KIND [options]", "", *lines, "", end])
+
+
 def _add(line: CommandLine, flag: str, kind: Any, default: Any, text: str) -> None:
-    line.parser.add_argument(flag, type=kind, default=default, help=f"{text} [{default}]")
+    shown = text if default is None else f"{text} [{default}]"
+    line.parser.add_argument(flag, type=kind, default=default, help=shown)
 
 
 def _engine(options: Options) -> tuple[Any, dict[str, Any]]:
@@ -47,8 +68,8 @@ def _engine(options: Options) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def _engine_line(prog: str, text: str) -> CommandLine:
-    line = CommandLine(f"headrace bench {prog}", text, groups=ENGINE_GROUPS)
+def _engine_line(kind: str) -> CommandLine:
+    line = CommandLine(f"headrace bench {kind}", ABOUT[kind], groups=ENGINE_GROUPS)
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
     _add(line, "--input-len", int, 128, "prompt tokens")
     _add(line, "--output-len", int, 128, "generated tokens")
@@ -60,14 +81,18 @@ def _without_cache(argv: list[str]) -> list[str]:
 
 
 def _latency(argv: list[str]) -> int:
-    line = _engine_line("latency", "One batch at a time: prefill rate, decode step, start-up.")
+    line = _engine_line("latency")
     _add(line, "--batch-size", int, 1, "requests in the batch")
     _add(line, "--iterations", int, 5, "counted repetitions")
     _add(line, "--warmup", int, 1, "repetitions before counting")
     own, options = line.parse(_without_cache(argv))
+    if own.batch_size < 1 or own.input_len < 1 or own.output_len < 2 or own.iterations < 1:
+        raise ConfigError(
+            "bench latency: --batch-size, --input-len and --iterations must be at least 1, --output-len at least 2"
+        )
     from headrace.bench.latency import latency
 
-    engine, facts = _engine(options)
+    engine, facts = _engine(_in_one_step(options, own.batch_size, own.input_len))
     try:
         result = latency(
             engine,
@@ -83,8 +108,24 @@ def _latency(argv: list[str]) -> int:
     return 0
 
 
+def _in_one_step(options: Options, batch_size: int, input_len: int) -> Options:
+    """Room for the whole batch's prefill in one step, unless the user bounds it: then all requests decode together."""
+    given = options.scheduler
+    tokens = min(batch_size * input_len, MOST_STEP_TOKENS)
+    return msgspec.structs.replace(
+        options,
+        scheduler=msgspec.structs.replace(
+            given,
+            max_running=batch_size if given.max_running == "auto" else given.max_running,
+            max_step_tokens=max(tokens, batch_size)
+            if given.max_step_tokens == "auto"
+            else given.max_step_tokens,
+        ),
+    )
+
+
 def _throughput(argv: list[str]) -> int:
-    line = _engine_line("throughput", "Everything queued at once: tokens and requests per second.")
+    line = _engine_line("throughput")
     _add(line, "--num-requests", int, 64, "requests")
     _add(line, "--spread", float, 0.5, "lengths vary by this share around their means")
     _add(line, "--temperature", float, 0.0, "sampling temperature")
@@ -108,11 +149,7 @@ def _throughput(argv: list[str]) -> int:
 
 
 def _startup(argv: list[str]) -> int:
-    line = CommandLine(
-        "headrace bench startup",
-        "A fresh server each time; all options go to `headrace serve`.",
-        groups=(),
-    )
+    line = CommandLine("headrace bench startup", ABOUT["startup"], groups=())
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
     _add(line, "--iterations", int, 3, "starts")
     own, rest = line.parser.parse_known_args(argv)
@@ -131,9 +168,7 @@ def _startup(argv: list[str]) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    line = CommandLine(
-        "headrace bench serve", "Load on any OpenAI-compatible server, with a ledger.", groups=()
-    )
+    line = CommandLine("headrace bench serve", ABOUT["serve"], groups=())
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
     line.parser.add_argument(
         "--plot", help="write the latency distributions to this PNG or SVG file"

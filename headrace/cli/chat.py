@@ -14,7 +14,7 @@ from rich.console import Console
 from headrace.base.config.options import CommandLine
 from headrace.base.config.tree import Options
 from headrace.base.errors import RequestError
-from headrace.cli.model_argument import with_model
+from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.sampling_flags import add_sampling_flags, sampling_of
 from headrace.cli.session import Session, open_session
 from headrace.front.client.events import Delta, Ended, Event, Generation
@@ -95,9 +95,7 @@ def main(argv: Sequence[str]) -> int:
     line = CommandLine(
         "headrace chat", "Chat in the terminal.", groups=("model", "kv", "scheduler", "device")
     )
-    line.parser.add_argument(
-        "path", nargs="?", help="folder, GGUF file or hub id; default: the bundled model"
-    )
+    add_model_argument(line)
     line.parser.add_argument("--system", help="system prompt")
     line.parser.add_argument(
         "--think", action="store_true", help="reasoning on, where the model has it"

@@ -14,7 +14,7 @@ from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.bench.datasets.tasks import EVAL_TASKS
 from headrace.bench.eval import TaskScore, score_task
-from headrace.cli.model_argument import with_model
+from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.session import open_session
 
 
@@ -25,9 +25,7 @@ def main(argv: Sequence[str]) -> int:
         "Held-out tasks, greedy, exact match.",
         groups=("model", "kv", "scheduler", "device"),
     )
-    line.parser.add_argument(
-        "path", nargs="?", help="folder, GGUF file or hub id; default: the bundled model"
-    )
+    add_model_argument(line)
     line.parser.add_argument("--tasks", default=",".join(EVAL_TASKS), help="comma-separated tasks")
     line.parser.add_argument("--count", type=int, default=100, help="items per task [100]")
     line.parser.add_argument("--eval-seed", type=int, default=0, help="seed of the items [0]")

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.base.config.options import CommandLine
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
-from headrace.cli.model_argument import with_model
+from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.sampling_flags import add_sampling_flags, sampling_of
 from headrace.cli.session import Session, open_session
 from headrace.front.client.events import Delta, Ended, Generation
@@ -23,9 +23,7 @@ def main(argv: Sequence[str]) -> int:
     line = CommandLine(
         "headrace generate", "Continue prompts.", groups=("model", "kv", "scheduler", "device")
     )
-    line.parser.add_argument(
-        "path", nargs="?", help="folder, GGUF file or hub id; default: the bundled model"
-    )
+    add_model_argument(line)
     line.parser.add_argument(
         "--prompt", action="append", default=[], help="a prompt; may be repeated"
     )

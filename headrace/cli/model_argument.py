@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.base.config.options import CommandLine
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
+
+
+def add_model_argument(line: CommandLine) -> None:
+    """The positional MODEL, as `path`."""
+    line.parser.add_argument(
+        "path",
+        nargs="?",
+        metavar="MODEL",
+        help="folder, GGUF file or hub id; default: the bundled model",
+    )
 
 
 def with_model(options: Options, positional: str | None) -> Options:

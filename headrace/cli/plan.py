@@ -15,7 +15,7 @@ from rich.table import Table
 from headrace.base.config.options import CommandLine
 from headrace.base.config.resolved import Decision, Resolved
 from headrace.base.config.units import show_bytes
-from headrace.cli.model_argument import with_model
+from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.launch.facts import resolve_options
 from headrace.launch.forecast import KNOWN_DEVICES, Forecast, forecast, known_device
 
@@ -27,9 +27,7 @@ def main(argv: Sequence[str]) -> int:
         "Whether a model fits, and how fast it would run.",
         groups=("model", "kv", "scheduler"),
     )
-    line.parser.add_argument(
-        "path", nargs="?", help="folder, GGUF file or hub id; default: the bundled model"
-    )
+    add_model_argument(line)
     line.parser.add_argument(
         "--device", default="cpu", help=f"cpu, {', '.join(KNOWN_DEVICES)} [cpu]"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from headrace.base.config.resolved import Decision, Resolved
 from headrace.base.config.tree import Options
 from headrace.base.errors import StartError
 from headrace.base.telemetry import log as logs
-from headrace.cli.model_argument import with_model
+from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.launch.facts import resolve_options
 from headrace.launch.supervisor import Seat, Supervisor, bind
 from headrace.launch.topology import RuntimeFolder
@@ -26,9 +27,7 @@ def main(argv: Sequence[str]) -> int:
     line = CommandLine(
         "headrace serve", "Serve a model over HTTP (OpenAI-compatible).", groups=groups
     )
-    line.parser.add_argument(
-        "path", nargs="?", help="folder, GGUF file or hub id; default: the bundled model"
-    )
+    add_model_argument(line)
     own, options = line.parse(argv)
     return run(with_model(options, own.path))
 
@@ -48,15 +47,33 @@ def run(options: Options) -> int:
 
     def announce(seats: list[Seat]) -> None:
         show_start(resolved, seats, seconds=time.monotonic() - began)
-        print(
-            f"headrace is ready: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True
-        )
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"headrace is ready: {address}", flush=True)
+        if resolved.server.log_level != "error":
+            print(what_to_try(resolved, address), flush=True)
 
     try:
         return Supervisor(resolved, folder, listener, announce).run()
     finally:
         folder.close()
         listener.close()
+
+
+def what_to_try(resolved: Resolved, address: str) -> str:
+    """The first things a person may want to do, ready to be pasted."""
+    host = address.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
+    model = json.dumps(resolved.text.model_names[0])
+    messages = '"messages": [{"role": "user", "content": "Hello! Who are you?"}]'
+    keyed = bool(resolved.server.api_key_digests)
+    header = '-H "Authorization: Bearer $KEY" ' if keyed else ""
+    body = f'{{"model": {model}, {messages}}}'.replace("'", "'\\''")
+    key = "KEY" if keyed else '"none"'
+    ask = messages.replace('"messages": ', "messages=", 1)
+    return (
+        f"try:  curl {host}/v1/chat/completions {header}-H 'Content-Type: application/json' -d '{body}'\n"
+        f'  or  openai.OpenAI(base_url="{host}/v1", api_key={key}).chat.completions.create('
+        f"model={model}, {ask})"
+    )
 
 
 def show_start(resolved: Resolved, seats: list[Seat], *, seconds: float) -> None:

@@ -48,7 +48,8 @@ FAILED_EXIT = 71
 class Watchdog:
     """Ends the process when one step takes too long, and beats towards the parent while it runs itself.
 
-    `begin` and `end` are plain stores: they cost the loop nothing.
+    Beats come from this thread: they say "the process runs", however long a step takes. `begin` and `end` are plain
+    stores: they cost the loop nothing.
     """
 
     def __init__(self, timeout_s: float, status: socket.socket) -> None:

@@ -16,11 +16,12 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
-from headrace.base.wire.codec import HEADER, Codec
-from headrace.base.wire.request import Hello, ToCore, ToFront
+from headrace.base.wire.codec import Codec, cut_frames
+from headrace.base.wire.request import PING, Call, Hello, Reply, ToCore, ToFront
 
 log = logging.getLogger(__name__)
 MAX_INCOMING_BYTES = 64 << 20
@@ -33,6 +34,10 @@ class FrontGone(msgspec.Struct, frozen=True):
 
 
 Incoming = tuple[int, ToCore | FrontGone]
+
+
+def _exit() -> None:
+    os._exit(0)
 
 
 class _Peer:
@@ -48,10 +53,21 @@ class _Peer:
 
 
 class Fronts:
-    """All connected fronts of this core. `take` and `send` belong to the step loop's thread."""
+    """All connected fronts of this core. `take` and `send` belong to the step loop's thread.
 
-    def __init__(self, path: str, hello: Hello, status: socket.socket) -> None:
+    When the parent closes its end of `status`, nobody is left to serve: `orphaned` is called (by default it ends the
+    process), then the IO thread closes every socket and ends.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        hello: Hello,
+        status: socket.socket,
+        orphaned: Callable[[], None] = _exit,
+    ) -> None:
         self.malformed_frames = 0
+        self._orphaned = orphaned
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._peers: dict[int, _Peer] = {}
         self._incoming: Codec[ToCore] = Codec(ToCore)
@@ -63,7 +79,13 @@ class Fronts:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._listener = _listen(path)
-        threading.Thread(target=self._serve, name="fronts", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="fronts", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the IO thread, which ends after the parent; whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def take(self, *, block: bool, at_most_s: float | None) -> list[Incoming]:
         """All messages that have arrived; with `block` it waits for the first one, `at_most_s` (None: for ever)."""
@@ -114,11 +136,12 @@ class Fronts:
             return  # it is awake already
 
     def _serve(self) -> None:
+        parent_gone = False
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ, "accept")
             selector.register(self._wake_out, selectors.EVENT_READ, "wake")
             selector.register(self._status, selectors.EVENT_READ, "parent")
-            while True:
+            while not parent_gone:
                 for key, events in selector.select():
                     if isinstance(key.data, _Peer):
                         self._serve_peer(key.data, events)
@@ -126,9 +149,14 @@ class Fronts:
                         self._accept(selector)
                     elif key.data == "wake":
                         self._wake_out.recv(4096)
-                    elif not self._status.recv(4096):
-                        os._exit(0)  # the parent is gone: nobody is left to serve
+                    else:
+                        parent_gone = _ended(self._status)
                 self._tidy(selector)
+        self._orphaned()
+        for sock in (self._listener, self._wake_in, self._wake_out, self._status):
+            sock.close()
+        for peer in self._peers.values():
+            peer.sock.close()
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         sock, _ = self._listener.accept()
@@ -163,28 +191,18 @@ class Fronts:
             return
         peer.received += data
         try:
-            for message in self._frames(peer.received):
-                self._inbox.put((peer.number, message))
+            bodies = cut_frames(peer.received, max_bytes=MAX_INCOMING_BYTES)
+            messages = [self._incoming.decode(body) for body in bodies]
         except (msgspec.MsgspecError, ValueError) as error:
             self.malformed_frames += 1
             log.warning("front %d sent a malformed frame: %s", peer.number, error)
             peer.gone = True
-
-    def _frames(self, buffer: bytearray) -> list[ToCore]:
-        """Cuts the whole frames off the front of `buffer` and decodes them; all are decoded before any is used."""
-        messages: list[ToCore] = []
-        at = 0
-        while len(buffer) - at >= HEADER.size:
-            (length,) = HEADER.unpack_from(buffer, at)
-            if length > MAX_INCOMING_BYTES:
-                raise ValueError(f"a frame of {length} bytes; {MAX_INCOMING_BYTES} allowed")
-            if len(buffer) - at - HEADER.size < length:
-                break
-            at += HEADER.size
-            messages.append(self._incoming.decode(bytes(memoryview(buffer)[at : at + length])))
-            at += length
-        del buffer[:at]
-        return messages
+            return
+        for message in messages:  # all were decoded before any is used
+            if isinstance(message, Call) and message.operation == PING:
+                self.send(peer.number, Reply(number=message.number))
+            else:
+                self._inbox.put((peer.number, message))
 
     def _tidy(self, selector: selectors.BaseSelector) -> None:
         """Closes what is gone, and listens for room exactly where something is unsent."""
@@ -213,6 +231,14 @@ def _listen(path: str) -> socket.socket:
         os.umask(mask)
     listener.listen(64)
     return listener
+
+
+def _ended(status: socket.socket) -> bool:
+    """Whether the other end is closed. Closed over unread heartbeats, it is a reset and not an end of file."""
+    try:
+        return not status.recv(4096)
+    except OSError:
+        return True
 
 
 def _send_some(sock: socket.socket, data: bytes | bytearray) -> int:

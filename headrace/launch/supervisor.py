@@ -31,8 +31,7 @@ CRASH_LIMIT = 5
 CRASH_WINDOW_S = 60.0
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 EXIT_GRACE_S = 5.0
-HEALTH_TIMEOUT_S = 30.0
-MIN_SILENCE_S = 5.0
+SILENCE_S = 5.0
 BEAT_CHECK_S = 1.0
 CORE_MODULE = "headrace.launch.core_process"
 
@@ -87,6 +86,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._selector = selectors.DefaultSelector()
         self._stop_at: float | None = None
+        self._turned_at = time.monotonic()
         self._signals_in, self._signals_out = socket.socketpair()
         self._seats = [*_core_seats(resolved, folder), *_api_seats(resolved, folder, listener)]
 
@@ -114,7 +114,13 @@ class Supervisor:
         for key, _ in self._selector.select(self._wait_s()):
             key.data()
         now = time.monotonic()
+        stopped = (
+            now - self._turned_at > SILENCE_S
+        )  # we were: what was silent meanwhile proves nothing
+        self._turned_at = now
         for seat in self._seats:
+            if stopped and seat.heard_at is not None:
+                seat.heard_at = now
             if seat.restart_at is not None and now >= seat.restart_at:
                 seat.restart_at = None
                 self._start(seat)
@@ -124,9 +130,11 @@ class Supervisor:
             self.state = State.STOPPING
 
     def _check_beat(self, seat: Seat, now: float) -> None:
-        """A core whose watchdog has fallen silent is stopped or wedged as a whole: it is killed, then restarted."""
-        silence_s = max(MIN_SILENCE_S, self._resolved.engine.scheduler.step_timeout_s)
-        if seat.child is None or seat.heard_at is None or now - seat.heard_at < silence_s:
+        """A core whose watchdog has fallen silent is stopped or wedged as a whole: it is killed, then restarted.
+
+        The watchdog beats in a thread of its own, so that a long step does not silence it.
+        """
+        if seat.child is None or seat.heard_at is None or now - seat.heard_at < SILENCE_S:
             return
         log.error("%s has been silent for %g s; it is killed", seat.name, now - seat.heard_at)
         seat.heard_at = None
@@ -258,7 +266,7 @@ def _api_seats(resolved: Resolved, folder: RuntimeFolder, listener: socket.socke
         text=resolved.text,
         server=resolved.server,
         socket_paths=paths,
-        heartbeat_timeout_s=min(HEALTH_TIMEOUT_S, resolved.engine.scheduler.step_timeout_s),
+        heartbeat_timeout_s=SILENCE_S,
     )
     path = folder.write_spec("api", spec)
     count = resolved.server.api_servers

@@ -117,7 +117,7 @@ def test_a_request_says_where_it_is_and_why_it_waits(slow: Served) -> None:
         text += connection.recv(65536)
     label = text.partition(b'"id":"')[2].partition(b'"')[0].decode()
     found = slow.get(f"/v1/requests/{label}").json()
-    (one,) = found["requests"][0].values()
+    (one,) = found["requests"]
     assert found["id"] == label and one["state"] == "decode" and one["label"] == label
     leave(connection, reset=False)
     eventually(lambda: slow.get(f"/v1/requests/{label}").status_code == 404, within_s=5)

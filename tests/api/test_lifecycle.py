@@ -200,16 +200,31 @@ def test_children_die_with_a_killed_supervisor(model: Path) -> None:
 
 
 def test_a_stopped_core_turns_health_red_and_is_replaced(model: Path) -> None:
-    with serving(model, "--step-timeout-s", "2") as served:
+    with serving(model) as served:
         assert served.get("/health").status_code == 200
         (core,) = served.cores
         core.suspend()
-        eventually(lambda: served.get("/health").status_code == 503, within_s=5)
+        eventually(lambda: served.get("/health").status_code == 503, within_s=8)
         assert served.get("/health/live").status_code == 200
         assert served.get("/metrics").status_code == 200
         eventually(lambda: served.get("/health").status_code == 200, within_s=12)
         assert served.cores[0].pid != core.pid
         assert served.stop() == 0
+
+
+def test_a_long_step_keeps_health_green_and_is_not_disturbed(model: Path) -> None:
+    with serving(model, step_s=6.0) as served:  # longer than a silence that kills
+        (core,) = served.cores
+        answers: list[int] = []
+        asked = {"prompt": "x", "max_tokens": 1}
+        asking = threading.Thread(
+            target=lambda: answers.append(served.post("/v1/completions", asked).status_code)
+        )
+        asking.start()
+        while asking.is_alive():
+            asking.join(0.2)
+            assert served.get("/health").status_code == 200
+        assert answers == [200] and served.cores == [core]
 
 
 def test_a_hung_step_is_dumped_and_the_core_restarted(model: Path) -> None:

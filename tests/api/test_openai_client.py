@@ -177,6 +177,23 @@ def test_streamed_completion_logprobs_equal_the_plain_ones(client: openai.OpenAI
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids", "1000000"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "reserved"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "robot"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "length <= 4"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "<= 100"),
+        ({"tool_choice": "none"}, "tool_choice", "tools"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "text"),
+        ({"tools": [{"type": "shovel"}]}, "tools[0].type", "'shovel'"),
+        ({"modalities": ["text", "audio"]}, "modalities", "audio"),
+        ({"web_search_options": {}}, "web_search_options", "no web search"),
+        ({"moderation": {"policy": "block"}}, "moderation", "cannot block"),
+        ({"moderation": {"policy": {"output": "block"}}}, "moderation", "cannot block"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
+        ({"verbosity": "loud"}, "verbosity", "loud"),
+        ({"echo": True}, "echo", "chat"),
+        ({"best_of": 2}, "best_of", "chat"),
+        ({"return_prompt_text": True}, "return_prompt_text", "not supported"),
+        ({"use_beam_search": True, "n": 2, "top_p": 0.5}, "top_p", "beam search"),
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature", "0 or 1"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue", "excludes"),
     ],
 )
 def test_a_bad_field_is_named_with_value_and_limit(
@@ -206,9 +223,54 @@ def test_an_unknown_model_is_not_found_and_lists_the_known_ones(client: openai.O
     assert caught.value.code == "model_not_found" and "tiny" in caught.value.message
 
 
-def test_unknown_fields_are_ignored(server: Served) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 1, "metadata": {"a": "b"}, "prompt_cache_key": "k"}
-    assert server.post("/v1/chat/completions", body).status_code == 200
+def test_a_model_that_is_not_named_is_the_one_served(server: Served) -> None:
+    answer = server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}).json()
+    assert answer["model"] == "tiny"
+
+
+def test_a_bad_token_id_is_named_by_the_field_it_came_in(server: Served) -> None:
+    refused = server.post("/v1/completions", {"prompt": [10**6]})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt"
+
+
+def test_a_wrong_method_is_told_the_right_ones(server: Served) -> None:
+    refused = server.get("/v1/completions")
+    assert refused.status_code == 405 and refused.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        *({"metadata": {"a": "b"}}, {"prompt_cache_key": "k"}, {"store": True}, {"user": "u"}),
+        *(
+            {"safety_identifier": "s"},
+            {"prompt_cache_options": {"mode": "x"}},
+            {"verbosity": "low"},
+        ),
+        *({"prediction": {"type": "content", "content": "x"}}, {"modalities": ["text"]}),
+        *(
+            {"prompt_cache_retention": "24h"},
+            {"client_metadata": {}},
+            {"reasoning_effort": "xhigh"},
+        ),
+        *({"moderation": {"policy": "report"}}, {"stop": ["a", "b", "c", "d"]}, {"stop": []}),
+        *({"stop": None, "n": None, "tools": None, "tool_choice": None, "stream": None},),
+        *({"use_beam_search": True, "n": 2},),
+    ],
+)
+def test_what_clients_send_and_we_do_not_need_is_taken(
+    server: Served, extra: dict[str, Any]
+) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1, **extra}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+
+
+def test_the_service_tier_is_echoed(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=1, service_tier="auto"
+    )
+    assert answer.service_tier == "auto"
 
 
 def test_the_extensions_reach_the_answer(server: Served) -> None:

@@ -38,7 +38,7 @@ FAMILY_ROOMS = (
     "base/config/weight_files",  # the checkpoint format of that name
     "launch/locate",
     "front/text/gguf_tokenizer",  # names of pre-tokenizers in GGUF metadata
-    "front/text/parsers",
+    "front/text/parsing/families",  # names of output formats
 )
 SIZE_LIMIT = 600
 NO_TORCH = ("base", "front", "core")

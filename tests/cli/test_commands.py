@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.bench import ABOUT
 from headrace.cli.main import COMMANDS, SUMMARIES
 
 SHAPE = ("--input-len", "32", "--output-len", "8", "--max-model-len", "256")
@@ -37,11 +38,10 @@ def test_every_command_is_listed_and_loads() -> None:
         assert callable(COMMANDS.load(name))
 
 
-@pytest.mark.parametrize("name", SUMMARIES)
+@pytest.mark.parametrize("name", [*SUMMARIES, *(f"bench {kind}" for kind in ABOUT)])
 def test_help_needs_no_model(name: str) -> None:
-    words = (name, "latency", "--help") if name == "bench" else (name, "--help")
-    done = headrace(*words)
-    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+    done = headrace(*name.split(), "--help")
+    assert done.returncode == 0 and f"usage: headrace {name}" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ import pytest
 from headrace.base.wire.codec import HEADER, Codec
 from headrace.base.wire.params import RowSampling, StopRules
 from headrace.base.wire.request import (
+    PING,
     AbortRequests,
     Call,
     EngineRequest,
     Finished,
     Hello,
+    Reply,
     ToCore,
     ToFront,
     TokenBatch,
@@ -40,13 +42,11 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def fronts(path: str) -> Iterator[Fronts]:
-    ours, theirs = socket.socketpair()
-    yield Fronts(path, HELLO, theirs)
-    # The thread lives as long as the process; the parent's end stays open, or it would end us.
-    KEPT.append(ours)
-
-
-KEPT: list[socket.socket] = []
+    parent, status = socket.socketpair()
+    with parent:
+        made = Fronts(path, HELLO, status, orphaned=lambda: None)
+        yield made
+    assert made.join(5)
 
 
 def connect(path: str) -> socket.socket:
@@ -134,6 +134,15 @@ def test_a_large_batch_reaches_a_front_that_reads_late(fronts: Fronts, path: str
     assert np.array_equal(first.ids, batch.ids) and second.ids.tolist() == [5]
 
 
+def test_a_ping_is_answered_while_the_step_loop_takes_nothing(fronts: Fronts, path: str) -> None:
+    with connect(path) as front:
+        read(front)
+        front.sendall(TO_CORE.frame(Call(number=9, operation=PING)))
+        assert read(front) == Reply(number=9)
+    ((_, message),) = fronts.take(block=True, at_most_s=5)
+    assert message == FrontGone()
+
+
 def test_a_front_that_leaves_is_told_once(fronts: Fronts, path: str) -> None:
     connect(path).close()
     ((number, message),) = fronts.take(block=True, at_most_s=5)
@@ -157,3 +166,20 @@ def test_a_batch_is_split_by_owner_and_strangers_get_nothing() -> None:
 def test_one_front_gets_the_batch_itself() -> None:
     batch = TokenBatch(ids=np.array([1, 2]), tokens=np.array([1, 2], np.int32))
     assert split(batch, {1: 5, 2: 5, 9: 6}) == {5: batch}
+
+
+@pytest.mark.parametrize("unread", [b"", b'{"beat":true}\n'])
+def test_the_end_of_the_parent_is_noticed_also_over_unread_heartbeats(
+    path: str, unread: bytes
+) -> None:
+    parent, status = socket.socketpair()
+    ends: list[str] = []
+    made = Fronts(path, HELLO, status, orphaned=lambda: ends.append("orphaned"))
+    with connect(path) as front:
+        read(front)
+        status.sendall(unread or b" ")
+        if not unread:
+            parent.recv(1)
+        parent.close()
+        assert made.join(5) and ends == ["orphaned"]
+        assert front.recv(1) == b""

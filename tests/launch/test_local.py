@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,19 @@ async def test_a_local_engine_answers_and_leaves_nothing_behind(model: Path) -> 
     assert isinstance(events[-1], Ended)
     assert set(children()) == before
     assert not any(Path(path).parent.exists() for path in local.socket_paths)
+
+
+def test_closing_over_unread_heartbeats_is_quick_and_silent(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = {**values(model), "scheduler": {"step_timeout_s": 0.04}}  # beats every 10 ms
+    local = start_local(msgspec.convert(given, Options))
+    select.select([local._children[0].status], [], [], 5)
+    began = time.monotonic()
+    local.close()
+    assert time.monotonic() - began < 1
+    assert local._children[0].process.returncode == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_core_that_cannot_start_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -64,7 +64,9 @@ def test_the_users_words_stand_and_are_no_decisions() -> None:
         scheduler={"max_running": 3, "max_step_tokens": 64},
         device={"threads": 5, "device": "cpu", "executor": "inline"},
         model={"dtype": "float32", "max_model_len": 100},
+        server={"tool_parser": "hermes", "reasoning_parser": "none"},
     )
+    assert (found.text.tool_parser, found.text.reasoning_parser) == ("hermes", "none")
     engine = found.engine
     assert engine.kv.memory_bytes == GIB and engine.kv.num_blocks is None
     assert (engine.scheduler.max_running, engine.device.threads) == (3, 5)
@@ -90,6 +92,7 @@ def test_automatic_kv_memory_is_no_more_than_running_requests_can_use() -> None:
         ({"server": {"host": "0.0.0.0"}}, "--host 0.0.0.0"),
         ({"server": {"api_keys": ["a"], "admin_key": "a"}}, "--admin-key"),
         ({"server": {"api_keys": [" a"]}}, "--api-keys"),
+        ({"server": {"tool_parser": "hermess"}}, "--tool-parser: 'hermess'"),
         ({"device": {"device": "cuda"}}, "--device cuda"),
         ({"scheduler": {"max_running": 9, "max_step_tokens": 8}}, "--max-step-tokens 8"),
         ({"device": {"tensor_parallel": 2, "executor": "inline"}}, "--executor inline"),
@@ -142,3 +145,13 @@ def test_quantization_is_refused_by_name_where_no_kernel_could_serve_it() -> Non
         resolved(model={"quantization": "int8", "dtype": "float16"})
     with pytest.raises(ConfigError, match="--quantization int8 runs on the CPU only"):
         resolved(CUDA, model={"quantization": "int8"})
+
+
+@pytest.mark.parametrize(("running", "tokens"), [("auto", 256), (300, 300)])
+def test_a_cpu_step_is_short_but_holds_a_token_of_every_running_request(
+    running: Any, tokens: int
+) -> None:
+    found = resolved(scheduler={"max_running": running})
+    assert found.engine.scheduler.max_step_tokens == tokens
+    (said,) = [d.why for d in found.decisions if d.field == "--max-step-tokens"]
+    assert "stall running streams" in said

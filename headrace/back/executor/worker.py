@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, Failed, Ready
+from headrace.back.kernels.native.library import use_threads
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
 from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
@@ -34,8 +35,9 @@ DEFAULT_LOADER = "headrace.back.models.load:load_model"
 
 
 def set_threads(threads: int) -> None:
-    """Bounds torch's threads for work started from the calling thread."""
+    """Gives torch, for work started from the calling thread, and this process's native kernels `threads` threads."""
     torch.set_num_threads(threads)
+    use_threads(threads)
 
 
 def build_runner(

@@ -14,11 +14,13 @@ A kernel module defines `KERNEL = Kernel(name=..., supports=..., bind=...)`; `bi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from headrace.base.config.resolved import Decision
 
 P = TypeVar("P", bound=Hashable)
 Function = Callable[..., Any]
@@ -139,6 +141,25 @@ class Op(Generic[P]):
         if not error <= limit:
             return None, f"self-check failed: error {error:.2e} of at most {limit:.2e}"
         return kernel, ""
+
+
+def decisions(choices: Iterable[Choice[Any]]) -> tuple[Decision, ...]:
+    """One decision per op and kernel: for how many problems, and why better-ranked kernels were passed over."""
+    merged: dict[tuple[str, str, tuple[tuple[str, str], ...]], set[Any]] = {}
+    for choice in choices:
+        key = (choice.op, choice.kernel.name, choice.rejected)
+        merged.setdefault(key, set()).add(choice.problem)
+    return tuple(
+        Decision(f"kernel.{op}", "auto", kernel, _why(len(problems), rejected))
+        for (op, kernel, rejected), problems in merged.items()
+    )
+
+
+def _why(num_problems: int, rejected: tuple[tuple[str, str], ...]) -> str:
+    shapes = f"{num_problems} shape{'s' if num_problems > 1 else ''}"
+    if not rejected:
+        return shapes
+    return f"{shapes}; " + "; ".join(f"{name}: {reason}" for name, reason in rejected)
 
 
 def load_kernel(target: str) -> Kernel[Any] | str:

@@ -60,6 +60,7 @@ class Attention:
         self._scope = scope
         self._heads = local_units(q, scope.mesh.tp)
         self._kv_heads = local_units(k, scope.mesh.tp)
+        self._split = [self._heads, self._kv_heads, self._kv_heads]
         self._qkv = ColumnLinear(
             scope, spec.width, (q, k, v), bias=spec.qkv_bias, merged=spec.merged
         )
@@ -82,18 +83,18 @@ class Attention:
 
     def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the class."""
-        q, k, v = self._qkv.project(x_TE).split(self._qkv.sizes, dim=-1)
-        if self._spec.qk_norm == "width":
-            q, k = self._q_norm.norm(q), self._k_norm.norm(k)
-        head_dim = self._spec.head_dim
-        q_THD = q.unflatten(-1, (-1, head_dim))
-        k_TKD = k.unflatten(-1, (-1, head_dim))
+        shape = (x_TE.shape[0], -1, self._spec.head_dim)
+        qkv = self._qkv.project(x_TE).view(shape)
+        q_THD, k_TKD, v_TKD = qkv.split_with_sizes(self._split, dim=1)
         if self._spec.qk_norm == "head":
             q_THD, k_TKD = self._q_norm.norm(q_THD), self._k_norm.norm(k_TKD)
+        elif self._spec.qk_norm == "width":
+            q_THD = self._q_norm.norm(q_THD.flatten(1)).view(shape)
+            k_TKD = self._k_norm.norm(k_TKD.flatten(1)).view(shape)
         if self._rope is not None:
             self._rope.rotate(q_THD, k_TKD, batch.positions_T, self._rope.table_PR)
         plan, kv = batch.plan_of(self._layer), batch.kv[self._layer]
-        self._write(k_TKD, v.unflatten(-1, (-1, head_dim)), kv, plan.slot_T)
+        self._write(k_TKD, v_TKD, kv, plan.slot_T)
         return self._out.project(self._attend(q_THD, kv, plan).flatten(1))
 
     def _norm(self, scope: Scope, part: Part) -> RMSNorm | SplitRMSNorm | None:

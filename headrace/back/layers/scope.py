@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from headrace.back.kernels.op import Choice, Op
+from headrace.back.kernels.op import Choice, Op, decisions
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, Piece
 from headrace.back.parallel.shard import Shard
@@ -44,17 +44,8 @@ class Ledger:
         self.tables.clear()
 
     def decisions(self) -> tuple[Decision, ...]:
-        """One decision per op and kernel: how many problems, and why better-ranked kernels were
-        passed over."""
-        merged: dict[tuple[str, str, tuple[tuple[str, str], ...]], set[Any]] = {}
-        for choice in self.choices:
-            key = (choice.op, choice.kernel.name, choice.rejected)
-            merged.setdefault(key, set()).add(choice.problem)
-        kernels = (
-            Decision(f"kernel.{op}", "auto", kernel, _why(len(problems), rejected))
-            for (op, kernel, rejected), problems in merged.items()
-        )
-        return (*self.notes, *kernels)
+        """What the layers noted, and which kernels were chosen."""
+        return (*self.notes, *decisions(self.choices))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +118,3 @@ class Scope:
 def not_loaded(*arguments: Any) -> Any:
     """Stands in for a layer's kernel until `finish_load`."""
     raise AssertionError("the model is used before finish_load")
-
-
-def _why(num_problems: int, rejected: tuple[tuple[str, str], ...]) -> str:
-    shapes = f"{num_problems} shape{'s' if num_problems > 1 else ''}"
-    if not rejected:
-        return shapes
-    return f"{shapes}; " + "; ".join(f"{name}: {reason}" for name, reason in rejected)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from headrace.back.runner.batch import StepShape
 from headrace.back.sampling.sampler import Sampled
-from headrace.base.errors import WireError, to_wire
+from headrace.base.errors import HeadraceError, to_wire
 from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import RowLogprobs, StepPlan, StepResult
 
@@ -16,20 +19,22 @@ def to_result(
     shape: StepShape,
     sampled: Sampled | None,
     prompts: list[tuple[int, PromptLogprobs]],
+    refused: Mapping[int, HeadraceError] = MappingProxyType({}),
 ) -> StepResult:
-    """The result of one step; indices of sampled rows become indices into plan.rows."""
+    """The result of one step; indices of sampled rows become indices into plan.rows, as those of `refused` are."""
     tokens = np.full(plan.rows.size, -1, np.int32)
-    failed: list[tuple[int, WireError]] = []
+    failed = dict(refused)
     logprobs: list[RowLogprobs] = []
     if sampled is not None:
         index_N = shape.sampled
         tokens[index_N] = sampled.token_N.cpu().numpy()
-        failed = [(int(index_N[i]), to_wire(error)) for i, error in sampled.failed.items()]
-        tokens[[index for index, _ in failed]] = -1
+        failed |= {int(index_N[i]): error for i, error in sampled.failed.items()}
+        tokens[list(failed)] = -1
         logprobs = [
             RowLogprobs(int(index_N[row.index]), row.ids, row.values, row.rank)
             for row in sampled.logprobs
         ]
+    errors = [(index, to_wire(error)) for index, error in failed.items()]
     return StepResult(
-        step=plan.step, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompts, failed=failed
+        step=plan.step, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompts, failed=errors
     )

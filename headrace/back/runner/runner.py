@@ -24,6 +24,7 @@ from headrace.back.runner.warmup import warm_up
 from headrace.back.sampling.prompt_logprobs import PromptScorer
 from headrace.back.sampling.sampler import Sampled, Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
+from headrace.base.errors import HeadraceError
 from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
 
@@ -77,7 +78,9 @@ class Runner:
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
             start_s={**(start_s or {}), "warmup": warmup_s},
-            decisions=[(d.field, d.given, d.chosen, d.why) for d in decisions],
+            decisions=[
+                (d.field, d.given, d.chosen, d.why) for d in (*decisions, *self._sampler.decisions)
+            ],
         )
 
     @torch.inference_mode()
@@ -89,11 +92,11 @@ class Runner:
         shape = shape_of(plan)
         self._rows.tokens.reserve(shape.max_kv_len + 1)
         hidden_TE, logits_at_N = self._forward(plan, shape)
-        prompts = [] if self._prompts.idle else self._score_prompts(shape, hidden_TE)
+        prompts, refused = ([], {}) if self._prompts.idle else self._score_prompts(shape, hidden_TE)
         sampled = self._sample(shape, hidden_TE, logits_at_N)
         if sampled is not None and sampled.failed:
             self._scrub(shape.sampled_row[list(sampled.failed)])
-        return to_result(plan, shape, sampled, prompts)
+        return to_result(plan, shape, sampled, prompts, refused)
 
     def _apply(self, plan: StepPlan) -> None:
         if plan.ends.size:
@@ -136,10 +139,13 @@ class Runner:
 
     def _score_prompts(
         self, shape: StepShape, hidden_TE: torch.Tensor
-    ) -> list[tuple[int, PromptLogprobs]]:
-        """The prompt log-probabilities this step gives, by index into the plan's rows."""
-        found = []
+    ) -> tuple[list[tuple[int, PromptLogprobs]], dict[int, HeadraceError]]:
+        """The prompt log-probabilities this step gives, and the rows refused, by index into the plan's rows."""
+        found, refused = [], {}
         for index, row in enumerate(shape.rows.tolist()):
+            if (refusal := self._prompts.refusal(row)) is not None:
+                refused[index] = refusal
+                continue
             start, stop = shape.query_start[index : index + 2].tolist()
             scores = self._prompts.score(
                 row,
@@ -149,7 +155,7 @@ class Runner:
             )
             if scores is not None:
                 found.append((index, scores))
-        return found
+        return found, refused
 
     def _scrub(self, rows: np.ndarray) -> None:
         """Removes NaN and Inf from the blocks of failed rows, the null block included."""

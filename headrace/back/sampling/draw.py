@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace.back.sampling import noise
+from headrace.back.kernels.gumbel import noise
+from headrace.back.kernels.gumbel.op import Gumbel
 from headrace.back.sampling.candidates import Candidates, most_candidates, select
 from headrace.back.sampling.features import TRUNCATES, Picked, RowNumbers, Use
 from headrace.back.sampling.min_p import keep_min_p_
-from headrace.back.sampling.race import winners
 from headrace.back.sampling.top_k import keep_top_k_
 from headrace.back.sampling.top_p import keep_top_p_
 from headrace.back.sampling.typical_p import keep_typical_p_
@@ -68,6 +68,13 @@ class Draw:
             setattr(part, name, value)
         part._uses = int(np.bitwise_or.reduce(part._use)) if index.size else 0
         return part
+
+    def few_candidates(self, index: np.ndarray, most: int, asked: int) -> np.ndarray:
+        """Which rows' truncation may be proven on candidates: top_k, or top_p or min_p without typical_p before."""
+        use = self._use[index]
+        top_k = (use & Use.TOP_K) != 0
+        others = ((use & (Use.TOP_P | Use.MIN_P)) != 0) & ((use & Use.TYPICAL_P) == 0)
+        return (top_k & (self._top_k[index] <= most)) | (others & ~top_k & (asked <= most))
 
     def candidates(self, logits_KV: torch.Tensor, asked: int) -> tuple[Choice, torch.Tensor]:
         """The choice among candidates, and bool [K]: whether it is proven to be that among all tokens."""
@@ -128,56 +135,52 @@ class Draw:
         return at_K1, z_KC.gather(1, at_K1)[:, 0]
 
 
-def draw(logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked) -> Choice:
-    """Draws one token for each of K rows from their processed logits, float32 [K, V]."""
-    if logits_KV.device.type == "cpu":
-        return _draw_on_cpu(logits_KV, numbers, picked)
-    rows = Draw(numbers, picked, logits_KV.device)
-    parts = [
-        rows.part(index).whole(logits_KV[index])
-        for index in _chunks(np.arange(len(picked.rows)), DEVICE_CHUNK // logits_KV.shape[1])
-    ]
-    return torch.cat([ids for ids, _ in parts]), torch.cat([best for _, best in parts])
+def draw(logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked, gumbel: Gumbel) -> Choice:
+    """Draws one token for each of K rows from their processed logits, float32 [K, V].
 
-
-def _draw_on_cpu(logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked) -> Choice:
-    """Every row on the cheapest way that gives what the whole row would give."""
-    use_K, width = numbers.use[picked.rows], logits_KV.shape[1]
-    token_K = torch.empty(len(use_K), dtype=torch.int64)
-    best_K = torch.empty(len(use_K), dtype=torch.float64)
-    step = CHUNK // width
-    plain = (use_K & TRUNCATES) == 0
-    for index in _chunks(np.flatnonzero(plain), step):
-        rows = picked.rows[index]
-        ids, best = winners(
-            logits_KV[index],
-            temperature_K=numbers.temperature[rows],
-            keys_K=noise.keys(numbers.seed[rows], picked.positions[index]),
-        )
-        token_K[index], best_K[index] = torch.from_numpy(ids), torch.from_numpy(best)
-    left = np.flatnonzero(~plain)
-    if not left.size:
-        return token_K, best_K
+    Rows without truncation are drawn by `gumbel`, the others on the cheapest way that gives what the whole row would.
+    """
+    plain_K = (numbers.use[picked.rows] & TRUNCATES) == 0
+    if plain_K.all():
+        return _draw_plain(logits_KV, numbers, picked, gumbel)
+    token_K = torch.empty(len(plain_K), dtype=torch.int64, device=logits_KV.device)
+    best_K = torch.empty(len(plain_K), dtype=torch.float64, device=logits_KV.device)
+    plain, left = np.flatnonzero(plain_K), np.flatnonzero(~plain_K)
+    if plain.size:
+        choice = _draw_plain(logits_KV[plain], numbers, picked.take(plain), gumbel)
+        token_K[plain], best_K[plain] = choice
+    step = (CHUNK if logits_KV.device.type == "cpu" else DEVICE_CHUNK) // logits_KV.shape[1]
     draws = Draw(numbers, picked, logits_KV.device)
-    for asked in ASKED:
-        few = _has_few_candidates(numbers, picked.rows[left], most_candidates(width), asked)
-        unproven = [left[~few]]
-        for index in _chunks(left[few], 4 * step):
-            choice, proven = draws.part(index).candidates(logits_KV[index], asked)
-            token_K[index], best_K[index] = choice
-            unproven.append(index[~proven.numpy()])
-        left = np.concatenate(unproven)
+    if logits_KV.device.type == "cpu":
+        left = _draw_candidates(logits_KV, draws, left, (token_K, best_K), step)
     for index in _chunks(left, step):
         token_K[index], best_K[index] = draws.part(index).whole(logits_KV[index])
     return token_K, best_K
 
 
-def _has_few_candidates(numbers: RowNumbers, rows: np.ndarray, most: int, asked: int) -> np.ndarray:
-    """Rows whose truncation may be proven on candidates: top_k, or top_p or min_p without typical_p before them."""
-    use = numbers.use[rows]
-    top_k = (use & Use.TOP_K) != 0
-    others = ((use & (Use.TOP_P | Use.MIN_P)) != 0) & ((use & Use.TYPICAL_P) == 0)
-    return (top_k & (numbers.top_k[rows] <= most)) | (others & ~top_k & (asked <= most))
+def _draw_plain(
+    logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked, gumbel: Gumbel
+) -> Choice:
+    keys_K = noise.keys(numbers.seed[picked.rows], picked.positions).view(np.int64)
+    temperature_K = torch.from_numpy(numbers.temperature[picked.rows])
+    device = logits_KV.device
+    return gumbel(logits_KV, temperature_K.to(device), torch.from_numpy(keys_K).to(device))
+
+
+def _draw_candidates(
+    logits_KV: torch.Tensor, draws: Draw, left: np.ndarray, choice: Choice, step: int
+) -> np.ndarray:
+    """Draws the rows `left` whose truncation few candidates prove into `choice`; returns the rows still to draw."""
+    token_K, best_K = choice
+    for asked in ASKED:
+        few = draws.few_candidates(left, most_candidates(logits_KV.shape[1]), asked)
+        unproven = [left[~few]]
+        for index in _chunks(left[few], 4 * step):
+            found, proven = draws.part(index).candidates(logits_KV[index], asked)
+            token_K[index], best_K[index] = found
+            unproven.append(index[~proven.numpy()])
+        left = np.concatenate(unproven)
+    return left
 
 
 def _chunks(index: np.ndarray, step: int) -> list[np.ndarray]:

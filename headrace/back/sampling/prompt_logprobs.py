@@ -15,11 +15,16 @@ import numpy as np
 import torch
 
 from headrace.back.sampling.logprobs import score
+from headrace.base.errors import InvalidRequest
 from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import RowStart
 
 CHUNK = 1 << 22
 """Logits held at a time (16 MiB): a prompt's logits would not fit into memory whole."""
+
+
+LARGEST = 1 << 24
+"""Scores of one prompt, 8 bytes each (128 MiB): more are refused before any work is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +39,34 @@ class PromptScorer:
 
     def __init__(self, *, logits_width: int, device: torch.device) -> None:
         self._device = device
+        self._width = logits_width
         self._step = max(1, CHUNK // logits_width)
         self._rows: dict[int, _Asked] = {}
+        self._refused: dict[int, InvalidRequest] = {}
 
     @property
     def idle(self) -> bool:
         """Whether no row asks for anything."""
-        return not self._rows
+        return not self._rows and not self._refused
+
+    def refusal(self, row: int) -> InvalidRequest | None:
+        """Why this row's prompt is not scored: it asks for too much, and its request fails."""
+        return self._refused.get(row)
 
     def start(self, start: RowStart) -> None:
         """A request takes a row."""
         s = start.sampling
-        if s.prompt_logprobs is not None and start.tokens.size == start.num_prompt:
+        if s.prompt_logprobs is None or start.tokens.size != start.num_prompt:
+            return
+        alternatives = self._width if s.prompt_logprobs < 0 else s.prompt_logprobs
+        columns = 1 + min(alternatives, self._width) + len(s.logprob_ids)
+        if start.num_prompt * columns > LARGEST:
+            self._refused[start.row] = InvalidRequest(
+                f"prompt_logprobs asks for {columns} scores at each of {start.num_prompt} prompt tokens, "
+                f"{start.num_prompt * columns} in all; at most {LARGEST} are made: ask for fewer alternatives",
+                field="prompt_logprobs",
+            )
+        else:
             self._rows[start.row] = _Asked(
                 prompt=start.tokens.astype(np.int64),
                 alternatives=s.prompt_logprobs,
@@ -56,6 +77,7 @@ class PromptScorer:
         """The rows are given back."""
         for row in rows.tolist():
             self._rows.pop(row, None)
+            self._refused.pop(row, None)
 
     def score(
         self,

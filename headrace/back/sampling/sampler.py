@@ -1,18 +1,18 @@
 """From logits to tokens. One table says what is done in which order:
 
     step                     rows that do it              file
-    1  finite?               all                          greedy.py (for free where it can)
+    1  finite?               all                          op greedy (for free where it can)
     2  raw logprobs          logprobs, named ids          logprobs.py
     3  penalties             repetition, presence, ...    penalties.py
     4  logit bias            logit_bias                   bias.py
     5  DRY                   dry_multiplier > 0           dry.py
     6  masks                 allowed ids, min_tokens,     allowed.py min_tokens.py bad_words.py
                              bad words
-    7  argmax                temperature 0                greedy.py
+    7  argmax                temperature 0                op greedy
     8  temperature           the others                   draw.py
     9  top_k, typical_p, top_p, min_p                     top_k.py typical_p.py top_p.py min_p.py
    10  XTC                   xtc_probability > 0          xtc.py
-   11  noise and argmax      the others                   noise.py draw.py
+   11  noise and argmax      the others                   op gumbel, draw.py
 
 Penalties come before the bias, so that a bias of +-100 stays what the user wrote; masks come last, so that nothing
 lifts them. Temperature comes before truncation: top_p is over the tempered distribution.
@@ -27,13 +27,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from headrace.back.kernels.greedy.op import OP as GREEDY
+from headrace.back.kernels.greedy.op import GreedyProblem
+from headrace.back.kernels.gumbel.op import OP as GUMBEL
+from headrace.back.kernels.gumbel.op import GumbelProblem
+from headrace.back.kernels.op import decisions
 from headrace.back.sampling.allowed import AllowedIds
 from headrace.back.sampling.bad_words import BadWords
 from headrace.back.sampling.bias import LogitBias
 from headrace.back.sampling.draw import draw
 from headrace.back.sampling.dry import Dry
 from headrace.back.sampling.features import LogitFeature, Picked, RowNumbers, Use
-from headrace.back.sampling.greedy import argmax_rows
 from headrace.back.sampling.logprobs import score
 from headrace.back.sampling.min_tokens import MinTokens
 from headrace.back.sampling.penalties import Penalties
@@ -61,6 +65,10 @@ class Sampler:
         self._width = logits_width
         self._numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
+        greedy = GREEDY.choose(GreedyProblem(device=device.type))
+        gumbel = GUMBEL.choose(GumbelProblem(device=device.type))
+        self._greedy, self._gumbel = greedy.bind(), gumbel.bind()
+        self.decisions = decisions((greedy, gumbel))
         self._features: tuple[tuple[Use, LogitFeature], ...] = (
             (Use.PENALTIES, Penalties(max_rows=max_rows, width=logits_width, device=device)),
             (Use.BIAS, LogitBias(device)),
@@ -102,16 +110,16 @@ class Sampler:
         """
         use_N = self._numbers.use[rows]
         used = int(np.bitwise_or.reduce(use_N))
+        token_N, best_N = self._greedy(logits_NV)
+        failed = _failures(best_N)
         if not used:
-            token_N, best_N = argmax_rows(logits_NV)
-            return Sampled(token_N=token_N, failed=_failures(best_N))
+            return Sampled(token_N=token_N, failed=failed)
         picked = Picked(
             rows=rows,
             positions=positions,
             num_output=positions - self._numbers.num_prompt[rows],
             tokens=tokens,
         )
-        failed = _failures(logits_NV.amax(1))
         if failed:
             logits_NV[list(failed)] = 0.0
         scored = np.flatnonzero(use_N & Use.LOGPROBS)
@@ -148,12 +156,12 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         index = np.flatnonzero(use_N & Use.RANDOM)
         if index.size == len(use_N):
-            return draw(logits_NV, self._numbers, picked)
-        token_N, best_N = argmax_rows(logits_NV)
+            return draw(logits_NV, self._numbers, picked, self._gumbel)
+        token_N, best_N = self._greedy(logits_NV)
         best_N = best_N.to(torch.float64)
         if index.size:
             token_N[index], best_N[index] = draw(
-                logits_NV[index], self._numbers, picked.take(index)
+                logits_NV[index], self._numbers, picked.take(index), self._gumbel
             )
         return token_N, best_N
 

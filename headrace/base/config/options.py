@@ -119,7 +119,9 @@ class CommandLine:
             prog=prog, description=description, allow_abbrev=False, add_help=False
         )
         self.parser.add_argument("--help", "-h", nargs="?", const="", metavar="WORD")
-        self.parser.add_argument("--config", metavar="FILE", help="YAML file with options")
+        self.parser.set_defaults(config=None)
+        if groups:
+            self.parser.add_argument("--config", metavar="FILE", help="YAML file with options")
         self._fields = [f for f in fields() if f.group in groups]
         self._groups = tuple(groups)
         self._given: list[tuple[OptionField | str, str, object]] = []
@@ -202,9 +204,12 @@ class CommandLine:
     def help_text(self, word: str) -> str:
         """Help: everything ("" or "all"), one group, one flag, or the options whose text holds `word`."""
         own = [a for a in self.parser._actions if a.help and a.dest not in ("help",)]
-        lines = [f"usage: {self.parser.prog} [options]", "", self.parser.description or "", ""]
+        places = "".join(f" [{a.metavar}]" for a in own if not a.option_strings)
+        usage = f"usage: {self.parser.prog}{places} [options]"
+        lines = [usage, "", self.parser.description or "", ""]
         if word in ("", "all"):
-            lines += [f"  {', '.join(a.option_strings) or a.dest:34} {a.help}" for a in own] + [""]
+            names = [", ".join(a.option_strings) or str(a.metavar) for a in own]
+            lines += [f"  {n:34} {a.help}" for n, a in zip(names, own, strict=True)] + [""]
         for group in self._groups:
             chosen = [f for f in self._fields if f.group == group and _matches(f, word)]
             if chosen:
@@ -218,7 +223,9 @@ def _matches(option: OptionField, word: str) -> bool:
 
 
 def _help_line(option: OptionField) -> str:
-    shown = f"{option.flag} {{{'|'.join(option.choices)}}}" if option.choices else option.flag
+    shown = f"--[no-]{option.flag[2:]}" if option.is_bool else option.flag
+    if option.choices:
+        shown += f" {{{'|'.join(option.choices)}}}"
     return f"  {shown:34} {option.doc} [{show_default(option)}]"
 
 

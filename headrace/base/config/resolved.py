@@ -83,7 +83,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front needs to turn messages into tokens and back. `tokenizer_path` is a folder or a GGUF file."""
+    """What the front needs to turn messages into tokens and back. `tokenizer_path` is a folder or a GGUF file.
+
+    `tool_parser` and `reasoning_parser` name rows of `front/text/parsing/families.py`, or "none".
+    """
 
     tokenizer_path: str
     chat_template: str | None
@@ -92,6 +95,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     logits_width: int
     eos_ids: tuple[int, ...]
     max_model_len: int
+    tool_parser: str = "none"
+    reasoning_parser: str = "none"
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +114,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     keepalive_timeout_s: float
     shutdown_timeout_s: float
     request_timeout_s: float
+    ping_interval_s: float
     max_requests_per_key: int
     max_n: int
     trust_request_chat_template: bool

@@ -203,8 +203,14 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 30.0
     request_timeout_s: Annotated[
         Seconds,
-        Meta(description="Longest a request may take; a client may ask for less (timeout_s)."),
+        Meta(
+            description="Longest a request may take; a client may ask for less (timeout_s, X-Request-Timeout-S)."
+        ),
     ] = 3600.0
+    ping_interval_s: Annotated[
+        Seconds,
+        Meta(description="A stream that is silent this long gets an SSE comment; 0: never."),
+    ] = 15.0
     max_requests_per_key: Annotated[
         Positive, Meta(description="Requests of one key that may be in flight; more get 429.")
     ] = 1024
@@ -215,6 +221,18 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Accept chat_template from requests. Leave off for clients you do not trust."
         ),
     ] = False
+    tool_parser: Annotated[
+        str,
+        Meta(
+            description="Format of tool calls; auto reads it off the chat template, none leaves them in the text."
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Meta(
+            description="Format of reasoning; auto reads it off the chat template, none leaves it in the text."
+        ),
+    ] = "auto"
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Log level.")

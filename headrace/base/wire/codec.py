@@ -37,6 +37,24 @@ def _decode_hook(wanted: type, value: Any) -> Any:
     return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
+def cut_frames(buffer: bytearray, *, max_bytes: int) -> list[bytes]:
+    """Takes the bodies of the whole frames off the front of `buffer`; ValueError if one is longer than `max_bytes`."""
+    bodies: list[bytes] = []
+    at = 0
+    with memoryview(buffer) as view:
+        while len(buffer) - at >= HEADER.size:
+            (size,) = HEADER.unpack_from(buffer, at)
+            if size > max_bytes:
+                raise ValueError(f"a frame of {size} bytes; {max_bytes} allowed")
+            end = at + HEADER.size + size
+            if len(buffer) < end:
+                break
+            bodies.append(bytes(view[at + HEADER.size : end]))
+            at = end
+    del buffer[:at]
+    return bodies
+
+
 class Codec(Generic[T]):
     """Encodes and decodes one message type (usually a union of tagged structs)."""
 

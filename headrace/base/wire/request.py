@@ -45,11 +45,15 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     ids: tuple[int, ...]
 
 
+PING = "ping"
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     """A control call; answered by a `Reply` with the same number once it is complete.
 
     Operations: "status" {}, "explain" {ids: [int]}, "pause" {mode: abort|wait|keep, clear_cache: bool}, "resume" {},
-    "is_paused" {}, "reset_prefix_cache" {}, "metrics" {}, "drain" {timeout_s: float}.
+    "is_paused" {}, "reset_prefix_cache" {}, "metrics" {}, "drain" {timeout_s: float}. PING is answered by the core's IO
+    thread at once, also while a step takes long: only a process that is stopped or gone leaves it without an answer.
     """
 
     number: int

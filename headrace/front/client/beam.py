@@ -3,13 +3,15 @@
 The `beam_width` most likely partial answers are continued together. An answer that reaches an end-of-sequence id or a
 stop id is complete. Answers are ranked by cumulative log-probability / length ** length_penalty, length counted in
 generated tokens (Wu et al. 2016, section 7, without the constant 5, as is usual). The prefix cache makes a continuation
-cost about one token.
+cost about one token. Nothing is sampled and the scores are the model's own: temperature may be 1 (its default) or 0 and
+changes nothing; any other, and every filter, penalty or bias, is refused (`inputs.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Protocol
@@ -28,6 +30,9 @@ from headrace.front.client.events import (
 from headrace.front.client.inputs import Widths
 from headrace.front.text.detokenizer import Detokenizer
 from headrace.front.text.tokenizer import Tokenizer
+
+MIN_DEADLINE_S = 1e-6
+"""What is left of a deadline that has passed: enough to be refused by the core, with its words."""
 
 
 class Continuer(Protocol):
@@ -99,8 +104,12 @@ async def beam_search(engine: Continuer, generation: Generation) -> AsyncIterato
     room = widths.context_tokens - len(generation.prompt_ids)
     steps = room if params.max_tokens is None else min(params.max_tokens, room)
     live, complete = [Beam()], list[Beam]()
+    end_at = None if generation.deadline_s is None else time.monotonic() + generation.deadline_s
     yield Started(len(generation.prompt_ids))
     for step in range(steps):
+        if end_at is not None:
+            left = max(end_at - time.monotonic(), MIN_DEADLINE_S)
+            generation = msgspec.structs.replace(generation, deadline_s=left)
         following = await _continuations(engine, generation, live, stop_ids, widths)
         if step < params.min_tokens:
             following = [[s for s in tokens if s.token.id not in stop_ids] for tokens in following]

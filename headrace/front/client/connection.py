@@ -14,8 +14,8 @@ from typing import Protocol, cast
 import msgspec
 
 from headrace.base.errors import EngineDead, HeadraceError, Unavailable, from_wire
-from headrace.base.wire.codec import HEADER, MAX_FRAME_BYTES, Codec
-from headrace.base.wire.request import Call, Hello, Reply, ToCore, ToFront, TokenBatch
+from headrace.base.wire.codec import MAX_FRAME_BYTES, Codec, cut_frames
+from headrace.base.wire.request import PING, Call, Hello, Reply, ToCore, ToFront, TokenBatch
 from headrace.front.client.limits import Limits
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
@@ -122,15 +122,15 @@ class Connection:
             self._lost()
 
     async def _heartbeat(self) -> None:
-        """Asks a silent core for its state, so that silence means something."""
+        """Pings a silent core, so that silence means something: a long step does not delay the answer."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._limits.heartbeat_s)
             if self.hello is not None and loop.time() - self._heard_s >= self._limits.heartbeat_s:
                 with contextlib.suppress(HeadraceError):
-                    await self.call("status")
+                    await self.call(PING)
 
-    def _take(self, body: memoryview) -> None:
+    def _take(self, body: bytes) -> None:
         message = self._codec.decode(body)
         self._heard_s = asyncio.get_running_loop().time()
         if isinstance(message, TokenBatch):
@@ -163,7 +163,7 @@ class Connection:
 class _Frames(asyncio.Protocol):
     """Cuts the byte stream into frames. A frame that is malformed ends the connection."""
 
-    def __init__(self, take: Callable[[memoryview], None]) -> None:
+    def __init__(self, take: Callable[[bytes], None]) -> None:
         self._take = take
         self._buffer = bytearray()
         self.transport: asyncio.Transport | None = None
@@ -173,25 +173,12 @@ class _Frames(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
 
     def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
-        start = 0
+        self._buffer += data
         try:
-            with memoryview(buffer) as view:
-                while len(buffer) - start >= HEADER.size:
-                    size = HEADER.unpack_from(buffer, start)[0]
-                    if size > MAX_FRAME_BYTES:
-                        raise ValueError(f"a frame of {size} bytes")
-                    end = start + HEADER.size + size
-                    if len(buffer) < end:
-                        break
-                    with view[start + HEADER.size : end] as body:
-                        self._take(body)
-                    start = end
+            for body in cut_frames(self._buffer, max_bytes=MAX_FRAME_BYTES):
+                self._take(body)
         except (ValueError, msgspec.DecodeError, AssertionError):
             self.close()
-            return
-        del buffer[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.ended.done():

@@ -35,6 +35,8 @@ class Widths(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...]
 
 
+_PLAIN = SamplingParams()
+
 # field -> (least, greatest, whether the least itself is allowed)
 _FLOATS: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 100.0, True),
@@ -183,9 +185,7 @@ def _check_counts(params: SamplingParams, limits: Limits, widths: Widths) -> Non
         _integer("best_of", params.best_of, params.n, limits.max_n)
     if params.beam_width is not None:
         _integer("beam_width", params.beam_width, params.n, limits.max_beam_width)
-        for field in ("best_of", "stop", "bad_words", "logit_bias", "allowed_token_ids"):
-            if getattr(params, field):
-                raise InvalidRequest(f"{field}: does not go with beam search", field=field)
+        _check_beam(params)
     _integer("top_k", params.top_k, -1, _INT32[1])
     _integer("dry_allowed_length", params.dry_allowed_length, 1, context)
     _integer("dry_range", params.dry_range, 0, _INT32[1])
@@ -195,6 +195,27 @@ def _check_counts(params: SamplingParams, limits: Limits, widths: Widths) -> Non
     _integer("min_tokens", params.min_tokens, 0, most)
     if params.seed is not None:
         _integer("seed", params.seed, -(1 << 63), (1 << 63) - 1)
+
+
+# Beam search ranks by the model's own log-probabilities: what would change them is refused, not ignored.
+_NOT_WITH_BEAMS = (
+    *("best_of", "stop", "bad_words", "logit_bias", "allowed_token_ids", "prompt_logprobs"),
+    *("logprob_token_ids", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "dry_multiplier", "xtc_probability"),
+)
+
+
+def _check_beam(params: SamplingParams) -> None:
+    """Refuses what beam search would ignore. Temperature may be its default or 0."""
+    changed = [name for name in _NOT_WITH_BEAMS if getattr(params, name) != getattr(_PLAIN, name)]
+    changed += ["top_k"] if params.top_k > 0 else []
+    if changed:
+        raise InvalidRequest(f"{changed[0]}: does not go with beam search", field=changed[0])
+    if params.temperature not in (0.0, 1.0):
+        raise InvalidRequest(
+            f"temperature: {params.temperature:g} given; beam search takes 0 or 1 (it does not sample)",
+            field="temperature",
+        )
 
 
 def _check_lists(params: SamplingParams, limits: Limits, widths: Widths) -> None:

@@ -31,4 +31,4 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_unsent_bytes: int = 64 << 20
     hello_timeout_s: float = 600.0
     heartbeat_s: float = 1.0
-    heartbeat_timeout_s: float = 30.0
+    heartbeat_timeout_s: float = 5.0

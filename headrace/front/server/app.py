@@ -22,7 +22,7 @@ from headrace.front.server.auth import PUBLIC, Gatekeeper
 from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services, exchange_of
 from headrace.front.server.failures import Failure, failure_of
 from headrace.front.server.ids import client_label, request_id
-from headrace.front.server.limits import read_json
+from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s, read_json
 from headrace.front.server.native import admin, health, requests, tokenize
 from headrace.front.server.openai import models, routes
 from headrace.front.server.sse import ClientGone, SlowReader, until_gone
@@ -123,6 +123,7 @@ class Shell:
         try:
             exchange.tenant = self.gatekeeper.tenant(scope)
             self._refuse_while_draining(scope)
+            exchange.timeout_s = header_timeout_s(wire.headers.get(TIMEOUT_HEADER.encode()))
             await self.inner(scope, wire.receive, wire.send)
         except (ClientGone, ClientDisconnect) as gone:
             wire.status = 499
@@ -180,7 +181,7 @@ class _Wire:
         self._receive = receive
         self._send = send
         self._started = False
-        headers = dict(scope["headers"])
+        self.headers = headers = dict(scope["headers"])
         self._body_pending = (
             headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         )

@@ -16,11 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.base.config.resolved import ServerSpec, TextSpec
-from headrace.base.errors import ModelNotFound
+from headrace.base.errors import DeadlineExceeded, ModelNotFound
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Engine
 from headrace.front.server.limits import KeyShares
 from headrace.front.text.chat import ChatTemplate
+from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplatePool
 from headrace.front.text.tokenizer import Tokenizer
 
@@ -29,16 +30,23 @@ SCOPE_KEY = "headrace.exchange"
 
 @dataclass(kw_only=True)
 class Services:
-    """Everything the handlers use. `draining`: no new work; `abandon` is set when running work must end now."""
+    """Everything the handlers use.
+
+    `warm`: start-up is over. `draining`: no new work. `abandon` is set when running work must end now. Templates that
+    come with requests are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format
+    of the model's reasoning and tool calls.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
     template: ChatTemplate
-    templates: TemplatePool
+    guest_templates: TemplatePool
     text: TextSpec
     server: ServerSpec
     metrics: Metrics
     shares: KeyShares
+    answers: AnswerFormat = field(default_factory=AnswerFormat)
+    warm: bool = False
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -55,16 +63,17 @@ class Services:
     @property
     def ready(self) -> bool:
         """Whether a load balancer should send requests here."""
-        return self.engine.ready and self.engine.alive and not self.draining
+        return self.warm and self.engine.ready and self.engine.alive and not self.draining
 
 
 @dataclass(kw_only=True)
 class Exchange:
-    """One request and its answer. `arrival` is on the monotonic clock."""
+    """One request and its answer. `arrival` is on the monotonic clock, `timeout_s` what its header asked for."""
 
     services: Services
     request_id: str
     tenant: str = ""
+    timeout_s: float | None = None
     arrival: float = field(default_factory=time.monotonic)
     held: ExitStack = field(default_factory=ExitStack)
 
@@ -73,9 +82,13 @@ class Exchange:
         self.held.enter_context(self.services.shares.hold(self.tenant))
 
     def deadline_s(self, asked: float | None) -> float:
-        """Seconds this request may take: what the client asks for, at most what the server allows."""
-        limit = self.services.server.request_timeout_s
-        return limit if asked is None else min(asked, limit)
+        """Seconds left of what the body and the header ask for and the server allows, counted from the arrival."""
+        limits = (asked, self.timeout_s, self.services.server.request_timeout_s)
+        limit = min(each for each in limits if each is not None)
+        left = self.arrival + limit - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"not started within {limit:g} s", field="timeout_s")
+        return left
 
 
 def exchange_of(request: Request) -> Exchange:

@@ -41,6 +41,7 @@ class Failure:
     code: str | None
     retryable: bool
     retry_after_s: float | None
+    allow: str | None = None
 
     def body(self) -> bytes:
         """The JSON document; also the data of a stream's error event."""
@@ -56,10 +57,12 @@ class Failure:
         )
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """x-should-retry on every error, Retry-After where waiting helps (the SDKs obey both)."""
+        """x-should-retry on every error, Retry-After where waiting helps (the SDKs obey both), Allow with 405."""
         found = [(b"x-should-retry", b"true" if self.retryable else b"false")]
         if self.retry_after_s is not None:
             found.append((b"retry-after", str(max(1, round(self.retry_after_s))).encode()))
+        if self.allow is not None:
+            found.append((b"allow", self.allow.encode()))
         return found
 
 
@@ -91,6 +94,7 @@ def failure_of(error: BaseException, *, request_id: str) -> Failure:
         code=known.code,
         retryable=known.retryable,
         retry_after_s=retry_after_s,
+        allow=(error.headers or {}).get("Allow") if isinstance(error, HTTPException) else None,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from headrace.base.errors import (
 from headrace.base.optional import available, require
 
 MAX_JSON_DEPTH = 64
+TIMEOUT_HEADER = "x-request-timeout-s"
+MAX_TIMEOUT_S = 86400
 
 
 class BodyTimeout(RequestError):
@@ -215,6 +218,23 @@ def _too_deep() -> InvalidRequest:
 
 def _too_large(max_bytes: int) -> TooLarge:
     return TooLarge(f"the body is larger than {max_bytes} bytes (counted after decompression)")
+
+
+def header_timeout_s(value: bytes | None) -> float | None:
+    """The deadline in an X-Request-Timeout-S header: seconds, above 0 and at most a day."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        shown = value[:50].decode("ascii", "replace")
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER}: {shown!r} given; allowed: seconds above 0, at most {MAX_TIMEOUT_S}",
+            field=TIMEOUT_HEADER,
+        )
+    return seconds
 
 
 class KeyShares:

@@ -28,6 +28,7 @@ from headrace.front.server.exchange import Services
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.protocol import ConnectionLimits, guarded_protocol
 from headrace.front.text.chat import ChatTemplate
+from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
 from headrace.front.text.tokenizer import load_tokenizer
 from headrace.launch.api_process import ApiSpec
@@ -73,24 +74,29 @@ class Server(uvicorn.Server):
 def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
     """The services of this process; the engine is not connected yet."""
     text = spec.text
-    tokenizer = load_tokenizer(text.tokenizer_path)
+    tokenizer = load_tokenizer(text.tokenizer_path, chat_template=text.chat_template)
     limits = Limits(max_n=spec.server.max_n, heartbeat_timeout_s=spec.heartbeat_timeout_s)
     engine = AsyncLLM(text, spec.socket_paths, limits=limits, tokenizer=tokenizer)
     template_limits = TemplateLimits()
     pool = TemplatePool(template_limits)
-    source = text.chat_template if text.chat_template is not None else tokenizer.facts.chat_template
     template = ChatTemplate(
-        source, tokenizer, limits=template_limits, pool=pool, max_tokens=text.max_model_len
+        *(tokenizer.facts.chat_template, tokenizer),
+        limits=template_limits,
+        pool=pool,
+        max_tokens=text.max_model_len,
     )
     services = Services(
         engine=engine,
         tokenizer=tokenizer,
         template=template,
-        templates=pool,
+        guest_templates=TemplatePool(template_limits),
         text=text,
         server=spec.server,
         metrics=Metrics(),
         shares=KeyShares(spec.server.max_requests_per_key),
+        answers=AnswerFormat.named(
+            tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
+        ),
     )
     return services, engine
 
@@ -119,7 +125,7 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(DRAIN_SIGNAL, server.begin_drain)
     loop.add_reader(status.fileno(), _parent_spoke, status, server)
-    connecting = asyncio.ensure_future(_connect(engine, status))
+    connecting = asyncio.ensure_future(_connect(services, engine, status, server))
     try:
         await server._serve([listener])
     finally:
@@ -127,17 +133,28 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
         await asyncio.gather(connecting, return_exceptions=True)
         with contextlib.suppress(HeadraceError):
             await engine.close()
-        services.templates.close()
+        services.template.close()
+        services.guest_templates.close()
 
 
-async def _connect(engine: AsyncLLM, status: socket.socket) -> None:
+async def _connect(
+    services: Services, engine: AsyncLLM, status: socket.socket, server: Server
+) -> None:
     """Until this is through, readiness is false and generations are answered with 503; then the parent is told."""
+    try:
+        if services.template.source is not None:
+            await asyncio.to_thread(services.template.warm_up)
+    except HeadraceError as error:
+        report(status, Report(error=f"the model's chat template: {error.message}"))
+        server.should_exit = True
+        return
     try:
         await engine.start()
     except HeadraceError as error:
         log.error("no connection to the engine: %s", error.message)
-    else:
-        report(status, Report(ready=True))
+        return
+    services.warm = True
+    report(status, Report(ready=True))
 
 
 def _parent_spoke(status: socket.socket, server: Server) -> None:

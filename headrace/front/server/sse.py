@@ -4,13 +4,17 @@
 a disconnect aborts in every phase, also without streaming (reliability 1.1). `EventStream` writes one event per chunk
 and never more than the socket takes: a reader that takes nothing for `stall_s` is dropped (1.7). A failure after the
 first byte becomes an error event followed by the end mark; it never looks like a normal end.
+
+When the status goes out: with the first event, so that what fails before it is answered with its own status; but a
+request that waits longer than `ping_s` gets 200 and a comment then, and another one after each silence of `ping_s`, so
+that no proxy on the way gives up on it (nginx and ALB do after 60 s).
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -21,6 +25,7 @@ from headrace.front.server.failures import failure_of
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
 STALL_S = 60.0
 ABORT_KEY = "headrace.abort"
 """Key of the scope under which the connection's abort stands: closes without waiting for the reader."""
@@ -65,30 +70,36 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A streaming answer: whole encoded events. The first is computed before the status is sent (`started`)."""
+    """A streaming answer: whole encoded events, of which `first` (see `started`) may still be on its way."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: bytes,
+        first: asyncio.Future[bytes],
         rest: AsyncGenerator[bytes, None],
         *,
         request_id: str,
         abandon: asyncio.Event,
+        ping_s: float,
     ) -> None:
         self.first = first
         self.rest = rest
         self.request_id = request_id
         self.abandon = abandon
+        self.ping_s = ping_s
         self.status_code = 200
         self.background = None
         self.raw_headers = list(_HEADERS)
+        self._wrote_at = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream; every way it can end closes the generator, which aborts what still runs."""
-        async with aclosing(self.rest):
+        pings = asyncio.ensure_future(self._ping(send))
+        try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if not self.first.done():
+                await _write(send, PING)
             try:
                 await until_gone(receive, self._pump(send), abandon=self.abandon)
             except SlowReader:
@@ -99,12 +110,31 @@ class EventStream(Response):
             except Exception as error:
                 failure = failure_of(error, request_id=self.request_id)
                 await _write(send, b"data: " + failure.body() + b"\n\n" + DONE)
+            await _ended(pings)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await _ended(pings)
+            await _ended(self.first)
+            await self.rest.aclose()
 
     async def _pump(self, send: Send) -> None:
-        await _write(send, self.first)
+        await _write(send, await self.first)
         async for event in self.rest:
             await _write(send, event)
+            self._wrote_at = time.monotonic()
+
+    async def _ping(self, send: Send) -> None:
+        """A comment after each silence. Events are written whole, so that it can only stand between two of them."""
+        while self.ping_s > 0:
+            await asyncio.sleep(self._wrote_at + self.ping_s - time.monotonic())
+            if time.monotonic() - self._wrote_at >= self.ping_s:
+                self._wrote_at = time.monotonic()
+                await _write(send, PING)
+
+
+async def _ended(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _write(send: Send, data: bytes) -> None:
@@ -121,11 +151,16 @@ def _nothing() -> None:
 
 
 async def started(
-    events: AsyncGenerator[bytes, None],
-) -> tuple[bytes, AsyncGenerator[bytes, None]]:
-    """The first event and the rest: what fails before the first can still be answered with a status."""
+    events: AsyncGenerator[bytes, None], *, patience_s: float
+) -> asyncio.Future[bytes]:
+    """The first event, waited for `patience_s` (0: as long as it takes): what fails until then gets its own status."""
+    first: asyncio.Future[bytes] = asyncio.ensure_future(anext(events))
     try:
-        return await anext(events), events
+        await asyncio.wait({first}, timeout=patience_s or None)
+        if first.done():
+            first.result()
+        return first
     except BaseException:
+        await _ended(first)
         await events.aclose()
         raise

@@ -149,7 +149,10 @@ class ChatTemplate:
             return None
         if len(tools) > MAX_TOOLS:
             raise InvalidRequest(f"tools: {len(tools)} are more than {MAX_TOOLS}", field="tools")
-        return protect_tree(list(tools), self._tokenizer.guard.protect, "tools")
+        made = protect_tree(list(tools), self._tokenizer.guard.protect, "tools")
+        for i, tool in enumerate(tools):
+            _check_tool(tool, f"tools[{i}]")
+        return made
 
     def _arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         special = self._tokenizer.facts.special_tokens
@@ -177,6 +180,20 @@ class ChatTemplate:
         if self._names is None:
             self._names = frozenset(self._pool.names(self._source()))
         return self._names
+
+
+def _check_tool(tool: dict[str, Any], field: str) -> None:
+    """A function with a name; other kinds of tool are refused."""
+    kind, function = tool.get("type"), tool.get("function")
+    if kind != "function":
+        raise InvalidRequest(
+            f"{field}.type: {kind!r:.80} given; allowed: 'function'", field=f"{field}.type"
+        )
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(
+            f"{field}.function.name: a text is needed", field=f"{field}.function.name"
+        )
 
 
 def _cut(rendered: str) -> str:

@@ -150,13 +150,13 @@ class Tokenizer(ABC):
         text = decode_pieces(pieces[token_id] for token_id in ids)
         return text[1:] if self.drop_first_space and text.startswith(" ") else text
 
-    def check_ids(self, ids: Iterable[int]) -> None:
-        """Refuses ids that this vocabulary does not have."""
+    def check_ids(self, ids: Iterable[int], *, field: str = "tokens") -> None:
+        """Refuses ids that this vocabulary does not have; `field` is where the caller gave them."""
         for token_id in ids:
             if not 0 <= token_id < self.num_ids:
                 raise InvalidRequest(
-                    f"tokens: {token_id} is not a token id (0 to {self.num_ids - 1} are)",
-                    field="tokens",
+                    f"{field}: {token_id} is not a token id (0 to {self.num_ids - 1} are)",
+                    field=field,
                 )
 
     def token_text(self, token_id: int) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headrace.back.runner.runner import Runner
+from headrace.back.sampling import prompt_logprobs
 from headrace.base.errors import CheckpointError
 from headrace.base.wire.params import RowSampling
 from tests.back.driver import GREEDY, Driver, Sequence, greedy_reference, reference_logits
@@ -165,3 +166,30 @@ def test_seeded_sampling_survives_chunking_preemption_and_company() -> None:
     alone = [generate([i], preempt=False)[0] for i in range(4)]
     assert generate([2, 0, 3, 1], preempt=True) == [alone[i] for i in (2, 0, 3, 1)]
     assert all(token < 9 for token in alone[3])
+
+
+def test_prompt_logprobs_beyond_what_is_made_fail_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Refused by the number of scores, before one is made; the limit is small here, so that the prompt may be."""
+    monkeypatch.setattr(prompt_logprobs, "LARGEST", 400)
+    model = TinyModel()
+    runner, driver = make(model)
+    width = runner.facts.logits_width
+    fits = driver.add([1, 2], RowSampling(temperature=0.0, prompt_logprobs=-1))
+    named = driver.add([5] * 8, RowSampling(temperature=0.0, prompt_logprobs=width + 9))
+    whole = driver.add([5] * 8, RowSampling(temperature=0.0, prompt_logprobs=-1))
+    plain = driver.add([3, 4, 5])
+    for counts in ((2, 4, 4, 3), (1, 4, 4, 1)):
+        runs = zip((fits, named, whole, plain), counts, strict=True)
+        driver.read(runner.execute(driver.plan(list(runs))))
+    assert whole.error == named.error == "InvalidRequest" and not whole.outputs
+    assert not whole.prompt_logprobs and not named.prompt_logprobs
+    assert fits.prompt_logprobs[0].ids.shape == (1, 1 + width)
+    assert plain.outputs == greedy_reference(model, [3, 4, 5], 2)
+
+
+def test_the_facts_name_the_samplers_kernels() -> None:
+    runner, _ = make(TinyModel())
+    fields = [field for field, *_ in runner.facts.decisions]
+    assert fields == ["kernel.greedy", "kernel.gumbel"]

@@ -6,12 +6,22 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.back.kernels.gumbel import native, race
+from headrace.back.kernels.gumbel.op import GumbelProblem, bind_reference
+from headrace.back.kernels.native.build import build
+from headrace.back.kernels.native.library import NativeLibrary
 from headrace.back.sampling.draw import Draw, draw
 from headrace.back.sampling.features import Picked, RowNumbers
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
 
 CPU = torch.device("cpu")
+PROBLEM = GumbelProblem(device="cpu")
+GUMBELS = {
+    "native": lambda: native.bind_with(NativeLibrary(build())),
+    "race": lambda: race.bind(PROBLEM),
+    "torch": lambda: bind_reference(PROBLEM),
+}
 
 LOGITS = {
     "usual": lambda rng, width: rng.standard_normal(width) * 3,
@@ -39,9 +49,10 @@ SETTINGS: list[dict[str, float]] = [
 ]
 
 
+@pytest.mark.parametrize("gumbel", ["native", "race", "torch"])
 @pytest.mark.parametrize("width", [1, 31, 4099, 40000])
 @pytest.mark.parametrize("kind", LOGITS)
-def test_every_way_chooses_the_same_token(kind: str, width: int) -> None:
+def test_every_way_chooses_the_same_token(kind: str, width: int, gumbel: str) -> None:
     """KRN-02, PLT-10: candidates and the race against noise and a sort over whole rows, as other devices do it."""
     rng = np.random.default_rng(width)
     numbers = RowNumbers(len(SETTINGS))
@@ -66,7 +77,7 @@ def test_every_way_chooses_the_same_token(kind: str, width: int) -> None:
         num_output=np.zeros(len(SETTINGS), np.int64),
         tokens=torch.zeros(1, 1, dtype=torch.int32),
     )
-    chosen, best = draw(torch.from_numpy(logits), numbers, picked)
+    chosen, best = draw(torch.from_numpy(logits), numbers, picked, GUMBELS[gumbel]())
     wanted, wanted_best = Draw(numbers, picked, CPU).whole(torch.from_numpy(logits))
     assert chosen.tolist() == wanted.tolist()
     torch.testing.assert_close(best, wanted_best)

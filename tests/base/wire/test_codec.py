@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.wire.codec import HEADER, Codec
+from headrace.base.wire.codec import HEADER, Codec, cut_frames
 from headrace.base.wire.params import RowSampling, StopRules
 from headrace.base.wire.request import EngineRequest, Finished, ToCore, ToFront, TokenBatch
 from headrace.base.wire.step import RowStart, StepPlan
@@ -93,3 +93,21 @@ def test_a_frame_is_length_and_body() -> None:
         EngineRequest(id=1, prompt=b"", stop=StopRules(max_tokens=1), sampling=RowSampling())
     )
     assert HEADER.unpack(frame[:4])[0] == len(frame) - 4
+
+
+@given(st.lists(st.binary(max_size=40)), st.lists(st.integers(1, 30)))
+def test_frames_are_the_same_however_the_stream_is_split(
+    bodies: list[bytes], sizes: list[int]
+) -> None:
+    stream = b"".join(HEADER.pack(len(body)) + body for body in bodies)
+    buffer, found, at = bytearray(), [], 0
+    for size in [*sizes, len(stream)]:
+        buffer += stream[at : at + size]
+        at += size
+        found += cut_frames(buffer, max_bytes=40)
+    assert found == bodies and not buffer
+
+
+def test_a_frame_beyond_the_bound_is_refused_before_it_has_arrived() -> None:
+    with pytest.raises(ValueError, match="41 bytes; 40 allowed"):
+        cut_frames(bytearray(HEADER.pack(41)), max_bytes=40)

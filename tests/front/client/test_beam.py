@@ -118,3 +118,30 @@ async def test_a_bad_beam_request_is_refused_before_any_event(connect):
             await anext(llm.generate(generation(65, 1.0, n=1)))
         assert await anext(llm.generate(generation(2, 1.0))) == Started(2)
         assert llm.num_in_flight == 0 or core.requests
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("temperature", 0.7), ("top_k", 5), ("top_p", 0.9), ("min_p", 0.1), ("typical_p", 0.5)),
+        *(("repetition_penalty", 1.1), ("presence_penalty", 0.5), ("frequency_penalty", -0.5)),
+        *(("dry_multiplier", 0.8), ("xtc_probability", 0.5), ("stop", ("a",)), ("best_of", 3)),
+        *(("prompt_logprobs", 0), ("logprob_token_ids", (1,)), ("logit_bias", {1: 2.0})),
+    ],
+)
+async def test_what_beams_would_ignore_is_refused_by_name(connect, field, value):
+    more = {"logprobs": 1} if field == "logprob_token_ids" else {}
+    async with connect(script(table(0))) as (llm, core):
+        with pytest.raises(InvalidRequest, match=f"{field}: .*beam search") as caught:
+            await anext(llm.generate(generation(2, 1.0, n=1, **{field: value}, **more)))
+        assert caught.value.field == field and not core.requests
+
+
+@pytest.mark.parametrize("harmless", [{"temperature": 0.0}, {"top_k": -1}, {"seed": 3}])
+async def test_what_changes_no_beam_is_taken(connect, harmless):
+    known = table(1)
+    async with connect(script(known), eos=[EOS]) as (llm, _):
+        output = await run_one(llm, generation(2, 1.0, **harmless))
+    assert [tuple(a.token_ids) for a in output.outputs] == [
+        ids for _, ids in naive_beams(known, 2, 1.0)[:2]
+    ]

@@ -317,9 +317,9 @@ async def test_a_malformed_frame_ends_the_connection_not_the_client(tmp_path, co
         await run_one(llm, generation())
 
 
-async def test_a_silent_core_is_asked_for_its_state(connect):
+async def test_a_silent_core_is_pinged(connect):
     async with connect(limits=LIMITS) as (llm, core):
-        await core.until(lambda: any(call.operation == "status" for call in core.calls))
+        await core.until(lambda: any(call.operation == "ping" for call in core.calls))
         assert llm.alive
 
 

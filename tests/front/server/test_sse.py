@@ -64,9 +64,16 @@ class Source:
             self.closed = True
 
 
-async def answer(source: Source, border: Border, abandon: asyncio.Event | None = None) -> None:
-    first, rest = await started(source.stream)
-    stream = EventStream(first, rest, request_id="r", abandon=abandon or asyncio.Event())
+async def answer(
+    source: Source, border: Border, abandon: asyncio.Event | None = None, *, ping_s: float = 0
+) -> None:
+    first = await started(source.stream, patience_s=ping_s)
+    stream = EventStream(
+        *(first, source.stream),
+        request_id="r",
+        abandon=abandon or asyncio.Event(),
+        ping_s=ping_s,
+    )
     await stream({"type": "http", ABORT_KEY: border.left.set}, border.receive, border.send)
 
 
@@ -81,8 +88,41 @@ async def test_a_stream_is_its_events_and_ends_the_message() -> None:
 async def test_a_failure_before_the_first_event_raises_so_that_it_gets_a_status() -> None:
     source = Source(Unavailable("full"))
     with pytest.raises(Unavailable):
-        await started(source.stream)
+        await started(source.stream, patience_s=0)
     assert source.closed
+
+
+@pytest.mark.parametrize("begun", [(), (b"a",)])
+async def test_a_silent_stream_gets_comments_between_its_events(begun: tuple[bytes, ...]) -> None:
+    border, source = Border(), Source(*begun, endless=True)
+    task = asyncio.create_task(answer(source, border, ping_s=0.001))
+    wanted = b"".join(begun) + 3 * sse.PING
+    while not border.body.startswith(wanted):
+        await asyncio.sleep(0)
+    assert border.sent[0]["status"] == 200
+    border.left.set()
+    with pytest.raises(ClientGone):
+        await task
+    assert source.closed
+
+
+async def test_what_fails_after_a_comment_is_an_error_event() -> None:
+    full = asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        await full.wait()
+        raise Unavailable("full")
+        yield b""
+
+    border, source = Border(), Source()
+    source.stream = events()
+    task = asyncio.create_task(answer(source, border, ping_s=0.001))
+    while not border.body:
+        await asyncio.sleep(0)
+    full.set()
+    await task
+    assert border.body.startswith(sse.PING) and border.body.endswith(sse.DONE)
+    assert b"server_overloaded" in border.body
 
 
 async def test_a_failure_later_is_an_error_event_and_never_a_normal_end() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headrace.back.kernels.linear.native import KERNEL, MAX_ROWS, bind_with
+from headrace.back.kernels.linear.native import KERNEL, PANEL_ROWS, bind_with
 from headrace.back.kernels.linear.op import OP, LinearProblem
 from headrace.back.kernels.native.wrap import unsupported
 
@@ -78,10 +78,18 @@ def test_no_rows_give_no_rows(newest):
     assert linear(torch.ones(0, 8)).shape == (0, 4)
 
 
-def test_more_rows_than_the_kernel_is_for_go_to_torch(newest):
-    x, weight = values(MAX_ROWS[torch.float32] + 1, 16, dtype=torch.float32), torch.ones(3, 16)
-    y = bind_with(newest, problem(torch.float32, 3, 16, False), weight, None)(x)
-    assert torch.equal(y, torch.nn.functional.linear(x, weight))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_long_prompt_is_what_it_is_alone(newest, dtype):
+    """Whoever shares the step: the same bits, over the borders of panels too (P17)."""
+    x, weight = (
+        values(2 * PANEL_ROWS + 7, 136, dtype=dtype)[:, 3:133],
+        values(50, 130, dtype=dtype, seed=1),
+    )
+    linear = bind_with(newest, problem(dtype, 50, 130, False), weight, None)
+    together = linear(x)
+    for row in (0, PANEL_ROWS - 1, PANEL_ROWS, 2 * PANEL_ROWS + 6):
+        assert torch.equal(linear(x[row : row + 1])[0], together[row])
+    close(together, x.double() @ weight.double().T, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -134,7 +134,7 @@ HR_INLINE void add_values(const T* v, int64_t run, int64_t head_dim, const float
     HR_UNROLL for (int n = 0; n < NV; ++n) value[n] = Part ? load_part(v, part) : load(v + n * kLanes);
     HR_UNROLL for (int m = 0; m < MB; ++m) {
       const F weight = splat(weights[m * kTokens + j]);
-      HR_UNROLL for (int n = 0; n < NV; ++n) acc[m][n] += weight * value[n];
+      HR_UNROLL for (int n = 0; n < NV; ++n) acc[m][n] = fma(weight, value[n], acc[m][n]);
     }
   }
 }
@@ -266,7 +266,7 @@ void merge(void* context, int64_t i) {
     total += factor * part[1];
     for (int64_t d = 0; d < p.head_dim; d += kLanes) {
       F v = load_part(part + 2 + d, smaller<int64_t>(p.head_dim - d, kLanes));
-      store(sums + d, load(sums + d) + factor * v);
+      store(sums + d, fma(v, factor, load(sums + d)));
     }
   }
   T* to = static_cast<T*>(p.out) + job.out;

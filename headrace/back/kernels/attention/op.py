@@ -122,7 +122,7 @@ def sample_plan(
 
 
 def _sample(problem: AttentionProblem) -> Sample:
-    rows = [(1, 1), (1, problem.block_tokens + 3), (3, 3), (5, 2 * problem.block_tokens)]
+    rows = [(1, 1), (1, problem.block_tokens + 3), (3, 3), (5, 5 + problem.block_tokens)]
     plan, num_blocks = sample_plan(
         rows,
         block_tokens=problem.block_tokens,

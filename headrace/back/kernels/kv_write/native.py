@@ -22,7 +22,10 @@ def bind_with(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
         k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: torch.Tensor, slot_T: torch.Tensor
     ) -> None:
         assert k_TKD.dtype == v_TKD.dtype == kv.dtype == problem.dtype, (k_TKD.dtype, kv.dtype)
-        assert k_TKD.shape == v_TKD.shape and len(slot_T) == len(k_TKD), (k_TKD.shape, slot_T.shape)
+        assert k_TKD.shape == v_TKD.shape and slot_T.shape[0] == k_TKD.shape[0], (
+            k_TKD.shape,
+            slot_T.shape,
+        )
         assert k_TKD.stride(2) == v_TKD.stride(2) == 1
         assert slot_T.dtype == torch.int64 and slot_T.is_contiguous()
         assert kv.shape[3] == block_tokens and kv.stride()[3:] == (problem.head_dim, 1), kv.stride()

@@ -25,7 +25,7 @@ from headrace.base.errors import MissingDependency, StartError
 FOLDER = Path(__file__).resolve().parent
 _FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
-    "-ffp-contract=fast", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas",
+    "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas",
     "-Wno-maybe-uninitialized",
 )  # fmt: skip
 SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")

@@ -11,6 +11,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define HR_JOIN2(a, b) a##_##b
@@ -66,6 +68,21 @@ HR_INLINE V load_raw_part(const T* p, int64_t n) {
 }
 
 HR_INLINE F splat(float x) { return x - F{}; }
+// a * b + c, rounded once where the instruction set has such an instruction. The compiler is not left
+// the choice (-ffp-contract=off): it fuses in one tile and not in the next, and rows would depend on how they are tiled.
+HR_INLINE F fma(F a, F b, F c) {
+#if defined(__AVX512F__)
+  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+HR_INLINE F fma(F a, float b, F c) { return fma(a, splat(b), c); }
+HR_INLINE F fma(F a, float b, float c) { return fma(a, splat(b), splat(c)); }
 HR_INLINE F select(I mask, F yes, F no) { return mask ? yes : no; }
 // The larger, the smaller; b's NaN wins, a's does not.
 HR_INLINE F vmax(F a, F b) { return select(a > b, a, b); }
@@ -174,7 +191,7 @@ template <>
 struct Dot<float> {
   using V = F;
   static constexpr int step = kLanes;
-  HR_INLINE F add(F acc, V a, V b) { return acc + a * b; }
+  HR_INLINE F add(F acc, V a, V b) { return fma(a, b, acc); }
 };
 
 template <>
@@ -187,8 +204,8 @@ struct Dot<bf16> {
 #if defined(__AVX512BF16__)
     return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
 #else
-    acc += (F)(a << 16) * (F)(b << 16);
-    return acc + (F)(a & 0xffff0000u) * (F)(b & 0xffff0000u);
+    acc = fma((F)(a << 16), (F)(b << 16), acc);
+    return fma((F)(a & 0xffff0000u), (F)(b & 0xffff0000u), acc);
 #endif
   }
 };
@@ -198,18 +215,18 @@ HR_INLINE F vexp(F x) {
   F low = splat(-87.33654f);
   I tiny = x < low;
   x = vmin(splat(88.72283f), vmax(low, x));
-  F n = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  F n = fma(x, 1.44269504088896341f, 12582912.0f);  // 1.5 * 2^23: rounds to an integer
   I k = (I)n - 0x4b400000;
   n -= 12582912.0f;
-  F r = x - n * 0.693359375f;
-  r += n * 2.12194440e-4f;
+  F r = fma(n, -0.693359375f, x);
+  r = fma(n, 2.12194440e-4f, r);
   F p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
   // 2^k in two factors: k may be 128.
   I half = k >> 1;
   F first = (F)((half + 127) << 23), second = (F)((k - half + 127) << 23);

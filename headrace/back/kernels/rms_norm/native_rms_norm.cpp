@@ -28,7 +28,7 @@ HR_INLINE void norm_row(const Norm& p, const T* x, T* y) {
   F squares{};
   for (int64_t e = 0; e < p.width; e += kLanes) {
     F v = load_some(x + e, p.width - e);
-    squares += v * v;
+    squares = fma(v, v, squares);
   }
   const float scale = 1.0f / __builtin_sqrtf(sum(squares) / float(p.width) + p.eps);
   for (int64_t e = 0; e < p.width; e += kLanes) {

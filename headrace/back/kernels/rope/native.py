@@ -23,10 +23,11 @@ def bind_with(library: NativeLibrary, problem: RopeProblem) -> Rope:
         assert q_THD.dtype == k_TKD.dtype == problem.dtype and table_PR.dtype == torch.float32
         assert positions_T.dtype == torch.int64 and positions_T.is_contiguous()
         assert q_THD.stride(2) == k_TKD.stride(2) == 1 and table_PR.is_contiguous()
-        assert table_PR.shape[1] == rotary and len(positions_T) == len(q_THD) == len(k_TKD)
+        tokens, heads, _ = q_THD.shape
+        assert table_PR.shape[1] == rotary and positions_T.shape[0] == k_TKD.shape[0] == tokens
         kernel(
             q_THD.data_ptr(), k_TKD.data_ptr(), positions_T.data_ptr(), table_PR.data_ptr(),
-            q_THD.shape[0], q_THD.shape[1], k_TKD.shape[1], rotary, table_PR.shape[0],
+            tokens, heads, k_TKD.shape[1], rotary, table_PR.shape[0],
             q_THD.stride(0), q_THD.stride(1), k_TKD.stride(0), k_TKD.stride(1), pairs, code,
         )  # fmt: skip
 

@@ -24,24 +24,30 @@ async def get_ready(exchange: Exchange, request: Request) -> Response:
     """200 while requests are served: engine loaded, heartbeat fresh, not draining."""
     services = exchange.services
     if services.ready:
-        return json_response({"status": "ready"})
-    why = "draining" if services.draining else "stuck" if services.engine.ready else "loading"
-    return json_response({"status": why}, status=503)
+        return _answer("ready", healthy=True)
+    loaded = services.warm and services.engine.ready
+    why = "draining" if services.draining else "stuck" if loaded else "loading"
+    return _answer(why, healthy=False)
 
 
 async def get_startup(exchange: Exchange, request: Request) -> Response:
     """200 once the engine has been loaded."""
-    up = exchange.services.engine.ready
-    return json_response({"status": "started" if up else "loading"}, status=200 if up else 503)
+    up = exchange.services.warm
+    return _answer("started" if up else "loading", healthy=up)
 
 
 async def get_health(exchange: Exchange, request: Request) -> Response:
     """200 while the engine lives and makes progress; 503 when it is dead, stuck or not loaded yet."""
     engine = exchange.services.engine
     healthy = engine.ready and engine.alive
-    return json_response(
-        {"status": "ok" if healthy else "unavailable"}, status=200 if healthy else 503
-    )
+    return _answer("ok" if healthy else "unavailable", healthy=healthy)
+
+
+def _answer(status: str, *, healthy: bool) -> Response:
+    response = json_response({"status": status}, status=200 if healthy else 503)
+    if not healthy:
+        response.headers["retry-after"] = "1"
+    return response
 
 
 async def get_version(exchange: Exchange, request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 import msgspec
@@ -11,6 +12,9 @@ from starlette.responses import Response
 from headrace.front.server.exchange import Exchange, json_response
 from headrace.front.server.openai.routes import render
 from headrace.front.server.openai.schema import ChatRequest, Name, TokenId, parse
+
+THREAD_TOKENS = 4096
+"""From this many tokens on a text is made in a thread, so that running streams go on meanwhile."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,5 +68,9 @@ async def post_detokenize(exchange: Exchange, document: Any) -> Response:
     """The text of ids; an id out of range is refused."""
     request = parse(document, DetokenizeRequest)
     exchange.services.model_name(request.model)
-    text = exchange.services.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    decode = exchange.services.tokenizer.decode
+    if len(request.tokens) < THREAD_TOKENS:
+        text = decode(request.tokens, skip_special_tokens=False)
+    else:
+        text = await asyncio.to_thread(decode, request.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})

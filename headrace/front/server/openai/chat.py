@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: request to generation, events to chunks, events to the full answer.
 
 The chunk of a plain delta is the hot path: everything but the text is encoded once per choice (budget: 3 us a chunk).
-Reasoning and tool calls stay in `content` as the model writes them.
+Reasoning and tool calls are parsed before (parsed.py); here they only get their shape.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Delta, Ended, Event, Started
 from headrace.front.server.openai.fold import (
+    Choice,
     Fold,
     chat_logprobs,
     finish_reason,
@@ -26,7 +27,17 @@ from headrace.front.server.openai.fold import (
 )
 from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import ChatRequest
+from headrace.front.server.parsed import ParsedDelta
 from headrace.front.server.sse import DONE
+from headrace.front.text.parsing.parser import AnswerFormat, OutputParser, schemas_of
+from headrace.front.text.parsing.parts import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Part,
+    Reasoning,
+)
 
 MAX_TOP_LOGPROBS = 20
 
@@ -57,8 +68,8 @@ def to_params(
         raise InvalidRequest(
             "top_logprobs: allowed only together with logprobs: true", field="top_logprobs"
         )
-    if request.tool_choice == "auto" and not request.tools:
-        raise InvalidRequest("tool_choice: 'auto' needs tools", field="tool_choice")
+    if request.tool_choice is not None and not request.tools:
+        raise InvalidRequest("tool_choice: allowed only together with tools", field="tool_choice")
     limit = request.max_completion_tokens
     wants_scores = request.logprobs or request.logprob_token_ids
     return sampling_params(
@@ -69,6 +80,32 @@ def to_params(
         max_tokens=request.max_tokens if limit is None else limit,
         logprobs=(request.top_logprobs or 0) if wants_scores else None,
     )
+
+
+def to_parser(
+    request: ChatRequest, answers: AnswerFormat, *, prompt_tail: str
+) -> OutputParser | None:
+    """A parser for one choice; None where the text is the content. `prompt_tail` is how the prompt ends."""
+    offered = request.tools is not None and request.tool_choice != "none"
+    if answers.reasoning is None and (answers.tools is None or not offered):
+        return None
+    tags = None if answers.reasoning is None else answers.reasoning.tags
+    return OutputParser(
+        reasoning=tags,
+        inside=tags is not None
+        and tags.begins_inside(prompt_tail, unfinished=_unfinished(request)),
+        tools=None if answers.tools is None else answers.tools.grammar,
+        schemas=schemas_of(request.tools or []) if offered else None,
+        only_one_call=request.parallel_tool_calls is False,
+    )
+
+
+def _unfinished(request: ChatRequest) -> str | None:
+    """The text of the message that is continued, if one is."""
+    if not request.continue_final_message:
+        return None
+    content = request.messages[-1].get("content")
+    return content if isinstance(content, str) else ""
 
 
 async def to_chunks(
@@ -89,11 +126,19 @@ async def to_chunks(
         async for event in events:
             fold.take(event)
             match event:
+                case ParsedDelta() if plain:
+                    for part in event.parts:
+                        if isinstance(part, Content):
+                            yield heads[event.index] + orjson.dumps(part.text) + tail
+                        elif shown := part_delta(part):
+                            choice = _plain_choice(event.index, shown)
+                            yield _event(reply, choice, fold, with_usage, continuous)
                 case Delta() if plain:
                     if event.text:
                         yield heads[event.index] + orjson.dumps(event.text) + tail
                 case Delta():
-                    yield _event(reply, _delta(reply, event), fold, with_usage, continuous)
+                    for choice in _deltas(reply, event):
+                        yield _event(reply, choice, fold, with_usage, continuous)
                 case Ended():
                     yield _event(reply, _end(event), fold, with_usage, continuous)
                 case Started():
@@ -150,17 +195,41 @@ def _role(reply: Reply, index: int) -> dict[str, Any]:
     return choice
 
 
-def _delta(reply: Reply, event: Delta) -> dict[str, Any]:
+def part_delta(part: Part) -> dict[str, Any] | None:
+    """The `delta` of one part. The first fragment of a call has its id and name, later ones only index and arguments:
+    clients join the texts of all fragments."""
+    match part:
+        case Content():
+            return {"content": part.text}
+        case Reasoning():
+            return {"reasoning": part.text, "reasoning_content": part.text}
+        case CallBegin():
+            function = {"name": part.name, "arguments": ""}
+            call = {"index": part.index, "id": part.id, "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case CallArguments():
+            return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+        case CallEnd():
+            return None
+
+
+def _plain_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _deltas(reply: Reply, event: Delta) -> list[dict[str, Any]]:
+    """A chunk's choice per part; the first one carries the scores and the ids."""
+    if isinstance(event, ParsedDelta):
+        shown = [delta for part in event.parts if (delta := part_delta(part))] or [{}]
+    else:
+        shown = [{"content": event.text}]
+    found = [_plain_choice(event.index, delta) for delta in shown]
     as_id = bool(reply.request.return_tokens_as_token_ids)
-    choice: dict[str, Any] = {
-        "index": event.index,
-        "delta": {"content": event.text},
-        "logprobs": chat_logprobs(event.scores, as_id=as_id) if event.scores else None,
-        "finish_reason": None,
-    }
+    if event.scores:
+        found[0]["logprobs"] = chat_logprobs(event.scores, as_id=as_id)
     if reply.request.return_token_ids:
-        choice["token_ids"] = event.token_ids
-    return choice
+        found[0]["token_ids"] = event.token_ids
+    return found
 
 
 def _end(event: Ended) -> dict[str, Any]:
@@ -196,6 +265,29 @@ async def to_answer(events: AsyncGenerator[Event, None], reply: Reply) -> bytes:
     return orjson.dumps(document)
 
 
+def _message(choice: Choice) -> dict[str, Any]:
+    """The message: content null where there are only calls; reasoning and calls only where there are any."""
+    content = "".join(choice.text)
+    only_calls = not content and bool(choice.calls)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if only_calls else content,
+        "refusal": None,
+    }
+    if choice.reasoning:
+        message["reasoning"] = message["reasoning_content"] = "".join(choice.reasoning)
+    if choice.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": "".join(call.arguments)},
+            }
+            for call in choice.calls
+        ]
+    return message
+
+
 def _choice(reply: Reply, fold: Fold, index: int) -> dict[str, Any]:
     choice = fold.choices[index]
     assert choice.ended is not None, f"choice {index} of {reply.id} never ended"
@@ -203,7 +295,7 @@ def _choice(reply: Reply, fold: Fold, index: int) -> dict[str, Any]:
     wants_scores = reply.request.logprobs or reply.request.logprob_token_ids
     found: dict[str, Any] = {
         "index": index,
-        "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+        "message": _message(choice),
         "logprobs": chat_logprobs(choice.scores, as_id=as_id) if wants_scores else None,
         "finish_reason": finish_reason(choice.ended),
         "stop_reason": choice.ended.stop,

@@ -18,19 +18,46 @@ from headrace.front.client.events import (
     Started,
     TokenScore,
 )
+from headrace.front.server.parsed import ParsedDelta, ParsedEnded
+from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 LOWEST = -9999.0
 """Stands for minus infinity and NaN, which JSON does not have."""
 
 
 @dataclass
+class Call:
+    """One tool call as far as it has come."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Choice:
-    """One answer as far as it has come."""
+    """One answer as far as it has come; `text` is its content, all of the text where nothing is parsed."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    num_reasoning: int = 0
     token_ids: list[int] = field(default_factory=list)
     scores: list[ScoredToken] = field(default_factory=list)
     ended: Ended | None = None
+
+    def add(self, part: Part) -> None:
+        """Adds one parsed part."""
+        match part:
+            case Content():
+                self.text.append(part.text)
+            case Reasoning():
+                self.reasoning.append(part.text)
+            case CallBegin():
+                assert part.index == len(self.calls), "calls have contiguous indices"
+                self.calls.append(Call(part.id, part.name))
+            case CallArguments():
+                self.calls[part.index].arguments.append(part.text)
 
 
 @dataclass
@@ -50,7 +77,12 @@ class Fold:
         match event:
             case Delta():
                 choice = self.choices[event.index]
-                choice.text.append(event.text)
+                if isinstance(event, ParsedDelta):
+                    choice.num_reasoning = event.num_reasoning
+                    for part in event.parts:
+                        choice.add(part)
+                else:
+                    choice.text.append(event.text)
                 choice.token_ids += event.token_ids
                 choice.scores += event.scores or []
             case Ended():
@@ -69,6 +101,11 @@ class Fold:
         )
 
     @property
+    def num_reasoning(self) -> int:
+        """Reasoning tokens among them."""
+        return sum(choice.num_reasoning for choice in self.choices)
+
+    @property
     def num_cached(self) -> int:
         """Prompt tokens found in the cache, counted once like the prompt itself."""
         ended = [choice.ended.num_cached for choice in self.choices if choice.ended is not None]
@@ -84,12 +121,16 @@ def usage(folds: list[Fold]) -> dict[str, object]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(fold.num_cached for fold in folds)},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(fold.num_reasoning for fold in folds)
+        },
     }
 
 
 def finish_reason(ended: Ended) -> str:
     """OpenAI's name of the reason; "abort" (an administrator ended it) is the one name it lacks."""
+    if isinstance(ended, ParsedEnded) and ended.num_calls and ended.reason == "stop":
+        return "tool_calls"
     return ended.reason
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from starlette.responses import Response
@@ -17,8 +17,12 @@ from headrace.front.server.measure import joined, measured
 from headrace.front.server.openai import chat, completions
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, Common, CompletionRequest, parse
+from headrace.front.server.parsed import ParsedAnswer, parsed
 from headrace.front.server.sse import EventStream, started
 from headrace.front.text.chat import ChatTemplate
+
+_TAIL_TOKENS = 32
+"""Enough of a prompt to see which tag it ends with."""
 
 
 async def post_chat(exchange: Exchange, document: Any) -> Response:
@@ -34,7 +38,8 @@ async def post_chat(exchange: Exchange, document: Any) -> Response:
         await render(exchange, request), request, max_model_len=services.text.max_model_len
     )
     label = completion_id("chatcmpl")
-    events = _generate(exchange, request, prompt_ids, params, label=label)
+    answers = _answers(exchange, request, prompt_ids, params)
+    events = _generate(exchange, request, prompt_ids, params, label=label, answers=answers)
     reply = chat.Reply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
     if request.stream:
         return await _stream(exchange, chat.to_chunks(events, reply))
@@ -80,13 +85,13 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
         template = ChatTemplate(
             request.chat_template,
             services.tokenizer,
-            pool=services.templates,
+            pool=services.guest_templates,
             max_tokens=services.text.max_model_len,
         )
     tail = bool(request.continue_final_message)
     opens = not tail if request.add_generation_prompt is None else request.add_generation_prompt
     kwargs = dict(request.chat_template_kwargs or {})
-    for name in ("reasoning_effort", "documents"):
+    for name in ("reasoning_effort", "verbosity", "documents"):
         if getattr(request, name) is not None:
             kwargs.setdefault(name, getattr(request, name))
     return await template.render_async(
@@ -96,6 +101,23 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
         continue_final_message=tail,
         kwargs=kwargs,
     )
+
+
+def _answers(
+    exchange: Exchange, request: ChatRequest, prompt_ids: list[int], params: SamplingParams
+) -> list[ParsedAnswer] | None:
+    """A parser per choice; None where nothing is to be parsed."""
+    services = exchange.services
+    tokenizer = services.tokenizer
+    tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    pieces = tokenizer.pieces_without_special if params.skip_special_tokens else tokenizer.pieces
+    found = []
+    for _ in range(params.n):
+        parser = chat.to_parser(request, services.answers, prompt_tail=tail)
+        if parser is None:
+            return None
+        found.append(ParsedAnswer(parser, pieces))
+    return found
 
 
 async def _prompt(
@@ -109,7 +131,7 @@ async def _prompt(
             limit = exchange.services.text.max_model_len
         ids = await tokenizer.encode_async(given, add_special_tokens=special, max_tokens=limit)
     else:
-        tokenizer.check_ids(given)
+        tokenizer.check_ids(given, field="prompt")
         ids = given
     ids = truncated(ids, request, max_model_len=exchange.services.text.max_model_len)
     if not request.echo:
@@ -126,6 +148,7 @@ def _generate(
     params: SamplingParams,
     *,
     label: str,
+    answers: list[ParsedAnswer] | None = None,
 ) -> AsyncGenerator[Event, None]:
     generation = Generation(
         prompt_ids=prompt_ids,
@@ -137,13 +160,18 @@ def _generate(
         cache_salt=request.cache_salt or "",
     )
     services = exchange.services
-    return measured(
-        services.engine.generate(generation), services.metrics, arrival=exchange.arrival
-    )
+    events: AsyncIterator[Event] = services.engine.generate(generation)
+    if answers is not None:
+        events = parsed(events, answers)
+    return measured(events, services.metrics, arrival=exchange.arrival)
 
 
 async def _stream(exchange: Exchange, chunks: AsyncGenerator[bytes, None]) -> Response:
-    first, rest = await started(chunks)
+    ping_s = exchange.services.server.ping_interval_s
+    first = await started(chunks, patience_s=ping_s)
     return EventStream(
-        first, rest, request_id=exchange.request_id, abandon=exchange.services.abandon
+        *(first, chunks),
+        request_id=exchange.request_id,
+        abandon=exchange.services.abandon,
+        ping_s=ping_s,
     )

@@ -38,7 +38,8 @@ def sampling_params(
     """The parameters of one prompt of `request`; raises InvalidRequest where fields contradict each other."""
     n = request.n or 1
     _check(request, n=n, best_of=best_of, max_n=max_n, max_tokens=max_tokens)
-    fields: dict[str, Any] = dict(defaults)
+    # The model's defaults are about sampling: beam search, which refuses such fields, does not get them.
+    fields: dict[str, Any] = {} if request.use_beam_search else dict(defaults)
     fields |= {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
     fields |= {
         name: tuple(value) for name in _LISTS if (value := getattr(request, name)) is not None

@@ -7,6 +7,7 @@ are answered with 400 when asked for, never ignored.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,6 +23,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LOGIT_BIAS = 1024
 MAX_SHOWN_CHARS = 200
 
@@ -41,7 +43,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=4)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
@@ -106,18 +108,20 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: Annotated[str, Meta(max_length=65536)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
-    return_prompt_text: bool | None = None
 
 
 R = TypeVar("R", bound=msgspec.Struct)
+log = logging.getLogger(__name__)
 _NO_STRUCTURE = "structured output is not supported by this server yet"
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "suffix": (bool, "insertion before a suffix is not supported"),
@@ -142,7 +146,19 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "this model cannot answer with audio; allowed: ['text']",
     ),
     "audio": (bool, "this model cannot answer with audio"),
+    "moderation": (
+        lambda value: isinstance(value, dict) and "block" in str(value.get("policy")),
+        "this server moderates nothing, so it cannot block",
+    ),
+    "return_prompt_text": (bool, "not supported by this server; /detokenize tells a prompt's text"),
     "web_search_options": (lambda value: value is not None, "there is no web search here"),
+}
+
+
+REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **REFUSED,
+    "echo": (bool, "not supported in chat; the messages are known to you"),
+    "best_of": (lambda value: value not in (None, 1), "not supported in chat; send n"),
 }
 
 
@@ -150,9 +166,13 @@ def parse(document: Any, kind: type[R]) -> R:
     """The typed request; InvalidRequest with field, value and what is allowed otherwise."""
     if not isinstance(document, dict):
         raise InvalidRequest("the body must be a JSON object")
-    for field, (asked, why) in REFUSED.items():
+    refused = REFUSED_IN_CHAT if issubclass(kind, ChatRequest) else REFUSED
+    for field, (asked, why) in refused.items():
         if field in document and asked(document[field]):
             raise InvalidRequest(f"{field}: {why}", field=field)
+    if log.isEnabledFor(logging.DEBUG):
+        ignored = sorted(document.keys() - set(kind.__struct_fields__))
+        log.debug("fields that are not known are ignored: %s", [name[:64] for name in ignored[:32]])
     try:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
@@ -172,7 +192,7 @@ def _named(message: str, document: dict[str, Any]) -> InvalidRequest:
     if missing:
         field = f"{path.removeprefix('.')}.{missing['name']}".strip(".")
         return InvalidRequest(f"{field}: this field is required", field=field)
-    field = path.removeprefix(".")
+    field = path.removeprefix(".").replace("[...]", "")
     allowed = what[:1].lower() + what[1:]
     return InvalidRequest(f"{field}: {allowed}; got {_shown(document, path)}", field=field)
 

@@ -1,4 +1,4 @@
-"""Draws from whole rows on a CPU without a logarithm per token: the same winner as argmax of z - log(E).
+"""The draw on a CPU without the native library, and without a logarithm per token: the same winner as the reference's.
 
 K rows, V vocabulary, M tokens that are still in the race. Token v wins if E_v / w_v is least, where w = exp(z - max z)
 and E = -log1p(-u). E is never less than u, so no token whose u / w lies above E_m / w_m of any token m can win. That
@@ -11,19 +11,37 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace.back.sampling import noise
+from headrace.back.kernels.gumbel import noise
+from headrace.back.kernels.gumbel.op import CHUNK, Gumbel, GumbelProblem
+from headrace.back.kernels.op import Kernel
 
 _ROOM = 1.001
 """Single precision errs by less than 1e-4 in the quotient: exp's argument lies within 90, so by 1e-5."""
 
 
-def winners(
-    logits_KV: torch.Tensor, *, temperature_K: np.ndarray, keys_K: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int64 [K], z of the winners float64 [K]); CPU logits float32, keys uint64. Ties go to the lowest id.
+def bind(problem: GumbelProblem) -> Gumbel:
+    """Races some rows at a time, so that the intermediate results stay in the second-level cache."""
 
-    A row that is not finite still has a winner, whose z tells.
-    """
+    def gumbel(
+        logits_KV: torch.Tensor, temperature_K: torch.Tensor, key_K: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        step = max(1, CHUNK // logits_KV.shape[1])
+        keys_K = key_K.numpy().view(np.uint64)
+        parts = [
+            _winners(logits_KV[i : i + step], temperature_K[i : i + step], keys_K[i : i + step])
+            for i in range(0, len(keys_K), step)
+        ]
+        ids, z = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return torch.from_numpy(ids), torch.from_numpy(z)
+
+    return gumbel
+
+
+def _winners(
+    logits_KV: torch.Tensor, temperatures_K: torch.Tensor, keys_K: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int64 [K], z of the winners float64 [K]). A row that is not finite still has a winner, whose z tells."""
+    temperature_K = temperatures_K.numpy()
     lowest = torch.finfo(torch.float32).min
     top_K1 = logits_KV.amax(1, keepdim=True).clamp_(min=lowest)
     scale_K1 = torch.from_numpy((1.0 / temperature_K).astype(np.float32)[:, None])
@@ -57,3 +75,10 @@ def _first_best(
     first = np.searchsorted(row_M, np.arange(row_M[-1] + 1))
     best = order[first]
     return id_M[best], z_M[best]
+
+
+KERNEL = Kernel(
+    name="race",
+    supports=lambda problem: None if problem.device == "cpu" else "runs on the CPU only",
+    bind=bind,
+)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from headrace.back.sampling import noise
+from headrace.back.kernels.gumbel import noise
 from tests.back.sampling import reference
 
 

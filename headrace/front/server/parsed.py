@@ -1,0 +1,109 @@
+"""The stage between a generation and its dialect: text deltas become reasoning, content and tool calls.
+
+The events keep their order and meaning; a parsed delta also carries its parts. Every dialect folds and encodes these,
+so that a full answer and its stream cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+
+import msgspec
+
+from headrace.front.client.events import Delta, Ended, Event
+from headrace.front.text.parsing.counting import ReasoningTokens
+from headrace.front.text.parsing.parser import OutputParser
+from headrace.front.text.parsing.parts import Part
+
+
+class ParsedDelta(Delta, frozen=True, kw_only=True):
+    """A delta and what it consists of; `text` stays the raw text. `num_reasoning`: reasoning tokens so far."""
+
+    parts: list[Part]
+    num_reasoning: int
+
+
+class ParsedEnded(Ended, frozen=True, kw_only=True):
+    """The end of a parsed choice: its reasoning tokens and its calls."""
+
+    num_reasoning: int
+    num_calls: int
+
+
+class ParsedAnswer:
+    """One choice while it is parsed."""
+
+    def __init__(self, parser: OutputParser, pieces: Mapping[int, str | bytes]) -> None:
+        self.over = False
+        self._parser = parser
+        self._tokens = ReasoningTokens(pieces)
+        self._num_output = 0
+        self._num_reasoning = 0
+
+    def take(self, event: Delta | Ended) -> list[Event]:
+        """The parsed events of `event`; none once the choice is over."""
+        if self.over:
+            return []
+        if isinstance(event, Ended):
+            return self._end(event)
+        found: list[Event] = [self._delta(event, self._parser.push(event.text))]
+        if self._parser.closed:  # the one call that was asked for is complete
+            ended = Ended(index=event.index, reason="stop", num_output=self._num_output)
+            found += self._end(ended)
+        return found
+
+    def _delta(self, event: Delta, parts: list[Part]) -> ParsedDelta:
+        self._num_output += len(event.token_ids)
+        span = self._parser.reasoning_span
+        end = 0 if span is None or span[1] is None else span[1]
+        if not self._parser.reasoning_over or self._tokens.at < end:
+            self._tokens.add(event.token_ids)
+        if span is not None and span[1] is None and not self.over:
+            span = (
+                span[0],
+                self._parser.consumed,
+            )  # what may become the closing tag is not counted yet
+        self._num_reasoning = self._tokens.count(span)
+        return ParsedDelta(
+            index=event.index,
+            text=event.text,
+            token_ids=event.token_ids,
+            scores=event.scores,
+            parts=parts,
+            num_reasoning=self._num_reasoning,
+        )
+
+    def _end(self, event: Ended) -> list[Event]:
+        self.over = True
+        found: list[Event] = []
+        parts = [] if self._parser.closed else self._parser.finish()
+        last = self._delta(Delta(index=event.index, text=""), parts)
+        if parts:
+            found.append(last)
+        fields = msgspec.structs.asdict(event)
+        calls = self._parser.num_calls
+        return [
+            *found,
+            ParsedEnded(**fields, num_reasoning=self._num_reasoning, num_calls=calls),
+        ]
+
+
+async def parsed(
+    events: AsyncIterator[Event], answers: Sequence[ParsedAnswer]
+) -> AsyncGenerator[Event, None]:
+    """The events with parsed deltas and ends; `answers` are indexed as the choices are.
+
+    It ends, and with it what still runs, once every choice is over. Closing it closes `events`.
+    """
+    async with AsyncExitStack() as stack:
+        if isinstance(events, AsyncGenerator):
+            await stack.enter_async_context(aclosing(events))
+        async for event in events:
+            if isinstance(event, Delta | Ended):
+                for made in answers[event.index].take(event):
+                    yield made
+                if all(answer.over for answer in answers):
+                    return
+            else:
+                yield event

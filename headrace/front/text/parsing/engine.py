@@ -1,0 +1,172 @@
+"""The incremental engine: text goes in as it comes, states consume it, parts come out.
+
+A state is given the text and a position and returns how far it got; what it leaves (never more than a tag that is
+still incomplete) is offered again with the next piece. Everything else is consumed at once and never read again, so
+that the time is linear in the text, whatever the text is (P12).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headrace.front.text.parsing.parts import Content, Part, Sink
+
+
+class State(Protocol):
+    """One way to read text."""
+
+    def step(self, text: str, at: int) -> int:
+        """Consumes from `at`; the position it got to. No progress and no change of state: it needs more text."""
+        ...
+
+    def end(self, rest: str) -> None:
+        """The answer is over and `rest` is what was left."""
+        ...
+
+
+class Engine:
+    """Runs states over one answer. `consumed` counts the characters consumed before the text in hand."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.consumed = 0
+        self._held = ""
+        self._state: State | None = None
+
+    def become(self, state: State) -> None:
+        """The state that reads from here on."""
+        self._state = state
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that `text` completes."""
+        text = self._held + text if self._held else text
+        at = 0
+        while at < len(text):
+            state = self._state
+            assert state is not None
+            reached = state.step(text, at)
+            if reached == at and state is self._state:
+                break
+            at = reached
+        self._held = text[at:]
+        self.consumed += at
+        return self.sink.take()
+
+    def finish(self) -> list[Part]:
+        """The parts that the end of the answer completes."""
+        assert self._state is not None
+        rest, self._held = self._held, ""
+        self._state.end(rest)
+        return self.sink.take()
+
+
+class Plain:
+    """All text is content."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def step(self, text: str, at: int) -> int:
+        """Takes everything."""
+        self._sink.add(Content(text[at:]))
+        return len(text)
+
+    def end(self, rest: str) -> None:
+        """Nothing is ever left."""
+        assert not rest
+
+
+class Modes:
+    """A state made of modes, each a method that consumes text as `State.step` does."""
+
+    _mode: Callable[[str, int], int]
+
+    def step(self, text: str, at: int) -> int:
+        """Runs mode after mode until the text is consumed or one needs more."""
+        while at < len(text):
+            mode = self._mode
+            reached = mode(text, at)
+            if reached == at and mode == self._mode:
+                break
+            at = reached
+        return at
+
+
+class Outside:
+    """Content beside calls: white space next to a call belongs to the structure, any other is content."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._space: list[str] = []
+        self._after_call = False
+
+    def add(self, text: str) -> None:
+        """More content."""
+        if self._after_call:
+            text = text.lstrip()
+            self._after_call = not text
+        body = text.rstrip()
+        if body:
+            self.flush()
+            self._sink.add(Content(body))
+        if len(body) < len(text):
+            self._space.append(text[len(body) :])
+
+    def call(self) -> None:
+        """A call stands here."""
+        self._space.clear()
+        self._after_call = True
+
+    def flush(self) -> None:
+        """The white space held back is content."""
+        if self._space:
+            self._sink.add(Content("".join(self._space)))
+            self._space.clear()
+
+
+class Tags:
+    """Finds the first of a few tags. No tag may lie inside another, except at its end."""
+
+    def __init__(self, tags: Sequence[str]) -> None:
+        assert tags and all(tags)
+        for tag in tags:
+            assert not any(tag in other and not other.endswith(tag) for other in tags), tags
+        self._tags = tuple(tags)
+        self._first = tuple({tag[0] for tag in tags})
+        self._longest = max(map(len, tags))
+        # literals only: nothing to backtrack into
+        self._any = re.compile("|".join(map(re.escape, sorted(tags, key=len, reverse=True))))
+
+    def find(self, text: str, at: int) -> tuple[int, str]:
+        """Where the first tag stands, and which; or the place up to which there is surely none, and ""."""
+        found = self._any.search(text, at)
+        return (found.start(), found[0]) if found else (self._unsure(text, at), "")
+
+    def _unsure(self, text: str, at: int) -> int:
+        """Where a tag could begin whose end is still to come."""
+        start = max(at, len(text) - self._longest + 1)
+        if not any(text.find(first, start) >= 0 for first in self._first):
+            return len(text)
+        for place in range(start, len(text)):
+            tail = text[place:]
+            if any(tag.startswith(tail) for tag in self._tags):
+                return place
+        return len(text)
+
+
+def skip_space(text: str, at: int) -> int:
+    """The place of the next character that is no white space (JSON's)."""
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def literal(text: str, at: int, wanted: str) -> bool | None:
+    """Whether `wanted` stands at `at`; None while it may still come."""
+    if text.startswith(wanted, at):
+        return True
+    if len(text) - at >= len(wanted):
+        return False
+    return None if wanted.startswith(text[at:]) else False

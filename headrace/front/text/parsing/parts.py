@@ -1,0 +1,105 @@
+"""What a model's text falls apart into, and the sink that the grammars write into.
+
+Joined over the whole answer, parts of one kind are the same however the text was cut into pieces. Calls have
+contiguous indices from 0; a later call never goes back to an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import TypeAlias
+
+import msgspec
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """More of what the model thinks."""
+
+    text: str
+
+
+class Content(msgspec.Struct, frozen=True):
+    """More of the answer itself."""
+
+    text: str
+
+
+class CallBegin(msgspec.Struct, frozen=True):
+    """Call `index` begins: its id and the function's name are known, none of its arguments."""
+
+    index: int
+    id: str
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """More of the arguments of call `index`, JSON text as it will be sent (serialised once)."""
+
+    index: int
+    text: str
+
+
+class CallEnd(msgspec.Struct, frozen=True):
+    """Call `index` is complete. A call that the answer's end cuts off has none."""
+
+    index: int
+
+
+Part: TypeAlias = Reasoning | Content | CallBegin | CallArguments | CallEnd
+
+
+class Sink:
+    """Collects parts. With `only_one_call` all that follows the end of the first call is dropped."""
+
+    def __init__(self, new_id: Callable[[], str], *, only_one_call: bool = False) -> None:
+        self.num_calls = 0
+        self.closed = False
+        self._new_id = new_id
+        self._only_one_call = only_one_call
+        self._parts: list[Part] = []
+
+    def add(self, part: Part) -> None:
+        """One more part."""
+        if not self.closed:
+            self._parts.append(part)
+
+    def begin(self, name: str) -> None:
+        """A new call."""
+        if not self.closed:
+            self._parts.append(CallBegin(self.num_calls, self._new_id(), name))
+            self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """More of the open call's arguments."""
+        if text:
+            self.add(CallArguments(self.num_calls - 1, text))
+
+    def end(self) -> None:
+        """The open call is complete."""
+        self.add(CallEnd(self.num_calls - 1))
+        self.closed = self._only_one_call
+
+    def take(self) -> list[Part]:
+        """The parts since the last call, neighbours of one kind joined."""
+        parts, self._parts = self._parts, []
+        return joined(parts)
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """`parts` with neighbours of one kind joined."""
+    if len(parts) < 2:
+        return parts
+    found: list[Part] = []
+    for kind, group in groupby(parts, key=type):
+        run = list(group)
+        first = run[0]
+        if isinstance(first, Reasoning | Content):
+            found.append(kind("".join(part.text for part in run)))  # type: ignore[union-attr]
+        elif isinstance(first, CallArguments):
+            # no group spans two calls: the next one begins in between
+            text = "".join(part.text for part in run)  # type: ignore[union-attr]
+            found.append(CallArguments(first.index, text))
+        else:
+            found += run
+    return found

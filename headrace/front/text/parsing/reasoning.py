@@ -1,0 +1,111 @@
+"""Reasoning before the answer: what stands between an opening and a closing tag.
+
+The prompt may have opened the tag already (its template does, or an unfinished message is continued). Only the
+beginning of the answer can open it, so that text about the tags stays text; the first closing tag ends it. Line breaks
+that templates put around the tags belong to the tags.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.front.text.parsing.engine import Engine, State, Tags, literal, skip_space
+from headrace.front.text.parsing.parts import Reasoning
+
+_MAX_LEAD = 64
+_BREAKS = "\r\n"
+
+
+class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
+    """A family's tags. `always`: the answer begins inside, unless the prompt has closed the tag already."""
+
+    open: str
+    close: str
+    always: bool = False
+
+    def begins_inside(self, prompt_tail: str, *, unfinished: str | None = None) -> bool:
+        """Whether the answer begins inside: `prompt_tail` is how the prompt ends; `unfinished` is the text of the
+        message that is continued, if one is. Earlier turns do not matter (REG-098)."""
+        if unfinished is not None:
+            return unfinished.rfind(self.open) > unfinished.rfind(self.close)
+        tail = prompt_tail.rstrip()
+        return tail.endswith(self.open) or (self.always and not tail.endswith(self.close))
+
+
+class ReasoningState:
+    """Reads the reasoning, then hands over to `then`. `span`: where it stands in the answer, in characters; its end
+    is None while it is open. `over`: no more of it can come."""
+
+    def __init__(self, engine: Engine, tags: ReasoningTags, then: State, *, inside: bool) -> None:
+        self.span: tuple[int, int | None] | None = (0, None) if inside else None
+        self.over = False
+        self._engine = engine
+        self._tags = tags
+        self._then = then
+        self._closing = Tags([tags.close])
+        self._inside = inside
+        self._mode = self._begin
+        self._leading = True
+        self._breaks: list[str] = []
+
+    def step(self, text: str, at: int) -> int:
+        """Consumes the reasoning; afterwards the engine's state is another one."""
+        return self._mode(text, at)
+
+    def end(self, rest: str) -> None:
+        """An answer that ends inside its reasoning."""
+        if self._mode == self._begin and not self._inside:
+            self._engine.become(self._then)
+            reached = self._then.step(rest, 0) if rest else 0
+            self._then.end(rest[reached:])
+        elif self._mode != self._after:
+            self._add(rest)
+            if self._breaks:
+                self._engine.sink.add(Reasoning("".join(self._breaks)))
+
+    def _begin(self, text: str, at: int) -> int:
+        start = skip_space(text, at)
+        found = literal(text, start, self._tags.open) if start - at <= _MAX_LEAD else False
+        if found is None:
+            return at
+        if found:
+            start += len(self._tags.open)
+            self.span = (self._engine.consumed + start, None)
+            self._mode = self._read
+            return start
+        if self._inside:
+            self._mode = self._read
+            return self._read(text, at)
+        self.over = True
+        self._engine.become(self._then)
+        return at
+
+    def _read(self, text: str, at: int) -> int:
+        place, tag = self._closing.find(text, at)
+        self._add(text[at:place])
+        if not tag:
+            return place
+        assert self.span is not None
+        self.span = (self.span[0], self._engine.consumed + place)
+        self.over = True
+        self._breaks.clear()
+        self._mode = self._after
+        return place + len(tag)
+
+    def _after(self, text: str, at: int) -> int:
+        while at < len(text) and text[at] in _BREAKS:
+            at += 1
+        if at < len(text):
+            self._engine.become(self._then)
+        return at
+
+    def _add(self, text: str) -> None:
+        if self._leading:
+            text = text.lstrip(_BREAKS)
+            self._leading = not text
+        body = text.rstrip(_BREAKS)
+        if body:
+            self._engine.sink.add(Reasoning("".join([*self._breaks, body])))
+            self._breaks.clear()
+        if len(body) < len(text):
+            self._breaks.append(text[len(body) :])

@@ -1,0 +1,242 @@
+"""Calls with a tag per parameter: `<tool_call><function=f><parameter=p>value</parameter></function></tool_call>`.
+
+A value is text; the tool's schema says what it stands for. Texts go out while they come; any other value waits until
+it is complete and goes out as the JSON it is, or, if it is none, as a text. Nothing is ever evaluated (P14).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.front.text.parsing.engine import Modes, Outside, Tags, literal, skip_space
+from headrace.front.text.parsing.parts import Sink
+
+MAX_NAME_CHARS = 256
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The parameters of each tool: name of the function -> name of the parameter -> its JSON schema."""
+
+
+class ParameterTags(msgspec.Struct, frozen=True, kw_only=True):
+    """A family's tags. An empty `name_open` or `value_open` is not written; `breaks`: a line break after the opening
+    and before the closing tag of a value belongs to the tags."""
+
+    open: str
+    close: str
+    name_open: str
+    name_end: tuple[str, ...]
+    function_close: str
+    key_open: str
+    key_end: str
+    value_open: str = ""
+    value_close: str
+    breaks: bool = False
+
+
+class XmlParameters(Modes):
+    """The state that reads content and calls with tagged parameters."""
+
+    def __init__(self, sink: Sink, tags: ParameterTags, schemas: Schemas) -> None:
+        self._sink = sink
+        self._tags = tags
+        self._schemas = schemas
+        self._outside = Outside(sink)
+        ends = [tags.close, *([tags.function_close] if tags.function_close else [])]
+        self._opening = Tags([tags.open])
+        self._members = Tags([tags.key_open, *ends])
+        self._functions = Tags([tags.close, *([tags.name_open] if tags.name_open else [])])
+        self._name_ends = Tags(
+            [*tags.name_end, *([] if tags.name_open else [tags.key_open, tags.close])]
+        )
+        self._key_ends = Tags([tags.key_end])
+        closing = [tags.value_close, *(["\n" + tags.value_close] if tags.breaks else [])]
+        self._value_ends = Tags(closing)
+        self._raw: list[str] = []
+        self._word: list[str] = []
+        self._count = 0
+        self._parameters: Mapping[str, Any] = {}
+        self._as_text = True
+        self._mode = self._content
+
+    def end(self, rest: str) -> None:
+        """An answer that ends anywhere: an unfinished call keeps the arguments it has."""
+        if self._mode in (self._name_open, self._name):
+            self._outside.add("".join(self._raw))
+            self._outside.add(rest)
+        elif self._mode == self._value:
+            self._value_piece(rest)
+            self._sink.arguments("".join(self._word))
+        elif self._mode not in (self._key, self._value_open):
+            self._outside.add(rest)
+        self._outside.flush()
+
+    def _content(self, text: str, at: int) -> int:
+        place, tag = self._opening.find(text, at)
+        if place > at:
+            self._outside.add(text[at:place])
+        if not tag:
+            return place
+        self._raw = [tag]
+        self._word.clear()
+        self._mode = self._name_open
+        return place + len(tag)
+
+    def _refuse(self, piece: str) -> None:
+        """No call after all: what was read of it is content."""
+        self._raw.append(piece)
+        self._outside.add("".join(self._raw))
+        self._mode = self._content
+
+    def _name_open(self, text: str, at: int) -> int:
+        start = skip_space(text, at)
+        if start == len(text):
+            self._raw.append(text[at:])
+            return start
+        found = literal(text, start, self._tags.name_open) if self._tags.name_open else True
+        if found is None:
+            self._raw.append(text[at:start])
+            return start
+        if not found:
+            self._refuse(text[at:start])
+            return start
+        end = start + len(self._tags.name_open)
+        self._raw.append(text[at:end])
+        self._mode = self._name
+        return end
+
+    def _name(self, text: str, at: int) -> int:
+        place, tag = self._name_ends.find(text, at)
+        self._raw.append(text[at:place])
+        self._word.append(text[at:place])
+        if sum(map(len, self._word)) > MAX_NAME_CHARS:
+            self._refuse("")
+            return place
+        if not tag:
+            return place
+        name = "".join(self._word).strip()
+        if not name:
+            self._refuse("")
+            return place
+        self._begin(name)
+        return place + (len(tag) if tag in self._tags.name_end else 0)
+
+    def _begin(self, name: str) -> None:
+        self._outside.call()
+        self._sink.begin(name)
+        self._parameters = self._schemas.get(name, {})
+        self._count = 0
+        self._mode = self._member
+
+    def _member(self, text: str, at: int) -> int:
+        place, tag = self._members.find(text, at)
+        self._outside.add(text[at:place])
+        if not tag:
+            return place
+        self._outside.call()
+        if tag == self._tags.key_open:
+            self._word.clear()
+            self._mode = self._key
+        else:
+            self._sink.arguments("}" if self._count else "{}")
+            self._sink.end()
+            self._mode = self._content if tag == self._tags.close else self._after_function
+        return place + len(tag)
+
+    def _after_function(self, text: str, at: int) -> int:
+        place, tag = self._functions.find(text, at)
+        self._outside.add(text[at:place])
+        if not tag:
+            return place
+        self._outside.call()
+        if tag == self._tags.close:
+            self._mode = self._content
+        else:
+            self._raw = [tag]
+            self._word.clear()
+            self._mode = self._name
+        return place + len(tag)
+
+    def _key(self, text: str, at: int) -> int:
+        place, tag = self._key_ends.find(text, at)
+        self._word.append(text[at:place])
+        if not tag:
+            return place
+        key = "".join(self._word).strip()
+        self._word.clear()
+        self._sink.arguments(("{" if not self._count else ", ") + _quoted(key) + ": ")
+        self._count += 1
+        self._as_text = is_text(self._parameters.get(key, {"type": "string"}))
+        self._mode = self._value_open
+        return place + len(tag)
+
+    def _value_open(self, text: str, at: int) -> int:
+        wanted = self._tags.value_open
+        if wanted:
+            start = skip_space(text, at)
+            if start == len(text):
+                return start
+            found = literal(text, start, wanted)
+            if found is None:
+                return start
+            at = start + (len(wanted) if found else 0)
+        elif (
+            self._tags.breaks
+            and text[at] == "\n"
+            and not text.startswith("\n" + self._tags.value_close, at)
+        ):
+            if literal(text, at, "\n" + self._tags.value_close) is None:
+                return at
+            at += 1
+        if self._as_text:
+            self._sink.arguments('"')
+        self._mode = self._value
+        return at
+
+    def _value(self, text: str, at: int) -> int:
+        place, tag = self._value_ends.find(text, at)
+        self._value_piece(text[at:place])
+        if not tag:
+            return place
+        if self._as_text:
+            self._sink.arguments('"')
+        else:
+            self._sink.arguments(as_json("".join(self._word)))
+            self._word.clear()
+        self._mode = self._member
+        return place + len(tag)
+
+    def _value_piece(self, text: str) -> None:
+        if self._as_text:
+            self._sink.arguments(_quoted(text)[1:-1])
+        else:
+            self._word.append(text)
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a parameter with this schema can only be a text."""
+    if not isinstance(schema, Mapping):
+        return False
+    if "type" in schema:
+        return schema["type"] in ("string", ["string"])
+    values = schema.get("enum")
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def as_json(text: str) -> str:
+    """The value as JSON: as it stands if it is JSON, Python's words for true, false and null, else a text."""
+    stripped = text.strip()
+    stripped = _PYTHON_WORDS.get(stripped, stripped)
+    try:
+        msgspec.json.decode(stripped, type=msgspec.Raw)
+        msgspec.json.decode(stripped)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return _quoted(text)
+    return stripped
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

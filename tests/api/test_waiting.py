@@ -1,0 +1,140 @@
+"""Requests that wait: comments that keep the connection, deadlines, full queues (reliability 1.2, 1.7)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.api.serving import Served, eventually, serving
+
+PATH = "/v1/completions"
+LONG = {"prompt": "fox", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+SHORT = {"prompt": "fox", "max_tokens": 1, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def narrow(model: Path) -> Iterator[Served]:
+    """One request runs, two may wait."""
+    limits = ("--max-running", "1", "--max-queued-requests", "2", "--ping-interval-s", "0.1")
+    with serving(model, *limits, step_s=0.01) as served:
+        yield served
+        assert served.at_rest() and served.stop() == 0
+
+
+@contextmanager
+def held(served: Served, count: int = 1) -> Iterator[None]:
+    """`count` requests that run or wait, until the context ends."""
+    with ExitStack() as stack:
+        for number in range(count):
+            client = stack.enter_context(httpx.Client(base_url=served.url, timeout=20))
+            stack.enter_context(client.stream("POST", PATH, json=LONG))
+            core = {"running": 1, "waiting": number}
+            eventually(
+                lambda core=core: core.items() <= served.ledger()["engines"][0].items(),  # type: ignore[misc]
+                within_s=5,
+            )
+        yield
+    eventually(served.at_rest, within_s=5)
+
+
+def test_a_waiting_stream_gets_its_headers_and_comments_and_then_its_events(narrow: Served) -> None:
+    with ExitStack() as busy:
+        busy.enter_context(held(narrow))
+        with httpx.stream("POST", narrow.url + PATH, json=SHORT, timeout=20) as response:
+            assert response.status_code == 200
+            lines = response.iter_lines()
+            assert [next(lines) for _ in range(4)] == [": ping", "", ": ping", ""]
+            busy.close()
+            rest = [line for line in lines if line and line != ": ping"]
+    assert rest[0].startswith("data: {") and rest[-1] == "data: [DONE]"
+
+
+def test_the_client_sees_the_events_behind_comments_and_a_late_failure(narrow: Served) -> None:
+    with openai.OpenAI(base_url=narrow.url + "/v1", api_key="none", max_retries=0) as client:
+        with ExitStack() as busy:
+            busy.enter_context(held(narrow))
+            stream = client.completions.create(
+                model="tiny-0.01", prompt="fox", max_tokens=2, stream=True
+            )
+            busy.close()
+            assert [part.choices[0].finish_reason for part in stream][-1] == "length"
+        with held(narrow):
+            late = client.completions.create(
+                model="tiny-0.01", prompt="fox", stream=True, extra_body={"timeout_s": 0.5}
+            )
+            with pytest.raises(openai.APIError) as caught:
+                list(late)
+            assert caught.value.code == "deadline_exceeded"
+
+
+@pytest.mark.parametrize("by", ["field", "header", "both"])
+def test_a_deadline_ends_a_waiting_request_in_its_time(narrow: Served, by: str) -> None:
+    body: dict[str, Any] = {**SHORT, "stream": False}
+    body |= {} if by == "header" else {"timeout_s": 0.4 if by == "field" else 30}
+    headers = {} if by == "field" else {"X-Request-Timeout-S": "0.4"}
+    with held(narrow):
+        began = time.monotonic()
+        answer = narrow.post(PATH, body, **headers)
+        took_s = time.monotonic() - began
+    assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
+    assert answer.headers["x-should-retry"] == "false"
+    assert 0.4 <= took_s < 1.5
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf", "1e9"])
+def test_a_deadline_header_that_is_none_is_refused_by_name(narrow: Served, given: str) -> None:
+    refused = narrow.post(PATH, SHORT, **{"X-Request-Timeout-S": given})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "x-request-timeout-s"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_request_more_than_may_wait_is_refused_at_once_with_retry_after(
+    narrow: Served, stream: bool
+) -> None:
+    with held(narrow, 3):
+        began = time.monotonic()
+        refused = narrow.post(PATH, {**SHORT, "stream": stream})
+        assert time.monotonic() - began < 1
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "server_overloaded"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.headers["x-should-retry"] == "true"
+
+
+def test_prompt_tokens_that_wait_are_bounded_too(model: Path) -> None:
+    limits = (
+        *("--max-running", "1", "--max-queued-tokens", "100"),
+        *("--ping-interval-s", "0.1"),
+    )
+    sixty = {**SHORT, "prompt": [5] * 60}
+    with (
+        serving(model, *limits, step_s=0.01) as served,
+        held(served),
+        httpx.stream("POST", served.url + PATH, json=sixty) as first,
+    ):
+        assert first.status_code == 200
+        refused = served.post(PATH, sixty)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert "100" in refused.json()["error"]["message"]
+
+
+def test_every_unready_probe_says_when_to_come_back(model: Path) -> None:
+    with (
+        serving(model, step_s=0.01) as served,
+        httpx.stream("POST", served.url + PATH, json=LONG),
+    ):
+        served.process.terminate()
+        eventually(lambda: served.get("/health/ready").status_code == 503, within_s=5)
+        assert served.get("/health/ready").headers["retry-after"] == "1"
+        refused = served.post(PATH, SHORT)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        served.process.terminate()
+        served.process.wait(10)

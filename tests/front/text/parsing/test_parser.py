@@ -1,0 +1,196 @@
+"""REG-096, REG-100; API-09, API-10; P12, P14."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.front.text.parsing.families import TOOL_FAMILIES
+from headrace.front.text.parsing.parts import CallArguments, CallEnd, Content
+from tests.front.text.parsing.golden import GOLDEN, SCHEMAS, Golden, meaning, parse, parser_of
+
+EXAMPLES = settings(max_examples=150, deadline=None)
+FAMILIES = [family.name for family in TOOL_FAMILIES]
+WORDS = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>", "<function=f>"),
+    *("</function>", "<parameter=s>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>"),
+    *("</arg_value>", "<|python_tag|>", '{"name": "f", ', '"arguments": {', '"parameters": {"a": 1}', "}", "{"),
+    *('"', "\\", "[", "]", ",", ";", ":", "\n", " ", "f", "1", "é", "<", "</", "null", '"name": "g"'),
+    *("<seed:tool_call>", "</seed:tool_call>", '<minimax:tool_call><invoke name="f">'),
+    *('<parameter name="s">', "</invoke>"),
+]  # fmt: skip
+hostile = st.lists(st.sampled_from(WORDS), max_size=40).map("".join)
+
+
+def cut(text: str, sizes: list[int]) -> list[str]:
+    pieces, at, i = [], 0, 0
+    while at < len(text):
+        size = sizes[i % len(sizes)]
+        pieces.append(text[at : at + size])
+        at, i = at + size, i + 1
+    return pieces
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda g: f"{g.tools}:{g.text[:24]!r}")
+def test_a_text_means_what_its_family_says(golden: Golden) -> None:
+    parts = parse(parser_of(golden.tools, golden.think, inside=golden.inside), [golden.text])
+    content, reasoning, calls, complete = meaning(parts)
+    assert (content, reasoning) == (golden.content, golden.reasoning)
+    assert [(name, json.loads(text)) for name, text in calls] == golden.calls
+    assert complete == len(golden.calls)
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda g: f"{g.tools}:{g.text[:24]!r}")
+def test_every_cut_into_two_and_every_even_cut_gives_the_same_parts(golden: Golden) -> None:
+    def run(pieces: list[str]) -> object:
+        return parse(parser_of(golden.tools, golden.think, inside=golden.inside), pieces)
+
+    text, whole = golden.text, run([golden.text])
+    for at in range(1, len(text)):
+        assert run([text[:at], text[at:]]) == whole
+    for size in range(1, 17):
+        assert run(cut(text, [size])) == whole
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "none"])
+@EXAMPLES
+@given(
+    text=hostile, sizes=st.lists(st.integers(1, 16), min_size=1, max_size=8), inside=st.booleans()
+)
+def test_any_cut_of_any_text_gives_the_same_parts(
+    family: str, text: str, sizes: list[int], inside: bool
+) -> None:
+    whole = parse(parser_of(family, inside=inside), [text])
+    assert parse(parser_of(family, inside=inside), cut(text, sizes)) == whole
+    meaning(whole)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@EXAMPLES
+@given(text=st.text(alphabet='ab<>{}[]"\\/:,_ \n', max_size=60))
+def test_text_without_a_call_is_kept_to_the_character(family: str, text: str) -> None:
+    parts = parse(parser_of(family, "none"), [text])
+    assert "".join(p.text for p in parts if isinstance(p, Content)) == text
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@EXAMPLES
+@given(
+    arguments=st.dictionaries(st.text(max_size=6), values, max_size=4),
+    ascii_only=st.booleans(),
+    size=st.integers(1, 16),
+)
+def test_arguments_go_out_as_the_model_wrote_them(
+    arguments: dict[str, object], ascii_only: bool, size: int
+) -> None:
+    written = json.dumps(arguments, ensure_ascii=ascii_only)
+    text = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
+    parts = parse(parser_of("hermes"), cut(text, [size]))
+    assert meaning(parts) == ("", "", [("f", written)], 1)
+
+
+@EXAMPLES
+@given(
+    value=st.text(max_size=30).filter(lambda text: "</parameter>" not in text),
+    size=st.integers(1, 16),
+)
+def test_a_text_parameter_is_quoted_once(value: str, size: int) -> None:
+    text = f"<tool_call><function=f><parameter=s>\n{value}\n</parameter></function></tool_call>"
+    (((_, arguments),)) = meaning(parse(parser_of("qwen3_coder"), cut(text, [size])))[2]
+    assert json.loads(arguments) == {"s": value}
+
+
+def test_arguments_stream_while_they_are_written() -> None:
+    parser = parser_of("hermes")
+    parser.push('<tool_call>{"name": "f", "arguments": {"s": "one')
+    assert parser.push(" two") == [CallArguments(0, " two")]
+
+
+def test_an_unfinished_call_keeps_what_it_has_and_is_not_complete() -> None:
+    parts = parse(parser_of("hermes"), ['<tool_call>{"name": "f", "arguments": {"s": "on'])
+    assert meaning(parts) == ("", "", [("f", '{"s": "on')], 0)
+
+
+def test_with_one_call_allowed_nothing_follows_it() -> None:
+    parser = parser_of("hermes", only_one_call=True)
+    call = '<tool_call>{"name": "g"}</tool_call>'
+    parts = parser.push(call + call + "more")
+    assert parser.closed and isinstance(parts[-1], CallEnd) and parser.num_calls == 1
+    assert parser.finish() == []
+
+
+def test_without_offered_tools_calls_are_text() -> None:
+    text = '<tool_call>{"name": "g"}</tool_call>'
+    assert parse(parser_of("hermes", schemas=None), [text]) == [Content(text)]
+
+
+ADVERSARIAL: list[Callable[[int], str]] = [
+    lambda n: "<tool_call>" * (n // 11),
+    lambda n: "<tool_call>{" * (n // 12),
+    lambda n: '<tool_call>{"name": "f", "arguments": ' + "[" * n,
+    lambda n: '<tool_call>{"name": "f", "arguments": {"a": "' + "\\\\" * (n // 2),
+    lambda n: '<tool_call>{"x": "' + "<tool_call>" * (n // 11),
+    lambda n: '<tool_call>[' + '{"name": "f"},' * (n // 14),
+    lambda n: '<tool_call>{"name": "' + "f" * n,
+    lambda n: "<tool_call><function=f>" + "<parameter=s>\n\n</parameter>" * (n // 28),
+    lambda n: "<tool_call><function=f><parameter=s>" + "\n</parameter" * (n // 12),
+    lambda n: "<tool_call><function=" + "f" * n,
+    lambda n: "<tool_call>f<arg_key>a</arg_key><arg_value>" + "</arg_valu" * (n // 10),
+    lambda n: "<think>" + "\n" * n,
+    lambda n: "<think>" + "</think" * (n // 7),
+    lambda n: " " * n,
+    lambda n: "<" * n,
+    lambda n: '{"name": "f", "parameters": {}};' * (n // 32),
+]  # fmt: skip
+
+
+def _seconds(family: str, text: str, size: int) -> float:
+    pieces = cut(text, [size])
+
+    def once() -> float:
+        parser = parser_of(family)
+        begin = time.process_time()
+        for piece in pieces:
+            parser.push(piece)
+        parser.finish()
+        return time.process_time() - begin
+
+    return min(once() for _ in range(2))
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45"])
+@pytest.mark.parametrize("size", [1 << 20, 7])
+def test_time_is_linear_in_any_text(family: str, size: int) -> None:
+    """T12: t(2n) / t(n) <= 2.3 up to 1 MB; what is too short to be measured gets 4 ms."""
+    length = 1 << 20 if size > 1000 else 1 << 16
+    for make in ADVERSARIAL:
+        ratio_holds = False
+        for _ in range(4):  # a shared machine: the best of a few tries
+            once, twice = (_seconds(family, make(n), size) for n in (length // 2, length))
+            ratio_holds = ratio_holds or twice <= 2.3 * once + 0.004
+            if ratio_holds:
+                break
+        assert ratio_holds, (make(64), once, twice)
+
+
+def test_values_are_parsed_and_never_evaluated() -> None:
+    hostile_value = "().__class__.__mro__[1].__subclasses__()"
+    text = f"<tool_call><function=f><parameter=o>{hostile_value}</parameter></function></tool_call>"
+    ((_, arguments),) = meaning(parse(parser_of("qwen3_coder"), [text]))[2]
+    assert json.loads(arguments) == {"o": hostile_value}
+    deep = "[" * 100_000
+    text = f"<tool_call><function=f><parameter=o>{deep}</parameter></function></tool_call>"
+    ((_, arguments),) = meaning(parse(parser_of("qwen3_coder"), [text]))[2]
+    assert json.loads(arguments) == {"o": deep}
+    assert SCHEMAS["f"]["o"] == {"type": "object"}
