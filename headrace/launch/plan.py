@@ -15,6 +15,7 @@ from headrace.back.models.load import load_model
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.parallel.mesh import Mesh
+from headrace.back.parallel.param import Param
 from headrace.base.config.resolved import Decision, ModelSpec
 from headrace.launch.forecast import DeviceModel, ModelCost
 
@@ -32,13 +33,12 @@ def build_without_memory(spec: ModelSpec, *, block_tokens: int) -> LoadableModel
 def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
     """Bytes and operations from the model's parameters and KV layers."""
     sizes = {
-        p.name: (int(np.prod(p.shape)), p.dtype.itemsize, len(p.shape))
-        for p in model.weights.params
+        p.name: (int(np.prod(p.shape)), _num_bytes(p), len(p.shape)) for p in model.weights.params
     }
     tables = [name for name in sizes if "embed" in name]
     tied = not any("lm_head" in name or name == "head" for name in sizes)
-    unread = 0 if tied else sum(sizes[n][0] * sizes[n][1] for n in tables)
-    total = sum(count * item for count, item, _ in sizes.values())
+    unread = 0 if tied else sum(sizes[n][1] for n in tables)
+    total = sum(num_bytes for _, num_bytes, _ in sizes.values())
     matrices = sum(
         count
         for name, (count, _, dims) in sizes.items()
@@ -51,6 +51,10 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
     return ModelCost(
         weight_bytes=total, read_bytes=total - unread, multiplied=matrices, kv_layers=kv
     )
+
+
+def _num_bytes(param: Param) -> int:
+    return param.packed_bytes or int(np.prod(param.shape)) * param.dtype.itemsize
 
 
 def kernels_of(spec: ModelSpec, cost: ModelCost, *, block_tokens: int) -> tuple[Decision, ...]:

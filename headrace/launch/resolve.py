@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.back.models.families import FALLBACK
 from headrace.base.config.resolved import (
     Decision,
     DeviceSpec,
@@ -51,6 +52,7 @@ CUDA_MEMORY_SHARE = 0.9
 CUDA_RESERVE_BYTES = 2 << 30
 MIN_KV_BYTES = 16 << 20
 NULL_BLOCKS = 8192
+WEIGHT_BITS = {"int8": 8.0, "int4": 4.5}
 # A step holds at most this many tokens, so this long is the pause that a long prompt makes in running streams. On two
 # CPU cores 1024 tokens took 170 ms with the bundled 10 M model and seconds with one of 0.6 B.
 CPU_STEP_TOKENS = 256
@@ -80,6 +82,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
     dtype = choose.pick(
         "--dtype", options.model.dtype, _dtype(model, where), "the checkpoint's type"
     )
+    quantization = _quantization(options, model, where, dtype, choose)
     max_model_len = _max_model_len(options, model, choose)
     scheduler = _scheduler(options, where, max_model_len, choose)
     names = options.model.served_model_name or (model.name,)
@@ -95,6 +98,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
             eos_ids=model.eos_ids,
             config=model.config,
             seed=options.model.seed,
+            quantization=quantization,
         ),
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
@@ -149,6 +153,38 @@ def _device(options: Options, device: DeviceFacts, choose: _Chooser) -> DeviceSp
 def _dtype(model: ModelFacts, where: DeviceSpec) -> str:
     """float16 has no fast path on a CPU and less range than the sums need: float32 instead."""
     return "float32" if where.device == "cpu" and model.dtype == "float16" else model.dtype
+
+
+def _quantization(
+    options: Options, model: ModelFacts, where: DeviceSpec, dtype: str, choose: _Chooser
+) -> str | None:
+    """The scheme by name; ConfigError where no kernel could serve it."""
+    given = options.model.quantization
+    if given == "none":
+        return None
+    if where.device != "cpu":
+        raise ConfigError(f"--quantization {given} runs on the CPU only, not on {where.device}")
+    if dtype == "float16":
+        raise ConfigError(
+            f"--quantization {given}: --dtype float16 has no kernels; use bfloat16 or float32"
+        )
+    if model.family == FALLBACK:
+        raise ConfigError(
+            f"--quantization {given} needs a model family of headrace; {model.architecture} runs "
+            "by the transformers fallback"
+        )
+    bits = WEIGHT_BITS[given]
+    size = model.num_params * bits / 8 / 2**30
+    choose.note(
+        "--quantization", given, f"{bits:g} bits a weight", f"{size:.2f}GiB, packed while loading"
+    )
+    return given
+
+
+def _weight_bytes(options: Options, model: ModelFacts) -> int:
+    """Of the whole model in memory, about."""
+    bits = WEIGHT_BITS.get(options.model.quantization)
+    return model.weight_bytes if bits is None else int(model.num_params * bits / 8)
 
 
 def _max_model_len(options: Options, model: ModelFacts, choose: _Chooser) -> int:
@@ -215,7 +251,7 @@ def _kv(
         blocks = max(NULL_BLOCKS, needed)
         choose.note("--kv-blocks", "auto", blocks, "nothing is stored by the null executor")
     elif blocks is None:
-        memory = _kv_bytes(model, device, where)
+        memory = _kv_bytes(_weight_bytes(options, model), device, where)
         most = scheduler.max_running * max_model_len * max(1, model.kv_bytes_per_token)
         why = (
             "a share of the free memory" if memory <= most else "what all running requests can use"
@@ -232,11 +268,11 @@ def _kv(
     )
 
 
-def _kv_bytes(model: ModelFacts, device: DeviceFacts, where: DeviceSpec) -> int:
+def _kv_bytes(weight_bytes: int, device: DeviceFacts, where: DeviceSpec) -> int:
     """Memory for the KV cache of one worker. On CUDA the workers measure again after loading."""
     if where.device == "cpu":
-        return max(MIN_KV_BYTES, int(device.free_bytes * CPU_KV_SHARE) - model.weight_bytes // 4)
-    weights = model.weight_bytes // where.tensor_parallel
+        return max(MIN_KV_BYTES, int(device.free_bytes * CPU_KV_SHARE) - weight_bytes // 4)
+    weights = weight_bytes // where.tensor_parallel
     room = int(device.total_bytes * CUDA_MEMORY_SHARE) - weights - CUDA_RESERVE_BYTES
     if room < MIN_KV_BYTES:
         raise ConfigError(

@@ -130,6 +130,23 @@ def test_sampling_defaults_of_the_checkpoint_are_taken_and_the_rest_is_left() ->
     assert resolve(options(), greedy, CPU).text.generation_defaults == {"temperature": 0.0}
 
 
+def test_quantization_is_a_decision_with_its_size() -> None:
+    tree = resolved(model={"quantization": "int4"})
+    assert tree.engine.model.quantization == "int4"
+    assert "--quantization" in {decision.field for decision in tree.decisions}
+    assert resolved().engine.model.quantization is None
+
+
+def test_quantization_is_refused_by_name_where_no_kernel_could_serve_it() -> None:
+    given = options(model={"quantization": "int8"})
+    with pytest.raises(ConfigError, match="--quantization int8 needs a model family"):
+        resolve(given, msgspec.structs.replace(MODEL, family="transformers"), CPU)
+    with pytest.raises(ConfigError, match="--quantization int8: --dtype float16"):
+        resolved(model={"quantization": "int8", "dtype": "float16"})
+    with pytest.raises(ConfigError, match="--quantization int8 runs on the CPU only"):
+        resolved(CUDA, model={"quantization": "int8"})
+
+
 @pytest.mark.parametrize(("running", "tokens"), [("auto", 256), (300, 300)])
 def test_a_cpu_step_is_short_but_holds_a_token_of_every_running_request(
     running: Any, tokens: int

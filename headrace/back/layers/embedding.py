@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.embedding.op import OP, Embedding, EmbeddingProblem
+from headrace.back.kernels.embedding_quant.op import OP as OP_QUANT
+from headrace.back.kernels.embedding_quant.op import EmbeddingQuantProblem
+from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_reduce
 from headrace.back.parallel.shard import Part, Shard
@@ -12,24 +15,24 @@ from headrace.back.parallel.shard import Part, Shard
 
 class TokenEmbedding:
     """ids_T -> x_TE, scaled by `scale`. `weight_VE` (local rows) is there after loading, for a tied
-    output head."""
+    output head. Only a table that is `tied` to a head is quantized: by itself it costs no reading.
+    """
 
-    def __init__(self, scope: Scope, vocabulary: int, width: int, *, scale: float = 1.0) -> None:
+    def __init__(
+        self, scope: Scope, vocabulary: int, width: int, *, scale: float = 1.0, tied: bool = False
+    ) -> None:
         self.lookup: Embedding = not_loaded
-        self.weight_VE: torch.Tensor | None = None
+        self.weight_VE: torch.Tensor | PackedWeight | None = None
         self.shard = Shard(axis="tp", dim=0, parts=(vocabulary_part(vocabulary),))
         self._scope = scope
         self._scale = scale
-        self._weight = scope.param("weight", (vocabulary, width), shard=self.shard)
+        weight = scope.param("weight", (vocabulary, width), shard=self.shard)
+        self._weight = scope.quantized(weight) if tied else weight
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
         axis, weight_VE = self._scope.mesh.tp, self._weight.take()
-        rows, width = weight_VE.shape
-        problem = EmbeddingProblem(
-            device=self._scope.device.type, dtype=self._scope.dtype, rows=rows, width=width
-        )
-        local = self._scope.bind(OP, problem, weight_VE)
+        local, rows = self._bind(weight_VE)
         scale, self.weight_VE = self._scale, weight_VE
         first = self.shard.spans(axis)[0].start
 
@@ -43,6 +46,17 @@ class TokenEmbedding:
             return all_reduce(x_TE, axis).mul_(scale)
 
         self.lookup = split if axis.size > 1 else (local if scale == 1.0 else whole)
+
+    def _bind(self, weight_VE: torch.Tensor | PackedWeight) -> tuple[Embedding, int]:
+        """The lookup in this rank's rows, and their number."""
+        new = {"device": self._scope.device.type, "dtype": self._scope.dtype}
+        if isinstance(weight_VE, PackedWeight):
+            rows, width = weight_VE.outputs, weight_VE.inputs
+            packed = EmbeddingQuantProblem(**new, bits=weight_VE.bits, rows=rows, width=width)
+            return self._scope.bind(OP_QUANT, packed, weight_VE), rows
+        rows, width = weight_VE.shape
+        problem = EmbeddingProblem(**new, rows=rows, width=width)
+        return self._scope.bind(OP, problem, weight_VE), rows
 
 
 def vocabulary_part(vocabulary: int) -> Part:

@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.linear.op import OP, Linear, LinearProblem
+from headrace.back.kernels.linear_quant.layout import PackedWeight
+from headrace.back.kernels.linear_quant.op import OP as OP_QUANT
+from headrace.back.kernels.linear_quant.op import LinearQuantProblem
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_reduce
 from headrace.back.parallel.param import Param, Piece
@@ -40,7 +43,7 @@ class ColumnLinear:
         self._scope = scope
         self._inputs = inputs
         self._parts = (Part(merged, sum(part.size for part in parts), 1),) if merged else parts
-        self._weight = self._param("weight", (inputs,), shard)
+        self._weight = scope.quantized(self._param("weight", (inputs,), shard))
         self._bias = self._param("bias", (), shard) if bias else None
         scope.on_finish(self._finish)
 
@@ -73,9 +76,8 @@ class RowLinear:
     def __init__(self, scope: Scope, part: Part, outputs: int, *, bias: bool = False) -> None:
         self.project: Linear = not_loaded
         self._scope = scope
-        self._weight = scope.param(
-            "weight", (outputs, part.size), shard=Shard(axis="tp", dim=1, parts=(part,))
-        )
+        shard = Shard(axis="tp", dim=1, parts=(part,))
+        self._weight = scope.quantized(scope.param("weight", (outputs, part.size), shard=shard))
         self._bias = scope.param("bias", (outputs,), init="zeros") if bias else None
         scope.on_finish(self._finish)
 
@@ -95,9 +97,15 @@ class RowLinear:
 
 
 def bind_linear(
-    scope: Scope, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, *, shared: bool = False
+    scope: Scope,
+    weight_OI: torch.Tensor | PackedWeight,
+    bias_O: torch.Tensor | None,
+    *,
+    shared: bool = False,
 ) -> Linear:
     """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere."""
+    if isinstance(weight_OI, PackedWeight):
+        return _bind_packed(scope, weight_OI, bias_O)
     outputs, inputs = weight_OI.shape
     problem = LinearProblem(
         device=scope.device.type,
@@ -108,3 +116,15 @@ def bind_linear(
         shared=shared,
     )
     return scope.bind(OP, problem, weight_OI, bias_O)
+
+
+def _bind_packed(scope: Scope, weight: PackedWeight, bias_O: torch.Tensor | None) -> Linear:
+    problem = LinearQuantProblem(
+        device=scope.device.type,
+        dtype=scope.dtype,
+        bits=weight.bits,
+        inputs=weight.inputs,
+        outputs=weight.outputs,
+        bias=bias_O is not None,
+    )
+    return scope.bind(OP_QUANT, problem, weight, bias_O)

@@ -39,7 +39,11 @@ class LogitsHead:
         self._softcap = softcap
         self._part = vocabulary_part(vocabulary)
         shard = Shard(axis="tp", dim=0, parts=(self._part,))
-        self._weight = None if tied else scope.param("weight", (vocabulary, width), shard=shard)
+        self._weight = (
+            None
+            if tied
+            else scope.quantized(scope.param("weight", (vocabulary, width), shard=shard))
+        )
         scope.on_finish(self._finish)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ from headrace.back.kernels.op import Choice, Op, decisions
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, Piece
 from headrace.back.parallel.shard import Shard
+from headrace.back.quant.online import OnlineWeight
+from headrace.back.quant.scheme import Scheme
 from headrace.base.config.resolved import Decision
 
 P = TypeVar("P")
@@ -49,7 +51,7 @@ class Ledger:
 @dataclass(frozen=True, kw_only=True)
 class Scope:
     """The place of one layer. `path` is its checkpoint name; `block_tokens` and `max_positions`
-    come from the engine."""
+    come from the engine. `scheme` says how weights of linear layers are quantized; None: they are not."""
 
     ledger: Ledger
     mesh: Mesh
@@ -57,6 +59,7 @@ class Scope:
     dtype: torch.dtype
     block_tokens: int
     max_positions: int
+    scheme: Scheme | None = None
     path: str = ""
 
     def __truediv__(self, name: str) -> Scope:
@@ -95,6 +98,11 @@ class Scope:
         )
         self.ledger.params.append(param)
         return param
+
+    def quantized(self, weight: Param) -> Param | OnlineWeight:
+        """The weight of a product [outputs, inputs], quantized while it loads if the scope says
+        so."""
+        return weight if self.scheme is None else OnlineWeight(weight, self.scheme)
 
     def on_finish(self, finish: Callable[[], None]) -> None:
         """Puts `finish` off until the weights are loaded."""

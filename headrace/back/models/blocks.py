@@ -153,7 +153,11 @@ class Decoder:
         self.logits_width = sizes.vocabulary
         self._ledger = scope.ledger
         self._embedding = TokenEmbedding(
-            inside / "embed_tokens", sizes.vocabulary, sizes.width, scale=spec.embedding_scale
+            inside / "embed_tokens",
+            sizes.vocabulary,
+            sizes.width,
+            scale=spec.embedding_scale,
+            tied=sizes.tied,
         )
         self._layers = [
             DecoderLayer(inside / "layers" / str(index), index, layer, spec)

@@ -13,6 +13,7 @@ from headrace.back.models.blocks import BuildFamily
 from headrace.back.models.families import ARCHITECTURES, FALLBACK, family_of
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.parallel.mesh import Mesh
+from headrace.back.quant.scheme import SCHEMES
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import ModelSpec
 from headrace.base.registry import Registry
@@ -49,5 +50,6 @@ def build_model(
         dtype=DTYPES[spec.dtype],
         block_tokens=block_tokens,
         max_positions=spec.max_model_len,
+        scheme=None if spec.quantization is None else SCHEMES[spec.quantization],
     )
     return FAMILIES.load(spec.family)(scope, ConfigReader(spec.config, "config.json"))

@@ -6,7 +6,7 @@ split.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -39,8 +39,9 @@ class Param:
     spans     this rank's ranges along shard.dim, in local order; empty without a shard
     init      what `--load-format dummy` puts there: "normal" (times init_scale), "ones" or "zeros"
     optional  the checkpoint may lack all its pieces; then `init` is applied
-    tensor    where the loader writes; None once `finish_load` has packed it (so that it is held
-              once)
+    tensor    where the loader writes; None once it has been packed (so that it is held once)
+    on_filled   what the layer wants done as soon as the last piece is written; see `filled`
+    packed_bytes  what this rank's weight takes once on_filled has packed it; 0: it is kept as it is
     """
 
     name: str
@@ -53,6 +54,13 @@ class Param:
     init: str = "normal"
     init_scale: float = 0.02
     optional: bool = False
+    on_filled: Callable[[], None] | None = field(default=None, repr=False)
+    packed_bytes: int = 0
+
+    def filled(self) -> None:
+        """The loader calls this once it has written all of `tensor`; a layer may then pack it."""
+        if self.on_filled is not None:
+            self.on_filled()
 
     def take(self) -> torch.Tensor:
         """The loaded tensor, which the parameter gives up: the layer that packs it is then its only

@@ -25,6 +25,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `config` is config.json as read (for GGUF: rebuilt from its metadata with the same keys). `family` names a row of
     `back/models/registry.py`. `dtype`: float32, bfloat16 or float16. `logits_width` bounds every token id.
+    `quantization`: int8 or int4 weights, made from the checkpoint's while it loads; None: as they are.
     """
 
     path: str
@@ -37,6 +38,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...]
     config: dict[str, Any]
     seed: int = 0
+    quantization: str | None = None
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,6 +55,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="How weights are read; dummy makes seeded random ones from config.json alone."
         ),
     ] = "auto"
+    quantization: Annotated[
+        Literal["none", "int8", "int4"],
+        Meta(
+            description="Weights of linear layers, head and tied embedding as int8 (a scale per output) or int4 "
+            "(a scale per 32 inputs), made while loading; activations become int8 on the way. CPU only."
+        ),
+    ] = "none"
     max_model_len: Annotated[
         Positive | Auto,
         Meta(

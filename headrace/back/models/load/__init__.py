@@ -117,11 +117,14 @@ def _fill_dummy(model: LoadableModel, seed: int) -> None:
     weights = DummyWeights(seed)
     for param in model.weights.params:
         weights.fill(param)
+        param.filled()
 
 
 def _weight_bytes(model: LoadableModel) -> int:
-    tensors = [param.tensor for param in model.weights.params if param.tensor is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(
+        param.packed_bytes if param.tensor is None else param.tensor.nbytes
+        for param in model.weights.params
+    )
 
 
 def _verified(manifest: Path, path: Path) -> Decision:

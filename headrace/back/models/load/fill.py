@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 
 import torch
 
@@ -50,8 +52,10 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
     for param in plan.params:
         if absent(param, source):
             _initialise(param)
+            param.filled()
         else:
             work += [(param, copy) for copy in copies(param)]
+    left, lock = Counter(id(param) for param, _ in work), Lock()
     work.sort(key=lambda pair: source.entries[pair[1].name].order)
 
     def one(pair: tuple[Param, Copy]) -> int:
@@ -61,7 +65,14 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
         source.copy(copy.name, copy.shape, copy.source, target)
         if scan_finite:
             _scan(copy.name, source, target)
-        return target.numel() * target.element_size()
+        with lock:
+            left[id(param)] -= 1
+            last = left[id(param)] == 0
+        num_bytes = target.nbytes
+        if last:
+            del target  # what follows may let go of the tensor
+            param.filled()
+        return num_bytes
 
     with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="load") as pool:
         return sum(pool.map(one, work))

@@ -1,0 +1,43 @@
+"""Rows of a packed table by the native kernel. T tokens, E values of a row."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.kernels.embedding_quant.op import Embedding, EmbeddingQuantProblem
+from headrace.back.kernels.linear_quant.layout import PackedWeight
+from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
+from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.op import Kernel
+
+_ARGUMENTS = (*(POINTER,) * 3, *(INT64,) * 3, INT32, INT32)
+
+
+def bind_with(
+    library: NativeLibrary, problem: EmbeddingQuantProblem, table: PackedWeight
+) -> Embedding:
+    """The kernel of one library; keeps the table."""
+    assert (table.bits, table.outputs, table.inputs) == (problem.bits, problem.rows, problem.width)
+    assert table.panels.is_contiguous()
+    kernel = library.bind("embedding_quant", *_ARGUMENTS)
+    panels, code, bits = table.panels, DTYPES[problem.dtype], problem.bits
+    rows, width, dtype = problem.rows, problem.width, problem.dtype
+
+    def embedding(ids_T: torch.Tensor) -> torch.Tensor:
+        ids_T = ids_T.contiguous()
+        assert ids_T.dtype == torch.int64, ids_T.dtype
+        x_TE = torch.empty(len(ids_T), width, dtype=dtype)
+        kernel(
+            *(ids_T.data_ptr(), panels.data_ptr(), x_TE.data_ptr()),
+            *(len(ids_T), rows, width, code, bits),
+        )
+        return x_TE
+
+    return embedding
+
+
+KERNEL = Kernel(
+    name="native",
+    supports=lambda problem: unsupported(problem.device, problem.dtype),
+    bind=lambda problem, table: bind_with(loaded(), problem, table),
+)

@@ -1,0 +1,65 @@
+"""Linear with packed int8 or int4 weights by the native kernel, for any number of rows.
+
+A result depends neither on the rows beside it nor on the number of threads. T tokens, I inputs, O
+outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.kernels.linear_quant.layout import PackedWeight
+from headrace.back.kernels.linear_quant.op import Linear, LinearQuantProblem
+from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
+from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.op import Kernel
+
+MAX_INPUTS = 65536
+"""More could overflow the 32-bit sums of 255 * 127."""
+_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, INT32, INT32)
+
+
+def bind_with(
+    library: NativeLibrary,
+    problem: LinearQuantProblem,
+    weight: PackedWeight,
+    bias_O: torch.Tensor | None,
+) -> Linear:
+    """The kernel of one library; keeps the weight and the bias."""
+    assert (weight.bits, weight.outputs, weight.inputs) == (
+        *(problem.bits, problem.outputs, problem.inputs),
+    )
+    assert weight.panels.is_contiguous()
+    assert bias_O is None or (bias_O.dtype == problem.dtype and bias_O.is_contiguous())
+    kernel = library.bind("linear_quant", *_ARGUMENTS)
+    inputs, outputs, bits, code = (
+        *(problem.inputs, problem.outputs, problem.bits, DTYPES[problem.dtype]),
+    )
+    panels = weight.panels
+
+    def linear(x_TI: torch.Tensor) -> torch.Tensor:
+        rows, width = x_TI.shape
+        assert width == inputs and x_TI.dtype == problem.dtype, (x_TI.shape, x_TI.dtype)
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        y_TO = x_TI.new_empty(rows, outputs)
+        kernel(
+            x_TI.data_ptr(), panels.data_ptr(), None if bias_O is None else bias_O.data_ptr(),
+            y_TO.data_ptr(), rows, outputs, inputs, x_TI.stride(0), outputs, code, bits,
+        )  # fmt: skip
+        return y_TO
+
+    return linear
+
+
+def _supports(problem: LinearQuantProblem) -> str | None:
+    if problem.inputs > MAX_INPUTS:
+        return f"sums at most {MAX_INPUTS} inputs, not {problem.inputs}"
+    return unsupported(problem.device, problem.dtype)
+
+
+KERNEL = Kernel(
+    name="native",
+    supports=_supports,
+    bind=lambda problem, weight, bias_O: bind_with(loaded(), problem, weight, bias_O),
+)

@@ -1,0 +1,291 @@
+// y[M,N] = x[M,K] w[N,K]^T + bias[N] with packed int8 or int4 weights (layout.py) and activations quantized here to int8.
+//
+// Rows of x become int8 first, with one scale per row (int8 weights) or one per row and 32 inputs (int4 weights). Then
+// each thread takes panels of 64 outputs: a panel is one stream of bytes, read from memory once and, for more rows than
+// a tile holds, again from the second-level cache; so the same loop serves one row and a whole prompt. Lanes are outputs:
+// there is no sum over lanes, and a result is one fixed chain of operations whatever the rows beside it.
+//
+// Weight codes are stored with an offset (+128, +8) because the dot product instruction multiplies unsigned by signed;
+// the accumulator starts at -offset * sum(x), which takes it out again exactly.
+
+#include "../native/simd.h"
+
+namespace {
+
+constexpr int64_t kPanel = 64, kGroup = 32;
+constexpr int64_t kStepBytes = kPanel * 4;                         // 4 codes of 64 outputs
+constexpr int64_t kGroupBytes = kPanel * 2 + kGroup / 8 * kStepBytes;  // bf16 scales, then nibbles
+constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 192;
+// Vectors of outputs and rows of x per tile: as many accumulators as the registers hold.
+constexpr int kVectors = 4;
+constexpr int kRows8 = kRegisters == 32 ? 6 : 2, kRows4 = kRegisters == 32 ? 4 : 1;
+
+struct Quantized {
+  const int8_t* codes;   // [M, stride]
+  const float* scales;   // [M] or [M, groups]
+  const int32_t* sums;   // of codes, the same shape
+  int64_t stride, groups;
+};
+
+// Round to nearest, ties to even. As an instruction where there is one: the addition below could be fused with the
+// product before it, and round that product a second time less than the definition does.
+HR_INLINE I round_int(F x) {
+#if defined(__AVX512F__)
+  return (I)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  return (I)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__SSE2__)
+  return (I)_mm_cvtps_epi32((__m128)x);
+#else
+  return (I)(x + 12582912.0f) - 0x4b400000;  // |x| < 2^22
+#endif
+}
+
+// count <= stride values as codes, zeros after. A NaN or Inf makes the scale NaN: the row (the group) is lost, no other.
+template <class T>
+HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* codes, float* scale, int32_t* sum) {
+  F most{};
+  I finite = most == 0.0f;
+  for (int64_t k = 0; k < count; k += kLanes) {
+    F v = k + kLanes <= count ? load(x + k) : load_part(x + k, count - k);
+    F size = (F)((U)v & 0x7fffffffu);
+    most = select(size > most, size, most);
+    finite &= size < __builtin_inff();
+  }
+  bool good = true;
+  for (int i = 0; i < kLanes; ++i) good = good && finite[i];
+  const float top = largest(most);
+  const float inverse = good && top > 1e-30f ? 127.0f / top : 0.0f;
+  *scale = good ? top / 127.0f : __builtin_nanf("");
+  typedef int8_t B __attribute__((vector_size(kLanes)));
+  I total{};
+  for (int64_t k = 0; k < padded; k += kLanes) {
+    I code{};
+    if (good && k < count) {
+      F v = k + kLanes <= count ? load(x + k) : load_part(x + k, count - k);
+      code = round_int(v * inverse);
+    }
+    total += code;
+    B bytes = __builtin_convertvector(code, B);
+    __builtin_memcpy(codes + k, &bytes, sizeof bytes);
+  }
+  int32_t all = 0;
+  for (int i = 0; i < kLanes; ++i) all += total[i];
+  *sum = all;
+}
+
+HR_INLINE I broadcast(const int8_t* four) {
+  int32_t v;
+  __builtin_memcpy(&v, four, 4);
+  return I{} + v;
+}
+
+// acc[lane] += the sum over 4 bytes of w (unsigned) * x (signed). Small: w is below 16. Where the instruction set has no
+// such product, int8 codes are turned signed first and need no compensation (kOffset8 is 0).
+#if defined(__AVX512VNNI__)
+constexpr int32_t kOffset8 = 128;
+HR_INLINE I dot8(I acc, I w, I x) { return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x); }
+HR_INLINE I dot4(I acc, I w, I x) { return dot8(acc, w, x); }
+#elif defined(__AVX512BW__)
+constexpr int32_t kOffset8 = 0;
+HR_INLINE I dot4(I acc, I w, I x) {
+  __m512i pairs = _mm512_maddubs_epi16((__m512i)w, (__m512i)x);
+  return acc + (I)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+}
+HR_INLINE I dot8(I acc, I w, I x) {
+  __m512i s = (__m512i)(w ^ (int32_t)0x80808080), v = (__m512i)x;
+  v = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(s), _mm512_setzero_si512(), v);
+  return dot4(acc, (I)_mm512_abs_epi8(s), (I)v);  // both at most 127: pairs stay below 2^15
+}
+#elif defined(__AVX2__)
+constexpr int32_t kOffset8 = 0;
+HR_INLINE I dot4(I acc, I w, I x) {
+  __m256i pairs = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
+  return acc + (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+HR_INLINE I dot8(I acc, I w, I x) {
+  __m256i s = (__m256i)(w ^ (int32_t)0x80808080);
+  return dot4(acc, (I)_mm256_abs_epi8(s), (I)_mm256_sign_epi8((__m256i)x, s));
+}
+#else
+constexpr int32_t kOffset8 = 0;
+HR_INLINE I dot4(I acc, I w, I x) {
+  HR_UNROLL for (int b = 0; b < 4; ++b) acc += ((w << (24 - 8 * b)) >> 24) * ((x << (24 - 8 * b)) >> 24);
+  return acc;
+}
+HR_INLINE I dot8(I acc, I w, I x) { return dot4(acc, w ^ (int32_t)0x80808080, x); }
+#endif
+
+struct Product {
+  Quantized x;
+  const uint8_t* w;
+  const void* bias;
+  void* y;
+  int64_t M, N, K, y_stride, panel_bytes, panels, panels_per_chunk, row_blocks;
+  // For quantizing in parallel.
+  const void* source;
+  int64_t source_stride, rows_per_chunk;
+};
+
+HR_INLINE F scales_of(const uint8_t* group, int64_t column) {
+  bf16 s[kLanes];
+  __builtin_memcpy(s, group + column * 2, sizeof s);
+  return load(s);
+}
+
+template <class Y>
+HR_INLINE void put_row(const Product& p, int64_t m, int64_t n, F v) {
+  const int64_t count = smaller<int64_t>(p.N - n, kLanes);
+  if (count <= 0) return;
+  const Y* bias = static_cast<const Y*>(p.bias);
+  Y* y = static_cast<Y*>(p.y) + m * p.y_stride + n;
+  if (count == kLanes) {
+    if (bias != nullptr) v += load(bias + n);
+    store(y, v);
+  } else {
+    if (bias != nullptr) v += load_part(bias + n, count);
+    store_part(y, v, count);
+  }
+}
+
+// MB rows against kVectors vectors of outputs, from `column` of the panel on.
+template <class Y, int MB>
+HR_INLINE void tile8(const Product& p, const uint8_t* panel, int64_t n, int64_t column, int64_t m) {
+  I acc[MB][kVectors];
+  const int8_t* x[MB];
+  HR_UNROLL for (int i = 0; i < MB; ++i) {
+    x[i] = p.x.codes + (m + i) * p.x.stride;
+    HR_UNROLL for (int j = 0; j < kVectors; ++j) acc[i][j] = I{} - kOffset8 * p.x.sums[m + i];
+  }
+  const uint8_t* w = panel + kPanel * 4 + column * 4;
+  for (int64_t k = 0; k < p.K; k += 4, w += kStepBytes) {
+    I b[kVectors];
+    HR_UNROLL for (int j = 0; j < kVectors; ++j) b[j] = load_raw<I>(w + j * sizeof(I));
+    if (MB == 1) HR_UNROLL for (int j = 0; j < kVectors; ++j)
+      __builtin_prefetch(w + 8 * kStepBytes + j * sizeof(I), 0, 3);
+    HR_UNROLL for (int i = 0; i < MB; ++i) {
+      const I a = broadcast(x[i] + k);
+      HR_UNROLL for (int j = 0; j < kVectors; ++j) acc[i][j] = dot8(acc[i][j], b[j], a);
+    }
+  }
+  HR_UNROLL for (int j = 0; j < kVectors; ++j) {
+    const F scale = load_raw<F>(panel + (column + j * kLanes) * 4);
+    HR_UNROLL for (int i = 0; i < MB; ++i)
+      put_row<Y>(p, m + i, n + column + j * kLanes,
+                 __builtin_convertvector(acc[i][j], F) * (scale * p.x.scales[m + i]));
+  }
+}
+
+template <class Y, int MB>
+HR_INLINE void tile4(const Product& p, const uint8_t* panel, int64_t n, int64_t column, int64_t m) {
+  F acc[MB][kVectors] = {};
+  const uint8_t* group = panel;
+  for (int64_t g = 0; g < p.x.groups; ++g, group += kGroupBytes) {
+    if (MB == 1) HR_UNROLL for (int line = 0; line < int(kGroupBytes / 64); ++line)
+      __builtin_prefetch(group + 2 * kGroupBytes + line * 64, 0, 3);
+    HR_UNROLL for (int j = 0; j < kVectors; ++j) {
+      const uint8_t* w = group + kPanel * 2 + (column + j * kLanes) * 4;
+      I b[8];
+      HR_UNROLL for (int s = 0; s < 4; ++s) {
+        const I both = load_raw<I>(w + s * kStepBytes);
+        b[2 * s] = both & 0x0f0f0f0f;
+        b[2 * s + 1] = (both >> 4) & 0x0f0f0f0f;
+      }
+      const F scale = scales_of(group, column + j * kLanes);
+      HR_UNROLL for (int i = 0; i < MB; ++i) {
+        const int8_t* x = p.x.codes + (m + i) * p.x.stride + g * kGroup;
+        const int64_t at = (m + i) * p.x.groups + g;
+        I dot = I{} - 8 * p.x.sums[at];
+        HR_UNROLL for (int s = 0; s < 8; ++s) dot = dot4(dot, b[s], broadcast(x + 4 * s));
+        acc[i][j] += __builtin_convertvector(dot, F) * (scale * p.x.scales[at]);
+      }
+    }
+  }
+  HR_UNROLL for (int j = 0; j < kVectors; ++j)
+    HR_UNROLL for (int i = 0; i < MB; ++i) put_row<Y>(p, m + i, n + column + j * kLanes, acc[i][j]);
+}
+
+template <class Y, int BITS, int MB>
+HR_INLINE void tile(const Product& p, const uint8_t* panel, int64_t n, int64_t column, int64_t m) {
+  if (BITS == 8) tile8<Y, MB>(p, panel, n, column, m);
+  else tile4<Y, MB>(p, panel, n, column, m);
+}
+
+template <class Y, int BITS>
+void panels_chunk(void* context, int64_t i) {
+  const Product& p = *static_cast<const Product*>(context);
+  constexpr int most = BITS == 8 ? kRows8 : kRows4;
+  const int64_t first = i / p.row_blocks * p.panels_per_chunk, block = i % p.row_blocks;
+  const int64_t end = smaller(first + p.panels_per_chunk, p.panels);
+  const int64_t stop = smaller(p.M, (block + 1) * kRowBlock);
+  for (int64_t j = first; j < end; ++j) {
+    const uint8_t* panel = p.w + j * p.panel_bytes;
+    for (int64_t m = block * kRowBlock; m < stop;) {
+      const int64_t rows = ceil_div(stop - m, ceil_div(stop - m, int64_t(most)));
+      for (int64_t column = 0; column < kPanel && j * kPanel + column < p.N; column += kVectors * kLanes) {
+        if (most >= 6 && rows == 6) tile<Y, BITS, most >= 6 ? 6 : 1>(p, panel, j * kPanel, column, m);
+        if (most >= 5 && rows == 5) tile<Y, BITS, most >= 5 ? 5 : 1>(p, panel, j * kPanel, column, m);
+        if (most >= 4 && rows == 4) tile<Y, BITS, most >= 4 ? 4 : 1>(p, panel, j * kPanel, column, m);
+        if (most >= 3 && rows == 3) tile<Y, BITS, most >= 3 ? 3 : 1>(p, panel, j * kPanel, column, m);
+        if (most >= 2 && rows == 2) tile<Y, BITS, most >= 2 ? 2 : 1>(p, panel, j * kPanel, column, m);
+        if (rows == 1) tile<Y, BITS, 1>(p, panel, j * kPanel, column, m);
+      }
+      m += rows;
+    }
+  }
+}
+
+// One chunk of rows of x, quantized into the scratch memory.
+template <class T, int BITS>
+void quantize_chunk(void* context, int64_t i) {
+  const Product& p = *static_cast<const Product*>(context);
+  const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.M);
+  for (int64_t m = i * p.rows_per_chunk; m < end; ++m) {
+    const T* x = static_cast<const T*>(p.source) + m * p.source_stride;
+    int8_t* codes = const_cast<int8_t*>(p.x.codes) + m * p.x.stride;
+    float* scales = const_cast<float*>(p.x.scales) + m * p.x.groups;
+    int32_t* sums = const_cast<int32_t*>(p.x.sums) + m * p.x.groups;
+    if (BITS == 8) quantize(x, p.K, ceil_div(p.K, kGroup) * kGroup, codes, scales, sums);
+    else for (int64_t g = 0; g < p.x.groups; ++g)
+      quantize(x + g * kGroup, smaller(kGroup, p.K - g * kGroup), kGroup, codes + g * kGroup, scales + g, sums + g);
+  }
+}
+
+template <class T, int BITS>
+int32_t run(Product& p) {
+  // Rows a power of two apart would share the sets of the first-level cache: one line more.
+  p.x.stride = ceil_div(p.K, 64) * 64 + 64;
+  p.x.groups = BITS == 8 ? 1 : ceil_div(p.K, kGroup);
+  const int64_t codes = p.M * p.x.stride, facts = ceil_div(p.M * p.x.groups, 16) * 64;
+  char* scratch = static_cast<char*>(hr_scratch(codes + 2 * facts));
+  if (scratch == nullptr) return HR_NO_MEMORY;
+  p.x.codes = reinterpret_cast<int8_t*>(scratch);
+  p.x.scales = reinterpret_cast<float*>(scratch + codes);
+  p.x.sums = reinterpret_cast<int32_t*>(scratch + codes + facts);
+  p.rows_per_chunk = larger<int64_t>(1, 32 * 1024 / p.K);
+  hr_parallel(quantize_chunk<T, BITS>, &p, ceil_div(p.M, p.rows_per_chunk));
+  p.panels = ceil_div(p.N, kPanel);
+  p.panel_bytes = BITS == 8 ? kPanel * 4 + ceil_div(p.K, int64_t(4)) * kStepBytes : p.x.groups * kGroupBytes;
+  p.row_blocks = ceil_div(p.M, kRowBlock);
+  p.panels_per_chunk = larger<int64_t>(1, p.M > kRows8 ? 1 : kChunkBytes / p.panel_bytes);
+  hr_parallel(panels_chunk<T, BITS>, &p, ceil_div(p.panels, p.panels_per_chunk) * p.row_blocks);
+  return HR_OK;
+}
+
+}  // namespace
+
+// x, bias and y share a dtype; strides count elements, rows are contiguous. w: panels as layout.py packs them.
+HR_PUBLIC int32_t HR_EXPORT(linear_quant)(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N,
+                                          int64_t K, int64_t x_stride, int64_t y_stride, int32_t dtype, int32_t bits) {
+  // 255 * 127 * K must stay below 2^31.
+  if (M < 0 || N < 0 || K <= 0 || K > 65536) return HR_BAD_SHAPE;
+  if (M == 0 || N == 0) return HR_OK;
+  Product p{};
+  p.w = static_cast<const uint8_t*>(w), p.bias = bias, p.y = y, p.source = x;
+  p.M = M, p.N = N, p.K = K, p.y_stride = y_stride, p.source_stride = x_stride;
+  if (dtype == HR_BF16 && bits == 8) return run<bf16, 8>(p);
+  if (dtype == HR_BF16 && bits == 4) return run<bf16, 4>(p);
+  if (dtype == HR_F32 && bits == 8) return run<float, 8>(p);
+  if (dtype == HR_F32 && bits == 4) return run<float, 4>(p);
+  return HR_BAD_DTYPE;
+}

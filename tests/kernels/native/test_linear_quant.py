@@ -1,0 +1,138 @@
+"""The native linear with packed weights against its definition: odd sizes, strides, extreme values; batch and thread
+invariance (PLT-09: packed once, read in place)."""
+
+import pytest
+import torch
+
+from headrace.back.kernels.linear_quant import op
+from headrace.back.kernels.linear_quant.layout import OFFSETS, PackedWeight
+from headrace.back.kernels.linear_quant.native import KERNEL, MAX_INPUTS, bind_with
+from headrace.back.kernels.linear_quant.op import OP, LinearQuantProblem
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+DTYPES = [torch.float32, torch.bfloat16]
+BITS = [8, 4]
+# rows, outputs, inputs: below, at and above every tile, panel, group and block width
+SIZES = [(1, 1, 1), (1, 63, 7), (1, 64, 64), (2, 65, 33), (3, 130, 31), (5, 37, 100), (7, 128, 96),
+         (33, 200, 257), (195, 70, 130)]  # fmt: skip
+
+
+def problem(dtype, bits, outputs, inputs, bias=True):
+    return LinearQuantProblem(
+        device="cpu", dtype=dtype, bits=bits, inputs=inputs, outputs=outputs, bias=bias
+    )
+
+
+def values(*shape, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weight_for(asked, seed=1):
+    return op.random_weight(asked, torch.Generator().manual_seed(seed))
+
+
+def defined(asked, weight, bias, x):
+    """The definition's result before it is rounded to the dtype."""
+    wide = None if bias is None else bias.float()
+    return op.bind_reference(asked, weight, wide)(x.float())
+
+
+def close(ours, exact, dtype):
+    bound = {torch.float32: 2e-6, torch.bfloat16: 4e-3}[dtype]
+    error = (ours.double() - exact.double()).abs().max() / exact.double().abs().max()
+    assert error <= bound, error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("rows, outputs, inputs", SIZES)
+def test_equals_the_definition_at_odd_sizes(library, dtype, bits, rows, outputs, inputs):
+    asked = problem(dtype, bits, outputs, inputs)
+    weight, bias = weight_for(asked), values(outputs, dtype=dtype, seed=2)
+    x = values(rows, inputs, dtype=dtype)
+    exact = defined(asked, weight, bias, x)
+    close(bind_with(library, asked, weight, bias)(x), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_sums_the_largest_codes_without_overflow(library, dtype, bits):
+    """Every product at its largest, all of one sign, over as many inputs as the kernel takes."""
+    inputs, largest = (MAX_INPUTS, 254) if bits == 8 else (4096, 255)
+    asked = problem(dtype, bits, 64, inputs, bias=False)
+    panels = weight_for(asked).panels
+    if bits == 8:
+        panels[:, :256].view(torch.float32).fill_(1.0)
+        panels[:, 256:] = 255
+        exact = float(inputs) * 127
+    else:
+        panels.view(-1, 1152)[:, :128].view(torch.bfloat16).fill_(1.0)
+        panels.view(-1, 1152)[:, 128:] = largest
+        exact = float(inputs) * (15 - OFFSETS[4])
+    linear = bind_with(library, asked, PackedWeight(bits, 64, inputs, panels), None)
+    y = linear(torch.stack((torch.ones(inputs), -torch.ones(inputs))).to(dtype))
+    close(y, torch.tensor([[exact] * 64, [-exact] * 64]), dtype)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_reads_strided_rows(library, bits):
+    asked = problem(torch.bfloat16, bits, 20, 71, bias=False)
+    weight, wide = weight_for(asked), values(6, 90, dtype=torch.bfloat16)
+    x = wide[::2, 3:74]
+    y = bind_with(library, asked, weight, None)(x)
+    close(y, defined(asked, weight, None, x), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(library, dtype, bits):
+    asked = problem(dtype, bits, 300, 160, bias=False)
+    linear, x = bind_with(library, asked, weight_for(asked), None), values(203, 160, dtype=dtype)
+    together, few = linear(x), [linear(x[:n]) for n in (2, 3, 7, 23)]
+    library.set_threads(1)
+    for row in (0, 1, 22, 191, 192, 202):
+        assert torch.equal(linear(x[row : row + 1])[0], together[row])
+    assert all(torch.equal(part, together[: len(part)]) for part in few)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_a_row_with_nan_or_inf_is_nan_and_no_other(library, dtype, bits):
+    asked = problem(dtype, bits, 40, 70, bias=False)
+    linear, x = bind_with(library, asked, weight_for(asked), None), values(5, 70, dtype=dtype)
+    clean = linear(x)
+    x[1, 69], x[3, 0] = float("nan"), float("-inf")
+    y = linear(x)
+    assert y[[1, 3]].isnan().all()
+    assert torch.equal(y[[0, 2, 4]], clean[[0, 2, 4]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_zero_rows_give_the_bias_and_outliers_their_column(library, dtype, bits):
+    asked = problem(dtype, bits, 70, 64)
+    weight, bias = weight_for(asked), values(70, dtype=dtype, seed=2)
+    x = torch.zeros(3, 64, dtype=dtype)
+    x[1] = values(64, dtype=dtype) * 1e-3
+    x[1, 5], x[2] = 1e6, 1e-35
+    y = bind_with(library, asked, weight, bias)(x)
+    assert torch.equal(y[0], bias) and torch.equal(y[2], bias)
+    close(y, defined(asked, weight, bias, x), dtype)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_no_rows_give_no_rows(newest, bits):
+    asked = problem(torch.float32, bits, 4, 8, bias=False)
+    assert bind_with(newest, asked, weight_for(asked), None)(torch.ones(0, 8)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_the_self_check_accepts_it(newest, dtype, bits):
+    asked = problem(dtype, bits, 3073, 1025)
+    assert OP.error(KERNEL, asked) <= OP.tolerance(asked)
+
+
+def test_what_it_cannot_do_is_refused_with_the_reason(newest):
+    assert "float16" in KERNEL.supports(problem(torch.float16, 8, 4, 4))
+    assert "65536" in KERNEL.supports(problem(torch.float32, 8, 4, 65537))
