@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 GPU    := $(shell test -e /proc/driver/nvidia/version && echo yes)
 # Without a GPU the CPU build is wanted; the newest wheels would bring gigabytes of CUDA libraries.
 TORCH  ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
+PIP    := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --no-input
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 NATIVE := $(VENV)/.native
