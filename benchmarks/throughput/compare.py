@@ -19,6 +19,7 @@ MODELS = {
     "bundled model": (HERE.parents[1] / "demo" / "model", "safetensors"),
     "Qwen3-0.6B shape": (HERE.parent / "models" / "qwen3-0.6b", "dummy"),
 }
+NUM_INPUT, NUM_OUTPUT = 64, 32
 FIGURES = ("prefill_tok_s", "decode_tok_s", "decode_step_ms", "start_s")
 
 
@@ -82,7 +83,7 @@ def main() -> None:
             seen: dict[str, list[dict[str, float]]] = {"headrace": [], "transformers": []}
             for _ in range(given.rounds):
                 for engine, runs in seen.items():
-                    runs.append(once(engine, folder, load_format, batch, 128, 32))
+                    runs.append(once(engine, folder, load_format, batch, NUM_INPUT, NUM_OUTPUT))
             ours, theirs = (
                 {f: statistics.median(r[f] for r in seen[engine]) for f in FIGURES}
                 for engine in seen
@@ -109,7 +110,7 @@ def main() -> None:
         facts = ", ".join(f"{k} {v}" for k, v in versions().items())
         (HERE / "README.md").write_text(
             "# Throughput on a CPU beside transformers\n\n"
-            "Made by `python benchmarks/throughput/compare.py --write`: bf16, 128 tokens in, 32 out, greedy,\n"
+            "Made by `python benchmarks/throughput/compare.py --write`: bf16, 64 tokens in, 32 out, greedy,\n"
             f"both engines in processes of their own, in turn, medians of {given.rounds} rounds.\n"
             "Compare within a row: the machine is shared.\n"
             f"{facts}.\n\n{table}\n"

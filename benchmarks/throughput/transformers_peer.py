@@ -42,7 +42,7 @@ def main() -> None:
         ("--batch-size", 1),
         ("--input-len", 128),
         ("--output-len", 32),
-        ("--iterations", 2),
+        ("--iterations", 1),
     ):
         parser.add_argument(flag, type=int, default=default)
     given = parser.parse_args()
