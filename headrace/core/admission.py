@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.errors import ContextTooLong, InvalidRequest, Unavailable
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.params import LOGPROBS_MODES, RowSampling
 from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import WorkerFacts
 from headrace.core.kv.manager import KVManager
@@ -101,6 +101,11 @@ def check_sampling(sampling: RowSampling, width: int) -> None:
     _between("seed", sampling.seed, -MAX_ID - 1, MAX_ID)
     _between("top_k", sampling.top_k, -1, MAX_ID)
     _between("min_tokens", sampling.min_tokens, 0, MAX_ID)
+    if sampling.logprobs_mode not in LOGPROBS_MODES:
+        raise InvalidRequest(
+            f"logprobs_mode is {sampling.logprobs_mode!r}, not one of {', '.join(LOGPROBS_MODES)}",
+            field="logprobs_mode",
+        )
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(sampling, name)
         if count is not None:

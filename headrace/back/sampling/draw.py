@@ -86,11 +86,16 @@ class Draw:
         at_K1, best_K = self._argmax(found.z_KC, found.ids_KC)
         return (found.ids_KC.gather(1, at_K1)[:, 0], best_K), proven_K
 
-    def whole(self, logits_KV: torch.Tensor) -> Choice:
-        """The choice among all tokens."""
+    def left(self, logits_KV: torch.Tensor) -> torch.Tensor:
+        """z of every token, float64 [K, V]: -Inf for those that truncation removes."""
         z_KV = logits_KV.to(torch.float64).div_(self._temperature)
         if self._uses & TRUNCATES:
             self._truncate(z_KV, z_KV.logsumexp(1, keepdim=True))
+        return z_KV
+
+    def whole(self, logits_KV: torch.Tensor) -> Choice:
+        """The choice among all tokens."""
+        z_KV = self.left(logits_KV)
         ids_V = torch.arange(z_KV.shape[1], device=self._device)
         at_K1, best_K = self._argmax(z_KV, ids_V)
         return at_K1[:, 0], best_K
@@ -156,6 +161,15 @@ def draw(logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked, gumbel: G
     for index in _chunks(left, step):
         token_K[index], best_K[index] = draws.part(index).whole(logits_KV[index])
     return token_K, best_K
+
+
+def truncated(logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked) -> torch.Tensor:
+    """The logits each row is drawn from, float32 [K, V]; of a greedy row the processed logits as they are."""
+    drawn = np.flatnonzero(numbers.use[picked.rows] & Use.RANDOM)
+    if drawn.size:
+        some = Draw(numbers, picked.take(drawn), logits_KV.device)
+        logits_KV[drawn] = some.left(logits_KV[drawn]).to(torch.float32)
+    return logits_KV
 
 
 def _draw_plain(

@@ -2,7 +2,7 @@
 
     step                     rows that do it              file
     1  finite?               all                          op greedy (for free where it can)
-    2  raw logprobs          logprobs, named ids          logprobs.py
+    2  raw logprobs          logprobs, named ids          logprobs.py (processed ones: after 10, by draw.truncated)
     3  penalties             repetition, presence, ...    penalties.py
     4  logit bias            logit_bias                   bias.py
     5  DRY                   dry_multiplier > 0           dry.py
@@ -35,7 +35,7 @@ from headrace.back.kernels.op import decisions
 from headrace.back.sampling.allowed import AllowedIds
 from headrace.back.sampling.bad_words import BadWords
 from headrace.back.sampling.bias import LogitBias
-from headrace.back.sampling.draw import draw
+from headrace.back.sampling.draw import draw, truncated
 from headrace.back.sampling.dry import Dry
 from headrace.back.sampling.features import LogitFeature, Picked, RowNumbers, Use
 from headrace.back.sampling.logprobs import score
@@ -65,6 +65,7 @@ class Sampler:
         self._width = logits_width
         self._numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._processed: set[int] = set()
         greedy = GREEDY.choose(GreedyProblem(device=device.type))
         gumbel = GUMBEL.choose(GumbelProblem(device=device.type))
         self._greedy, self._gumbel = greedy.bind(), gumbel.bind()
@@ -86,6 +87,7 @@ class Sampler:
                     feature.end(row)
             self._numbers.use[row] = 0
             self._alternatives.pop(row, None)
+            self._processed.discard(row)
 
     def start(self, start: RowStart) -> None:
         """A request takes a row."""
@@ -95,6 +97,8 @@ class Sampler:
                 feature.start(start)
         if Use.LOGPROBS in used:
             self._alternatives[start.row] = start.sampling.logprobs or 0, start.sampling.logprob_ids
+            if start.sampling.logprobs_mode == "processed":
+                self._processed.add(start.row)
 
     def sample(
         self,
@@ -123,8 +127,10 @@ class Sampler:
         if failed:
             logits_NV[list(failed)] = 0.0
         scored = np.flatnonzero(use_N & Use.LOGPROBS)
-        raw_logits = logits_NV[scored]
+        told_MV = logits_NV[scored]
         self._process(logits_NV, use_N, picked)
+        if self._processed:
+            self._tell_processed(told_MV, logits_NV, scored, picked)
         token_N, best_N = self._choose(logits_NV, use_N, picked)
         failed = (
             _failures(
@@ -138,7 +144,7 @@ class Sampler:
         return Sampled(
             token_N=token_N,
             failed=failed,
-            logprobs=self._score(raw_logits, token_N, rows, scored, failed),
+            logprobs=self._score(told_MV, token_N, rows, scored, failed),
         )
 
     def _process(self, logits_NV: torch.Tensor, use_N: np.ndarray, picked: Picked) -> None:
@@ -150,6 +156,15 @@ class Sampler:
                 part = logits_NV[index]
                 feature.apply(part, picked.take(index))
                 logits_NV[index] = part
+
+    def _tell_processed(
+        self, told_MV: torch.Tensor, logits_NV: torch.Tensor, scored: np.ndarray, picked: Picked
+    ) -> None:
+        """Rows that ask for processed log-probabilities are told the distribution they are drawn from (REG-023)."""
+        rows = picked.rows[scored].tolist()
+        at = np.array([m for m, row in enumerate(rows) if row in self._processed], dtype=np.intp)
+        if at.size:
+            told_MV[at] = truncated(logits_NV[scored[at]], self._numbers, picked.take(scored[at]))
 
     def _choose(
         self, logits_NV: torch.Tensor, use_N: np.ndarray, picked: Picked

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+LOGPROBS_MODES = ("raw", "processed")
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to sample one prompt. Defaults leave the model's distribution unchanged (temperature 1).
@@ -15,6 +17,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1, `min_p` 0, `typical_p` 1 are off. `n` answers are returned
     out of `best_of` sampled ones (ranked by mean log-probability). `beam_width` turns beam search on. `logprobs` and
     `prompt_logprobs` are the numbers of alternatives beside the token itself (0: only the token's own; -1: all).
+    `logprobs_mode` "raw" scores by the model's own distribution, "processed" by the one that is drawn from: after
+    penalties, bias, masks, temperature and truncation. Prompt tokens are not drawn and always raw.
     """
 
     n: int = 1
@@ -49,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
+    logprobs_mode: str = "raw"
     skip_special_tokens: bool = True
 
 
@@ -96,6 +101,7 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_ids: tuple[int, ...] = ()
+    logprobs_mode: str = "raw"
 
     @property
     def greedy(self) -> bool:

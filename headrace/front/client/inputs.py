@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
-from headrace.base.wire.params import RowSampling, SamplingParams, StopRules
+from headrace.base.wire.params import LOGPROBS_MODES, RowSampling, SamplingParams, StopRules
 from headrace.base.wire.request import EngineRequest
 from headrace.front.client.events import Generation
 from headrace.front.client.limits import Limits
@@ -122,6 +122,7 @@ class InputChecker:
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
             logprob_ids=params.logprob_token_ids,
+            logprobs_mode=params.logprobs_mode,
         )
 
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
@@ -201,7 +202,7 @@ def _check_counts(params: SamplingParams, limits: Limits, widths: Widths) -> Non
 _NOT_WITH_BEAMS = (
     *("best_of", "stop", "bad_words", "logit_bias", "allowed_token_ids", "prompt_logprobs"),
     *("logprob_token_ids", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "dry_multiplier", "xtc_probability"),
+    *("frequency_penalty", "dry_multiplier", "xtc_probability", "logprobs_mode"),
 )
 
 
@@ -241,6 +242,8 @@ def _check_lists(params: SamplingParams, limits: Limits, widths: Widths) -> None
 
 
 def _check_logprobs(params: SamplingParams, limits: Limits, widths: Widths) -> None:
+    if params.logprobs_mode not in LOGPROBS_MODES:
+        raise bad("logprobs_mode", params.logprobs_mode, f"one of {', '.join(LOGPROBS_MODES)}")
     for field, given, most in (
         ("logprobs", params.logprobs, limits.max_logprobs),
         ("prompt_logprobs", params.prompt_logprobs, limits.max_prompt_logprobs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -403,3 +404,36 @@ def test_no_number_a_request_may_carry_ends_the_step_or_touches_a_neighbour(
         assert set(result.failed) <= {1}
         assert all(0 <= token < width for token in result.token_N.tolist())
         assert result.token_N[[0, 2]].tolist() == [before.wanted(), after.wanted()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.6, "top_k": 7},
+        {"temperature": 1.3, "top_p": 0.7, "repetition_penalty": 1.4},
+        {"temperature": 1.0, "min_p": 0.1, "logit_bias": {3: 4.0}},
+        {"temperature": 1.0},
+        {"temperature": 0.0, "presence_penalty": 1.5},
+    ],
+)
+def test_processed_mode_tells_the_distribution_that_is_drawn_from(
+    options: dict[str, object],
+) -> None:
+    """REG-023; a row beside it in raw mode is told the model's own."""
+    rng = np.random.default_rng(23)
+    cases = [
+        Case(rng, {**options, "logprobs": 3, "logprobs_mode": "processed"}, 24),
+        Case(rng, {**options, "logprobs": 3}, 24),
+    ]
+    told = run(Sampler(max_rows=4, logits_width=24, device=CPU), cases, [2, 0]).logprobs
+    for case, scores in zip(cases, told, strict=True):
+        z = dict(enumerate(case.logits.astype(np.float64)))
+        if case.sampling.logprobs_mode == "processed":
+            x = reference.processed(case.logits, case.sampling, case.tokens, case.num_prompt)
+            z = dict(enumerate(x))
+            if not case.sampling.greedy:
+                z = reference.kept(x, case.sampling, len(case.tokens))
+        wanted = {i: math.log(p) for i, p in reference.softmax(z).items() if p > 0}
+        for token, value in zip(scores.ids.tolist(), scores.values.tolist(), strict=True):
+            assert value == pytest.approx(wanted.get(token, -math.inf), abs=1e-4)
+        assert scores.ids[1] == max(wanted, key=lambda i: (wanted[i], -i))

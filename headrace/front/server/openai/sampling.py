@@ -16,6 +16,7 @@ _PLAIN = (
     *("presence_penalty", "frequency_penalty", "length_penalty", "dry_multiplier", "dry_base"),
     *("dry_allowed_length", "dry_range", "xtc_probability", "xtc_threshold", "min_tokens"),
     *("include_stop_str_in_output", "ignore_eos", "seed", "prompt_logprobs", "skip_special_tokens"),
+    "logprobs_mode",
 )
 _LISTS = (
     "dry_sequence_breakers",

@@ -72,6 +72,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: Annotated[list[StopText], Meta(max_length=128)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=2**20)] | None = None
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
