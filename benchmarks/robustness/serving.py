@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from typing import Any
 
 import aiohttp
 import psutil
+
+from headrace.bench.startup import free_port, wait_ready
 
 BYSTANDER_PROMPTS = [
     "Hello! Who are you?",
@@ -25,13 +26,6 @@ BYSTANDER_PROMPTS = [
     "What can you do?",
     "Tell me a story about a boat.",
 ]
-
-
-def free_port() -> int:
-    """A port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -51,28 +45,11 @@ def server(*arguments: str) -> Iterator[tuple[str, psutil.Process]]:
     ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        wait_ready(f"http://127.0.0.1:{port}", process)
+        wait_ready(f"http://127.0.0.1:{port}", process, time.perf_counter() + 60)
         yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
     finally:
         process.terminate()
         process.wait(60)
-
-
-def wait_ready(base: str, process: subprocess.Popen[bytes], *, timeout_s: float = 60) -> None:
-    """Returns once /health/ready answers 200."""
-    import urllib.error
-    import urllib.request
-
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with status {process.returncode}")
-        try:
-            with urllib.request.urlopen(base + "/health/ready", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    raise TimeoutError(f"not ready after {timeout_s} s")
 
 
 def children(supervisor: psutil.Process) -> dict[int, str]:

@@ -17,13 +17,15 @@ import numpy as np
 from headrace.base.errors import StartError
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _wait_ready(base: str, process: subprocess.Popen[bytes], end: float) -> None:
+def wait_ready(base: str, process: subprocess.Popen[bytes], end: float) -> None:
+    """Returns once /health/ready answers 200; StartError if the process ends or `end` (perf_counter) passes before."""
     while time.perf_counter() < end:
         if process.poll() is not None:
             raise StartError(
@@ -50,7 +52,7 @@ def _first_token(base: str) -> None:
 
 def start_once(arguments: Sequence[str], *, timeout_s: float) -> tuple[float, float]:
     """Starts `headrace serve ARGUMENTS`; seconds until ready and until the first token, both since the start."""
-    port = _free_port()
+    port = free_port()
     command = [
         sys.executable,
         "-m",
@@ -66,7 +68,7 @@ def start_once(arguments: Sequence[str], *, timeout_s: float) -> tuple[float, fl
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         base = f"http://127.0.0.1:{port}"
-        _wait_ready(base, process, begin + timeout_s)
+        wait_ready(base, process, begin + timeout_s)
         ready = time.perf_counter() - begin
         _first_token(base)
         return ready, time.perf_counter() - begin

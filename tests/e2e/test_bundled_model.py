@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -24,13 +22,12 @@ from headrace.bench.datasets.tasks import (
     score_tool_calls,
 )
 from headrace.bench.datasets.tasks.item import FunctionCall
+from headrace.bench.startup import free_port, wait_ready
 
 
 @pytest.fixture(scope="module")
 def base_url() -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable,
         "-m",
@@ -42,14 +39,7 @@ def base_url() -> Iterator[str]:
         "warning",
     ]
     process = subprocess.Popen(command)
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        assert process.poll() is None, "the server ended"
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=1):
-                break
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.05)
+    wait_ready(f"http://127.0.0.1:{port}", process, time.perf_counter() + 60)
     yield f"http://127.0.0.1:{port}"
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0, "a drained server ends with status 0"
