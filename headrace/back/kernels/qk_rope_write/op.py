@@ -139,7 +139,7 @@ def _sample(problem: QKRopeWriteProblem) -> Sample:
 OP: Op[QKRopeWriteProblem] = Op(
     name="qk_rope_write",
     reference=Kernel(name="separate ops", supports=lambda problem: None, bind=bind_reference),
-    kernels=(),
+    kernels=("headrace.back.kernels.qk_rope_write.triton_qk_rope_write:KERNEL",),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )
