@@ -122,9 +122,13 @@ def launch(model: Path, *options: str, step_s: float = 0.0) -> Served:
     """Starts a server over the null executor; `step_s` is the simulated time of a step."""
     if step_s:
         model = slowed(model, step_s)
+    return _started(model, "--load-format", "dummy", "--executor", "null", *options)
+
+
+def _started(model: Path, *options: str) -> Served:
     command = [
         *(sys.executable, "-m", "headrace.cli.main", "serve", str(model)),
-        *("--load-format", "dummy", "--executor", "null", "--port", "0", *options),
+        *("--port", "0", *options),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     return Served(
@@ -142,7 +146,19 @@ def launch(model: Path, *options: str, step_s: float = 0.0) -> Served:
 @contextlib.contextmanager
 def serving(model: Path, *options: str, step_s: float = 0.0) -> Iterator[Served]:
     """A ready server for the length of the context."""
-    served = launch(model, *options, step_s=step_s)
+    with _ready(launch(model, *options, step_s=step_s)) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def serving_loaded(model: Path, *options: str) -> Iterator[Served]:
+    """A ready server with the model's own weights, on one thread."""
+    with _ready(_started(model, "--threads", "1", *options)) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def _ready(served: Served) -> Iterator[Served]:
     try:
         served.wait_ready()
         yield served

@@ -10,7 +10,7 @@ import numpy as np
 from headrace.back.runner.batch import StepShape
 from headrace.back.sampling.sampler import Sampled
 from headrace.base.errors import HeadraceError, to_wire
-from headrace.base.wire.request import PromptLogprobs
+from headrace.base.wire.request import Pooled, PromptLogprobs
 from headrace.base.wire.step import RowLogprobs, StepPlan, StepResult
 
 
@@ -19,6 +19,7 @@ def to_result(
     shape: StepShape,
     sampled: Sampled | None,
     prompts: list[tuple[int, PromptLogprobs]],
+    pooled: list[tuple[int, Pooled]],
     refused: Mapping[int, HeadraceError] = MappingProxyType({}),
 ) -> StepResult:
     """The result of one step; indices of sampled rows become indices into plan.rows, as those of `refused` are."""
@@ -36,5 +37,10 @@ def to_result(
         ]
     errors = [(index, to_wire(error)) for index, error in failed.items()]
     return StepResult(
-        step=plan.step, tokens=tokens, logprobs=logprobs, prompt_logprobs=prompts, failed=errors
+        step=plan.step,
+        tokens=tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompts,
+        pooled=pooled,
+        failed=errors,
     )

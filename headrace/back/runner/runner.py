@@ -16,9 +16,10 @@ import torch
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, build_batch, shape_of
 from headrace.back.runner.memory import KVMemory, count_blocks, lay_out
+from headrace.back.runner.pooler import Pooler
 from headrace.back.runner.requests import Rows, to_device
 from headrace.back.runner.results import to_result
-from headrace.back.runner.states.plain import PlainDecoder
+from headrace.back.runner.states import STATES
 from headrace.back.runner.states.state import ModelState
 from headrace.back.runner.warmup import warm_up
 from headrace.back.sampling.prompt_logprobs import PromptScorer
@@ -50,7 +51,6 @@ class Runner:
         start_s: dict[str, float] | None = None,
     ) -> None:
         self._model = model
-        self._state = state or PlainDecoder()
         layout = lay_out(
             model.kv_layers, block_tokens=spec.kv.block_tokens, dtype=_DTYPES[spec.model.dtype]
         )
@@ -59,6 +59,7 @@ class Runner:
         groups = layout.group_of_layer
         self._group_of_layer = tuple(groups[layer] for layer in range(len(groups)))
         max_rows = spec.scheduler.max_running
+        self._state = state or STATES[model.state](max_rows, device)
         self._rows = Rows(
             max_rows=max_rows,
             num_groups=len(layout.groups),
@@ -67,6 +68,7 @@ class Runner:
         )
         self._sampler = Sampler(max_rows=max_rows, logits_width=model.logits_width, device=device)
         self._prompts = PromptScorer(logits_width=model.logits_width, device=device)
+        self._pooler = Pooler(model.classify)
         warmup_s = warm_up(self, spec, model.logits_width, device)
         self.facts = WorkerFacts(
             num_blocks=num_blocks,
@@ -75,6 +77,7 @@ class Runner:
             logits_width=model.logits_width,
             max_rows=max_rows,
             max_model_len=spec.model.max_model_len,
+            generates=model.generates,
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
             start_s={**(start_s or {}), "warmup": warmup_s},
@@ -93,21 +96,24 @@ class Runner:
         self._rows.tokens.reserve(shape.max_kv_len + 1)
         hidden_TE, logits_at_N = self._forward(plan, shape)
         prompts, refused = ([], {}) if self._prompts.idle else self._score_prompts(shape, hidden_TE)
+        pooled, lost = ([], {}) if self._pooler.idle else self._pooler.pool(shape, hidden_TE)
         sampled = self._sample(shape, hidden_TE, logits_at_N)
         if sampled is not None and sampled.failed:
             self._scrub(shape.sampled_row[list(sampled.failed)])
-        return to_result(plan, shape, sampled, prompts, refused)
+        return to_result(plan, shape, sampled, prompts, pooled, {**refused, **lost})
 
     def _apply(self, plan: StepPlan) -> None:
         if plan.ends.size:
             self._state.end(plan.ends)
             self._sampler.end(plan.ends)
             self._prompts.end(plan.ends)
+            self._pooler.end(plan.ends)
         self._rows.apply(plan)
         for start in plan.starts:
             self._state.start(start)
             self._sampler.start(start)
             self._prompts.start(start)
+            self._pooler.start(start)
 
     def _forward(self, plan: StepPlan, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [T, E], and which of them are wanted, int64 [N]."""

@@ -11,12 +11,16 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.params import RowPooling, SamplingParams
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant."""
+    """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant.
+
+    With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`, `PooledPart`s, `Ended`.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -26,6 +30,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    pooling: RowPooling | None = None
 
 
 class TokenScore(msgspec.Struct, frozen=True):
@@ -58,6 +63,13 @@ class PromptScored(msgspec.Struct, frozen=True):
     scores: list[ScoredToken | None]
 
 
+class PooledPart(msgspec.Struct, frozen=True):
+    """Pooled hidden states, float32 [rows, width]; with "tokens" row i belongs to prompt token `start` + i."""
+
+    start: int
+    values: np.ndarray
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New text of choice `index`; never half a character, never text that may still become a stop string."""
 
@@ -80,7 +92,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float | None = None
 
 
-Event = Started | PromptScored | Delta | Ended
+Event = Started | PromptScored | PooledPart | Delta | Ended
 
 
 class Engine(Protocol):

@@ -1,1 +1,17 @@
 """What differs between kinds of models, behind one protocol (state.py): the runner holds no `if` about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from headrace.back.runner.states.plain import PlainDecoder
+from headrace.back.runner.states.segments import Segments
+from headrace.back.runner.states.state import ModelState
+
+STATES: dict[str, Callable[[int, torch.device], ModelState]] = {
+    "plain": lambda max_rows, device: PlainDecoder(),
+    "segments": Segments,
+}
+"""`CausalModel.state` -> the state's maker, from the number of rows and the device."""
