@@ -22,6 +22,9 @@ import torch
 
 from headrace.base.config.resolved import Decision
 
+GPU_MODULES = "triton_"
+"""Modules of this prefix hold kernels for GPUs; a CPU's problem does not import them: Triton alone takes 0.3 s."""
+
 P = TypeVar("P", bound=Hashable)
 Function = Callable[..., Any]
 
@@ -145,6 +148,8 @@ class Op(Generic[P]):
         return Choice(self.name, problem, self.reference, "no kernel was left", tuple(rejected))
 
     def _consider(self, target: str, problem: P) -> tuple[Kernel[P] | None, str]:
+        if _label(target).startswith(GPU_MODULES) and getattr(problem, "device", None) == "cpu":
+            return None, "runs on GPUs only"
         kernel = load_kernel(target)
         if isinstance(kernel, str):
             return None, kernel

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from headrace.back.models.protocol import CausalModel
 from headrace.back.kernels.upload import to_device, to_host
+from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
 from headrace.back.runner.devices import MakeSteps, make_steps
 from headrace.back.runner.memory import KVMemory, count_blocks, lay_out

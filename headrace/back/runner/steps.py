@@ -15,12 +15,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from headrace.back.kernels.greedy.op import Greedy
 from headrace.back.kernels.upload import to_device
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, build_batch
 from headrace.back.runner.requests import Rows
 from headrace.back.runner.states.state import ModelState
-from headrace.back.kernels.greedy.op import Greedy
 from headrace.back.sampling.sampler import Picks
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace.back.kernels.upload import to_device
 from headrace.back.kernels.gumbel import noise
 from headrace.back.kernels.gumbel.op import Gumbel
+from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.candidates import Candidates, most_candidates, select
 from headrace.back.sampling.features import TRUNCATES, Picked, RowNumbers, Use
 from headrace.back.sampling.min_p import keep_min_p_

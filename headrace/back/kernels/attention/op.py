@@ -144,7 +144,10 @@ OP: Op[AttentionProblem] = Op(
     reference=Kernel(
         name="torch", supports=lambda problem: None, bind=bind_reference, reads_host=True
     ),
-    kernels=("headrace.back.kernels.attention.native:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.attention.native:KERNEL",
+        "headrace.back.kernels.attention.triton_attention:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )
