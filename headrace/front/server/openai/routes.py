@@ -21,9 +21,6 @@ from headrace.front.server.parsed import ParsedAnswer, parsed
 from headrace.front.server.sse import EventStream, started
 from headrace.front.text.chat import ChatTemplate
 
-_TAIL_TOKENS = 32
-"""Enough of a prompt to see which tag it ends with."""
-
 
 async def post_chat(exchange: Exchange, document: Any) -> Response:
     """POST /v1/chat/completions."""
@@ -109,8 +106,8 @@ def _answers(
     """A parser per choice; None where nothing is to be parsed."""
     services = exchange.services
     tokenizer = services.tokenizer
-    tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-    pieces = tokenizer.pieces_without_special if params.skip_special_tokens else tokenizer.pieces
+    tail = services.answers.prompt_tail(tokenizer, prompt_ids)
+    pieces = services.answers.pieces_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
     found = []
     for _ in range(params.n):
         parser = chat.to_parser(request, services.answers, prompt_tail=tail)
@@ -150,6 +147,7 @@ def _generate(
     label: str,
     answers: list[ParsedAnswer] | None = None,
 ) -> AsyncGenerator[Event, None]:
+    services = exchange.services
     generation = Generation(
         prompt_ids=prompt_ids,
         params=params,
@@ -158,8 +156,8 @@ def _generate(
         priority=request.priority or 0,
         deadline_s=exchange.deadline_s(request.timeout_s),
         cache_salt=request.cache_salt or "",
+        pieces=services.answers.pieces and answers[0].pieces if answers else None,
     )
-    services = exchange.services
     events: AsyncIterator[Event] = services.engine.generate(generation)
     if answers is not None:
         events = parsed(events, answers)
