@@ -118,19 +118,17 @@ class Served:
         self.process.stdout.close()
 
 
-def launch(model: Path, *options: str, step_s: float = 0.0) -> Served:
+def launch(model: Path, *options: str, step_s: float = 0.0, **environment: str) -> Served:
     """Starts a server over the null executor; `step_s` is the simulated time of a step."""
     if step_s:
         model = slowed(model, step_s)
-    return _started(model, "--load-format", "dummy", "--executor", "null", *options)
+    null = ("--load-format", "dummy", "--executor", "null")
+    return _started(str(model), *null, *options, **environment)
 
 
-def _started(model: Path, *options: str) -> Served:
-    command = [
-        *(sys.executable, "-m", "headrace.cli.main", "serve", str(model)),
-        *("--port", "0", *options),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+def _started(*words: str, **more: str) -> Served:
+    command = [sys.executable, "-m", "headrace.cli.main", "serve", "--port", "0", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **more}
     return Served(
         subprocess.Popen(
             command,
@@ -144,21 +142,14 @@ def _started(model: Path, *options: str) -> Served:
 
 
 @contextlib.contextmanager
-def serving(model: Path, *options: str, step_s: float = 0.0) -> Iterator[Served]:
-    """A ready server for the length of the context."""
-    with _ready(launch(model, *options, step_s=step_s)) as served:
-        yield served
-
-
-@contextlib.contextmanager
-def serving_loaded(model: Path, *options: str) -> Iterator[Served]:
-    """A ready server with the model's own weights, on one thread."""
-    with _ready(_started(model, "--threads", "1", *options)) as served:
-        yield served
-
-
-@contextlib.contextmanager
-def _ready(served: Served) -> Iterator[Served]:
+def serving(
+    model: Path | None, *options: str, step_s: float = 0.0, **environment: str
+) -> Iterator[Served]:
+    """A ready server for the length of the context: over the null executor, or (None) with the bundled model."""
+    if model is None:
+        served = _started(*options, **environment)
+    else:
+        served = launch(model, *options, step_s=step_s, **environment)
     try:
         served.wait_ready()
         yield served

@@ -15,7 +15,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from tests.api.serving import Served, serving_loaded
+from tests.api.serving import Served, serving
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -62,7 +62,7 @@ def cross(
 ) -> Iterator[tuple[Served, torch.nn.Module, Tokenizer]]:
     folder = tmp_path_factory.mktemp("cross")
     oracle, tokenizer = write_bert(folder, "BertForSequenceClassification", num_labels=1)
-    with serving_loaded(folder, "--max-running", "4") as served:
+    with serving(None, str(folder), "--threads", "1", "--max-running", "4") as served:
         yield served, oracle, tokenizer
 
 
@@ -82,13 +82,15 @@ def embedder(
     (folder / "1_Pooling" / "config.json").write_text(
         json.dumps({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
     )
-    with serving_loaded(folder) as served:
+    with serving(None, str(folder), "--threads", "1") as served:
         yield served, oracle, tokenizer
 
 
 @pytest.fixture(scope="module")
 def bundled() -> Iterator[Served]:
-    with serving_loaded(MODEL, "--dtype", "float32", "--max-step-tokens", "64") as served:
+    with serving(
+        None, str(MODEL), "--threads", "1", "--dtype", "float32", "--max-step-tokens", "64"
+    ) as served:
         yield served
 
 

@@ -7,10 +7,12 @@ classification head in one product. T query tokens of the step, Q of one row, E 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from headrace.back.kernels.upload import to_host
 from headrace.back.runner.batch import StepShape
 from headrace.base.errors import HeadraceError, NonFiniteLogits
 from headrace.base.wire.params import RowPooling
@@ -18,6 +20,31 @@ from headrace.base.wire.request import Pooled
 from headrace.base.wire.step import RowStart
 
 Classify = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vectors:
+    """Pooled vectors of one step, to be read once the device has passed it: `counts[i]` rows of `values` belong to the
+    step's row `index[i]`, from prompt position `start[i]` on."""
+
+    index: list[int]
+    start: list[int]
+    counts: list[int]
+    values: np.ndarray
+
+    def read(self, failed: dict[int, HeadraceError]) -> list[tuple[int, Pooled]]:
+        """What is finite, by index of the step's rows; the rest goes to `failed`."""
+        pooled, at = [], 0
+        for index, start, count in zip(self.index, self.start, self.counts, strict=True):
+            values = self.values[at : at + count]
+            at += count
+            if np.isfinite(values).all():
+                pooled.append((index, Pooled(start, values)))
+            else:
+                failed[index] = NonFiniteLogits(
+                    "the model's hidden states for this request are not finite"
+                )
+        return pooled
 
 
 class _Row:
@@ -43,7 +70,10 @@ class _Row:
         if self.total_E is not None:
             total_E += self.total_E
         self.total_E = total_E
-        return (total_E / self.num_prompt)[None] if last else None
+        if not last:
+            return None
+        mean_1E = (total_E / self.num_prompt)[None]
+        return mean_1E.to(hidden_QE.dtype) if self.asked.head else mean_1E
 
 
 class Pooler:
@@ -68,11 +98,9 @@ class Pooler:
         for row in rows.tolist():
             self._rows.pop(row, None)
 
-    def pool(
-        self, shape: StepShape, hidden_TE: torch.Tensor
-    ) -> tuple[list[tuple[int, Pooled]], dict[int, HeadraceError]]:
-        """What the step gives, and the rows whose vectors are not finite, by index into the step's rows."""
-        taken: list[tuple[int, int, torch.Tensor]] = []
+    def pool(self, shape: StepShape, hidden_TE: torch.Tensor) -> list[Vectors]:
+        """What the step gives: one entry with the head, one without, where there are any."""
+        taken: dict[bool, list[tuple[int, int, torch.Tensor]]] = {False: [], True: []}
         for index, row in enumerate(shape.rows.tolist()):
             owner = self._rows.get(row)
             if owner is None:
@@ -81,33 +109,18 @@ class Pooler:
             first = int(shape.position_T[begin])
             found = owner.take(hidden_TE[begin:end], first)
             if found is not None:
-                taken.append((index, first if owner.asked.how == "tokens" else 0, found))
-        return self._told(shape, taken, hidden_TE.dtype)
+                start = first if owner.asked.how == "tokens" else 0
+                taken[owner.asked.head].append((index, start, found))
+        return [self._sent(parts, head=head) for head, parts in taken.items() if parts]
 
-    def _told(
-        self, shape: StepShape, taken: list[tuple[int, int, torch.Tensor]], dtype: torch.dtype
-    ) -> tuple[list[tuple[int, Pooled]], dict[int, HeadraceError]]:
-        pooled: list[tuple[int, Pooled]] = []
-        failed: dict[int, HeadraceError] = {}
-        for head in (False, True):
-            mine = [
-                (index, start, vectors)
-                for index, start, vectors in taken
-                if self._rows[int(shape.rows[index])].asked.head is head
-            ]
-            if not mine:
-                continue
-            stacked = torch.cat([vectors.float() for _, _, vectors in mine])
-            if head:
-                stacked = self._classify(stacked.to(dtype))
-            values, at = stacked.cpu().numpy(), 0
-            for index, start, vectors in mine:
-                part = values[at : at + len(vectors)]
-                at += len(vectors)
-                if np.isfinite(part).all():
-                    pooled.append((index, Pooled(start, part)))
-                else:
-                    failed[index] = NonFiniteLogits(
-                        "the model's hidden states for this request are not finite"
-                    )
-        return pooled, failed
+    def _sent(self, parts: list[tuple[int, int, torch.Tensor]], *, head: bool) -> Vectors:
+        """All vectors of one kind, on their way to the host."""
+        own = [vectors if head else vectors.float() for _, _, vectors in parts]
+        values = self._classify(torch.cat(own)) if head else torch.cat(own)
+        counts = [vectors.shape[0] for _, _, vectors in parts]
+        return Vectors(
+            index=[index for index, _, _ in parts],
+            start=[start for _, start, _ in parts],
+            counts=counts,
+            values=to_host(values).numpy(),
+        )

@@ -7,7 +7,7 @@ A full answer is the fold of its events; every dialect encodes the same ones. Or
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 import msgspec
@@ -18,6 +18,7 @@ from headrace.base.wire.params import RowPooling, SamplingParams
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant.
+    `pieces`: what each token adds to the text, where that is not the tokenizer's own table.
 
     With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`, `PooledPart`s, `Ended`.
     """
@@ -30,6 +31,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    pieces: Mapping[int, str | bytes] | None = None
     pooling: RowPooling | None = None
 
 
