@@ -162,7 +162,7 @@ class Encoder:
         segments: bool = False,
     ) -> None:
         self.logits_width = sizes.vocabulary
-        self.state = "segments" if segments else "plain"
+        self.state = "segments" if segments else "texts"
         self._embed = embed
         self._layers = tuple(layers)
         self._norm = norm

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from headrace.back.runner.states.plain import PlainDecoder
+from headrace.back.runner.states.plain import PlainDecoder, PlainEncoder
 from headrace.back.runner.states.segments import Segments
 from headrace.back.runner.states.state import ModelState
 
 STATES: dict[str, Callable[[int, torch.device], ModelState]] = {
     "plain": lambda max_rows, device: PlainDecoder(),
+    "texts": lambda max_rows, device: PlainEncoder(),
     "segments": Segments,
 }
 """`CausalModel.state` -> the state's maker, from the number of rows and the device."""

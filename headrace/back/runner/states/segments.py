@@ -9,13 +9,16 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import Batch
+from headrace.back.kernels.upload import to_device
 from headrace.base.wire.step import RowStart
 
 _NEVER = np.iinfo(np.int64).max
 
 
 class Segments:
-    """ModelState: segments_T is 1 from the second text on, 0 before it."""
+    """ModelState: segments_T is 1 from the second text on, 0 before it. Encoders read the texts' bounds on the host."""
+
+    in_graphs = False
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._second_at = np.full(max_rows, _NEVER, np.int64)
@@ -31,7 +34,7 @@ class Segments:
 
     def prepare(self, batch: Batch, *, row_T: np.ndarray, gates: Mapping[str, bytes]) -> Batch:
         """The batch with its segments."""
-        bound_T = torch.from_numpy(self._second_at[row_T]).to(self._device)
+        bound_T = to_device(self._second_at[row_T], self._device)
         return replace(batch, segments_T=(batch.positions_T >= bound_T).long())
 
     def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
