@@ -37,11 +37,14 @@ class Kernel(Generic[P]):
                problem only
     bind       (problem, *weights) -> callable; may repack the weights, after which the caller drops
                its own
+    reads_host whether it reads arrays of the step on the host: such a step cannot be replayed from
+               a graph
     """
 
     name: str
     supports: Callable[[P], str | None]
     bind: Callable[..., Function]
+    reads_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,8 @@ class Op(Generic[P]):
                 arguments are compared too
     tolerance   problem -> largest error against the reference, relative to the largest magnitude of
                 the output
+    outputs     for callables that write into structures: what of a sample to compare afterwards
+                (None: what is returned, and every tensor among the arguments)
     """
 
     def __init__(
@@ -90,12 +95,14 @@ class Op(Generic[P]):
         kernels: Sequence[str],
         sample: Callable[[P], Sample],
         tolerance: Callable[[P], float],
+        outputs: Callable[[Sample], list[torch.Tensor]] | None = None,
     ) -> None:
         self.name = name
         self.reference = reference
         self.kernels = tuple(kernels)
         self.sample = sample
         self.tolerance = tolerance
+        self._outputs = outputs
         self._choices: dict[P, Choice[P]] = {}
 
     def choose(self, problem: P) -> Choice[P]:
@@ -116,13 +123,20 @@ class Op(Generic[P]):
             (
                 _difference(ours, reference)
                 for ours, reference in zip(
-                    _outputs(kernel, self.sample(problem)),
-                    _outputs(self.reference, self.sample(problem)),
+                    self._run(kernel, self.sample(problem)),
+                    self._run(self.reference, self.sample(problem)),
                     strict=True,
                 )
             ),
             default=0.0,
         )
+
+    def _run(self, kernel: Kernel[P], sample: Sample) -> list[torch.Tensor]:
+        result = kernel.bind(sample.problem, *sample.weights)(*sample.arguments)
+        if self._outputs is not None:
+            return self._outputs(sample)
+        results = result if isinstance(result, tuple) else (result,)
+        return [v for v in (*results, *sample.arguments) if isinstance(v, torch.Tensor)]
 
     def _decide(self, problem: P) -> Choice[P]:
         rejected: list[tuple[str, str]] = []
@@ -180,12 +194,6 @@ def load_kernel(target: str) -> Kernel[Any] | str:
 
 def _label(target: str) -> str:
     return target.partition(":")[0].rpartition(".")[2]
-
-
-def _outputs(kernel: Kernel[P], sample: Sample) -> list[torch.Tensor]:
-    result = kernel.bind(sample.problem, *sample.weights)(*sample.arguments)
-    results = result if isinstance(result, tuple) else (result,)
-    return [value for value in (*results, *sample.arguments) if isinstance(value, torch.Tensor)]
 
 
 def _difference(ours: torch.Tensor, reference: torch.Tensor) -> float:

@@ -141,7 +141,9 @@ def _sample(problem: AttentionProblem) -> Sample:
 
 OP: Op[AttentionProblem] = Op(
     name="attention",
-    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    reference=Kernel(
+        name="torch", supports=lambda problem: None, bind=bind_reference, reads_host=True
+    ),
     kernels=(
         "headrace.back.kernels.attention.native:KERNEL",
         "headrace.back.kernels.attention.triton_attention:KERNEL",
