@@ -1,8 +1,8 @@
 """Paged attention in Triton: a kernel for rows with few queries (triton_decode.py) and one for the others
 (triton_prefill.py); a step whose rows have one query each launches the first alone.
 
-Launches depend on the sizes of the tensors and on `plan.max_query_len` only, so a captured graph serves every step of its
-shape; lengths are read on the device. Padding rows have no query tokens; padding tokens are left uninitialised.
+Launches depend on the sizes of the tensors and on `plan.max_query_len` only, so a captured graph serves every step of
+its shape; lengths are read on the device. Padding rows have no query tokens; padding tokens are left uninitialised.
 """
 
 from __future__ import annotations

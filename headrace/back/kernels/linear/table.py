@@ -1,9 +1,10 @@
 """How small products are computed: a measured table per device, shape and number of tokens, kept as JSON.
 
 Shipped tables lie in tables/; `headrace build-kernels` measures the shapes of a model and keeps them in the cache
-folder, which goes first. A file holds {"device": name, "version": VERSION, "shapes": {shape: {tokens: plan or null}}}; a
-shape is "OUTPUTSxINPUTS", with "+act" if the outputs are gate and up, tokens is a power of two (what a size is
-padded to), null means the library's product. VERSION rises whenever a kernel changes so that old measurements mean nothing.
+folder, which goes first. A file holds {"device": name, "version": VERSION, "shapes": {shape: {tokens: plan or
+null}}}; a shape is "OUTPUTSxINPUTS", with "+act" if the outputs are gate and up, tokens is a power of two (what a
+size is padded to), null means the library's product. VERSION rises whenever a kernel changes so that old measurements
+mean nothing.
 
 A shape that nobody measured gets a rule, which is the table's average.
 """
