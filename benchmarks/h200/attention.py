@@ -94,20 +94,10 @@ def decode(rate: float) -> list[dict[str, object]]:
                 us = each_us(calls(case, [(1, length)] * rows, layers), replays=5)
             tried.append((round(us, 2), tiles.n, tiles.num_warps, tiles.num_stages, per_sm, least))
         tried.sort()
-        per_sm, least = tried[0][4:]
-        best = Tiles(m=16, n=tried[0][1], num_warps=tried[0][2], num_stages=tried[0][3])
-        with (
-            _patched(best, "decode_tiles"),
-            patch.object(kernels, "PROGRAMS_PER_SM", per_sm),
-            patch.object(kernels, "MIN_PIECE", least),
-            patch.object(kernels, "PREFETCH", 0),
-        ):
-            without = each_us(calls(case, [(1, length)] * rows, layers), replays=5)
         floor = kv_bytes / rate * 1e6
         row = {
             "model": model, "rows": rows, "length": length, "floor_us": round(floor, 2),
             "best_us": tried[0][0], "of_floor": round(floor / tried[0][0], 3), "tried": tried,
-            "without_prefetch_us": round(without, 2),
         }  # fmt: skip
         found.append(row)
         print({**row, "tried": tried[:5]}, flush=True)

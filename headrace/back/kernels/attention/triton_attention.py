@@ -28,7 +28,6 @@ from headrace.back.kernels.triton.wrap import (
     launch,
     num_sms,
     power_of_two,
-    precision,
     unsupported,
 )
 
@@ -38,8 +37,6 @@ ROW_BUCKETS = (16, 64, 256, 1024, 4096)
 PROGRAMS_PER_SM = 2
 """Pieces the decode kernel cuts the cache into, per multiprocessor."""
 MIN_PIECE = 256
-PREFETCH = 256
-"""Positions of a piece asked for before the kernel waits for the one before it."""
 
 Launch = Callable[[torch.Tensor, torch.Tensor, Plan, torch.Tensor], None]
 """f(q_THD, kv, plan, out_THD)"""
@@ -70,7 +67,7 @@ def prefill_tiles(problem: AttentionProblem) -> Tiles:
         return Tiles(m=max(least, 32), n=32, num_warps=4, num_stages=1)
     if problem.head_dim > 128:
         return Tiles(m=max(least, 128), n=64, num_warps=8, num_stages=2)
-    return Tiles(m=max(least, 128), n=64, num_warps=8, num_stages=3)
+    return Tiles(m=max(least, 128), n=128, num_warps=8, num_stages=3)
 
 
 def bind(problem: AttentionProblem) -> Attention:
@@ -83,7 +80,6 @@ def bind(problem: AttentionProblem) -> Attention:
         "BLOCK_TOKENS": problem.block_tokens,
         "WINDOW": problem.window or 0,
         "SOFTCAP": problem.softcap is not None,
-        "PRECISION": precision(problem.dtype),
     }
     decode, prefill = _bind_decode(problem, shared), _bind_prefill(problem, shared)
 
@@ -176,7 +172,7 @@ def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str])
             *_strides(problem, q_THD, kv, plan), KV_HEADS=kv_heads,
             GROUP_PADDED=power_of_two(group), M=tiles.m, N=tiles.n,
             COMBINED=max(2, min(16, 16 * 1024 // (power_of_two(group) * depth))),
-            PREFETCH=PREFETCH if problem.dtype.itemsize == 2 and depth >= 64 else 0, **shared,
+            **shared,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
         )  # fmt: skip
 

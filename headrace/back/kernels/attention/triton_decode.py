@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
-from headrace.back.kernels.triton.grid import enter, prefetch
+from headrace.back.kernels.triton.grid import enter
 
 PIECE_FIELDS = 8
 """int32 values of a piece: row, first position, end, the row's first piece and number of pieces (0: no work), KV
@@ -94,8 +94,6 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     COMBINED: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (pieces at most, K); `partial` float32 [pieces at most, K, M, D+2]. What is read before the wait was written
@@ -114,16 +112,6 @@ def decode_kernel(
     p_head = kv + i_head.to(tl.int64) * head_stride
     p_table = table + i_row.to(tl.int64) * table_stride
     if DEPENDENT:
-        if PREFETCH:  # noqa: SIM102
-            if num_pieces > 0:
-                o_ahead = begin + tl.arange(0, PREFETCH)
-                b_ahead = tl.load(p_table + o_ahead // BLOCK_TOKENS, mask=o_ahead < end, other=0)
-                o_line = tl.arange(0, D * 2 // 128) * 64
-                p_ahead = p_head + (
-                    b_ahead.to(tl.int64) * block_stride + o_ahead % BLOCK_TOKENS * HEAD_DIM
-                )
-                prefetch(p_ahead[:, None] + o_line[None, :])
-                prefetch(p_ahead[:, None] + kind_stride + o_line[None, :])
         gdc_launch_dependents()
         gdc_wait()
     if num_pieces == 0:
@@ -156,7 +144,7 @@ def decode_kernel(
         )
         b_k = tl.load(p_k, mask=m_n[:, None] & m_d[None, :], other=0.0)
         b_v = tl.load(p_k + kind_stride, mask=m_n[:, None] & m_d[None, :], other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if SOFTCAP:
             b_s = capped(b_s * scale, softcap, SOFTCAP) * 1.4426950408889634
         else:
@@ -171,7 +159,7 @@ def decode_kernel(
         b_shrink = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
         b_acc = b_acc * b_shrink[:, None]
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_max = b_higher
 
     if num_pieces == 1:

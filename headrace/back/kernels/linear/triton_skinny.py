@@ -47,7 +47,6 @@ def skinny_kernel(
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
-    PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With ADD y is the
@@ -90,9 +89,9 @@ def skinny_kernel(
                 b_weight_up = tl.load(
                     p_weight + k + UP, mask=m_k, other=0.0, eviction_policy="evict_first"
                 )
-        b_acc = tl.dot(b_x, tl.trans(b_weight), b_acc, input_precision=PRECISION)
+        b_acc = tl.dot(b_x, tl.trans(b_weight), b_acc, input_precision="ieee")
         if GATED:
-            b_acc_up = tl.dot(b_x, tl.trans(b_weight_up), b_acc_up, input_precision=PRECISION)
+            b_acc_up = tl.dot(b_x, tl.trans(b_weight_up), b_acc_up, input_precision="ieee")
     if SPLIT > 1:
         TILE: tl.constexpr = M * N
         PARTS: tl.constexpr = 2 if GATED else 1

@@ -18,7 +18,6 @@ from headrace.back.kernels.triton.wrap import (
     counters,
     launch,
     power_of_two,
-    precision,
 )
 
 Launch = Callable[[torch.Tensor, torch.Tensor], None]
@@ -115,7 +114,7 @@ def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
     prefetch = plan.prefetch if plan.prefetch * plan.k <= share else 0
     constants = {
         **_shared(product), "M": m, "N": plan.n, "K": plan.k, "SPLIT": split,
-        "PREFETCH": prefetch, "PRECISION": precision(product.weight_OI.dtype),
+        "PREFETCH": prefetch,
     }  # fmt: skip
     parts = tiles * split * (2 if product.activation else 1) * m * plan.n
 
