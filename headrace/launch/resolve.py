@@ -357,7 +357,16 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         trust_request_chat_template=given.trust_request_chat_template,
         public_metrics=given.public_metrics,
         log_level=given.log_level,
+        metrics_names=given.metrics_names,
+        log_slow_s=given.log_slow_s,
+        otlp_endpoint=_url(given.otlp_endpoint),
     )
+
+
+def _url(given: str | None) -> str | None:
+    if given is not None and not given.startswith(("http://", "https://")):
+        raise ConfigError(f"--otlp-endpoint {given}: a URL with http:// or https:// is expected")
+    return given
 
 
 def _is_loopback(host: str) -> bool:

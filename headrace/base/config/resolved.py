@@ -145,6 +145,9 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool
     public_metrics: bool
     log_level: str
+    metrics_names: str = "headrace"
+    log_slow_s: float | None = None
+    otlp_endpoint: str | None = None
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

@@ -234,6 +234,22 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True
+    metrics_names: Annotated[
+        Literal["headrace", "vllm"],
+        Meta(
+            description="vllm: /metrics carries the series dashboards for vLLM ask for beside ours."
+        ),
+    ] = "headrace"
+    log_slow_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="Log where the time of a request went that took longer, seconds."),
+    ] = None
+    otlp_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="Send OpenTelemetry traces to this OTLP/HTTP URL (http://host:4318/v1/traces)."
+        ),
+    ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Log level.")
     ] = "info"

@@ -23,6 +23,7 @@ from prometheus_client import (
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from headrace.base import env
+from headrace.base.telemetry.vllm_names import FIGURES, SERIES
 
 OTHER = "other"
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -141,6 +142,24 @@ TABLE: tuple[Series, ...] = (
         buckets=_SECONDS,
     ),
     Series(
+        name="headrace_request_prefill_time_seconds",
+        kind=Kind.HISTOGRAM,
+        doc="Time from being scheduled to the first token.",
+        buckets=_SECONDS,
+    ),
+    Series(
+        name="headrace_request_decode_time_seconds",
+        kind=Kind.HISTOGRAM,
+        doc="Time from the first token to the last.",
+        buckets=_SECONDS,
+    ),
+    Series(
+        name="headrace_request_inference_time_seconds",
+        kind=Kind.HISTOGRAM,
+        doc="Time from being scheduled to the last token.",
+        buckets=_SECONDS,
+    ),
+    Series(
         name="headrace_e2e_request_latency_seconds",
         kind=Kind.HISTOGRAM,
         doc="From the arrival of a request to the end of its answer.",
@@ -237,5 +256,14 @@ def metrics_page() -> str:
     ]
     head = "# Metrics\n\nGenerated from `headrace/base/telemetry/metrics.py`.\n\n"
     table = "| name | kind | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
+    names = "\n".join(f"| `{ours}` | `{theirs}` |" for ours, theirs in SERIES.items())
+    figures = "\n".join(
+        f"| `headrace_engine_{figure}` | `{theirs}` |" for figure, (theirs, _) in FIGURES.items()
+    )
+    held = "| `headrace_engine_held_blocks / headrace_engine_total_blocks` | `vllm:kv_cache_usage_perc` |"
+    mapped = (
+        "\n\n## Names of vLLM\n\nWith `--metrics-names vllm` these are told beside ours (suffixes of counters and "
+        f"histograms stay), so that dashboards for vLLM work:\n\n| ours | vLLM |\n|---|---|\n{names}\n{figures}\n{held}"
+    )
     tail = '\n\nEvery number an engine core reports appears as `headrace_engine_NAME{engine="i"}` as well.'
-    return head + table + tail + "\n"
+    return head + table + tail + mapped + "\n"

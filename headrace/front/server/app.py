@@ -30,6 +30,7 @@ from headrace.front.server.openai import models, routes
 from headrace.front.server.pooling import routes as pooling
 from headrace.front.server.pooling import scoring
 from headrace.front.server.sse import ClientGone, SlowReader, until_gone
+from headrace.front.server.timing import log_slow
 from headrace.front.server.webui import routes as webui
 from headrace.front.server.webui.pages import PAGES
 
@@ -37,6 +38,8 @@ Reader = Callable[[Exchange, Request], Awaitable[Response]]
 Writer = Callable[[Exchange, Any], Any]
 DRAIN_RETRY_S = 5.0
 DISCARD_S = 2.0
+TIMING_HEADER = b"x-headrace-timing"
+"""A request with this header is told where its time went: Server-Timing, or a comment at the end of a stream."""
 log = logging.getLogger(__name__)
 
 
@@ -162,6 +165,9 @@ class Shell:
         try:
             exchange.tenant = self.gatekeeper.tenant(scope)
             self._refuse_while_draining(scope)
+            exchange.tells_timing = TIMING_HEADER in wire.headers
+            if self.services.tracer is not None:
+                exchange.trace = self.services.tracer.request(scope, exchange.request_id)
             exchange.timeout_s = header_timeout_s(wire.headers.get(TIMEOUT_HEADER.encode()))
             await self.inner(scope, wire.receive, wire.send)
         except (ClientGone, ClientDisconnect) as gone:
@@ -175,6 +181,7 @@ class Shell:
             await wire.fail(failure_of(error, request_id=exchange.request_id))
         finally:
             exchange.held.close()
+            _tell(exchange, wire.status)
             metrics.add("headrace_http_requests_in_flight", -1)
             metrics.add(
                 "headrace_http_requests_total",
@@ -198,6 +205,15 @@ class Shell:
         elif self.services.ready:
             reason = "queue_full"
         self.services.metrics.add("headrace_rejections_total", reason=reason)
+
+
+def _tell(exchange: Exchange, status: int) -> None:
+    """The request is over: its spans end, and a slow one is logged."""
+    if exchange.trace is not None:
+        exchange.trace.end(status)
+    if exchange.timeline is not None:
+        after_s = exchange.services.server.log_slow_s
+        log_slow(exchange.timeline, exchange.request_id, after_s=after_s)
 
 
 def _template(path: str) -> str:
@@ -244,6 +260,9 @@ class _Wire:
             self._started = True
             self.status = message["status"]
             extra = list(self._marks)
+            if self.exchange.tells_timing and self.exchange.timeline is not None:
+                told = self.exchange.timeline.server_timing()
+                extra.append((b"server-timing", told.encode()))
             if self.exchange.services.draining:
                 extra.append((b"connection", b"close"))
             message = {**message, "headers": [*message.get("headers", []), *extra]}

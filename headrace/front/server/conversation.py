@@ -176,7 +176,7 @@ def generate(
     events: AsyncIterator[Event] = services.engine.generate(generation)
     if answers is not None:
         events = parsed(events, answers)
-    return measured(events, services.metrics, arrival=exchange.arrival)
+    return measured(events, exchange)
 
 
 async def streamed(
@@ -191,4 +191,5 @@ async def streamed(
         abandon=exchange.services.abandon,
         ping_s=ping_s,
         shape=shape,
+        last_comment=exchange.timing_comment if exchange.tells_timing else None,
     )

@@ -27,6 +27,7 @@ from headrace.front.server.app import make_app
 from headrace.front.server.exchange import Services
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.protocol import ConnectionLimits, guarded_protocol
+from headrace.front.server.tracing import Tracer
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
@@ -94,6 +95,7 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
         server=spec.server,
         metrics=Metrics(),
         shares=KeyShares(spec.server.max_requests_per_key),
+        tracer=None if spec.server.otlp_endpoint is None else Tracer(spec.server.otlp_endpoint),
         answers=AnswerFormat.named(
             tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
         ).bound(tokenizer),
@@ -135,6 +137,8 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
             await engine.close()
         services.template.close()
         services.guest_templates.close()
+        if services.tracer is not None:
+            await asyncio.to_thread(services.tracer.close)
 
 
 async def _connect(
