@@ -1,4 +1,4 @@
-"""docs/grafana.json: a Grafana dashboard over our own series, generated so that it cannot name one that is not there."""
+"""docs/grafana.json: a Grafana dashboard over our own series, generated, so that it cannot name one we do not have."""
 
 from __future__ import annotations
 

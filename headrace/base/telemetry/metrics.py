@@ -256,14 +256,14 @@ def metrics_page() -> str:
     ]
     head = "# Metrics\n\nGenerated from `headrace/base/telemetry/metrics.py`.\n\n"
     table = "| name | kind | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
-    names = "\n".join(f"| `{ours}` | `{theirs}` |" for ours, theirs in SERIES.items())
+    names = "\n".join(f"| `{theirs}` | {ours} |" for ours, theirs in SERIES.items())
     figures = "\n".join(
-        f"| `headrace_engine_{figure}` | `{theirs}` |" for figure, (theirs, _) in FIGURES.items()
+        f"| `{theirs}` | headrace_engine_{figure} |" for figure, (theirs, _) in FIGURES.items()
     )
-    held = "| `headrace_engine_held_blocks / headrace_engine_total_blocks` | `vllm:kv_cache_usage_perc` |"
+    held = "| `vllm:kv_cache_usage_perc` | headrace_engine_held_blocks / headrace_engine_total_blocks |"
     mapped = (
         "\n\n## Names of vLLM\n\nWith `--metrics-names vllm` these are told beside ours (suffixes of counters and "
-        f"histograms stay), so that dashboards for vLLM work:\n\n| ours | vLLM |\n|---|---|\n{names}\n{figures}\n{held}"
+        f"histograms stay), so that dashboards for vLLM work:\n\n| vLLM | ours |\n|---|---|\n{names}\n{figures}\n{held}"
     )
     tail = '\n\nEvery number an engine core reports appears as `headrace_engine_NAME{engine="i"}` as well.'
     return head + table + tail + mapped + "\n"
