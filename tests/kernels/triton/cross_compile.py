@@ -111,7 +111,10 @@ def compiled(names: list[str], only: str = "") -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Prints what was compiled, without the assembly, but with the matrix instructions found in it."""
     marks = ("wgmma", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma", "cp.async", "griddepcontrol")
-    for one in compiled(sys.argv[1:]):
+    only, targets = ("", sys.argv[1:])
+    if ":" not in targets[0]:
+        only, targets = targets[0], targets[1:]
+    for one in compiled(targets, only):
         assembly = one.pop("assembly")
         one.pop("binary")
         one["found"] = [mark for mark in marks if mark in assembly]
