@@ -204,7 +204,8 @@ def _serve(argv: list[str]) -> int:
     load = Load(
         base_url=own.url, model=own.model, api_key=own.api_key, endpoint=own.endpoint,
         num_requests=own.num_requests, concurrency=own.concurrency, rate=own.rate,
-        input_words=own.input_words, token_ids=own.token_ids, spread=own.spread, shared_words=own.shared_words, output_tokens=own.output_len,
+        input_words=own.input_words, token_ids=own.token_ids, spread=own.spread,
+        shared_words=own.shared_words, output_tokens=own.output_len,
         temperature=own.temperature, timeout_s=own.timeout, ignore_eos=not own.no_ignore_eos,
     )  # fmt: skip
     result = run_load(load, plot=Path(own.plot) if own.plot else None)

@@ -1,5 +1,5 @@
-"""From a file to a device's memory: each loading thread reads into pinned memory of its own while what it read before is
-on its way to the device, on a stream of its own.
+"""From a file to a device's memory: each loading thread reads into pinned memory of its own while what it read before
+is on its way to the device, on a stream of its own.
 
 Reading through a memory map would fault page by page and copy once more. Conversion and cutting happen on the device.
 """
