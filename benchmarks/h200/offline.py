@@ -202,13 +202,13 @@ def main() -> None:
     }
     for line in (result["start_s"], result["start_parts_s"], *result["decisions"]):
         print(line, flush=True)
-    replay = engine.executor._runner._steps._replay if given.tensor_parallel == 1 else None
+    steps_of = engine.executor._runner._steps if given.tensor_parallel == 1 else None
     try:
         for part in given.parts.split(","):
             more = {"steps": (extra,), "gap": (given.gap_batches,)}.get(part, ())
             result[part] = PARTS[part](engine, given.shape, *more)
     finally:
-        result["graphs"] = [list(d) for d in replay.decisions] if replay else []
+        result["graphs"] = [list(d) for d in steps_of.decisions] if steps_of else []
         print(result["graphs"], flush=True)
         if given.out:
             given.out.write_text(json.dumps(result, indent=1))
