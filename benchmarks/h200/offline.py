@@ -208,7 +208,9 @@ def main() -> None:
             more = {"steps": (extra,), "gap": (given.gap_batches,)}.get(part, ())
             result[part] = PARTS[part](engine, given.shape, *more)
     finally:
-        result["graphs"] = [list(d) for d in steps_of.decisions] if steps_of else []
+        result["graphs"] = (
+            [[d.field, d.chosen, d.why] for d in steps_of.decisions] if steps_of else []
+        )
         print(result["graphs"], flush=True)
         if given.out:
             given.out.write_text(json.dumps(result, indent=1))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ class PinnedReaders:
     def __init__(self) -> None:
         self._files: dict[Path, int] = {}
         self._lock = threading.Lock()
-        self._own = threading.local()
+        self._idle: list[_Stage] = []
 
     def copy(
         self,
@@ -40,21 +42,22 @@ class PinnedReaders:
         rows = range(shape[0])[source[0]]
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         step = max(1, STAGE_BYTES // max(1, row_bytes))
-        into = target.view(len(rows), *target.shape[1:]) if target.dim() else target.view(1)
-        stage = self._stage(step * row_bytes, target.device)
+        into = target if target.dim() else target.view(1)
         file = self._file(path)
-        for start in range(0, len(rows), step):
-            count = min(step, len(rows) - start)
-            raw = stage.read(file, offset + rows[start] * row_bytes, count * row_bytes)
-            with torch.cuda.stream(stage.stream):
-                values = raw.to(target.device, non_blocking=True).view(dtype)
-                part = values.view(count, *shape[1:])[(slice(None), *source[1:])]
-                into[start : start + count].copy_(part, non_blocking=True)
-            stage.sent()
-        stage.stream.synchronize()
+        with self._stage(step * row_bytes, target.device) as stage:
+            for start in range(0, len(rows), step):
+                count = min(step, len(rows) - start)
+                raw = stage.read(file, offset + rows[start] * row_bytes, count * row_bytes)
+                with torch.cuda.stream(stage.stream):
+                    values = raw.to(target.device, non_blocking=True).view(dtype)
+                    part = values.view(count, *shape[1:])[(slice(None), *source[1:])]
+                    into[start : start + count].copy_(part, non_blocking=True)
+                stage.sent()
+            stage.stream.synchronize()
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the files and drops the staging memory."""
+        self._idle.clear()
         for file in self._files.values():
             os.close(file)
         self._files.clear()
@@ -65,11 +68,19 @@ class PinnedReaders:
                 self._files[path] = os.open(path, os.O_RDONLY)
             return self._files[path]
 
-    def _stage(self, num_bytes: int, device: torch.device) -> _Stage:
-        stage: _Stage | None = getattr(self._own, "stage", None)
-        if stage is None or stage.num_bytes < num_bytes:
-            stage = self._own.stage = _Stage(max(num_bytes, STAGE_BYTES), device)
-        return stage
+    @contextmanager
+    def _stage(self, num_bytes: int, device: torch.device) -> Iterator[_Stage]:
+        """Staging memory for one copy; made under the lock, then used again."""
+        with self._lock:
+            fitting = (stage for stage in self._idle if stage.num_bytes >= num_bytes)
+            stage = next(fitting, None)
+            if stage is None:
+                stage = _Stage(max(num_bytes, STAGE_BYTES), device)
+            else:
+                self._idle.remove(stage)
+        yield stage
+        with self._lock:
+            self._idle.append(stage)
 
 
 class _Stage:
