@@ -103,6 +103,9 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
             config=model.config,
             seed=options.model.seed,
             quantization=quantization,
+            head=model.head,
+            bare=model.bare,
+            num_labels=model.num_labels,
         ),
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
@@ -116,6 +119,8 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
         logits_width=model.logits_width,
         eos_ids=model.eos_ids,
         max_model_len=max_model_len,
+        generates=model.head == "lm",
+        pooling=model.pooling,
         tool_parser=_tool_parser(options.server, model, choose),
         reasoning_parser=_reasoning_parser(options.server, model, choose),
     )
@@ -252,6 +257,9 @@ def _scheduler(
         max(tokens, running),
         f"{where.device}: long prompts must not stall running streams",
     )
+    if model.encodes and step < max_model_len:
+        choose.note("--max-step-tokens", step, max_model_len, "an encoder computes a text at once")
+        step = max_model_len
     if step < running:
         raise ConfigError(
             f"--max-step-tokens {step}: at least --max-running ({running}) is needed, one token for each"
@@ -266,6 +274,7 @@ def _scheduler(
         overlap=given.overlap,
         ageing_steps=given.ageing_steps,
         step_timeout_s=given.step_timeout_s,
+        chunked=not model.encodes,
     )
 
 
@@ -279,6 +288,9 @@ def _kv(
     choose: _Chooser,
 ) -> KVSpec:
     given = options.kv
+    if model.encodes:
+        choose.note("--kv-blocks", "auto", 1, "an encoder keeps no KV cache")
+        return KVSpec(block_tokens=given.block_tokens, prefix_caching=False, num_blocks=1)
     blocks, memory, fit = given.kv_blocks, None, False
     needed = -(-max_model_len // given.block_tokens) + 1  # block 0 belongs to nobody
     if blocks is not None and options.model.max_model_len != "auto" and blocks < needed:
@@ -331,7 +343,7 @@ def _kv_bytes(weight_bytes: int, device: DeviceFacts, where: DeviceSpec) -> int:
 
 def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
     """The name of a known format of tool calls, or "none"."""
-    found = choose_tools(model.chat_template)
+    found = choose_tools(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--tool-parser", given.tool_parser, found.name, found.why)
     tool_family(name)
     return name
@@ -339,7 +351,7 @@ def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> s
 
 def _reasoning_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
     """The name of a known format of reasoning, or "none"."""
-    found = choose_reasoning(model.chat_template)
+    found = choose_reasoning(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--reasoning-parser", given.reasoning_parser, found.name, found.why)
     reasoning_family(name)
     return name
