@@ -1,7 +1,8 @@
-"""The Triton kernels on one GPU: right, how fast, how far from the floor. `python -m benchmarks.h200.kernels OUT [PART ...]`
+"""The Triton kernels on one GPU: right, how fast, how far from the floor. `python -m benchmarks.h200.kernels OUT
+[PART ...]`
 
-Parts: check, small, attention, products, chain (all, in this order). Writes OUT/kernels.json and OUT/products.json (the
-table that ships, headrace/back/kernels/linear/tables). An H200 takes about three minutes, most of it compiling.
+Parts: check, small, attention, products, chain (all, in this order). Writes OUT/kernels.json and OUT/products.json
+(the table that ships, headrace/back/kernels/linear/tables). An H200 takes about three minutes, most of it compiling.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small products against cuBLAS and the memory's floor, for the shapes of two models; writes the table that ships.
 
-Every launch of a chain reads another weight. The norm before, the activation after and the addition into the residual are
-part of our kernels' time and are not in cuBLAS' figure.
+Every launch of a chain reads another weight. The norm before, the activation after and the addition into the residual
+are part of our kernels' time and are not in cuBLAS' figure.
 """
 
 from __future__ import annotations

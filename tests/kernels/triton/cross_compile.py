@@ -1,9 +1,10 @@
-"""Compiles every Triton kernel for GPUs that are not there: `python -m tests.kernels.triton.cross_compile TARGET ...`.
+"""Compiles every Triton kernel for GPUs that are not there: `python -m tests.kernels.triton.cross_compile TARGET
+...`.
 
 A target is "cuda:90" or "hip:gfx942". Each kernel is bound and called as in use, on CPU tensors; what would have been
 launched is compiled instead, with the types and alignments the launch would have seen. Prints one JSON object per
-kernel and target. Runs in a process of its own: a process either interprets Triton kernels or compiles them, and a crash
-of the compiler is one.
+kernel and target. Runs in a process of its own: a process either interprets Triton kernels or compiles them, and a
+crash of the compiler is one.
 """
 
 from __future__ import annotations

@@ -105,6 +105,7 @@ def bind_reference(
 
 
 def _sample(problem: FusedLinearProblem) -> Sample:
+    """One token: the case that is fused on every device."""
     problem = replace(
         problem,
         inputs=linear.checked_size(problem.inputs),
@@ -119,8 +120,8 @@ def _sample(problem: FusedLinearProblem) -> Sample:
     norm_weight = None
     if problem.eps is not None:
         norm_weight = random_tensor(problem.inputs, **{**new, "dtype": torch.float32})
-    x = random_tensor(3, problem.inputs, **new)
-    residual = random_tensor(3, problem.results, **new) if problem.add else None
+    x = random_tensor(1, problem.inputs, **new)
+    residual = random_tensor(1, problem.results, **new) if problem.add else None
     return Sample(problem=problem, weights=(weight, bias, norm_weight), arguments=(x, residual))
 
 

@@ -1,8 +1,10 @@
-"""The fused linear layer: small products in one kernel, large ones by cuBLAS between the kernels of the parts."""
+"""The fused linear layer: one token in one kernel; up to 64 tokens with the norm before on its own; more by cuBLAS
+between the kernels of the parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -28,41 +30,48 @@ def bind(
 ) -> FusedLinear:
     """The kernels for one weight, read as it is."""
     weight_OI = weight_OI.contiguous()
-    product = Product(
+    after = Product(
         weight_OI=weight_OI,
         bias_O=bias_O,
-        norm_I=norm_weight_I,
-        eps=problem.eps or 0.0,
         activation=problem.activation or "",
         add=problem.add,
     )
-    run_for, large = small(product), _large(problem, product)
+    several = small(after)
+    one, norm = several, None
+    if problem.eps is not None:
+        assert norm_weight_I is not None, "a norm has a weight"
+        one = small(replace(after, norm_I=norm_weight_I, eps=problem.eps))
+        norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
+    large = _large(problem, weight_OI, bias_O)
 
     def fused_linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
-        run = run_for(len(x_TI))
+        num_tokens = len(x_TI)
+        run = one(num_tokens)
+        if run is None and norm is not None:
+            x_TI, run = norm(x_TI), several(num_tokens)
         if run is None:
             return large(x_TI, residual_TY)
-        y_TY = x_TI.new_empty(len(x_TI), problem.results) if residual_TY is None else residual_TY
+        y_TY = x_TI.new_empty(num_tokens, problem.results) if residual_TY is None else residual_TY
         run(x_TI, y_TY)
         return y_TY
 
     return fused_linear
 
 
-def _large(problem: FusedLinearProblem, product: Product) -> FusedLinear:
-    weight_OI, bias_O = product.weight_OI, product.bias_O
-    identity: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # noqa: E731
-    norm = activate = identity
-    if product.norm_I is not None:
-        norm = triton_rms_norm.bind_norm(norm_problem(problem), product.norm_I)
+def _large(
+    problem: FusedLinearProblem, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
+) -> FusedLinear:
+    """The product by cuBLAS, and what comes after it."""
+    activate = None
     if problem.activation is not None:
         activate = triton_gated_act.bind(activation_problem(problem))
 
     def large(x_TI: torch.Tensor, residual_TY: torch.Tensor | None) -> torch.Tensor:
-        if problem.add and bias_O is None and problem.activation is None:
-            assert residual_TY is not None
-            return residual_TY.addmm_(norm(x_TI), weight_OI.t())
-        y_TY = activate(F.linear(norm(x_TI), weight_OI, bias_O))
+        if residual_TY is not None and bias_O is None and activate is None:
+            return residual_TY.addmm_(x_TI, weight_OI.t())
+        y_TY = F.linear(x_TI, weight_OI, bias_O)
+        if activate is not None:
+            y_TY = activate(y_TY)
         return y_TY if residual_TY is None else residual_TY.add_(y_TY)
 
     return large

@@ -1,8 +1,8 @@
-"""The draw in Triton: every score in float64, rows cut into chunks; the program that finishes a row's last chunk compares
-them. The noise is that of noise.py.
+"""The draw in Triton: every score in float64, rows cut into chunks; the program that finishes a row's last chunk
+compares them. The noise is that of noise.py.
 
-log1p(-u) is taken as log(w) * -u / (w - 1) with w = 1 - u, exact to a few units in the last place (Kahan; Goldberg 1991,
-"What every computer scientist should know about floating-point arithmetic", theorem 4).
+log1p(-u) is taken as log(w) * -u / (w - 1) with w = 1 - u, exact to a few units in the last place (Kahan; Goldberg
+1991, "What every computer scientist should know about floating-point arithmetic", theorem 4).
 """
 
 from __future__ import annotations

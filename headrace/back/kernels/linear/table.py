@@ -1,9 +1,10 @@
 """How small products are computed: a measured table per device, shape and number of tokens, kept as JSON.
 
-Shipped tables lie beside this file; `headrace build-kernels` measures the shapes of a model and keeps them in the cache
-folder, which goes first. A file holds {"device": name, "version": VERSION, "shapes": {shape: {tokens: plan or null}}}; a
-shape is "OUTPUTSxINPUTS", with "+act" if the outputs are gate and up, tokens is a power of two (what a size is padded to),
-null means the library's product. VERSION rises whenever a kernel changes so that old measurements mean nothing.
+Shipped tables lie in tables/; `headrace build-kernels` measures the shapes of a model and keeps them in the cache
+folder, which goes first. A file holds {"device": name, "version": VERSION, "shapes": {shape: {tokens: plan or
+null}}}; a shape is "OUTPUTSxINPUTS", with "+act" if the outputs are gate and up, tokens is a power of two (what a
+size is padded to), null means the library's product. VERSION rises whenever a kernel changes so that old measurements
+mean nothing.
 
 A shape that nobody measured gets a rule, which is the table's average.
 """
@@ -100,14 +101,12 @@ def plan_for(
 
 
 def _rule(outputs: int, inputs: int, tokens: int) -> ProductPlan | None:
-    wide = inputs >= 2048
-    if tokens <= 2:
-        return ProductPlan(
-            kernel="gemv", n=2 if tokens == 1 else 1, k=2048 if wide else 1024, warps=4
-        )
-    if tokens <= 16:
-        split = 2 if outputs <= 4096 and wide else 1
-        return ProductPlan(kernel="skinny", n=32, k=128, warps=4, stages=4, split=split)
+    """What wins on an H200: one token always; more where few outputs leave the library short of programs."""
+    if tokens == 1:
+        return ProductPlan(kernel="gemv", n=4, k=2048 if inputs >= 2048 else 1024, warps=4)
+    if tokens <= 16 and outputs <= 4096 and inputs % 512 == 0:
+        n = 64 if outputs >= 4096 else 32
+        return ProductPlan(kernel="skinny", n=n, k=128, warps=4, stages=5, split=4, prefetch=2)
     return None
 
 

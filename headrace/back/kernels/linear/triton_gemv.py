@@ -2,8 +2,8 @@
 
 Rows of the weight are read 16 bytes a thread and dropped from the cache first. The first part is asked for before the
 kernel waits for the one before it, so that a chain of products keeps the memory busy. Around the product, as in
-kernels/fused_linear: a norm of x (its scale is one number, so it is applied to the sums), a gated activation, an addition
-into the residual.
+kernels/fused_linear: a norm of x (its scale is one number, so it is applied to the sums), a gated activation, an
+addition into the residual.
 
 I inputs, O outputs, N outputs of a program, K inputs of a step.
 """

@@ -51,9 +51,11 @@ def refusal(inputs: int, activation: str | None) -> str | None:
 
 
 def small(product: Product) -> Callable[[int], Launch | None]:
-    """For a number of tokens the launch `f(x_TI, y_TY)`, None where the library's product is taken."""
+    """For a number of tokens the launch `f(x_TI, y_TY)`, None where the library's product is taken. With a norm one
+    token only: see triton_skinny.py."""
     outputs, inputs = product.weight_OI.shape
     device = product.weight_OI.device
+    most = 1 if product.norm_I is not None else MAX_TOKENS
 
     @cache
     def padded(tokens: int) -> Launch | None:
@@ -62,7 +64,7 @@ def small(product: Product) -> Callable[[int], Launch | None]:
         )
         return plan and launcher(product, plan, tokens)
 
-    return lambda tokens: padded(power_of_two(tokens)) if tokens <= MAX_TOKENS else None
+    return lambda tokens: padded(power_of_two(tokens)) if tokens <= most else None
 
 
 @cache
@@ -81,7 +83,6 @@ def _shared(product: Product) -> dict[str, int | bool | str]:
         "INPUTS": product.weight_OI.shape[1],
         "OUTPUTS": product.results,
         "BIAS": product.bias_O is not None,
-        "NORM": product.norm_I is not None,
         "ACTIVATION": product.activation,
         "ADD": product.add,
     }
@@ -90,7 +91,7 @@ def _shared(product: Product) -> dict[str, int | bool | str]:
 def _gemv(product: Product, plan: ProductPlan, tokens: int) -> Launch:
     assert tokens == 1, tokens
     grid = (triton.cdiv(product.results, plan.n),)
-    constants = {**_shared(product), "N": plan.n, "K": plan.k}
+    constants = {**_shared(product), "NORM": product.norm_I is not None, "N": plan.n, "K": plan.k}
 
     def run(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
         assert x_TI.stride(1) == y_TY.stride(1) == 1
@@ -104,8 +105,8 @@ def _gemv(product: Product, plan: ProductPlan, tokens: int) -> Launch:
 
 def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
     m, tiles = max(16, tokens), triton.cdiv(product.results, plan.n)
-    split = 1 if product.norm_I is not None else plan.split
-    assert split == 1 or tiles <= COUNTERS, (tiles, split)
+    split = plan.split
+    assert product.norm_I is None and (split == 1 or tiles <= COUNTERS), (tiles, split)
     share = triton.cdiv(product.weight_OI.shape[1], plan.k * split) * plan.k
     prefetch = plan.prefetch if plan.prefetch * plan.k <= share else 0
     constants = {
@@ -120,9 +121,8 @@ def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
         if split > 1:
             partial = torch.empty(parts, dtype=torch.float32, device=x_TI.device)
         skinny_kernel[(tiles, split)](
-            x_TI, product.weight_OI, product.bias_O, product.norm_I, y_TY, partial,
-            counters(x_TI.device), len(x_TI), x_TI.stride(0), y_TY.stride(0), product.eps,
-            **constants, num_warps=plan.warps, num_stages=plan.stages, **launch(x_TI.device),
+            x_TI, product.weight_OI, product.bias_O, y_TY, partial, counters(x_TI.device),
+            len(x_TI), x_TI.stride(0), y_TY.stride(0), **constants, num_warps=plan.warps, num_stages=plan.stages, **launch(x_TI.device),
         )  # fmt: skip
 
     return run
