@@ -48,7 +48,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CPU_KV_SHARE = 0.25
-CUDA_MEMORY_SHARE = 0.9
+CUDA_MEMORY_SHARE = 0.92
 CUDA_RESERVE_BYTES = 2 << 30
 MIN_KV_BYTES = 16 << 20
 NULL_BLOCKS = 8192
@@ -57,6 +57,10 @@ WEIGHT_BITS = {"int8": 8.0, "int4": 4.5}
 # CPU cores 1024 tokens took 170 ms with the bundled 10 M model and seconds with one of 0.6 B.
 CPU_STEP_TOKENS = 256
 FAST_STEP_TOKENS = 8192
+# On CUDA a step of prompts may take about 54 ms: 2304 tokens of an 8 B model on an H200. Products reach the rate of the
+# longest ones at 2048 rows, so more tokens would only make streams wait; fewer would let prompts wait behind decodes.
+CUDA_STEP_OPERATIONS = 0.054 * 700e12
+CUDA_LEAST_STEP_TOKENS = 512
 
 
 class _Chooser:
@@ -151,8 +155,35 @@ def _device(options: Options, device: DeviceFacts, choose: _Chooser) -> DeviceSp
         "--threads", given.threads, share, f"{device.cores} usable cores, {ranks} workers"
     )
     return DeviceSpec(
-        device=kind, executor=executor, tensor_parallel=given.tensor_parallel, threads=threads
+        device=kind,
+        executor=executor,
+        tensor_parallel=given.tensor_parallel,
+        threads=threads,
+        memory_bytes=_gpu_bytes(given.gpu_memory, kind, executor, device, choose),
     )
+
+
+def _gpu_bytes(
+    given: str, kind: str, executor: str, device: DeviceFacts, choose: _Chooser
+) -> int | None:
+    """What a worker may take of its GPU; None where there is none."""
+    if kind != "cuda" or executor == "null":
+        if given != "auto":
+            raise ConfigError(f"--gpu-memory {given}: there is no GPU in use ({kind})")
+        return None
+    share = CUDA_MEMORY_SHARE
+    if given != "auto":
+        try:
+            share = float(given)
+        except ValueError:
+            return parse_bytes(given, field="--gpu-memory")
+        if share > 1:
+            return int(share)
+        if share <= 0:
+            raise ConfigError(f"--gpu-memory {given}: a size, or a fraction above 0 and up to 1")
+    room = int(device.free_bytes * share)
+    choose.note("--gpu-memory", given, f"{room / 2**30:.1f}GiB", f"{share:g} of what is free")
+    return room
 
 
 def _dtype(model: ModelFacts, where: DeviceSpec) -> str:
@@ -202,6 +233,13 @@ def _max_model_len(options: Options, model: ModelFacts, choose: _Chooser) -> int
     return chosen
 
 
+def _cuda_step_tokens(model: ModelFacts, ranks: int) -> int:
+    """A multiple of 256, the rows of the largest tiles of products."""
+    tokens = CUDA_STEP_OPERATIONS * ranks / (2 * max(1, model.num_params))
+    whole = int(tokens) // 256 * 256
+    return min(FAST_STEP_TOKENS, max(CUDA_LEAST_STEP_TOKENS, whole))
+
+
 def _scheduler(
     options: Options, model: ModelFacts, where: DeviceSpec, max_model_len: int, choose: _Chooser
 ) -> SchedulerSpec:
@@ -210,11 +248,14 @@ def _scheduler(
     running = choose.pick(
         "--max-running", given.max_running, 256 if fast else 64, f"for {where.device}"
     )
+    tokens = FAST_STEP_TOKENS if fast else CPU_STEP_TOKENS
+    if where.device == "cuda" and where.executor != "null":
+        tokens = _cuda_step_tokens(model, where.tensor_parallel)
     step = choose.pick(
         "--max-step-tokens",
         given.max_step_tokens,
-        max(FAST_STEP_TOKENS if fast else CPU_STEP_TOKENS, running),
-        f"for {where.device}" if fast else "cpu: long prompts must not stall running streams",
+        max(tokens, running),
+        f"{where.device}: long prompts must not stall running streams",
     )
     if model.encodes and step < max_model_len:
         choose.note("--max-step-tokens", step, max_model_len, "an encoder computes a text at once")
@@ -250,7 +291,7 @@ def _kv(
     if model.encodes:
         choose.note("--kv-blocks", "auto", 1, "an encoder keeps no KV cache")
         return KVSpec(block_tokens=given.block_tokens, prefix_caching=False, num_blocks=1)
-    blocks, memory = given.kv_blocks, None
+    blocks, memory, fit = given.kv_blocks, None, False
     needed = -(-max_model_len // given.block_tokens) + 1  # block 0 belongs to nobody
     if blocks is not None and options.model.max_model_len != "auto" and blocks < needed:
         raise ConfigError(
@@ -268,7 +309,9 @@ def _kv(
         why = (
             "a share of the free memory" if memory <= most else "what all running requests can use"
         )
-        memory = min(memory, most)
+        memory, fit = min(memory, most), where.device == "cuda"
+        if fit:
+            why += "; or what the largest step leaves"
         if where.device == "cpu":
             why += "; taken from the system only as it fills"
         choose.note("--kv-memory", "auto", f"{memory / 2**30:.2f}GiB", why)
@@ -277,6 +320,7 @@ def _kv(
         prefix_caching=given.prefix_caching,
         num_blocks=blocks,
         memory_bytes=memory,
+        fit=fit,
     )
 
 
@@ -285,11 +329,14 @@ def _kv_bytes(weight_bytes: int, device: DeviceFacts, where: DeviceSpec) -> int:
     if where.device == "cpu":
         return max(MIN_KV_BYTES, int(device.free_bytes * CPU_KV_SHARE) - weight_bytes // 4)
     weights = weight_bytes // where.tensor_parallel
-    room = int(device.total_bytes * CUDA_MEMORY_SHARE) - weights - CUDA_RESERVE_BYTES
+    assert where.memory_bytes is not None
+    room = where.memory_bytes - weights - CUDA_RESERVE_BYTES
     if room < MIN_KV_BYTES:
         raise ConfigError(
             f"the weights ({weights / 2**30:.1f} GiB per device) leave no room for the KV cache in "
-            f"{device.total_bytes / 2**30:.1f} GiB; use --tensor-parallel, or --kv-memory to insist"
+            f"{where.memory_bytes / 2**30:.1f} GiB ({device.free_bytes / 2**30:.1f} GiB are free): "
+            f"{(MIN_KV_BYTES - room) / 2**30:.1f} GiB more are needed; raise --gpu-memory, use "
+            "--tensor-parallel, or --kv-memory to insist"
         )
     return room
 

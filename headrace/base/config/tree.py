@@ -158,6 +158,14 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Annotated[
         Positive, Meta(description="Engine cores, each with a whole copy of the model.")
     ] = 1
+    gpu_memory: Annotated[
+        str,
+        Meta(
+            pattern=r"^(auto|\d+(\.\d+)?\s*([kKmMgGtT]i?)?[bB]?)$",
+            description="Memory that a worker may take on its GPU, all in: a size such as 80GiB, or a fraction of what "
+            "is free (0.5); auto is 0.92 of it. What the model and its largest step leave goes to the KV cache.",
+        ),
+    ] = "auto"
     threads: Annotated[
         Positive | Auto,
         Meta(description="CPU threads of a worker; auto respects cpuset and cgroup."),
