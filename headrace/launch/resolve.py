@@ -57,6 +57,7 @@ WEIGHT_BITS = {"int8": 8.0, "int4": 4.5}
 # CPU cores 1024 tokens took 170 ms with the bundled 10 M model and seconds with one of 0.6 B.
 CPU_STEP_TOKENS = 256
 FAST_STEP_TOKENS = 8192
+CPU_STRETCH = 2.0
 
 
 class _Chooser:
@@ -215,11 +216,18 @@ def _scheduler(
         raise ConfigError(
             f"--max-step-tokens {step}: at least --max-running ({running}) is needed, one token for each"
         )
+    stretch = choose.pick(
+        "--decode-stretch",
+        given.decode_stretch,
+        None if fast else CPU_STRETCH,
+        f"for {where.device}" if fast else "cpu: prefill takes no more of a step than decodes do",
+    )
     return SchedulerSpec(
         max_step_tokens=step,
         max_running=running,
         policy=given.policy,
         inter_prefill_budget=given.inter_prefill_budget,
+        decode_stretch=stretch,
         max_queued_requests=given.max_queued_requests,
         max_queued_tokens=given.max_queued_tokens,
         overlap=given.overlap,
