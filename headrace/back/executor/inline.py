@@ -10,7 +10,7 @@ import logging
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
-from headrace.back.executor.worker import DEFAULT_LOADER, build_runner, set_threads
+from headrace.back.executor.worker import DEFAULT_LOADER, StepThreads, build_runner, set_threads
 from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead
@@ -57,6 +57,7 @@ class InlineExecutor:
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
+        self._threads = StepThreads(spec.device.threads, self._runner.facts)
 
     @property
     def facts(self) -> WorkerFacts:
@@ -86,6 +87,7 @@ class InlineExecutor:
         if self._failure is not None:
             raise self._failure
         try:
+            self._threads.fit(plan)
             return self._runner.execute(plan)
         except Exception as error:
             log.exception("step %d failed", plan.step)
