@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,7 +65,11 @@ def resident_mib(supervisor: psutil.Process) -> float:
 
 
 async def bystander(
-    session: aiohttp.ClientSession, number: int, *, max_tokens: int = 48
+    session: aiohttp.ClientSession,
+    number: int,
+    *,
+    max_tokens: int = 48,
+    on_gap: Callable[[float], None] = lambda gap: None,
 ) -> tuple[str, list[float]]:
     """One greedy streamed chat; its text and the gaps between its chunks in seconds."""
     body = {
@@ -86,6 +90,7 @@ async def bystander(
                 text += choice["delta"].get("content") or ""
             now = time.perf_counter()
             gaps.append(now - last)
+            on_gap(now - last)
             last = now
     return text, gaps
 
