@@ -7,7 +7,9 @@ probes), and a step without decodes is not bounded at all.
 
 from __future__ import annotations
 
-PROBE_STEPS = 32  # after so many mixed steps one is left to the decodes, so that their own time stays known
+PROBE_STEPS = (
+    32  # after so many mixed steps one is left to the decodes, so that their own time stays known
+)
 FORGET = 0.9  # share of its weight that a measurement keeps at the next one
 OUTLIER = 3.0  # a step this many times as long as expected was held up by something else
 FIRST_SHARE = 8  # before anything is measured: this part of the step's budget
@@ -57,9 +59,7 @@ class Pace:
         tokens = min((self._stretch - 1.0) * decode_s / token_s, self._max_tokens)
         return max(self._least, int(tokens) // self._least * self._least)
 
-    def landed(
-        self, submitted_at: float, now: float, *, decodes: int, prefill_tokens: int
-    ) -> None:
+    def landed(self, submitted_at: float, now: float, *, decodes: int, prefill_tokens: int) -> None:
         """A step is done. Steps run one after another: it began when it was submitted, or when the one before ended."""
         seconds = now - max(submitted_at, self._landed_at)
         self._landed_at = now
