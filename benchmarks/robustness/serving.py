@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 
 from headrace.bench.startup import free_port, wait_ready
+
+DEMO = Path(__file__).parents[2] / "demo" / "model"
 
 BYSTANDER_PROMPTS = [
     "Hello! Who are you?",
@@ -50,6 +53,15 @@ def server(*arguments: str) -> Iterator[tuple[str, psutil.Process]]:
     finally:
         process.terminate()
         process.wait(60)
+
+
+def null_model(folder: Path, *, step_s: float) -> list[str]:
+    """Arguments that serve the bundled model's shape on the null executor, at a fixed time per step."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_bytes((DEMO / name).read_bytes())
+    config = json.loads((DEMO / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "null_step_s": step_s}))
+    return [str(folder), "--load-format", "dummy", "--executor", "null"]
 
 
 def children(supervisor: psutil.Process) -> dict[int, str]:
