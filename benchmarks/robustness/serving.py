@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ BYSTANDER_PROMPTS = [
 
 
 @contextmanager
-def server(*arguments: str) -> Iterator[tuple[str, psutil.Process]]:
+def server(
+    *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, psutil.Process]]:
     """`headrace serve` with the bundled model; yields its address and the supervisor's process."""
     port = free_port()
     command = [
@@ -46,7 +49,9 @@ def server(*arguments: str) -> Iterator[tuple[str, psutil.Process]]:
         "warning",
         *arguments,
     ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
+    )
     try:
         wait_ready(f"http://127.0.0.1:{port}", process, time.perf_counter() + 60)
         yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
