@@ -88,9 +88,14 @@ async def with_retries(base: str, seconds: float) -> float:
     random_ = random.Random(12)
     clients = [openai.AsyncOpenAI(base_url=base + "/v1", api_key=k, max_retries=3) for k in KEYS]
 
+    model = (await clients[0].models.list()).data[0].id
+
     async def one() -> bool:
         try:
-            await random_.choice(clients).completions.create(model="", **BODY)  # type: ignore[call-overload]
+            client = random_.choice(clients)
+            await client.completions.create(
+                model=model, prompt="fox", max_tokens=TOKENS, extra_body={"min_tokens": TOKENS}
+            )
         except openai.APIStatusError:
             return False
         return True
