@@ -1,4 +1,4 @@
-"""Nothing is unpickled in a serving process tree (P1/T1): an audit hook in every process, and pickle bombs at every door.
+"""Nothing is unpickled in a serving process tree (P1/T1): an audit hook in every process, pickle bombs at every door.
 
     python benchmarks/robustness/no_pickle.py --write
 

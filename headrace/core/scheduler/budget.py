@@ -9,13 +9,17 @@ class StepBudget:
     """The budget of one step.
 
     `inter_prefill`: once the step holds that many prefill tokens no further prefill joins it; the first always may,
-    and may use the whole budget (ENG-01). `pace` bounds the prefill tokens beside rows that decode.
+    and may use the whole budget (ENG-01). Without `chunked` a prompt runs in one step or waits for the next. `pace`
+    bounds the prefill tokens beside rows that decode.
     """
 
-    def __init__(self, max_tokens: int, inter_prefill: int | None, pace: Pace) -> None:
+    def __init__(
+        self, max_tokens: int, inter_prefill: int | None, pace: Pace, *, chunked: bool = True
+    ) -> None:
         self.left = max_tokens
         self.prefill_tokens = 0
         self._inter_prefill = inter_prefill
+        self._chunked = chunked
         self._pace = pace
         self._allowance = max_tokens
 
@@ -43,3 +47,7 @@ class StepBudget:
             return False
         bound = self._inter_prefill
         return bound is None or self.prefill_tokens == 0 or self.prefill_tokens < bound
+
+    def holds(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens may begin in this step."""
+        return self._chunked or tokens <= self.prefill_left
