@@ -310,7 +310,8 @@ def main() -> int:
     if given.attack:
         asyncio.run(attack_in_waves(given.attack, given.cases, given.seed))
         return 0
-    with server() as (base, supervisor):
+    # A small KV pool: cached prefixes touch its pages one by one, which is no growth.
+    with server("--kv-memory", "128MiB") as (base, supervisor):
         report = asyncio.run(run(base, supervisor, given.cases, given.seed))
     print(json.dumps(report, indent=1))
     if given.write:
