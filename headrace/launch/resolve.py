@@ -61,6 +61,7 @@ FAST_STEP_TOKENS = 8192
 # longest ones at 2048 rows, so more tokens would only make streams wait; fewer would let prompts wait behind decodes.
 CUDA_STEP_OPERATIONS = 0.054 * 700e12
 CUDA_LEAST_STEP_TOKENS = 512
+CPU_STRETCH = 2.0
 
 
 class _Chooser:
@@ -264,11 +265,18 @@ def _scheduler(
         raise ConfigError(
             f"--max-step-tokens {step}: at least --max-running ({running}) is needed, one token for each"
         )
+    stretch = choose.pick(
+        "--decode-stretch",
+        given.decode_stretch,
+        None if fast else CPU_STRETCH,
+        f"for {where.device}" if fast else "cpu: prefill takes no more of a step than decodes do",
+    )
     return SchedulerSpec(
         max_step_tokens=step,
         max_running=running,
         policy=given.policy,
         inter_prefill_budget=given.inter_prefill_budget,
+        decode_stretch=stretch,
         max_queued_requests=given.max_queued_requests,
         max_queued_tokens=given.max_queued_tokens,
         overlap=given.overlap,

@@ -96,7 +96,7 @@ def _parse_text(option: OptionField, text: str, spelled: str) -> object:
         return parse_count(text, field=spelled)
     if option.is_number and text in option.choices and text.isdigit():
         return int(text)
-    if option.is_float:
+    if option.is_float and text not in ("auto", "none"):
         try:
             return float(text)
         except ValueError:

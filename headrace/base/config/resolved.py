@@ -67,6 +67,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     policy: str = "fcfs"
     inter_prefill_budget: int | None = None
+    decode_stretch: float | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
     overlap: bool = True

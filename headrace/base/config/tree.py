@@ -122,6 +122,13 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Once a step holds this many prefill tokens, no further prefill joins it. Default: no bound."
         ),
     ] = None
+    decode_stretch: Annotated[
+        Annotated[float, Meta(ge=1.1, le=1000)] | Auto | None,
+        Meta(
+            description="While requests decode, prefill may make a step this many times as long as decodes alone "
+            "take (measured). none: no bound, for throughput."
+        ),
+    ] = "auto"
     max_queued_requests: Annotated[
         Natural,
         Meta(description="Requests that may wait; one more is refused with 503 and Retry-After."),

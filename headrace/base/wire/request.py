@@ -140,7 +140,7 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
-    """The answer to a `Call`: a JSON document, or an error."""
+    """The answer to a `Call`: a msgpack value, or an error."""
 
     number: int
     result: msgspec.Raw = msgspec.Raw(b"\xc0")

@@ -26,6 +26,7 @@ from headrace.core.rows import RowTable
 from headrace.core.scheduler.budget import StepBudget
 from headrace.core.scheduler.draft import Draft, Flight
 from headrace.core.scheduler.gates import Gates
+from headrace.core.scheduler.pace import Pace
 from headrace.core.scheduler.policy import key_of, queue_of
 
 MAX_LOOKS = 64  # waiting requests tried in one step: bounds the host's work when the pool is full
@@ -53,6 +54,9 @@ class Scheduler:
         self.gates = gates
         self.queue = queue_of(spec.policy, num_rows=rows.num_rows)
         self.key = key_of(spec.policy)
+        self.pace = Pace(
+            spec.decode_stretch, max_tokens=spec.max_step_tokens, block_tokens=kv.block_tokens
+        )
         self.prefilling: list[Request] = []
         self.admit_new = True
         self.outgrown: list[Request] = []
@@ -91,7 +95,8 @@ class Scheduler:
     def plan(self) -> tuple[StepPlan, Flight] | None:
         """The next step, or None if nothing can run now."""
         budget = StepBudget(
-            self.spec.max_step_tokens, self.spec.inter_prefill_budget, chunked=self.spec.chunked
+            *(self.spec.max_step_tokens, self.spec.inter_prefill_budget, self.pace),
+            chunked=self.spec.chunked,
         )
         draft = Draft(self.rows)
         self._decode(draft, budget)
@@ -227,8 +232,8 @@ class Scheduler:
         """Puts the next chunk of a prefill into the step."""
         row = request.row
         start, known = int(self.rows.planned[row]), int(self.rows.known[row])
-        tokens = self.kv.fit(request, start=start, want=min(known - start, budget.left))
-        assert tokens > 0, (request.id, start, known, budget.left)
+        tokens = self.kv.fit(request, start=start, want=min(known - start, budget.prefill_left))
+        assert tokens > 0, (request.id, start, known, budget.prefill_left)
         draft.add_updates(request, self.kv.extend(request, start + tokens))
         budget.spend_prefill(tokens)
         last = start + tokens == known

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 LAST_WORDS_S = 2.0
 POLL_S = 0.02
+SWITCH_S = 0.0005
 
 
 class Server(uvicorn.Server):
@@ -184,6 +186,8 @@ def main() -> int:
     logs.configure("api", spec.server.log_level)
     import uvloop
 
+    # Threads of this process tokenize and render; the loop, which streams, shall not wait 5 ms for each of them.
+    sys.setswitchinterval(SWITCH_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(spec, listener, status))

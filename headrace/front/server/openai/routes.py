@@ -23,7 +23,7 @@ async def post_chat(exchange: Exchange, document: Any) -> Response:
     model = services.model_name(request.model)
     label = completion_id("chatcmpl")
     prompt_ids, events = await begin(exchange, request, label=label)
-    reply = chat.Reply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
+    reply = chat.ChatReply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
     if request.stream:
         return await streamed(exchange, chat.to_chunks(events, reply))
     return Response(await chat.to_answer(events, reply), media_type="application/json")
@@ -47,7 +47,7 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
             for i, p in enumerate(prompts)
         ]
     )
-    reply = completions.Reply(
+    reply = completions.CompletionReply(
         id=label, model=model, created=int(time.time()), request=request, prompts=prompts
     )
     if request.stream:

@@ -90,7 +90,7 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
     def prompt_tail(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
         """How a prompt ends, as `parser` wants it."""
         pieces = self.pieces_of(tokenizer, skip_special_tokens=False)
-        return decode_pieces(pieces[i] for i in prompt_ids[-_TAIL_TOKENS:])
+        return decode_pieces([pieces[i] for i in prompt_ids[-_TAIL_TOKENS:]])
 
     def parser(
         self,
