@@ -90,6 +90,6 @@ def _named(rows: Sequence[F], name: str, option: str) -> F | None:
     for row in rows:
         if name == row.name or name in row.aliases:
             return row
-    names = {word for row in rows for word in (row.name, *row.aliases)}
-    known = ", ".join(["auto", NONE, *sorted(names)])
-    raise ConfigError(f"{option}: {name!r} is not known; allowed: {known}", field=option)
+    names = {word for known in rows for word in (known.name, *known.aliases)}
+    allowed = ", ".join(["auto", NONE, *sorted(names)])
+    raise ConfigError(f"{option}: {name!r} is not known; allowed: {allowed}", field=option)

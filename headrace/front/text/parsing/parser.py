@@ -134,12 +134,15 @@ class OutputParser:
         self._sink = Sink(new_id, only_one_call=only_one_call)
         self._engine = Engine(self._sink)
         self._reasoning: ReasoningState | Harmony | None = None
-        harmony = tools if isinstance(tools, HarmonyTags) else reasoning and reasoning.harmony
+        harmony = tools if isinstance(tools, HarmonyTags) else None
+        if harmony is None and reasoning is not None:
+            harmony = reasoning.harmony
         if harmony is not None:
             offered = schemas if isinstance(tools, HarmonyTags) else None
             reasons = reasoning is not None and reasoning.harmony is not None
             self._reasoning = Harmony(
-                *(self._engine, harmony),
+                self._engine,
+                harmony,
                 functions=offered,
                 reasons=reasons,
                 prompt_tail=prompt_tail,
