@@ -14,7 +14,7 @@ import msgspec
 from headrace.front.client.events import Delta, Ended, Event
 from headrace.front.text.parsing.counting import ReasoningTokens
 from headrace.front.text.parsing.parser import OutputParser
-from headrace.front.text.parsing.parts import Part
+from headrace.front.text.parsing.parts import Content, Part
 
 
 class ParsedDelta(Delta, frozen=True, kw_only=True):
@@ -22,6 +22,13 @@ class ParsedDelta(Delta, frozen=True, kw_only=True):
 
     parts: list[Part]
     num_reasoning: int
+
+
+def parts_of(delta: Delta) -> list[Part]:
+    """What a delta consists of; text that nobody parses is content."""
+    if isinstance(delta, ParsedDelta):
+        return delta.parts
+    return [Content(delta.text)] if delta.text else []
 
 
 class ParsedEnded(Ended, frozen=True, kw_only=True):
