@@ -15,6 +15,7 @@ from headrace.base.registry import Registry
 
 SUMMARIES = {
     "serve": "serve a model over HTTP (OpenAI-compatible)",
+    "render": "tokenize and render prompts over HTTP and gRPC, without a model's weights",
     "chat": "chat with a model in the terminal",
     "generate": "continue prompts from the command line or a file",
     "eval": "score a model on the demo model's held-out tasks",

@@ -59,7 +59,7 @@ CPU_STEP_TOKENS = 256
 FAST_STEP_TOKENS = 8192
 
 
-class _Chooser:
+class Chooser:
     """Collects the decisions. `pick` returns the user's value, or records and returns the one chosen for "auto"."""
 
     def __init__(self) -> None:
@@ -77,15 +77,15 @@ class _Chooser:
 
 def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolved:
     """The resolved tree; ConfigError where options contradict each other, the model or the machine."""
-    choose = _Chooser()
+    choose = Chooser()
     where = _device(options, device, choose)
     dtype = choose.pick(
         "--dtype", options.model.dtype, _dtype(model, where), "the checkpoint's type"
     )
     quantization = _quantization(options, model, where, dtype, choose)
-    max_model_len = _max_model_len(options, model, choose)
+    text = text_spec(options, model, choose)
+    max_model_len, names = text.max_model_len, text.model_names
     scheduler = _scheduler(options, where, max_model_len, choose)
-    names = options.model.served_model_name or (model.name,)
     engine = EngineSpec(
         model=ModelSpec(
             path=model.path,
@@ -104,17 +104,6 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
         scheduler=scheduler,
         device=where,
     )
-    text = TextSpec(
-        tokenizer_path=options.model.tokenizer or model.tokenizer_path,
-        chat_template=model.chat_template,
-        model_names=names,
-        generation_defaults=_generation_defaults(model.generation_defaults),
-        logits_width=model.logits_width,
-        eos_ids=model.eos_ids,
-        max_model_len=max_model_len,
-        tool_parser=_tool_parser(options.server, model, choose),
-        reasoning_parser=_reasoning_parser(options.server, model, choose),
-    )
     return Resolved(
         engine=engine,
         text=text,
@@ -124,7 +113,22 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
     )
 
 
-def _device(options: Options, device: DeviceFacts, choose: _Chooser) -> DeviceSpec:
+def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
+    """The front's part, which needs no device."""
+    return TextSpec(
+        tokenizer_path=options.model.tokenizer or model.tokenizer_path,
+        chat_template=model.chat_template,
+        model_names=options.model.served_model_name or (model.name,),
+        generation_defaults=_generation_defaults(model.generation_defaults),
+        logits_width=model.logits_width,
+        eos_ids=model.eos_ids,
+        max_model_len=_max_model_len(options, model, choose),
+        tool_parser=_tool_parser(options.server, model, choose),
+        reasoning_parser=_reasoning_parser(options.server, model, choose),
+    )
+
+
+def _device(options: Options, device: DeviceFacts, choose: Chooser) -> DeviceSpec:
     given = options.device
     kind = choose.pick("--device", given.device, device.kind, f"{device.count} found")
     if kind == "cuda" and device.kind != "cuda":
@@ -156,7 +160,7 @@ def _dtype(model: ModelFacts, where: DeviceSpec) -> str:
 
 
 def _quantization(
-    options: Options, model: ModelFacts, where: DeviceSpec, dtype: str, choose: _Chooser
+    options: Options, model: ModelFacts, where: DeviceSpec, dtype: str, choose: Chooser
 ) -> str | None:
     """The scheme by name; ConfigError where no kernel could serve it."""
     given = options.model.quantization
@@ -187,7 +191,7 @@ def _weight_bytes(options: Options, model: ModelFacts) -> int:
     return model.weight_bytes if bits is None else int(model.num_params * bits / 8)
 
 
-def _max_model_len(options: Options, model: ModelFacts, choose: _Chooser) -> int:
+def _max_model_len(options: Options, model: ModelFacts, choose: Chooser) -> int:
     given = options.model.max_model_len
     if given != "auto" and given > model.max_model_len:
         raise ConfigError(
@@ -198,7 +202,7 @@ def _max_model_len(options: Options, model: ModelFacts, choose: _Chooser) -> int
 
 
 def _scheduler(
-    options: Options, where: DeviceSpec, max_model_len: int, choose: _Chooser
+    options: Options, where: DeviceSpec, max_model_len: int, choose: Chooser
 ) -> SchedulerSpec:
     given = options.scheduler
     fast = where.device == "cuda" or where.executor == "null"
@@ -235,7 +239,7 @@ def _kv(
     where: DeviceSpec,
     scheduler: SchedulerSpec,
     max_model_len: int,
-    choose: _Chooser,
+    choose: Chooser,
 ) -> KVSpec:
     given = options.kv
     blocks, memory = given.kv_blocks, None
@@ -282,7 +286,7 @@ def _kv_bytes(weight_bytes: int, device: DeviceFacts, where: DeviceSpec) -> int:
     return room
 
 
-def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
+def _tool_parser(given: ServerOptions, model: ModelFacts, choose: Chooser) -> str:
     """The name of a known format of tool calls, or "none"."""
     found = choose_tools(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--tool-parser", given.tool_parser, found.name, found.why)
@@ -290,7 +294,7 @@ def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> s
     return name
 
 
-def _reasoning_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
+def _reasoning_parser(given: ServerOptions, model: ModelFacts, choose: Chooser) -> str:
     """The name of a known format of reasoning, or "none"."""
     found = choose_reasoning(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--reasoning-parser", given.reasoning_parser, found.name, found.why)

@@ -60,6 +60,9 @@ ROUTES = (
     *("/tokenize", "/detokenize", "/health", "/health/live", "/health/ready", "/health/startup"),
     *("/ping", "/version", "/metrics", "/load", "/v1/requests", "/v1/requests/{id}"),
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
+    *("/tokenizer_info", "/inference/v1/generate"),
+    *("/v1/chat/completions/render", "/v1/chat/completions/derender"),
+    *("/v1/completions/render", "/v1/completions/derender"),
     *("/v1/messages", "/v1/messages/count_tokens", "/api/hello"),
 )
 REASONS = ("stop", "length", "abort", "error")

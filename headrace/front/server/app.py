@@ -28,6 +28,7 @@ from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s, read_
 from headrace.front.server.native import admin, health, requests, tokenize
 from headrace.front.server.openai import models, routes
 from headrace.front.server.sse import ClientGone, SlowReader, until_gone
+from headrace.front.server.tokens import generate, render
 
 Reader = Callable[[Exchange, Request], Awaitable[Response]]
 Writer = Callable[[Exchange, Any], Any]
@@ -44,6 +45,12 @@ def make_app(services: Services) -> ASGIApp:
             _posts("/v1/completions", routes.post_completions),
             _posts("/tokenize", tokenize.post_tokenize),
             _posts("/detokenize", tokenize.post_detokenize),
+            _route("/tokenizer_info", tokenize.get_tokenizer_info),
+            _posts("/inference/v1/generate", generate.post_generate),
+            _posts("/v1/chat/completions/render", render.post_render_chat),
+            _posts("/v1/chat/completions/derender", render.post_derender_chat),
+            _posts("/v1/completions/render", render.post_render_completion),
+            _posts("/v1/completions/derender", render.post_derender_completion),
             _posts("/v1/messages", anthropic.post_messages),
             _posts("/v1/messages/count_tokens", anthropic.post_count_tokens),
             _route("/api/hello", anthropic.get_hello),

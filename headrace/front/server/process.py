@@ -18,10 +18,12 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
+from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import HeadraceError, StartError
 from headrace.base.telemetry import log as logs
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.engine import AsyncLLM
+from headrace.front.client.events import Engine
 from headrace.front.client.limits import Limits
 from headrace.front.server.app import make_app
 from headrace.front.server.exchange import Services
@@ -30,7 +32,7 @@ from headrace.front.server.protocol import ConnectionLimits, guarded_protocol
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
-from headrace.front.text.tokenizer import load_tokenizer
+from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
 from headrace.launch.api_process import ApiSpec
 from headrace.launch.topology import DRAIN_SIGNAL, Report, report, tie_to_parent
 
@@ -77,6 +79,13 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
     tokenizer = load_tokenizer(text.tokenizer_path, chat_template=text.chat_template)
     limits = Limits(max_n=spec.server.max_n, heartbeat_timeout_s=spec.heartbeat_timeout_s)
     engine = AsyncLLM(text, spec.socket_paths, limits=limits, tokenizer=tokenizer)
+    return services_over(engine, tokenizer, text, spec.server), engine
+
+
+def services_over(
+    engine: Engine, tokenizer: Tokenizer, text: TextSpec, server: ServerSpec
+) -> Services:
+    """The services over any engine."""
     template_limits = TemplateLimits()
     pool = TemplatePool(template_limits)
     template = ChatTemplate(
@@ -85,43 +94,25 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
         pool=pool,
         max_tokens=text.max_model_len,
     )
-    services = Services(
+    return Services(
         engine=engine,
         tokenizer=tokenizer,
         template=template,
         guest_templates=TemplatePool(template_limits),
         text=text,
-        server=spec.server,
+        server=server,
         metrics=Metrics(),
-        shares=KeyShares(spec.server.max_requests_per_key),
+        shares=KeyShares(server.max_requests_per_key),
         answers=AnswerFormat.named(
             tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
         ).bound(tokenizer),
     )
-    return services, engine
 
 
 async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -> None:
     """Serves until the drain is over or the parent is gone."""
     services, engine = make_services(spec)
-    limits = ConnectionLimits(
-        max_connections=spec.server.max_connections, header_timeout_s=spec.server.header_timeout_s
-    )
-    config = uvicorn.Config(
-        make_app(services),
-        http=guarded_protocol(limits, services.metrics),
-        ws="none",
-        lifespan="off",
-        loop="none",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=max(1, round(spec.server.keepalive_timeout_s)),
-        timeout_graceful_shutdown=round(LAST_WORDS_S),
-    )
-    server = Server(config, services)
+    server = http_server(services)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(DRAIN_SIGNAL, server.begin_drain)
     loop.add_reader(status.fileno(), _parent_spoke, status, server)
@@ -135,6 +126,29 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
             await engine.close()
         services.template.close()
         services.guest_templates.close()
+
+
+def http_server(services: Services) -> Server:
+    """The HTTP server over `services`."""
+    spec = services.server
+    limits = ConnectionLimits(
+        max_connections=spec.max_connections, header_timeout_s=spec.header_timeout_s
+    )
+    config = uvicorn.Config(
+        make_app(services),
+        http=guarded_protocol(limits, services.metrics),
+        ws="none",
+        lifespan="off",
+        loop="none",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=max(1, round(spec.keepalive_timeout_s)),
+        timeout_graceful_shutdown=round(LAST_WORDS_S),
+    )
+    return Server(config, services)
 
 
 async def _connect(
