@@ -1,7 +1,8 @@
 """The protocol `headrace.render.v1`, written as a table: protobuf descriptors and message classes are made from it.
 
-So there is no generated code to keep in step, and a server with reflection tells its clients the same table. Messages
-of a chat and tools are `google.protobuf.Struct`, whose numbers are all doubles: whole ones become integers again.
+So there is no generated code to keep in step, and a server with reflection tells its clients the same table. Objects
+(messages, tools, sampling fields) travel as JSON texts: protobuf's own Struct forgets the order of keys and whether a
+number was an integer, and a chat template shows both.
 """
 
 from __future__ import annotations
@@ -9,32 +10,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from headrace.base.errors import InvalidRequest
+from headrace.front.server.limits import parse_json
 
 PACKAGE = "headrace.render.v1"
 SERVICE = f"{PACKAGE}.RenderService"
-_STRUCT = "google.protobuf.Struct"
+JSON = "json"
 _Field = tuple[str, str, bool]
-"""Name, type (a scalar's name, a message's, or Struct), whether it is a list. Numbers follow the order."""
+"""Name, type (a scalar's name, JSON or a message's), whether it is a list. Numbers follow the order."""
 
 MESSAGES: Mapping[str, tuple[_Field, ...]] = {
     "RenderChatRequest": (
         ("model", "string", False),
-        ("messages", _STRUCT, True),
-        ("tools", _STRUCT, True),
+        ("messages", JSON, True),
+        ("tools", JSON, True),
         ("tool_choice", "string", False),
         ("add_generation_prompt", "bool", False),
         ("continue_final_message", "bool", False),
         ("chat_template", "string", False),
-        ("chat_template_kwargs", _STRUCT, False),
-        ("sampling", _STRUCT, False),
+        ("chat_template_kwargs", JSON, False),
+        ("sampling", JSON, False),
         ("return_prompt_text", "bool", False),
     ),
     "RenderCompletionRequest": (
         ("model", "string", False),
         ("prompts", "string", True),
         ("add_special_tokens", "bool", False),
-        ("sampling", _STRUCT, False),
+        ("sampling", JSON, False),
     ),
     "Rendered": (
         ("request_id", "string", False),
@@ -42,7 +46,7 @@ MESSAGES: Mapping[str, tuple[_Field, ...]] = {
         ("num_tokens", "uint32", False),
         ("prompt_text", "string", False),
         ("model", "string", False),
-        ("sampling_params", _STRUCT, False),
+        ("sampling_params", JSON, False),
     ),
     "RenderCompletionResponse": (("prompts", "Rendered", True),),
     "TokenizeRequest": (
@@ -65,6 +69,7 @@ METHODS: Mapping[str, tuple[str, str]] = {
 }
 _TYPES = {
     "string": descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
+    JSON: descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
     "bool": descriptor_pb2.FieldDescriptorProto.TYPE_BOOL,
     "uint32": descriptor_pb2.FieldDescriptorProto.TYPE_UINT32,
 }
@@ -75,7 +80,6 @@ def _file() -> descriptor_pb2.FileDescriptorProto:
         name="headrace/render/v1/render.proto",
         package=PACKAGE,
         syntax="proto3",
-        dependency=[struct_pb2.DESCRIPTOR.name],
     )
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -97,7 +101,7 @@ def _add_field(message: descriptor_pb2.DescriptorProto, number: int, field: _Fie
     made.label = kinds.LABEL_REPEATED if is_list else kinds.LABEL_OPTIONAL
     made.type = _TYPES.get(kind, kinds.TYPE_MESSAGE)
     if kind not in _TYPES:
-        made.type_name = f".{kind}" if "." in kind else f".{PACKAGE}.{kind}"
+        made.type_name = f".{PACKAGE}.{kind}"
     elif not is_list:
         made.proto3_optional = True
         made.oneof_index = len(message.oneof_decl)
@@ -118,27 +122,20 @@ CLASSES = _classes()
 
 
 def given_fields(message: Any) -> dict[str, Any]:
-    """The fields that were set, as JSON-like values."""
-    return {field.name: _plain(value) for field, value in message.ListFields()}
+    """The fields that were set; texts of JSON as the values they are, InvalidRequest where they are none."""
+    kinds = {name: kind for name, kind, _ in MESSAGES[message.DESCRIPTOR.name]}
+    return {
+        field.name: _value(field.name, kinds[field.name], value)
+        for field, value in message.ListFields()
+    }
 
 
-def struct_of(document: Mapping[str, Any]) -> struct_pb2.Struct:
-    """A Struct with these members."""
-    made = struct_pb2.Struct()
-    made.update(dict(document))
-    return made
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, struct_pb2.Struct):
-        return {key: _plain(item) for key, item in value.fields.items()}
-    if isinstance(value, struct_pb2.Value):
-        kind = value.WhichOneof("kind")
-        return None if kind in (None, "null_value") else _plain(getattr(value, kind))
-    if isinstance(value, struct_pb2.ListValue):
-        return [_plain(item) for item in value.values]
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else value
-    if isinstance(value, str | bool | int):
+def _value(name: str, kind: str, value: Any) -> Any:
+    if not isinstance(value, str | bool | int):
+        return [_value(name, kind, item) for item in value]
+    if kind != JSON:
         return value
-    return [_plain(item) for item in value]
+    try:
+        return parse_json(str(value).encode())
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}: {error.message}", field=name) from None

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
+import msgspec
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -25,7 +26,6 @@ from headrace.front.server.grpc.messages import (
     METHODS,
     SERVICE,
     given_fields,
-    struct_of,
 )
 from headrace.front.server.native.tokenize import TokenizeRequest
 from headrace.front.server.openai.schema import ChatRequest, CompletionRequest, parse
@@ -137,7 +137,7 @@ def _rendered(rendered: dict[str, Any]) -> dict[str, Any]:
         "token_ids": ids,
         "num_tokens": len(ids),
         "model": rendered["model"],
-        "sampling_params": struct_of(rendered["sampling_params"]),
+        "sampling_params": msgspec.json.encode(rendered["sampling_params"]).decode(),
     }
 
 

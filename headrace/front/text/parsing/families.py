@@ -87,9 +87,10 @@ def _speaks_of(row: F, template: str) -> bool:
 def _named(rows: Sequence[F], name: str, option: str) -> F | None:
     if name == NONE:
         return None
+    names: list[str] = []
     for row in rows:
-        if name == row.name or name in row.aliases:
+        if name in (row.name, *row.aliases):
             return row
-    names = {word for known in rows for word in (known.name, *known.aliases)}
+        names += [row.name, *row.aliases]
     allowed = ", ".join(["auto", NONE, *sorted(names)])
     raise ConfigError(f"{option}: {name!r} is not known; allowed: {allowed}", field=option)
