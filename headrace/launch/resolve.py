@@ -85,7 +85,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
     quantization = _quantization(options, model, where, dtype, choose)
     text = text_spec(options, model, choose)
     max_model_len, names = text.max_model_len, text.model_names
-    scheduler = _scheduler(options, where, max_model_len, choose)
+    scheduler = _scheduler(options, model, where, max_model_len, choose)
     engine = EngineSpec(
         model=ModelSpec(
             path=model.path,
@@ -99,6 +99,9 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
             config=model.config,
             seed=options.model.seed,
             quantization=quantization,
+            head=model.head,
+            bare=model.bare,
+            num_labels=model.num_labels,
         ),
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
@@ -123,6 +126,8 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
         logits_width=model.logits_width,
         eos_ids=model.eos_ids,
         max_model_len=_max_model_len(options, model, choose),
+        generates=model.head == "lm",
+        pooling=model.pooling,
         tool_parser=_tool_parser(options.server, model, choose),
         reasoning_parser=_reasoning_parser(options.server, model, choose),
     )
@@ -202,7 +207,7 @@ def _max_model_len(options: Options, model: ModelFacts, choose: Chooser) -> int:
 
 
 def _scheduler(
-    options: Options, where: DeviceSpec, max_model_len: int, choose: Chooser
+    options: Options, model: ModelFacts, where: DeviceSpec, max_model_len: int, choose: Chooser
 ) -> SchedulerSpec:
     given = options.scheduler
     fast = where.device == "cuda" or where.executor == "null"
@@ -215,6 +220,9 @@ def _scheduler(
         max(FAST_STEP_TOKENS if fast else CPU_STEP_TOKENS, running),
         f"for {where.device}" if fast else "cpu: long prompts must not stall running streams",
     )
+    if model.encodes and step < max_model_len:
+        choose.note("--max-step-tokens", step, max_model_len, "an encoder computes a text at once")
+        step = max_model_len
     if step < running:
         raise ConfigError(
             f"--max-step-tokens {step}: at least --max-running ({running}) is needed, one token for each"
@@ -229,6 +237,7 @@ def _scheduler(
         overlap=given.overlap,
         ageing_steps=given.ageing_steps,
         step_timeout_s=given.step_timeout_s,
+        chunked=not model.encodes,
     )
 
 
@@ -242,6 +251,9 @@ def _kv(
     choose: Chooser,
 ) -> KVSpec:
     given = options.kv
+    if model.encodes:
+        choose.note("--kv-blocks", "auto", 1, "an encoder keeps no KV cache")
+        return KVSpec(block_tokens=given.block_tokens, prefix_caching=False, num_blocks=1)
     blocks, memory = given.kv_blocks, None
     needed = -(-max_model_len // given.block_tokens) + 1  # block 0 belongs to nobody
     if blocks is not None and options.model.max_model_len != "auto" and blocks < needed:
