@@ -361,6 +361,8 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         trust_request_chat_template=given.trust_request_chat_template,
         public_metrics=given.public_metrics,
         log_level=given.log_level,
+        file_store=given.file_store,
+        file_store_bytes=parse_bytes(given.file_store_bytes, field="--file-store-bytes"),
     )
 
 

@@ -145,6 +145,8 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool
     public_metrics: bool
     log_level: str
+    file_store: str = "none"
+    file_store_bytes: int = 16 << 30
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

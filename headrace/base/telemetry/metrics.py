@@ -62,6 +62,8 @@ ROUTES = (
     *("/tokenize", "/detokenize", "/health", "/health/live", "/health/ready", "/health/startup"),
     *("/ping", "/version", "/metrics", "/load", "/v1/requests", "/v1/requests/{id}"),
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
+    *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content"),
+    *("/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel"),
     *("/tokenizer_info", "/inference/v1/generate"),
     *("/v1/chat/completions/render", "/v1/chat/completions/derender"),
     *("/v1/completions/render", "/v1/completions/derender"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import logging
 import socket
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
+from headrace.base import env
 from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import HeadraceError, StartError
 from headrace.base.telemetry import log as logs
@@ -26,6 +28,9 @@ from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Engine
 from headrace.front.client.limits import Limits
 from headrace.front.server.app import make_app
+from headrace.front.server.batches.batch import BatchStore
+from headrace.front.server.batches.files import FileStore, private_folder
+from headrace.front.server.batches.runner import BatchRunner
 from headrace.front.server.exchange import Services
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.protocol import ConnectionLimits, guarded_protocol
@@ -109,19 +114,36 @@ def services_over(
     )
 
 
+def open_stores(text: TextSpec, spec: ServerSpec) -> tuple[FileStore, BatchStore] | None:
+    """Where files and batches are kept: by default a folder for each model, so that none runs another's batches."""
+    if spec.file_store == "none":
+        return None
+    folder = Path(spec.file_store).expanduser()
+    if spec.file_store == "auto":
+        name = text.model_names[0]
+        folder = env.cache_dir() / "files" / hashlib.sha256(name.encode()).hexdigest()[:16]
+    files = FileStore(private_folder(folder) / "files", max_bytes=spec.file_store_bytes)
+    return files, BatchStore(folder / "batches")
+
+
 async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -> None:
     """Serves until the drain is over or the parent is gone."""
     services, engine = make_services(spec)
+    services.stores = open_stores(spec.text, spec.server)
     server = http_server(services)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(DRAIN_SIGNAL, server.begin_drain)
     loop.add_reader(status.fileno(), _parent_spoke, status, server)
     connecting = asyncio.ensure_future(_connect(services, engine, status, server))
+    working = [connecting]
+    if services.stores is not None:
+        working.append(asyncio.ensure_future(BatchRunner(services, *services.stores).run()))
     try:
         await server._serve([listener])
     finally:
-        connecting.cancel()
-        await asyncio.gather(connecting, return_exceptions=True)
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
         with contextlib.suppress(HeadraceError):
             await engine.close()
         services.template.close()

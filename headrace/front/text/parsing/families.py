@@ -87,10 +87,15 @@ def _speaks_of(row: F, template: str) -> bool:
 def _named(rows: Sequence[F], name: str, option: str) -> F | None:
     if name == NONE:
         return None
-    names: list[str] = []
     for row in rows:
-        if name in (row.name, *row.aliases):
+        if name in _names(row):
             return row
-        names += [row.name, *row.aliases]
-    allowed = ", ".join(["auto", NONE, *sorted(names)])
-    raise ConfigError(f"{option}: {name!r} is not known; allowed: {allowed}", field=option)
+    raise ConfigError(f"{option}: {name!r} is not known; allowed: {_all_names(rows)}", field=option)
+
+
+def _names(row: ToolFamily | ReasoningFamily) -> tuple[str, ...]:
+    return (row.name, *row.aliases)
+
+
+def _all_names(rows: Sequence[ToolFamily | ReasoningFamily]) -> str:
+    return ", ".join(["auto", NONE, *sorted(name for row in rows for name in _names(row))])
