@@ -36,12 +36,16 @@ def main(argv: Sequence[str]) -> int:
         "Answer a file of requests.",
         groups=("model", "kv", "scheduler", "device"),
     )
-    line.parser.add_argument("input", metavar="IN", help="requests, one JSON object per line")
     line.parser.add_argument(
-        "output", metavar="OUT", help="answers; what it holds is not run again"
+        "input", nargs="?", metavar="IN", help="requests, one JSON object per line"
+    )
+    line.parser.add_argument(
+        "output", nargs="?", metavar="OUT", help="answers; what it holds is not run again"
     )
     line.parser.add_argument("path", nargs="?", metavar="MODEL", help="default: the bundled model")
     own, options = line.parse(argv)
+    if own.output is None:
+        raise ConfigError("two files are needed: headrace batch IN OUT [MODEL]", field="OUT")
     return asyncio.run(_run(with_model(options, own.path), Path(own.input), Path(own.output)))
 
 

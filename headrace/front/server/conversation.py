@@ -171,7 +171,7 @@ def generate(
         priority=request.priority or 0,
         deadline_s=exchange.deadline_s(request.timeout_s),
         cache_salt=request.cache_salt or "",
-        pieces=services.answers.pieces and answers[0].pieces if answers else None,
+        pieces=answers[0].pieces if answers and services.answers.pieces is not None else None,
     )
     events: AsyncIterator[Event] = services.engine.generate(generation)
     if answers is not None:

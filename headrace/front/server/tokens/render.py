@@ -75,7 +75,8 @@ async def post_derender_chat(exchange: Exchange, document: Any) -> Response:
     _check(exchange, given, most=params.n)
     ids = given.token_ids or await chat_ids(exchange, request)
     answers = parsers(exchange, request, ids, params)
-    pieces = answers[0].pieces if answers and exchange.services.answers.pieces else None
+    marked = exchange.services.answers.pieces is not None
+    pieces = answers[0].pieces if answers and marked else None
     events: AsyncGenerator[Event, None] = _events(exchange, ids, given.response, params, pieces)
     if answers is not None:
         events = parsed(events, answers)
