@@ -1,4 +1,4 @@
-"""Ids of a family whose tags are control tokens, over HTTP: the chosen format, its calls, its spelling as text (P28)."""
+"""Ids of a family whose tags are control tokens, over HTTP: the format chosen, its calls, its text (P28)."""
 
 from __future__ import annotations
 
