@@ -155,6 +155,8 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     metrics_names: str = "headrace"
     log_slow_s: float | None = None
     otlp_endpoint: str | None = None
+    file_store: str = "none"
+    file_store_bytes: int = 16 << 30
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

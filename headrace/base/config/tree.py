@@ -248,6 +248,16 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Format of reasoning; auto reads it off the chat template, none leaves it in the text."
         ),
     ] = "auto"
+    file_store: Annotated[
+        str,
+        Meta(
+            description="Folder where /v1/files and /v1/batches keep their files, made with mode 0700; "
+            "auto: files/ in HEADRACE_CACHE_DIR, none: these routes are off."
+        ),
+    ] = "auto"
+    file_store_bytes: Annotated[
+        Bytes, Meta(description="Most that all files together may take; half of it for one key.")
+    ] = "16GiB"
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True
     metrics_names: Annotated[
         Literal["headrace", "vllm"],

@@ -73,6 +73,11 @@ ROUTES = (
     *("/ui/markdown.js", "/ui/icon.svg"),
     *("/ping", "/version", "/metrics", "/load", "/v1/requests", "/v1/requests/{id}"),
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
+    *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content"),
+    *("/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel"),
+    *("/tokenizer_info", "/inference/v1/generate"),
+    *("/v1/chat/completions/render", "/v1/chat/completions/derender"),
+    *("/v1/completions/render", "/v1/completions/derender"),
     *("/v1/messages", "/v1/messages/count_tokens", "/api/hello"),
 )
 REASONS = ("stop", "length", "abort", "error")

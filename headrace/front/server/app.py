@@ -21,6 +21,7 @@ from headrace.base.telemetry.metrics import ROUTES
 from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.auth import PUBLIC, Gatekeeper
+from headrace.front.server.batches import routes as batches
 from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services, exchange_of
 from headrace.front.server.failures import OPENAI, Failure, Shape, failure_of
 from headrace.front.server.ids import client_label, request_id
@@ -31,6 +32,7 @@ from headrace.front.server.pooling import routes as pooling
 from headrace.front.server.pooling import scoring
 from headrace.front.server.sse import ClientGone, SlowReader, until_gone
 from headrace.front.server.timing import log_slow
+from headrace.front.server.tokens import generate, render
 from headrace.front.server.webui import routes as webui
 from headrace.front.server.webui.pages import PAGES
 
@@ -61,8 +63,23 @@ def make_app(services: Services) -> ASGIApp:
             _posts("/generative_scoring", scoring.post_generative_scoring),
             _posts("/tokenize", tokenize.post_tokenize),
             _posts("/detokenize", tokenize.post_detokenize),
+            _route("/tokenizer_info", tokenize.get_tokenizer_info),
+            _posts("/inference/v1/generate", generate.post_generate),
+            _posts("/v1/chat/completions/render", render.post_render_chat),
+            _posts("/v1/chat/completions/derender", render.post_derender_chat),
+            _posts("/v1/completions/render", render.post_render_completion),
+            _posts("/v1/completions/derender", render.post_derender_completion),
             _posts("/v1/messages", anthropic.post_messages),
             _posts("/v1/messages/count_tokens", anthropic.post_count_tokens),
+            _uploads("/v1/files", batches.post_file),
+            _route("/v1/files", batches.get_files),
+            _route("/v1/files/{id}", batches.get_file),
+            _route("/v1/files/{id}", batches.delete_file, "DELETE"),
+            _route("/v1/files/{id}/content", batches.get_content),
+            _posts("/v1/batches", batches.post_batch),
+            _route("/v1/batches", batches.get_batches),
+            _route("/v1/batches/{id}", batches.get_batch),
+            _route("/v1/batches/{id}/cancel", batches.post_cancel, "POST"),
             _route("/api/hello", anthropic.get_hello),
             _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
             _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
@@ -96,6 +113,15 @@ def _route(path: str, handler: Reader, *methods: str) -> Route:
         return await until_gone(request.receive, _awaited(work), abandon=exchange.services.abandon)
 
     return Route(path, endpoint, methods=list(methods) or ["GET"])
+
+
+def _uploads(path: str, handler: Reader) -> Route:
+    """A route whose handler reads the body itself."""
+
+    async def endpoint(request: Request) -> Response:
+        return await handler(exchange_of(request), request)
+
+    return Route(path, endpoint, methods=["POST"])
 
 
 def _posts(path: str, handler: Writer) -> Route:
@@ -220,6 +246,10 @@ def _template(path: str) -> str:
     """The route's template: a closed set, whatever clients ask for (P20)."""
     if path in ROUTES:
         return path
+    for prefix in ("/v1/files", "/v1/batches"):
+        if path.startswith(prefix + "/"):
+            tail = next((t for t in ("/content", "/cancel") if path.endswith(t)), "")
+            return f"{prefix}/{{id}}{tail}" if f"{prefix}/{{id}}{tail}" in ROUTES else "other"
     for prefix in ("/v1/models", "/v1/requests"):
         if path.startswith(prefix + "/"):
             return prefix + "/{id}"

@@ -20,6 +20,8 @@ from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import DeadlineExceeded, ModelNotFound
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Engine
+from headrace.front.server.batches.batch import BatchStore
+from headrace.front.server.batches.files import FileStore
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.sealing import SECRET_BYTES, Sealer
 from headrace.front.server.timing import Timeline
@@ -52,6 +54,7 @@ class Services:
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     tracer: Tracer | None = None
     sealer: Sealer = field(default_factory=lambda: Sealer(secrets.token_bytes(SECRET_BYTES)))
+    stores: tuple[FileStore, BatchStore] | None = None
     warm: bool = False
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
