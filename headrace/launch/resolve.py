@@ -345,7 +345,24 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         trust_request_chat_template=given.trust_request_chat_template,
         public_metrics=given.public_metrics,
         log_level=given.log_level,
+        response_store=_response_store(given.response_store),
+        response_store_bytes=parse_bytes(
+            given.response_store_bytes, field="--response-store-bytes"
+        ),
+        response_ttl_s=given.response_ttl_s,
+        max_websockets=given.max_websockets,
     )
+
+
+def _response_store(given: str) -> str:
+    kinds = ("sqlite:", "postgresql://", "postgres://")
+    if given not in ("none", "sqlite") and not given.startswith(kinds):
+        raise ConfigError(
+            f"--response-store: {given.partition(':')[0]!r} is not known; "
+            "allowed: none, sqlite, sqlite:FILE, postgresql://...",
+            field="response_store",
+        )
+    return given
 
 
 def _is_loopback(host: str) -> bool:

@@ -233,6 +233,25 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Format of reasoning; auto reads it off the chat template, none leaves it in the text."
         ),
     ] = "auto"
+    response_store: Annotated[
+        str,
+        Meta(
+            description="Where /v1/responses keeps what it stores: sqlite (a file in HEADRACE_CACHE_DIR), sqlite:FILE, "
+            "postgresql://..., or none."
+        ),
+    ] = "sqlite"
+    response_store_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="Most that is stored, half of it for one key; what was not used longest goes first."
+        ),
+    ] = "1GiB"
+    response_ttl_s: Annotated[
+        Seconds, Meta(description="A stored response that is not used this long is forgotten.")
+    ] = 2_592_000.0
+    max_websockets: Annotated[
+        Natural, Meta(description="Open WebSocket connections per API process; more get 503.")
+    ] = 100
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Log level.")

@@ -61,6 +61,8 @@ ROUTES = (
     *("/ping", "/version", "/metrics", "/load", "/v1/requests", "/v1/requests/{id}"),
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
     *("/v1/messages", "/v1/messages/count_tokens", "/api/hello"),
+    *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
+    *("/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items"),
 )
 REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")
@@ -76,6 +78,11 @@ TABLE: tuple[Series, ...] = (
         name="headrace_http_requests_in_flight",
         kind=Kind.GAUGE,
         doc="HTTP requests that are being answered now.",
+    ),
+    Series(
+        name="headrace_websockets_open",
+        kind=Kind.GAUGE,
+        doc="WebSocket connections that are open.",
     ),
     Series(
         name="headrace_rejections_total",

@@ -27,6 +27,9 @@ from headrace.front.server.ids import client_label, request_id
 from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s, read_json
 from headrace.front.server.native import admin, health, requests, tokenize
 from headrace.front.server.openai import models, routes
+from headrace.front.server.responses import compact, websocket
+from headrace.front.server.responses import routes as responses
+from headrace.front.server.sockets import SocketShell
 from headrace.front.server.sse import ClientGone, SlowReader, until_gone
 
 Reader = Callable[[Exchange, Request], Awaitable[Response]]
@@ -46,6 +49,13 @@ def make_app(services: Services) -> ASGIApp:
             _posts("/detokenize", tokenize.post_detokenize),
             _posts("/v1/messages", anthropic.post_messages),
             _posts("/v1/messages/count_tokens", anthropic.post_count_tokens),
+            _posts("/v1/responses", responses.post_responses),
+            _posts("/v1/responses/input_tokens", responses.post_input_tokens),
+            _posts("/v1/responses/compact", compact.post_compact),
+            _route("/v1/responses/{id}", responses.get_response),
+            _route("/v1/responses/{id}", responses.delete_response, "DELETE"),
+            _route("/v1/responses/{id}/cancel", responses.post_cancel, "POST"),
+            _route("/v1/responses/{id}/input_items", responses.get_input_items),
             _route("/api/hello", anthropic.get_hello),
             _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
             _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
@@ -132,9 +142,13 @@ class Shell:
             admin_key_digest=spec.admin_key_digest,
             public_metrics=spec.public_metrics,
         )
+        self.sockets = SocketShell(services, self.gatekeeper, {"/v1/responses": websocket.serve})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one exchange, whatever happens inside."""
+        if scope["type"] == "websocket":
+            await self.sockets(scope, receive, send)
+            return
         assert scope["type"] == "http", f"no handler for {scope['type']}"
         exchange = Exchange(services=self.services, request_id=request_id())
         scope[SCOPE_KEY] = exchange
@@ -189,9 +203,11 @@ def _template(path: str) -> str:
     """The route's template: a closed set, whatever clients ask for (P20)."""
     if path in ROUTES:
         return path
-    for prefix in ("/v1/models", "/v1/requests"):
+    for prefix in ("/v1/models", "/v1/requests", "/v1/responses"):
         if path.startswith(prefix + "/"):
-            return prefix + "/{id}"
+            _, slash, rest = path.removeprefix(prefix + "/").partition("/")
+            template = f"{prefix}/{{id}}{slash}{rest}"
+            return template if template in ROUTES else prefix + "/{id}"
     return "other"
 
 

@@ -22,6 +22,7 @@ from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Engine
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.sealing import SECRET_BYTES, Sealer
+from headrace.front.server.state.store import ResponseStore
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplatePool
@@ -49,6 +50,8 @@ class Services:
     shares: KeyShares
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     sealer: Sealer = field(default_factory=lambda: Sealer(secrets.token_bytes(SECRET_BYTES)))
+    store: ResponseStore | None = None
+    background: set[asyncio.Task[None]] = field(default_factory=set)
     warm: bool = False
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)

@@ -18,6 +18,8 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
+from headrace.base import env
+from headrace.base.config.resolved import ServerSpec
 from headrace.base.errors import HeadraceError, StartError
 from headrace.base.telemetry import log as logs
 from headrace.base.telemetry.metrics import Metrics
@@ -27,6 +29,9 @@ from headrace.front.server.app import make_app
 from headrace.front.server.exchange import Services
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.protocol import ConnectionLimits, guarded_protocol
+from headrace.front.server.sealing import Sealer, secret_in
+from headrace.front.server.state.database import open_database
+from headrace.front.server.state.store import ResponseStore
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
@@ -97,8 +102,20 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
         answers=AnswerFormat.named(
             tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
         ),
+        store=make_store(spec.server),
     )
     return services, engine
+
+
+def make_store(spec: ServerSpec) -> ResponseStore | None:
+    """The store of responses, not opened yet."""
+    if spec.response_store == "none":
+        return None
+    return ResponseStore(
+        open_database(spec.response_store, folder=env.cache_dir()),
+        max_bytes=spec.response_store_bytes,
+        ttl_s=spec.response_ttl_s,
+    )
 
 
 async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -> None:
@@ -110,7 +127,8 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
     config = uvicorn.Config(
         make_app(services),
         http=guarded_protocol(limits, services.metrics),
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=spec.server.max_body_bytes,
         lifespan="off",
         loop="none",
         log_config=None,
@@ -125,7 +143,8 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(DRAIN_SIGNAL, server.begin_drain)
     loop.add_reader(status.fileno(), _parent_spoke, status, server)
-    connecting = asyncio.ensure_future(_connect(services, engine, status, server))
+    shared = Path(spec.socket_paths[0]).with_name("sealing-secret")
+    connecting = asyncio.ensure_future(_connect(services, engine, status, server, shared))
     try:
         await server._serve([listener])
     finally:
@@ -135,10 +154,12 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
             await engine.close()
         services.template.close()
         services.guest_templates.close()
+        if services.store is not None:
+            await services.store.close()
 
 
 async def _connect(
-    services: Services, engine: AsyncLLM, status: socket.socket, server: Server
+    services: Services, engine: AsyncLLM, status: socket.socket, server: Server, shared: Path
 ) -> None:
     """Until this is through, readiness is false and generations are answered with 503; then the parent is told."""
     try:
@@ -148,6 +169,13 @@ async def _connect(
         report(status, Report(error=f"the model's chat template: {error.message}"))
         server.should_exit = True
         return
+    try:
+        secret = secret_in(shared) if services.store is None else await services.store.start()
+    except HeadraceError as error:
+        report(status, Report(error=error.message))
+        server.should_exit = True
+        return
+    services.sealer = Sealer(secret)
     try:
         await engine.start()
     except HeadraceError as error:
