@@ -7,7 +7,9 @@ is an ordinary HTTP answer to the upgrade.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -18,6 +20,7 @@ from headrace.front.server.exchange import Exchange, Services
 from headrace.front.server.failures import failure_of
 from headrace.front.server.ids import request_id
 
+LEAVE_S = 2.0
 Session = Callable[[Exchange, WebSocket], Awaitable[None]]
 
 
@@ -40,7 +43,7 @@ class SocketShell:
             exchange.tenant = self._gatekeeper.tenant(scope)
             session = self._admit(scope)
         except HeadraceError as error:
-            await _refuse(error, exchange, send)
+            await _refuse(error, exchange, receive, send)
             return
         self._open += 1
         metrics.add("headrace_websockets_open")
@@ -79,7 +82,8 @@ def _check_origin(scope: Scope) -> None:
                 raise Forbidden("without API keys pages of other sites may not connect")
 
 
-async def _refuse(error: HeadraceError, exchange: Exchange, send: Send) -> None:
+async def _refuse(error: HeadraceError, exchange: Exchange, receive: Receive, send: Send) -> None:
+    """Answers, then waits for the end of the connection: to the server an earlier return is a broken handshake."""
     failure = failure_of(error, request_id=exchange.request_id)
     ident = exchange.request_id.encode()
     headers = [
@@ -93,3 +97,7 @@ async def _refuse(error: HeadraceError, exchange: Exchange, send: Send) -> None:
     }
     await send(start)
     await send({"type": "websocket.http.response.body", "body": failure.body()})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LEAVE_S):
+            for _ in ("connect", "answered", "closed"):
+                await receive()
