@@ -356,10 +356,10 @@ def server_spec(given: ServerOptions) -> ServerSpec:
 
 def _response_store(given: str) -> str:
     kinds = ("sqlite:", "postgresql://", "postgres://")
-    if given not in ("none", "sqlite") and not given.startswith(kinds):
+    if given not in ("off", "sqlite") and not given.startswith(kinds):
         raise ConfigError(
             f"--response-store: {given.partition(':')[0]!r} is not known; "
-            "allowed: none, sqlite, sqlite:FILE, postgresql://...",
+            "allowed: off, sqlite, sqlite:FILE, postgresql://...",
             field="response_store",
         )
     return given

@@ -120,7 +120,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool
     public_metrics: bool
     log_level: str
-    response_store: str = "none"
+    response_store: str = "off"
     response_store_bytes: int = 1 << 30
     response_ttl_s: float = 2_592_000.0
     max_websockets: int = 100

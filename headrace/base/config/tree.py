@@ -237,7 +237,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             description="Where /v1/responses keeps what it stores: sqlite (a file in HEADRACE_CACHE_DIR), sqlite:FILE, "
-            "postgresql://..., or none."
+            "postgresql://..., or off."
         ),
     ] = "sqlite"
     response_store_bytes: Annotated[

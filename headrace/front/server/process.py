@@ -109,7 +109,7 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
 
 def make_store(spec: ServerSpec) -> ResponseStore | None:
     """The store of responses, not opened yet."""
-    if spec.response_store == "none":
+    if spec.response_store == "off":
         return None
     return ResponseStore(
         open_database(spec.response_store, folder=env.cache_dir()),

@@ -119,7 +119,7 @@ def _sqlite(path: Path) -> Connection:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     except OSError as error:
         raise ConfigError(
-            f"--response-store: {path} cannot be opened ({error.strerror}); name another file, or none",
+            f"--response-store: {path} cannot be opened ({error.strerror}); name another file, or off",
             field="response_store",
         ) from None
     connection: Any = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
