@@ -60,7 +60,7 @@ ROUTES = (
     *("/tokenize", "/detokenize", "/health", "/health/live", "/health/ready", "/health/startup"),
     *("/ping", "/version", "/metrics", "/load", "/v1/requests", "/v1/requests/{id}"),
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
-    *("/v1/messages", "/v1/messages/count_tokens", "/api/hello"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/api/hello", "/openapi.json"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
     *("/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items"),
 )

@@ -11,24 +11,36 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.errors import OverloadError, RateLimited, Unavailable
 from headrace.base.telemetry.metrics import ROUTES
+from headrace.front.server import openapi
 from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
+from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from headrace.front.server.auth import PUBLIC, Gatekeeper
 from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services, exchange_of
 from headrace.front.server.failures import OPENAI, Failure, Shape, failure_of
 from headrace.front.server.ids import client_label, request_id
 from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s, read_json
 from headrace.front.server.native import admin, health, requests, tokenize
-from headrace.front.server.openai import models, routes
+from headrace.front.server.native.tokenize import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from headrace.front.server.openai import models
+from headrace.front.server.openai import routes as openai
+from headrace.front.server.openai.schema import ChatRequest, CompletionRequest
+from headrace.front.server.openapi import ApiRoute
 from headrace.front.server.responses import compact, websocket
 from headrace.front.server.responses import routes as responses
+from headrace.front.server.responses.schema import InputRequest, ResponsesRequest
 from headrace.front.server.sockets import SocketShell
 from headrace.front.server.sse import ClientGone, SlowReader, until_gone
 
@@ -41,45 +53,48 @@ log = logging.getLogger(__name__)
 
 def make_app(services: Services) -> ASGIApp:
     """The application over `services`."""
-    router = Router(
-        [
-            _posts("/v1/chat/completions", routes.post_chat),
-            _posts("/v1/completions", routes.post_completions),
-            _posts("/tokenize", tokenize.post_tokenize),
-            _posts("/detokenize", tokenize.post_detokenize),
-            _posts("/v1/messages", anthropic.post_messages),
-            _posts("/v1/messages/count_tokens", anthropic.post_count_tokens),
-            _posts("/v1/responses", responses.post_responses),
-            _posts("/v1/responses/input_tokens", responses.post_input_tokens),
-            _posts("/v1/responses/compact", compact.post_compact),
-            _route("/v1/responses/{id}", responses.get_response),
-            _route("/v1/responses/{id}", responses.delete_response, "DELETE"),
-            _route("/v1/responses/{id}/cancel", responses.post_cancel, "POST"),
-            _route("/v1/responses/{id}/input_items", responses.get_input_items),
-            _route("/api/hello", anthropic.get_hello),
-            _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
-            _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
-            _route("/v1/requests", requests.get_ledger),
-            _route("/v1/requests/{id}", requests.get_request),
-            _route("/health", health.get_health),
-            _route("/health/live", health.get_live),
-            _route("/health/ready", health.get_ready),
-            _route("/health/startup", health.get_startup),
-            _route("/ping", health.get_health, "GET", "POST"),
-            _route("/version", health.get_version),
-            _route("/load", health.get_load),
-            _route("/metrics", health.get_metrics),
-            _route("/pause", admin.post_pause, "POST"),
-            _route("/resume", admin.post_resume, "POST"),
-            _route("/is_paused", admin.get_is_paused),
-            _route("/reset_prefix_cache", admin.post_reset_prefix_cache, "POST"),
-        ],
-        redirect_slashes=False,
-    )
-    return Shell(services, router)
+    return Shell(services, Router(table(), redirect_slashes=False))
 
 
-def _route(path: str, handler: Reader, *methods: str) -> Route:
+def table() -> list[ApiRoute]:
+    """Every route there is."""
+    routes = [
+        _posts("/v1/chat/completions", openai.post_chat, ChatRequest),
+        _posts("/v1/completions", openai.post_completions, CompletionRequest),
+        _posts("/tokenize", tokenize.post_tokenize, TokenizeRequest, TokenizeChatRequest),
+        _posts("/detokenize", tokenize.post_detokenize, DetokenizeRequest),
+        _posts("/v1/messages", anthropic.post_messages, MessagesRequest),
+        _posts("/v1/messages/count_tokens", anthropic.post_count_tokens, CountTokensRequest),
+        _posts("/v1/responses", responses.post_responses, ResponsesRequest, sockets=True),
+        _posts("/v1/responses/input_tokens", responses.post_input_tokens, InputRequest),
+        _posts("/v1/responses/compact", compact.post_compact, InputRequest),
+        _route("/v1/responses/{id}", responses.get_response),
+        _route("/v1/responses/{id}", responses.delete_response, "DELETE"),
+        _route("/v1/responses/{id}/cancel", responses.post_cancel, "POST"),
+        _route("/v1/responses/{id}/input_items", responses.get_input_items),
+        _route("/api/hello", anthropic.get_hello),
+        _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
+        _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
+        _route("/v1/requests", requests.get_ledger),
+        _route("/v1/requests/{id}", requests.get_request),
+        _route("/health", health.get_health),
+        _route("/health/live", health.get_live),
+        _route("/health/ready", health.get_ready),
+        _route("/health/startup", health.get_startup),
+        _route("/ping", health.get_health, "GET", "POST"),
+        _route("/version", health.get_version),
+        _route("/load", health.get_load),
+        _route("/metrics", health.get_metrics),
+        _route("/pause", admin.post_pause, "POST"),
+        _route("/resume", admin.post_resume, "POST"),
+        _route("/is_paused", admin.get_is_paused),
+        _route("/reset_prefix_cache", admin.post_reset_prefix_cache, "POST"),
+    ]
+    routes.append(_route("/openapi.json", openapi.serving(routes)))
+    return routes
+
+
+def _route(path: str, handler: Reader, *methods: str) -> ApiRoute:
     """A route without a body."""
 
     async def endpoint(request: Request) -> Response:
@@ -87,10 +102,12 @@ def _route(path: str, handler: Reader, *methods: str) -> Route:
         work = handler(exchange, request)
         return await until_gone(request.receive, _awaited(work), abandon=exchange.services.abandon)
 
-    return Route(path, endpoint, methods=list(methods) or ["GET"])
+    return ApiRoute(path, endpoint, methods=methods or ("GET",), doc=handler.__doc__ or "")
 
 
-def _posts(path: str, handler: Writer) -> Route:
+def _posts(
+    path: str, handler: Writer, *bodies: type[msgspec.Struct], sockets: bool = False
+) -> ApiRoute:
     """A route with a JSON body: read under its limits first, then handled until done or the client leaves."""
 
     async def endpoint(request: Request) -> Response:
@@ -104,7 +121,8 @@ def _posts(path: str, handler: Writer) -> Route:
         )
         return response
 
-    return Route(path, endpoint, methods=["POST"])
+    doc = handler.__doc__ or ""
+    return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies, sockets=sockets)
 
 
 def _by_dialect(openai: Reader, anthropic: Reader) -> Reader:
@@ -114,6 +132,7 @@ def _by_dialect(openai: Reader, anthropic: Reader) -> Reader:
         chosen = anthropic if shape_of(request.scope) is ANTHROPIC else openai
         return chosen(exchange, request)
 
+    handler.__doc__ = openai.__doc__
     return handler
 
 

@@ -9,8 +9,8 @@ from headrace.front.server.conversation import Translated
 from headrace.front.server.responses.items import Messages, Unseal
 from headrace.front.server.responses.schema import (
     LOGPROBS,
+    InputRequest,
     Json,
-    PromptRequest,
     Reasoning,
     ResponsesRequest,
     TextConfig,
@@ -30,7 +30,7 @@ _NAMES = {
 
 
 def to_request(
-    request: PromptRequest,
+    request: InputRequest,
     document: Json,
     *,
     tools: Offered,

@@ -23,7 +23,7 @@ from headrace.front.server.openai.schema import ChatRequest
 from headrace.front.server.responses.conversation import to_request
 from headrace.front.server.responses.document import Reply
 from headrace.front.server.responses.items import response_of, with_ids
-from headrace.front.server.responses.schema import Json, PromptRequest, ResponsesRequest
+from headrace.front.server.responses.schema import InputRequest, Json, ResponsesRequest
 from headrace.front.server.responses.stream import TERMINAL, ResponseStream
 from headrace.front.server.responses.tools import offered
 from headrace.front.server.state.store import Record
@@ -89,7 +89,7 @@ async def prepare(
 
 
 async def translate(
-    exchange: Exchange, request: PromptRequest, document: Json, *, ident: str, recall: Recall
+    exchange: Exchange, request: InputRequest, document: Json, *, ident: str, recall: Recall
 ) -> tuple[list[Json], list[Json], Translated]:
     """The items before the request, its own, and all of them as a conversation."""
     services = exchange.services

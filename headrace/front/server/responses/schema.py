@@ -42,7 +42,7 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
+class InputRequest(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/responses/input_tokens and /v1/responses/compact: what makes up the prompt."""
 
     model: Name | None = None
@@ -57,7 +57,7 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
 
 
-class ResponsesRequest(PromptRequest, frozen=True, kw_only=True):
+class ResponsesRequest(InputRequest, frozen=True, kw_only=True):
     """POST /v1/responses, and `response.create` of the WebSocket."""
 
     background: bool | None = None
@@ -91,9 +91,9 @@ def parse_response(document: Any) -> ResponsesRequest:
     return request
 
 
-def parse_prompt(document: Any) -> PromptRequest:
+def parse_prompt(document: Any) -> InputRequest:
     """The request of POST /v1/responses/input_tokens and /compact."""
-    request = typed(document, PromptRequest)
+    request = typed(document, InputRequest)
     _refuse(document)
     if request.input is None and request.previous_response_id is None:
         raise InvalidRequest("input: this field is required", field="input")
