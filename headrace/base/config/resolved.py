@@ -157,6 +157,10 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: str | None = None
     file_store: str = "none"
     file_store_bytes: int = 16 << 30
+    response_store: str = "off"
+    response_store_bytes: int = 1 << 30
+    response_ttl_s: float = 2_592_000.0
+    max_websockets: int = 100
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

@@ -78,7 +78,9 @@ ROUTES = (
     *("/tokenizer_info", "/inference/v1/generate"),
     *("/v1/chat/completions/render", "/v1/chat/completions/derender"),
     *("/v1/completions/render", "/v1/completions/derender"),
-    *("/v1/messages", "/v1/messages/count_tokens", "/api/hello"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/api/hello", "/openapi.json"),
+    *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
+    *("/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items"),
 )
 REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")
@@ -94,6 +96,11 @@ TABLE: tuple[Series, ...] = (
         name="headrace_http_requests_in_flight",
         kind=Kind.GAUGE,
         doc="HTTP requests that are being answered now.",
+    ),
+    Series(
+        name="headrace_websockets_open",
+        kind=Kind.GAUGE,
+        doc="WebSocket connections that are open.",
     ),
     Series(
         name="headrace_rejections_total",

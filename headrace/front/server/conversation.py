@@ -64,7 +64,7 @@ def as_sent(translated: Translated) -> Iterator[None]:
             head = re.split(r"[.\[]", given, maxsplit=1)[0]
             sent = translated.names.get(given) or translated.names.get(head, given)
         message = error.message
-        if message.startswith(given):
+        if given and message.startswith(given + ":"):
             message = sent + message.removeprefix(given)
         raise type(error)(message, field=sent or None) from None
 
