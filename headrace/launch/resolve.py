@@ -17,6 +17,7 @@ from headrace.base.config.resolved import (
     Decision,
     DeviceSpec,
     EngineSpec,
+    GrammarSpec,
     KVSpec,
     ModelSpec,
     Resolved,
@@ -86,6 +87,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
     max_model_len = _max_model_len(options, model, choose)
     scheduler = _scheduler(options, where, max_model_len, choose)
     names = options.model.served_model_name or (model.name,)
+    tokenizer_path = options.model.tokenizer or model.tokenizer_path
     engine = EngineSpec(
         model=ModelSpec(
             path=model.path,
@@ -103,9 +105,10 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
         device=where,
+        grammar=GrammarSpec(tokenizer_path=tokenizer_path),
     )
     text = TextSpec(
-        tokenizer_path=options.model.tokenizer or model.tokenizer_path,
+        tokenizer_path=tokenizer_path,
         chat_template=model.chat_template,
         model_names=names,
         generation_defaults=_generation_defaults(model.generation_defaults),

@@ -27,7 +27,7 @@ from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
 from headrace.base.registry import Registry
-from headrace.base.wire.step import StepPlan
+from headrace.base.wire.step import StepPlan, Supply
 
 log = logging.getLogger(__name__)
 
@@ -87,12 +87,19 @@ def serve(channel: Channel) -> None:
         log.exception("rank %d could not start", begin.rank)
         return channel.send(TO_CORE.frame(Failed(None, _start_error(error))))
     plans: SimpleQueue[StepPlan] = SimpleQueue()
+    supplies: SimpleQueue[Supply] = SimpleQueue()
     channel.send(TO_CORE.frame(Ready(runner.facts)))
-    threading.Thread(target=_read_plans, args=(channel, plans), daemon=True).start()
+    threading.Thread(target=_read_plans, args=(channel, plans, supplies), daemon=True).start()
+
+    def supplied(step: int) -> dict[str, bytes]:
+        supply = supplies.get()
+        assert supply.step == step, (supply.step, step)
+        return supply.gates
+
     while True:
         plan = plans.get()
         try:
-            result = runner.execute(plan)
+            result = runner.execute(plan, supplied)
         except Exception as error:
             log.exception("rank %d failed in step %d", begin.rank, plan.step)
             return channel.send(TO_CORE.frame(Failed(plan.step, to_wire(error))))
@@ -100,12 +107,17 @@ def serve(channel: Channel) -> None:
             channel.send(TO_CORE.frame(result))
 
 
-def _read_plans(channel: Channel, plans: SimpleQueue[StepPlan]) -> None:
+def _read_plans(
+    channel: Channel, plans: SimpleQueue[StepPlan], supplies: SimpleQueue[Supply]
+) -> None:
     """Reads ahead, so that the parent never waits to send; ends the process when the parent is gone."""
     while (body := channel.receive()) is not None:
-        plan = TO_WORKER.decode(body)
-        assert isinstance(plan, StepPlan), plan
-        plans.put(plan)
+        message = TO_WORKER.decode(body)
+        if isinstance(message, Supply):
+            supplies.put(message)
+        else:
+            assert isinstance(message, StepPlan), message
+            plans.put(message)
     os._exit(0)
 
 

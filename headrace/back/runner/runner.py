@@ -8,7 +8,7 @@ T query tokens, R rows of the step, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,8 +25,18 @@ from headrace.back.sampling.prompt_logprobs import PromptScorer
 from headrace.back.sampling.sampler import Sampled, Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import HeadraceError
+from headrace.base.wire.grammar import GATE
 from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
+
+Supplied = Callable[[int], dict[str, bytes]]
+"""From the number of a step to its late payloads."""
+
+
+def no_supply(step: int) -> dict[str, bytes]:
+    """For callers whose plans have no late gates."""
+    raise AssertionError(f"step {step} waits for gates, but nobody supplies them")
+
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -84,8 +94,9 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step and returns what it produced."""
+    def execute(self, plan: StepPlan, supplied: Supplied = no_supply) -> StepResult:
+        """Runs one step and returns what it produced. `supplied` waits for the payloads of the plan's `late` gates;
+        it is called when all that does not depend on them is on its way."""
         self._apply(plan)
         if not plan.rows.size:
             return StepResult(step=plan.step, tokens=np.empty(0, np.int32))
@@ -93,7 +104,7 @@ class Runner:
         self._rows.tokens.reserve(shape.max_kv_len + 1)
         hidden_TE, logits_at_N = self._forward(plan, shape)
         prompts, refused = ([], {}) if self._prompts.idle else self._score_prompts(shape, hidden_TE)
-        sampled = self._sample(shape, hidden_TE, logits_at_N)
+        sampled = self._sample(plan, shape, hidden_TE, logits_at_N, supplied)
         if sampled is not None and sampled.failed:
             self._scrub(shape.sampled_row[list(sampled.failed)])
         return to_result(plan, shape, sampled, prompts, refused)
@@ -120,17 +131,29 @@ class Runner:
         return hidden_TE, batch.logits_at_N
 
     def _sample(
-        self, shape: StepShape, hidden_TE: torch.Tensor, logits_at_N: torch.Tensor
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        hidden_TE: torch.Tensor,
+        logits_at_N: torch.Tensor,
+        supplied: Supplied,
     ) -> Sampled | None:
         """Samples the rows that the plan wants sampled and stores their tokens for the next step."""
-        if not shape.sampled.size:
+        logits_NV = None
+        if shape.sampled.size:
+            every = shape.sampled.size == hidden_TE.shape[0]
+            logits_NV = self._model.logits(
+                hidden_TE if every else hidden_TE.index_select(0, logits_at_N)
+            )
+        late = supplied(plan.step) if plan.late else {}
+        if logits_NV is None:
             return None
-        every = shape.sampled.size == hidden_TE.shape[0]
         sampled = self._sampler.sample(
-            self._model.logits(hidden_TE if every else hidden_TE.index_select(0, logits_at_N)),
+            logits_NV,
             rows=shape.sampled_row,
             positions=shape.sampled_position,
             tokens=self._rows.tokens.data,
+            masks=late.get(GATE, b""),
         )
         self._rows.tokens.put(
             shape.sampled_row, shape.sampled_position, sampled.token_N.to(torch.int32)

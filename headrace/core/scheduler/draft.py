@@ -25,10 +25,11 @@ _NONE = np.zeros(0, np.int32)
 class Flight:
     """What the core must know of a submitted step to read its result; index i is plan.rows[i].
 
-    `position` is the position of the token that the row samples (= tokens with KV after the step).
+    `position` is the position of the token that the row samples (= tokens with KV after the step). `late` names the
+    gates whose payload the workers still wait for.
     """
 
-    __slots__ = ("epochs", "num_decodes", "position", "prefills", "rows", "sample", "step")
+    __slots__ = ("epochs", "late", "num_decodes", "position", "prefills", "rows", "sample", "step")
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Flight:
         self.sample = sample
         self.num_decodes = num_decodes
         self.prefills = prefills
+        self.late: tuple[str, ...] = ()
 
 
 class Draft:
