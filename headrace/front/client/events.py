@@ -12,11 +12,16 @@ from typing import Protocol
 
 import msgspec
 
+from headrace.base.wire.grammar import Node, ReasoningRule
 from headrace.base.wire.params import SamplingParams
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant."""
+    """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant.
+
+    `grammar` is what the answer must look like where `params` do not say it (tool calls); `grammar_field` is what its
+    errors name. `reasoning`: how the model reasons before it answers; a grammar holds from behind that on.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -26,6 +31,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    grammar: Node | None = None
+    grammar_field: str = "structured_outputs"
+    reasoning: ReasoningRule | None = None
 
 
 class TokenScore(msgspec.Struct, frozen=True):

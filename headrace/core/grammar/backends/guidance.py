@@ -11,18 +11,18 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import llguidance
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.optional import require
 from headrace.base.wire.grammar import Lark, Node, Vocabulary
 from headrace.core.grammar.backends.lark import to_grammar
 from headrace.core.ports import Matcher
 
 MAX_MESSAGE_CHARS = 300
 # About 20 ms to build, 7 ms of lexing and 1 ms of parsing for one mask, and 30 MB of lexer states at the very worst.
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
@@ -44,7 +44,6 @@ class _Wrapper:
         self.bos_token_id = None
         self.tokens = vocabulary.pieces
         self.special_token_ids = list(vocabulary.special_ids)
-        self.is_tokenizer_wrapper = True
         special = set(vocabulary.special_ids)
         self._ids = {p: i for i, p in enumerate(vocabulary.pieces) if p and i not in special}
         self._longest = max(map(len, self._ids), default=1)
@@ -88,21 +87,20 @@ class GuidanceBackend:
     name = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._library = require("llguidance", extra="grammar", purpose="structured output")
         self._vocabulary = vocabulary
         self._words = -(-vocabulary.width // 32)
-        self._tokenizer = self._library.LLTokenizer(
-            _Wrapper(vocabulary), n_vocab=vocabulary.width, eos_token=list(vocabulary.eos_ids)
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Wrapper(vocabulary)),
+            n_vocab=vocabulary.width,
+            eos_token=list(vocabulary.eos_ids),
         )
-        self._limits = self._library.LLParserLimits(**LIMITS)
-        self._executor = self._library.LLExecutor(min(8, len(os.sched_getaffinity(0))))
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._executor = llguidance.LLExecutor(min(8, len(os.sched_getaffinity(0))))
 
     def compile(self, node: Node) -> GuidanceMatcher:
         """See GrammarBackend."""
-        grammar = to_grammar(node, self._vocabulary, self._library)
-        matcher = self._library.LLMatcher(
-            self._tokenizer, grammar, log_level=0, limits=self._limits
-        )
+        grammar = to_grammar(node, self._vocabulary)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             message = _cleaned(matcher.get_error())
             raise InvalidRequest(message if isinstance(node, Lark) else _PLACE.sub("", message))

@@ -10,9 +10,10 @@ import re
 from typing import Any
 
 import msgspec
+from llguidance import LLMatcher, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.optional import require
 from headrace.base.wire.grammar import (
     Ebnf,
     Either,
@@ -33,15 +34,15 @@ SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """White space inside of JSON: bounded, or a weak model may never write anything else."""
 
 
-def to_grammar(node: Node, vocabulary: Vocabulary, library: Any) -> str:
+def to_grammar(node: Node, vocabulary: Vocabulary) -> str:
     """The grammar as the library takes it: Lark, or a JSON document of several Lark grammars."""
     if isinstance(node, Lark):
-        return str(library.LLMatcher.grammar_from_lark(node.text))
-    writer = _Writer(vocabulary, library)
+        return str(LLMatcher.grammar_from_lark(node.text))
+    writer = _Writer(vocabulary)
     start = writer.write(node)
     main = "\n".join([f"start: {start}", *writer.rules])
     if not writer.others:
-        return str(library.LLMatcher.grammar_from_lark(main))
+        return str(LLMatcher.grammar_from_lark(main))
     grammars = [{"name": "main", "lark_grammar": main}, *writer.others]
     return json.dumps({"grammars": grammars})
 
@@ -49,10 +50,9 @@ def to_grammar(node: Node, vocabulary: Vocabulary, library: Any) -> str:
 class _Writer:
     """Collects the rules of one grammar; `write` returns the expression that stands for a node."""
 
-    def __init__(self, vocabulary: Vocabulary, library: Any) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self.rules: list[str] = []
         self.others: list[dict[str, str]] = []
-        self._library = library
         self._special = {
             vocabulary.pieces[i].decode(errors="replace"): i
             for i in vocabulary.special_ids
@@ -69,7 +69,7 @@ class _Writer:
             case Json():
                 return self._rule("%json " + _json_schema(node))
             case Regex():
-                return self._rule(f"/{self._library.regex_to_lark(node.pattern)}/")
+                return self._rule(f"/{regex_to_lark(node.pattern)}/")
             case Lark():
                 return self._other(node.text)
             case Ebnf():
@@ -97,9 +97,8 @@ class _Writer:
         return f"@{name}"
 
     def _from_ebnf(self, text: str) -> str:
-        reader = require("llguidance.gbnf_to_lark", extra="grammar", purpose="grammars in GBNF")
         try:
-            return str(reader.gbnf_to_lark(text))
+            return str(gbnf_to_lark(text))
         except Exception as error:
             raise InvalidRequest(f"not a grammar in GBNF: {str(error)[:200]}") from None
 

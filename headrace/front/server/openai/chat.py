@@ -29,6 +29,7 @@ from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import ChatRequest
 from headrace.front.server.parsed import ParsedDelta
 from headrace.front.server.sse import DONE
+from headrace.front.server.structured import tool_format, unfinished_text
 from headrace.front.text.parsing.parser import AnswerFormat, OutputParser, schemas_of
 from headrace.front.text.parsing.parts import (
     CallArguments,
@@ -87,25 +88,18 @@ def to_parser(
 ) -> OutputParser | None:
     """A parser for one choice; None where the text is the content. `prompt_tail` is how the prompt ends."""
     offered = request.tools is not None and request.tool_choice != "none"
-    if answers.reasoning is None and (answers.tools is None or not offered):
+    tools = tool_format(request, answers)
+    if answers.reasoning is None and (tools is None or not offered):
         return None
     tags = None if answers.reasoning is None else answers.reasoning.tags
     return OutputParser(
         reasoning=tags,
         inside=tags is not None
-        and tags.begins_inside(prompt_tail, unfinished=_unfinished(request)),
-        tools=None if answers.tools is None else answers.tools.grammar,
+        and tags.begins_inside(prompt_tail, unfinished=unfinished_text(request)),
+        tools=tools,
         schemas=schemas_of(request.tools or []) if offered else None,
         only_one_call=request.parallel_tool_calls is False,
     )
-
-
-def _unfinished(request: ChatRequest) -> str | None:
-    """The text of the message that is continued, if one is."""
-    if not request.continue_final_message:
-        return None
-    content = request.messages[-1].get("content")
-    return content if isinstance(content, str) else ""
 
 
 async def to_chunks(

@@ -19,6 +19,13 @@ from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, Common, CompletionRequest, parse
 from headrace.front.server.parsed import ParsedAnswer, parsed
 from headrace.front.server.sse import EventStream, started
+from headrace.front.server.structured import (
+    FREE,
+    Structure,
+    narrowed,
+    plain_structure,
+    structure_of,
+)
 from headrace.front.text.chat import ChatTemplate
 
 _TAIL_TOKENS = 32
@@ -27,7 +34,7 @@ _TAIL_TOKENS = 32
 
 async def post_chat(exchange: Exchange, document: Any) -> Response:
     """POST /v1/chat/completions."""
-    request = parse(document, ChatRequest)
+    request = narrowed(parse(document, ChatRequest))
     services = exchange.services
     model = services.model_name(request.model)
     params = chat.to_params(
@@ -38,8 +45,15 @@ async def post_chat(exchange: Exchange, document: Any) -> Response:
         await render(exchange, request), request, max_model_len=services.text.max_model_len
     )
     label = completion_id("chatcmpl")
-    answers = _answers(exchange, request, prompt_ids, params)
-    events = _generate(exchange, request, prompt_ids, params, label=label, answers=answers)
+    tail = _tail(exchange, prompt_ids)
+    structure = structure_of(request, services.answers, prompt_tail=tail)
+    answers = _answers(exchange, request, tail, params)
+    events = _generate(
+        *(exchange, request, prompt_ids, params),
+        label=label,
+        answers=answers,
+        structure=structure,
+    )
     reply = chat.Reply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
     if request.stream:
         return await _stream(exchange, chat.to_chunks(events, reply))
@@ -55,12 +69,17 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
         request, defaults=services.text.generation_defaults, max_n=services.server.max_n
     )
     given = completions.prompts_of(request)
+    structure = plain_structure(request)
     exchange.hold_place()
     prompts = [await _prompt(exchange, request, prompt) for prompt in given]
     label = completion_id("cmpl")
     events = joined(
         [
-            _generate(exchange, request, p.ids, params, label=f"{label}-{i}" if i else label)
+            _generate(
+                *(exchange, request, p.ids, params),
+                label=f"{label}-{i}" if i else label,
+                structure=structure,
+            )
             for i, p in enumerate(prompts)
         ]
     )
@@ -94,6 +113,8 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
     for name in ("reasoning_effort", "verbosity", "documents"):
         if getattr(request, name) is not None:
             kwargs.setdefault(name, getattr(request, name))
+    if request.reasoning_effort is not None:  # templates that know only on and off
+        kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
     return await template.render_async(
         request.messages,
         tools=None if request.tool_choice == "none" else request.tools,
@@ -103,13 +124,18 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
     )
 
 
+def _tail(exchange: Exchange, prompt_ids: list[int]) -> str:
+    """How the prompt ends."""
+    decode = exchange.services.tokenizer.decode
+    return decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+
+
 def _answers(
-    exchange: Exchange, request: ChatRequest, prompt_ids: list[int], params: SamplingParams
+    exchange: Exchange, request: ChatRequest, tail: str, params: SamplingParams
 ) -> list[ParsedAnswer] | None:
     """A parser per choice; None where nothing is to be parsed."""
     services = exchange.services
     tokenizer = services.tokenizer
-    tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     pieces = tokenizer.pieces_without_special if params.skip_special_tokens else tokenizer.pieces
     found = []
     for _ in range(params.n):
@@ -149,6 +175,7 @@ def _generate(
     *,
     label: str,
     answers: list[ParsedAnswer] | None = None,
+    structure: Structure = FREE,
 ) -> AsyncGenerator[Event, None]:
     generation = Generation(
         prompt_ids=prompt_ids,
@@ -158,6 +185,9 @@ def _generate(
         priority=request.priority or 0,
         deadline_s=exchange.deadline_s(request.timeout_s),
         cache_salt=request.cache_salt or "",
+        grammar=structure.grammar,
+        grammar_field=structure.field,
+        reasoning=structure.reasoning,
     )
     services = exchange.services
     events: AsyncIterator[Event] = services.engine.generate(generation)

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
+from headrace.base.wire.params import StructuredOutputs
 
 Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -83,6 +84,14 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
 
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
 
 class CompletionRequest(Common, frozen=True, kw_only=True):
     """POST /v1/completions. `prompt`: one text or list of ids, or several of either (1024 at most)."""
@@ -110,8 +119,9 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: Count | None = None
+    include_reasoning: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -123,23 +133,9 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 
 R = TypeVar("R", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
-_NO_STRUCTURE = "structured output is not supported by this server yet"
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "suffix": (bool, "insertion before a suffix is not supported"),
     "prompt_embeds": (bool, "prompt embeddings are not accepted"),
-    "structured_outputs": (bool, _NO_STRUCTURE),
-    **{
-        f"guided_{kind}": (lambda value: value is not None, _NO_STRUCTURE)
-        for kind in ("json", "regex", "choice", "grammar")
-    },
-    "response_format": (
-        lambda value: isinstance(value, dict) and value.get("type") != "text",
-        "only {'type': 'text'} is supported by this server yet",
-    ),
-    "tool_choice": (
-        lambda value: value not in (None, "none", "auto"),
-        "only 'none' and 'auto' are supported by this server yet",
-    ),
     "functions": (bool, "the legacy functions field is not supported; send tools"),
     "function_call": (bool, "the legacy function_call field is not supported; send tool_choice"),
     "modalities": (
