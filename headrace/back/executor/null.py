@@ -349,15 +349,17 @@ class NullExecutor:
 
     def _mask(self, plan: StepPlan, tokens: npt.NDArray[np.int64], payload: bytes) -> None:
         """Tokens that the grammar does not allow become allowed ones."""
-        place = {int(row): index for index, row in enumerate(plan.rows)}
-        width = self._facts.logits_width
-        for row, words in zip(*unpack_masks(payload), strict=True):
-            index = place[int(row)]
-            bits = np.unpackbits(words.view(np.uint8), count=width, bitorder="little")
-            token = int(tokens[index])
-            if not bits[token]:
-                allowed = np.flatnonzero(bits)
-                tokens[index] = allowed[token % len(allowed)]
+        if not payload:
+            return
+        place = {row: index for index, row in enumerate(plan.rows.tolist())}
+        given, masks = unpack_masks(payload)
+        for row, words in zip(given.tolist(), masks.view(np.uint32), strict=True):
+            token = int(tokens[place[row]])
+            if not int(words[token >> 5]) >> (token & 31) & 1:
+                allowed = np.flatnonzero(words)
+                at = int(allowed[token % len(allowed)])
+                bits = [bit for bit in range(32) if int(words[at]) >> bit & 1]
+                tokens[place[row]] = 32 * at + bits[token % len(bits)]
 
     def _scores(self, index: int, row: int, token: int) -> list[RowLogprobs]:
         sampling = self._owner(row).start.sampling

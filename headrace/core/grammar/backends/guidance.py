@@ -127,6 +127,7 @@ class GuidanceBackend:
 
 def _cleaned(message: str) -> str:
     """The reason on one line, without the parser's state."""
-    lines = [line.strip() for line in message.split("<state>")[0].splitlines()]
+    told = re.split(r"<state>|<backtrace>", message)[0]
+    lines = [line.strip() for line in told.splitlines()]
     text = " ".join(line for line in lines if line and not _EXCERPT.match(line))
     return text if len(text) <= MAX_MESSAGE_CHARS else text[:MAX_MESSAGE_CHARS] + "..."

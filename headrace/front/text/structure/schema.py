@@ -188,7 +188,7 @@ class _Walk:
         return "format" in given and given["format"] not in _FORMATS
 
     def _wrong(self, pointer: str, what: str) -> InvalidRequest:
-        where = f"{self._field} at {pointer[:200]}" if pointer else self._field
+        where = f"{self._field}:{pointer[:200]}" if pointer else self._field
         return InvalidRequest(f"{where}: {what}", field=self._field)
 
 
