@@ -37,9 +37,25 @@ from headrace.launch.vocabulary import vocabulary_of
 PROMPT_TOKENS = 64
 LARGE = 150_000
 PAGE = Path(__file__).with_suffix(".md")
-WORDS = (
-    "name age city color animal fruit job size count active day language room level score owner key"
-).split()
+WORDS = [
+    "name",
+    "age",
+    "city",
+    "color",
+    "animal",
+    "fruit",
+    "job",
+    "size",
+    "count",
+    "active",
+    "day",
+    "language",
+    "room",
+    "level",
+    "score",
+    "owner",
+    "key",
+]
 
 
 def schema(random_: random.Random) -> str:
