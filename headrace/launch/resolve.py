@@ -287,7 +287,7 @@ def _kv_bytes(weight_bytes: int, device: DeviceFacts, where: DeviceSpec) -> int:
 
 def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
     """The name of a known format of tool calls, or "none"."""
-    found = choose_tools(model.chat_template)
+    found = choose_tools(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--tool-parser", given.tool_parser, found.name, found.why)
     tool_family(name)
     return name
@@ -295,7 +295,7 @@ def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> s
 
 def _reasoning_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
     """The name of a known format of reasoning, or "none"."""
-    found = choose_reasoning(model.chat_template)
+    found = choose_reasoning(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--reasoning-parser", given.reasoning_parser, found.name, found.why)
     reasoning_family(name)
     return name

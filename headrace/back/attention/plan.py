@@ -2,6 +2,10 @@
 
 Shapes: T query tokens of the step, R rows in it, B blocks of the longest row. Rows with exactly one query token come
 first (`num_decodes` of them). Host copies (numpy) spare kernels a device-to-host read.
+
+A step that may be replayed from a graph (runner/graphs.py) has no host copies: its tensors are static and padded to a
+bucket, and the numbers beside them are the bucket's, not the step's. Padding rows have no query and no KV, padding
+tokens write to slot 0; table entries past a row's length are stale. `num_rows_3` tells the device what is real.
 """
 
 from __future__ import annotations
@@ -20,17 +24,21 @@ class AttentionPlan:
     kv_len_R         int32 [R]    tokens in the KV cache once this step's are written
     block_table_RB   int32 [R,B]  block ids; entries past a row's length, and freed window blocks, are 0 (null block)
     slot_T           int64 [T]    block * block_tokens + offset where each query token's KV is written
+    num_rows_3       int32 [3]    real rows, real query tokens, leading rows with one query token; None in exact steps
+    host_*           None in steps of a bucket, where num_decodes is R if the bucket is for decodes alone, else 0;
+                     max_query_len is 1 or T, and max_kv_len the capacity of the tables
     """
 
     query_start_R1: torch.Tensor
     kv_len_R: torch.Tensor
     block_table_RB: torch.Tensor
     slot_T: torch.Tensor
-    host_query_start: np.ndarray
-    host_kv_len: np.ndarray
+    host_query_start: np.ndarray | None
+    host_kv_len: np.ndarray | None
     num_decodes: int
     max_query_len: int
     max_kv_len: int
+    num_rows_3: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

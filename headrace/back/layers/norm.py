@@ -14,12 +14,14 @@ class RMSNorm:
     """`norm(x)` norms the last dimension; `add_norm(x_TE, residual_TE)` first adds x into the
     residual.
 
-    `unit_offset`: the checkpoint holds w - 1 (Gemma).
+    `unit_offset`: the checkpoint holds w - 1 (Gemma). `weight_E` float32 is there after loading, for
+    ops that fuse the norm with what follows it.
     """
 
     def __init__(self, scope: Scope, width: int, *, eps: float, unit_offset: bool = False) -> None:
         self.norm: Norm = not_loaded
         self.add_norm: AddNorm = not_loaded
+        self.weight_E = torch.empty(0)
         self._scope = scope
         self._offset = 1.0 if unit_offset else 0.0
         self._problem = RMSNormProblem(
@@ -29,9 +31,9 @@ class RMSNorm:
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
-        weight_E = self._weight.take().float() + self._offset
-        self.norm = self._scope.bind(OP, self._problem, weight_E)
-        self.add_norm = self._scope.bind(ADD_OP, self._problem, weight_E)
+        self.weight_E = self._weight.take().float() + self._offset
+        self.norm = self._scope.bind(OP, self._problem, self.weight_E)
+        self.add_norm = self._scope.bind(ADD_OP, self._problem, self.weight_E)
 
 
 class SplitRMSNorm:

@@ -114,6 +114,13 @@ class Scope:
         self.ledger.choices.append(choice)
         return choice.bind(*weights)
 
+    def bind_fused(self, op: Op[Any], problem: Any, *weights: Any) -> Callable[..., Any] | None:
+        """The same for an op that other ops compose: None if no kernel does it in one, so that the
+        caller takes the kernels of the parts instead of the reference."""
+        choice = op.choose(problem)
+        self.ledger.choices.append(choice)
+        return None if choice.kernel is op.reference else choice.bind(*weights)
+
 
 def not_loaded(*arguments: Any) -> Any:
     """Stands in for a layer's kernel until `finish_load`."""

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import AttentionPlan, Batch
-from headrace.back.runner.requests import Rows, to_device
+from headrace.back.kernels.upload import to_device
+from headrace.back.runner.requests import Rows
 from headrace.base.wire.step import StepPlan
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.features import Picked
 from headrace.base.wire.grammar import unpack_masks
 from headrace.base.wire.step import RowStart
@@ -47,7 +48,7 @@ class GrammarMask:
             bits = np.unpackbits(packed, axis=1, count=width, bitorder="little")
             allowed_KV = torch.from_numpy(bits).view(torch.bool)
         else:
-            sent_KB = torch.from_numpy(packed).to(self._device, non_blocking=True)
+            sent_KB = to_device(packed, self._device)
             bits_KBS = (sent_KB[:, :, None] >> self._shifts) & 1
             allowed_KV = bits_KBS.view(len(packed), -1)[:, :width].bool()
         logits_KV[:, :width].masked_fill_(~allowed_KV, -torch.inf)

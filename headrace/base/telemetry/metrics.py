@@ -60,6 +60,7 @@ ROUTES = (
     *("/tokenize", "/detokenize", "/health", "/health/live", "/health/ready", "/health/startup"),
     *("/ping", "/version", "/metrics", "/load", "/v1/requests", "/v1/requests/{id}"),
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/api/hello"),
 )
 REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")

@@ -184,7 +184,13 @@ class AsyncLLM:
             request_id = secrets.randbits(63)
             one = generation if index == 0 else _replace(generation, params=params)
             request = self._checker.request(one, widths, request_id)
-            answer = Answer(index=index, tokenizer=self.tokenizer, params=params, stop=request.stop)
+            answer = Answer(
+                index=index,
+                tokenizer=self.tokenizer,
+                params=params,
+                stop=request.stop,
+                pieces=generation.pieces,
+            )
             stream.core.connection.send(request)
             stream.add(request_id, answer)
 

@@ -7,7 +7,7 @@ A full answer is the fold of its events; every dialect encodes the same ones. Or
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 import msgspec
@@ -19,8 +19,9 @@ from headrace.base.wire.params import SamplingParams
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant.
 
-    `grammar` is what the answer must look like where `params` do not say it (tool calls); `grammar_field` is what its
-    errors name. `reasoning`: how the model reasons before it answers; a grammar holds from behind that on.
+    `pieces`: what each token adds to the text, where that is not the tokenizer's own table. `grammar` is what the
+    answer must look like where `params` do not say it (tool calls); `grammar_field` is what its errors name.
+    `reasoning`: how the model reasons before it answers; a grammar holds from behind that on.
     """
 
     prompt_ids: list[int]
@@ -31,6 +32,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    pieces: Mapping[int, str | bytes] | None = None
     grammar: Node | None = None
     grammar_field: str = "structured_outputs"
     reasoning: ReasoningRule | None = None

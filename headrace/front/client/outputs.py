@@ -6,6 +6,8 @@ reader gets fewer, larger deltas; `pending_bytes` says how much waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from headrace.base.errors import HeadraceError, from_wire
 from headrace.base.wire.params import SamplingParams, StopRules
 from headrace.base.wire.request import Finished, PromptLogprobs, TokenLogprobs
@@ -46,7 +48,13 @@ class Answer:
     )
 
     def __init__(
-        self, *, index: int, tokenizer: Tokenizer, params: SamplingParams, stop: StopRules
+        self,
+        *,
+        index: int,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        stop: StopRules,
+        pieces: Mapping[int, str | bytes] | None = None,
     ) -> None:
         self.index = index
         self.queued = False
@@ -54,7 +62,9 @@ class Answer:
         self.error: HeadraceError | None = None
         self._tokenizer = tokenizer
         self._params = params
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, pieces=pieces
+        )
         self._include_stop = params.include_stop_str_in_output
         self._stops = StopStrings(params.stop, include=self._include_stop) if params.stop else None
         self._stop_ids = frozenset(stop.stop_ids)

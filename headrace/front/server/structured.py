@@ -4,22 +4,25 @@ the model reasons before that. Every dialect's request arrives here as the field
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.grammar import Either, Json, Node, ReasoningRule
+from headrace.base.wire.grammar import Either, Json, Literal, Node, ReasoningRule, Sequence
 from headrace.base.wire.params import StructuredOutputs
 from headrace.front.server.openai.schema import ChatRequest, Common
-from headrace.front.text.parsing.families import BareTags, ToolGrammar
+from headrace.front.text.parsing.families import tool_family
 from headrace.front.text.parsing.parser import AnswerFormat
+from headrace.front.text.parsing.parts import unmarked
 from headrace.front.text.parsing.reasoning import ReasoningTags
 from headrace.front.text.structure.requested import node_of
 from headrace.front.text.structure.tools import required_calls, strict_calls
 
+PLAIN_CALLS = "llama3_json"
+"""How calls are written where the model's own way is not known: a bare JSON object with name and parameters."""
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
@@ -75,11 +78,11 @@ def forced_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
     return named
 
 
-def tool_format(request: ChatRequest, answers: AnswerFormat) -> ToolGrammar | None:
-    """How the model writes calls. One whose format is not known writes forced calls as plain JSON."""
-    if answers.tools is not None:
-        return answers.tools.grammar
-    return BareTags() if forced_tools(request) is not None else None
+def tool_format(request: ChatRequest, answers: AnswerFormat) -> AnswerFormat:
+    """How the answer is written. A model whose format of calls is not known writes forced ones as plain JSON."""
+    if answers.tools is not None or forced_tools(request) is None:
+        return answers
+    return msgspec.structs.replace(answers, tools=tool_family(PLAIN_CALLS))
 
 
 def structure_of(request: ChatRequest, answers: AnswerFormat, *, prompt_tail: str) -> Structure:
@@ -96,6 +99,8 @@ def structure_of(request: ChatRequest, answers: AnswerFormat, *, prompt_tail: st
     elif request.tools and request.tool_choice != "none":
         grammar, field = _offered(request, request.tools, answers, grammar, field)
     tags = None if answers.reasoning is None else answers.reasoning.tags
+    if grammar is not None and field != "tools" and tags is not None and tags.harmony is not None:
+        grammar = Sequence((Literal(unmarked(tags.close)), grammar))
     rule = _rule(request, tags, prompt_tail, constrained=grammar is not None)
     return Structure(grammar=grammar, field=field, reasoning=rule)
 
@@ -109,10 +114,10 @@ def plain_structure(request: Common) -> Structure:
 
 
 def _forced(request: ChatRequest, tools: list[dict[str, Any]], answers: AnswerFormat) -> Node:
-    style = tool_format(request, answers)
-    assert style is not None
+    family = tool_format(request, answers).tools
+    assert family is not None
     one = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
-    return required_calls(tools, style, at_most_one=one)
+    return required_calls(tools, family.writing, at_most_one=one)
 
 
 def _offered(
@@ -123,14 +128,14 @@ def _offered(
     field: str,
 ) -> tuple[Node | None, str]:
     """Tools beside a JSON format: an answer or calls. Strict tools: a call, once begun, obeys its schema."""
-    style = None if answers.tools is None else answers.tools.grammar
-    if style is None:
+    if answers.tools is None:
         return grammar, field
+    writing = answers.tools.writing
     if isinstance(grammar, Json):
         one = request.parallel_tool_calls is False
-        return Either((grammar, required_calls(tools, style, at_most_one=one))), field
+        return Either((grammar, required_calls(tools, writing, at_most_one=one))), field
     if grammar is None and any(_is_strict(tool) for tool in tools):
-        return strict_calls(tools, style), "tools"
+        return strict_calls(tools, writing), "tools"
     return grammar, field
 
 
@@ -202,9 +207,12 @@ def _rule(
     unfinished = unfinished_text(request)
     inside = tags.begins_inside(prompt_tail, unfinished=unfinished)
     over = prompt_tail.rstrip().endswith(tags.close) or bool(unfinished)
+    close = unmarked(tags.close)
+    if tags.harmony is not None:  # what follows the reasoning is another message
+        close = f"{unmarked(tags.harmony.end)}{unmarked(tags.harmony.start)}assistant"
     return ReasoningRule(
-        open=tags.open,
-        close=tags.close,
+        open=unmarked(tags.open),
+        close=close,
         inside=inside,
         may_open=not inside and not over,
         budget=budget,
@@ -230,7 +238,7 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
     return isinstance(function, Mapping) and function.get("strict") is True
 
 
-def _unknown_tool(name: str | None, tools: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+def _unknown_tool(name: str | None, tools: list[dict[str, Any]]) -> InvalidRequest:
     known = ", ".join(str(_name_of(tool))[:64] for tool in tools[:32])
     return InvalidRequest(
         f"tool_choice: there is no tool {str(name)[:64]!r} (tools: {known})", field="tool_choice"

@@ -14,6 +14,8 @@ from headrace.base.wire.step import RowStart
 class PlainDecoder:
     """The ModelState of models that need nothing beside tokens, positions and attention plans."""
 
+    in_graphs = True
+
     def end(self, rows: np.ndarray) -> None:
         """Nothing to forget."""
 
