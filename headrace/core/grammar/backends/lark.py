@@ -30,8 +30,9 @@ from headrace.base.wire.grammar import (
 )
 
 ANY_TEXT = r"/(.|\n)*/"
-SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""White space inside of JSON: bounded, or a weak model may never write anything else."""
+SPACE = r"(\x20|\x0A(\x20{0,40}|\x09{0,16}))"
+"""White space inside of JSON: a space, or a line break and an indentation. A weak model that may write any white space
+may never write anything else."""
 
 
 def to_grammar(node: Node, vocabulary: Vocabulary) -> str:
