@@ -89,9 +89,7 @@ class Person(BaseModel):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_sdk_parses_an_answer_into_its_model(
-    client: openai.OpenAI, temperature: float
-) -> None:
+def test_the_sdk_parses_an_answer_into_its_model(client: openai.OpenAI, temperature: float) -> None:
     parsed = client.chat.completions.parse(
         model="headrace-demo", messages=ASK, response_format=Person, max_tokens=300,
         temperature=temperature, seed=3,

@@ -21,8 +21,9 @@ from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
 from headrace.back.runner.devices import MakeSteps, make_steps
 from headrace.back.runner.memory import KVMemory, count_blocks, lay_out
+from headrace.back.runner.pooler import Pooler
 from headrace.back.runner.results import Draws, Launched
-from headrace.back.runner.states.plain import PlainDecoder
+from headrace.back.runner.states import STATES
 from headrace.back.runner.states.state import ModelState
 from headrace.back.runner.steps import Machine, Ran
 from headrace.back.runner.warmup import warm_up
@@ -66,7 +67,6 @@ class Runner:
         start_s: dict[str, float] | None = None,
     ) -> None:
         self._model = model
-        self._state = state or PlainDecoder()
         layout = lay_out(
             model.kv_layers, block_tokens=spec.kv.block_tokens, dtype=_DTYPES[spec.model.dtype]
         )
@@ -74,8 +74,10 @@ class Runner:
         self._kv = KVMemory(model.kv_layers, layout, num_blocks=num_blocks, device=device)
         groups = layout.group_of_layer
         max_rows = spec.scheduler.max_running
+        self._state = state or STATES[model.state](max_rows, device)
         self._sampler = Sampler(max_rows=max_rows, logits_width=model.logits_width, device=device)
         self._prompts = PromptScorer(logits_width=model.logits_width, device=device)
+        self._pooler = Pooler(model.classify)
         self._device = device
         self._lost: deque[np.ndarray] = deque()
         machine = Machine(
@@ -95,6 +97,7 @@ class Runner:
             logits_width=model.logits_width,
             max_rows=max_rows,
             max_model_len=spec.model.max_model_len,
+            generates=model.generates,
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
             start_s={**(start_s or {}), "warmup": warmup_s},
@@ -143,6 +146,7 @@ class Runner:
             shape=shape,
             draws=draws,
             prompts=prompts,
+            pooled=() if self._pooler.idle else self._pooler.pool(shape, ran.hidden_TE),
             refused=refused,
             lost=self._lost.append,
         )
@@ -152,10 +156,12 @@ class Runner:
             self._state.end(plan.ends)
             self._sampler.end(plan.ends)
             self._prompts.end(plan.ends)
+            self._pooler.end(plan.ends)
         for start in plan.starts:
             self._state.start(start)
             self._sampler.start(start)
             self._prompts.start(start)
+            self._pooler.start(start)
 
     def _draw(self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied) -> Draws:
         """Samples the rows that the plan wants sampled and stores their tokens for the next step."""

@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from headrace.base.wire.grammar import Node, ReasoningRule
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.params import RowPooling, SamplingParams
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +23,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     `pieces`: what each token adds to the text, where that is not the tokenizer's own table. `grammar` is what the
     answer must look like where `params` do not say it (tool calls); `grammar_field` is what its errors name.
     `reasoning`: how the model reasons before it answers; a grammar holds from behind that on.
+
+    With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`, `PooledPart`s, `Ended`.
     """
 
     prompt_ids: list[int]
@@ -36,6 +39,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Node | None = None
     grammar_field: str = "structured_outputs"
     reasoning: ReasoningRule | None = None
+    pooling: RowPooling | None = None
 
 
 class TokenScore(msgspec.Struct, frozen=True):
@@ -68,6 +72,13 @@ class PromptScored(msgspec.Struct, frozen=True):
     scores: list[ScoredToken | None]
 
 
+class PooledPart(msgspec.Struct, frozen=True):
+    """Pooled hidden states, float32 [rows, width]; with "tokens" row i belongs to prompt token `start` + i."""
+
+    start: int
+    values: np.ndarray
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New text of choice `index`; never half a character, never text that may still become a stop string."""
 
@@ -90,7 +101,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float | None = None
 
 
-Event = Started | PromptScored | Delta | Ended
+Event = Started | PromptScored | PooledPart | Delta | Ended
 
 
 class Engine(Protocol):

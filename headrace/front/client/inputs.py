@@ -87,6 +87,7 @@ class InputChecker:
             deadline_s=generation.deadline_s,
             cache_salt=generation.cache_salt,
             gates=_gates(generation),
+            pooling=generation.pooling,
         )
 
     def _stop_rules(self, generation: Generation, widths: Widths) -> StopRules:

@@ -26,7 +26,9 @@ from headrace.front.server.failures import OPENAI, Failure, Shape, failure_of
 from headrace.front.server.ids import client_label, request_id
 from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s, read_json
 from headrace.front.server.native import admin, health, requests, tokenize
-from headrace.front.server.openai import models, routes
+from headrace.front.server.openai import batch, models, routes
+from headrace.front.server.pooling import routes as pooling
+from headrace.front.server.pooling import scoring
 from headrace.front.server.sse import ClientGone, SlowReader, until_gone
 
 Reader = Callable[[Exchange, Request], Awaitable[Response]]
@@ -41,7 +43,18 @@ def make_app(services: Services) -> ASGIApp:
     router = Router(
         [
             _posts("/v1/chat/completions", routes.post_chat),
+            _posts("/v1/chat/completions/batch", batch.post_batch),
             _posts("/v1/completions", routes.post_completions),
+            _posts("/v1/embeddings", pooling.post_embeddings),
+            _posts("/v2/embed", pooling.post_cohere_embed),
+            _posts("/pooling", pooling.post_pooling),
+            _posts("/classify", pooling.post_classify),
+            *(_posts(path, scoring.post_score) for path in ("/score", "/v1/score")),
+            *(
+                _posts(path, scoring.post_rerank)
+                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+            ),
+            _posts("/generative_scoring", scoring.post_generative_scoring),
             _posts("/tokenize", tokenize.post_tokenize),
             _posts("/detokenize", tokenize.post_detokenize),
             _posts("/v1/messages", anthropic.post_messages),

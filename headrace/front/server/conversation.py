@@ -20,13 +20,14 @@ from starlette.responses import Response
 from headrace.base.errors import Forbidden, RequestError
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Event, Generation
+from headrace.front.server.coalesce import Pace, paced
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.failures import OPENAI, Shape
 from headrace.front.server.measure import measured
 from headrace.front.server.openai import chat
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, Common, parse
-from headrace.front.server.parsed import ParsedAnswer, parsed
+from headrace.front.server.parsed import ParsedAnswer, parsed, without_reasoning
 from headrace.front.server.sse import EventStream, started
 from headrace.front.server.structured import FREE, Structure, narrowed, structure_of
 from headrace.front.text.chat import ChatTemplate
@@ -186,9 +187,22 @@ def generate(
         reasoning=structure.reasoning,
     )
     events: AsyncIterator[Event] = services.engine.generate(generation)
+    if (pace := _pace(request)) is not None:
+        events = paced(events, pace)
     if answers is not None:
         events = parsed(events, answers)
+        if isinstance(request, ChatRequest) and request.include_reasoning is False:
+            events = without_reasoning(events)
     return measured(events, services.metrics, arrival=exchange.arrival)
+
+
+def _pace(request: Common) -> Pace | None:
+    """How much a chunk holds; None: what is there."""
+    options = request.stream_options
+    if options is None or (options.stream_interval, options.stream_interval_ms) == (None, None):
+        return None
+    milliseconds = options.stream_interval_ms
+    return Pace(options.stream_interval, None if milliseconds is None else milliseconds / 1000)
 
 
 async def streamed(

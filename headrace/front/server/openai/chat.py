@@ -241,7 +241,7 @@ async def to_answer(events: AsyncGenerator[Event, None], reply: Reply) -> bytes:
         "object": "chat.completion",
         "created": reply.created,
         "model": reply.model,
-        "choices": [_choice(reply, fold, index) for index in range(fold.num_choices)],
+        "choices": [choice_of(reply, fold, index) for index in range(fold.num_choices)],
         "usage": usage([fold]),
     }
     if reply.request.service_tier is not None:
@@ -276,7 +276,8 @@ def _message(choice: Choice) -> dict[str, Any]:
     return message
 
 
-def _choice(reply: Reply, fold: Fold, index: int) -> dict[str, Any]:
+def choice_of(reply: Reply, fold: Fold, index: int) -> dict[str, Any]:
+    """One choice of the full answer."""
     choice = fold.choices[index]
     assert choice.ended is not None, f"choice {index} of {reply.id} never ended"
     as_id = bool(reply.request.return_tokens_as_token_ids)

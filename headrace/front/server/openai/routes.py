@@ -15,6 +15,7 @@ from headrace.front.server.openai import chat, completions
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, CompletionRequest, parse
 from headrace.front.server.structured import plain_structure
+from headrace.front.text.fim import between
 
 
 async def post_chat(exchange: Exchange, document: Any) -> Response:
@@ -75,6 +76,9 @@ async def _prompt(
         tokenizer.check_ids(given, field="prompt")
         ids = given
     ids = truncated(ids, request, max_model_len=exchange.services.text.max_model_len)
+    if request.suffix:
+        tokenizer.check_length(request.suffix, exchange.services.text.max_model_len)
+        ids = between(tokenizer, ids, request.suffix)
     if not request.echo:
         return completions.Prompt(ids=ids)
     text = given if isinstance(given, str) else tokenizer.decode(ids)

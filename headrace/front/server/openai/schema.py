@@ -30,10 +30,15 @@ MAX_SHOWN_CHARS = 200
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` a running one to every chunk."""
+    """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` a running one to every chunk.
+
+    A chunk holds `stream_interval` tokens or those of `stream_interval_ms` milliseconds; by default it is what is there.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    stream_interval: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    stream_interval_ms: Annotated[float, Meta(ge=0, le=60_000)] | None = None
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +82,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -106,7 +112,7 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    suffix: str | None = None
+    suffix: Annotated[str, Meta(max_length=2**22)] | None = None
 
 
 class ChatRequest(Common, frozen=True, kw_only=True):
@@ -134,7 +140,6 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 R = TypeVar("R", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "suffix": (bool, "insertion before a suffix is not supported"),
     "prompt_embeds": (bool, "prompt embeddings are not accepted"),
     "functions": (bool, "the legacy functions field is not supported; send tools"),
     "function_call": (bool, "the legacy function_call field is not supported; send tool_choice"),
@@ -156,6 +161,7 @@ REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **REFUSED,
     "echo": (bool, "not supported in chat; the messages are known to you"),
     "best_of": (lambda value: value not in (None, 1), "not supported in chat; send n"),
+    "suffix": (bool, "not supported in chat; /v1/completions inserts before a suffix"),
 }
 
 

@@ -5,8 +5,6 @@ is taken by its name only. `models` are values of model_type, for checkpoints wh
 The formats are those of the families' own chat templates.
 """
 
-# ruff: noqa: E501 - a row reads best with a tag to a line
-
 from __future__ import annotations
 
 from typing import Literal
