@@ -154,25 +154,22 @@ class InputChecker:
 
 
 def _check_grammar(generation: Generation) -> None:
-    asked = generation.params.structured_outputs
-    if generation.grammar is not None:
-        if generation.params.beam_width is not None:
-            field = generation.grammar_field
-            raise InvalidRequest(f"{field}: does not go with beam search", field=field)
-    elif asked is not None:
-        node_of(asked, field=generation.grammar_field)
+    asked, field = generation.params.structured_outputs, generation.grammar_field
+    if asked is not None:
+        node_of(asked, field=field)
+    if generation.grammar is not None and generation.params.beam_width is not None:
+        raise InvalidRequest(f"{field}: does not go with beam search", field=field)
 
 
 def _gates(generation: Generation) -> dict[str, msgspec.Raw]:
     """What the core's gates must know of the request; nothing for most."""
     grammar, asked = generation.grammar, generation.params.structured_outputs
-    if grammar is None and asked is not None:
-        grammar = node_of(asked, field=generation.grammar_field)
-    rule = generation.reasoning
-    if grammar is None and (rule is None or rule.budget is None):
+    rule, field = generation.reasoning, generation.grammar_field
+    if grammar is None and asked is None and (rule is None or rule.budget is None):
         return {}
-    constraint = Constraint(grammar=grammar, reasoning=rule, field=generation.grammar_field)
-    return {GATE: pack(constraint)}
+    if grammar is None and asked is not None:
+        grammar = node_of(asked, field=field)
+    return {GATE: pack(Constraint(grammar=grammar, reasoning=rule, field=field))}
 
 
 def _check_envelope(generation: Generation, limits: Limits) -> None:

@@ -26,10 +26,10 @@ from headrace.front.server.failures import OPENAI, Shape
 from headrace.front.server.measure import measured
 from headrace.front.server.openai import chat
 from headrace.front.server.openai.sampling import truncated
-from headrace.front.server.openai.schema import ChatRequest, Common, parse
+from headrace.front.server.openai.schema import ChatRequest, Common, StreamOptions, parse
 from headrace.front.server.parsed import ParsedAnswer, parsed, without_reasoning
 from headrace.front.server.sse import EventStream, started
-from headrace.front.server.structured import FREE, Structure, narrowed, structure_of
+from headrace.front.server.structured import FREE, Structure, is_plain, narrowed, structure_of
 from headrace.front.text.chat import ChatTemplate
 
 _MESSAGE = re.compile(r"messages\[(\d+)\][^:]*")
@@ -76,7 +76,8 @@ async def begin(
 ) -> tuple[list[int], AsyncGenerator[Event, None]]:
     """The prompt's ids and the events of its continuation, which runs once they are read."""
     services = exchange.services
-    request = narrowed(request)
+    plain = is_plain(request)
+    request = request if plain else narrowed(request)
     params = chat.to_params(
         request, defaults=services.text.generation_defaults, max_n=services.server.max_n
     )
@@ -89,7 +90,7 @@ async def begin(
         *(exchange, request, prompt_ids, params),
         label=label,
         answers=_answers(exchange, request, tail, params),
-        structure=structure_of(request, services.answers, prompt_tail=tail),
+        structure=FREE if plain else structure_of(request, services.answers, prompt_tail=tail),
     )
     return prompt_ids, events
 
@@ -187,7 +188,7 @@ def generate(
         reasoning=structure.reasoning,
     )
     events: AsyncIterator[Event] = services.engine.generate(generation)
-    if (pace := _pace(request)) is not None:
+    if request.stream_options is not None and (pace := _pace(request.stream_options)) is not None:
         events = paced(events, pace)
     if answers is not None:
         events = parsed(events, answers)
@@ -196,10 +197,9 @@ def generate(
     return measured(events, services.metrics, arrival=exchange.arrival)
 
 
-def _pace(request: Common) -> Pace | None:
+def _pace(options: StreamOptions) -> Pace | None:
     """How much a chunk holds; None: what is there."""
-    options = request.stream_options
-    if options is None or (options.stream_interval, options.stream_interval_ms) == (None, None):
+    if options.stream_interval is None and options.stream_interval_ms is None:
         return None
     milliseconds = options.stream_interval_ms
     return Pace(options.stream_interval, None if milliseconds is None else milliseconds / 1000)

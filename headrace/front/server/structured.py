@@ -38,6 +38,17 @@ class Structure:
 FREE = Structure()
 
 
+_ASKS = (
+    *("response_format", "structured_outputs", "tools", "thinking_token_budget"),
+    *(f"guided_{kind}" for kind in _GUIDED),
+)
+
+
+def is_plain(request: ChatRequest) -> bool:
+    """Whether nothing is asked of the answer's form, as by most."""
+    return all(getattr(request, name) is None for name in _ASKS)
+
+
 def narrowed(request: ChatRequest) -> ChatRequest:
     """The request with `allowed_tools` carried out: only those tools are offered, under the mode given."""
     choice = request.tool_choice

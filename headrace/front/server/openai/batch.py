@@ -1,7 +1,7 @@
 """POST /v1/chat/completions/batch: several conversations in one request, one answer with all choices.
 
-`messages` is a list of conversations; everything else is as in /v1/chat/completions, without streaming. The choice index
-is conversation * n + sample, as with several prompts of a completion.
+`messages` is a list of conversations; everything else is as in /v1/chat/completions, without streaming. The choice
+index is conversation * n + sample, as with several prompts of a completion.
 """
 
 from __future__ import annotations

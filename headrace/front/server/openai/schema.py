@@ -32,7 +32,7 @@ MAX_SHOWN_CHARS = 200
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` a running one to every chunk.
 
-    A chunk holds `stream_interval` tokens or those of `stream_interval_ms` milliseconds; by default it is what is there.
+    A chunk holds `stream_interval` tokens, or those of `stream_interval_ms` milliseconds, or else what is there.
     """
 
     include_usage: bool = False
