@@ -244,6 +244,23 @@ def test_a_budget_alone_shortens_the_thinking(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content
 
 
+def test_reasoning_can_be_left_out_of_the_answer(client: openai.OpenAI) -> None:
+    body = {"chat_template_kwargs": {"enable_thinking": True}}
+    seen = chat(client, HELLO, extra_body=body, temperature=0)
+    unseen = chat(client, HELLO, extra_body={**body, "include_reasoning": False}, temperature=0)
+    assert seen.choices[0].message.reasoning
+    assert "reasoning" not in unseen.choices[0].message.model_extra
+    assert unseen.choices[0].message.content == seen.choices[0].message.content
+    assert unseen.usage == seen.usage
+
+
+def test_an_effort_turns_thinking_on_and_none_turns_it_off(client: openai.OpenAI) -> None:
+    on = chat(client, HELLO, reasoning_effort="high", temperature=0)
+    off = chat(client, HELLO, reasoning_effort="none", temperature=0)
+    assert on.usage.completion_tokens_details.reasoning_tokens > 0
+    assert off.usage.completion_tokens_details.reasoning_tokens == 0
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needed"),

@@ -6,12 +6,14 @@ index is conversation * n + sample, as with several prompts of a completion.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
-from headrace.base.errors import InvalidRequest
+from headrace.base.errors import InvalidRequest, RequestError
 from headrace.front.server.conversation import begin
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import completion_id
@@ -33,7 +35,8 @@ async def post_batch(exchange: Exchange, document: Any) -> Response:
     replies, streams = [], []
     try:
         for number, request in enumerate(requests):
-            prompt_ids, events = await begin(exchange, request, label=f"{label}-{number}")
+            with _numbered(number):
+                prompt_ids, events = await begin(exchange, request, label=f"{label}-{number}")
             streams.append(events)
             replies.append(
                 chat.Reply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
@@ -46,6 +49,21 @@ async def post_batch(exchange: Exchange, document: Any) -> Response:
     async for number, event in joined(streams):
         folds[number].take(event)
     return Response(orjson.dumps(_answer(replies, folds)), media_type="application/json")
+
+
+@contextmanager
+def _numbered(number: int) -> Iterator[None]:
+    """Errors about a conversation's messages say which conversation it is."""
+    try:
+        yield
+    except RequestError as error:
+        field = error.field or ""
+        if not field.startswith("messages"):
+            raise
+        place = f"messages[{number}]" + field.removeprefix("messages")
+        told = error.message
+        told = place + told.removeprefix(field) if told.startswith(field) else f"{place}: {told}"
+        raise type(error)(told, field=place) from None
 
 
 def _requests(document: Any) -> list[ChatRequest]:
@@ -63,7 +81,10 @@ def _requests(document: Any) -> list[ChatRequest]:
         )
     if document.get("stream"):
         raise InvalidRequest("stream: a batch is not streamed", field="stream")
-    requests = [parse({**document, "messages": one}, ChatRequest) for one in given]
+    requests = []
+    for number, one in enumerate(given):
+        with _numbered(number):
+            requests.append(parse({**document, "messages": one}, ChatRequest))
     if len(requests) * (requests[0].n or 1) > MAX_CHOICES:
         raise InvalidRequest(
             f"n: {len(requests)} conversations with {requests[0].n} choices each; "
