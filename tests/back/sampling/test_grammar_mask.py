@@ -1,5 +1,5 @@
-"""Grammar masks against the oracle that is there already: a row under a mask draws what it would draw if only the ids of
-the mask were allowed to it; rows without one draw the same bits as without any mask in the step."""
+"""Grammar masks against the oracle that is there already: a row under a mask draws what it would draw if only the ids
+of the mask were allowed to it; rows without one draw the same bits as without any mask in the step."""
 
 from __future__ import annotations
 
