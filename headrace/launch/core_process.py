@@ -176,8 +176,8 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
     ends: dict[int, list[Finished]] = {}
     for end in batch.finished:
         ends.setdefault(owner.get(end.id, -1), []).append(end)
-    scored = [owner.get(i, -1) for i, _ in batch.prompt_logprobs]
-    present = {*np.unique(fronts).tolist(), *ends, *scored}
+    present = {*np.unique(fronts).tolist(), *ends}
+    present |= {owner.get(i, -1) for i, _ in (*batch.prompt_logprobs, *batch.pooled)}
     if len(present) == 1 and -1 not in present:
         return {present.pop(): batch}
     return {
@@ -190,10 +190,9 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
                 if at == front
             ],
             prompt_logprobs=[
-                entry
-                for entry, at in zip(batch.prompt_logprobs, scored, strict=True)
-                if at == front
+                entry for entry in batch.prompt_logprobs if owner.get(entry[0]) == front
             ],
+            pooled=[entry for entry in batch.pooled if owner.get(entry[0]) == front],
             finished=ends.get(front, []),
         )
         for front in sorted(present - {-1})

@@ -30,6 +30,8 @@ from headrace.front.server.openai import batch, models, routes
 from headrace.front.server.pooling import routes as pooling
 from headrace.front.server.pooling import scoring
 from headrace.front.server.sse import ClientGone, SlowReader, until_gone
+from headrace.front.server.webui import routes as webui
+from headrace.front.server.webui.pages import PAGES
 
 Reader = Callable[[Exchange, Request], Awaitable[Response]]
 Writer = Callable[[Exchange, Any], Any]
@@ -72,6 +74,7 @@ def make_app(services: Services) -> ASGIApp:
             _route("/version", health.get_version),
             _route("/load", health.get_load),
             _route("/metrics", health.get_metrics),
+            *(_route(path, webui.get_page) for path in PAGES),
             _route("/pause", admin.post_pause, "POST"),
             _route("/resume", admin.post_resume, "POST"),
             _route("/is_paused", admin.get_is_paused),
