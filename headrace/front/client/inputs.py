@@ -18,7 +18,13 @@ import numpy as np
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.grammar import GATE, Constraint, pack
-from headrace.base.wire.params import LOGPROBS_MODES, RowSampling, SamplingParams, StopRules
+from headrace.base.wire.params import (
+    LOGPROBS_MODES,
+    RowSampling,
+    SamplingParams,
+    StopRules,
+    StructuredOutputs,
+)
 from headrace.base.wire.request import EngineRequest
 from headrace.front.client.events import Generation
 from headrace.front.client.limits import Limits
@@ -156,6 +162,8 @@ class InputChecker:
 def _check_grammar(generation: Generation) -> None:
     asked, field = generation.params.structured_outputs, generation.grammar_field
     if asked is not None:
+        if not isinstance(asked, StructuredOutputs):
+            raise bad(field, asked, "a StructuredOutputs")
         node_of(asked, field=field)
     if generation.grammar is not None and generation.params.beam_width is not None:
         raise InvalidRequest(f"{field}: does not go with beam search", field=field)
