@@ -93,6 +93,11 @@ class Gate(Protocol):
         """The request ended, on whatever path; called exactly once per admitted request."""
         ...
 
+    @property
+    def num_held(self) -> int:
+        """Requests for which the gate keeps something."""
+        return 0
+
     def follows(self, request_ids: list[int]) -> bool:
         """Whether the workers must wait for this gate's `late` payload before they sample any of these requests."""
         return False

@@ -76,6 +76,11 @@ class Gates:
             ends |= gate.landed(request_ids, tokens)
         return ends
 
+    @property
+    def num_held(self) -> int:
+        """Requests that gates keep something for; 0 at rest."""
+        return sum(gate.num_held for gate in self._gates)
+
     def finish(self, request_id: int) -> None:
         """The request has ended; every gate is told, even if one of them fails."""
         for gate in self._gates:
