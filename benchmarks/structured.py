@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
@@ -98,12 +99,13 @@ def requests(
     return made
 
 
-def rate(core: EngineCore, wanted: list[EngineRequest]) -> float:
-    """Decoded tokens per second, from the first step in which every stream decodes to the end of the first one."""
+def rate(core: EngineCore, wanted: list[EngineRequest]) -> tuple[float, float]:
+    """Decoded tokens per second, and microseconds of processor time for each, from the first step in which every stream
+    decodes to the end of the first one."""
     for request in wanted:
         core.add(request)
     ids, ended = {request.id for request in wanted}, False
-    begun, count = 0.0, 0
+    begun, spent_before, count = 0.0, 0.0, 0
     while not ended:
         if not core.has_work:
             time.sleep(core.idle_s or 0.0)
@@ -116,18 +118,18 @@ def rate(core: EngineCore, wanted: list[EngineRequest]) -> float:
         if begun:
             count += len(output.tokens.tokens)
         elif len(output.tokens.tokens) == len(wanted):
-            begun = time.perf_counter()
-    spent = time.perf_counter() - begun
+            begun, spent_before = time.perf_counter(), time.process_time()
+    elapsed, spent = time.perf_counter() - begun, time.process_time() - spent_before
     core.abort(ids)
     while core.num_in_flight:
         core.step(wait=True)
-    return count / spent
+    return count / elapsed, 1e6 * spent / count
 
 
 def measure(
     spec: EngineSpec, load: Callable[[], Vocabulary], *, streams: int, tokens: int, rounds: int
-) -> tuple[float, float, float]:
-    """Tokens per second free and constrained, and the cost in per cent: medians over the rounds."""
+) -> tuple[float, float, float, float]:
+    """Tokens per second free and constrained, the cost in per cent by the clock and in processor time: medians."""
     core = EngineCore(spec, make_executor(spec), gates=[GrammarGate(load)])
     pairs = []
     for turn in range(rounds + 1):
@@ -142,12 +144,17 @@ def measure(
                 constrained=constrained,
             )
             found.append(rate(core, made))
-        print(f"  {found[0]:8.0f} {found[1]:8.0f}", file=sys.stderr, flush=True)
+        shown = "   ".join(f"{tokens:8.0f} tok/s {cpu:6.0f} us" for tokens, cpu in found)
+        print(f"  {shown}", file=sys.stderr, flush=True)
         pairs += [found] if turn else []  # the first round loads and compiles
     core.close()
-    costs = [100.0 * (1 - with_grammar / free) for free, with_grammar in pairs]
-    free, with_grammar = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return free, with_grammar, statistics.median(costs)
+    free, held = ([pair[i] for pair in pairs] for i in (0, 1))
+    clock = statistics.median(100.0 * (1 - h[0] / f[0]) for f, h in zip(free, held, strict=True))
+    processor = statistics.median(
+        100.0 * (h[1] / f[1] - 1) for f, h in zip(free, held, strict=True)
+    )
+    tokens = [statistics.median(one[0] for one in side) for side in (free, held)]
+    return tokens[0], tokens[1], clock, processor
 
 
 def bundled_spec(streams: int) -> EngineSpec:
@@ -192,13 +199,18 @@ def table(streams: int, tokens: int, rounds: int) -> str:
         ("null, steps of 10 ms, 150,000 tokens", null_spec(spec, step_s=0.01, width=LARGE), large),
         ("null, steps of 25 ms, 150,000 tokens", null_spec(spec, step_s=0.025, width=LARGE), large),
     ]
-    lines = ["| executor | free tok/s | with grammars tok/s | cost |", "|---|---|---|---|"]
+    lines = [
+        "| executor | free tok/s | with grammars tok/s | cost by the clock | in processor time |",
+        "|---|---|---|---|---|",
+    ]
     for name, one, vocabulary in cases:
         print(name, file=sys.stderr)
-        free, held, cost = measure(
+        free, held, clock, processor = measure(
             one, lambda v=vocabulary: v, streams=streams, tokens=tokens, rounds=rounds
         )
-        lines.append(f"| {name} | {free:,.0f} | {held:,.0f} | {cost:.1f} % |")
+        idle = one.device.executor == "null"  # its processor time is the fake's own
+        cost = "-" if idle else f"{processor:.1f} %"
+        lines.append(f"| {name} | {free:,.0f} | {held:,.0f} | {clock:.1f} % | {cost} |")
     return "\n".join(lines)
 
 
@@ -219,7 +231,9 @@ def main() -> None:
         head = (
             f"# Structured output\n\n`python -m benchmarks.structured --write` on {machine}. "
             f"{given.streams} streams, {given.tokens} tokens each, a schema of its own for every stream; "
-            f"medians of {given.rounds} pairs of runs in turn. The target is a cost of at most 5 %.\n\n"
+            f"medians of {given.rounds} pairs of runs in turn. The target is a cost of at most 5 %. "
+            f"Load of the machine while it ran (processes that want one of its {os.cpu_count()} cores): "
+            f"{os.getloadavg()[1]:.0f}.\n\n"
         )
         PAGE.write_text(head + made + "\n")
 

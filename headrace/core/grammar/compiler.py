@@ -76,6 +76,7 @@ class Compiler:
         self._number = count()
         self._lock = threading.Lock()
         self._engine: Engine | None = None
+        self._pending: list[Entry] = []
         self._num_threads = 0
         weakref.finalize(self, _stop, self._jobs, self.limits.threads)
 
@@ -99,8 +100,9 @@ class Compiler:
                     f"{self.num_waiting} grammars wait to be compiled", retry_after_s=1.0
                 )
             entry = self._cache[key] = Entry(key, node)
+            self._pending = [*(other for other in self._pending if not other.done), entry]
             self._jobs.put((len(key), next(self._number), entry))
-            self._start_threads()
+            self._start_thread()
         self._cache.move_to_end(key)
         self._shrink()
         return entry
@@ -114,8 +116,9 @@ class Compiler:
             if self._cache[key].done:
                 total -= self._cache.pop(key).cost_bytes
 
-    def _start_threads(self) -> None:
-        if self._num_threads < min(self.limits.threads, self._jobs.qsize()):
+    def _start_thread(self) -> None:
+        """One more, if those there are have enough to do."""
+        if self._num_threads < min(self.limits.threads, len(self._pending)):
             name = f"grammar-{self._num_threads}"
             self._num_threads += 1
             worker = _Worker(self._jobs, self.engine_of_vocabulary, self._backend, self.limits)

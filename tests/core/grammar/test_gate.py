@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 
 import jsonschema
 import pytest
@@ -225,20 +224,19 @@ def test_what_does_not_compile_is_told_to_its_sender_alone(
 
 def test_a_grammar_that_takes_too_long_is_killed_and_nobody_waits() -> None:
     """P12, REG-109: the deadline ends the process, another grammar is compiled meanwhile, the next one works."""
-    limits = CompileLimits(seconds=0.4, threads=2)
+    limits = CompileLimits(seconds=4.0, threads=2)
     driver = GrammarDriver(limits=limits)
     driver.run_one(constrained(9, Literal("warm")))
-    slow = Json(json.dumps({"enum": [f"{i}-{'x' * 30}" for i in range(60_000)]}))
+    slow = Json(json.dumps({"enum": [f"{i}-{'x' * 30}" for i in range(300_000)]}))
     driver.add(constrained(1, slow), make_request(2, 8, max_tokens=3))
-    began = time.monotonic()
     driver.finish(2)
-    assert time.monotonic() - began < 0.4, "the loop was held up"
+    driver.add(constrained(4, Literal("meanwhile")))
+    driver.finish(4)
+    assert 1 not in driver.finished and driver.text(4) == "meanwhile", "it waited for the slow one"
     driver.finish(1)
     error = driver.finished[1].error
     assert (
-        error is not None
-        and error.kind == "InvalidRequest"
-        and "longer than 0.4 s" in error.message
+        error is not None and error.kind == "InvalidRequest" and "longer than 4 s" in error.message
     )
     text, _ = driver.run_one(constrained(3, Literal("after")))
     assert text == "after"
