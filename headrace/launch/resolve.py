@@ -17,6 +17,7 @@ from headrace.base.config.resolved import (
     Decision,
     DeviceSpec,
     EngineSpec,
+    GrammarSpec,
     KVSpec,
     ModelSpec,
     Resolved,
@@ -111,6 +112,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
         device=where,
+        grammar=GrammarSpec(tokenizer_path=text.tokenizer_path),
     )
     return Resolved(
         engine=engine,

@@ -35,7 +35,7 @@ from headrace.front.server.native.tokenize import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
-from headrace.front.server.openai import models
+from headrace.front.server.openai import batch, models
 from headrace.front.server.openai import routes as openai
 from headrace.front.server.openai.schema import ChatRequest, CompletionRequest
 from headrace.front.server.openapi import ApiRoute
@@ -79,6 +79,7 @@ def table() -> list[ApiRoute]:
     """Every route there is."""
     routes = [
         _posts("/v1/chat/completions", openai.post_chat, ChatRequest),
+        _posts("/v1/chat/completions/batch", batch.post_batch, batch.BatchChatRequest),
         _posts("/v1/completions", openai.post_completions, CompletionRequest),
         _posts("/v1/embeddings", pooling.post_embeddings, EmbeddingRequest),
         _posts("/v2/embed", pooling.post_cohere_embed, CohereEmbedRequest),
