@@ -45,6 +45,11 @@ class Tapes:
         """Tapes that are kept."""
         return len(self._tapes)
 
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """See Replay: tapes are made while serving; `RecordedSteps` tells what will be."""
+        return ()
+
     def scope(self) -> AbstractContextManager[object]:
         """See Replay."""
         return nullcontext()
@@ -90,6 +95,7 @@ class RecordedSteps:
 
     def __init__(self, machine: Machine, decodes: BucketSteps) -> None:
         self.rows = decodes.rows
+        self.common_rows: tuple[int, ...] = ()
         self._decodes = decodes
         self._exact = ExactSteps(machine, decodes.rows)
         why = f"decodes of at most {MOST_ROWS} rows, each size from its third step on"
