@@ -172,6 +172,28 @@ def test_a_derender_that_does_not_fit_is_refused(bundled: Served) -> None:
         assert answer.status_code == 400, answer.text
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": CHATS[2]["tools"], "tool_choice": "required"}, "tools"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+    ],
+)
+def test_a_structure_that_ids_cannot_carry_is_refused(
+    bundled: Served, change: dict[str, Any], field: str
+) -> None:
+    answer = bundled.post("/v1/chat/completions/render", {**CHATS[0], **change})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+
+
+def test_a_structure_of_a_completion_goes_along(bundled: Served) -> None:
+    request = {"prompt": "The", "max_tokens": 8, "structured_outputs": {"choice": ["yes", "no"]}}
+    (rendered,) = post(bundled, "/v1/completions/render", request)
+    generated = post(bundled, "/inference/v1/generate", {**rendered, "output_mode": "text"})
+    assert generated["choices"][0]["text"] in ("yes", "no")
+
+
 def test_tokenizer_info_tells_what_a_client_needs(bundled: Served) -> None:
     info = bundled.get("/tokenizer_info").json()
     ids = post(bundled, "/tokenize", {"prompt": "<|im_end|>"})["tokens"]

@@ -24,6 +24,7 @@ from headrace.front.server.openai.fold import LOWEST, Choice, Fold, logprob, sco
 from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import parse
 from headrace.front.server.sse import DONE
+from headrace.front.server.structured import plain_structure
 from headrace.front.server.tokens.schema import GenerateRequest, TokenSampling
 
 
@@ -58,7 +59,11 @@ async def post_generate(exchange: Exchange, document: Any) -> Response:
     services.tokenizer.check_ids(request.token_ids, field="token_ids")
     exchange.hold_place()
     label = completion_id("gen")
-    events = generate(exchange, sampling, request.token_ids, params, label=label)
+    events = generate(
+        *(exchange, sampling, request.token_ids, params),
+        label=label,
+        structure=plain_structure(sampling),
+    )
     reply = GenerateReply(
         id=label,
         model=model,
