@@ -64,7 +64,9 @@ def _why_exact(machine: Machine) -> str | None:
         return reason
     if not machine.state.in_graphs:
         return "this kind of model needs the host in every step"
-    chosen = (choice for choice in ATTENTION.choices() if choice.problem.device == machine.device.type)
+    chosen = (
+        choice for choice in ATTENTION.choices() if choice.problem.device == machine.device.type
+    )
     for choice in chosen:
         if choice.kernel.reads_host:
             return f"attention kernel {choice.kernel.name} needs the host in every step"

@@ -1,5 +1,5 @@
-"""Steps on a CPU: decodes of a few rows are recorded as tapes of native calls (kernels/native/tape.py) and replayed by one
-call; steps with prompts in them, whose arithmetic dwarfs the host's work, are run exactly as they are.
+"""Steps on a CPU: decodes of a few rows are recorded as tapes of native calls (kernels/native/tape.py) and replayed by
+one call; steps with prompts in them, whose arithmetic dwarfs the host's work, are run exactly as they are.
 
 Both kinds share the rows, so a request may go from one to the other at every step.
 """
