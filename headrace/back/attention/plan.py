@@ -48,6 +48,8 @@ class Batch:
     token_ids_T  int64 [T]; positions_T int64 [T]; plans: one per KV group; group_of_layer: layer -> index into plans;
     kv: layer -> its KV cache [num_blocks, 2, kv_heads, block_tokens, head_dim] (0 = keys, 1 = values);
     logits_at_N int64 [N]: query tokens whose logits are wanted.
+    query_start: host int32 [R+1], first query token of each row, for encoders, which attend inside rows.
+    segments_T: int64 [T], which text of a pair a token belongs to; None but for models that ask.
     """
 
     token_ids_T: torch.Tensor
@@ -56,6 +58,8 @@ class Batch:
     group_of_layer: tuple[int, ...]
     kv: tuple[torch.Tensor, ...]
     logits_at_N: torch.Tensor
+    query_start: np.ndarray | None = None
+    segments_T: torch.Tensor | None = None
 
     def plan_of(self, layer: int) -> AttentionPlan:
         """The attention plan of the layer's KV group."""

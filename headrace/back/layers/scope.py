@@ -50,6 +50,16 @@ class Ledger:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Head:
+    """What stands on top of the model: "lm", "sequence" or "token" (a classifier of `num_labels`), "none". `bare`: the
+    checkpoint is of the base model alone, whose names lack the prefix."""
+
+    kind: str = "lm"
+    num_labels: int = 0
+    bare: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scope:
     """The place of one layer. `path` is its checkpoint name; `block_tokens` and `max_positions`
     come from the engine. `scheme` says how weights of linear layers are quantized; None: they are not."""
@@ -61,6 +71,7 @@ class Scope:
     block_tokens: int
     max_positions: int
     scheme: Scheme | None = None
+    head: Head = Head()
     path: str = ""
 
     def __truediv__(self, name: str) -> Scope:

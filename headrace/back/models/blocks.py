@@ -16,6 +16,7 @@ import torch
 from headrace.back.attention.kv_layer import KVLayer
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import Attention, AttentionSpec
+from headrace.back.layers.classifier import Classifier, Dense
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.logits import LogitsHead
 from headrace.back.layers.mlp import GatedMLP
@@ -102,7 +103,14 @@ class DecoderLayer:
             return RMSNorm(scope / name, sizes.width, eps=sizes.eps, unit_offset=offset)
 
         self.before_attention = norm(spec.before_attention)
-        self.attention = Attention(scope / "self_attn", index, spec.attention)
+        plain = spec.branch_scale == 1.0
+        self.attention = Attention(
+            scope / "self_attn",
+            index,
+            spec.attention,
+            norm=self.before_attention,
+            adds=plain and spec.after_attention is None,
+        )
         self.after_attention = norm(spec.after_attention)
         self.before_mlp = norm(spec.before_mlp)
         self.mlp = GatedMLP(
@@ -112,22 +120,29 @@ class DecoderLayer:
             activation=sizes.activation,
             bias=spec.mlp_bias,
             merged=spec.mlp_merged,
+            norm=self.before_mlp,
+            adds=plain and spec.after_mlp is None,
         )
         self.after_mlp = norm(spec.after_mlp)
         self.branch_scale = spec.branch_scale
 
     def forward(
         self, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Adds the branch of the layer before (None: there is none) to the residual, in place, and
         returns its own MLP branch, to be added by whoever comes next: so each addition is fused
-        with the norm after it."""
-        x_TE = _add_norm(self.before_attention, branch_TE, residual_TE)
-        x_TE = self._after(self.after_attention, self.attention.forward(x_TE, batch))
-        x_TE = _add_norm(self.before_mlp, x_TE, residual_TE)
-        return self._after(self.after_mlp, self.mlp.forward(x_TE))
+        with the norm after it, or with the product before it (None then)."""
+        norm = None if self.attention.norms else self.before_attention
+        x_TE = _add_norm(norm, branch_TE, residual_TE)
+        branch_TE = self.attention.forward_into(x_TE, residual_TE, batch)
+        branch_TE = self._after(self.after_attention, branch_TE)
+        norm = None if self.mlp.norms else self.before_mlp
+        x_TE = _add_norm(norm, branch_TE, residual_TE)
+        return self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE))
 
-    def _after(self, norm: RMSNorm | None, branch_TE: torch.Tensor) -> torch.Tensor:
+    def _after(self, norm: RMSNorm | None, branch_TE: torch.Tensor | None) -> torch.Tensor | None:
+        if branch_TE is None:
+            return None
         if norm is not None:
             branch_TE = norm.norm(branch_TE)
         if self.branch_scale != 1.0:
@@ -148,16 +163,20 @@ def _add_norm(
 class Decoder:
     """A decoder-only language model on this rank: `back/models/protocol.py: CausalModel`."""
 
+    state = "plain"
+
     def __init__(self, scope: Scope, spec: DecoderSpec) -> None:
-        inside, sizes = scope / spec.prefix if spec.prefix else scope, spec.sizes
+        inside = scope / spec.prefix if spec.prefix and not scope.head.bare else scope
+        sizes = spec.sizes
         self.logits_width = sizes.vocabulary
+        self.generates = scope.head.kind == "lm"
         self._ledger = scope.ledger
         self._embedding = TokenEmbedding(
             inside / "embed_tokens",
             sizes.vocabulary,
             sizes.width,
             scale=spec.embedding_scale,
-            tied=sizes.tied,
+            tied=sizes.tied and self.generates,
         )
         self._layers = [
             DecoderLayer(inside / "layers" / str(index), index, layer, spec)
@@ -166,22 +185,26 @@ class Decoder:
         self._norm = RMSNorm(
             inside / "norm", sizes.width, eps=sizes.eps, unit_offset=spec.unit_offset
         )
-        self._head = LogitsHead(
-            scope / spec.head,
-            sizes.vocabulary,
-            sizes.width,
-            tied=self._embedding if sizes.tied else None,
-            scale=spec.logits_scale,
-            softcap=spec.logits_softcap,
-        )
+        self._head = self._logits_head(scope, spec) if self.generates else None
+        self._classifier = classifier_of(scope, sizes.width)
         self.kv_layers: tuple[KVLayer, ...] = tuple(
             layer.attention.kv_layer for layer in self._layers
         )
-        tied = (rf"{spec.head}\.weight",) if sizes.tied else ()
+        tied = (rf"{spec.head}\.weight",) if sizes.tied or not self.generates else ()
         self.weights = WeightPlan(
             params=tuple(self._ledger.params), ignored=(*IGNORED, *tied, *spec.ignored)
         )
         self.decisions: tuple[Decision, ...] = ()
+
+    def _logits_head(self, scope: Scope, spec: DecoderSpec) -> LogitsHead:
+        return LogitsHead(
+            scope / spec.head,
+            spec.sizes.vocabulary,
+            spec.sizes.width,
+            tied=self._embedding if spec.sizes.tied else None,
+            scale=spec.logits_scale,
+            softcap=spec.logits_softcap,
+        )
 
     def finish_load(self) -> None:
         """Packs the loaded weights, layer by layer; the plain ones are dropped on the way."""
@@ -198,7 +221,22 @@ class Decoder:
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Vocabulary logits [N, logits_width], float32."""
+        assert self._head is not None, "the model has no language-model head"
         return self._head.logits(hidden_NE)
+
+    def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Class logits [N, labels], float32."""
+        assert self._classifier is not None, "the model has no classification head"
+        return self._classifier.logits(hidden_NE)
+
+
+def classifier_of(scope: Scope, width: int) -> Classifier | None:
+    """The head of a decoder that classifies: one product, without bias where it judges whole texts."""
+    head = scope.head
+    if head.kind not in ("sequence", "token"):
+        return None
+    bias = head.kind == "token"
+    return Classifier(Dense(scope / "score", width, head.num_labels, bias=bias))
 
 
 BuildFamily = Callable[[Scope, ConfigReader], Decoder]

@@ -84,6 +84,7 @@ def build_batch(
         group_of_layer=group_of_layer,
         kv=kv,
         logits_at_N=to_device(last_N, rows.device),
+        query_start=shape.query_start,
     )
 
 

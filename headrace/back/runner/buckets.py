@@ -28,6 +28,7 @@ from headrace.back.runner.batch import StepShape
 from headrace.back.runner.requests import GrowingTable, Rows
 from headrace.back.runner.steps import Machine, Moment, Ran
 from headrace.back.sampling.sampler import Picks
+from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
 
 RING = 8
@@ -112,6 +113,11 @@ class Outputs:
 class Replay(Protocol):
     """Runs the step of a bucket, by calling it or by replaying what it once did; and knows the device's streams."""
 
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What is recorded, for the table of decisions."""
+        ...
+
     def scope(self) -> AbstractContextManager[object]:
         """See Steps."""
         ...
@@ -152,7 +158,9 @@ class BucketSteps:
         self._problem = problem
         inputs, commit = INPUTS.choose(problem), COMMIT.choose(problem)
         self._inputs, self._commit = inputs.bind(), commit.bind()
-        self.decisions = decisions((inputs, commit))
+        self._chosen = decisions((inputs, commit))
+        sizes = (2**i for i in range(9, -1, -1))
+        self.common_rows = (max_rows, *(size for size in sizes if size < max_rows))
         columns = -(-max_model_len // block_tokens)
         new = {"dtype": torch.int32, "device": device}
         self._tables = StepTables(
@@ -167,6 +175,11 @@ class BucketSteps:
         self._told = _host_buffer((RING, 2, max_rows), device)
         self._static = _Static(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """See Steps."""
+        return (*self._chosen, *self._replay.decisions)
 
     def scope(self) -> AbstractContextManager[object]:
         """See Steps."""

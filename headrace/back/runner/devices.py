@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.native.wrap import loaded, unsupported
 from headrace.back.runner.buckets import BucketSteps, Replay
 from headrace.back.runner.graphs import Graphs
+from headrace.back.runner.memory import Profile
 from headrace.back.runner.requests import Rows
 from headrace.back.runner.steps import ExactSteps, Machine, Steps
 from headrace.back.runner.tapes import RecordedSteps, Tapes
@@ -55,6 +57,19 @@ def bucket_steps(
         max_tokens=spec.scheduler.max_step_tokens,
         max_model_len=spec.model.max_model_len,
     )
+
+
+def profile_step(device: torch.device, step: Callable[[], None]) -> Profile:
+    """Runs the largest step and says what it took."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return Profile(held=held, step=peak - held, free=free)
 
 
 def _why_exact(machine: Machine) -> str | None:

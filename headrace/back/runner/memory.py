@@ -28,6 +28,8 @@ def group_layers(layers: Sequence[KVLayer]) -> tuple[KVGroup, ...]:
     The size wastes the fewest padded layers among those that give at most MAX_GROUPS groups (or as few groups as there
     are kinds); of equal ones the largest, hence the fewest groups.
     """
+    if not layers:
+        return ()
     kinds: dict[int, list[int]] = {}
     for layer in layers:
         kinds.setdefault(layer.window or 0, []).append(layer.layer)
@@ -76,7 +78,7 @@ def lay_out(layers: Sequence[KVLayer], *, block_tokens: int, dtype: torch.dtype)
     """The layout of the KV cache for these layers."""
     groups = group_layers(layers)
     numel = {layer.layer: 2 * layer.kv_heads * block_tokens * layer.head_dim for layer in layers}
-    size = max(len(group.layers) for group in groups)
+    size = max((len(group.layers) for group in groups), default=0)
     elements = tuple(
         max(numel[group.layers[i]] for group in groups if i < len(group.layers))
         for i in range(size)
@@ -99,6 +101,37 @@ def count_blocks(spec: KVSpec, layout: KVLayout) -> int:
             field="kv_memory",
         )
     return num_blocks
+
+
+GRAPH_BYTES = 1 << 30
+"""Kept free for what recorded graphs take beside their shared pool of activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What the largest step has shown of a device, in bytes. held: allocated between steps, so weights and tables;
+    step: what the step took on top at its peak; free: what the device has left with nothing cached."""
+
+    held: int
+    step: int
+    free: int
+
+
+def fit_kv(profile: Profile, *, budget: int, wanted: int, least: int) -> int:
+    """Bytes for the KV cache: `wanted`, or what is left of the budget once the step has its memory twice (launched, and
+    in the graphs' pool). ConfigError if that is less than `least`."""
+    taken = profile.held + 2 * profile.step + GRAPH_BYTES
+    room = min(budget - taken, profile.free - 2 * profile.step - GRAPH_BYTES)
+    if room < least:
+        gib = 1 << 30
+        raise ConfigError(
+            f"{(least - room) / gib:.1f} GiB more are needed on the device for a KV cache of {least / gib:.2f} GiB: "
+            f"of {budget / gib:.1f} GiB the weights and tables take {profile.held / gib:.1f}, and the largest step "
+            f"{2 * profile.step / gib:.1f}. Lower --max-step-tokens or --max-model-len, raise --gpu-memory, or use "
+            "--tensor-parallel 2",
+            field="gpu_memory",
+        )
+    return min(wanted, room)
 
 
 class KVMemory:

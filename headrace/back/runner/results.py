@@ -5,12 +5,13 @@ Nothing here waits before `result` is called, and that may be on another thread 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from headrace.back.runner.batch import StepShape
+from headrace.back.runner.pooler import Vectors
 from headrace.back.runner.steps import Moment, Now
 from headrace.back.sampling.logprobs import Told
 from headrace.back.sampling.prompt_logprobs import Scored
@@ -52,6 +53,7 @@ class Launched:
     shape: StepShape | None = None
     draws: Draws | None = None
     prompts: list[tuple[int, Scored]] = field(default_factory=list)
+    pooled: Sequence[Vectors] = ()
     refused: dict[int, HeadraceError] = field(default_factory=dict)
     lost: Callable[[np.ndarray], None] | None = None
 
@@ -79,10 +81,12 @@ class Launched:
                     for row in self.draws.told.rows()
                     if row.index not in bad
                 ]
+        pooled = [told for vectors in self.pooled for told in vectors.read(failed)]
         return StepResult(
             step=self.plan.step,
             tokens=tokens,
             logprobs=logprobs,
             prompt_logprobs=[(index, scored.read()) for index, scored in self.prompts],
+            pooled=pooled,
             failed=[(index, to_wire(error)) for index, error in failed.items()],
         )

@@ -13,7 +13,7 @@ import torch
 
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import CheckpointError, from_wire
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.params import RowPooling, RowSampling
 from headrace.base.wire.step import RowStart, StepPlan, StepResult
 
 CPU_TOKENS = 64
@@ -23,34 +23,67 @@ CPU_TOKENS = 64
 class Executes(Protocol):
     """What runs a plan."""
 
+    @property
+    def common_rows(self) -> tuple[int, ...]:
+        """See Steps."""
+        ...
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step."""
         ...
 
 
 def warm_up(runner: Executes, spec: EngineSpec, logits_width: int, device: torch.device) -> float:
-    """Runs one prefill and one decode step of the largest size; returns the seconds.
+    """Runs one prefill and one decode step of the largest size, then the sizes of decode that are common, twice: where
+    steps are recorded, the second one is. Returns the seconds.
 
     Raises CheckpointError if the model's logits are not finite.
     """
     began = time.perf_counter()
+    num_rows, length = _largest(spec, device)
+    common = (rows for rows in runner.common_rows if rows <= num_rows for _ in range(2))
+    decodes = [_decode(rows, length) for rows in common] or [_decode(num_rows, length)]
+    generates = spec.model.head == "lm"
+    prefill = _prefill(num_rows, _prompt(length, logits_width), generates=generates)
+    _run(runner, spec, [prefill, *(decodes if generates else ()), _end(num_rows)])
+    return time.perf_counter() - began
+
+
+def run_largest(
+    runner: Executes, spec: EngineSpec, logits_width: int, device: torch.device
+) -> None:
+    """The step that takes the most memory, alone."""
+    num_rows, length = _largest(spec, device)
+    generates = spec.model.head == "lm"
+    prefill = _prefill(num_rows, _prompt(length, logits_width), generates=generates)
+    _run(runner, spec, [prefill, _end(num_rows)])
+
+
+def _largest(spec: EngineSpec, device: torch.device) -> tuple[int, int]:
+    """Rows, and tokens of each."""
     tokens = spec.scheduler.max_step_tokens
     if device.type == "cpu":
         tokens = min(tokens, CPU_TOKENS)
     num_rows = min(spec.scheduler.max_running, tokens)
-    length = min(tokens // num_rows, spec.model.max_model_len - 1)
-    prompt = np.arange(length, dtype=np.int32) % logits_width
-    for plan in (_prefill(num_rows, prompt), _decode(num_rows, length), _end(num_rows)):
+    return num_rows, min(tokens // num_rows, spec.model.max_model_len - 1)
+
+
+def _prompt(length: int, logits_width: int) -> np.ndarray:
+    return np.arange(length, dtype=np.int32) % logits_width
+
+
+def _run(runner: Executes, spec: EngineSpec, plans: list[StepPlan]) -> None:
+    for plan in plans:
         result = runner.execute(plan)
         if result.failed:
             raise CheckpointError(
                 "the model's logits for a made-up prompt are not finite: the checkpoint is damaged, or its values do "
                 f"not fit {spec.model.dtype} ({from_wire(result.failed[0][1]).message})"
             )
-    return time.perf_counter() - began
 
 
-def _prefill(num_rows: int, prompt: np.ndarray) -> StepPlan:
+def _prefill(num_rows: int, prompt: np.ndarray, *, generates: bool) -> StepPlan:
+    """Its last tokens are sampled; those of a model without a language-model head are pooled."""
     starts = [
         RowStart(
             row=row,
@@ -59,17 +92,25 @@ def _prefill(num_rows: int, prompt: np.ndarray) -> StepPlan:
             num_prompt=prompt.size,
             num_computed=0,
             sampling=RowSampling(temperature=0.0),
+            pooling=None if generates else RowPooling(),
         )
         for row in range(num_rows)
     ]
-    return _plan(num_rows, starts=starts, num_tokens=prompt.size, num_computed=0)
+    return _plan(num_rows, starts=starts, num_tokens=prompt.size, num_computed=0, sample=generates)
 
 
 def _decode(num_rows: int, length: int) -> StepPlan:
     return _plan(num_rows, starts=[], num_tokens=1, num_computed=length)
 
 
-def _plan(num_rows: int, *, starts: list[RowStart], num_tokens: int, num_computed: int) -> StepPlan:
+def _plan(
+    num_rows: int,
+    *,
+    starts: list[RowStart],
+    num_tokens: int,
+    num_computed: int,
+    sample: bool = True,
+) -> StepPlan:
     none = np.empty(0, np.int32)
     return StepPlan(
         step=-1,
@@ -82,7 +123,7 @@ def _plan(num_rows: int, *, starts: list[RowStart], num_tokens: int, num_compute
         rows=np.arange(num_rows, dtype=np.int32),
         num_tokens=np.full(num_rows, num_tokens, np.int32),
         num_computed=np.full(num_rows, num_computed, np.int32),
-        sample=np.ones(num_rows, np.bool_),
+        sample=np.full(num_rows, sample, np.bool_),
     )
 
 

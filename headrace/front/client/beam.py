@@ -182,9 +182,7 @@ async def _following(
     return []
 
 
-def _events(
-    tokenizer: Tokenizer, generation: Generation, index: int, beam: Beam
-) -> list[Event]:
+def _events(tokenizer: Tokenizer, generation: Generation, index: int, beam: Beam) -> list[Event]:
     params, skip = generation.params, generation.params.skip_special_tokens
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip, pieces=generation.pieces)
     keeps_stop = beam.stop_id is None or params.include_stop_str_in_output

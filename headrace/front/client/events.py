@@ -11,13 +11,17 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.params import RowPooling, SamplingParams
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant.
-    `pieces`: what each token adds to the text, where that is not the tokenizer's own table."""
+    `pieces`: what each token adds to the text, where that is not the tokenizer's own table.
+
+    With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`, `PooledPart`s, `Ended`.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -28,6 +32,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     cache_salt: str = ""
     pieces: Mapping[int, str | bytes] | None = None
+    pooling: RowPooling | None = None
 
 
 class TokenScore(msgspec.Struct, frozen=True):
@@ -60,6 +65,13 @@ class PromptScored(msgspec.Struct, frozen=True):
     scores: list[ScoredToken | None]
 
 
+class PooledPart(msgspec.Struct, frozen=True):
+    """Pooled hidden states, float32 [rows, width]; with "tokens" row i belongs to prompt token `start` + i."""
+
+    start: int
+    values: np.ndarray
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New text of choice `index`; never half a character, never text that may still become a stop string."""
 
@@ -70,7 +82,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of choice `index`. `reason`: stop, length or abort. `stop` is the stop string or stop id that matched."""
+    """The end of choice `index`. `reason`: stop, length or abort. `stop` is the stop string or stop id that matched.
+
+    Times are seconds since the engine took the request: first scheduled, first token, preempted, ended; None where a
+    stop string ended the choice before the engine knew.
+    """
 
     index: int
     reason: str
@@ -80,9 +96,12 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     cumulative_logprob: float | None = None
     queued_s: float | None = None
     first_token_s: float | None = None
+    total_s: float | None = None
+    num_preemptions: int = 0
+    preempted_s: tuple[float, ...] = ()
 
 
-Event = Started | PromptScored | Delta | Ended
+Event = Started | PromptScored | PooledPart | Delta | Ended
 
 
 class Engine(Protocol):

@@ -10,8 +10,16 @@ from collections.abc import Mapping
 
 from headrace.base.errors import HeadraceError, from_wire
 from headrace.base.wire.params import SamplingParams, StopRules
-from headrace.base.wire.request import Finished, PromptLogprobs, TokenLogprobs
-from headrace.front.client.events import Delta, Ended, Event, PromptScored, ScoredToken, TokenScore
+from headrace.base.wire.request import Finished, Pooled, PromptLogprobs, TokenLogprobs
+from headrace.front.client.events import (
+    Delta,
+    Ended,
+    Event,
+    PooledPart,
+    PromptScored,
+    ScoredToken,
+    TokenScore,
+)
 from headrace.front.text.detokenizer import Detokenizer
 from headrace.front.text.stop_strings import StopMatch, StopStrings
 from headrace.front.text.tokenizer import Tokenizer
@@ -35,6 +43,7 @@ class Answer:
         "_num_output",
         "_num_scores",
         "_params",
+        "_pooled",
         "_prompt",
         "_scores",
         "_stop_ids",
@@ -77,6 +86,7 @@ class Answer:
         self._prompt: dict[int, ScoredToken] | None = (
             {} if params.prompt_logprobs is not None else None
         )
+        self._pooled: list[Event] = []
         self._ended: Ended | None = None
 
     @property
@@ -108,6 +118,10 @@ class Answer:
         ):
             self._prompt[scored.start + i] = self._scored(ids, values, rank)
 
+    def add_pooled(self, pooled: Pooled) -> None:
+        """Takes in pooled hidden states."""
+        self._pooled.append(PooledPart(pooled.start, pooled.values))
+
     def finish(self, finished: Finished) -> None:
         """Takes in the end that the core told."""
         if finished.error is not None:
@@ -120,7 +134,7 @@ class Answer:
 
     def take(self, num_prompt: int) -> list[Event]:
         """The events since the last call."""
-        events: list[Event] = []
+        events, self._pooled = self._pooled, []
         if self._prompt is not None and (self._ids or self._ended):
             scores = [self._prompt.get(i) if i else None for i in range(num_prompt)]
             events.append(PromptScored(scores))
@@ -166,6 +180,9 @@ class Answer:
             cumulative_logprob=None if self._scores is None else self._cumulative,
             queued_s=finished.scheduled_s if finished else None,
             first_token_s=finished.first_token_s if finished else None,
+            total_s=finished.total_s if finished else None,
+            num_preemptions=finished.num_preemptions if finished else 0,
+            preempted_s=finished.preempted_s if finished else (),
         )
 
     def _add_score(self, scored: TokenLogprobs) -> None:

@@ -54,7 +54,7 @@ def bind_reference(
 
 def _sample(problem: LinearProblem) -> Sample:
     problem = replace(
-        problem, inputs=_checked_size(problem.inputs), outputs=_checked_size(problem.outputs)
+        problem, inputs=checked_size(problem.inputs), outputs=checked_size(problem.outputs)
     )
     generator = sample_generator()
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
@@ -67,7 +67,7 @@ def _sample(problem: LinearProblem) -> Sample:
     )
 
 
-def _checked_size(size: int) -> int:
+def checked_size(size: int) -> int:
     """A size of at most 512 with the same remainder by every power of two up to 256."""
     return size if size <= 512 else 256 + size % 256
 
@@ -80,6 +80,7 @@ OP: Op[LinearProblem] = Op(
     kernels=(
         "headrace.back.kernels.linear.native:KERNEL",
         "headrace.back.kernels.linear.mkldnn:KERNEL",
+        "headrace.back.kernels.linear.triton_linear:KERNEL",
     ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),

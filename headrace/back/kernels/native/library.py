@@ -151,27 +151,3 @@ def _unsafe(path: Path) -> str | None:
         if facts.st_mode & stat.S_IWOTH:
             return f"{place} is writable by everyone: native kernels are not loaded"
     return None
-
-
-def available_threads() -> int:
-    """Cores this process may use: its affinity mask, cut by the control group's CPU quota (at least 1)."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    quota = _quota(Path("/sys/fs/cgroup"))
-    return max(1, min(cores, quota or cores))
-
-
-def _quota(root: Path) -> int | None:
-    """Whole cores of the CPU quota under a control group root (version 2 or 1); None without a quota."""
-    try:
-        limit, _, period = (root / "cpu.max").read_text().strip().partition(" ")
-    except OSError:
-        try:
-            limit = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    if limit in ("max", "-1"):
-        return None
-    return max(1, int(limit) // int(period or 100_000))

@@ -28,3 +28,9 @@ class PlainDecoder:
 
     def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
         """Nothing to save."""
+
+
+class PlainEncoder(PlainDecoder):
+    """The same for encoders, whose attention reads the bounds of the texts on the host."""
+
+    in_graphs = False

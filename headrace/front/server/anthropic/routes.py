@@ -35,7 +35,7 @@ async def post_messages(exchange: Exchange, document: Any) -> Response:
     thinking = request.thinking
     show = thinking is None or thinking.display != "omitted"
     seal = services.sealer.sign if show else services.sealer.seal
-    reply = stream.Reply(
+    reply = stream.MessageReply(
         id=message_id(),
         model=services.model_name(request.model),
         max_tokens=request.max_tokens,
