@@ -9,7 +9,8 @@ import pytest
 
 from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.back.runner import devices
-from headrace.back.runner.tapes import RecordedSteps, Tapes
+from headrace.back.runner.buckets import BucketSteps
+from headrace.back.runner.tapes import Tapes
 from headrace.base.config.options import CommandLine
 from headrace.base.wire.params import RowSampling, StopRules
 from headrace.base.wire.request import EngineRequest
@@ -56,8 +57,8 @@ def answers(running: OfflineEngine, lengths: list[tuple[int, int, float]]) -> li
 
 def replay_of(running: OfflineEngine) -> Tapes:
     steps = running.executor._runner._steps
-    assert isinstance(steps, RecordedSteps), steps
-    return steps._decodes._replay
+    assert isinstance(steps, BucketSteps) and isinstance(steps._replay, Tapes), steps
+    return steps._replay
 
 
 @pytest.mark.parametrize("options", [(), ("--dtype", "float32"), ("--quantization", "int8")])
