@@ -23,10 +23,11 @@ import torch.distributed as dist
 from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, Failed, Ready
 from headrace.back.kernels.native.library import use_threads
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
+from headrace.back.platforms.detect import detect
 from headrace.back.runner.results import Launched
 from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
-from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
+from headrace.base.errors import ConfigError, HeadraceError, StartError, WireError, to_wire
 from headrace.base.registry import Registry
 from headrace.base.wire.step import StepPlan, WorkerFacts
 
@@ -75,18 +76,47 @@ def build_runner(
     `loader` is "module:attribute" of a function with the signature of `back.models.load.load_model`.
     """
     load_model: Any = Registry("model loader", {"model": loader}).load("model")
-    device = torch.device(spec.device.device)
+    mesh = mesh or Mesh()
     began = time.perf_counter()
-    model, report = load_model(
-        spec.model, mesh=mesh or Mesh(), device=device, block_tokens=spec.kv.block_tokens
-    )
-    return Runner(
-        spec,
-        model,
-        device=device,
-        weight_bytes=report.weight_bytes,
-        decisions=report.decisions,
-        start_s={"load": time.perf_counter() - began},
+    device = choose_device(spec.device.device, mesh)
+    ready_s = time.perf_counter() - began
+    try:
+        model, report = load_model(
+            spec.model, mesh=mesh, device=device, block_tokens=spec.kv.block_tokens
+        )
+        load_s = time.perf_counter() - began - ready_s
+        return Runner(
+            spec,
+            model,
+            device=device,
+            weight_bytes=report.weight_bytes,
+            decisions=report.decisions,
+            start_s={"device": ready_s, "load": load_s},
+        )
+    except torch.OutOfMemoryError as error:
+        raise _too_small(error, device) from error
+
+
+def choose_device(kind: str, mesh: Mesh) -> torch.device:
+    """This rank's device, ready for use: of several GPUs a lone worker takes the one with the most free memory."""
+    if kind != "cuda":
+        return torch.device(kind)
+    index = mesh.tp.rank
+    if mesh.tp.size == 1:
+        free = [one.free_bytes for one in detect() if one.kind == "cuda"]
+        index = free.index(max(free)) if len(free) == torch.cuda.device_count() else 0
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize(device)
+    return device
+
+
+def _too_small(error: torch.OutOfMemoryError, device: torch.device) -> ConfigError:
+    free, total = torch.cuda.mem_get_info(device)
+    return ConfigError(
+        f"{device} is too small: of {total / 2**30:.1f} GiB {free / 2**30:.1f} GiB are left ({error}). Lower "
+        "--max-step-tokens or --max-model-len, or use --tensor-parallel 2",
+        field="gpu_memory",
     )
 
 

@@ -47,12 +47,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache. Exactly one of `num_blocks` and `memory_bytes` is set; the workers turn bytes into blocks."""
+    """The KV cache. Exactly one of `num_blocks` and `memory_bytes` is set; the workers turn bytes into blocks.
+
+    `fit`: memory_bytes is the most that is of use; a worker takes less if its device has less left (DeviceSpec).
+    """
 
     block_tokens: int
     prefix_caching: bool
     num_blocks: int | None = None
     memory_bytes: int | None = None
+    fit: bool = False
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,12 +77,14 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the model runs. `threads` is per worker."""
+    """Where the model runs. `threads` is per worker, `memory_bytes` what a worker may take of its device (None: no
+    bound)."""
 
     device: str
     executor: str
     tensor_parallel: int = 1
     threads: int = 1
+    memory_bytes: int | None = None
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +153,11 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool
     public_metrics: bool
     log_level: str
+    metrics_names: str = "headrace"
+    log_slow_s: float | None = None
+    otlp_endpoint: str | None = None
+    file_store: str = "none"
+    file_store_bytes: int = 16 << 30
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

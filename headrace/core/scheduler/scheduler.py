@@ -30,6 +30,7 @@ from headrace.core.scheduler.pace import Pace
 from headrace.core.scheduler.policy import key_of, queue_of
 
 MAX_LOOKS = 64  # waiting requests tried in one step: bounds the host's work when the pool is full
+MAX_PREEMPTIONS_TOLD = 16  # times kept of one request's preemptions
 RETRY_STEPS = 16  # a request that did not fit is looked at again after so many steps, or when enough blocks are free
 
 Intp = npt.NDArray[np.intp]
@@ -194,6 +195,8 @@ class Scheduler:
             self.prefilling.remove(request)
         self.rows.flush_rest(request)
         request.num_preemptions += 1
+        if request.num_preemptions <= MAX_PREEMPTIONS_TOLD:
+            request.preempted_at = (*request.preempted_at, self._now())
         self.num_preemptions += 1
         request.move(State.PREEMPTED, now=self._now())
         request.reason = "preempted: its KV blocks went to requests before it"

@@ -21,6 +21,7 @@ from headrace.base.telemetry.metrics import ROUTES
 from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.auth import PUBLIC, Gatekeeper
+from headrace.front.server.batches import routes as batches
 from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services, exchange_of
 from headrace.front.server.failures import OPENAI, Failure, Shape, failure_of
 from headrace.front.server.ids import client_label, request_id
@@ -30,11 +31,17 @@ from headrace.front.server.openai import models, routes
 from headrace.front.server.pooling import routes as pooling
 from headrace.front.server.pooling import scoring
 from headrace.front.server.sse import ClientGone, SlowReader, until_gone
+from headrace.front.server.timing import log_slow
+from headrace.front.server.tokens import generate, render
+from headrace.front.server.webui import routes as webui
+from headrace.front.server.webui.pages import PAGES
 
 Reader = Callable[[Exchange, Request], Awaitable[Response]]
 Writer = Callable[[Exchange, Any], Any]
 DRAIN_RETRY_S = 5.0
 DISCARD_S = 2.0
+TIMING_HEADER = b"x-headrace-timing"
+"""A request with this header is told where its time went: Server-Timing, or a comment at the end of a stream."""
 log = logging.getLogger(__name__)
 
 
@@ -56,8 +63,23 @@ def make_app(services: Services) -> ASGIApp:
             _posts("/generative_scoring", scoring.post_generative_scoring),
             _posts("/tokenize", tokenize.post_tokenize),
             _posts("/detokenize", tokenize.post_detokenize),
+            _route("/tokenizer_info", tokenize.get_tokenizer_info),
+            _posts("/inference/v1/generate", generate.post_generate),
+            _posts("/v1/chat/completions/render", render.post_render_chat),
+            _posts("/v1/chat/completions/derender", render.post_derender_chat),
+            _posts("/v1/completions/render", render.post_render_completion),
+            _posts("/v1/completions/derender", render.post_derender_completion),
             _posts("/v1/messages", anthropic.post_messages),
             _posts("/v1/messages/count_tokens", anthropic.post_count_tokens),
+            _uploads("/v1/files", batches.post_file),
+            _route("/v1/files", batches.get_files),
+            _route("/v1/files/{id}", batches.get_file),
+            _route("/v1/files/{id}", batches.delete_file, "DELETE"),
+            _route("/v1/files/{id}/content", batches.get_content),
+            _posts("/v1/batches", batches.post_batch),
+            _route("/v1/batches", batches.get_batches),
+            _route("/v1/batches/{id}", batches.get_batch),
+            _route("/v1/batches/{id}/cancel", batches.post_cancel, "POST"),
             _route("/api/hello", anthropic.get_hello),
             _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
             _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
@@ -71,6 +93,7 @@ def make_app(services: Services) -> ASGIApp:
             _route("/version", health.get_version),
             _route("/load", health.get_load),
             _route("/metrics", health.get_metrics),
+            *(_route(path, webui.get_page) for path in PAGES),
             _route("/pause", admin.post_pause, "POST"),
             _route("/resume", admin.post_resume, "POST"),
             _route("/is_paused", admin.get_is_paused),
@@ -90,6 +113,15 @@ def _route(path: str, handler: Reader, *methods: str) -> Route:
         return await until_gone(request.receive, _awaited(work), abandon=exchange.services.abandon)
 
     return Route(path, endpoint, methods=list(methods) or ["GET"])
+
+
+def _uploads(path: str, handler: Reader) -> Route:
+    """A route whose handler reads the body itself."""
+
+    async def endpoint(request: Request) -> Response:
+        return await handler(exchange_of(request), request)
+
+    return Route(path, endpoint, methods=["POST"])
 
 
 def _posts(path: str, handler: Writer) -> Route:
@@ -159,6 +191,9 @@ class Shell:
         try:
             exchange.tenant = self.gatekeeper.tenant(scope)
             self._refuse_while_draining(scope)
+            exchange.tells_timing = TIMING_HEADER in wire.headers
+            if self.services.tracer is not None:
+                exchange.trace = self.services.tracer.request(scope, exchange.request_id)
             exchange.timeout_s = header_timeout_s(wire.headers.get(TIMEOUT_HEADER.encode()))
             await self.inner(scope, wire.receive, wire.send)
         except (ClientGone, ClientDisconnect) as gone:
@@ -172,6 +207,7 @@ class Shell:
             await wire.fail(failure_of(error, request_id=exchange.request_id))
         finally:
             exchange.held.close()
+            _tell(exchange, wire.status)
             metrics.add("headrace_http_requests_in_flight", -1)
             metrics.add(
                 "headrace_http_requests_total",
@@ -197,10 +233,23 @@ class Shell:
         self.services.metrics.add("headrace_rejections_total", reason=reason)
 
 
+def _tell(exchange: Exchange, status: int) -> None:
+    """The request is over: its spans end, and a slow one is logged."""
+    if exchange.trace is not None:
+        exchange.trace.end(status)
+    if exchange.timeline is not None:
+        after_s = exchange.services.server.log_slow_s
+        log_slow(exchange.timeline, exchange.request_id, after_s=after_s)
+
+
 def _template(path: str) -> str:
     """The route's template: a closed set, whatever clients ask for (P20)."""
     if path in ROUTES:
         return path
+    for prefix in ("/v1/files", "/v1/batches"):
+        if path.startswith(prefix + "/"):
+            tail = next((t for t in ("/content", "/cancel") if path.endswith(t)), "")
+            return f"{prefix}/{{id}}{tail}" if f"{prefix}/{{id}}{tail}" in ROUTES else "other"
     for prefix in ("/v1/models", "/v1/requests"):
         if path.startswith(prefix + "/"):
             return prefix + "/{id}"
@@ -241,6 +290,9 @@ class _Wire:
             self._started = True
             self.status = message["status"]
             extra = list(self._marks)
+            if self.exchange.tells_timing and self.exchange.timeline is not None:
+                told = self.exchange.timeline.server_timing()
+                extra.append((b"server-timing", told.encode()))
             if self.exchange.services.draining:
                 extra.append((b"connection", b"close"))
             message = {**message, "headers": [*message.get("headers", []), *extra]}

@@ -15,9 +15,13 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from headrace.base.errors import Forbidden, NotFound, Unauthorized
+from headrace.front.server.webui.pages import PAGES
 
 PUBLIC = frozenset(
-    {"/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/api/hello"}
+    {
+        *("/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/api/hello"),
+        *PAGES,
+    }
 )
 ADMIN = frozenset({"/pause", "/resume", "/is_paused", "/reset_prefix_cache"})
 TENANT_CHARS = 32

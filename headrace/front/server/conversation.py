@@ -81,7 +81,7 @@ async def begin(
     prompt_ids = truncated(
         await render(exchange, request), request, max_model_len=services.text.max_model_len
     )
-    answers = _answers(exchange, request, prompt_ids, params)
+    answers = parsers(exchange, request, prompt_ids, params)
     events = generate(exchange, request, prompt_ids, params, label=label, answers=answers)
     return prompt_ids, events
 
@@ -135,7 +135,7 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
     )
 
 
-def _answers(
+def parsers(
     exchange: Exchange, request: ChatRequest, prompt_ids: list[int], params: SamplingParams
 ) -> list[ParsedAnswer] | None:
     """A parser per choice; None where nothing is to be parsed."""
@@ -171,12 +171,12 @@ def generate(
         priority=request.priority or 0,
         deadline_s=exchange.deadline_s(request.timeout_s),
         cache_salt=request.cache_salt or "",
-        pieces=services.answers.pieces and answers[0].pieces if answers else None,
+        pieces=answers[0].pieces if answers and services.answers.pieces is not None else None,
     )
     events: AsyncIterator[Event] = services.engine.generate(generation)
     if answers is not None:
         events = parsed(events, answers)
-    return measured(events, services.metrics, arrival=exchange.arrival)
+    return measured(events, exchange)
 
 
 async def streamed(
@@ -191,4 +191,5 @@ async def streamed(
         abandon=exchange.services.abandon,
         ping_s=ping_s,
         shape=shape,
+        last_comment=exchange.timing_comment if exchange.tells_timing else None,
     )

@@ -39,7 +39,7 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
     )
     given = completions.prompts_of(request)
     exchange.hold_place()
-    prompts = [await _prompt(exchange, request, prompt) for prompt in given]
+    prompts = [await prompt_of(exchange, request, prompt) for prompt in given]
     label = completion_id("cmpl")
     events = joined(
         [
@@ -55,9 +55,10 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
     return Response(await completions.to_answer(events, reply), media_type="application/json")
 
 
-async def _prompt(
+async def prompt_of(
     exchange: Exchange, request: CompletionRequest, given: str | list[int]
 ) -> completions.Prompt:
+    """One prompt of a completion as ids, with its text where it is echoed."""
     tokenizer = exchange.services.tokenizer
     if isinstance(given, str):
         special = True if request.add_special_tokens is None else request.add_special_tokens
