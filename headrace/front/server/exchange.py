@@ -40,7 +40,8 @@ class Services:
 
     `warm`: start-up is over. `leaving`: not ready any more, so that load balancers turn away. `draining`: no new work.
     `abandon` is set when running work must end now. Templates that come with requests are rendered by
-    `guest_templates`: they cannot hold up the model's own. `answers`: the format of the model's reasoning and tool calls. `sealer` is the same in every API process of a server.
+    `guest_templates`: they cannot hold up the model's own. `answers`: the format of the model's reasoning and tool
+    calls. `sealer` is the same in every API process of a server.
     """
 
     engine: Engine

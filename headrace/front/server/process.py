@@ -2,7 +2,8 @@
 
 It serves an inherited listening socket. DRAIN_SIGNAL from the supervisor starts the drain: readiness is false at once,
 after `pre_drain_s` new requests get 503, running ones finish within `shutdown_timeout_s`, the rest end with an explicit
-error; then the process ends with 0. The module lives in this room because it joins what is above `launch`, which knows it by name only.
+error; then the process ends with 0. The module lives in this room because it joins what is above `launch`, which knows
+it by name only.
 """
 
 from __future__ import annotations

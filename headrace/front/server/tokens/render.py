@@ -81,7 +81,7 @@ async def post_derender_chat(exchange: Exchange, document: Any) -> Response:
     if answers is not None:
         events = parsed(events, answers)
     model = exchange.services.model_name(request.model)
-    reply = chat.Reply.now(
+    reply = chat.ChatReply.now(
         id=completion_id("chatcmpl"), model=model, request=request, prompt_ids=ids
     )
     return Response(await chat.to_answer(events, reply), media_type="application/json")
@@ -102,7 +102,7 @@ async def post_derender_completion(exchange: Exchange, document: Any) -> Respons
         )
     prompt = await prompt_of(exchange, request, prompts[0])
     events = _events(exchange, prompt.ids, given.response, params)
-    reply = completions.Reply(
+    reply = completions.CompletionReply(
         id=completion_id("cmpl"),
         created=int(time.time()),
         model=exchange.services.model_name(request.model),
