@@ -230,6 +230,7 @@ class EngineCore:
         tokens = int(plan.num_tokens.sum())
         self.counters.planned(self.clock(), rows=len(plan.rows), tokens=tokens)
         host_s = time.perf_counter() - begin
+        flight.submitted_at = self.clock()
         self._flights.append((flight, self.executor.submit(plan)))
         self._supply()
         self.counters.plan_s += host_s
@@ -260,9 +261,14 @@ class EngineCore:
         except TimeoutError:
             self.executor.check()
             raise EngineDead(f"a step took longer than {self.spec.step_timeout_s} s") from None
-        begin = time.perf_counter()
+        begin, now = time.perf_counter(), self.clock()
         self._flights.popleft()
-        self.counters.output_tokens += self._landing.land(flight, result, self.clock())
+        self.scheduler.pace.landed(
+            *(flight.submitted_at, now),
+            decodes=flight.num_decodes,
+            prefill_tokens=flight.num_prefill_tokens,
+        )
+        self.counters.output_tokens += self._landing.land(flight, result, now)
         self.counters.land_s += time.perf_counter() - begin
         self._supply()
 
@@ -353,6 +359,7 @@ def _finished(
         error=error,
         num_cached=request.num_cached,
         num_preemptions=request.num_preemptions,
+        preempted_s=tuple(at - began for at in request.preempted_at),
         scheduled_s=None if request.scheduled_at is None else request.scheduled_at - began,
         first_token_s=None if request.first_token_at is None else request.first_token_at - began,
         total_s=now - began,

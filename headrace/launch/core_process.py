@@ -22,6 +22,7 @@ from typing import NoReturn
 
 import msgspec
 import numpy as np
+import psutil
 
 from headrace.back.executor.choose import make_executor
 from headrace.base.config.resolved import EngineSpec
@@ -225,12 +226,16 @@ def main() -> int:
 
 
 def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
+    born = psutil.Process().create_time()
+    parts = {"process": max(0.0, time.time() - born)}
     began = time.monotonic()
     try:
         spec = msgspec.json.decode(Path(spec_path).read_bytes(), type=EngineSpec)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"the engine's specification cannot be read: {error}") from None
     executor = make_executor(spec)
+    parts |= executor.facts.start_s
+    parts["imports"] = time.monotonic() - began - sum(executor.facts.start_s.values())
     core = EngineCore(spec, executor, gates=gates_of(spec))
     fronts = Fronts(socket_path, core.hello(), status)
     facts = executor.facts
@@ -240,8 +245,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
         "kv_blocks": facts.num_blocks,
         "kv_tokens": facts.num_blocks * facts.block_tokens,
     }
-    start_s = {**facts.start_s, "engine": time.monotonic() - began}
-    report(status, Report(ready=True, memory=memory, start_s=start_s, decisions=facts.decisions))
+    report(status, Report(ready=True, memory=memory, start_s=parts, decisions=facts.decisions))
     return CoreLoop(core, fronts, Watchdog(spec.scheduler.step_timeout_s, status))
 
 

@@ -74,6 +74,7 @@ def alone(request: EngineRequest, groups: Any) -> Any:
     overlap=st.booleans(),
     prefix_caching=st.booleans(),
     inter_prefill_budget=st.sampled_from([None, 1, 8]),
+    decode_stretch=st.sampled_from([None, 1.1, 3.0]),
     window=st.sampled_from([None, 1, 5, 8, 16]),
 )
 def test_batching_chunking_caching_preemption_and_overlap_never_change_tokens(

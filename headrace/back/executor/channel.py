@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import WireError
-from headrace.base.wire.codec import HEADER, MAX_FRAME_BYTES, Codec
+from headrace.base.wire.codec import MAX_FRAME_BYTES, Codec, read_frame
 from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
 
 
@@ -68,13 +68,7 @@ class Channel:
 
     def receive(self) -> bytes | None:
         """The body of the next frame, None once the peer is gone or this end is closed."""
-        header = self._read(HEADER.size)
-        if header is None:
-            return None
-        (size,) = HEADER.unpack(header)
-        if size > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {size} bytes exceeds {MAX_FRAME_BYTES}")
-        return self._read(size)
+        return read_frame(self._read, max_bytes=MAX_FRAME_BYTES)
 
     def _read(self, size: int) -> bytes | None:
         data, have = bytearray(size), 0

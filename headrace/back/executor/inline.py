@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
-from headrace.back.executor.worker import DEFAULT_LOADER, build_runner, set_threads
+from headrace.back.executor.worker import DEFAULT_LOADER, StepThreads, build_runner, set_threads
 from headrace.back.runner.results import Launched
 from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
@@ -76,6 +76,7 @@ class InlineExecutor:
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
+        self._threads = StepThreads(spec.device.threads, self._runner.facts)
 
     @property
     def facts(self) -> WorkerFacts:
@@ -110,6 +111,7 @@ class InlineExecutor:
         if self._failure is not None:
             raise self._failure
         try:
+            self._threads.fit(plan)
             return self._runner.launch(plan, self._supplied)
         except Exception as error:
             raise self._fail(plan.step, error) from error

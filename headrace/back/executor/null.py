@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base import splitmix
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead, EngineError, NonFiniteLogits, WireError, to_wire
 from headrace.base.wire.grammar import GATE, unpack_masks
@@ -31,11 +32,9 @@ from headrace.base.wire.step import (
     WorkerFacts,
 )
 
-U64 = npt.NDArray[np.uint64]
 Int32 = npt.NDArray[np.int32]
 
-_MASK = (1 << 64) - 1
-_BASE = 0x9E3779B97F4A7C15
+_BASE = splitmix.GAMMA
 _BASE_INVERSE = pow(_BASE, -1, 1 << 64)
 _GROUP_MARK = 0xD1B54A32D192ED03
 _KEY = 0x5851F42D4C957F2D
@@ -123,7 +122,7 @@ class NullExecutor:
         shape = (len(facts.groups), facts.max_rows, -(-facts.max_model_len // facts.block_tokens))
         self._table = np.zeros(shape, np.int32)
         self._kv = np.zeros((facts.num_blocks, facts.block_tokens), np.uint64)
-        self._marks = [(_GROUP_MARK * g) & _MASK for g in range(len(facts.groups))]
+        self._marks = [(_GROUP_MARK * g) & splitmix.MASK for g in range(len(facts.groups))]
         self._rows: list[_Row | None] = [None] * facts.max_rows
         self._state = np.zeros(facts.max_rows, np.uint64)
         self._input = np.zeros(facts.max_rows, np.int64)
@@ -200,7 +199,7 @@ class NullExecutor:
         self._rows[row] = _Row(start, start.num_computed, seen)
         self._computed[row] = start.num_computed
         sampling = start.sampling
-        self._seed[row] = 0 if sampling.greedy else _mix(sampling.seed & _MASK)
+        self._seed[row] = 0 if sampling.greedy else splitmix.mix(sampling.seed)
         self._special[row] = (
             sampling.allowed_ids is not None
             or bool(sampling.suppressed_ids and sampling.min_tokens)
@@ -325,7 +324,7 @@ class NullExecutor:
 
     def _draw(self, rows: Int32, position: Int32) -> npt.NDArray[np.int64]:
         x = self._state[rows] ^ self._seed[rows] ^ np.uint64(_KEY)
-        x = _mix_all(x + position.astype(np.uint64) * np.uint64(_GROUP_MARK))
+        x = splitmix.mix_all(x + position.astype(np.uint64) * np.uint64(_GROUP_MARK))
         width = np.uint64(self._facts.logits_width)
         tokens = (x % width).astype(np.int64)
         ended = (x >> np.uint64(40)) % np.uint64(_ONE_IN) < np.uint64(
@@ -428,7 +427,7 @@ class _Powers:
         self._power = np.ones(1, np.uint64)
         self._inverse = np.ones(1, np.uint64)
 
-    def states(self, before: int, tokens: npt.NDArray[np.integer]) -> U64:
+    def states(self, before: int, tokens: npt.NDArray[np.integer]) -> splitmix.U64:
         """The state after each of `tokens`, from the state `before` them."""
         count = len(tokens)
         while len(self._power) <= count:
@@ -440,19 +439,8 @@ class _Powers:
         return sums * self._power[1 : count + 1]
 
 
-def _doubled(powers: U64, factor: int) -> U64:
+def _doubled(powers: splitmix.U64, factor: int) -> splitmix.U64:
     return np.concatenate([powers, powers * np.uint64(factor)])
-
-
-def _mix(x: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
-    return int(_mix_all(np.asarray([x], np.uint64))[0])
-
-
-def _mix_all(x: U64) -> U64:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def _next_allowed(token: int, banned: set[int], width: int) -> int:

@@ -106,6 +106,9 @@ class ProcessExecutor:
         )
         if spec.device.tensor_parallel > 1:
             env.set_default("GLOO_SOCKET_IFNAME", "lo")
+            env.set_default(
+                "NCCL_NVLS_ENABLE", "0"
+            )  # multicast may put a shared host's GPUs out of service
         self._workers = [Worker(rank) for rank in range(spec.device.tensor_parallel)]
         try:
             self._facts = self._start(spec, loader)

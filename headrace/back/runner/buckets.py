@@ -28,6 +28,7 @@ from headrace.back.runner.batch import StepShape
 from headrace.back.runner.requests import GrowingTable, Rows
 from headrace.back.runner.steps import Machine, Moment, Ran
 from headrace.back.sampling.sampler import Picks
+from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
 
 RING = 8
@@ -112,6 +113,11 @@ class Outputs:
 class Replay(Protocol):
     """Runs the step of a bucket, by calling it or by replaying what it once did; and knows the device's streams."""
 
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What is recorded, for the table of decisions."""
+        ...
+
     def scope(self) -> AbstractContextManager[object]:
         """See Steps."""
         ...
@@ -152,12 +158,14 @@ class BucketSteps:
         self._problem = problem
         inputs, commit = INPUTS.choose(problem), COMMIT.choose(problem)
         self._inputs, self._commit = inputs.bind(), commit.bind()
-        self.decisions = decisions((inputs, commit))
+        self._chosen = decisions((inputs, commit))
+        sizes = (2**i for i in range(9, -1, -1))
+        self.common_rows = (max_rows, *(size for size in sizes if size < max_rows))
         columns = -(-max_model_len // block_tokens)
         new = {"dtype": torch.int32, "device": device}
         self._tables = StepTables(
-            tokens_MC=torch.zeros((max_rows + 1, max_model_len + 1), **new),
-            blocks_GMB=torch.zeros((num_groups, max_rows + 1, columns), **new),
+            tokens_MC=_zeros((max_rows + 1, max_model_len + 1), device),
+            blocks_GMB=_zeros((num_groups, max_rows + 1, columns), device),
         )
         tables = tuple(GrowingTable(blocks_MB) for blocks_MB in self._tables.blocks_GMB)
         tokens = GrowingTable(self._tables.tokens_MC)
@@ -167,6 +175,11 @@ class BucketSteps:
         self._told = _host_buffer((RING, 2, max_rows), device)
         self._static = _Static(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """See Steps."""
+        return (*self._chosen, *self._replay.decisions)
 
     def scope(self) -> AbstractContextManager[object]:
         """See Steps."""
@@ -259,7 +272,7 @@ class _Static:
         self._token_ids, self._positions = (torch.zeros(max_tokens, **new) for _ in range(2))
         self._slots = torch.zeros(groups * max_tokens, **new)
         self._last = torch.zeros(rows, **new)
-        self._tables = torch.zeros_like(tables.blocks_GMB).view(-1)
+        self._tables = _zeros(tables.blocks_GMB.shape, tables.blocks_GMB.device).view(-1)
         self._shape = groups, columns
 
     def out(self, bucket: Bucket) -> StepOut:
@@ -320,6 +333,13 @@ class _Message:
             pairs[1::2] = plan.block_id[:updates]
         self.words[:end].copy_(self._slots[slot, :end], non_blocking=True)
         return slot
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Zeros int32. On a CPU by calloc: pages nobody has written cost no memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+    return torch.from_numpy(np.zeros(shape, np.int32))
 
 
 def _host_buffer(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

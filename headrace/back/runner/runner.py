@@ -10,30 +10,35 @@ T query tokens, R rows of the step, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
-from headrace.back.runner.devices import MakeSteps, make_steps
-from headrace.back.runner.memory import KVMemory, count_blocks, lay_out
+from headrace.back.runner.devices import MakeSteps, make_steps, profile_step
+from headrace.back.runner.memory import KVLayout, KVMemory, count_blocks, fit_kv, lay_out
 from headrace.back.runner.pooler import Pooler
 from headrace.back.runner.results import Draws, Launched
 from headrace.back.runner.states import STATES
 from headrace.back.runner.states.state import ModelState
 from headrace.back.runner.steps import Machine, Ran
-from headrace.back.runner.warmup import warm_up
+from headrace.back.runner.warmup import run_largest, warm_up
 from headrace.back.sampling.prompt_logprobs import PromptScorer, Scored
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import EngineError, HeadraceError
 from headrace.base.wire.grammar import GATE
 from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
 
+log = logging.getLogger(__name__)
 Supplied = Callable[[int], dict[str, bytes]]
 """From the number of a step to its late payloads."""
 
@@ -70,7 +75,8 @@ class Runner:
         layout = lay_out(
             model.kv_layers, block_tokens=spec.kv.block_tokens, dtype=_DTYPES[spec.model.dtype]
         )
-        num_blocks = count_blocks(spec.kv, layout)
+        kv = replace(spec.kv, num_blocks=1 + len(layout.groups)) if spec.kv.fit else spec.kv
+        num_blocks = count_blocks(kv, layout)
         self._kv = KVMemory(model.kv_layers, layout, num_blocks=num_blocks, device=device)
         groups = layout.group_of_layer
         max_rows = spec.scheduler.max_running
@@ -89,6 +95,10 @@ class Runner:
             device=device,
         )
         self._steps = steps(machine, spec, num_groups=len(layout.groups))
+        began = time.perf_counter()
+        if spec.kv.fit:
+            num_blocks = self._fit(spec, layout)
+        profile_s = time.perf_counter() - began
         warmup_s = warm_up(self, spec, model.logits_width, device)
         self.facts = WorkerFacts(
             num_blocks=num_blocks,
@@ -100,12 +110,37 @@ class Runner:
             generates=model.generates,
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
-            start_s={**(start_s or {}), "warmup": warmup_s},
+            start_s={**(start_s or {}), "profile": profile_s, "warmup": warmup_s},
             decisions=[
                 (d.field, d.given, d.chosen, d.why)
                 for d in (*decisions, *self._sampler.decisions, *self._steps.decisions)
             ],
         )
+
+    @property
+    def common_rows(self) -> tuple[int, ...]:
+        """See Steps."""
+        return self._steps.common_rows
+
+    def _fit(self, spec: EngineSpec, layout: KVLayout) -> int:
+        """Runs the largest step, then makes the KV cache of what the device has left; the number of blocks."""
+        assert spec.kv.memory_bytes is not None and spec.device.memory_bytes is not None
+        profile = profile_step(
+            self._device,
+            lambda: run_largest(self, spec, self._model.logits_width, self._device),
+        )
+        num_bytes = fit_kv(
+            profile,
+            budget=spec.device.memory_bytes,
+            wanted=spec.kv.memory_bytes,
+            least=(1 + len(layout.groups)) * layout.block_bytes,
+        )
+        num_blocks = count_blocks(replace(spec.kv, memory_bytes=num_bytes), layout)
+        self._kv = KVMemory(
+            self._model.kv_layers, layout, num_blocks=num_blocks, device=self._device
+        )
+        self._steps.use_kv(self._kv.layers)
+        return num_blocks
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step to its end."""
@@ -130,6 +165,24 @@ class Runner:
             self._steps.rows.apply(plan)
             return Launched(plan=plan)
         shape = shape_of(plan)
+        supplied = cache(supplied)  # a step that is tried again has been supplied already
+        try:
+            return self._run(plan, shape, supplied)
+        except torch.OutOfMemoryError:
+            log.warning(
+                "step %d: out of device memory; trying again with the cache emptied", plan.step
+            )
+            torch.cuda.empty_cache()
+        try:
+            return self._run(plan, shape, supplied)
+        except torch.OutOfMemoryError as error:
+            log.error("step %d: out of device memory; its requests fail", plan.step, exc_info=error)
+            if plan.late:
+                supplied(plan.step)
+            full = EngineError("the device ran out of memory in this request's step")
+            return Launched(plan=plan, refused=dict.fromkeys(range(plan.rows.size), full))
+
+    def _run(self, plan: StepPlan, shape: StepShape, supplied: Supplied) -> Launched:
         ran = self._steps.run(plan, shape)
         prompts, refused = (
             ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.hidden_TE)

@@ -59,7 +59,7 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class _EngineMaker:
-    """Makes the engine once; whoever asks meanwhile waits. Threads hold this and not the compiler, so that it is freed."""
+    """Makes the engine once; whoever asks meanwhile waits. Threads hold this, not the compiler, which so can go."""
 
     def __init__(self, load: Callable[[], Vocabulary], backend: str) -> None:
         self.backend = backend

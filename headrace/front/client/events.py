@@ -89,7 +89,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of choice `index`. `reason`: stop, length or abort. `stop` is the stop string or stop id that matched."""
+    """The end of choice `index`. `reason`: stop, length or abort. `stop` is the stop string or stop id that matched.
+
+    Times are seconds since the engine took the request: first scheduled, first token, preempted, ended; None where a
+    stop string ended the choice before the engine knew.
+    """
 
     index: int
     reason: str
@@ -99,6 +103,9 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     cumulative_logprob: float | None = None
     queued_s: float | None = None
     first_token_s: float | None = None
+    total_s: float | None = None
+    num_preemptions: int = 0
+    preempted_s: tuple[float, ...] = ()
 
 
 Event = Started | PromptScored | PooledPart | Delta | Ended

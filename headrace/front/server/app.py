@@ -11,25 +11,54 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.errors import OverloadError, RateLimited, Unavailable
 from headrace.base.telemetry.metrics import ROUTES
+from headrace.front.server import openapi
 from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
+from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from headrace.front.server.auth import PUBLIC, Gatekeeper
+from headrace.front.server.batches import routes as batches
 from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services, exchange_of
 from headrace.front.server.failures import OPENAI, Failure, Shape, failure_of
 from headrace.front.server.ids import client_label, request_id
 from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s, read_json
 from headrace.front.server.native import admin, health, requests, tokenize
-from headrace.front.server.openai import batch, models, routes
+from headrace.front.server.native.tokenize import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from headrace.front.server.openai import batch, models
+from headrace.front.server.openai import routes as openai
+from headrace.front.server.openai.batch import BatchChatRequest
+from headrace.front.server.openai.schema import ChatRequest, CompletionRequest
+from headrace.front.server.openapi import ApiRoute
 from headrace.front.server.pooling import routes as pooling
 from headrace.front.server.pooling import scoring
+from headrace.front.server.pooling.schema import (
+    ClassifyRequest,
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    GenerativeScoringRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from headrace.front.server.responses import compact, websocket
+from headrace.front.server.responses import routes as responses
+from headrace.front.server.responses.schema import InputRequest, ResponsesRequest
+from headrace.front.server.sockets import SocketShell
 from headrace.front.server.sse import ClientGone, SlowReader, until_gone
+from headrace.front.server.timing import log_slow
+from headrace.front.server.tokens import generate, render
+from headrace.front.server.tokens.schema import DerenderRequest, GenerateRequest
 from headrace.front.server.webui import routes as webui
 from headrace.front.server.webui.pages import PAGES
 
@@ -37,55 +66,82 @@ Reader = Callable[[Exchange, Request], Awaitable[Response]]
 Writer = Callable[[Exchange, Any], Any]
 DRAIN_RETRY_S = 5.0
 DISCARD_S = 2.0
+TIMING_HEADER = b"x-headrace-timing"
+"""A request with this header is told where its time went: Server-Timing, or a comment at the end of a stream."""
 log = logging.getLogger(__name__)
 
 
 def make_app(services: Services) -> ASGIApp:
     """The application over `services`."""
-    router = Router(
-        [
-            _posts("/v1/chat/completions", routes.post_chat),
-            _posts("/v1/chat/completions/batch", batch.post_batch),
-            _posts("/v1/completions", routes.post_completions),
-            _posts("/v1/embeddings", pooling.post_embeddings),
-            _posts("/v2/embed", pooling.post_cohere_embed),
-            _posts("/pooling", pooling.post_pooling),
-            _posts("/classify", pooling.post_classify),
-            *(_posts(path, scoring.post_score) for path in ("/score", "/v1/score")),
-            *(
-                _posts(path, scoring.post_rerank)
-                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
-            ),
-            _posts("/generative_scoring", scoring.post_generative_scoring),
-            _posts("/tokenize", tokenize.post_tokenize),
-            _posts("/detokenize", tokenize.post_detokenize),
-            _posts("/v1/messages", anthropic.post_messages),
-            _posts("/v1/messages/count_tokens", anthropic.post_count_tokens),
-            _route("/api/hello", anthropic.get_hello),
-            _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
-            _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
-            _route("/v1/requests", requests.get_ledger),
-            _route("/v1/requests/{id}", requests.get_request),
-            _route("/health", health.get_health),
-            _route("/health/live", health.get_live),
-            _route("/health/ready", health.get_ready),
-            _route("/health/startup", health.get_startup),
-            _route("/ping", health.get_health, "GET", "POST"),
-            _route("/version", health.get_version),
-            _route("/load", health.get_load),
-            _route("/metrics", health.get_metrics),
-            *(_route(path, webui.get_page) for path in PAGES),
-            _route("/pause", admin.post_pause, "POST"),
-            _route("/resume", admin.post_resume, "POST"),
-            _route("/is_paused", admin.get_is_paused),
-            _route("/reset_prefix_cache", admin.post_reset_prefix_cache, "POST"),
-        ],
-        redirect_slashes=False,
-    )
-    return Shell(services, router)
+    return Shell(services, Router(table(), redirect_slashes=False))
 
 
-def _route(path: str, handler: Reader, *methods: str) -> Route:
+def table() -> list[ApiRoute]:
+    """Every route there is."""
+    routes = [
+        _posts("/v1/chat/completions", openai.post_chat, ChatRequest),
+        _posts("/v1/chat/completions/batch", batch.post_batch, BatchChatRequest),
+        _posts("/v1/completions", openai.post_completions, CompletionRequest),
+        _posts("/v1/embeddings", pooling.post_embeddings, EmbeddingRequest),
+        _posts("/v2/embed", pooling.post_cohere_embed, CohereEmbedRequest),
+        _posts("/pooling", pooling.post_pooling, PoolingRequest),
+        _posts("/classify", pooling.post_classify, ClassifyRequest),
+        *(_posts(path, scoring.post_score, ScoreRequest) for path in ("/score", "/v1/score")),
+        *(
+            _posts(path, scoring.post_rerank, RerankRequest)
+            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+        ),
+        _posts("/generative_scoring", scoring.post_generative_scoring, GenerativeScoringRequest),
+        _posts("/inference/v1/generate", generate.post_generate, GenerateRequest),
+        _posts("/v1/chat/completions/render", render.post_render_chat, ChatRequest),
+        _posts("/v1/chat/completions/derender", render.post_derender_chat, DerenderRequest),
+        _posts("/v1/completions/render", render.post_render_completion, CompletionRequest),
+        _posts("/v1/completions/derender", render.post_derender_completion, DerenderRequest),
+        _uploads("/v1/files", batches.post_file),
+        _route("/v1/files", batches.get_files),
+        _route("/v1/files/{id}", batches.get_file),
+        _route("/v1/files/{id}", batches.delete_file, "DELETE"),
+        _route("/v1/files/{id}/content", batches.get_content),
+        _posts("/v1/batches", batches.post_batch, batches.BatchRequest),
+        _route("/v1/batches", batches.get_batches),
+        _route("/v1/batches/{id}", batches.get_batch),
+        _route("/v1/batches/{id}/cancel", batches.post_cancel, "POST"),
+        _route("/tokenizer_info", tokenize.get_tokenizer_info),
+        _posts("/tokenize", tokenize.post_tokenize, TokenizeRequest, TokenizeChatRequest),
+        _posts("/detokenize", tokenize.post_detokenize, DetokenizeRequest),
+        _posts("/v1/messages", anthropic.post_messages, MessagesRequest),
+        _posts("/v1/messages/count_tokens", anthropic.post_count_tokens, CountTokensRequest),
+        _posts("/v1/responses", responses.post_responses, ResponsesRequest, sockets=True),
+        _posts("/v1/responses/input_tokens", responses.post_input_tokens, InputRequest),
+        _posts("/v1/responses/compact", compact.post_compact, InputRequest),
+        _route("/v1/responses/{id}", responses.get_response),
+        _route("/v1/responses/{id}", responses.delete_response, "DELETE"),
+        _route("/v1/responses/{id}/cancel", responses.post_cancel, "POST"),
+        _route("/v1/responses/{id}/input_items", responses.get_input_items),
+        _route("/api/hello", anthropic.get_hello),
+        _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
+        _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
+        _route("/v1/requests", requests.get_ledger),
+        _route("/v1/requests/{id}", requests.get_request),
+        _route("/health", health.get_health),
+        _route("/health/live", health.get_live),
+        _route("/health/ready", health.get_ready),
+        _route("/health/startup", health.get_startup),
+        _route("/ping", health.get_health, "GET", "POST"),
+        _route("/version", health.get_version),
+        _route("/load", health.get_load),
+        _route("/metrics", health.get_metrics),
+        *(_route(path, webui.get_page) for path in PAGES),
+        _route("/pause", admin.post_pause, "POST"),
+        _route("/resume", admin.post_resume, "POST"),
+        _route("/is_paused", admin.get_is_paused),
+        _route("/reset_prefix_cache", admin.post_reset_prefix_cache, "POST"),
+    ]
+    routes.append(_route("/openapi.json", openapi.serving(routes)))
+    return routes
+
+
+def _route(path: str, handler: Reader, *methods: str) -> ApiRoute:
     """A route without a body."""
 
     async def endpoint(request: Request) -> Response:
@@ -93,10 +149,21 @@ def _route(path: str, handler: Reader, *methods: str) -> Route:
         work = handler(exchange, request)
         return await until_gone(request.receive, _awaited(work), abandon=exchange.services.abandon)
 
-    return Route(path, endpoint, methods=list(methods) or ["GET"])
+    return ApiRoute(path, endpoint, methods=methods or ("GET",), doc=handler.__doc__ or "")
 
 
-def _posts(path: str, handler: Writer) -> Route:
+def _uploads(path: str, handler: Reader) -> ApiRoute:
+    """A route whose handler reads the body itself."""
+
+    async def endpoint(request: Request) -> Response:
+        return await handler(exchange_of(request), request)
+
+    return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "")
+
+
+def _posts(
+    path: str, handler: Writer, *bodies: type[msgspec.Struct], sockets: bool = False
+) -> ApiRoute:
     """A route with a JSON body: read under its limits first, then handled until done or the client leaves."""
 
     async def endpoint(request: Request) -> Response:
@@ -110,7 +177,8 @@ def _posts(path: str, handler: Writer) -> Route:
         )
         return response
 
-    return Route(path, endpoint, methods=["POST"])
+    doc = handler.__doc__ or ""
+    return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies, sockets=sockets)
 
 
 def _by_dialect(openai: Reader, anthropic: Reader) -> Reader:
@@ -120,6 +188,7 @@ def _by_dialect(openai: Reader, anthropic: Reader) -> Reader:
         chosen = anthropic if shape_of(request.scope) is ANTHROPIC else openai
         return chosen(exchange, request)
 
+    handler.__doc__ = openai.__doc__
     return handler
 
 
@@ -148,9 +217,13 @@ class Shell:
             admin_key_digest=spec.admin_key_digest,
             public_metrics=spec.public_metrics,
         )
+        self.sockets = SocketShell(services, self.gatekeeper, {"/v1/responses": websocket.serve})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one exchange, whatever happens inside."""
+        if scope["type"] == "websocket":
+            await self.sockets(scope, receive, send)
+            return
         assert scope["type"] == "http", f"no handler for {scope['type']}"
         exchange = Exchange(services=self.services, request_id=request_id())
         scope[SCOPE_KEY] = exchange
@@ -163,6 +236,9 @@ class Shell:
         try:
             exchange.tenant = self.gatekeeper.tenant(scope)
             self._refuse_while_draining(scope)
+            exchange.tells_timing = TIMING_HEADER in wire.headers
+            if self.services.tracer is not None:
+                exchange.trace = self.services.tracer.request(scope, exchange.request_id)
             exchange.timeout_s = header_timeout_s(wire.headers.get(TIMEOUT_HEADER.encode()))
             await self.inner(scope, wire.receive, wire.send)
         except (ClientGone, ClientDisconnect) as gone:
@@ -176,6 +252,7 @@ class Shell:
             await wire.fail(failure_of(error, request_id=exchange.request_id))
         finally:
             exchange.held.close()
+            _tell(exchange, wire.status)
             metrics.add("headrace_http_requests_in_flight", -1)
             metrics.add(
                 "headrace_http_requests_total",
@@ -201,13 +278,24 @@ class Shell:
         self.services.metrics.add("headrace_rejections_total", reason=reason)
 
 
+def _tell(exchange: Exchange, status: int) -> None:
+    """The request is over: its spans end, and a slow one is logged."""
+    if exchange.trace is not None:
+        exchange.trace.end(status)
+    if exchange.timeline is not None:
+        after_s = exchange.services.server.log_slow_s
+        log_slow(exchange.timeline, exchange.request_id, after_s=after_s)
+
+
 def _template(path: str) -> str:
     """The route's template: a closed set, whatever clients ask for (P20)."""
     if path in ROUTES:
         return path
-    for prefix in ("/v1/models", "/v1/requests"):
+    for prefix in ("/v1/models", "/v1/requests", "/v1/responses", "/v1/files", "/v1/batches"):
         if path.startswith(prefix + "/"):
-            return prefix + "/{id}"
+            _, slash, rest = path.removeprefix(prefix + "/").partition("/")
+            template = f"{prefix}/{{id}}{slash}{rest}"
+            return template if template in ROUTES else prefix + "/{id}"
     return "other"
 
 
@@ -245,6 +333,9 @@ class _Wire:
             self._started = True
             self.status = message["status"]
             extra = list(self._marks)
+            if self.exchange.tells_timing and self.exchange.timeline is not None:
+                told = self.exchange.timeline.server_timing()
+                extra.append((b"server-timing", told.encode()))
             if self.exchange.services.draining:
                 extra.append((b"connection", b"close"))
             message = {**message, "headers": [*message.get("headers", []), *extra]}

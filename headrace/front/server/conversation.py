@@ -66,7 +66,7 @@ def as_sent(translated: Translated) -> Iterator[None]:
             head = re.split(r"[.\[]", given, maxsplit=1)[0]
             sent = translated.names.get(given) or translated.names.get(head, given)
         message = error.message
-        if message.startswith(given):
+        if given and message.startswith(given + ":"):
             message = sent + message.removeprefix(given)
         raise type(error)(message, field=sent or None) from None
 
@@ -89,7 +89,7 @@ async def begin(
     events = generate(
         *(exchange, request, prompt_ids, params),
         label=label,
-        answers=_answers(exchange, request, tail, params),
+        answers=parsers(exchange, request, prompt_ids, params),
         structure=FREE if plain else structure_of(request, services.answers, prompt_tail=tail),
     )
     return prompt_ids, events
@@ -146,12 +146,13 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
     )
 
 
-def _answers(
-    exchange: Exchange, request: ChatRequest, tail: str, params: SamplingParams
+def parsers(
+    exchange: Exchange, request: ChatRequest, prompt_ids: list[int], params: SamplingParams
 ) -> list[ParsedAnswer] | None:
     """A parser per choice; None where nothing is to be parsed."""
     services = exchange.services
     tokenizer = services.tokenizer
+    tail = services.answers.prompt_tail(tokenizer, prompt_ids)
     pieces = services.answers.pieces_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
     found = []
     for _ in range(params.n):
@@ -182,7 +183,7 @@ def generate(
         priority=request.priority or 0,
         deadline_s=exchange.deadline_s(request.timeout_s),
         cache_salt=request.cache_salt or "",
-        pieces=services.answers.pieces and answers[0].pieces if answers else None,
+        pieces=answers[0].pieces if answers and services.answers.pieces is not None else None,
         grammar=structure.grammar,
         grammar_field=structure.field,
         reasoning=structure.reasoning,
@@ -194,7 +195,7 @@ def generate(
         events = parsed(events, answers)
         if isinstance(request, ChatRequest) and request.include_reasoning is False:
             events = without_reasoning(events)
-    return measured(events, services.metrics, arrival=exchange.arrival)
+    return measured(events, exchange)
 
 
 def _pace(options: StreamOptions) -> Pace | None:
@@ -217,4 +218,5 @@ async def streamed(
         abandon=exchange.services.abandon,
         ping_s=ping_s,
         shape=shape,
+        last_comment=exchange.timing_comment if exchange.tells_timing else None,
     )

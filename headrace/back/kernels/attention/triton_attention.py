@@ -1,8 +1,8 @@
 """Paged attention in Triton: a kernel for rows with few queries (triton_decode.py) and one for the others
 (triton_prefill.py); a step whose rows have one query each launches the first alone.
 
-Launches depend on the sizes of the tensors and on `plan.max_query_len` only, so a captured graph serves every step of its
-shape; lengths are read on the device. Padding rows have no query tokens; padding tokens are left uninitialised.
+Launches depend on the sizes of the tensors and on `plan.max_query_len` only, so a captured graph serves every step of
+its shape; lengths are read on the device. Padding rows have no query tokens; padding tokens are left uninitialised.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from headrace.back.kernels.triton.wrap import (
 MAX_HEAD_DIM = 256
 ROW_BUCKETS = (16, 64, 256, 1024, 4096)
 """Rows a program reads; few sizes, so that few kernels are compiled."""
-PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM = 2
 """Pieces the decode kernel cuts the cache into, per multiprocessor."""
-MIN_PIECE = 128
+MIN_PIECE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def decode_tiles(problem: AttentionProblem) -> Tiles:
     m = power_of_two(problem.heads // problem.kv_heads, least=16)
     if problem.dtype is torch.float32 or problem.head_dim > 128:
         return Tiles(m=m, n=32, num_warps=4, num_stages=2)
-    return Tiles(m=m, n=64, num_warps=4, num_stages=3)
+    return Tiles(m=m, n=128, num_warps=4, num_stages=3)
 
 
 def prefill_tiles(problem: AttentionProblem) -> Tiles:

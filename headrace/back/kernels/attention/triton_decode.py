@@ -1,10 +1,10 @@
 """Attention of rows with few queries: memory-bound, so the KV cache is cut into pieces of equal size over all rows.
 
-A piece is a run of positions of one row, one KV head at a time; all query heads that read it share its loads (M = 16 or
-more query-head pairs, padded). The size of a piece follows from all lengths together, so that there are about as many
-pieces as the device takes at once, whatever the mix of lengths; at least MIN_PIECE positions, so that short rows are one
-piece and need no combination. The program that finishes a row's last piece combines them, in their order (split-KV:
-Dao et al. 2023, "Flash-Decoding").
+A piece is a run of positions of one row, one KV head at a time; all query heads that read it share its loads (M = 16
+or more query-head pairs, padded). The size of a piece follows from all lengths together, so that there are about as
+many pieces as the device takes at once, whatever the mix of lengths; at least MIN_PIECE positions, so that short rows
+are one piece and need no combination. The program that finishes a row's last piece combines them, in their order
+(split-KV: Dao et al. 2023, "Flash-Decoding").
 
 H query heads, K KV heads, D head_dim, N positions of a tile, R rows.
 """
@@ -55,7 +55,8 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (pieces at most, K). `num_pieces`: pieces wanted over all rows; `partial` float32 [pieces at most, K, M, D+2]."""
+    """Grid (pieces at most, K). `num_pieces`: pieces wanted over all rows; `partial` float32 [pieces at most, K, M,
+    D+2]."""
     i_piece = tl.program_id(0)
     i_head = tl.program_id(1)
     enter(DEPENDENT)

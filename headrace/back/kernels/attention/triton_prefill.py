@@ -107,7 +107,7 @@ def prefill_kernel(
     i_tile = tl.program_id(1)
     enter(DEPENDENT)
     QUERIES: tl.constexpr = M // GROUP
-    o_r, b_queries, b_length, b_first = row_spans(starts, lengths, num_rows, WINDOW, ROWS)
+    o_r, b_queries, b_length, _ = row_spans(starts, lengths, num_rows, WINDOW, ROWS)
     b_tiles = tl.where(b_queries >= MIN_QUERIES, tl.cdiv(b_queries, QUERIES), 0)
     b_until = tl.cumsum(b_tiles, axis=0)
     if i_tile >= tl.sum(b_tiles, axis=0):

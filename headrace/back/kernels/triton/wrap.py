@@ -1,11 +1,12 @@
-"""What the triton_*.py of every op share: the reasons not to serve, facts about the device, scratch that kernels clean.
+"""What the triton_*.py of every op share: the reasons not to serve, facts about the device, scratch that kernels
+clean.
 
-Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for the tests; bfloat16 arithmetic is wrong there, so it is
-refused. Compiled kernels are kept in headrace's cache folder, so that only the first start on a machine compiles.
+Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for the tests; bfloat16 arithmetic is wrong there, so it
+is refused. Compiled kernels are kept in headrace's cache folder, so that only the first start on a machine compiles.
 
-Programmatic dependent launch (Hopper and later): a kernel is started while the one before it still runs, and waits for
-it by `gdc_wait` before it reads what that one wrote. Every program of every kernel launched so waits, or the kernel after
-it could overtake the one before it.
+Programmatic dependent launch (Hopper and later): a kernel is started while the one before it still runs, and waits
+for it by `gdc_wait` before it reads what that one wrote. Every program of every kernel launched so waits, or the
+kernel after it could overtake the one before it.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from msgspec import Meta
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest, RequestError
@@ -26,6 +27,14 @@ from headrace.front.server.openai.schema import ChatRequest, parse
 MAX_CONVERSATIONS = 256
 
 
+class BatchChatRequest(ChatRequest, frozen=True, kw_only=True):
+    """A chat request with several conversations."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[list[dict[str, Any]]], Meta(min_length=1, max_length=MAX_CONVERSATIONS)
+    ]
+
+
 async def post_batch(exchange: Exchange, document: Any) -> Response:
     """Answers all conversations; the first that fails fails the request."""
     requests = _requests(document)
@@ -39,7 +48,7 @@ async def post_batch(exchange: Exchange, document: Any) -> Response:
                 prompt_ids, events = await begin(exchange, request, label=f"{label}-{number}")
             streams.append(events)
             replies.append(
-                chat.Reply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
+                chat.ChatReply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
             )
     except BaseException:
         for events in streams:
@@ -94,7 +103,7 @@ def _requests(document: Any) -> list[ChatRequest]:
     return requests
 
 
-def _answer(replies: list[chat.Reply], folds: list[Fold]) -> dict[str, Any]:
+def _answer(replies: list[chat.ChatReply], folds: list[Fold]) -> dict[str, Any]:
     choices: list[dict[str, Any]] = []
     for reply, fold in zip(replies, folds, strict=True):
         for index in range(fold.num_choices):

@@ -44,7 +44,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class ChatReply:
     """What all chunks of one answer share."""
 
     id: str
@@ -54,9 +54,9 @@ class Reply:
     prompt_ids: list[int]
 
     @staticmethod
-    def now(*, id: str, model: str, request: ChatRequest, prompt_ids: list[int]) -> Reply:
+    def now(*, id: str, model: str, request: ChatRequest, prompt_ids: list[int]) -> ChatReply:
         """A reply created at this second."""
-        return Reply(
+        return ChatReply(
             id=id, model=model, created=int(time.time()), request=request, prompt_ids=prompt_ids
         )
 
@@ -97,7 +97,7 @@ def to_parser(
 
 
 async def to_chunks(
-    events: AsyncGenerator[Event, None], reply: Reply
+    events: AsyncGenerator[Event, None], reply: ChatReply
 ) -> AsyncGenerator[bytes, None]:
     """The stream: a role chunk per choice, deltas, a finish chunk per choice, the usage if asked for, the end mark."""
     request = reply.request
@@ -137,7 +137,7 @@ async def to_chunks(
     yield DONE
 
 
-def _envelope(reply: Reply, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _envelope(reply: ChatReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "id": reply.id,
         "object": "chat.completion.chunk",
@@ -147,7 +147,7 @@ def _envelope(reply: Reply, choices: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _delta_head(reply: Reply, index: int) -> bytes:
+def _delta_head(reply: ChatReply, index: int) -> bytes:
     """The bytes of a plain delta's chunk up to its text."""
     choice = {"index": index, "delta": {}}
     whole = b"data: " + orjson.dumps(_envelope(reply, [choice]))
@@ -161,7 +161,7 @@ def _delta_tail(with_usage: bool) -> bytes:
 
 
 def _event(
-    reply: Reply, choice: dict[str, Any], fold: Fold, with_usage: bool, continuous: bool
+    reply: ChatReply, choice: dict[str, Any], fold: Fold, with_usage: bool, continuous: bool
 ) -> bytes:
     document = _envelope(reply, [choice])
     if continuous:
@@ -171,7 +171,7 @@ def _event(
     return b"data: " + orjson.dumps(document) + b"\n\n"
 
 
-def _role(reply: Reply, index: int) -> dict[str, Any]:
+def _role(reply: ChatReply, index: int) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
         "delta": {"role": "assistant", "content": ""},
@@ -205,7 +205,7 @@ def _plain_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _deltas(reply: Reply, event: Delta) -> list[dict[str, Any]]:
+def _deltas(reply: ChatReply, event: Delta) -> list[dict[str, Any]]:
     """A chunk's choice per part; the first one carries the scores and the ids."""
     if isinstance(event, ParsedDelta):
         shown = [delta for part in event.parts if (delta := part_delta(part))] or [{}]
@@ -230,7 +230,7 @@ def _end(event: Ended) -> dict[str, Any]:
     }
 
 
-async def to_answer(events: AsyncGenerator[Event, None], reply: Reply) -> bytes:
+async def to_answer(events: AsyncGenerator[Event, None], reply: ChatReply) -> bytes:
     """The full answer: the fold of the same events."""
     fold = Fold(reply.request.n or 1)
     async with aclosing(events):
@@ -276,7 +276,7 @@ def _message(choice: Choice) -> dict[str, Any]:
     return message
 
 
-def choice_of(reply: Reply, fold: Fold, index: int) -> dict[str, Any]:
+def choice_of(reply: ChatReply, fold: Fold, index: int) -> dict[str, Any]:
     """One choice of the full answer."""
     choice = fold.choices[index]
     assert choice.ended is not None, f"choice {index} of {reply.id} never ended"

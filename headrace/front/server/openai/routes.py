@@ -25,7 +25,7 @@ async def post_chat(exchange: Exchange, document: Any) -> Response:
     model = services.model_name(request.model)
     label = completion_id("chatcmpl")
     prompt_ids, events = await begin(exchange, request, label=label)
-    reply = chat.Reply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
+    reply = chat.ChatReply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
     if request.stream:
         return await streamed(exchange, chat.to_chunks(events, reply))
     return Response(await chat.to_answer(events, reply), media_type="application/json")
@@ -42,7 +42,7 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
     given = completions.prompts_of(request)
     structure = plain_structure(request)
     exchange.hold_place()
-    prompts = [await _prompt(exchange, request, prompt) for prompt in given]
+    prompts = [await prompt_of(exchange, request, prompt) for prompt in given]
     label = completion_id("cmpl")
     events = joined(
         [
@@ -54,7 +54,7 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
             for i, p in enumerate(prompts)
         ]
     )
-    reply = completions.Reply(
+    reply = completions.CompletionReply(
         id=label, model=model, created=int(time.time()), request=request, prompts=prompts
     )
     if request.stream:
@@ -62,9 +62,10 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
     return Response(await completions.to_answer(events, reply), media_type="application/json")
 
 
-async def _prompt(
+async def prompt_of(
     exchange: Exchange, request: CompletionRequest, given: str | list[int]
 ) -> completions.Prompt:
+    """One prompt of a completion as ids, with its text where it is echoed."""
     tokenizer = exchange.services.tokenizer
     if isinstance(given, str):
         special = True if request.add_special_tokens is None else request.add_special_tokens

@@ -88,8 +88,14 @@ def _named(rows: Sequence[F], name: str, option: str) -> F | None:
     if name == NONE:
         return None
     for row in rows:
-        if name == row.name or name in row.aliases:
+        if name in _names(row):
             return row
-    names = {word for row in rows for word in (row.name, *row.aliases)}
-    known = ", ".join(["auto", NONE, *sorted(names)])
-    raise ConfigError(f"{option}: {name!r} is not known; allowed: {known}", field=option)
+    raise ConfigError(f"{option}: {name!r} is not known; allowed: {_all_names(rows)}", field=option)
+
+
+def _names(row: ToolFamily | ReasoningFamily) -> tuple[str, ...]:
+    return (row.name, *row.aliases)
+
+
+def _all_names(rows: Sequence[ToolFamily | ReasoningFamily]) -> str:
+    return ", ".join(["auto", NONE, *sorted(name for row in rows for name in _names(row))])
