@@ -17,6 +17,7 @@ from headrace.base.config.resolved import (
     Decision,
     DeviceSpec,
     EngineSpec,
+    GrammarSpec,
     KVSpec,
     ModelSpec,
     Resolved,
@@ -111,6 +112,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
         device=where,
+        grammar=GrammarSpec(tokenizer_path=text.tokenizer_path),
     )
     return Resolved(
         engine=engine,
@@ -422,12 +424,29 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         otlp_endpoint=_url(given.otlp_endpoint),
         file_store=given.file_store,
         file_store_bytes=parse_bytes(given.file_store_bytes, field="--file-store-bytes"),
+        response_store=_response_store(given.response_store),
+        response_store_bytes=parse_bytes(
+            given.response_store_bytes, field="--response-store-bytes"
+        ),
+        response_ttl_s=given.response_ttl_s,
+        max_websockets=given.max_websockets,
     )
 
 
 def _url(given: str | None) -> str | None:
     if given is not None and not given.startswith(("http://", "https://")):
         raise ConfigError(f"--otlp-endpoint {given}: a URL with http:// or https:// is expected")
+    return given
+
+
+def _response_store(given: str) -> str:
+    kinds = ("sqlite:", "postgresql://", "postgres://")
+    if given not in ("off", "sqlite") and not given.startswith(kinds):
+        raise ConfigError(
+            f"--response-store: {given.partition(':')[0]!r} is not known; "
+            "allowed: off, sqlite, sqlite:FILE, postgresql://...",
+            field="response_store",
+        )
     return given
 
 

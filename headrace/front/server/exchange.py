@@ -24,6 +24,7 @@ from headrace.front.server.batches.batch import BatchStore
 from headrace.front.server.batches.files import FileStore
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.sealing import SECRET_BYTES, Sealer
+from headrace.front.server.state.store import ResponseStore
 from headrace.front.server.timing import Timeline
 from headrace.front.server.tracing import RequestTrace, Tracer
 from headrace.front.text.chat import ChatTemplate
@@ -56,6 +57,8 @@ class Services:
     tracer: Tracer | None = None
     sealer: Sealer = field(default_factory=lambda: Sealer(secrets.token_bytes(SECRET_BYTES)))
     stores: tuple[FileStore, BatchStore] | None = None
+    store: ResponseStore | None = None
+    background: set[asyncio.Task[None]] = field(default_factory=set)
     warm: bool = False
     leaving: bool = False
     draining: bool = False

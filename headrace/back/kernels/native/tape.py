@@ -80,7 +80,9 @@ class Tape:
         status = ctypes.c_int32()
         at = self.library.replay(ctypes.addressof(self.calls), len(self.names), status)
         if at >= 0:
-            raise NativeError(f"native {self.names[at]} refuses call {at} of a replay: {status.value}")
+            raise NativeError(
+                f"native {self.names[at]} refuses call {at} of a replay: {status.value}"
+            )
 
 
 @dataclass(eq=False)
@@ -128,7 +130,11 @@ class Recorder(TorchDispatchMode):
         return Tape(self.library, tuple(self._names), calls, slots)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.new_empty.default:
