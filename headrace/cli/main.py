@@ -23,6 +23,7 @@ SUMMARIES = {
     "bench": "measure: serve, latency, throughput, startup",
     "plan": "whether a model fits a device, and how fast it would run",
     "doctor": "check this machine and say what to mend",
+    "admin": "ask or change a running server: pause, reload, sleep, queue, config",
     "env": "versions, devices and environment variables",
 }
 
