@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.front.server.app import table
+from headrace.front.server.table import table
 from headrace.front.server.auth import PUBLIC
 from tests.api.serving import Served, serving
 

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from headrace.front.server.app import table
+from headrace.front.server.table import table
 from headrace.front.server.auth import PUBLIC
 from tests.api.serving import Served
 from tests.dialects import agent
