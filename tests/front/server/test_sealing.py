@@ -26,7 +26,7 @@ def test_a_seal_opens_for_its_owner_and_purpose_alone(text: str, owner: str) -> 
 @given(st.data())
 def test_an_altered_seal_does_not_open(data: st.DataObject) -> None:
     sealed = SEALER.seal("some thought", owner="o", purpose="p")
-    at = data.draw(st.integers(0, len(sealed) - 3))  # the last characters carry padding bits
+    at = data.draw(st.integers(0, len(sealed) - 1))
     other = data.draw(st.sampled_from("AZaz09_-").filter(lambda c: c != sealed[at]))
     altered = sealed[:at] + other + sealed[at + 1 :]
     assert SEALER.open(altered, owner="o", purpose="p") is None
