@@ -167,7 +167,7 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
     finally:
         for task in working:
             task.cancel()
-        await asyncio.gather(*working, return_exceptions=True)
+        await asyncio.gather(*working, *services.background, return_exceptions=True)
         with contextlib.suppress(HeadraceError):
             await engine.close()
         services.template.close()
