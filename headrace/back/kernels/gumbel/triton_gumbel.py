@@ -122,7 +122,7 @@ def gumbel_kernel(
         p_c = i_row * chunks + o_c
         b_top = tl.load(score + p_c, mask=o_c < chunks, other=float("-inf"), cache_modifier=".cg")
         b_best = tl.load(best + p_c, mask=o_c < chunks, other=NONE, cache_modifier=".cg")
-        top, i_token = first_best(b_top, b_best, NONE)
+        _best, i_token = first_best(b_top, b_best, NONE)
         tl.store(token + i_row, i_token.to(tl.int64))
         tl.store(z + i_row, tl.load(p_row + i_token).to(tl.float64) / heat)
 
