@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -53,9 +54,7 @@ def main() -> None:
     rows = []
     for streams in map(int, given.streams.split(",")):
         spans = spans_of(streams, given.steps)
-        gaps = [
-            1e6 * (after[0] - before[1]) for before, after in zip(spans, spans[1:], strict=False)
-        ]
+        gaps = [1e6 * (after[0] - before[1]) for before, after in pairwise(spans)]
         native = [1e6 * (end - begin) for begin, end in spans]
         rows.append([streams, f"{statistics.median(gaps):.0f} ({min(gaps):.0f})",
                      f"{statistics.median(native):.0f} ({min(native):.0f})"])  # fmt: skip

@@ -75,7 +75,7 @@ class EngineCore:
         self.counters = Counters(clock())
         self.outbox = Outbox()
         self.control = Control(self)
-        self._landing = Landing(self.rows, self.kv, self.outbox, self.end)
+        self._landing = Landing(self.rows, self.kv, self.gates, self.outbox, self.end)
         self._stats = stats
         self._flights: deque[tuple[Flight, Pending]] = deque()
         self._depth = 1 if self.spec.overlap else 0
@@ -232,6 +232,7 @@ class EngineCore:
         host_s = time.perf_counter() - begin
         flight.submitted_at = self.clock()
         self._flights.append((flight, self.executor.submit(plan)))
+        self._supply()
         self.counters.plan_s += host_s
         if self._stats is not None:
             self._stats.step(
@@ -269,6 +270,19 @@ class EngineCore:
         )
         self.counters.output_tokens += self._landing.land(flight, result, now)
         self.counters.land_s += time.perf_counter() - begin
+        self._supply()
+
+    def _supply(self) -> None:
+        """Sends what the gates have to say about the oldest step in flight: all tokens before it are known now, and the
+        workers compute it already. Rows that have changed hands since are left out."""
+        if not self._flights or not self._flights[0][0].late:
+            return
+        flight, _ = self._flights[0]
+        live = (self.rows.epoch[flight.rows] == flight.epochs) & flight.sample
+        rows = flight.rows[live]
+        payloads = self.gates.late(flight.late, rows, self.rows.id[rows].tolist())
+        flight.late = ()
+        self.executor.supply(flight.step, payloads)
 
     # ends
 

@@ -17,6 +17,7 @@ from headrace.base.config.resolved import (
     Decision,
     DeviceSpec,
     EngineSpec,
+    GrammarSpec,
     KVSpec,
     ModelSpec,
     Resolved,
@@ -57,9 +58,9 @@ WEIGHT_BITS = {"int8": 8.0, "int4": 4.5}
 # CPU cores 1024 tokens took 170 ms with the bundled 10 M model and seconds with one of 0.6 B.
 CPU_STEP_TOKENS = 256
 FAST_STEP_TOKENS = 8192
-# On CUDA a step of prompts may take about 54 ms: 2304 tokens of an 8 B model on an H200. Products reach the rate of the
+# On CUDA a step of prompts may take about 48 ms: 2048 tokens of an 8 B model on an H200. Products reach the rate of the
 # longest ones at 2048 rows, so more tokens would only make streams wait; fewer would let prompts wait behind decodes.
-CUDA_STEP_OPERATIONS = 0.054 * 700e12
+CUDA_STEP_OPERATIONS = 0.048 * 700e12
 CUDA_LEAST_STEP_TOKENS = 512
 CPU_STRETCH = 2.0
 
@@ -111,6 +112,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
         device=where,
+        grammar=GrammarSpec(tokenizer_path=text.tokenizer_path),
     )
     return Resolved(
         engine=engine,
@@ -408,6 +410,7 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         header_timeout_s=given.header_timeout_s,
         body_timeout_s=given.body_timeout_s,
         keepalive_timeout_s=given.keepalive_timeout_s,
+        pre_drain_s=given.pre_drain_s,
         shutdown_timeout_s=given.shutdown_timeout_s,
         request_timeout_s=given.request_timeout_s,
         ping_interval_s=given.ping_interval_s,
@@ -421,12 +424,29 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         otlp_endpoint=_url(given.otlp_endpoint),
         file_store=given.file_store,
         file_store_bytes=parse_bytes(given.file_store_bytes, field="--file-store-bytes"),
+        response_store=_response_store(given.response_store),
+        response_store_bytes=parse_bytes(
+            given.response_store_bytes, field="--response-store-bytes"
+        ),
+        response_ttl_s=given.response_ttl_s,
+        max_websockets=given.max_websockets,
     )
 
 
 def _url(given: str | None) -> str | None:
     if given is not None and not given.startswith(("http://", "https://")):
         raise ConfigError(f"--otlp-endpoint {given}: a URL with http:// or https:// is expected")
+    return given
+
+
+def _response_store(given: str) -> str:
+    kinds = ("sqlite:", "postgresql://", "postgres://")
+    if given not in ("off", "sqlite") and not given.startswith(kinds):
+        raise ConfigError(
+            f"--response-store: {given.partition(':')[0]!r} is not known; "
+            "allowed: off, sqlite, sqlite:FILE, postgresql://...",
+            field="response_store",
+        )
     return given
 
 

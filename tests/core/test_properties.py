@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.back.executor.null import NullBehaviour
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.request import EngineRequest
-from headrace.core.ports import Verdict
+from headrace.core.ports import Gate, Verdict
 from tests.core.harness import EOS, FULL, Clock, Driver, make_request, make_spec, window_groups
 
 BEHAVIOUR = NullBehaviour(eos_rate=0.03)
@@ -94,7 +94,7 @@ def test_batching_chunking_caching_preemption_and_overlap_never_change_tokens(
     driver.assert_at_rest()
 
 
-class MoodyGate:
+class MoodyGate(Gate):
     """A gate that now and then says not now, never, or fails; remembers that each request is finished once."""
 
     name = "moody"

@@ -16,7 +16,7 @@ import msgspec
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import WireError
 from headrace.base.wire.codec import MAX_FRAME_BYTES, Codec, read_frame
-from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
+from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
@@ -45,7 +45,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     error: WireError
 
 
-ToWorker = Begin | StepPlan
+ToWorker = Begin | StepPlan | Supply
 ToCore = Ready | StepResult | Failed
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
 TO_CORE: Codec[ToCore] = Codec(ToCore)

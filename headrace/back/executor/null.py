@@ -21,6 +21,7 @@ import numpy.typing as npt
 from headrace.base import splitmix
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead, EngineError, NonFiniteLogits, WireError, to_wire
+from headrace.base.wire.grammar import GATE, unpack_masks
 from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import (
     KVGroup,
@@ -56,15 +57,23 @@ class NullBehaviour:
 
 
 class NullPending:
-    """A step that is done at a given time (monotonic clock; None: never), or that failed."""
+    """A step that is done at a given time (monotonic clock; None: never), or that failed.
 
-    def __init__(self, result: StepResult | EngineError, due: float | None) -> None:
+    One whose plan has late gates has no result before it is supplied.
+    """
+
+    def __init__(self, result: StepResult | EngineError | None, due: float | None) -> None:
         self._result = result
         self._due = due
 
+    def finish(self, result: StepResult) -> None:
+        """The result of a step that was supplied."""
+        self._result = result
+
     def done(self) -> bool:
         """See Pending."""
-        return self._due is not None and time.monotonic() >= self._due
+        ready = self._result is not None and self._due is not None
+        return ready and time.monotonic() >= (self._due or 0.0)
 
     def result(self, timeout_s: float | None = None) -> StepResult:
         """See Pending."""
@@ -76,6 +85,7 @@ class NullPending:
             time.sleep(left)
         if isinstance(self._result, EngineError):
             raise self._result
+        assert self._result is not None, "waits for a step that was never supplied"
         return self._result
 
 
@@ -121,6 +131,7 @@ class NullExecutor:
         self._special = np.zeros(facts.max_rows, np.bool_)
         self._powers = _Powers()
         self._due = 0.0
+        self._held: tuple[StepPlan, NullPending] | None = None
         self._dead: EngineError | None = None
         self.num_steps = 0
 
@@ -147,12 +158,21 @@ class NullExecutor:
         self._apply(plan)
         if self._check:
             self._check_rows(plan)
-        result = self._run(plan)
-        if self.behaviour.hangs_at == self.num_steps:
-            return NullPending(result, None)
+        assert self._held is None, "a step after one that was never supplied"
+        result = None if plan.late else self._run(plan, {})
         spent = self.behaviour.step_s + self.behaviour.token_s * int(plan.num_tokens.sum())
         self._due = max(self._due, time.monotonic()) + spent if spent else 0.0
-        return NullPending(result, self._due)
+        hangs = self.behaviour.hangs_at == self.num_steps
+        pending = NullPending(result, None if hangs else self._due)
+        if plan.late:
+            self._held = plan, pending
+        return pending
+
+    def supply(self, step: int, payloads: dict[str, bytes]) -> None:
+        """See Executor."""
+        assert self._held is not None and self._held[0].step == step, "nothing waits for this"
+        (plan, pending), self._held = self._held, None
+        pending.finish(self._run(plan, payloads))
 
     # rows and blocks
 
@@ -206,7 +226,7 @@ class NullExecutor:
 
     # running
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, payloads: dict[str, bytes]) -> StepResult:
         rows = plan.rows
         prompts: list[tuple[int, PromptLogprobs]] = []
         decoding = plan.num_tokens == 1
@@ -218,7 +238,7 @@ class NullExecutor:
         for index in np.flatnonzero(~decoding).tolist():
             self._prefill(index, plan, prompts)
         self._computed[rows] = plan.num_computed + plan.num_tokens
-        tokens, logprobs, failed = self._sample(plan)
+        tokens, logprobs, failed = self._sample(plan, payloads.get(GATE, b""))
         return StepResult(
             step=plan.step,
             tokens=tokens,
@@ -281,17 +301,21 @@ class NullExecutor:
     # sampling
 
     def _sample(
-        self, plan: StepPlan
+        self, plan: StepPlan, masks: bytes
     ) -> tuple[Int32, list[RowLogprobs], list[tuple[int, WireError]]]:
         rows, position = plan.rows, plan.num_computed + plan.num_tokens
         tokens = np.full(len(rows), -1, np.int64)
         drawn = self._draw(rows, position)
         tokens[plan.sample] = drawn[plan.sample]
         logprobs: list[RowLogprobs] = []
-        for index in np.flatnonzero(plan.sample & self._special[rows]).tolist():
-            token = self._constrain(int(rows[index]), int(position[index]), int(tokens[index]))
-            tokens[index] = token
-            logprobs += self._scores(index, int(rows[index]), token)
+        special = np.flatnonzero(plan.sample & self._special[rows]).tolist()
+        for index in special:
+            tokens[index] = self._constrain(
+                int(rows[index]), int(position[index]), int(tokens[index])
+            )
+        self._mask(plan, tokens, masks)
+        for index in special:
+            logprobs += self._scores(index, int(rows[index]), int(tokens[index]))
         failed = self._inject(plan, position) if self.behaviour.fails is not None else []
         for index, _ in failed:
             tokens[index] = -1
@@ -321,6 +345,20 @@ class NullExecutor:
             allowed = sorted(set(sampling.allowed_ids) - banned) or sorted(sampling.allowed_ids)
             return allowed[token % len(allowed)]
         return _next_allowed(token, banned, self._facts.logits_width)
+
+    def _mask(self, plan: StepPlan, tokens: npt.NDArray[np.int64], payload: bytes) -> None:
+        """Tokens that the grammar does not allow become allowed ones."""
+        if not payload:
+            return
+        place = {row: index for index, row in enumerate(plan.rows.tolist())}
+        given, masks = unpack_masks(payload)
+        for row, words in zip(given.tolist(), masks.view(np.uint32), strict=True):
+            token = int(tokens[place[row]])
+            if not int(words[token >> 5]) >> (token & 31) & 1:
+                allowed = np.flatnonzero(words)
+                at = int(allowed[token % len(allowed)])
+                bits = [bit for bit in range(32) if int(words[at]) >> bit & 1]
+                tokens[place[row]] = 32 * at + bits[token % len(bits)]
 
     def _scores(self, index: int, row: int, token: int) -> list[RowLogprobs]:
         sampling = self._owner(row).start.sampling

@@ -29,7 +29,7 @@ from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import ConfigError, HeadraceError, StartError, WireError, to_wire
 from headrace.base.registry import Registry
-from headrace.base.wire.step import StepPlan, WorkerFacts
+from headrace.base.wire.step import StepPlan, Supply, WorkerFacts
 
 log = logging.getLogger(__name__)
 
@@ -144,16 +144,26 @@ def serve(channel: Channel) -> None:
         log.exception("rank %d could not start", begin.rank)
         return channel.send(TO_CORE.frame(Failed(None, _start_error(error))))
     plans: SimpleQueue[StepPlan] = SimpleQueue()
+    supplies: SimpleQueue[Supply] = SimpleQueue()
     launched: SimpleQueue[Launched] = SimpleQueue()
+
+    def supplied(step: int) -> dict[str, bytes]:
+        supply = supplies.get()
+        assert supply.step == step, (supply.step, step)
+        return supply.gates
+
     channel.send(TO_CORE.frame(Ready(runner.facts)))
-    for work in ((_read_plans, channel, plans), (_send_results, channel, launched, begin.rank)):
+    for work in (
+        (_read_plans, channel, plans, supplies),
+        (_send_results, channel, launched, begin.rank),
+    ):
         threading.Thread(target=work[0], args=work[1:], daemon=True).start()
     threads = StepThreads(begin.spec.device.threads, runner.facts)
     while True:
         plan = plans.get()
         try:
             threads.fit(plan)
-            launched.put(runner.launch(plan))
+            launched.put(runner.launch(plan, supplied))
         except Exception as error:
             return _fail(channel, begin.rank, plan.step, error)
 
@@ -177,12 +187,17 @@ def _fail(channel: Channel, rank: int, step: int, error: Exception) -> None:
     channel.send(TO_CORE.frame(Failed(step, to_wire(error))))
 
 
-def _read_plans(channel: Channel, plans: SimpleQueue[StepPlan]) -> None:
+def _read_plans(
+    channel: Channel, plans: SimpleQueue[StepPlan], supplies: SimpleQueue[Supply]
+) -> None:
     """Reads ahead, so that the parent never waits to send; ends the process when the parent is gone."""
     while (body := channel.receive()) is not None:
-        plan = TO_WORKER.decode(body)
-        assert isinstance(plan, StepPlan), plan
-        plans.put(plan)
+        message = TO_WORKER.decode(body)
+        if isinstance(message, Supply):
+            supplies.put(message)
+        else:
+            assert isinstance(message, StepPlan), message
+            plans.put(message)
     os._exit(0)
 
 

@@ -87,13 +87,21 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
 
 
+class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Structured output: the tokenizer whose tokens are masked (a folder or a GGUF file), and the library."""
+
+    tokenizer_path: str
+    backend: str = "llguidance"
+
+
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one engine core and its workers are built from."""
+    """Everything one engine core and its workers are built from. Without `grammar` there is no structured output."""
 
     model: ModelSpec
     kv: KVSpec
     scheduler: SchedulerSpec
     device: DeviceSpec
+    grammar: GrammarSpec | None = None
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +152,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     header_timeout_s: float
     body_timeout_s: float
     keepalive_timeout_s: float
+    pre_drain_s: float
     shutdown_timeout_s: float
     request_timeout_s: float
     ping_interval_s: float
@@ -157,6 +166,10 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: str | None = None
     file_store: str = "none"
     file_store_bytes: int = 16 << 30
+    response_store: str = "off"
+    response_store_bytes: int = 1 << 30
+    response_ttl_s: float = 2_592_000.0
+    max_websockets: int = 100
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

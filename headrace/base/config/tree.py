@@ -210,6 +210,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     keepalive_timeout_s: Annotated[
         Seconds, Meta(description="Time an idle connection stays open.")
     ] = 30.0
+    pre_drain_s: Annotated[
+        Seconds,
+        Meta(
+            description="After SIGTERM readiness is false at once, and new requests are still taken for so long: "
+            "load balancers need a moment to notice."
+        ),
+    ] = 0.0
     shutdown_timeout_s: Annotated[
         Seconds,
         Meta(
@@ -258,6 +265,25 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     file_store_bytes: Annotated[
         Bytes, Meta(description="Most that all files together may take; half of it for one key.")
     ] = "16GiB"
+    response_store: Annotated[
+        str,
+        Meta(
+            description="Where /v1/responses keeps what it stores: sqlite (a file in HEADRACE_CACHE_DIR), sqlite:FILE, "
+            "postgresql://..., or off."
+        ),
+    ] = "sqlite"
+    response_store_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="Most that is stored, half of it for one key; what was not used longest goes first."
+        ),
+    ] = "1GiB"
+    response_ttl_s: Annotated[
+        Seconds, Meta(description="A stored response that is not used this long is forgotten.")
+    ] = 2_592_000.0
+    max_websockets: Annotated[
+        Natural, Meta(description="Open WebSocket connections per API process; more get 503.")
+    ] = 100
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True
     metrics_names: Annotated[
         Literal["headrace", "vllm"],

@@ -58,6 +58,7 @@ STATUSES = (
 )
 ROUTES = (
     *("/v1/models", "/v1/models/{id}", "/v1/completions", "/v1/chat/completions"),
+    "/v1/chat/completions/batch",
     *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank"),
     *("/v1/rerank", "/v2/rerank", "/generative_scoring"),
     *("/tokenize", "/detokenize", "/health", "/health/live", "/health/ready", "/health/startup"),
@@ -78,7 +79,9 @@ ROUTES = (
     *("/tokenizer_info", "/inference/v1/generate"),
     *("/v1/chat/completions/render", "/v1/chat/completions/derender"),
     *("/v1/completions/render", "/v1/completions/derender"),
-    *("/v1/messages", "/v1/messages/count_tokens", "/api/hello"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/api/hello", "/openapi.json"),
+    *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
+    *("/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items"),
 )
 REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")
@@ -94,6 +97,11 @@ TABLE: tuple[Series, ...] = (
         name="headrace_http_requests_in_flight",
         kind=Kind.GAUGE,
         doc="HTTP requests that are being answered now.",
+    ),
+    Series(
+        name="headrace_websockets_open",
+        kind=Kind.GAUGE,
+        doc="WebSocket connections that are open.",
     ),
     Series(
         name="headrace_rejections_total",

@@ -26,12 +26,12 @@ class Flight:
     """What the core must know of a submitted step to read its result; index i is plan.rows[i].
 
     `position` is the position of the token that the row samples (= tokens with KV after the step); `submitted_at` is
-    set when it goes to the executor.
+    set when it goes to the executor. `late` names the gates whose payload the workers still wait for.
     """
 
     __slots__ = (
-        *("epochs", "num_decodes", "num_prefill_tokens", "position", "prefills", "rows", "sample"),
-        *("step", "submitted_at"),
+        *("epochs", "late", "num_decodes", "num_prefill_tokens", "position", "prefills", "rows"),
+        *("sample", "step", "submitted_at"),
     )
 
     def __init__(
@@ -55,6 +55,7 @@ class Flight:
         self.num_prefill_tokens = num_prefill_tokens
         self.prefills = prefills
         self.submitted_at = 0.0
+        self.late: tuple[str, ...] = ()
 
 
 class Draft:

@@ -108,8 +108,10 @@ class Scheduler:
         ends, self._ends = self._ends, []
         plan, flight = draft.finish(self.step, ends)
         if self.gates:
-            payloads = self.gates.payloads(self.rows.id[plan.rows].tolist())
-            plan = msgspec.structs.replace(plan, gates=payloads)
+            ids = self.rows.id[plan.rows].tolist()
+            flight.late = self.gates.followers(ids)
+            payloads = self.gates.payloads(ids)
+            plan = msgspec.structs.replace(plan, gates=payloads, late=flight.late)
         return plan, flight
 
     # decodes

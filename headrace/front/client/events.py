@@ -13,12 +13,16 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from headrace.base.wire.grammar import Node, ReasoningRule
 from headrace.base.wire.params import RowPooling, SamplingParams
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant.
-    `pieces`: what each token adds to the text, where that is not the tokenizer's own table.
+
+    `pieces`: what each token adds to the text, where that is not the tokenizer's own table. `grammar` is what the
+    answer must look like where `params` do not say it (tool calls); `grammar_field` is what its errors name.
+    `reasoning`: how the model reasons before it answers; a grammar holds from behind that on.
 
     With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`, `PooledPart`s, `Ended`.
     """
@@ -32,6 +36,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     cache_salt: str = ""
     pieces: Mapping[int, str | bytes] | None = None
+    grammar: Node | None = None
+    grammar_field: str = "structured_outputs"
+    reasoning: ReasoningRule | None = None
     pooling: RowPooling | None = None
 
 

@@ -1,8 +1,9 @@
 """The process of one API server: `python -m headrace.front.server.process --spec FILE --listen-fd N`.
 
 It serves an inherited listening socket. DRAIN_SIGNAL from the supervisor starts the drain: readiness is false at once,
-new requests get 503, running ones finish within `shutdown_timeout_s`, the rest end with an explicit error; then the
-process ends with 0. The module lives in this room because it joins what is above `launch`, which knows it by name only.
+after `pre_drain_s` new requests get 503, running ones finish within `shutdown_timeout_s`, the rest end with an explicit
+error; then the process ends with 0. The module lives in this room because it joins what is above `launch`, which knows
+it by name only.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from headrace.front.server.batches.runner import BatchRunner
 from headrace.front.server.exchange import Services
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.protocol import ConnectionLimits, guarded_protocol
+from headrace.front.server.sealing import Sealer, secret_in
+from headrace.front.server.state.database import open_database
+from headrace.front.server.state.store import ResponseStore
 from headrace.front.server.tracing import Tracer
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.parsing.parser import AnswerFormat
@@ -64,15 +68,18 @@ class Server(uvicorn.Server):
 
     def begin_drain(self) -> None:
         """First signal: drain. Second: end what runs now."""
-        if self.services.draining:
+        if self.services.leaving:
             self.services.abandon.set()
             return
-        self.services.draining = True
+        self.services.leaving = True
         self._drain = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:
-        """Waits for running generations, ends the rest with an error, then stops the server."""
+        """Waits for load balancers and running generations, ends the rest with an error, then stops the server."""
         services = self.services
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(services.abandon.wait(), services.server.pre_drain_s)
+        services.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(services.server.shutdown_timeout_s):
                 while services.shares.total and not services.abandon.is_set():
@@ -115,6 +122,7 @@ def services_over(
         answers=AnswerFormat.named(
             tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
         ).bound(tokenizer),
+        store=make_store(server),
     )
 
 
@@ -130,6 +138,17 @@ def open_stores(text: TextSpec, spec: ServerSpec) -> tuple[FileStore, BatchStore
     return files, BatchStore(folder / "batches")
 
 
+def make_store(spec: ServerSpec) -> ResponseStore | None:
+    """The store of responses, not opened yet."""
+    if spec.response_store == "off":
+        return None
+    return ResponseStore(
+        open_database(spec.response_store, folder=env.cache_dir()),
+        max_bytes=spec.response_store_bytes,
+        ttl_s=spec.response_ttl_s,
+    )
+
+
 async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -> None:
     """Serves until the drain is over or the parent is gone."""
     services, engine = make_services(spec)
@@ -138,7 +157,8 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(DRAIN_SIGNAL, server.begin_drain)
     loop.add_reader(status.fileno(), _parent_spoke, status, server)
-    connecting = asyncio.ensure_future(_connect(services, engine, status, server))
+    shared = Path(spec.socket_paths[0]).with_name("sealing-secret")
+    connecting = asyncio.ensure_future(_connect(services, engine, status, server, shared))
     working = [connecting]
     if services.stores is not None:
         working.append(asyncio.ensure_future(BatchRunner(services, *services.stores).run()))
@@ -152,6 +172,8 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
             await engine.close()
         services.template.close()
         services.guest_templates.close()
+        if services.store is not None:
+            await services.store.close()
         if services.tracer is not None:
             await asyncio.to_thread(services.tracer.close)
 
@@ -165,7 +187,8 @@ def http_server(services: Services) -> Server:
     config = uvicorn.Config(
         make_app(services),
         http=guarded_protocol(limits, services.metrics),
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=spec.max_body_bytes,
         lifespan="off",
         loop="none",
         log_config=None,
@@ -180,7 +203,7 @@ def http_server(services: Services) -> Server:
 
 
 async def _connect(
-    services: Services, engine: AsyncLLM, status: socket.socket, server: Server
+    services: Services, engine: AsyncLLM, status: socket.socket, server: Server, shared: Path
 ) -> None:
     """Until this is through, readiness is false and generations are answered with 503; then the parent is told."""
     try:
@@ -190,6 +213,13 @@ async def _connect(
         report(status, Report(error=f"the model's chat template: {error.message}"))
         server.should_exit = True
         return
+    try:
+        secret = secret_in(shared) if services.store is None else await services.store.start()
+    except HeadraceError as error:
+        report(status, Report(error=error.message))
+        server.should_exit = True
+        return
+    services.sealer = Sealer(secret)
     try:
         await engine.start()
     except HeadraceError as error:

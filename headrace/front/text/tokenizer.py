@@ -148,7 +148,7 @@ class Tokenizer(ABC):
         """Refuses a text that has more characters than `max_tokens` tokens can ever stand for."""
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
             raise ContextTooLong(
-                f"{field} is too long: {len(text) // self.longest_token} tokens > {max_tokens} maximum "
+                f"{field} is too long: {-(-len(text) // self.longest_token)} tokens > {max_tokens} maximum "
                 f"(at least: it has {len(text)} characters)",
                 field=field,
             )

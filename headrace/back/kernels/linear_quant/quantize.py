@@ -1,4 +1,4 @@
-"""A plain weight into packed panels by the native kernel, to the bit what back/quant/scheme.py and `write_panels` give."""
+"""A plain weight into packed panels by the native kernel: to the bit what the scheme and `write_panels` give."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from headrace.front.server.batches.batch import LineError
 from headrace.front.server.exchange import Exchange, Services
 from headrace.front.server.failures import failure_of
 from headrace.front.server.ids import request_id
-from headrace.front.server.limits import parse_json
+from headrace.front.server.json_body import parse_json
 from headrace.front.server.openai import routes
 from headrace.front.server.openai.schema import parse
 from headrace.front.server.pooling import routes as pooling

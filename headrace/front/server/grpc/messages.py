@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.limits import parse_json
+from headrace.front.server.json_body import parse_json
 
 PACKAGE = "headrace.render.v1"
 SERVICE = f"{PACKAGE}.RenderService"

@@ -29,6 +29,7 @@ from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import ChatRequest
 from headrace.front.server.parsed import ParsedDelta
 from headrace.front.server.sse import DONE
+from headrace.front.server.structured import tool_format, unfinished_text
 from headrace.front.text.parsing.parser import AnswerFormat, OutputParser, schemas_of
 from headrace.front.text.parsing.parts import (
     CallArguments,
@@ -87,20 +88,12 @@ def to_parser(
 ) -> OutputParser | None:
     """A parser for one choice; None where the text is the content. `prompt_tail` is how the prompt ends."""
     offered = request.tools is not None and request.tool_choice != "none"
-    return answers.parser(
+    return tool_format(request, answers).parser(
         prompt_tail=prompt_tail,
-        unfinished=_unfinished(request),
+        unfinished=unfinished_text(request),
         schemas=schemas_of(request.tools or []) if offered else None,
         only_one_call=request.parallel_tool_calls is False,
     )
-
-
-def _unfinished(request: ChatRequest) -> str | None:
-    """The text of the message that is continued, if one is."""
-    if not request.continue_final_message:
-        return None
-    content = request.messages[-1].get("content")
-    return content if isinstance(content, str) else ""
 
 
 async def to_chunks(
@@ -248,7 +241,7 @@ async def to_answer(events: AsyncGenerator[Event, None], reply: ChatReply) -> by
         "object": "chat.completion",
         "created": reply.created,
         "model": reply.model,
-        "choices": [_choice(reply, fold, index) for index in range(fold.num_choices)],
+        "choices": [choice_of(reply, fold, index) for index in range(fold.num_choices)],
         "usage": usage([fold]),
     }
     if reply.request.service_tier is not None:
@@ -283,7 +276,8 @@ def _message(choice: Choice) -> dict[str, Any]:
     return message
 
 
-def _choice(reply: ChatReply, fold: Fold, index: int) -> dict[str, Any]:
+def choice_of(reply: ChatReply, fold: Fold, index: int) -> dict[str, Any]:
+    """One choice of the full answer."""
     choice = fold.choices[index]
     assert choice.ended is not None, f"choice {index} of {reply.id} never ended"
     as_id = bool(reply.request.return_tokens_as_token_ids)

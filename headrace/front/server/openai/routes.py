@@ -14,6 +14,8 @@ from headrace.front.server.measure import joined
 from headrace.front.server.openai import chat, completions
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, CompletionRequest, parse
+from headrace.front.server.structured import plain_structure
+from headrace.front.text.fim import between
 
 
 async def post_chat(exchange: Exchange, document: Any) -> Response:
@@ -38,12 +40,17 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
         request, defaults=services.text.generation_defaults, max_n=services.server.max_n
     )
     given = completions.prompts_of(request)
+    structure = plain_structure(request)
     exchange.hold_place()
     prompts = [await prompt_of(exchange, request, prompt) for prompt in given]
     label = completion_id("cmpl")
     events = joined(
         [
-            generate(exchange, request, p.ids, params, label=f"{label}-{i}" if i else label)
+            generate(
+                *(exchange, request, p.ids, params),
+                label=f"{label}-{i}" if i else label,
+                structure=structure,
+            )
             for i, p in enumerate(prompts)
         ]
     )
@@ -70,6 +77,9 @@ async def prompt_of(
         tokenizer.check_ids(given, field="prompt")
         ids = given
     ids = truncated(ids, request, max_model_len=exchange.services.text.max_model_len)
+    if request.suffix:
+        tokenizer.check_length(request.suffix, exchange.services.text.max_model_len)
+        ids = between(tokenizer, ids, request.suffix)
     if not request.echo:
         return completions.Prompt(ids=ids)
     text = given if isinstance(given, str) else tokenizer.decode(ids)
