@@ -1,11 +1,13 @@
 """Paged attention: tiles and pieces tried, against the memory's floor (decode) and the matrix units' rate (prefill)."""
 
+# ruff: noqa: B023, E501
 from __future__ import annotations
 
 import itertools
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from unittest.mock import patch
 
 import torch
@@ -23,22 +25,19 @@ DECODE_TILES = [
     for n, warps, stages in (
         (64, 4, 3),
         (64, 4, 5),
-        (32, 2, 5),
-        (32, 4, 5),
         (128, 4, 3),
-        (128, 8, 5),
+        (128, 4, 5),
+        (128, 8, 3),
+        (256, 8, 1),
     )
 ]
 PREFILL_TILES = [
-    Tiles(m=128, n=64, num_warps=8, num_stages=3),
-    Tiles(m=128, n=64, num_warps=8, num_stages=5),
-    Tiles(m=128, n=128, num_warps=8, num_stages=3),
-    Tiles(m=64, n=64, num_warps=4, num_stages=3),
-    Tiles(m=64, n=64, num_warps=4, num_stages=5),
-    Tiles(m=64, n=128, num_warps=4, num_stages=3),
-    Tiles(m=128, n=64, num_warps=4, num_stages=3),
-]
-PIECES = [(4, 128), (2, 128), (8, 64), (8, 256), (4, 64)]
+    Tiles(m=m, n=n, num_warps=warps, num_stages=stages)
+    for m, n, warps, stages in (
+        (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (256, 64, 16, 3), (256, 128, 16, 3), (256, 64, 8, 3),
+    )
+]  # fmt: skip
+PIECES = [(2, 256), (2, 128), (4, 128), (8, 64)]
 """(programs per multiprocessor, least positions of a piece)."""
 
 
@@ -51,16 +50,27 @@ def problem(model: str) -> AttentionProblem:
     )  # fmt: skip
 
 
+@lru_cache(maxsize=1)
+def _tensors(
+    heads: int, kv_heads: int, rows: tuple[tuple[int, int], ...], layers: int
+) -> tuple[torch.Tensor, list[torch.Tensor], SamplePlan]:
+    plan, num_blocks = sample_plan(list(rows), block_tokens=16, window=None, device="cuda")
+    new = {"device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(sum(queries for queries, _ in rows), heads, 128, **new)
+    one = torch.randn(num_blocks, 2, kv_heads, 16, 128, **new)
+    return q, [one, *(one.clone() for _ in range(layers - 1))], plan
+
+
 def calls(
     case: AttentionProblem, rows: list[tuple[int, int]], layers: int
 ) -> list[Callable[[], object]]:
     """One call per layer, each with its own cache."""
-    plan, num_blocks = sample_plan(rows, block_tokens=16, window=None, device="cuda")
-    new = {"device": "cuda", "dtype": torch.bfloat16}
-    q = torch.randn(sum(queries for queries, _ in rows), case.heads, 128, **new)
-    attend = kernels.bind(case)
-    caches = [torch.randn(num_blocks, 2, case.kv_heads, 16, 128, **new) for _ in range(layers)]
-    return [lambda kv=kv: attend(q, kv, plan) for kv in caches]
+    q, caches, plan = _tensors(case.heads, case.kv_heads, tuple(rows), layers)
+    attends = [kernels.bind(case) for _ in caches]
+    return [
+        lambda attend=attend, kv=kv: attend(q, kv, plan)
+        for attend, kv in zip(attends, caches, strict=True)
+    ]
 
 
 def _patched(tiles: Tiles, name: str) -> patch:  # type: ignore[valid-type]
@@ -73,7 +83,7 @@ def decode(rate: float) -> list[dict[str, object]]:
     for model, (rows, length) in itertools.product(MODELS, DECODE):
         case = problem(model)
         kv_bytes = rows * length * 2 * case.kv_heads * 128 * 2
-        layers = max(1, min(16, (400 << 20) // kv_bytes + 1))
+        layers = max(2, min(16, (400 << 20) // kv_bytes + 1))
         tried = []
         for tiles, (per_sm, least) in itertools.product(DECODE_TILES, PIECES):
             with (
@@ -123,7 +133,9 @@ def prefill() -> list[dict[str, object]]:
             )
             for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
                 try:
-                    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend[name]):
+                    with torch.nn.attention.sdpa_kernel(
+                        getattr(torch.nn.attention.SDPBackend, name)
+                    ):
                         us = each_us(
                             [
                                 lambda: torch.nn.functional.scaled_dot_product_attention(

@@ -1,5 +1,6 @@
 """Every Triton kernel against its reference on the device, on random shapes; and attention replayed from a graph."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import multiprocessing

@@ -261,6 +261,7 @@ class Control:
             "prefix_hit_tokens": kv.num_hits,
             "evictions": kv.pool.num_evictions,
             "refused": counters.refused,
+            "held_by_gates": core.gates.num_held,
             "finished": dict(counters.finished),
             "plan_s": counters.plan_s,
             "land_s": counters.land_s,

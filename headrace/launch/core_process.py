@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,9 +37,12 @@ from headrace.base.wire.request import (
     TokenBatch,
 )
 from headrace.core.core import EngineCore
+from headrace.core.grammar.gate import GrammarGate
 from headrace.core.outbox import StepOutput
+from headrace.core.ports import Gate
 from headrace.launch.fronts import FrontGone, Fronts, Incoming
 from headrace.launch.topology import Report, report, tie_to_parent
+from headrace.launch.vocabulary import vocabulary_of
 
 log = logging.getLogger(__name__)
 FLUSH_S = 1.0
@@ -232,7 +236,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
     executor = make_executor(spec)
     parts |= executor.facts.start_s
     parts["imports"] = time.monotonic() - began - sum(executor.facts.start_s.values())
-    core = EngineCore(spec, executor)
+    core = EngineCore(spec, executor, gates=gates_of(spec))
     fronts = Fronts(socket_path, core.hello(), status)
     facts = executor.facts
     memory = {
@@ -243,6 +247,14 @@ def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
     }
     report(status, Report(ready=True, memory=memory, start_s=parts, decisions=facts.decisions))
     return CoreLoop(core, fronts, Watchdog(spec.scheduler.step_timeout_s, status))
+
+
+def gates_of(spec: EngineSpec) -> list[Gate]:
+    """The gates an engine has. Nothing is loaded before a request needs it."""
+    if spec.grammar is None:
+        return []
+    load = partial(vocabulary_of, spec.grammar.tokenizer_path, spec.model)
+    return [GrammarGate(load, backend=spec.grammar.backend)]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from headrace.base.config.resolved import (
     Decision,
     DeviceSpec,
     EngineSpec,
+    GrammarSpec,
     KVSpec,
     ModelSpec,
     Resolved,
@@ -61,9 +62,10 @@ FAST_STEP_TOKENS = 8192
 # longest ones at 2048 rows, so more tokens would only make streams wait; fewer would let prompts wait behind decodes.
 CUDA_STEP_OPERATIONS = 0.048 * 700e12
 CUDA_LEAST_STEP_TOKENS = 512
+CPU_STRETCH = 2.0
 
 
-class _Chooser:
+class Chooser:
     """Collects the decisions. `pick` returns the user's value, or records and returns the one chosen for "auto"."""
 
     def __init__(self) -> None:
@@ -81,15 +83,15 @@ class _Chooser:
 
 def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolved:
     """The resolved tree; ConfigError where options contradict each other, the model or the machine."""
-    choose = _Chooser()
+    choose = Chooser()
     where = _device(options, device, choose)
     dtype = choose.pick(
         "--dtype", options.model.dtype, _dtype(model, where), "the checkpoint's type"
     )
     quantization = _quantization(options, model, where, dtype, choose)
-    max_model_len = _max_model_len(options, model, choose)
+    text = text_spec(options, model, choose)
+    max_model_len, names = text.max_model_len, text.model_names
     scheduler = _scheduler(options, model, where, max_model_len, choose)
-    names = options.model.served_model_name or (model.name,)
     engine = EngineSpec(
         model=ModelSpec(
             path=model.path,
@@ -110,19 +112,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
         device=where,
-    )
-    text = TextSpec(
-        tokenizer_path=options.model.tokenizer or model.tokenizer_path,
-        chat_template=model.chat_template,
-        model_names=names,
-        generation_defaults=_generation_defaults(model.generation_defaults),
-        logits_width=model.logits_width,
-        eos_ids=model.eos_ids,
-        max_model_len=max_model_len,
-        generates=model.head == "lm",
-        pooling=model.pooling,
-        tool_parser=_tool_parser(options.server, model, choose),
-        reasoning_parser=_reasoning_parser(options.server, model, choose),
+        grammar=GrammarSpec(tokenizer_path=text.tokenizer_path),
     )
     return Resolved(
         engine=engine,
@@ -133,7 +123,24 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
     )
 
 
-def _device(options: Options, device: DeviceFacts, choose: _Chooser) -> DeviceSpec:
+def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
+    """The front's part, which needs no device."""
+    return TextSpec(
+        tokenizer_path=options.model.tokenizer or model.tokenizer_path,
+        chat_template=model.chat_template,
+        model_names=options.model.served_model_name or (model.name,),
+        generation_defaults=_generation_defaults(model.generation_defaults),
+        logits_width=model.logits_width,
+        eos_ids=model.eos_ids,
+        max_model_len=_max_model_len(options, model, choose),
+        generates=model.head == "lm",
+        pooling=model.pooling,
+        tool_parser=_tool_parser(options.server, model, choose),
+        reasoning_parser=_reasoning_parser(options.server, model, choose),
+    )
+
+
+def _device(options: Options, device: DeviceFacts, choose: Chooser) -> DeviceSpec:
     given = options.device
     kind = choose.pick("--device", given.device, device.kind, f"{device.count} found")
     if kind == "cuda" and device.kind != "cuda":
@@ -164,7 +171,7 @@ def _device(options: Options, device: DeviceFacts, choose: _Chooser) -> DeviceSp
 
 
 def _gpu_bytes(
-    given: str, kind: str, executor: str, device: DeviceFacts, choose: _Chooser
+    given: str, kind: str, executor: str, device: DeviceFacts, choose: Chooser
 ) -> int | None:
     """What a worker may take of its GPU; None where there is none."""
     if kind != "cuda" or executor == "null":
@@ -192,7 +199,7 @@ def _dtype(model: ModelFacts, where: DeviceSpec) -> str:
 
 
 def _quantization(
-    options: Options, model: ModelFacts, where: DeviceSpec, dtype: str, choose: _Chooser
+    options: Options, model: ModelFacts, where: DeviceSpec, dtype: str, choose: Chooser
 ) -> str | None:
     """The scheme by name; ConfigError where no kernel could serve it."""
     given = options.model.quantization
@@ -223,7 +230,7 @@ def _weight_bytes(options: Options, model: ModelFacts) -> int:
     return model.weight_bytes if bits is None else int(model.num_params * bits / 8)
 
 
-def _max_model_len(options: Options, model: ModelFacts, choose: _Chooser) -> int:
+def _max_model_len(options: Options, model: ModelFacts, choose: Chooser) -> int:
     given = options.model.max_model_len
     if given != "auto" and given > model.max_model_len:
         raise ConfigError(
@@ -241,7 +248,7 @@ def _cuda_step_tokens(model: ModelFacts, ranks: int) -> int:
 
 
 def _scheduler(
-    options: Options, model: ModelFacts, where: DeviceSpec, max_model_len: int, choose: _Chooser
+    options: Options, model: ModelFacts, where: DeviceSpec, max_model_len: int, choose: Chooser
 ) -> SchedulerSpec:
     given = options.scheduler
     fast = where.device == "cuda" or where.executor == "null"
@@ -264,11 +271,18 @@ def _scheduler(
         raise ConfigError(
             f"--max-step-tokens {step}: at least --max-running ({running}) is needed, one token for each"
         )
+    stretch = choose.pick(
+        "--decode-stretch",
+        given.decode_stretch,
+        None if fast else CPU_STRETCH,
+        f"for {where.device}" if fast else "cpu: prefill takes no more of a step than decodes do",
+    )
     return SchedulerSpec(
         max_step_tokens=step,
         max_running=running,
         policy=given.policy,
         inter_prefill_budget=given.inter_prefill_budget,
+        decode_stretch=stretch,
         max_queued_requests=given.max_queued_requests,
         max_queued_tokens=given.max_queued_tokens,
         overlap=given.overlap,
@@ -285,7 +299,7 @@ def _kv(
     where: DeviceSpec,
     scheduler: SchedulerSpec,
     max_model_len: int,
-    choose: _Chooser,
+    choose: Chooser,
 ) -> KVSpec:
     given = options.kv
     if model.encodes:
@@ -341,7 +355,7 @@ def _kv_bytes(weight_bytes: int, device: DeviceFacts, where: DeviceSpec) -> int:
     return room
 
 
-def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
+def _tool_parser(given: ServerOptions, model: ModelFacts, choose: Chooser) -> str:
     """The name of a known format of tool calls, or "none"."""
     found = choose_tools(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--tool-parser", given.tool_parser, found.name, found.why)
@@ -349,7 +363,7 @@ def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> s
     return name
 
 
-def _reasoning_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
+def _reasoning_parser(given: ServerOptions, model: ModelFacts, choose: Chooser) -> str:
     """The name of a known format of reasoning, or "none"."""
     found = choose_reasoning(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--reasoning-parser", given.reasoning_parser, found.name, found.why)
@@ -404,7 +418,35 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         trust_request_chat_template=given.trust_request_chat_template,
         public_metrics=given.public_metrics,
         log_level=given.log_level,
+        metrics_names=given.metrics_names,
+        log_slow_s=given.log_slow_s,
+        otlp_endpoint=_url(given.otlp_endpoint),
+        file_store=given.file_store,
+        file_store_bytes=parse_bytes(given.file_store_bytes, field="--file-store-bytes"),
+        response_store=_response_store(given.response_store),
+        response_store_bytes=parse_bytes(
+            given.response_store_bytes, field="--response-store-bytes"
+        ),
+        response_ttl_s=given.response_ttl_s,
+        max_websockets=given.max_websockets,
     )
+
+
+def _url(given: str | None) -> str | None:
+    if given is not None and not given.startswith(("http://", "https://")):
+        raise ConfigError(f"--otlp-endpoint {given}: a URL with http:// or https:// is expected")
+    return given
+
+
+def _response_store(given: str) -> str:
+    kinds = ("sqlite:", "postgresql://", "postgres://")
+    if given not in ("off", "sqlite") and not given.startswith(kinds):
+        raise ConfigError(
+            f"--response-store: {given.partition(':')[0]!r} is not known; "
+            "allowed: off, sqlite, sqlite:FILE, postgresql://...",
+            field="response_store",
+        )
+    return given
 
 
 def _is_loopback(host: str) -> bool:

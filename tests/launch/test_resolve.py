@@ -61,7 +61,7 @@ def test_nothing_automatic_survives_and_every_choice_is_recorded(device: DeviceF
 def test_the_users_words_stand_and_are_no_decisions() -> None:
     found = resolved(
         kv={"kv_memory": "1GiB"},
-        scheduler={"max_running": 3, "max_step_tokens": 64},
+        scheduler={"max_running": 3, "max_step_tokens": 64, "decode_stretch": None},
         device={"threads": 5, "device": "cpu", "executor": "inline"},
         model={"dtype": "float32", "max_model_len": 100},
         server={"tool_parser": "hermes", "reasoning_parser": "none"},

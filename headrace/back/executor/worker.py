@@ -29,7 +29,7 @@ from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import ConfigError, HeadraceError, StartError, WireError, to_wire
 from headrace.base.registry import Registry
-from headrace.base.wire.step import StepPlan
+from headrace.base.wire.step import StepPlan, Supply, WorkerFacts
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,32 @@ def set_threads(threads: int) -> None:
     """Gives torch, for work started from the calling thread, and this process's native kernels `threads` threads."""
     torch.set_num_threads(threads)
     use_threads(threads)
+
+
+class StepThreads:
+    """How many threads torch's own ops get in a step.
+
+    Where the matrix products are native, what is left to torch is small, and OpenMP's barrier waits for every thread:
+    with one core taken by another process a copy of 37k logits took 12 ms on two threads and 0.02 ms on one. Torch gets
+    its threads back for steps whose logits are so many that they pay (penalties, sorts and the like).
+    """
+
+    LARGE = 1 << 22
+
+    def __init__(self, threads: int, facts: WorkerFacts) -> None:
+        products = [chosen for field, _, chosen, _ in facts.decisions if "kernel.linear" in field]
+        self._native = bool(products) and set(products) == {"native"}
+        self._width = facts.logits_width
+        self._threads = threads
+        self._now: int | None = None
+
+    def fit(self, plan: StepPlan) -> None:
+        """Before each step, on the thread that runs it."""
+        large = int(plan.sample.sum()) * self._width >= self.LARGE
+        wanted = self._threads if large or not self._native else 1
+        if wanted != self._now:
+            self._now = wanted
+            torch.set_num_threads(wanted)
 
 
 def build_runner(
@@ -118,14 +144,26 @@ def serve(channel: Channel) -> None:
         log.exception("rank %d could not start", begin.rank)
         return channel.send(TO_CORE.frame(Failed(None, _start_error(error))))
     plans: SimpleQueue[StepPlan] = SimpleQueue()
+    supplies: SimpleQueue[Supply] = SimpleQueue()
     launched: SimpleQueue[Launched] = SimpleQueue()
+
+    def supplied(step: int) -> dict[str, bytes]:
+        supply = supplies.get()
+        assert supply.step == step, (supply.step, step)
+        return supply.gates
+
     channel.send(TO_CORE.frame(Ready(runner.facts)))
-    for work in ((_read_plans, channel, plans), (_send_results, channel, launched, begin.rank)):
+    for work in (
+        (_read_plans, channel, plans, supplies),
+        (_send_results, channel, launched, begin.rank),
+    ):
         threading.Thread(target=work[0], args=work[1:], daemon=True).start()
+    threads = StepThreads(begin.spec.device.threads, runner.facts)
     while True:
         plan = plans.get()
         try:
-            launched.put(runner.launch(plan))
+            threads.fit(plan)
+            launched.put(runner.launch(plan, supplied))
         except Exception as error:
             return _fail(channel, begin.rank, plan.step, error)
 
@@ -149,12 +187,17 @@ def _fail(channel: Channel, rank: int, step: int, error: Exception) -> None:
     channel.send(TO_CORE.frame(Failed(step, to_wire(error))))
 
 
-def _read_plans(channel: Channel, plans: SimpleQueue[StepPlan]) -> None:
+def _read_plans(
+    channel: Channel, plans: SimpleQueue[StepPlan], supplies: SimpleQueue[Supply]
+) -> None:
     """Reads ahead, so that the parent never waits to send; ends the process when the parent is gone."""
     while (body := channel.receive()) is not None:
-        plan = TO_WORKER.decode(body)
-        assert isinstance(plan, StepPlan), plan
-        plans.put(plan)
+        message = TO_WORKER.decode(body)
+        if isinstance(message, Supply):
+            supplies.put(message)
+        else:
+            assert isinstance(message, StepPlan), message
+            plans.put(message)
     os._exit(0)
 
 

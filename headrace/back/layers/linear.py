@@ -161,10 +161,12 @@ def bind_linear(
     bias_O: torch.Tensor | None,
     *,
     shared: bool = False,
+    wide: bool = False,
 ) -> Linear:
-    """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere."""
+    """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere, `wide` if the result is to
+    be float32."""
     if isinstance(weight_OI, PackedWeight):
-        return _bind_packed(scope, weight_OI, bias_O)
+        return _bind_packed(scope, weight_OI, bias_O, wide=wide)
     outputs, inputs = weight_OI.shape
     problem = LinearProblem(
         device=scope.device.type,
@@ -173,11 +175,14 @@ def bind_linear(
         outputs=outputs,
         bias=bias_O is not None,
         shared=shared,
+        wide=wide,
     )
     return scope.bind(OP, problem, weight_OI, bias_O)
 
 
-def _bind_packed(scope: Scope, weight: PackedWeight, bias_O: torch.Tensor | None) -> Linear:
+def _bind_packed(
+    scope: Scope, weight: PackedWeight, bias_O: torch.Tensor | None, *, wide: bool
+) -> Linear:
     problem = LinearQuantProblem(
         device=scope.device.type,
         dtype=scope.dtype,
@@ -185,5 +190,6 @@ def _bind_packed(scope: Scope, weight: PackedWeight, bias_O: torch.Tensor | None
         inputs=weight.inputs,
         outputs=weight.outputs,
         bias=bias_O is not None,
+        wide=wide,
     )
     return scope.bind(OP_QUANT, problem, weight, bias_O)

@@ -10,10 +10,11 @@ T query tokens, R rows of the step, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -34,9 +35,25 @@ from headrace.back.sampling.prompt_logprobs import PromptScorer, Scored
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import EngineError, HeadraceError
+from headrace.base.wire.grammar import GATE
 from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
 
 log = logging.getLogger(__name__)
+
+Supplied = Callable[[int], dict[str, bytes]]
+"""From the number of a step to its late payloads."""
+
+
+def no_supply(step: int) -> dict[str, bytes]:
+    """For callers whose plans have no late gates."""
+    raise AssertionError(f"step {step} waits for gates, but nobody supplies them")
+
+
+def once(supplied: Supplied) -> Supplied:
+    """The same, for a step that may be tried twice: it is supplied only once."""
+    return functools.cache(supplied)
+
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -138,38 +155,49 @@ class Runner:
         return result
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
-        """Queues one step. Steps may be launched before the results of earlier ones are read."""
-        with self._steps.scope():
-            return self._launch(plan)
+    def launch(self, plan: StepPlan, supplied: Supplied = no_supply) -> Launched:
+        """Queues one step. Steps may be launched before the results of earlier ones are read.
 
-    def _launch(self, plan: StepPlan) -> Launched:
+        `supplied` waits for the payloads of the plan's `late` gates; it is called when all that does not depend on them
+        is on its way.
+        """
+        with self._steps.scope():
+            return self._launch(plan, supplied)
+
+    def _launch(self, plan: StepPlan, supplied: Supplied) -> Launched:
         self._settle()
         self._begin(plan)
         if not plan.rows.size:
             self._steps.rows.apply(plan)
             return Launched(plan=plan)
-        shape = shape_of(plan)
+        shape, supplied = shape_of(plan), once(supplied)
         try:
-            return self._run(plan, shape)
+            return self._run(plan, shape, supplied)
         except torch.OutOfMemoryError:
             log.warning(
                 "step %d: out of device memory; trying again with the cache emptied", plan.step
             )
             torch.cuda.empty_cache()
         try:
-            return self._run(plan, shape)
+            return self._run(plan, shape, supplied)
         except torch.OutOfMemoryError as error:
+            if plan.late:
+                supplied(plan.step)  # what is supplied for this step must not reach the next one
             log.error("step %d: out of device memory; its requests fail", plan.step, exc_info=error)
             full = EngineError("the device ran out of memory in this request's step")
             return Launched(plan=plan, refused=dict.fromkeys(range(plan.rows.size), full))
 
-    def _run(self, plan: StepPlan, shape: StepShape) -> Launched:
+    def _run(self, plan: StepPlan, shape: StepShape, supplied: Supplied) -> Launched:
         ran = self._steps.run(plan, shape)
         prompts, refused = (
             ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.hidden_TE)
         )
-        draws = self._draw(shape, ran) if shape.sampled.size else None
+        if shape.sampled.size:
+            draws = self._draw(plan, shape, ran, supplied)
+        else:
+            draws = None
+            if plan.late:
+                supplied(plan.step)
         return Launched(
             plan=plan,
             moment=self._steps.moment(),
@@ -193,11 +221,12 @@ class Runner:
             self._prompts.start(start)
             self._pooler.start(start)
 
-    def _draw(self, shape: StepShape, ran: Ran) -> Draws:
+    def _draw(self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied) -> Draws:
         """Samples the rows that the plan wants sampled and stores their tokens for the next step."""
-        if ran.told is not None and not self._sampler.uses(shape.sampled_row):
+        if ran.told is not None and not plan.late and not self._sampler.uses(shape.sampled_row):
             return Draws(tokens=ran.told[0], best=ran.told[1], index=shape.sampled)
         logits_NV, picks = ran.wanted()
+        late = supplied(plan.step) if plan.late else {}
         rows = self._steps.rows.tokens
         sampled = self._sampler.sample(
             logits_NV,
@@ -205,6 +234,7 @@ class Runner:
             rows=shape.sampled_row,
             positions=shape.sampled_position,
             tokens=rows.data,
+            masks=late.get(GATE, b""),
         )
         token_N = sampled.token_N.to(torch.int32)
         rows.put(shape.sampled_row, shape.sampled_position, token_N)

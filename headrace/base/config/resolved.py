@@ -67,6 +67,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     policy: str = "fcfs"
     inter_prefill_budget: int | None = None
+    decode_stretch: float | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
     overlap: bool = True
@@ -86,13 +87,21 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
 
 
+class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Structured output: the tokenizer whose tokens are masked (a folder or a GGUF file), and the library."""
+
+    tokenizer_path: str
+    backend: str = "llguidance"
+
+
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one engine core and its workers are built from."""
+    """Everything one engine core and its workers are built from. Without `grammar` there is no structured output."""
 
     model: ModelSpec
     kv: KVSpec
     scheduler: SchedulerSpec
     device: DeviceSpec
+    grammar: GrammarSpec | None = None
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +160,15 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool
     public_metrics: bool
     log_level: str
+    metrics_names: str = "headrace"
+    log_slow_s: float | None = None
+    otlp_endpoint: str | None = None
+    file_store: str = "none"
+    file_store_bytes: int = 16 << 30
+    response_store: str = "off"
+    response_store_bytes: int = 1 << 30
+    response_ttl_s: float = 2_592_000.0
+    max_websockets: int = 100
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

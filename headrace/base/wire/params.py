@@ -6,9 +6,31 @@ splits it: `StopRules` is what the core needs to end a request, `RowSampling` wh
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 LOGPROBS_MODES = ("raw", "processed")
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the text of an answer must be; exactly one of the first six.
+
+    `json` is a JSON schema (an object or its text), `json_object` any JSON object, `regex` a pattern for the whole text
+    (Rust's syntax), `choice` a list of texts, `grammar` Lark or GBNF, `structural_tag` free text with tagged parts.
+    The others are about JSON: no white space but one space after `,` and `:`; a pattern for white space; objects have
+    no properties but those named unless their schema says so.
+    """
+
+    json: dict[str, Any] | str | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprob_token_ids: tuple[int, ...] = ()
     logprobs_mode: str = "raw"
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
 
 class StopRules(msgspec.Struct, frozen=True, kw_only=True):

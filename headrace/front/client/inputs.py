@@ -17,10 +17,18 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
-from headrace.base.wire.params import LOGPROBS_MODES, RowSampling, SamplingParams, StopRules
+from headrace.base.wire.grammar import GATE, Constraint, pack
+from headrace.base.wire.params import (
+    LOGPROBS_MODES,
+    RowSampling,
+    SamplingParams,
+    StopRules,
+    StructuredOutputs,
+)
 from headrace.base.wire.request import EngineRequest
 from headrace.front.client.events import Generation
 from headrace.front.client.limits import Limits
+from headrace.front.text.structure.requested import node_of
 from headrace.front.text.tokenizer import Tokenizer
 
 _SEED_MASK = (1 << 63) - 1
@@ -67,6 +75,7 @@ class InputChecker:
         _check_envelope(generation, self._limits)
         _check_params(generation.params, self._limits, widths)
         _check_prompt(generation, widths)
+        _check_grammar(generation)
 
     def request(self, generation: Generation, widths: Widths, request_id: int) -> EngineRequest:
         """The engine request of a checked generation (one choice: `n` is not looked at)."""
@@ -83,6 +92,7 @@ class InputChecker:
             priority=generation.priority,
             deadline_s=generation.deadline_s,
             cache_salt=generation.cache_salt,
+            gates=_gates(generation),
             pooling=generation.pooling,
         )
 
@@ -149,6 +159,27 @@ class InputChecker:
         return tuple(found)
 
 
+def _check_grammar(generation: Generation) -> None:
+    asked, field = generation.params.structured_outputs, generation.grammar_field
+    if asked is not None:
+        if not isinstance(asked, StructuredOutputs):
+            raise bad(field, asked, "a StructuredOutputs")
+        node_of(asked, field=field)
+    if generation.grammar is not None and generation.params.beam_width is not None:
+        raise InvalidRequest(f"{field}: does not go with beam search", field=field)
+
+
+def _gates(generation: Generation) -> dict[str, msgspec.Raw]:
+    """What the core's gates must know of the request; nothing for most."""
+    grammar, asked = generation.grammar, generation.params.structured_outputs
+    rule, field = generation.reasoning, generation.grammar_field
+    if grammar is None and asked is None and (rule is None or rule.budget is None):
+        return {}
+    if grammar is None and asked is not None:
+        grammar = node_of(asked, field=field)
+    return {GATE: pack(Constraint(grammar=grammar, reasoning=rule, field=field))}
+
+
 def _check_envelope(generation: Generation, limits: Limits) -> None:
     _text("request_id", generation.label, limits.max_label_chars)
     _text("user", generation.tenant, limits.max_label_chars)
@@ -204,6 +235,7 @@ _NOT_WITH_BEAMS = (
     *("best_of", "stop", "bad_words", "logit_bias", "allowed_token_ids", "prompt_logprobs"),
     *("logprob_token_ids", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "dry_multiplier", "xtc_probability", "logprobs_mode"),
+    "structured_outputs",
 )
 
 

@@ -21,3 +21,4 @@ HR_PUBLIC int32_t HR_EXPORT(kv_write)(const char* k, const char* v, char* kv, co
   }
   return HR_OK;
 }
+HR_REPLAYABLE(kv_write)

@@ -27,7 +27,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LinearProblem:
-    """`device` is a torch device type ("cpu", "cuda")."""
+    """`device` is a torch device type ("cpu", "cuda"). `wide`: y is float32 whatever the dtype of x (logits)."""
 
     device: str
     dtype: torch.dtype
@@ -35,6 +35,7 @@ class LinearProblem:
     outputs: int
     bias: bool = False
     shared: bool = False
+    wide: bool = False
 
 
 def bind_reference(
@@ -45,7 +46,10 @@ def bind_reference(
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TI, weight_OI, bias_O)
 
-    return linear
+    def wide(x_TI: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_TI, weight_OI, bias_O).float()
+
+    return wide if problem.wide else linear
 
 
 def _sample(problem: LinearProblem) -> Sample:

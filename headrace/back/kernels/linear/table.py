@@ -103,10 +103,11 @@ def plan_for(
 def _rule(outputs: int, inputs: int, tokens: int) -> ProductPlan | None:
     """What wins on an H200: one token always; more where few outputs leave the library short of programs."""
     if tokens == 1:
-        return ProductPlan(kernel="gemv", n=4, k=2048 if inputs >= 2048 else 1024, warps=4)
-    if tokens <= 16 and outputs <= 4096 and inputs % 512 == 0:
-        n = 64 if outputs >= 4096 else 32
-        return ProductPlan(kernel="skinny", n=n, k=128, warps=4, stages=5, split=4, prefetch=2)
+        few = outputs <= 8192
+        return ProductPlan(kernel="gemv", n=8 if few else 4, k=1024, warps=4)
+    if tokens <= 32 and outputs <= 4096 and inputs % 512 == 0:
+        n, k = (64, 128) if outputs >= 4096 else (32, 256)
+        return ProductPlan(kernel="skinny", n=n, k=k, warps=4, stages=5, split=4, prefetch=2)
     return None
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.back.kernels.gated_act.triton_gated_act import activate
+from headrace.back.kernels.linear.triton_skinny import prefetch_rows
 
 
 @triton.jit
@@ -40,6 +41,7 @@ def gemv_kernel(
     OUTPUTS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    PREFETCH: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -58,6 +60,11 @@ def gemv_kernel(
     if GATED:
         b_next_up = _part(p_weight + UP, m_n, o_k, 0, INPUTS, K)
     if DEPENDENT:
+        if PREFETCH:
+            o_row = tl.where(m_n, o_n, 0)
+            prefetch_rows(weight + K, o_row, INPUTS, PREFETCH * K)
+            if GATED:
+                prefetch_rows(weight + UP + K, o_row, INPUTS, PREFETCH * K)
         gdc_launch_dependents()
         gdc_wait()
     b_acc = tl.zeros([N, K], tl.float32)

@@ -16,23 +16,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.back.kernels.gated_act.triton_gated_act import activate
-
-LINE = tl.constexpr(128)
-"""Bytes a prefetch brings."""
+from headrace.back.kernels.triton.grid import prefetch
 
 
 @triton.jit
-def _prefetch(
-    p_first, o_n, INPUTS: tl.constexpr, STEPS: tl.constexpr, N: tl.constexpr, K: tl.constexpr
-):
-    """Asks for the first STEPS tiles of the weight's rows `o_n`."""
-    LINES: tl.constexpr = STEPS * K * 2 // LINE
-    o_line = tl.arange(0, LINES) * (LINE // 2)
-    p_line = p_first + o_n.to(tl.int64)[:, None] * INPUTS + o_line[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def prefetch_rows(p_first, o_row, INPUTS: tl.constexpr, COUNT: tl.constexpr):
+    """Asks for the first COUNT values (a power of two, of two bytes) of the weight's rows."""
+    o_line = tl.arange(0, COUNT // 64) * 64
+    prefetch(p_first + o_row.to(tl.int64)[:, None] * INPUTS + o_line[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -56,7 +47,6 @@ def skinny_kernel(
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
-    PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With ADD y is the
@@ -75,9 +65,9 @@ def skinny_kernel(
     begin = i_split * SHARE
     if DEPENDENT:
         if PREFETCH:
-            _prefetch(weight + begin, o_row, INPUTS, PREFETCH, N, K)
+            prefetch_rows(weight + begin, o_row, INPUTS, PREFETCH * K)
             if GATED:
-                _prefetch(weight + begin + UP, o_row, INPUTS, PREFETCH, N, K)
+                prefetch_rows(weight + begin + UP, o_row, INPUTS, PREFETCH * K)
         gdc_launch_dependents()
         gdc_wait()
     p_x = x + o_m[:, None] * x_stride + begin + o_k[None, :]
@@ -99,9 +89,9 @@ def skinny_kernel(
                 b_weight_up = tl.load(
                     p_weight + k + UP, mask=m_k, other=0.0, eviction_policy="evict_first"
                 )
-        b_acc = tl.dot(b_x, tl.trans(b_weight), b_acc, input_precision=PRECISION)
+        b_acc = tl.dot(b_x, tl.trans(b_weight), b_acc, input_precision="ieee")
         if GATED:
-            b_acc_up = tl.dot(b_x, tl.trans(b_weight_up), b_acc_up, input_precision=PRECISION)
+            b_acc_up = tl.dot(b_x, tl.trans(b_weight_up), b_acc_up, input_precision="ieee")
     if SPLIT > 1:
         TILE: tl.constexpr = M * N
         PARTS: tl.constexpr = 2 if GATED else 1

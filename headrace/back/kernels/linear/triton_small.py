@@ -18,7 +18,6 @@ from headrace.back.kernels.triton.wrap import (
     counters,
     launch,
     power_of_two,
-    precision,
 )
 
 Launch = Callable[[torch.Tensor, torch.Tensor], None]
@@ -91,7 +90,11 @@ def _shared(product: Product) -> dict[str, int | bool | str]:
 def _gemv(product: Product, plan: ProductPlan, tokens: int) -> Launch:
     assert tokens == 1, tokens
     grid = (triton.cdiv(product.results, plan.n),)
-    constants = {**_shared(product), "NORM": product.norm_I is not None, "N": plan.n, "K": plan.k}
+    rest = product.weight_OI.shape[1] - plan.k
+    constants = {
+        **_shared(product), "NORM": product.norm_I is not None, "N": plan.n, "K": plan.k,
+        "PREFETCH": plan.prefetch if plan.prefetch * plan.k <= rest else 0,
+    }  # fmt: skip
 
     def run(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
         assert x_TI.stride(1) == y_TY.stride(1) == 1
@@ -111,7 +114,7 @@ def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
     prefetch = plan.prefetch if plan.prefetch * plan.k <= share else 0
     constants = {
         **_shared(product), "M": m, "N": plan.n, "K": plan.k, "SPLIT": split,
-        "PREFETCH": prefetch, "PRECISION": precision(product.weight_OI.dtype),
+        "PREFETCH": prefetch,
     }  # fmt: skip
     parts = tiles * split * (2 if product.activation else 1) * m * plan.n
 
@@ -122,7 +125,8 @@ def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
             partial = torch.empty(parts, dtype=torch.float32, device=x_TI.device)
         skinny_kernel[(tiles, split)](
             x_TI, product.weight_OI, product.bias_O, y_TY, partial, counters(x_TI.device),
-            len(x_TI), x_TI.stride(0), y_TY.stride(0), **constants, num_warps=plan.warps, num_stages=plan.stages, **launch(x_TI.device),
+            len(x_TI), x_TI.stride(0), y_TY.stride(0), **constants, num_warps=plan.warps,
+            num_stages=plan.stages, **launch(x_TI.device),
         )  # fmt: skip
 
     return run

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
+from headrace.base.wire.params import StructuredOutputs
 
 Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -29,10 +30,15 @@ MAX_SHOWN_CHARS = 200
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` a running one to every chunk."""
+    """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` a running one to every chunk.
+
+    A chunk holds `stream_interval` tokens, or those of `stream_interval_ms` milliseconds, or else what is there.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    stream_interval: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    stream_interval_ms: Annotated[float, Meta(ge=0, le=60_000)] | None = None
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,12 +82,21 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Meta(max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
 
 class CompletionRequest(Common, frozen=True, kw_only=True):
@@ -97,7 +112,7 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    suffix: str | None = None
+    suffix: Annotated[str, Meta(max_length=2**22)] | None = None
 
 
 class ChatRequest(Common, frozen=True, kw_only=True):
@@ -110,8 +125,9 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: Count | None = None
+    include_reasoning: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -123,23 +139,8 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 
 R = TypeVar("R", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
-_NO_STRUCTURE = "structured output is not supported by this server yet"
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "suffix": (bool, "insertion before a suffix is not supported"),
     "prompt_embeds": (bool, "prompt embeddings are not accepted"),
-    "structured_outputs": (bool, _NO_STRUCTURE),
-    **{
-        f"guided_{kind}": (lambda value: value is not None, _NO_STRUCTURE)
-        for kind in ("json", "regex", "choice", "grammar")
-    },
-    "response_format": (
-        lambda value: isinstance(value, dict) and value.get("type") != "text",
-        "only {'type': 'text'} is supported by this server yet",
-    ),
-    "tool_choice": (
-        lambda value: value not in (None, "none", "auto"),
-        "only 'none' and 'auto' are supported by this server yet",
-    ),
     "functions": (bool, "the legacy functions field is not supported; send tools"),
     "function_call": (bool, "the legacy function_call field is not supported; send tool_choice"),
     "modalities": (
@@ -160,6 +161,7 @@ REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **REFUSED,
     "echo": (bool, "not supported in chat; the messages are known to you"),
     "best_of": (lambda value: value not in (None, 1), "not supported in chat; send n"),
+    "suffix": (bool, "not supported in chat; /v1/completions inserts before a suffix"),
 }
 
 
@@ -187,7 +189,7 @@ def typed(document: Any, kind: type[R]) -> R:
         raise _named(str(error), document) from None
 
 
-_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
 
