@@ -410,6 +410,7 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         header_timeout_s=given.header_timeout_s,
         body_timeout_s=given.body_timeout_s,
         keepalive_timeout_s=given.keepalive_timeout_s,
+        pre_drain_s=given.pre_drain_s,
         shutdown_timeout_s=given.shutdown_timeout_s,
         request_timeout_s=given.request_timeout_s,
         ping_interval_s=given.ping_interval_s,

@@ -7,7 +7,6 @@ Stop strings stay in the front (`outputs.py`).
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 from collections.abc import Iterable
@@ -19,7 +18,9 @@ import numpy as np
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.grammar import GATE, Constraint, pack
 from headrace.base.wire.params import (
+    BOUNDS,
     LOGPROBS_MODES,
+    Bound,
     RowSampling,
     SamplingParams,
     StopRules,
@@ -44,22 +45,6 @@ class Widths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _PLAIN = SamplingParams()
-
-# field -> (least, greatest, whether the least itself is allowed)
-_FLOATS: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0.0, 100.0, True),
-    "top_p": (0.0, 1.0, False),
-    "min_p": (0.0, 1.0, True),
-    "typical_p": (0.0, 1.0, False),
-    "repetition_penalty": (0.0, 100.0, False),
-    "presence_penalty": (-2.0, 2.0, True),
-    "frequency_penalty": (-2.0, 2.0, True),
-    "length_penalty": (-10.0, 10.0, True),
-    "dry_multiplier": (0.0, 100.0, True),
-    "dry_base": (1.0, 100.0, True),
-    "xtc_probability": (0.0, 1.0, True),
-    "xtc_threshold": (0.0, 1.0, True),
-}
 
 
 class InputChecker:
@@ -186,15 +171,16 @@ def _check_envelope(generation: Generation, limits: Limits) -> None:
     _text("cache_salt", generation.cache_salt, limits.max_salt_chars)
     if any(character in generation.cache_salt for character in "@/\\\0"):
         raise bad("cache_salt", generation.cache_salt, "text without @ / \\ and NUL")
-    _number("weight", generation.weight, 0.0, 1e6, least_allowed=False)
+    _number("weight", generation.weight, Bound(0.0, 1e6, above=True))
     _integer("priority", generation.priority, *_INT32)
     if generation.deadline_s is not None:
-        _number("timeout_s", generation.deadline_s, 0.0, 1e9, least_allowed=False)
+        _number("timeout_s", generation.deadline_s, Bound(0.0, 1e9, above=True))
 
 
 def _check_params(params: SamplingParams, limits: Limits, widths: Widths) -> None:
-    for field, (least, greatest, least_allowed) in _FLOATS.items():
-        _number(field, getattr(params, field), least, greatest, least_allowed=least_allowed)
+    for field, bound in BOUNDS.items():
+        if field != "logit_bias":
+            _number(field, getattr(params, field), bound)
     _check_counts(params, limits, widths)
     _check_lists(params, limits, widths)
     _check_logprobs(params, limits, widths)
@@ -264,7 +250,7 @@ def _check_lists(params: SamplingParams, limits: Limits, widths: Widths) -> None
         raise bad("logit_bias", params.logit_bias, "an object of token ids and numbers")
     _ids("logit_bias", tuple(params.logit_bias), limits.max_logit_bias, width)
     for token_id, bias in params.logit_bias.items():
-        _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        _number(f"logit_bias[{token_id}]", bias, BOUNDS["logit_bias"])
     if params.allowed_token_ids is not None:
         _ids("allowed_token_ids", params.allowed_token_ids, width, width)
         if not params.allowed_token_ids:
@@ -323,14 +309,9 @@ def bad(field: str, given: object, allowed: str) -> InvalidRequest:
     return InvalidRequest(f"{field}: {shown} is not {allowed}", field=field)
 
 
-def _number(
-    field: str, given: Any, least: float, greatest: float, *, least_allowed: bool = True
-) -> None:
-    allowed = f"a finite number {'from' if least_allowed else 'above'} {least:g} to {greatest:g}"
-    if not isinstance(given, int | float) or isinstance(given, bool) or not math.isfinite(given):
-        raise bad(field, given, allowed)
-    if not least <= given <= greatest or (given == least and not least_allowed):
-        raise bad(field, given, allowed)
+def _number(field: str, given: Any, bound: Bound) -> None:
+    if not isinstance(given, int | float) or isinstance(given, bool) or not bound.holds(given):
+        raise bad(field, given, str(bound))
 
 
 def _integer(field: str, given: Any, least: int, greatest: int) -> None:
