@@ -267,9 +267,7 @@ def _core_seats(resolved: Resolved, folder: RuntimeFolder) -> list[Seat]:
     ]
 
 
-def _core_starter(
-    spec: str, socket_path: str, environment: dict[str, str]
-) -> Callable[[], Child]:
+def _core_starter(spec: str, socket_path: str, environment: dict[str, str]) -> Callable[[], Child]:
     arguments = ("--spec", spec, "--socket", socket_path)
     return lambda: spawn(
         "core", CORE_MODULE, *arguments, die_with_thread=True, environment=environment

@@ -13,7 +13,7 @@ from tests.launch.test_resolve import CUDA, resolved
 def on_cuda(*, replicas: int, tensor_parallel: int) -> Resolved:
     count = replicas * tensor_parallel
     device = {"device": "cuda", "replicas": replicas, "tensor_parallel": tensor_parallel}
-    return resolved(device=device, facts=msgspec.structs.replace(CUDA, count=count))
+    return resolved(msgspec.structs.replace(CUDA, count=count), device=device)
 
 
 def test_replicas_share_the_devices_and_one_core_sees_them_all(
