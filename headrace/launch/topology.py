@@ -72,7 +72,7 @@ class Child:
 
 
 def core_environment(resolved: Resolved, index: int) -> dict[str, str]:
-    """What core `index` is told of the GPUs: of several replicas each sees its own share, in the order of the user's."""
+    """What core `index` is told of the GPUs: each of several replicas sees its share, in the user's order."""
     device = resolved.engine.device
     if device.device != "cuda" or resolved.replicas == 1:
         return {}
