@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.base.errors import Conflict, InvalidRequest
+from headrace.base.errors import Conflict, InvalidRequest, StartError
 from headrace.base.wire.request import Call
 from headrace.core.ports import ExecutorSource
 
@@ -33,13 +33,16 @@ class Swap:
         if not isinstance(model, str):
             raise InvalidRequest(f"model is {model!r}, a path is wanted", field="model")
         source = self._ready()
-        source.check(model)
+        try:
+            source.check(model)
+        except StartError as error:
+            raise InvalidRequest(f"model: {error.message}", field="model") from None
         self._core.executor.close()
         try:
             executor = source.make(model)
-        except Exception:
+        except StartError as error:
             self._core.install(source.make(""))
-            raise
+            raise InvalidRequest(f"model: {error.message}", field="model") from None
         self._core.install(executor)
         self.asleep = False
         return {"reloaded": True, "weight_bytes": executor.facts.weight_bytes}

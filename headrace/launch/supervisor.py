@@ -26,7 +26,14 @@ from headrace.base.config.resolved import Resolved
 from headrace.base.errors import ConfigError
 from headrace.launch import api_process
 from headrace.launch.api_process import ApiSpec
-from headrace.launch.topology import DRAIN_SIGNAL, Child, Report, RuntimeFolder, spawn
+from headrace.launch.topology import (
+    DRAIN_SIGNAL,
+    Child,
+    Report,
+    RuntimeFolder,
+    core_environment,
+    spawn,
+)
 
 log = logging.getLogger(__name__)
 CRASH_LIMIT = 5
@@ -259,14 +266,20 @@ class Supervisor:
 def _core_seats(resolved: Resolved, folder: RuntimeFolder) -> list[Seat]:
     spec = folder.write_spec("core", resolved.engine)
     return [
-        Seat(f"engine core {index}", _core_starter(spec, folder.socket_path(index)), is_core=True)
+        Seat(
+            f"engine core {index}",
+            _core_starter(spec, folder.socket_path(index), core_environment(resolved, index)),
+            is_core=True,
+        )
         for index in range(resolved.replicas)
     ]
 
 
-def _core_starter(spec: str, socket_path: str) -> Callable[[], Child]:
+def _core_starter(spec: str, socket_path: str, environment: dict[str, str]) -> Callable[[], Child]:
     arguments = ("--spec", spec, "--socket", socket_path)
-    return lambda: spawn("core", CORE_MODULE, *arguments, die_with_thread=True)
+    return lambda: spawn(
+        "core", CORE_MODULE, *arguments, die_with_thread=True, environment=environment
+    )
 
 
 def _api_seats(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from headrace.back.kernels.native.library import NativeLibrary
@@ -95,7 +96,7 @@ class Tapes:
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See Replay."""
-        target.copy_(source)
+        np.copyto(target.numpy(), source.numpy())
 
     def moment(self) -> Moment:
         """See Replay."""

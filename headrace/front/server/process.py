@@ -182,7 +182,7 @@ async def serve(
             plane.should_exit = True
         for task in working:
             task.cancel()
-        await asyncio.gather(*working, return_exceptions=True)
+        await asyncio.gather(*working, *services.background, return_exceptions=True)
         with contextlib.suppress(HeadraceError):
             await engine.close()
         services.template.close()
