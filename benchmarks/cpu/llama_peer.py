@@ -3,8 +3,8 @@ object on one line.
 
     python benchmarks/cpu/llama_peer.py MODEL.gguf --batch-size 8 --input-len 128 --output-len 32 --threads 2
 
-Greedy over the full logits, as many sequences as streams in one batch per step; all of the prompt's tokens in batches of
-at most 512.
+Greedy over the full logits, as many sequences as streams in one batch per step; prompts in batches of at most 512
+tokens.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def main() -> None:
     ]
     step_s = statistics.median(step for _, steps in runs for step in steps)
     prefill_s = statistics.median(prefill for prefill, _ in runs)
-    resident = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
+    resident = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line
+    ]
     print(
         json.dumps(
             {

@@ -25,14 +25,14 @@ from headrace.base.errors import (
     to_wire,
 )
 from headrace.base.wire.request import Call, EngineRequest, Finished, Hello, Reply
-from headrace.core.admission import check_queue, check_request, retry_after_s
+from headrace.core.admission import Load, check_queue, check_request, retry_after_s
 from headrace.core.control import Control
 from headrace.core.counters import Counters
 from headrace.core.kv.manager import KVManager
 from headrace.core.landing import Landing
 from headrace.core.outbox import Outbox, StepOutput
 from headrace.core.ports import Executor, Gate, Pending, StatsSink
-from headrace.core.request import Request, State
+from headrace.core.request import TOKEN_BYTES, Request, State
 from headrace.core.rows import RowTable
 from headrace.core.scheduler.draft import Flight
 from headrace.core.scheduler.gates import Gates
@@ -90,6 +90,9 @@ class EngineCore:
             max_model_len=self.facts.max_model_len,
             capacity_tokens=self.kv.capacity_tokens,
             max_running=self.rows.num_rows,
+            max_in_flight=None
+            if self.spec.policy == "priority"
+            else self.rows.num_rows + self.spec.max_queued_requests,
             num_blocks=self.facts.num_blocks,
             block_tokens=self.facts.block_tokens,
             start_s=self.facts.start_s,
@@ -134,14 +137,8 @@ class EngineCore:
     def _check_queue(self, wire: EngineRequest) -> None:
         queue = self.scheduler.queue
         try:
-            check_queue(
-                self.spec,
-                num_tokens=len(wire.prompt) // 4,
-                waiting=len(queue),
-                waiting_tokens=queue.num_tokens,
-                free_rows=self.rows.num_free,
-                rate=self.counters.rate,
-            )
+            load = Load(len(queue), queue.num_tokens, self.rows.num_free, self.counters.rate)
+            check_queue(self.spec, load, len(wire.prompt) // TOKEN_BYTES)
         except Unavailable as full:
             worst = self._worse_waiting(wire)
             if worst is None:
@@ -174,7 +171,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` may do something now; if not, wait for a message, at most `idle_s`."""
-        if self.outbox or self._flights or self._timer_due():
+        if self.outbox or self._flights or self.idle_s == 0.0:
             return True
         if self.control.frozen or self._stalled_at is not None:
             return False
@@ -342,10 +339,6 @@ class EngineCore:
         if self._stalled_at is not None and self.gates and self.scheduler.queue:
             timers.append(self._stalled_at + GATE_POLL_S)  # a gate may have opened meanwhile
         return min(timers, default=None)
-
-    def _timer_due(self) -> bool:
-        due = self._next_timer()
-        return due is not None and due <= self.clock()
 
 
 def _finished(

@@ -58,9 +58,9 @@ WEIGHT_BITS = {"int8": 8.0, "int4": 4.5}
 # CPU cores 1024 tokens took 170 ms with the bundled 10 M model and seconds with one of 0.6 B.
 CPU_STEP_TOKENS = 256
 FAST_STEP_TOKENS = 8192
-# On CUDA a step of prompts may take about 54 ms: 2304 tokens of an 8 B model on an H200. Products reach the rate of the
+# On CUDA a step of prompts may take about 48 ms: 2048 tokens of an 8 B model on an H200. Products reach the rate of the
 # longest ones at 2048 rows, so more tokens would only make streams wait; fewer would let prompts wait behind decodes.
-CUDA_STEP_OPERATIONS = 0.054 * 700e12
+CUDA_STEP_OPERATIONS = 0.048 * 700e12
 CUDA_LEAST_STEP_TOKENS = 512
 CPU_STRETCH = 2.0
 
@@ -410,6 +410,7 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         header_timeout_s=given.header_timeout_s,
         body_timeout_s=given.body_timeout_s,
         keepalive_timeout_s=given.keepalive_timeout_s,
+        pre_drain_s=given.pre_drain_s,
         shutdown_timeout_s=given.shutdown_timeout_s,
         request_timeout_s=given.request_timeout_s,
         ping_interval_s=given.ping_interval_s,

@@ -24,7 +24,14 @@ from headrace.base.config.resolved import Resolved
 from headrace.base.errors import ConfigError
 from headrace.launch import api_process
 from headrace.launch.api_process import ApiSpec
-from headrace.launch.topology import DRAIN_SIGNAL, Child, Report, RuntimeFolder, spawn
+from headrace.launch.topology import (
+    DRAIN_SIGNAL,
+    Child,
+    Report,
+    RuntimeFolder,
+    core_environment,
+    spawn,
+)
 
 log = logging.getLogger(__name__)
 CRASH_LIMIT = 5
@@ -227,7 +234,8 @@ class Supervisor:
             self.state = State.STOPPING  # not serving yet, or the second signal
             return
         self.state = State.DRAINING
-        timeout_s = self._resolved.server.shutdown_timeout_s
+        server = self._resolved.server
+        timeout_s = server.pre_drain_s + server.shutdown_timeout_s
         log.info("draining: running requests may finish within %g s", timeout_s)
         self._stop_at = time.monotonic() + timeout_s + EXIT_GRACE_S
         for seat in self._seats:
@@ -250,14 +258,20 @@ class Supervisor:
 def _core_seats(resolved: Resolved, folder: RuntimeFolder) -> list[Seat]:
     spec = folder.write_spec("core", resolved.engine)
     return [
-        Seat(f"engine core {index}", _core_starter(spec, folder.socket_path(index)), is_core=True)
+        Seat(
+            f"engine core {index}",
+            _core_starter(spec, folder.socket_path(index), core_environment(resolved, index)),
+            is_core=True,
+        )
         for index in range(resolved.replicas)
     ]
 
 
-def _core_starter(spec: str, socket_path: str) -> Callable[[], Child]:
+def _core_starter(spec: str, socket_path: str, environment: dict[str, str]) -> Callable[[], Child]:
     arguments = ("--spec", spec, "--socket", socket_path)
-    return lambda: spawn("core", CORE_MODULE, *arguments, die_with_thread=True)
+    return lambda: spawn(
+        "core", CORE_MODULE, *arguments, die_with_thread=True, environment=environment
+    )
 
 
 def _api_seats(resolved: Resolved, folder: RuntimeFolder, listener: socket.socket) -> list[Seat]:

@@ -354,3 +354,21 @@ def test_fuzzed_structures_never_give_a_server_error(url: str) -> None:
             )  # fmt: skip
     assert set(statuses) <= {200, 400}, sorted(set(statuses))
     assert statuses.count(400) > 50
+
+
+def test_scripts_have_it_too() -> None:
+    """`LLM`: the same field of SamplingParams."""
+    from headrace import LLM, SamplingParams, StructuredOutputs
+
+    with LLM(max_running=4) as llm:
+        asked = StructuredOutputs(choice=("left", "right"))
+        outputs = llm.generate(
+            ["Turn", "Go"], SamplingParams(structured_outputs=asked, n=2), progress=False
+        )
+        texts = [answer.text for output in outputs for answer in output.outputs]
+        assert len(texts) == 4 and set(texts) <= {"left", "right"}
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+                  "additionalProperties": False}  # fmt: skip
+        params = SamplingParams(structured_outputs=StructuredOutputs(json=schema), max_tokens=60)
+        answer = llm.chat([{"role": "user", "content": "JSON please"}], params, progress=False)
+        jsonschema.validate(json.loads(answer[0].text), schema)

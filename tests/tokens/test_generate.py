@@ -53,12 +53,14 @@ def post(served: Served, path: str, document: object) -> Any:
 
 
 def without_identity(answer: dict[str, Any]) -> str:
-    """An answer's bytes without what is new each time: its id, its second, ids of calls, what was cached."""
+    """An answer's bytes without what is new each time: its id, its second, ids of calls, what was cached, and the
+    scores (a prompt found in the cache is computed in another order)."""
     for choice in answer["choices"]:
         for call in choice.get("message", {}).get("tool_calls", []):
             call["id"] = "call"
     answer["usage"]["prompt_tokens_details"] = None
-    return json.dumps({**answer, "id": "", "created": 0})
+    written = json.dumps({**answer, "id": "", "created": 0})
+    return json.dumps(json.loads(written, parse_float=lambda _: 0.0))
 
 
 @pytest.mark.parametrize("chat", CHATS, ids=range(len(CHATS)))
@@ -74,6 +76,9 @@ def test_render_generate_derender_is_the_direct_answer(
         "/v1/chat/completions/derender",
         {"request": request, "response": generated, "token_ids": rendered["token_ids"]},
     )
+    told, shown = generated["choices"][0]["logprobs"], back["choices"][0]["logprobs"]
+    if told is not None:
+        assert [t["logprob"] for t in told["content"]] == [t["logprob"] for t in shown["content"]]
     assert without_identity(back) == without_identity(direct)
 
 
@@ -165,6 +170,28 @@ def test_a_derender_that_does_not_fit_is_refused(bundled: Served) -> None:
             "/v1/chat/completions/derender", {"request": request, "response": response}
         )
         assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": CHATS[2]["tools"], "tool_choice": "required"}, "tools"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+    ],
+)
+def test_a_structure_that_ids_cannot_carry_is_refused(
+    bundled: Served, change: dict[str, Any], field: str
+) -> None:
+    answer = bundled.post("/v1/chat/completions/render", {**CHATS[0], **change})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+
+
+def test_a_structure_of_a_completion_goes_along(bundled: Served) -> None:
+    request = {"prompt": "The", "max_tokens": 8, "structured_outputs": {"choice": ["yes", "no"]}}
+    (rendered,) = post(bundled, "/v1/completions/render", request)
+    generated = post(bundled, "/inference/v1/generate", {**rendered, "output_mode": "text"})
+    assert generated["choices"][0]["text"] in ("yes", "no")
 
 
 def test_tokenizer_info_tells_what_a_client_needs(bundled: Served) -> None:

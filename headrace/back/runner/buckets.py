@@ -33,6 +33,8 @@ from headrace.base.wire.step import StepPlan
 
 RING = 8
 """Slots of messages and results; two steps are in flight at most, so a slot is long free when it is used again."""
+MOST_FRAMES = 512
+"""Views of the static tensors that are kept, by size."""
 MIXED_ROWS = 16
 """The smallest number of rows of a bucket with prompts in it; the next are 4 and 16 times as many."""
 
@@ -48,6 +50,25 @@ class Bucket:
 
     def __str__(self) -> str:
         return f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
+
+
+class Sizes(Protocol):
+    """Which bucket a step takes."""
+
+    @property
+    def largest(self) -> Bucket:
+        """The bucket for which memory must be there."""
+        ...
+
+    def of(self, *, tokens: int, rows: int) -> Bucket:
+        """A bucket that holds a step."""
+        ...
+
+
+class MakeSizes(Protocol):
+    """Makes the sizes of a runner's steps."""
+
+    def __call__(self, *, max_rows: int, max_tokens: int, groups: int) -> Sizes: ...
 
 
 class Buckets:
@@ -143,6 +164,7 @@ class BucketSteps:
         machine: Machine,
         replay: Replay,
         *,
+        sizes: MakeSizes = Buckets,
         num_groups: int,
         block_tokens: int,
         max_rows: int,
@@ -151,7 +173,7 @@ class BucketSteps:
     ) -> None:
         device = machine.device
         self._machine, self._replay, self._kv = machine, replay, machine.kv
-        self.buckets = Buckets(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
+        self.buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
         problem = StepInputsProblem(
             device=device.type, block_tokens=block_tokens, max_rows=max_rows
         )
@@ -215,6 +237,8 @@ class BucketSteps:
     def _step(self, bucket: Bucket) -> Outputs:
         """The whole step on the device, from the message that was copied last to the ring."""
         if bucket not in self._frames:
+            if len(self._frames) >= MOST_FRAMES:
+                self._frames.clear()
             self._frames[bucket] = self._frame(bucket)
         frame, model, words = self._frames[bucket], self._machine.model, self._message.words
         self._inputs(words, self._tables, frame.out)
@@ -297,8 +321,14 @@ class _Message:
         self._problem = problem
         self._shape = tables.blocks_GMB.shape
         self.words = torch.zeros(problem.updates_at + 2 * updates, dtype=torch.int32, device=device)
-        self._slots = _host_buffer((RING, self.words.numel()), device)
-        self._host = self._slots.numpy()
+        self._slots: torch.Tensor | None = None
+        if device.type == "cpu":
+            # The step has run when the next message is written: it is written where the step reads it. Besides, each
+            # small operation of torch gives up the interpreter's lock and may wait long to get it back.
+            self._host = [self.words.numpy()] * RING
+        else:
+            self._slots = _host_buffer((RING, self.words.numel()), device)
+            self._host = list(self._slots.numpy())
         self._slot = 0
 
     def section(self, index: int, count: int) -> torch.Tensor:
@@ -331,7 +361,8 @@ class _Message:
             pairs = words[self._problem.updates_at : end]
             pairs[0::2] = at + plan.block_index[:updates]
             pairs[1::2] = plan.block_id[:updates]
-        self.words[:end].copy_(self._slots[slot, :end], non_blocking=True)
+        if self._slots is not None:
+            self.words[:end].copy_(self._slots[slot, :end], non_blocking=True)
         return slot
 
 

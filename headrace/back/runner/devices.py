@@ -9,12 +9,12 @@ import torch
 
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.native.wrap import loaded, unsupported
-from headrace.back.runner.buckets import BucketSteps, Replay
+from headrace.back.runner.buckets import Buckets, BucketSteps, MakeSizes, Replay
 from headrace.back.runner.graphs import Graphs
 from headrace.back.runner.memory import Profile
 from headrace.back.runner.requests import Rows
 from headrace.back.runner.steps import ExactSteps, Machine, Steps
-from headrace.back.runner.tapes import RecordedSteps, Tapes
+from headrace.back.runner.tapes import ExactSizes, Tapes
 from headrace.base.config.resolved import EngineSpec
 
 
@@ -28,11 +28,6 @@ def make_steps(machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps:
     """Replayed graphs on CUDA and recorded native calls on a CPU, where everything a step does is on the device; exact
     steps elsewhere."""
     why = _why_exact(machine)
-    if why is None and machine.device.type == "cpu":
-        library = loaded()
-        return RecordedSteps(
-            machine, bucket_steps(machine, spec, Tapes(library), num_groups=num_groups)
-        )
     if why is not None:
         rows = Rows.growing(
             max_rows=spec.scheduler.max_running,
@@ -41,16 +36,24 @@ def make_steps(machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps:
             device=machine.device,
         )
         return ExactSteps(machine, rows, why)
+    if machine.device.type == "cpu":
+        return bucket_steps(machine, spec, Tapes(loaded()), num_groups=num_groups, sizes=ExactSizes)
     return bucket_steps(machine, spec, Graphs(machine.device), num_groups=num_groups)
 
 
 def bucket_steps(
-    machine: Machine, spec: EngineSpec, replay: Replay, *, num_groups: int
+    machine: Machine,
+    spec: EngineSpec,
+    replay: Replay,
+    *,
+    num_groups: int,
+    sizes: MakeSizes = Buckets,
 ) -> BucketSteps:
     """Steps by buckets, replayed as `replay` does."""
     return BucketSteps(
         machine,
         replay,
+        sizes=sizes,
         num_groups=num_groups,
         block_tokens=spec.kv.block_tokens,
         max_rows=spec.scheduler.max_running,

@@ -1,7 +1,5 @@
-"""Steps on a CPU: decodes of a few rows are recorded as tapes of native calls (kernels/native/tape.py) and replayed by one
-call; steps with prompts in them, whose arithmetic dwarfs the host's work, are run exactly as they are.
-
-Both kinds share the rows, so a request may go from one to the other at every step.
+"""Steps on a CPU: each is of exactly its own size, and decodes of a few rows are recorded as tapes of native calls
+(kernels/native/tape.py) and replayed by one call. A prompt's arithmetic dwarfs the host's work: such steps are called.
 """
 
 from __future__ import annotations
@@ -10,18 +8,30 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from headrace.back.kernels.native.library import NativeLibrary
 from headrace.back.kernels.native.tape import Arena, Recorder, Tape, unowned
-from headrace.back.runner.batch import StepShape
-from headrace.back.runner.buckets import Bucket, BucketSteps, Outputs
-from headrace.back.runner.steps import ExactSteps, Machine, Moment, Now, Ran
+from headrace.back.runner.buckets import Bucket, Outputs
+from headrace.back.runner.steps import Moment, Now
 from headrace.base.config.resolved import Decision
-from headrace.base.wire.step import StepPlan
 
 MOST_ROWS = 64
 """Above it a step takes so long that the host's work beside it does not matter, and a tape's memory would."""
+
+
+class ExactSizes:
+    """`Sizes` without padding, which costs time on a CPU and buys nothing."""
+
+    def __init__(self, *, max_rows: int, max_tokens: int, groups: int) -> None:
+        self._groups = groups
+        self.largest = self.of(tokens=max_tokens, rows=max_rows)
+
+    def of(self, *, tokens: int, rows: int) -> Bucket:
+        """The step's own size."""
+        updates = self._groups * (tokens // 8 + 2 * rows)
+        return Bucket(tokens=tokens, rows=rows, decode=tokens == rows, updates=updates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +51,15 @@ class Tapes:
         self.foreign: tuple[str, ...] = ()
 
     @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """See Replay."""
+        why = f"decodes of at most {MOST_ROWS} rows, each size from its third step on"
+        return (Decision("graphs", "auto", "recorded native calls", why),)
+
+    @property
     def num_tapes(self) -> int:
         """Tapes that are kept."""
         return len(self._tapes)
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """See Replay: tapes are made while serving; `RecordedSteps` tells what will be."""
-        return ()
 
     def scope(self) -> AbstractContextManager[object]:
         """See Replay."""
@@ -60,7 +71,9 @@ class Tapes:
         if found is not None:
             found.tape.replay()
             return found.outputs
-        if bucket not in self._seen or self.foreign:
+        if not bucket.decode or bucket.rows > MOST_ROWS or self.foreign:
+            return step(bucket)
+        if bucket not in self._seen:
             self._seen.add(bucket)
             return step(bucket)
         return self._record(bucket, step)
@@ -83,41 +96,8 @@ class Tapes:
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See Replay."""
-        target.copy_(source)
+        np.copyto(target.numpy(), source.numpy())
 
     def moment(self) -> Moment:
         """See Replay."""
-        return Now()
-
-
-class RecordedSteps:
-    """`Steps` that replays decodes and runs everything else exactly."""
-
-    def __init__(self, machine: Machine, decodes: BucketSteps) -> None:
-        self.rows = decodes.rows
-        self.common_rows: tuple[int, ...] = ()
-        self._decodes = decodes
-        self._exact = ExactSteps(machine, decodes.rows)
-        why = f"decodes of at most {MOST_ROWS} rows, each size from its third step on"
-        self.decisions: tuple[Decision, ...] = (
-            *decodes.decisions,
-            Decision("graphs", "auto", "recorded native calls", why),
-        )
-
-    def scope(self) -> AbstractContextManager[object]:
-        """See Steps."""
-        return nullcontext()
-
-    def use_kv(self, kv: tuple[torch.Tensor, ...]) -> None:
-        """See Steps."""
-        self._decodes.use_kv(kv)
-        self._exact.use_kv(kv)
-
-    def run(self, plan: StepPlan, shape: StepShape) -> Ran:
-        """See Steps."""
-        decode = shape.num_decodes == shape.rows.size <= MOST_ROWS
-        return (self._decodes if decode else self._exact).run(plan, shape)
-
-    def moment(self) -> Moment:
-        """See Steps."""
         return Now()

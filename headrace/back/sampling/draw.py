@@ -11,6 +11,8 @@ import torch
 
 from headrace.back.kernels.gumbel import noise
 from headrace.back.kernels.gumbel.op import Gumbel
+from headrace.back.kernels.nucleus.op import OP as NUCLEUS
+from headrace.back.kernels.nucleus.op import NucleusProblem
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.candidates import Candidates, most_candidates, select
 from headrace.back.sampling.features import TRUNCATES, Picked, RowNumbers, Use
@@ -42,6 +44,7 @@ class Draw:
         rows = picked.rows
         self._source = (numbers, picked)
         self._device = device
+        self._nucleus = NUCLEUS.choose(NucleusProblem(device=device.type)).bind()
         self._use = numbers.use[rows]
         self._uses = int(np.bitwise_or.reduce(self._use, initial=0))
         self._top_k = numbers.top_k[rows]
@@ -120,7 +123,7 @@ class Draw:
             typical_K1 = self._typical_p < 1.0
             lse_K1 = torch.where(typical_K1, z_KC.logsumexp(1, keepdim=True), lse_K1)
         if self._uses & Use.TOP_P:
-            keep_top_p_(z_KC, self._top_p, lse_K1)
+            keep_top_p_(z_KC, self._top_p, lse_K1, nucleus=self._nucleus)
         if self._uses & Use.MIN_P:
             keep_min_p_(z_KC, self._log_min_p)
         if self._uses & Use.XTC:

@@ -42,16 +42,16 @@ class GrammarMask:
 
     def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
         """Masks what is not allowed; ids beyond the mask are not."""
-        packed = np.ascontiguousarray(self._masks[self._place[picked.rows]]).view(np.uint8)
+        packed = ~self._masks[self._place[picked.rows]].view(np.uint8)
         width = min(self._width, packed.shape[1] * 8)
         if self._device.type == "cpu":
             bits = np.unpackbits(packed, axis=1, count=width, bitorder="little")
-            allowed_KV = torch.from_numpy(bits).view(torch.bool)
+            forbidden_KV = torch.from_numpy(bits).view(torch.bool)
         else:
             sent_KB = to_device(packed, self._device)
             bits_KBS = (sent_KB[:, :, None] >> self._shifts) & 1
-            allowed_KV = bits_KBS.view(len(packed), -1)[:, :width].bool()
-        logits_KV[:, :width].masked_fill_(~allowed_KV, -torch.inf)
+            forbidden_KV = bits_KBS.view(len(packed), -1)[:, :width].bool()
+        logits_KV[:, :width].masked_fill_(forbidden_KV, -torch.inf)
         logits_KV[:, width:] = -torch.inf
 
     def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:

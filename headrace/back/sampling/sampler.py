@@ -31,6 +31,8 @@ from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.gumbel.op import OP as GUMBEL
 from headrace.back.kernels.gumbel.op import GumbelProblem
+from headrace.back.kernels.nucleus.op import OP as NUCLEUS
+from headrace.back.kernels.nucleus.op import NucleusProblem
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.allowed import AllowedIds
@@ -84,7 +86,8 @@ class Sampler:
         gumbel = GUMBEL.choose(GumbelProblem(device=device.type))
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
         self._quieten = _quieten_host if device.type == "cpu" else _quieten_device
-        self.decisions = decisions((greedy, gumbel))
+        nucleus = NUCLEUS.choose(NucleusProblem(device=device.type))
+        self.decisions = decisions((greedy, gumbel, nucleus))
         self._grammar = GrammarMask(max_rows=max_rows, width=logits_width, device=device)
         self._features: tuple[tuple[Use, LogitFeature], ...] = (
             (Use.PENALTIES, Penalties(max_rows=max_rows, width=logits_width, device=device)),

@@ -152,6 +152,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     header_timeout_s: float
     body_timeout_s: float
     keepalive_timeout_s: float
+    pre_drain_s: float
     shutdown_timeout_s: float
     request_timeout_s: float
     ping_interval_s: float

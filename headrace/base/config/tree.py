@@ -210,6 +210,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     keepalive_timeout_s: Annotated[
         Seconds, Meta(description="Time an idle connection stays open.")
     ] = 30.0
+    pre_drain_s: Annotated[
+        Seconds,
+        Meta(
+            description="After SIGTERM readiness is false at once, and new requests are still taken for so long: "
+            "load balancers need a moment to notice."
+        ),
+    ] = 0.0
     shutdown_timeout_s: Annotated[
         Seconds,
         Meta(

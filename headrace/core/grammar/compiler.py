@@ -58,6 +58,24 @@ class Engine(msgspec.Struct, frozen=True):
     vocabulary: Vocabulary
 
 
+class _EngineMaker:
+    """Makes the engine once; whoever asks meanwhile waits. Threads hold this, not the compiler, which so can go."""
+
+    def __init__(self, load: Callable[[], Vocabulary], backend: str) -> None:
+        self.backend = backend
+        self.made: Engine | None = None
+        self._load = load
+        self._lock = threading.Lock()
+
+    def get(self) -> Engine:
+        with self._lock:
+            if self.made is None:
+                vocabulary = self._load()
+                backend = make_backend(self.backend, vocabulary)
+                self.made = Engine(backend, Lexicon(vocabulary), vocabulary)
+            return self.made
+
+
 class Compiler:
     """`get` is called from the loop alone; the threads only fill entries in."""
 
@@ -69,13 +87,10 @@ class Compiler:
         limits: CompileLimits | None = None,
     ) -> None:
         self.limits = limits or CompileLimits()
-        self._backend = backend
-        self._load = load
+        self._maker = _EngineMaker(load, backend)
         self._cache: OrderedDict[bytes, Entry] = OrderedDict()
         self._jobs: queue.PriorityQueue[tuple[int, int, Entry | None]] = queue.PriorityQueue()
         self._number = count()
-        self._lock = threading.Lock()
-        self._engine: Engine | None = None
         self._pending: list[Entry] = []
         self._num_threads = 0
         weakref.finalize(self, _stop, self._jobs, self.limits.threads)
@@ -83,7 +98,7 @@ class Compiler:
     @property
     def engine(self) -> Engine | None:
         """The vocabulary's engine once there is one; there is when an entry has a matcher."""
-        return self._engine
+        return self._maker.made
 
     @property
     def num_waiting(self) -> int:
@@ -121,17 +136,8 @@ class Compiler:
         if self._num_threads < min(self.limits.threads, len(self._pending)):
             name = f"grammar-{self._num_threads}"
             self._num_threads += 1
-            worker = _Worker(self._jobs, self.engine_of_vocabulary, self._backend, self.limits)
+            worker = _Worker(self._jobs, self._maker, self.limits)
             threading.Thread(target=worker.run, name=name, daemon=True).start()
-
-    def engine_of_vocabulary(self) -> Engine:
-        """Makes the engine on the first call; the other threads wait for it."""
-        with self._lock:
-            if self._engine is None:
-                vocabulary = self._load()
-                backend = make_backend(self._backend, vocabulary)
-                self._engine = Engine(backend, Lexicon(vocabulary), vocabulary)
-            return self._engine
 
 
 class _Worker:
@@ -140,13 +146,11 @@ class _Worker:
     def __init__(
         self,
         jobs: queue.PriorityQueue[tuple[int, int, Entry | None]],
-        engine: Callable[[], Engine],
-        backend: str,
+        maker: _EngineMaker,
         limits: CompileLimits,
     ) -> None:
         self._jobs = jobs
-        self._engine = engine
-        self._backend = backend
+        self._maker = maker
         self._limits = limits
         self._trial: Trial | None = None
 
@@ -164,12 +168,12 @@ class _Worker:
             self._trial.close()
 
     def _compile(self, entry: Entry) -> None:
-        engine = self._engine()
+        engine = self._maker.get()
         if entry.node is None:
             return
         if self._trial is None or not self._trial.alive:
             memory = self._limits.memory_bytes
-            self._trial = Trial(Begin(self._backend, engine.vocabulary, memory))
+            self._trial = Trial(Begin(self._maker.backend, engine.vocabulary, memory))
         entry.cost_bytes += self._trial.compile(entry.node, self._limits.seconds)
         entry.matcher = engine.backend.compile(entry.node)
 

@@ -39,9 +39,10 @@ SCOPE_KEY = "headrace.exchange"
 class Services:
     """Everything the handlers use.
 
-    `warm`: start-up is over. `draining`: no new work. `abandon` is set when running work must end now. Templates that
-    come with requests are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format
-    of the model's reasoning and tool calls. `sealer` is the same in every API process of a server.
+    `warm`: start-up is over. `leaving`: not ready any more, so that load balancers turn away. `draining`: no new work.
+    `abandon` is set when running work must end now. Templates that come with requests are rendered by
+    `guest_templates`: they cannot hold up the model's own. `answers`: the format of the model's reasoning and tool
+    calls. `sealer` is the same in every API process of a server.
     """
 
     engine: Engine
@@ -59,6 +60,7 @@ class Services:
     store: ResponseStore | None = None
     background: set[asyncio.Task[None]] = field(default_factory=set)
     warm: bool = False
+    leaving: bool = False
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -75,7 +77,8 @@ class Services:
     @property
     def ready(self) -> bool:
         """Whether a load balancer should send requests here."""
-        return self.warm and self.engine.ready and self.engine.alive and not self.draining
+        gone = self.leaving or self.draining
+        return self.warm and self.engine.ready and self.engine.alive and not gone
 
 
 @dataclass(kw_only=True)

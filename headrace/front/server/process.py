@@ -1,8 +1,9 @@
 """The process of one API server: `python -m headrace.front.server.process --spec FILE --listen-fd N`.
 
 It serves an inherited listening socket. DRAIN_SIGNAL from the supervisor starts the drain: readiness is false at once,
-new requests get 503, running ones finish within `shutdown_timeout_s`, the rest end with an explicit error; then the
-process ends with 0. The module lives in this room because it joins what is above `launch`, which knows it by name only.
+after `pre_drain_s` new requests get 503, running ones finish within `shutdown_timeout_s`, the rest end with an explicit
+error; then the process ends with 0. The module lives in this room because it joins what is above `launch`, which knows
+it by name only.
 """
 
 from __future__ import annotations
@@ -67,15 +68,18 @@ class Server(uvicorn.Server):
 
     def begin_drain(self) -> None:
         """First signal: drain. Second: end what runs now."""
-        if self.services.draining:
+        if self.services.leaving:
             self.services.abandon.set()
             return
-        self.services.draining = True
+        self.services.leaving = True
         self._drain = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:
-        """Waits for running generations, ends the rest with an error, then stops the server."""
+        """Waits for load balancers and running generations, ends the rest with an error, then stops the server."""
         services = self.services
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(services.abandon.wait(), services.server.pre_drain_s)
+        services.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(services.server.shutdown_timeout_s):
                 while services.shares.total and not services.abandon.is_set():
@@ -163,7 +167,7 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
     finally:
         for task in working:
             task.cancel()
-        await asyncio.gather(*working, return_exceptions=True)
+        await asyncio.gather(*working, *services.background, return_exceptions=True)
         with contextlib.suppress(HeadraceError):
             await engine.close()
         services.template.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import NotServed
@@ -27,9 +27,12 @@ class NoEngine:
     ready = True
     alive = True
 
-    def generate(self, generation: Generation) -> AsyncIterator[Event]:
+    def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """Refused."""
         raise NotServed(_WHY)
+
+    def check_room(self) -> None:
+        """There is no queue."""
 
     async def explain(self, label: str) -> dict[str, object]:
         """Refused."""

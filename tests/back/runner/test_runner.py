@@ -231,4 +231,4 @@ def test_prompt_logprobs_beyond_what_is_made_fail_that_request_alone(
 def test_the_facts_name_the_samplers_kernels() -> None:
     runner, _ = make(TinyModel())
     fields = [field for field, *_ in runner.facts.decisions]
-    assert fields[:2] == ["kernel.greedy", "kernel.gumbel"]
+    assert fields[:3] == ["kernel.greedy", "kernel.gumbel", "kernel.nucleus"]

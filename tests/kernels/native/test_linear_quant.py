@@ -5,9 +5,17 @@ import pytest
 import torch
 
 from headrace.back.kernels.linear_quant import op
-from headrace.back.kernels.linear_quant.layout import OFFSETS, PackedWeight
+from headrace.back.kernels.linear_quant.layout import (
+    OFFSETS,
+    PackedWeight,
+    empty,
+    read_rows,
+    write_panels,
+)
 from headrace.back.kernels.linear_quant.native import KERNEL, MAX_INPUTS, bind_with
 from headrace.back.kernels.linear_quant.op import OP, LinearQuantProblem
+from headrace.back.kernels.linear_quant.quantize import quantize_with
+from headrace.back.quant.scheme import SCHEMES
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -136,3 +144,32 @@ def test_the_self_check_accepts_it(newest, dtype, bits):
 def test_what_it_cannot_do_is_refused_with_the_reason(newest):
     assert "float16" in KERNEL.supports(problem(torch.float16, 8, 4, 4))
     assert "65536" in KERNEL.supports(problem(torch.float32, 8, 4, 65537))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("outputs, inputs", [(1, 1), (63, 33), (64, 64), (130, 100), (70, 257)])
+def test_the_native_quantizer_packs_what_the_scheme_says(library, dtype, bits, outputs, inputs):
+    weight = values(outputs, inputs + 3, dtype=dtype)[:, 1 : inputs + 1]
+    weight[0] = 0
+    scheme = SCHEMES[f"int{bits}"]
+    expected, packed = empty(bits, outputs, inputs), empty(bits, outputs, inputs)
+    write_panels(expected, 0, *scheme.quantize(weight))
+    packed.panels.fill_(7)
+    quantize_with(library, weight, packed)
+    rows = torch.arange(outputs)
+    for ours, theirs in zip(read_rows(packed, rows), read_rows(expected, rows), strict=True):
+        assert torch.equal(ours, theirs)
+    if bits == 8:  # int4: a scale of zero may be +0 or -0
+        assert torch.equal(packed.panels, expected.panels)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_damaged_weight_gives_nan_where_it_is_and_nowhere_else(newest, bits):
+    asked = problem(torch.float32, bits, 70, 64, bias=False)
+    weight = values(70, 64, dtype=torch.float32)
+    weight[3, 5], weight[66, 1] = float("nan"), float("inf")
+    packed = empty(bits, 70, 64)
+    quantize_with(newest, weight, packed)
+    lost = bind_with(newest, asked, packed, None)(torch.ones(1, 64)).isnan()[0]
+    assert lost.nonzero()[:, 0].tolist() == [3, 66]

@@ -12,9 +12,12 @@ from headrace.back.kernels.greedy import op as greedy
 from headrace.back.kernels.gumbel import op as gumbel
 from headrace.back.kernels.linear.table import ProductPlan
 from headrace.back.kernels.linear.triton_small import Product, launcher
+from headrace.back.kernels.nucleus import op as nucleus
 from headrace.back.kernels.op import Kernel, Op, load_kernel
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.rms_norm import op as rms_norm
+from headrace.back.kernels.step_commit import op as step_commit
+from headrace.back.kernels.step_inputs import op as step_inputs
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -65,6 +68,7 @@ SKINNY = ProductPlan(kernel="skinny", n=32, k=128, warps=4, stages=4, prefetch=2
 SPLIT = ProductPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=4)
 _ONES = torch.ones(4096)
 _ACT = "gated_act.triton_gated_act:KERNEL"
+STEP = step_inputs.StepInputsProblem(device="cpu", block_tokens=16, max_rows=9)
 
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("attention 32/8x128", _call(attention.OP, _ATTENTION, _attention(32, 8, 128))),
@@ -101,5 +105,11 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("gemv add bias", _product(GEMV, 1, bias_O=_ONES[:512].to(BF16), add=True)),
     ("skinny act", _product(SKINNY, 16, activation="silu")),
     ("skinny split add", _product(SPLIT, 64, add=True)),
+    ("step_inputs", _call(step_inputs.OP, "step_inputs.triton_step:KERNEL", STEP)),
+    ("step_commit", _call(step_commit.OP, "step_commit.triton_commit:KERNEL", STEP)),
+    (
+        "nucleus",
+        _call(nucleus.OP, "nucleus.triton_nucleus:KERNEL", nucleus.NucleusProblem(device="cpu")),
+    ),
 ]
 """(title, call)."""

@@ -1,7 +1,8 @@
 """Linear by the native kernel, reading the plain weight in place.
 
 A result depends on its own row alone: not on the rows beside it, their number or the number of threads. So a request's
-tokens do not depend on who else is being served. T tokens, I inputs, O outputs; x and the weight share a dtype; sums are float32.
+tokens do not depend on who else is being served. T tokens, I inputs, O outputs; x and the weight share a dtype; sums
+are float32.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ async def get_ready(exchange: Exchange, request: Request) -> Response:
     if services.ready:
         return _answer("ready", healthy=True)
     loaded = services.warm and services.engine.ready
-    why = "draining" if services.draining else "stuck" if loaded else "loading"
+    why = "draining" if services.draining or services.leaving else "stuck" if loaded else "loading"
     return _answer(why, healthy=False)
 
 

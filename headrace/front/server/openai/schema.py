@@ -16,12 +16,10 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.params import StructuredOutputs
+from headrace.base.wire.params import BOUNDS, StructuredOutputs
 
 Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -50,26 +48,26 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=4)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    temperature: Annotated[float, BOUNDS["temperature"].meta(greatest=2)] | None = None
+    top_p: Annotated[float, BOUNDS["top_p"].meta()] | None = None
+    frequency_penalty: Annotated[float, BOUNDS["frequency_penalty"].meta()] | None = None
+    presence_penalty: Annotated[float, BOUNDS["presence_penalty"].meta()] | None = None
+    logit_bias: dict[str, Annotated[float, BOUNDS["logit_bias"].meta()]] | None = None
     max_tokens: Count | None = None
     user: Annotated[str, Meta(max_length=1024)] | None = None
 
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    min_p: Share | None = None
-    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
-    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
-    dry_base: Annotated[float, Meta(ge=1, le=10)] | None = None
+    min_p: Annotated[float, BOUNDS["min_p"].meta()] | None = None
+    typical_p: Annotated[float, BOUNDS["typical_p"].meta()] | None = None
+    repetition_penalty: Annotated[float, BOUNDS["repetition_penalty"].meta()] | None = None
+    length_penalty: Annotated[float, BOUNDS["length_penalty"].meta()] | None = None
+    dry_multiplier: Annotated[float, BOUNDS["dry_multiplier"].meta()] | None = None
+    dry_base: Annotated[float, BOUNDS["dry_base"].meta()] | None = None
     dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
     dry_range: Count | None = None
     dry_sequence_breakers: Annotated[list[StopText], Meta(max_length=64)] | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Annotated[float, Meta(ge=0, le=0.5)] | None = None
+    xtc_probability: Annotated[float, BOUNDS["xtc_probability"].meta()] | None = None
+    xtc_threshold: Annotated[float, BOUNDS["xtc_threshold"].meta()] | None = None
     min_tokens: Count | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     include_stop_str_in_output: bool | None = None

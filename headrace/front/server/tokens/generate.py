@@ -24,11 +24,12 @@ from headrace.front.server.openai.fold import LOWEST, Choice, Fold, logprob, sco
 from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import parse
 from headrace.front.server.sse import DONE
+from headrace.front.server.structured import plain_structure
 from headrace.front.server.tokens.schema import GenerateRequest, TokenSampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class GenerateReply:
     """What all chunks of one answer share."""
 
     id: str
@@ -58,8 +59,12 @@ async def post_generate(exchange: Exchange, document: Any) -> Response:
     services.tokenizer.check_ids(request.token_ids, field="token_ids")
     exchange.hold_place()
     label = completion_id("gen")
-    events = generate(exchange, sampling, request.token_ids, params, label=label)
-    reply = Reply(
+    events = generate(
+        *(exchange, sampling, request.token_ids, params),
+        label=label,
+        structure=plain_structure(sampling),
+    )
+    reply = GenerateReply(
         id=label,
         model=model,
         created=int(time.time()),
@@ -91,7 +96,7 @@ def sampling_of(request: GenerateRequest) -> TokenSampling:
     return parse({**request.sampling_params, **given}, TokenSampling)
 
 
-async def _answer(events: AsyncGenerator[Event, None], reply: Reply) -> bytes:
+async def _answer(events: AsyncGenerator[Event, None], reply: GenerateReply) -> bytes:
     fold = Fold(reply.num_choices)
     async with aclosing(events):
         async for event in events:
@@ -104,7 +109,9 @@ async def _answer(events: AsyncGenerator[Event, None], reply: Reply) -> bytes:
     return orjson.dumps(found)
 
 
-async def _chunks(events: AsyncGenerator[Event, None], reply: Reply) -> AsyncGenerator[bytes, None]:
+async def _chunks(
+    events: AsyncGenerator[Event, None], reply: GenerateReply
+) -> AsyncGenerator[bytes, None]:
     options = reply.request.stream_options
     fold = Fold(reply.num_choices)
     async with aclosing(events):
@@ -127,7 +134,7 @@ def _event(document: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(document) + b"\n\n"
 
 
-def _envelope(reply: Reply, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _envelope(reply: GenerateReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "request_id": reply.request.request_id or reply.id,
         "id": reply.id,
@@ -138,7 +145,7 @@ def _envelope(reply: Reply, choices: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _choice(reply: Reply, index: int, choice: Choice) -> dict[str, Any]:
+def _choice(reply: GenerateReply, index: int, choice: Choice) -> dict[str, Any]:
     ended = choice.ended
     found: dict[str, Any] = {
         "index": index,

@@ -27,6 +27,7 @@ from headrace.front.server.openai.routes import prompt_of
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, Common, CompletionRequest, parse
 from headrace.front.server.parsed import parsed
+from headrace.front.server.structured import is_plain, narrowed, structure_of
 from headrace.front.server.tokens.schema import (
     DerenderRequest,
     Generated,
@@ -47,9 +48,23 @@ async def post_render_chat(exchange: Exchange, document: Any) -> Response:
 
 async def rendered_chat(exchange: Exchange, request: ChatRequest) -> dict[str, Any]:
     """The generate request of a chat."""
+    request = request if is_plain(request) else narrowed(request)
     params = _chat_params(exchange, request)
     ids = await chat_ids(exchange, request)
+    _refuse_structure(exchange, request, ids)
     return _rendered(exchange, request, ids, params)
+
+
+def _refuse_structure(exchange: Exchange, request: ChatRequest, ids: list[int]) -> None:
+    """A constraint behind reasoning, or one that forces calls, is no sampling field: token routes cannot carry it."""
+    services = exchange.services
+    tail = services.answers.prompt_tail(services.tokenizer, ids)
+    structure = structure_of(request, services.answers, prompt_tail=tail)
+    if structure.grammar is not None or structure.reasoning is not None:
+        raise InvalidRequest(
+            f"{structure.field}: a rendered request cannot carry it; use /v1/chat/completions",
+            field=structure.field,
+        )
 
 
 async def post_render_completion(exchange: Exchange, document: Any) -> Response:
@@ -69,7 +84,7 @@ async def rendered_completion(
 async def post_derender_chat(exchange: Exchange, document: Any) -> Response:
     """POST /v1/chat/completions/derender: generated ids as a chat completion."""
     given = parse(document, DerenderRequest)
-    request = msgspec.structs.replace(parse(given.request, ChatRequest), stream=None)
+    request = narrowed(msgspec.structs.replace(parse(given.request, ChatRequest), stream=None))
     request = msgspec.structs.replace(request, stream_options=None)
     params = _chat_params(exchange, request)
     _check(exchange, given, most=params.n)
@@ -81,7 +96,7 @@ async def post_derender_chat(exchange: Exchange, document: Any) -> Response:
     if answers is not None:
         events = parsed(events, answers)
     model = exchange.services.model_name(request.model)
-    reply = chat.ChatReply.now(
+    reply = chat.ChatReply(
         id=completion_id("chatcmpl"), model=model, request=request, prompt_ids=ids
     )
     return Response(await chat.to_answer(events, reply), media_type="application/json")
@@ -151,7 +166,9 @@ def _rendered(
         "request_id": completion_id("gen"),
         "token_ids": ids,
         "features": None,
-        "sampling_params": {k: v for k, v in fields.items() if v is not None},
+        "sampling_params": {
+            name: msgspec.to_builtins(value) for name, value in fields.items() if value is not None
+        },
         "model": exchange.services.model_name(request.model),
         "stream": bool(request.stream),
         "stream_options": msgspec.to_builtins(request.stream_options),

@@ -1,6 +1,6 @@
 """Which of the formats a checkpoint writes in: chosen by its chat template, else by its model_type, or by name.
 
-The formats themselves are rows (tool_rows.py, reasoning_rows.py), under names that users of other servers know.
+The formats are rows (families_tools.py, families_reasoning.py), under names that users of other servers know.
 Nothing here encodes text or looks into a tokenizer, so rows can be used from any thread (REG-101).
 """
 
@@ -12,8 +12,8 @@ from typing import TypeVar
 import msgspec
 
 from headrace.base.errors import ConfigError
-from headrace.front.text.parsing.reasoning_rows import REASONING_FAMILIES, ReasoningFamily
-from headrace.front.text.parsing.tool_rows import (
+from headrace.front.text.parsing.families_reasoning import REASONING_FAMILIES, ReasoningFamily
+from headrace.front.text.parsing.families_tools import (
     TOOL_FAMILIES,
     BareTags,
     ToolFamily,
