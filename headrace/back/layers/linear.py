@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.linear.op import OP, Linear, LinearProblem
+from headrace.back.kernels.linear_blocks.layout import BlockWeight
+from headrace.back.kernels.linear_blocks.op import OP as OP_BLOCKS
+from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import OP as OP_QUANT
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
@@ -98,7 +101,7 @@ class RowLinear:
 
 def bind_linear(
     scope: Scope,
-    weight_OI: torch.Tensor | PackedWeight,
+    weight_OI: torch.Tensor | PackedWeight | BlockWeight,
     bias_O: torch.Tensor | None,
     *,
     shared: bool = False,
@@ -106,6 +109,8 @@ def bind_linear(
     """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere."""
     if isinstance(weight_OI, PackedWeight):
         return _bind_packed(scope, weight_OI, bias_O)
+    if isinstance(weight_OI, BlockWeight):
+        return _bind_blocks(scope, weight_OI, bias_O)
     outputs, inputs = weight_OI.shape
     problem = LinearProblem(
         device=scope.device.type,
@@ -116,6 +121,17 @@ def bind_linear(
         shared=shared,
     )
     return scope.bind(OP, problem, weight_OI, bias_O)
+
+
+def _bind_blocks(scope: Scope, weight: BlockWeight, bias_O: torch.Tensor | None) -> Linear:
+    problem = LinearBlocksProblem(
+        device=scope.device.type,
+        dtype=scope.dtype,
+        inputs=weight.inputs,
+        kinds=weight.kinds,
+        bias=bias_O is not None,
+    )
+    return scope.bind(OP_BLOCKS, problem, weight, bias_O)
 
 
 def _bind_packed(scope: Scope, weight: PackedWeight, bias_O: torch.Tensor | None) -> Linear:

@@ -19,6 +19,7 @@ from headrace.back.parallel.param import Param, Piece
 from headrace.back.parallel.shard import Shard
 from headrace.back.quant.online import OnlineWeight
 from headrace.back.quant.scheme import Scheme
+from headrace.back.quant.stored import Stored, StoredWeight, kept_blocks
 from headrace.base.config.resolved import Decision
 
 P = TypeVar("P")
@@ -51,7 +52,8 @@ class Ledger:
 @dataclass(frozen=True, kw_only=True)
 class Scope:
     """The place of one layer. `path` is its checkpoint name; `block_tokens` and `max_positions`
-    come from the engine. `scheme` says how weights of linear layers are quantized; None: they are not."""
+    come from the engine. `scheme` says how weights of linear layers are quantized; None: they are not.
+    `stored` names the checkpoint's tensors that are quantized already and stay so."""
 
     ledger: Ledger
     mesh: Mesh
@@ -60,6 +62,7 @@ class Scope:
     block_tokens: int
     max_positions: int
     scheme: Scheme | None = None
+    stored: Stored = field(default_factory=dict)
     path: str = ""
 
     def __truediv__(self, name: str) -> Scope:
@@ -99,10 +102,16 @@ class Scope:
         self.ledger.params.append(param)
         return param
 
-    def quantized(self, weight: Param) -> Param | OnlineWeight:
-        """The weight of a product [outputs, inputs], quantized while it loads if the scope says
-        so."""
-        return weight if self.scheme is None else OnlineWeight(weight, self.scheme)
+    def quantized(
+        self, weight: Param, *, read_whole: bool = True
+    ) -> Param | OnlineWeight | StoredWeight:
+        """The weight of a product [outputs, inputs]: quantized while it loads if the scope says so, else as the
+        checkpoint holds it. A table that is not `read_whole` each step gains nothing from the former."""
+        if self.scheme is not None and read_whole:
+            return OnlineWeight(weight, self.scheme)
+        if self.stored and kept_blocks(weight, self.stored):
+            return StoredWeight(weight, self.stored, meta=self.device.type == "meta")
+        return weight
 
     def on_finish(self, finish: Callable[[], None]) -> None:
         """Puts `finish` off until the weights are loaded."""

@@ -368,6 +368,7 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
               window > 0 ? window : INT32_MAX, scale, softcap, nullptr, nullptr};
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
   if (dtype == HR_BF16) return run<bf16>(p);
+  if (dtype == HR_F16) return run<fp16>(p);
   if (dtype == HR_F32) return run<float>(p);
   return HR_BAD_DTYPE;
 }

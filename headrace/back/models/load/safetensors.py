@@ -67,6 +67,10 @@ class SafetensorsSource:
             data = data.clone()
         target.copy_(data.view(dtype).view(shape)[source])
 
+    def blocks(self, name: str) -> StoredRows:
+        """There are none in this format."""
+        raise AssertionError(f"{name} is not stored in blocks")
+
     def close(self) -> None:
         """Drops the maps."""
         self._maps = {}
