@@ -71,7 +71,7 @@ class StoredWeight:
         return weight
 
     def _write(self, copy: Copy, rows: StoredRows) -> int | None:
-        """Packs the rows and columns of one copy; the first source row with a scale that is no finite number, or None."""
+        """Packs the rows and columns of one copy; the first source row with a scale of NaN or Inf, or None."""
         assert self._segments is not None, self._param.name
         run = self._runs[copy.name, copy.target[0].start, copy.target[1].start]
         segment = self._segments[run.segment]
@@ -107,7 +107,7 @@ def _check_columns(param: Param, copy: Copy, coding: Coding, inputs: int) -> Non
         raise CheckpointError(f"{copy.name}: its columns come from several tensors; not supported")
     if start % coding.block or stop % coding.block:
         raise ConfigError(
-            f"--tensor-parallel gives a rank inputs {start} to {stop} of {copy.name}: that cuts a {coding.name} block of "
-            f"{coding.block}; at most {copy.shape[1] // coding.block} ranks can share its {copy.shape[1]} inputs, evenly",
+            f"--tensor-parallel gives a rank inputs {start} to {stop} of {copy.name}: that cuts a {coding.name} "
+            f"block of {coding.block}; its {copy.shape[1]} inputs are {copy.shape[1] // coding.block} blocks",
             field="tensor_parallel",
         )

@@ -1,5 +1,5 @@
-"""Products with a checkpoint's quantized blocks: what the panels mean against the `gguf` library, bit for bit; the kernel
-against its definition; batch and thread invariance; odd sizes, damaged scales (QNT-15, QNT-17)."""
+"""Products with a checkpoint's quantized blocks: what the panels mean against the `gguf` library, bit for bit; the
+kernel against its definition; batch and thread invariance; odd sizes, damaged scales (QNT-15, QNT-17)."""
 
 import gguf
 import numpy as np

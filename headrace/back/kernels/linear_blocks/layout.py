@@ -13,7 +13,8 @@ Per panel, for every block of inputs:
       8 bits: plane s holds step s                 4 bits: plane r holds steps 2 r (low half) and 2 r + 1
       2 bits: plane r holds steps 4 r .. 4 r + 3, lowest bits first
       a fifth (or third) bit: one plane more, bit s of each byte; a fifth and sixth: two planes, as for 2 bits
-Codes are stored unsigned, plus `offset`; codings with a table store the index of a level. Outputs are padded with zeros.
+Codes are stored unsigned, plus `offset`; codings with a table store the index of a level. Outputs are padded
+with zeros.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from headrace.back.models.load.source import Entry
+from headrace.back.parallel.param import StoredRows
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import WeightFiles, find_weight_files
 from headrace.base.errors import CheckpointError
