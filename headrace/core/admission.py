@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.errors import ContextTooLong, InvalidRequest, Unavailable
-from headrace.base.wire.params import LOGPROBS_MODES, RowSampling
+from headrace.base.wire.params import LOGPROBS_MODES, POOLINGS, RowSampling
 from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import WorkerFacts
 from headrace.core.kv.manager import KVManager
@@ -47,6 +47,7 @@ def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> 
     prompt = _checked_prompt(request.prompt, facts.logits_width)
     _check_stop(request, facts.logits_width)
     check_sampling(request.sampling, facts.logits_width)
+    _check_pooling(request, facts)
     return _length_limit(len(prompt), request.stop.max_tokens, facts, kv)
 
 
@@ -171,6 +172,21 @@ def retry_after_s(backlog_tokens: int, tokens_per_s: float) -> float:
     """When to come back: the backlog over the throughput, spread by a quarter so that not all come back at once."""
     wait = backlog_tokens / tokens_per_s if tokens_per_s > 0 else 1.0
     return min(MAX_RETRY_S, max(1.0, wait)) * random.uniform(1.0, 1.25)
+
+
+def _check_pooling(request: EngineRequest, facts: WorkerFacts) -> None:
+    pooling = request.pooling
+    if pooling is None:
+        if not facts.generates:
+            raise InvalidRequest("the model does not generate text: it embeds or classifies")
+        return
+    if request.stop.max_tokens != 0 or request.sampling.prompt_logprobs is not None:
+        raise InvalidRequest("a pooled request makes no tokens: max_tokens must be 0")
+    if pooling.how not in POOLINGS:
+        raise InvalidRequest(
+            f"pooling is {pooling.how!r}, not one of {', '.join(POOLINGS)}", field="pooling"
+        )
+    _between("second_at", pooling.second_at, 0, len(request.prompt) // TOKEN_BYTES)
 
 
 def _between(name: str, value: int, low: int, high: int) -> None:

@@ -50,6 +50,9 @@ class Landing:
         live = self._rows.epoch[flight.rows] == flight.epochs
         if result.prompt_logprobs:
             self._pass_on_prompt_scores(flight, result, live)
+        for index, pooled in result.pooled:
+            if live[index]:
+                self._outbox.add_pooled(self._rows.owner(int(flight.rows[index])).id, pooled)
         if result.failed:
             self._end_failed(flight, result, live)
         self._name_full_blocks(flight, live)

@@ -6,7 +6,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.wire.request import Finished, PromptLogprobs, Reply, TokenBatch, TokenLogprobs
+from headrace.base.wire.request import (
+    Finished,
+    Pooled,
+    PromptLogprobs,
+    Reply,
+    TokenBatch,
+    TokenLogprobs,
+)
 
 _NO_IDS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -27,11 +34,16 @@ class Outbox:
         self._tokens: npt.NDArray[np.int32] = _NO_TOKENS
         self._logprobs: list[TokenLogprobs | None] = []
         self._prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
+        self._pooled: list[tuple[int, Pooled]] = []
         self._finished: list[Finished] = []
         self._replies: list[Reply] = []
 
     def __bool__(self) -> bool:
-        return bool(len(self._ids) or self._prompt_logprobs or self._finished or self._replies)
+        return self._has_tokens or bool(self._replies)
+
+    @property
+    def _has_tokens(self) -> bool:
+        return bool(len(self._ids) or self._prompt_logprobs or self._pooled or self._finished)
 
     def add_tokens(
         self,
@@ -47,6 +59,10 @@ class Outbox:
         """Log-probabilities of a stretch of a prompt."""
         self._prompt_logprobs.append((request_id, scores))
 
+    def add_pooled(self, request_id: int, pooled: Pooled) -> None:
+        """Hidden states of a request after pooling."""
+        self._pooled.append((request_id, pooled))
+
     def add_finished(self, finished: Finished) -> None:
         """The end of a request."""
         self._finished.append(finished)
@@ -60,12 +76,13 @@ class Outbox:
         if not self:
             return StepOutput(None, [])
         tokens = None
-        if len(self._ids) or self._prompt_logprobs or self._finished:
+        if self._has_tokens:
             tokens = TokenBatch(
                 ids=self._ids,
                 tokens=self._tokens,
                 logprobs=self._logprobs,
                 prompt_logprobs=self._prompt_logprobs,
+                pooled=self._pooled,
                 finished=self._finished,
             )
         output = StepOutput(tokens, self._replies)

@@ -126,10 +126,13 @@ class Request:
         return self.num_prompt + len(self.output) // TOKEN_BYTES
 
     @property
-    def scores_prompt(self) -> bool:
-        """Whether prompt log-probabilities are still owed, so that every prompt position must be computed."""
-        wanted = self.wire.sampling.prompt_logprobs is not None
-        return wanted and self.prompt_scored < self.num_prompt
+    def needs_whole_prompt(self) -> bool:
+        """Whether every prompt position must be computed, also one whose KV is cached: prompt log-probabilities or
+        hidden states of all tokens are still owed."""
+        wire = self.wire
+        if wire.pooling is not None:
+            return not wire.pooling.from_last
+        return wire.sampling.prompt_logprobs is not None and self.prompt_scored < self.num_prompt
 
     def move(self, state: State, *, now: float) -> None:
         """Goes to another state; one that is not allowed from here is our bug."""

@@ -13,13 +13,21 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.back.models.families import FALLBACK, family_of
+from headrace.back.models.families import (
+    ENCODERS,
+    FALLBACK,
+    Architecture,
+    architecture_of,
+    reserved_positions,
+)
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import ConfigReader, read_json, refuse_remote_code
+from headrace.base.config.resolved import PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import find_weight_files
 from headrace.launch.locate import LocatedModel
+from headrace.launch.pooling_facts import labels_of, read_pooling
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_POSITIONS: Final = 1 << 24
@@ -33,7 +41,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     `dtype` is the checkpoint's. `num_params` counts what is stored, or what the sizes in config.json add up to when
     only those are known. `weight_bytes` is the size as stored (dummy: in `dtype`), `kv_bytes_per_token` that of all
     layers in `dtype`. `windows` has a window in tokens per layer, None where it attends to everything or the config
-    leaves it to the family. `generation_defaults` are the entries of generation_config.json as they stand there.
+    leaves it to the family. `head` and `bare` are ModelSpec's; `encodes`: attention in both directions, no KV cache.
+    `generation_defaults` are the entries of generation_config.json as they stand there.
     """
 
     path: str
@@ -58,6 +67,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_path: str
     chat_template: str | None = None
     generation_defaults: dict[str, Any] = {}
+    head: str = "lm"
+    bare: bool = False
+    encodes: bool = False
+    num_labels: int = 0
+    pooling: PoolingSpec = PoolingSpec()
 
 
 def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFacts:
@@ -93,7 +107,8 @@ def describe(
 ) -> ModelFacts:
     """The facts that follow from a config; a key that is missing or wrong is a CheckpointError naming it."""
     where = f"{located.path}/config.json" if located.path.is_dir() else str(located.path)
-    chosen = family_of(config) if family == "auto" else family
+    named = architecture_of(config) if family == "auto" else Architecture(family=family)
+    chosen = named.family
     if chosen == FALLBACK:
         refuse_remote_code(config, where)
     reader = _text_part(ConfigReader(config, where))
@@ -104,6 +119,8 @@ def describe(
     head_dim = reader.int("head_dim", max(1, hidden // heads), ge=1)
     width = reader.int("vocab_size", ge=1)
     dtype = _dtype(reader, stored)
+    encodes = chosen in ENCODERS
+    labels = labels_of(reader) if named.head in ("sequence", "token") else ()
     num_params = (
         stored.num_params
         if stored
@@ -116,7 +133,7 @@ def describe(
         architecture=str((config.get("architectures") or ["?"])[0]),
         family=chosen,
         dtype=dtype,
-        max_model_len=_max_positions(reader),
+        max_model_len=_max_positions(reader) - reserved_positions(chosen, config),
         logits_width=width,
         eos_ids=_eos_ids(generation, reader, where, width),
         config=config,
@@ -128,9 +145,14 @@ def describe(
         windows=_windows(reader, layers),
         num_params=num_params,
         weight_bytes=stored.num_bytes if stored else num_params * DTYPE_BYTES[dtype],
-        kv_bytes_per_token=2 * layers * kv_heads * head_dim * DTYPE_BYTES[dtype],
+        kv_bytes_per_token=0 if encodes else 2 * layers * kv_heads * head_dim * DTYPE_BYTES[dtype],
         tokenizer_path=str(located.path),
         generation_defaults=dict(generation),
+        head=named.head,
+        bare=named.bare,
+        encodes=encodes,
+        num_labels=len(labels),
+        pooling=read_pooling(located.path, reader, head=named.head, labels=labels, encodes=encodes),
     )
 
 

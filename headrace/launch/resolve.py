@@ -84,7 +84,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
     )
     quantization = _quantization(options, model, where, dtype, choose)
     max_model_len = _max_model_len(options, model, choose)
-    scheduler = _scheduler(options, where, max_model_len, choose)
+    scheduler = _scheduler(options, model, where, max_model_len, choose)
     names = options.model.served_model_name or (model.name,)
     engine = EngineSpec(
         model=ModelSpec(
@@ -99,6 +99,9 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
             config=model.config,
             seed=options.model.seed,
             quantization=quantization,
+            head=model.head,
+            bare=model.bare,
+            num_labels=model.num_labels,
         ),
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
@@ -112,6 +115,8 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
         logits_width=model.logits_width,
         eos_ids=model.eos_ids,
         max_model_len=max_model_len,
+        generates=model.head == "lm",
+        pooling=model.pooling,
         tool_parser=_tool_parser(options.server, model, choose),
         reasoning_parser=_reasoning_parser(options.server, model, choose),
     )
@@ -198,7 +203,7 @@ def _max_model_len(options: Options, model: ModelFacts, choose: _Chooser) -> int
 
 
 def _scheduler(
-    options: Options, where: DeviceSpec, max_model_len: int, choose: _Chooser
+    options: Options, model: ModelFacts, where: DeviceSpec, max_model_len: int, choose: _Chooser
 ) -> SchedulerSpec:
     given = options.scheduler
     fast = where.device == "cuda" or where.executor == "null"
@@ -211,6 +216,9 @@ def _scheduler(
         max(FAST_STEP_TOKENS if fast else CPU_STEP_TOKENS, running),
         f"for {where.device}" if fast else "cpu: long prompts must not stall running streams",
     )
+    if model.encodes and step < max_model_len:
+        choose.note("--max-step-tokens", step, max_model_len, "an encoder computes a text at once")
+        step = max_model_len
     if step < running:
         raise ConfigError(
             f"--max-step-tokens {step}: at least --max-running ({running}) is needed, one token for each"
@@ -225,6 +233,7 @@ def _scheduler(
         overlap=given.overlap,
         ageing_steps=given.ageing_steps,
         step_timeout_s=given.step_timeout_s,
+        chunked=not model.encodes,
     )
 
 
@@ -238,6 +247,9 @@ def _kv(
     choose: _Chooser,
 ) -> KVSpec:
     given = options.kv
+    if model.encodes:
+        choose.note("--kv-blocks", "auto", 1, "an encoder keeps no KV cache")
+        return KVSpec(block_tokens=given.block_tokens, prefix_caching=False, num_blocks=1)
     blocks, memory = given.kv_blocks, None
     needed = -(-max_model_len // given.block_tokens) + 1  # block 0 belongs to nobody
     if blocks is not None and options.model.max_model_len != "auto" and blocks < needed:
@@ -284,7 +296,7 @@ def _kv_bytes(weight_bytes: int, device: DeviceFacts, where: DeviceSpec) -> int:
 
 def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
     """The name of a known format of tool calls, or "none"."""
-    found = choose_tools(model.chat_template)
+    found = choose_tools(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--tool-parser", given.tool_parser, found.name, found.why)
     tool_family(name)
     return name
@@ -292,7 +304,7 @@ def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> s
 
 def _reasoning_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
     """The name of a known format of reasoning, or "none"."""
-    found = choose_reasoning(model.chat_template)
+    found = choose_reasoning(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--reasoning-parser", given.reasoning_parser, found.name, found.why)
     reasoning_family(name)
     return name

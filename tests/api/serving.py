@@ -118,15 +118,17 @@ class Served:
         self.process.stdout.close()
 
 
-def launch(model: Path, *options: str, step_s: float = 0.0) -> Served:
+def launch(model: Path, *options: str, step_s: float = 0.0, **environment: str) -> Served:
     """Starts a server over the null executor; `step_s` is the simulated time of a step."""
     if step_s:
         model = slowed(model, step_s)
-    command = [
-        *(sys.executable, "-m", "headrace.cli.main", "serve", str(model)),
-        *("--load-format", "dummy", "--executor", "null", "--port", "0", *options),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    null = ("--load-format", "dummy", "--executor", "null")
+    return _started(str(model), *null, *options, **environment)
+
+
+def _started(*words: str, **more: str) -> Served:
+    command = [sys.executable, "-m", "headrace.cli.main", "serve", "--port", "0", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **more}
     return Served(
         subprocess.Popen(
             command,
@@ -140,9 +142,14 @@ def launch(model: Path, *options: str, step_s: float = 0.0) -> Served:
 
 
 @contextlib.contextmanager
-def serving(model: Path, *options: str, step_s: float = 0.0) -> Iterator[Served]:
-    """A ready server for the length of the context."""
-    served = launch(model, *options, step_s=step_s)
+def serving(
+    model: Path | None, *options: str, step_s: float = 0.0, **environment: str
+) -> Iterator[Served]:
+    """A ready server for the length of the context: over the null executor, or (None) with the bundled model."""
+    if model is None:
+        served = _started(*options, **environment)
+    else:
+        served = launch(model, *options, step_s=step_s, **environment)
     try:
         served.wait_ready()
         yield served

@@ -131,3 +131,109 @@ def test_bfloat16_on_cuda_stays_near_float32(reference: InlineExecutor) -> None:
     for ours, theirs in zip(forced(executor, rows), forced(reference, rows), strict=True):
         assert np.abs(ours[0] - theirs[0]).mean() < 0.1
     executor.close()
+
+
+EVERYTHING = (
+    GREEDY,
+    RANDOM,
+    RowSampling(seed=1, temperature=1.1, repetition_penalty=1.2, frequency_penalty=0.3),
+    RowSampling(seed=2, typical_p=0.9, min_p=0.01, logit_bias={5: 2.0, 400: -3.0}, logprobs=3),
+    RowSampling(seed=3, xtc_probability=0.5, dry_multiplier=0.8, dry_breaker_ids=(7,)),
+    RowSampling(seed=4, bad_words=((400,), (1, 2)), min_tokens=9, suppressed_ids=(0, 1)),
+    RowSampling(seed=5, allowed_ids=tuple(range(300, 900)), presence_penalty=0.5),
+    RowSampling(temperature=0.0, prompt_logprobs=2, logprobs=2, logprobs_mode="processed"),
+)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_no_step_waits_for_the_device() -> None:
+    """ENG-05 of the plan's ten decisions: whatever is sampled, launching a step asks the device for nothing."""
+    executor = bundled("cuda", "bfloat16")
+    driver = Driver(executor.facts)
+    runner = executor._runner
+    rows = [driver.add(prompts()[4], sampling, request=i) for i, sampling in enumerate(EVERYTHING)]
+    launched = []
+
+    def run() -> None:
+        runs = [(row, min(30, row.length - row.num_computed)) for row in rows]
+        launched.append(runner.launch(driver.plan(runs)))
+
+    for _ in range(4):  # compiles, allocates and records
+        run()
+        driver.read(launched.pop(0).result())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(12):
+            run()
+            if len(launched) > 1:
+                driver.read(launched.pop(0).result())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    driver.read(launched.pop(0).result())
+    assert all(row.error is None and len(row.outputs) >= 12 for row in rows)
+    executor.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_replayed_steps_give_the_tokens_of_launched_ones() -> None:
+    """Decodes and chunks, each size several times: at first launched, then replayed (ENG-21)."""
+    executor = bundled("cuda", "float32")
+    first, second, third = (generate(executor, GREEDY, chunk=6) for _ in range(3))
+    replay = executor._runner._steps._replay  # type: ignore[attr-defined]
+    assert replay.num_graphs > 3
+    for one, two, three in zip(first, second, third, strict=True):
+        assert one.outputs == two.outputs == three.outputs
+    executor.close()
+
+
+def random_trace(executor: InlineExecutor, seed: int) -> list[Sequence]:
+    """Arrivals, chunks of any size, preemptions and aborts, one step ahead of the results; the same for any device."""
+    rng = random.Random(seed)
+    driver = Driver(executor.facts)
+    waiting = [
+        driver.add(
+            [rng.randrange(300, 4000) for _ in range(rng.randrange(1, 60))],
+            EVERYTHING[rng.randrange(len(EVERYTHING) - 1)],
+            request=i,
+        )
+        for i in range(16)
+    ]
+    every, active, unread = list(waiting), [], []
+    while waiting or active:
+        while waiting and len(active) < 6:
+            active.append(waiting.pop())
+        runs = []
+        for row in active:
+            left = row.length - row.num_computed
+            if left and rng.random() < 0.8:
+                runs.append((row, rng.randint(1, left)))
+        if runs:
+            unread.append(executor.submit(driver.plan(runs)))
+        while len(unread) > 1 or (unread and not runs):
+            driver.read(unread.pop(0).result(60))
+        for row in list(active):
+            if row.unknown:
+                continue
+            if len(row.outputs) >= 12:
+                active.remove(row)
+                driver.release(row)
+            elif row.started and rng.random() < 0.05:
+                driver.release(row)
+    executor.submit(driver.plan([])).result(60)
+    return every
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_trace_gives_the_same_tokens_on_both_devices(
+    tested: InlineExecutor, reference: InlineExecutor, seed: int
+) -> None:
+    """ENG-21: penalties, seeds, truncation, log-probabilities, preemptions; rounding may turn one near tie."""
+    ours, theirs = (random_trace(executor, seed) for executor in (tested, reference))
+    same = [one.outputs == other.outputs for one, other in zip(ours, theirs, strict=True)]
+    assert sum(same) >= len(same) - 1, same
+    assert not any(row.error for row in ours)
+    for one, other, equal in zip(ours, theirs, same, strict=True):
+        for mine, other_scores in zip(one.logprobs, other.logprobs, strict=True) if equal else ():
+            np.testing.assert_allclose(mine.values, other_scores.values, atol=2e-3)

@@ -39,6 +39,9 @@ class TinyModel:
     A token id of `poison` anywhere in the context makes the hidden states of its row NaN; `explode` raises.
     """
 
+    generates = True
+    state = "plain"
+
     def __init__(
         self,
         windows: Sequence[int | None] = (None, None),
@@ -78,6 +81,10 @@ class TinyModel:
         for layer in range(len(self.kv_layers)):
             x_TE = x_TE + self._attend(layer, x_TE, batch.plan_of(layer), batch.kv[layer])
         return x_TE / x_TE.norm(dim=-1, keepdim=True) * 4
+
+    def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Two labels: the sums of the halves of a hidden state."""
+        return hidden_NE.float().unflatten(-1, (2, -1)).sum(-1)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Logits [N, V]."""

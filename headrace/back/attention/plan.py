@@ -2,6 +2,10 @@
 
 Shapes: T query tokens of the step, R rows in it, B blocks of the longest row. Rows with exactly one query token come
 first (`num_decodes` of them). Host copies (numpy) spare kernels a device-to-host read.
+
+A step that may be replayed from a graph (runner/graphs.py) has no host copies: its tensors are static and padded to a
+bucket, and the numbers beside them are the bucket's, not the step's. Padding rows have no query and no KV, padding
+tokens write to slot 0; table entries past a row's length are stale. `num_rows_3` tells the device what is real.
 """
 
 from __future__ import annotations
@@ -20,17 +24,21 @@ class AttentionPlan:
     kv_len_R         int32 [R]    tokens in the KV cache once this step's are written
     block_table_RB   int32 [R,B]  block ids; entries past a row's length, and freed window blocks, are 0 (null block)
     slot_T           int64 [T]    block * block_tokens + offset where each query token's KV is written
+    num_rows_3       int32 [3]    real rows, real query tokens, leading rows with one query token; None in exact steps
+    host_*           None in steps of a bucket, where num_decodes is R if the bucket is for decodes alone, else 0;
+                     max_query_len is 1 or T, and max_kv_len the capacity of the tables
     """
 
     query_start_R1: torch.Tensor
     kv_len_R: torch.Tensor
     block_table_RB: torch.Tensor
     slot_T: torch.Tensor
-    host_query_start: np.ndarray
-    host_kv_len: np.ndarray
+    host_query_start: np.ndarray | None
+    host_kv_len: np.ndarray | None
     num_decodes: int
     max_query_len: int
     max_kv_len: int
+    num_rows_3: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +48,8 @@ class Batch:
     token_ids_T  int64 [T]; positions_T int64 [T]; plans: one per KV group; group_of_layer: layer -> index into plans;
     kv: layer -> its KV cache [num_blocks, 2, kv_heads, block_tokens, head_dim] (0 = keys, 1 = values);
     logits_at_N int64 [N]: query tokens whose logits are wanted.
+    query_start: host int32 [R+1], first query token of each row, for encoders, which attend inside rows.
+    segments_T: int64 [T], which text of a pair a token belongs to; None but for models that ask.
     """
 
     token_ids_T: torch.Tensor
@@ -48,6 +58,8 @@ class Batch:
     group_of_layer: tuple[int, ...]
     kv: tuple[torch.Tensor, ...]
     logits_at_N: torch.Tensor
+    query_start: np.ndarray | None = None
+    segments_T: torch.Tensor | None = None
 
     def plan_of(self, layer: int) -> AttentionPlan:
         """The attention plan of the layer's KV group."""

@@ -1,16 +1,20 @@
-"""The worker inside the core process: one dedicated thread that runs the steps in order.
+"""The worker inside the core process: one dedicated thread that launches the steps in order.
 
 `submit` only queues, so the core plans the next step while this one runs (torch gives the GIL back inside its
-kernels). A step that fails leaves the rows in an unknown state: everything after it fails with the same reason.
+kernels). On a CPU the thread computes; on other devices it launches the next step while this one runs there, and
+`Pending.result` waits for the device. A step that fails leaves the rows in an unknown state: everything after it fails
+with the same reason.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 from headrace.back.executor.worker import DEFAULT_LOADER, build_runner, set_threads
+from headrace.back.runner.results import Launched
 from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead
@@ -20,21 +24,34 @@ log = logging.getLogger(__name__)
 
 
 class InlinePending:
-    """A step on its way through the thread."""
+    """A step on its way through the thread and the device. `failed` makes the executor's one EngineDead of an error."""
 
-    def __init__(self, future: Future[StepResult]) -> None:
+    def __init__(
+        self, future: Future[Launched], failed: Callable[[int, Exception], EngineDead], step: int
+    ) -> None:
         self._future = future
+        self._failed = failed
+        self._step = step
 
     def done(self) -> bool:
         """Whether `result` returns or raises at once."""
-        return self._future.done()
+        if not self._future.done():
+            return False
+        if self._future.cancelled() or self._future.exception() is not None:
+            return True
+        return self._future.result().done()
 
     def result(self, timeout_s: float | None = None) -> StepResult:
-        """Waits for the step; TimeoutError after `timeout_s`, EngineDead if this step or an earlier one failed."""
+        """Waits for the step; TimeoutError if it is not launched within `timeout_s`, EngineDead if this step or an
+        earlier one failed. A device that hangs is noticed by the process's watchdog."""
         try:
-            return self._future.result(timeout_s)
+            launched = self._future.result(timeout_s)
         except CancelledError:
             raise EngineDead("the executor is closed") from None
+        try:
+            return launched.result()
+        except Exception as error:
+            raise self._failed(self._step, error) from error
 
 
 class InlineExecutor:
@@ -66,7 +83,7 @@ class InlineExecutor:
     def submit(self, plan: StepPlan) -> InlinePending:
         """Queues a step; raises at once if an earlier one is known to have failed (ENG-14)."""
         self.check()
-        return InlinePending(self._thread.submit(self._run, plan))
+        return InlinePending(self._thread.submit(self._run, plan), self._fail, plan.step)
 
     def check(self) -> None:
         """Raises EngineDead if a step has failed, or after `close`."""
@@ -82,12 +99,17 @@ class InlineExecutor:
         self._closed.set()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan) -> Launched:
         if self._failure is not None:
             raise self._failure
         try:
-            return self._runner.execute(plan)
+            return self._runner.launch(plan)
         except Exception as error:
-            log.exception("step %d failed", plan.step)
-            self._failure = EngineDead(f"step {plan.step} failed: {type(error).__name__}")
-            raise self._failure from error
+            raise self._fail(plan.step, error) from error
+
+    def _fail(self, step: int, error: Exception) -> EngineDead:
+        """The first failure is the one that is told."""
+        log.error("step %d failed", step, exc_info=error)
+        if self._failure is None:
+            self._failure = EngineDead(f"step {step} failed: {type(error).__name__}")
+        return self._failure

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, Failed, Ready
 from headrace.back.kernels.native.library import use_threads
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
+from headrace.back.runner.results import Launched
 from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
@@ -87,17 +88,35 @@ def serve(channel: Channel) -> None:
         log.exception("rank %d could not start", begin.rank)
         return channel.send(TO_CORE.frame(Failed(None, _start_error(error))))
     plans: SimpleQueue[StepPlan] = SimpleQueue()
+    launched: SimpleQueue[Launched] = SimpleQueue()
     channel.send(TO_CORE.frame(Ready(runner.facts)))
-    threading.Thread(target=_read_plans, args=(channel, plans), daemon=True).start()
+    for work in ((_read_plans, channel, plans), (_send_results, channel, launched, begin.rank)):
+        threading.Thread(target=work[0], args=work[1:], daemon=True).start()
     while True:
         plan = plans.get()
         try:
-            result = runner.execute(plan)
+            launched.put(runner.launch(plan))
         except Exception as error:
-            log.exception("rank %d failed in step %d", begin.rank, plan.step)
-            return channel.send(TO_CORE.frame(Failed(plan.step, to_wire(error))))
-        if begin.rank == 0:
+            return _fail(channel, begin.rank, plan.step, error)
+
+
+def _send_results(channel: Channel, launched: SimpleQueue[Launched], rank: int) -> None:
+    """Waits for the device, step by step, while the next ones are launched; rank 0 tells. Every rank reads its results:
+    a row that failed must be cleaned up on all of them."""
+    while True:
+        step = launched.get()
+        try:
+            result = step.result()
+        except Exception as error:
+            _fail(channel, rank, step.plan.step, error)
+            os._exit(1)
+        if rank == 0:
             channel.send(TO_CORE.frame(result))
+
+
+def _fail(channel: Channel, rank: int, step: int, error: Exception) -> None:
+    log.error("rank %d failed in step %d", rank, step, exc_info=error)
+    channel.send(TO_CORE.frame(Failed(step, to_wire(error))))
 
 
 def _read_plans(channel: Channel, plans: SimpleQueue[StepPlan]) -> None:

@@ -22,6 +22,9 @@ import torch
 
 from headrace.base.config.resolved import Decision
 
+GPU_MODULES = "triton_"
+"""Modules of this prefix hold kernels for GPUs; a CPU's problem does not import them: Triton alone takes 0.3 s."""
+
 P = TypeVar("P", bound=Hashable)
 Function = Callable[..., Any]
 
@@ -34,11 +37,14 @@ class Kernel(Generic[P]):
                problem only
     bind       (problem, *weights) -> callable; may repack the weights, after which the caller drops
                its own
+    reads_host whether it reads arrays of the step on the host: such a step cannot be replayed from
+               a graph
     """
 
     name: str
     supports: Callable[[P], str | None]
     bind: Callable[..., Function]
+    reads_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +83,8 @@ class Op(Generic[P]):
                 arguments are compared too
     tolerance   problem -> largest error against the reference, relative to the largest magnitude of
                 the output
+    outputs     for callables that write into structures: what of a sample to compare afterwards
+                (None: what is returned, and every tensor among the arguments)
     """
 
     def __init__(
@@ -87,12 +95,14 @@ class Op(Generic[P]):
         kernels: Sequence[str],
         sample: Callable[[P], Sample],
         tolerance: Callable[[P], float],
+        outputs: Callable[[Sample], list[torch.Tensor]] | None = None,
     ) -> None:
         self.name = name
         self.reference = reference
         self.kernels = tuple(kernels)
         self.sample = sample
         self.tolerance = tolerance
+        self._outputs = outputs
         self._choices: dict[P, Choice[P]] = {}
 
     def choose(self, problem: P) -> Choice[P]:
@@ -113,13 +123,20 @@ class Op(Generic[P]):
             (
                 _difference(ours, reference)
                 for ours, reference in zip(
-                    _outputs(kernel, self.sample(problem)),
-                    _outputs(self.reference, self.sample(problem)),
+                    self._run(kernel, self.sample(problem)),
+                    self._run(self.reference, self.sample(problem)),
                     strict=True,
                 )
             ),
             default=0.0,
         )
+
+    def _run(self, kernel: Kernel[P], sample: Sample) -> list[torch.Tensor]:
+        result = kernel.bind(sample.problem, *sample.weights)(*sample.arguments)
+        if self._outputs is not None:
+            return self._outputs(sample)
+        results = result if isinstance(result, tuple) else (result,)
+        return [v for v in (*results, *sample.arguments) if isinstance(v, torch.Tensor)]
 
     def _decide(self, problem: P) -> Choice[P]:
         rejected: list[tuple[str, str]] = []
@@ -131,6 +148,8 @@ class Op(Generic[P]):
         return Choice(self.name, problem, self.reference, "no kernel was left", tuple(rejected))
 
     def _consider(self, target: str, problem: P) -> tuple[Kernel[P] | None, str]:
+        if _label(target).startswith(GPU_MODULES) and getattr(problem, "device", None) == "cpu":
+            return None, "runs on GPUs only"
         kernel = load_kernel(target)
         if isinstance(kernel, str):
             return None, kernel
@@ -175,12 +194,6 @@ def load_kernel(target: str) -> Kernel[Any] | str:
 
 def _label(target: str) -> str:
     return target.partition(":")[0].rpartition(".")[2]
-
-
-def _outputs(kernel: Kernel[P], sample: Sample) -> list[torch.Tensor]:
-    result = kernel.bind(sample.problem, *sample.weights)(*sample.arguments)
-    results = result if isinstance(result, tuple) else (result,)
-    return [value for value in (*results, *sample.arguments) if isinstance(value, torch.Tensor)]
 
 
 def _difference(ours: torch.Tensor, reference: torch.Tensor) -> float:

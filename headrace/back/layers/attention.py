@@ -6,15 +6,18 @@ T tokens, E hidden size, H query heads, K KV heads, D head_dim; H and K are this
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from headrace.back.attention.kv_layer import KVLayer
-from headrace.back.attention.plan import Batch
+from headrace.back.attention.plan import AttentionPlan, Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
 from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
+from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
+from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMSNorm, SplitRMSNorm
 from headrace.back.layers.rope import Rope, RopeSpec
@@ -69,6 +72,7 @@ class Attention:
         self._k_norm = self._norm(scope / "k_norm", k)
         self._rope = Rope(scope, spec.rope) if spec.rope else None
         self._attend = self._write = not_loaded
+        self._fused: QKRopeWrite | None = None
         scope.on_finish(self._finish)
 
     @property
@@ -83,9 +87,21 @@ class Attention:
 
     def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the class."""
-        shape = (x_TE.shape[0], -1, self._spec.head_dim)
-        qkv = self._qkv.project(x_TE).view(shape)
-        q_THD, k_TKD, v_TKD = qkv.split_with_sizes(self._split, dim=1)
+        plan, kv = batch.plan_of(self._layer), batch.kv[self._layer]
+        qkv_TC = self._qkv.project(x_TE)
+        if self._fused is not None:
+            table_PR = self._rope.table_PR if self._rope else batch.positions_T[:0]
+            q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, plan.slot_T)
+        else:
+            q_THD = self._separately(qkv_TC, batch, plan, kv)
+        return self._out.project(self._attend(q_THD, kv, plan).flatten(1))
+
+    def _separately(
+        self, qkv_TC: torch.Tensor, batch: Batch, plan: AttentionPlan, kv: torch.Tensor
+    ) -> torch.Tensor:
+        """Norm, rotation and KV write by an op each; returns q_THD."""
+        shape = (qkv_TC.shape[0], -1, self._spec.head_dim)
+        q_THD, k_TKD, v_TKD = qkv_TC.view(shape).split_with_sizes(self._split, dim=1)
         if self._spec.qk_norm == "head":
             q_THD, k_TKD = self._q_norm.norm(q_THD), self._k_norm.norm(k_TKD)
         elif self._spec.qk_norm == "width":
@@ -93,9 +109,8 @@ class Attention:
             k_TKD = self._k_norm.norm(k_TKD.flatten(1)).view(shape)
         if self._rope is not None:
             self._rope.rotate(q_THD, k_TKD, batch.positions_T, self._rope.table_PR)
-        plan, kv = batch.plan_of(self._layer), batch.kv[self._layer]
         self._write(k_TKD, v_TKD, kv, plan.slot_T)
-        return self._out.project(self._attend(q_THD, kv, plan).flatten(1))
+        return q_THD
 
     def _norm(self, scope: Scope, part: Part) -> RMSNorm | SplitRMSNorm | None:
         spec = self._spec
@@ -114,7 +129,9 @@ class Attention:
             "head_dim": spec.head_dim,
             "block_tokens": scope.block_tokens,
         }
-        self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape))
+        self._fused = self._bind_fused(shape)
+        if self._fused is None:
+            self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape))
         self._attend = scope.bind(
             ATTENTION,
             AttentionProblem(
@@ -125,3 +142,19 @@ class Attention:
                 softcap=spec.softcap,
             ),
         )
+
+    def _bind_fused(self, shape: dict[str, Any]) -> QKRopeWrite | None:
+        """Norm, rotation and KV write in one kernel, if there is one for this layer."""
+        spec, rope = self._spec, self._spec.rope
+        if spec.qk_norm == "width":
+            return None
+        normed = spec.qk_norm == "head"
+        problem = QKRopeWriteProblem(
+            **shape,
+            heads=self._heads,
+            rotary_dim=rope.rotary_dim if rope else 0,
+            layout=rope.layout if rope else "half",
+            eps=spec.qk_norm_eps if normed else None,
+        )
+        weights = [norm.weight_E if normed else None for norm in (self._q_norm, self._k_norm)]
+        return self._scope.bind_fused(QK_ROPE_WRITE, problem, *weights)

@@ -12,7 +12,7 @@ from headrace.back.parallel.shard import Part
 
 class GatedMLP:
     """x_TE -> y_TE. `merged` names the checkpoint tensor that holds gate and up, if they are one
-    there (Phi-3)."""
+    there (Phi-3); `down` the one that leads back."""
 
     def __init__(
         self,
@@ -23,10 +23,11 @@ class GatedMLP:
         activation: str,
         bias: bool = False,
         merged: str | None = None,
+        down: str = "down_proj",
     ) -> None:
         parts = (Part("gate_proj", inner, inner), Part("up_proj", inner, inner))
         self._gate_up = ColumnLinear(scope, width, parts, bias=bias, merged=merged)
-        self._down = RowLinear(scope / "down_proj", parts[0], width, bias=bias)
+        self._down = RowLinear(scope / down, parts[0], width, bias=bias)
         self._act: GatedAct = not_loaded
         self._scope = scope
         self._activation = activation

@@ -1,8 +1,9 @@
-"""Root mean square norms. Weights are held in float32, Gemma's 1 added once at load."""
+"""Root mean square norms (weights in float32, Gemma's 1 added once at load), and encoders' layer norm."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from headrace.back.kernels.rms_norm.op import ADD_OP, OP, AddNorm, Norm, RMSNormProblem
 from headrace.back.layers.scope import Scope, not_loaded
@@ -14,12 +15,14 @@ class RMSNorm:
     """`norm(x)` norms the last dimension; `add_norm(x_TE, residual_TE)` first adds x into the
     residual.
 
-    `unit_offset`: the checkpoint holds w - 1 (Gemma).
+    `unit_offset`: the checkpoint holds w - 1 (Gemma). `weight_E` float32 is there after loading, for
+    ops that fuse the norm with what follows it.
     """
 
     def __init__(self, scope: Scope, width: int, *, eps: float, unit_offset: bool = False) -> None:
         self.norm: Norm = not_loaded
         self.add_norm: AddNorm = not_loaded
+        self.weight_E = torch.empty(0)
         self._scope = scope
         self._offset = 1.0 if unit_offset else 0.0
         self._problem = RMSNormProblem(
@@ -29,9 +32,9 @@ class RMSNorm:
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
-        weight_E = self._weight.take().float() + self._offset
-        self.norm = self._scope.bind(OP, self._problem, weight_E)
-        self.add_norm = self._scope.bind(ADD_OP, self._problem, weight_E)
+        self.weight_E = self._weight.take().float() + self._offset
+        self.norm = self._scope.bind(OP, self._problem, self.weight_E)
+        self.add_norm = self._scope.bind(ADD_OP, self._problem, self.weight_E)
 
 
 class SplitRMSNorm:
@@ -70,3 +73,24 @@ class SplitRMSNorm:
             return (wide * torch.rsqrt(squares_T1 / summed + self._eps) * weight_W).to(x_TW.dtype)
 
         self.norm = norm
+
+
+class LayerNorm:
+    """`norm(x)`: (x - mean) / sqrt(variance + eps) * w + b over the last dimension (Ba et al. 2016)."""
+
+    def __init__(self, scope: Scope, width: int, *, eps: float, bias: bool = True) -> None:
+        self._eps = eps
+        self._width = width
+        self._weight_E = torch.empty(0)
+        self._bias_E: torch.Tensor | None = None
+        self._weight = scope.param("weight", (width,), init="ones")
+        self._bias = scope.param("bias", (width,), init="zeros") if bias else None
+        scope.on_finish(self._finish)
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return F.layer_norm(x, (self._width,), self._weight_E, self._bias_E, self._eps)
+
+    def _finish(self) -> None:
+        self._weight_E = self._weight.take()
+        self._bias_E = None if self._bias is None else self._bias.take()

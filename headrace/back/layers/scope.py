@@ -50,6 +50,16 @@ class Ledger:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Head:
+    """What stands on top of the model: "lm", "sequence" or "token" (a classifier of `num_labels`), "none". `bare`: the
+    checkpoint is of the base model alone, whose names lack the prefix."""
+
+    kind: str = "lm"
+    num_labels: int = 0
+    bare: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scope:
     """The place of one layer. `path` is its checkpoint name; `block_tokens` and `max_positions`
     come from the engine. `scheme` says how weights of linear layers are quantized; None: they are not.
@@ -63,6 +73,7 @@ class Scope:
     max_positions: int
     scheme: Scheme | None = None
     stored: Stored = field(default_factory=dict)
+    head: Head = Head()
     path: str = ""
 
     def __truediv__(self, name: str) -> Scope:
@@ -122,6 +133,13 @@ class Scope:
         choice = op.choose(problem)
         self.ledger.choices.append(choice)
         return choice.bind(*weights)
+
+    def bind_fused(self, op: Op[Any], problem: Any, *weights: Any) -> Callable[..., Any] | None:
+        """The same for an op that other ops compose: None if no kernel does it in one, so that the
+        caller takes the kernels of the parts instead of the reference."""
+        choice = op.choose(problem)
+        self.ledger.choices.append(choice)
+        return None if choice.kernel is op.reference else choice.bind(*weights)
 
 
 def not_loaded(*arguments: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from headrace.back.attention.kv_layer import KVLayer
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import Attention, AttentionSpec
+from headrace.back.layers.classifier import Classifier, Dense
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.logits import LogitsHead
 from headrace.back.layers.mlp import GatedMLP
@@ -148,16 +149,20 @@ def _add_norm(
 class Decoder:
     """A decoder-only language model on this rank: `back/models/protocol.py: CausalModel`."""
 
+    state = "plain"
+
     def __init__(self, scope: Scope, spec: DecoderSpec) -> None:
-        inside, sizes = scope / spec.prefix if spec.prefix else scope, spec.sizes
+        inside = scope / spec.prefix if spec.prefix and not scope.head.bare else scope
+        sizes = spec.sizes
         self.logits_width = sizes.vocabulary
+        self.generates = scope.head.kind == "lm"
         self._ledger = scope.ledger
         self._embedding = TokenEmbedding(
             inside / "embed_tokens",
             sizes.vocabulary,
             sizes.width,
             scale=spec.embedding_scale,
-            tied=sizes.tied,
+            tied=sizes.tied and self.generates,
         )
         self._layers = [
             DecoderLayer(inside / "layers" / str(index), index, layer, spec)
@@ -166,22 +171,26 @@ class Decoder:
         self._norm = RMSNorm(
             inside / "norm", sizes.width, eps=sizes.eps, unit_offset=spec.unit_offset
         )
-        self._head = LogitsHead(
-            scope / spec.head,
-            sizes.vocabulary,
-            sizes.width,
-            tied=self._embedding if sizes.tied else None,
-            scale=spec.logits_scale,
-            softcap=spec.logits_softcap,
-        )
+        self._head = self._logits_head(scope, spec) if self.generates else None
+        self._classifier = classifier_of(scope, sizes.width)
         self.kv_layers: tuple[KVLayer, ...] = tuple(
             layer.attention.kv_layer for layer in self._layers
         )
-        tied = (rf"{spec.head}\.weight",) if sizes.tied else ()
+        tied = (rf"{spec.head}\.weight",) if sizes.tied or not self.generates else ()
         self.weights = WeightPlan(
             params=tuple(self._ledger.params), ignored=(*IGNORED, *tied, *spec.ignored)
         )
         self.decisions: tuple[Decision, ...] = ()
+
+    def _logits_head(self, scope: Scope, spec: DecoderSpec) -> LogitsHead:
+        return LogitsHead(
+            scope / spec.head,
+            spec.sizes.vocabulary,
+            spec.sizes.width,
+            tied=self._embedding if spec.sizes.tied else None,
+            scale=spec.logits_scale,
+            softcap=spec.logits_softcap,
+        )
 
     def finish_load(self) -> None:
         """Packs the loaded weights, layer by layer; the plain ones are dropped on the way."""
@@ -198,7 +207,22 @@ class Decoder:
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Vocabulary logits [N, logits_width], float32."""
+        assert self._head is not None, "the model has no language-model head"
         return self._head.logits(hidden_NE)
+
+    def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Class logits [N, labels], float32."""
+        assert self._classifier is not None, "the model has no classification head"
+        return self._classifier.logits(hidden_NE)
+
+
+def classifier_of(scope: Scope, width: int) -> Classifier | None:
+    """The head of a decoder that classifies: one product, without bias where it judges whole texts."""
+    head = scope.head
+    if head.kind not in ("sequence", "token"):
+        return None
+    bias = head.kind == "token"
+    return Classifier(Dense(scope / "score", width, head.num_labels, bias=bias))
 
 
 BuildFamily = Callable[[Scope, ConfigReader], Decoder]

@@ -1,9 +1,10 @@
-"""Architecture name in config.json -> family. Apart from `registry.py`, so that `launch` can ask
-without torch."""
+"""Architecture name in config.json -> family, and what else its name says: the head, and how its tensors are named.
+Apart from `registry.py`, so that `launch` can ask without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.errors import CheckpointError
@@ -21,15 +22,62 @@ ARCHITECTURES: Mapping[str, str] = {
     "Olmo2ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
+    "BertForMaskedLM": "bert",
+    "RobertaForMaskedLM": "roberta",
+    "XLMRobertaForMaskedLM": "roberta",
+    "ModernBertForMaskedLM": "modernbert",
+}
+ENCODERS = frozenset({"bert", "roberta", "modernbert"})
+"""Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
+FIRST_POSITION = {"roberta": "pad_token_id"}
+"""Families whose positions begin one behind the id under this key, and so have fewer than the config states."""
+CAUSAL, MASKED = "ForCausalLM", "ForMaskedLM"
+_HEADS = {
+    CAUSAL: "lm",
+    MASKED: "none",
+    "ForSequenceClassification": "sequence",
+    "ForTokenClassification": "token",
+    "Model": "none",
+}
+_BASES = {
+    name.removesuffix(CAUSAL).removesuffix(MASKED): family for name, family in ARCHITECTURES.items()
 }
 
 
-def family_of(config: Mapping[str, Any]) -> str:
-    """The family of a config.json: that of the first architecture it names, else the fallback."""
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What a class name says. `head`: lm, sequence, token or none. `bare`: the checkpoint is of the base model alone,
+    whose tensor names lack the prefix."""
+
+    family: str
+    head: str = "lm"
+    bare: bool = False
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """By the first architecture a config.json names; what no row covers goes to the fallback."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
         raise CheckpointError(
             f"config.json: architectures is {names!r}; it must be a list of class names",
             field="architectures",
         )
-    return ARCHITECTURES.get(names[0], FALLBACK)
+    for suffix, head in _HEADS.items():
+        base = names[0].removesuffix(suffix)
+        if base != names[0] and base in _BASES:
+            return Architecture(family=_BASES[base], head=head, bare=suffix == "Model")
+    return Architecture(family=FALLBACK)
+
+
+def family_of(config: Mapping[str, Any]) -> str:
+    """The family of a config.json: that of the first architecture it names, else the fallback."""
+    return architecture_of(config).family
+
+
+def reserved_positions(family: str, config: Mapping[str, Any]) -> int:
+    """How many of the stated positions no text can use."""
+    key = FIRST_POSITION.get(family)
+    if key is None:
+        return 0
+    value = config.get(key, 1)
+    return value + 1 if isinstance(value, int) else 0

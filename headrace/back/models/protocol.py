@@ -14,10 +14,15 @@ from headrace.base.config.resolved import Decision
 
 
 class CausalModel(Protocol):
-    """A loaded decoder on this rank."""
+    """A loaded model on this rank: a decoder, or an encoder whose texts are only pooled.
+
+    `generates`: it has a language-model head. `state` names a row of `runner/states`.
+    """
 
     kv_layers: tuple[KVLayer, ...]
     logits_width: int
+    generates: bool
+    state: str
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Runs the decoder over T tokens; returns the normed hidden states [T, E] in the model's
@@ -27,6 +32,10 @@ class CausalModel(Protocol):
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Vocabulary logits [N, logits_width] in float32, gathered over ranks, soft-capped and
         scaled as the family does."""
+        ...
+
+    def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Class logits [N, labels] in float32 of pooled hidden states; only where the model has such a head."""
         ...
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.back.layers.scope import Ledger, Scope
+from headrace.back.layers.scope import Head, Ledger, Scope
 from headrace.back.models.blocks import BuildFamily
 from headrace.back.models.families import ARCHITECTURES, FALLBACK, family_of
 from headrace.back.models.protocol import LoadableModel
@@ -57,6 +57,7 @@ def build_model(
         dtype=DTYPES[spec.dtype],
         block_tokens=block_tokens,
         max_positions=spec.max_model_len,
+        head=Head(kind=spec.head, num_labels=spec.num_labels, bare=spec.bare),
         scheme=None if spec.quantization is None else SCHEMES[spec.quantization],
         stored=stored or {},
     )

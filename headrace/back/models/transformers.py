@@ -78,6 +78,9 @@ _RUNNING: list[_Step] = []
 class TransformersModel:
     """`back/models/protocol.py: LoadableModel` around a transformers model."""
 
+    generates = True
+    state = "plain"
+
     def __init__(self, scope: Scope, config: ConfigReader) -> None:
         if scope.mesh.tp.size > 1:
             raise ConfigError(
@@ -135,6 +138,10 @@ class TransformersModel:
             )
         hidden_TE: torch.Tensor = out.last_hidden_state[0]
         return hidden_TE
+
+    def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """The fallback runs language models only."""
+        raise AssertionError("the model has no classification head")
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Vocabulary logits [N, logits_width], float32, with whatever the model's own code does

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import AttentionPlan, Batch
-from headrace.back.runner.requests import Rows, to_device
+from headrace.back.kernels.upload import to_device
+from headrace.back.runner.requests import Rows
 from headrace.base.wire.step import StepPlan
 
 
@@ -83,6 +84,7 @@ def build_batch(
         group_of_layer=group_of_layer,
         kv=kv,
         logits_at_N=to_device(last_N, rows.device),
+        query_start=shape.query_start,
     )
 
 

@@ -28,6 +28,8 @@ def group_layers(layers: Sequence[KVLayer]) -> tuple[KVGroup, ...]:
     The size wastes the fewest padded layers among those that give at most MAX_GROUPS groups (or as few groups as there
     are kinds); of equal ones the largest, hence the fewest groups.
     """
+    if not layers:
+        return ()
     kinds: dict[int, list[int]] = {}
     for layer in layers:
         kinds.setdefault(layer.window or 0, []).append(layer.layer)
@@ -76,7 +78,7 @@ def lay_out(layers: Sequence[KVLayer], *, block_tokens: int, dtype: torch.dtype)
     """The layout of the KV cache for these layers."""
     groups = group_layers(layers)
     numel = {layer.layer: 2 * layer.kv_heads * block_tokens * layer.head_dim for layer in layers}
-    size = max(len(group.layers) for group in groups)
+    size = max((len(group.layers) for group in groups), default=0)
     elements = tuple(
         max(numel[group.layers[i]] for group in groups if i < len(group.layers))
         for i in range(size)

@@ -9,15 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.back.kernels.upload import to_device
 from headrace.base.wire.step import RowStart, StepPlan
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a tensor on `device`; on the CPU a writable array is shared, not copied."""
-    if not array.flags.writeable or not array.flags.c_contiguous:
-        array = array.copy()
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 class GrowingTable:
@@ -26,8 +19,8 @@ class GrowingTable:
     Memory follows the longest request seen, not the longest that is allowed.
     """
 
-    def __init__(self, *, rows: int, columns: int, device: torch.device) -> None:
-        self.data = torch.zeros((rows, columns), dtype=torch.int32, device=device)
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
 
     def reserve(self, columns: int) -> None:
         """Makes sure of at least `columns` columns; what is stored stays."""
@@ -39,6 +32,11 @@ class GrowingTable:
         )
         wider[:, :have] = self.data
         self.data = wider
+
+    @staticmethod
+    def zeros(*, rows: int, columns: int, device: torch.device) -> GrowingTable:
+        """An empty table."""
+        return GrowingTable(torch.zeros((rows, columns), dtype=torch.int32, device=device))
 
     def at(self, row_K: np.ndarray, column_K: np.ndarray) -> torch.Tensor:
         """Where the entries (row_K[i], column_K[i]) lie in the flattened table, int64 [K] on the device."""
@@ -62,25 +60,34 @@ class Rows:
     """
 
     def __init__(
-        self, *, max_rows: int, num_groups: int, block_tokens: int, device: torch.device
+        self, tokens: GrowingTable, tables: tuple[GrowingTable, ...], *, block_tokens: int
     ) -> None:
-        self.device = device
+        self.device = tokens.data.device
         self.block_tokens = block_tokens
-        self.tokens = GrowingTable(rows=max_rows, columns=256, device=device)
-        self.tables = tuple(
-            GrowingTable(rows=max_rows, columns=256 // block_tokens, device=device)
-            for _ in range(num_groups)
-        )
-        self.num_prompt = np.zeros(max_rows, np.int32)
+        self.tokens = tokens
+        self.tables = tables
+        self.num_prompt = np.zeros(tokens.data.shape[0], np.int32)
+
+    @staticmethod
+    def growing(*, max_rows: int, num_groups: int, block_tokens: int, device: torch.device) -> Rows:
+        """Empty rows whose tables grow."""
+        new = {"rows": max_rows, "device": device}
+        tables = (GrowingTable.zeros(**new, columns=256 // block_tokens) for _ in range(num_groups))
+        tokens = GrowingTable.zeros(**new, columns=256)
+        return Rows(tokens, tuple(tables), block_tokens=block_tokens)
 
     def apply(self, plan: StepPlan) -> None:
         """Takes over the plan's starts and block updates."""
-        if plan.starts:
-            self._clear_tables([start.row for start in plan.starts])
-            for start in plan.starts:
-                self._start(start)
+        self.start(plan.starts)
         if plan.block_id.size:
-            self._update_blocks(plan)
+            self.update(plan)
+
+    def start(self, starts: list[RowStart]) -> None:
+        """Requests take rows: their tokens are stored and their block tables cleared."""
+        if starts:
+            self._clear_tables([start.row for start in starts])
+            for start in starts:
+                self._start(start)
 
     def _clear_tables(self, rows: list[int]) -> None:
         index = to_device(np.array(rows, np.int64), self.device)
@@ -93,14 +100,17 @@ class Rows:
         self.tokens.data[start.row, : start.tokens.size] = known
         self.num_prompt[start.row] = start.num_prompt
 
-    def _update_blocks(self, plan: StepPlan) -> None:
+    def update(self, plan: StepPlan, *, first: int = 0) -> None:
+        """Takes over the plan's block updates, from the `first` on."""
+        rows, indices, blocks = (
+            part[first:] for part in (plan.block_row, plan.block_index, plan.block_id)
+        )
         for group, table in enumerate(self.tables):
             if len(self.tables) == 1:
-                row, index, block = plan.block_row, plan.block_index, plan.block_id
+                row, index, block = rows, indices, blocks
             else:
-                mine = plan.block_group == group
-                row, index = plan.block_row[mine], plan.block_index[mine]
-                block = plan.block_id[mine]
+                mine = plan.block_group[first:] == group
+                row, index, block = rows[mine], indices[mine], blocks[mine]
             if not block.size:
                 continue
             table.reserve(int(index.max()) + 1)

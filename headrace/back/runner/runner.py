@@ -1,38 +1,44 @@
-"""Runs steps on one rank: plan -> rows -> batch -> model -> sampler -> result. Knows no model family.
+"""Runs steps on one rank: plan -> rows -> batch -> model -> sampler -> result. Knows no model family and no device.
 
-The runner owns what outlives a step: the rows, the KV memory, the sampler's state and the model's `ModelState`. There
-is one execute path; warm-up and self-check go through it with made-up plans (warmup.py).
+The runner owns what outlives a step: the KV memory, the sampler's state and the model's `ModelState`; the rows belong
+to `Steps`, which says how a step is run on this device. `launch` returns once everything is queued, `Launched.result`
+waits for it. There is one execute path; warm-up, memory profile and self-check go through it with made-up plans
+(warmup.py).
 
 T query tokens, R rows of the step, N rows sampled, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.models.protocol import CausalModel
-from headrace.back.runner.batch import StepShape, build_batch, shape_of
+from headrace.back.runner.batch import StepShape, shape_of
+from headrace.back.runner.devices import MakeSteps, make_steps
 from headrace.back.runner.memory import KVMemory, count_blocks, lay_out
-from headrace.back.runner.requests import Rows, to_device
-from headrace.back.runner.results import to_result
-from headrace.back.runner.states.plain import PlainDecoder
+from headrace.back.runner.pooler import Pooler
+from headrace.back.runner.results import Draws, Launched
+from headrace.back.runner.states import STATES
 from headrace.back.runner.states.state import ModelState
+from headrace.back.runner.steps import Machine, Ran
 from headrace.back.runner.warmup import warm_up
-from headrace.back.sampling.prompt_logprobs import PromptScorer
-from headrace.back.sampling.sampler import Sampled, Sampler
+from headrace.back.sampling.prompt_logprobs import PromptScorer, Scored
+from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import HeadraceError
-from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Runner:
-    """One rank's share of the engine. Plans must come in order; each is executed to its end before the next.
+    """One rank's share of the engine. Plans must come in order, and at most RING (buckets.py) of them before the first
+    one's result is read.
 
     Invariants: a row's tokens and block tables are what the plans so far have said, plus the tokens sampled here;
     block 0 is never given to a request.
@@ -45,28 +51,34 @@ class Runner:
         *,
         device: torch.device,
         state: ModelState | None = None,
+        steps: MakeSteps = make_steps,
         weight_bytes: int = 0,
         decisions: Sequence[Decision] = (),
         start_s: dict[str, float] | None = None,
     ) -> None:
         self._model = model
-        self._state = state or PlainDecoder()
         layout = lay_out(
             model.kv_layers, block_tokens=spec.kv.block_tokens, dtype=_DTYPES[spec.model.dtype]
         )
         num_blocks = count_blocks(spec.kv, layout)
         self._kv = KVMemory(model.kv_layers, layout, num_blocks=num_blocks, device=device)
         groups = layout.group_of_layer
-        self._group_of_layer = tuple(groups[layer] for layer in range(len(groups)))
         max_rows = spec.scheduler.max_running
-        self._rows = Rows(
-            max_rows=max_rows,
-            num_groups=len(layout.groups),
-            block_tokens=spec.kv.block_tokens,
-            device=device,
-        )
+        self._state = state or STATES[model.state](max_rows, device)
         self._sampler = Sampler(max_rows=max_rows, logits_width=model.logits_width, device=device)
         self._prompts = PromptScorer(logits_width=model.logits_width, device=device)
+        self._pooler = Pooler(model.classify)
+        self._device = device
+        self._lost: deque[np.ndarray] = deque()
+        machine = Machine(
+            model=model,
+            state=self._state,
+            greedy=self._sampler.greedy,
+            kv=self._kv.layers,
+            group_of_layer=tuple(groups[layer] for layer in range(len(groups))),
+            device=device,
+        )
+        self._steps = steps(machine, spec, num_groups=len(layout.groups))
         warmup_s = warm_up(self, spec, model.logits_width, device)
         self.facts = WorkerFacts(
             num_blocks=num_blocks,
@@ -75,71 +87,88 @@ class Runner:
             logits_width=model.logits_width,
             max_rows=max_rows,
             max_model_len=spec.model.max_model_len,
+            generates=model.generates,
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
             start_s={**(start_s or {}), "warmup": warmup_s},
             decisions=[
-                (d.field, d.given, d.chosen, d.why) for d in (*decisions, *self._sampler.decisions)
+                (d.field, d.given, d.chosen, d.why)
+                for d in (*decisions, *self._sampler.decisions, *self._steps.decisions)
             ],
         )
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step and returns what it produced."""
-        self._apply(plan)
-        if not plan.rows.size:
-            return StepResult(step=plan.step, tokens=np.empty(0, np.int32))
-        shape = shape_of(plan)
-        self._rows.tokens.reserve(shape.max_kv_len + 1)
-        hidden_TE, logits_at_N = self._forward(plan, shape)
-        prompts, refused = ([], {}) if self._prompts.idle else self._score_prompts(shape, hidden_TE)
-        sampled = self._sample(shape, hidden_TE, logits_at_N)
-        if sampled is not None and sampled.failed:
-            self._scrub(shape.sampled_row[list(sampled.failed)])
-        return to_result(plan, shape, sampled, prompts, refused)
+        """Runs one step to its end."""
+        result = self.launch(plan).result()
+        self._settle()
+        return result
 
-    def _apply(self, plan: StepPlan) -> None:
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Queues one step. Steps may be launched before the results of earlier ones are read."""
+        with self._steps.scope():
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> Launched:
+        self._settle()
+        self._begin(plan)
+        if not plan.rows.size:
+            self._steps.rows.apply(plan)
+            return Launched(plan=plan)
+        shape = shape_of(plan)
+        ran = self._steps.run(plan, shape)
+        prompts, refused = (
+            ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.hidden_TE)
+        )
+        draws = self._draw(shape, ran) if shape.sampled.size else None
+        return Launched(
+            plan=plan,
+            moment=self._steps.moment(),
+            shape=shape,
+            draws=draws,
+            prompts=prompts,
+            pooled=() if self._pooler.idle else self._pooler.pool(shape, ran.hidden_TE),
+            refused=refused,
+            lost=self._lost.append,
+        )
+
+    def _begin(self, plan: StepPlan) -> None:
         if plan.ends.size:
             self._state.end(plan.ends)
             self._sampler.end(plan.ends)
             self._prompts.end(plan.ends)
-        self._rows.apply(plan)
+            self._pooler.end(plan.ends)
         for start in plan.starts:
             self._state.start(start)
             self._sampler.start(start)
             self._prompts.start(start)
+            self._pooler.start(start)
 
-    def _forward(self, plan: StepPlan, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [T, E], and which of them are wanted, int64 [N]."""
-        batch = build_batch(
-            shape, self._rows, kv=self._kv.layers, group_of_layer=self._group_of_layer
-        )
-        batch = self._state.prepare(batch, row_T=shape.row_T, gates=plan.gates)
-        hidden_TE = self._model.forward(batch)
-        self._state.after(batch, hidden_TE)
-        return hidden_TE, batch.logits_at_N
-
-    def _sample(
-        self, shape: StepShape, hidden_TE: torch.Tensor, logits_at_N: torch.Tensor
-    ) -> Sampled | None:
+    def _draw(self, shape: StepShape, ran: Ran) -> Draws:
         """Samples the rows that the plan wants sampled and stores their tokens for the next step."""
-        if not shape.sampled.size:
-            return None
-        every = shape.sampled.size == hidden_TE.shape[0]
+        if ran.told is not None and not self._sampler.uses(shape.sampled_row):
+            return Draws(tokens=ran.told[0], best=ran.told[1], index=shape.sampled)
+        logits_NV, picks = ran.wanted()
+        rows = self._steps.rows.tokens
         sampled = self._sampler.sample(
-            self._model.logits(hidden_TE if every else hidden_TE.index_select(0, logits_at_N)),
+            logits_NV,
+            picks,
             rows=shape.sampled_row,
             positions=shape.sampled_position,
-            tokens=self._rows.tokens.data,
+            tokens=rows.data,
         )
-        self._rows.tokens.put(
-            shape.sampled_row, shape.sampled_position, sampled.token_N.to(torch.int32)
+        token_N = sampled.token_N.to(torch.int32)
+        rows.put(shape.sampled_row, shape.sampled_position, token_N)
+        return Draws(
+            tokens=to_host(token_N).numpy(),
+            best=to_host(sampled.best_N).numpy(),
+            left=None if sampled.left_N is None else to_host(sampled.left_N).numpy(),
+            told=sampled.told,
         )
-        return sampled
 
     def _score_prompts(
         self, shape: StepShape, hidden_TE: torch.Tensor
-    ) -> tuple[list[tuple[int, PromptLogprobs]], dict[int, HeadraceError]]:
+    ) -> tuple[list[tuple[int, Scored]], dict[int, HeadraceError]]:
         """The prompt log-probabilities this step gives, and the rows refused, by index into the plan's rows."""
         found, refused = [], {}
         for index, row in enumerate(shape.rows.tolist()):
@@ -157,8 +186,13 @@ class Runner:
                 found.append((index, scores))
         return found, refused
 
-    def _scrub(self, rows: np.ndarray) -> None:
-        """Removes NaN and Inf from the blocks of failed rows, the null block included."""
-        row_K = to_device(rows, self._rows.device)
-        blocks = [table.data.index_select(0, row_K).view(-1) for table in self._rows.tables]
-        self._kv.scrub(torch.cat(blocks).unique().to(torch.int64))
+    @torch.inference_mode()
+    def _settle(self) -> None:
+        """Removes NaN and Inf from the blocks of rows that have failed, the null block included, before any of these
+        blocks can have another owner: a plan that gives them away comes after the result that told of the failure."""
+        while self._lost:
+            row_K = to_device(self._lost.popleft(), self._device)
+            tables = self._steps.rows.tables
+            with self._steps.scope():
+                blocks = [table.data.index_select(0, row_K).view(-1) for table in tables]
+                self._kv.scrub(torch.cat(blocks).unique().to(torch.int64))

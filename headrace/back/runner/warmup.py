@@ -13,7 +13,7 @@ import torch
 
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import CheckpointError, from_wire
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.params import RowPooling, RowSampling
 from headrace.base.wire.step import RowStart, StepPlan, StepResult
 
 CPU_TOKENS = 64
@@ -40,7 +40,9 @@ def warm_up(runner: Executes, spec: EngineSpec, logits_width: int, device: torch
     num_rows = min(spec.scheduler.max_running, tokens)
     length = min(tokens // num_rows, spec.model.max_model_len - 1)
     prompt = np.arange(length, dtype=np.int32) % logits_width
-    for plan in (_prefill(num_rows, prompt), _decode(num_rows, length), _end(num_rows)):
+    generates = spec.model.head == "lm"
+    decodes = (_decode(num_rows, length),) if generates else ()
+    for plan in (_prefill(num_rows, prompt, generates=generates), *decodes, _end(num_rows)):
         result = runner.execute(plan)
         if result.failed:
             raise CheckpointError(
@@ -50,7 +52,8 @@ def warm_up(runner: Executes, spec: EngineSpec, logits_width: int, device: torch
     return time.perf_counter() - began
 
 
-def _prefill(num_rows: int, prompt: np.ndarray) -> StepPlan:
+def _prefill(num_rows: int, prompt: np.ndarray, *, generates: bool) -> StepPlan:
+    """Its last tokens are sampled; those of a model without a language-model head are pooled."""
     starts = [
         RowStart(
             row=row,
@@ -59,17 +62,25 @@ def _prefill(num_rows: int, prompt: np.ndarray) -> StepPlan:
             num_prompt=prompt.size,
             num_computed=0,
             sampling=RowSampling(temperature=0.0),
+            pooling=None if generates else RowPooling(),
         )
         for row in range(num_rows)
     ]
-    return _plan(num_rows, starts=starts, num_tokens=prompt.size, num_computed=0)
+    return _plan(num_rows, starts=starts, num_tokens=prompt.size, num_computed=0, sample=generates)
 
 
 def _decode(num_rows: int, length: int) -> StepPlan:
     return _plan(num_rows, starts=[], num_tokens=1, num_computed=length)
 
 
-def _plan(num_rows: int, *, starts: list[RowStart], num_tokens: int, num_computed: int) -> StepPlan:
+def _plan(
+    num_rows: int,
+    *,
+    starts: list[RowStart],
+    num_tokens: int,
+    num_computed: int,
+    sample: bool = True,
+) -> StepPlan:
     none = np.empty(0, np.int32)
     return StepPlan(
         step=-1,
@@ -82,7 +93,7 @@ def _plan(num_rows: int, *, starts: list[RowStart], num_tokens: int, num_compute
         rows=np.arange(num_rows, dtype=np.int32),
         num_tokens=np.full(num_rows, num_tokens, np.int32),
         num_computed=np.full(num_rows, num_computed, np.int32),
-        sample=np.ones(num_rows, np.bool_),
+        sample=np.full(num_rows, sample, np.bool_),
     )
 
 

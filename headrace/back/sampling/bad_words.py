@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.features import Picked
 from headrace.back.sampling.ragged import RaggedRows
 from headrace.base.wire.step import RowStart
@@ -37,8 +38,8 @@ class BadWords:
         index_M, words_ML = self._words.join(picked.rows)
         before_ML, last_M = words_ML[:, :-1], words_ML[:, -1]
         length = before_ML.shape[1]
-        row_M1 = torch.from_numpy(picked.rows).to(device)[index_M][:, None]
-        start_M1 = torch.from_numpy(picked.positions).to(device)[index_M][:, None] - length
+        row_M1 = to_device(picked.rows, device)[index_M][:, None]
+        start_M1 = to_device(picked.positions, device)[index_M][:, None] - length
         column_ML = start_M1 + torch.arange(length, device=device)
         history_ML = picked.tokens[row_M1, column_ML.clamp(min=0)]
         matches_ML = ((history_ML == before_ML) & (column_ML >= 0)) | (before_ML < 0)

@@ -11,6 +11,7 @@ import torch
 
 from headrace.back.kernels.gumbel import noise
 from headrace.back.kernels.gumbel.op import Gumbel
+from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.candidates import Candidates, most_candidates, select
 from headrace.back.sampling.features import TRUNCATES, Picked, RowNumbers, Use
 from headrace.back.sampling.min_p import keep_min_p_
@@ -44,7 +45,7 @@ class Draw:
         self._uses = int(np.bitwise_or.reduce(self._use))
         self._top_k = numbers.top_k[rows]
         keys = noise.keys(numbers.seed[rows], picked.positions)
-        self._keys = torch.from_numpy(keys.view(np.int64)).to(device)
+        self._keys = to_device(keys.view(np.int64), device)
         self._temperature = self._column(numbers.temperature[rows])
         self._typical_p = self._column(numbers.typical_p[rows])
         self._top_p = self._column(numbers.top_p[rows])
@@ -54,12 +55,12 @@ class Draw:
         self._xtc_threshold = self._column(numbers.xtc_threshold[rows])
 
     def _column(self, values_K: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values_K).to(self._device)[:, None]
+        return to_device(values_K, self._device)[:, None]
 
     def part(self, index: np.ndarray) -> Draw:
         """The same for some of the rows."""
         part = object.__new__(Draw)
-        at = torch.from_numpy(index).to(self._device)
+        at = to_device(index, self._device)
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 value = value.index_select(0, at)
@@ -109,7 +110,7 @@ class Draw:
 
     def _proven(self, found: Candidates, lse_K1: torch.Tensor) -> torch.Tensor:
         complete_K1 = found.cut_K1 == -torch.inf
-        by_top_k_K1 = torch.from_numpy((self._use & Use.TOP_K) != 0).to(self._device)[:, None]
+        by_top_k_K1 = to_device((self._use & Use.TOP_K) != 0, self._device)[:, None]
         mass_K1 = (found.z_KC - lse_K1).exp_().sum(1, keepdim=True)
         by_top_p_K1 = (self._top_p < 1.0) & (mass_K1 >= self._top_p)
         by_min_p_K1 = found.cut_K1 <= found.z_KC.amax(1, keepdim=True) + self._log_min_p
@@ -118,8 +119,8 @@ class Draw:
     def _truncate(self, z_KC: torch.Tensor, lse_K1: torch.Tensor) -> None:
         """Truncates in place. `lse_K1` is the whole row's; it is taken anew once something was removed."""
         if self._uses & Use.TOP_K:
-            keep_top_k_(z_KC, torch.from_numpy(self._top_k).to(self._device))
-            top_k_K1 = torch.from_numpy((self._use & Use.TOP_K) != 0).to(self._device)[:, None]
+            keep_top_k_(z_KC, to_device(self._top_k, self._device), most=int(self._top_k.max()))
+            top_k_K1 = to_device((self._use & Use.TOP_K) != 0, self._device)[:, None]
             lse_K1 = torch.where(top_k_K1, z_KC.logsumexp(1, keepdim=True), lse_K1)
         if self._uses & Use.TYPICAL_P:
             keep_typical_p_(z_KC, self._typical_p, lse_K1)
@@ -130,7 +131,7 @@ class Draw:
         if self._uses & Use.MIN_P:
             keep_min_p_(z_KC, self._log_min_p)
         if self._uses & Use.XTC:
-            xtc_id = torch.tensor([noise.XTC_ID], device=self._device)
+            xtc_id = torch.full((1,), noise.XTC_ID, dtype=torch.int64, device=self._device)
             acts_K1 = noise.uniform(self._keys, xtc_id) < self._xtc_probability
             exclude_top_(z_KC, self._xtc_threshold, acts_K1)
 
@@ -152,14 +153,14 @@ def draw(logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked, gumbel: G
     best_K = torch.empty(len(plain_K), dtype=torch.float64, device=logits_KV.device)
     plain, left = np.flatnonzero(plain_K), np.flatnonzero(~plain_K)
     if plain.size:
-        choice = _draw_plain(logits_KV[plain], numbers, picked.take(plain), gumbel)
-        token_K[plain], best_K[plain] = choice
+        choice = _draw_plain(_rows(logits_KV, plain), numbers, picked.take(plain), gumbel)
+        _put((token_K, best_K), plain, choice)
     step = (CHUNK if logits_KV.device.type == "cpu" else DEVICE_CHUNK) // logits_KV.shape[1]
     draws = Draw(numbers, picked, logits_KV.device)
     if logits_KV.device.type == "cpu":
         left = _draw_candidates(logits_KV, draws, left, (token_K, best_K), step)
     for index in _chunks(left, step):
-        token_K[index], best_K[index] = draws.part(index).whole(logits_KV[index])
+        _put((token_K, best_K), index, draws.part(index).whole(_rows(logits_KV, index)))
     return token_K, best_K
 
 
@@ -168,7 +169,8 @@ def truncated(logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked) -> t
     drawn = np.flatnonzero(numbers.use[picked.rows] & Use.RANDOM)
     if drawn.size:
         some = Draw(numbers, picked.take(drawn), logits_KV.device)
-        logits_KV[drawn] = some.left(logits_KV[drawn]).to(torch.float32)
+        at = to_device(drawn, logits_KV.device)
+        logits_KV[at] = some.left(logits_KV[at]).to(torch.float32)
     return logits_KV
 
 
@@ -176,9 +178,9 @@ def _draw_plain(
     logits_KV: torch.Tensor, numbers: RowNumbers, picked: Picked, gumbel: Gumbel
 ) -> Choice:
     keys_K = noise.keys(numbers.seed[picked.rows], picked.positions).view(np.int64)
-    temperature_K = torch.from_numpy(numbers.temperature[picked.rows])
+    temperature_K = numbers.temperature[picked.rows]
     device = logits_KV.device
-    return gumbel(logits_KV, temperature_K.to(device), torch.from_numpy(keys_K).to(device))
+    return gumbel(logits_KV, to_device(temperature_K, device), to_device(keys_K, device))
 
 
 def _draw_candidates(
@@ -195,6 +197,16 @@ def _draw_candidates(
             unproven.append(index[~proven.numpy()])
         left = np.concatenate(unproven)
     return left
+
+
+def _rows(logits_KV: torch.Tensor, index: np.ndarray) -> torch.Tensor:
+    return logits_KV.index_select(0, to_device(index, logits_KV.device))
+
+
+def _put(into: Choice, index: np.ndarray, choice: Choice) -> None:
+    at = to_device(index, into[0].device)
+    for all_K, some in zip(into, choice, strict=True):
+        all_K.index_copy_(0, at, some)
 
 
 def _chunks(index: np.ndarray, step: int) -> list[np.ndarray]:

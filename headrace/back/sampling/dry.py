@@ -11,8 +11,10 @@ MAX_MATCH in all: the work of one row stays bounded whatever the request says.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.features import Picked
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
@@ -20,6 +22,8 @@ from headrace.base.wire.step import RowStart
 MAX_EXTRA = 128
 MAX_MATCH = 1024
 LARGEST_PENALTY = 1e30
+DENSE = 1 << 22
+"""Comparisons at a time where matches are not followed one by one."""
 
 
 class Dry:
@@ -27,12 +31,13 @@ class Dry:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._repeats = repeats if device.type == "cpu" else repeats_dense
         self._rows: dict[int, tuple[RowSampling, torch.Tensor]] = {}
 
     def start(self, start: RowStart) -> None:
         """Keeps the row's numbers and breakers."""
-        breakers = torch.tensor(start.sampling.dry_breaker_ids, dtype=torch.int32)
-        self._rows[start.row] = (start.sampling, breakers.to(self._device))
+        breakers = np.array(start.sampling.dry_breaker_ids, np.int32)
+        self._rows[start.row] = (start.sampling, to_device(breakers, self._device))
 
     def end(self, row: int) -> None:
         """Forgets them."""
@@ -45,7 +50,7 @@ class Dry:
             start = max(0, int(length) - s.dry_range) if s.dry_range else 0
             history = picked.tokens[int(row), start : int(length)]
             most = min(s.dry_allowed_length + MAX_EXTRA, MAX_MATCH)
-            ids, matched = repeats(history, breakers, most=most)
+            ids, matched = self._repeats(history, breakers, most=most)
             self._penalise(logits_KV[k], ids, matched, s)
 
     def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
@@ -84,3 +89,23 @@ def repeats(
         matched[place - 1] = m
     found = torch.nonzero(matched)[:, 0]
     return history[found + 1].to(torch.int64), matched[found]
+
+
+def repeats_dense(
+    history: torch.Tensor, breakers: torch.Tensor, *, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `repeats` finds, without asking the device how much is left: (ids, lengths) of every place, 0 where nothing
+    matches. [n] x [most] comparisons, some places at a time."""
+    n = history.shape[0]
+    live = ~(history[:, None] == breakers).any(1)
+    most = min(most, n - 1)
+    if most < 1:
+        return history.to(torch.int64), torch.zeros_like(history, dtype=torch.int64)
+    back_M = torch.arange(1, most + 1, device=history.device)
+    suffix_M, live_M = history[n - back_M], live[n - back_M]
+    parts = []
+    for places in torch.arange(n, device=history.device).split(max(1, DENSE // most)):
+        at_PM = places[:, None] - back_M
+        same_PM = (history[at_PM.clamp(min=0)] == suffix_M) & live_M & (at_PM >= 0)
+        parts.append(same_PM.to(torch.uint8).cummin(1).values.sum(1))
+    return history.to(torch.int64), torch.cat(parts) * live

@@ -6,12 +6,49 @@ lowest id first, whatever the device's selection does: they are found on integer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from headrace.back.kernels.upload import to_device, to_host
+from headrace.base.wire.step import RowLogprobs
+
 _ID_MASK = 0x7FFF_FFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """ids int32 [M, 1+A+named], values float32 of the same shape, ranks int32 [M], on the host: to be read once the
+    step's event has passed (kernels/upload.py: to_host)."""
+
+    ids: torch.Tensor
+    values: torch.Tensor
+    ranks: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What M of a step's N sampled rows are told. index [M] into the N; kept [M]: columns that each row asked for;
+    `named`: the scores of the ids that row m named."""
+
+    index: np.ndarray
+    kept: list[int]
+    scores: Scores
+    named: Mapping[int, Scores]
+
+    def rows(self) -> Iterator[RowLogprobs]:
+        """Row by row, once the step's event has passed."""
+        ids, values = self.scores.ids.numpy(), self.scores.values.numpy()
+        ranks = self.scores.ranks.numpy()
+        for m, (index, count) in enumerate(zip(self.index.tolist(), self.kept, strict=True)):
+            row_ids, row_values = ids[m, :count], values[m, :count]
+            if m in self.named:
+                more = self.named[m]
+                row_ids = np.concatenate([row_ids, more.ids.numpy()[0, 1:]])
+                row_values = np.concatenate([row_values, more.values.numpy()[0, 1:]])
+            yield RowLogprobs(index, row_ids, row_values, int(ranks[m]))
 
 
 def score(
@@ -20,22 +57,22 @@ def score(
     *,
     alternatives: int,
     named: Sequence[int] = (),
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ids int32 [M, 1+A+named], values float32 of the same shape, ranks int32 [M]) on the host.
+) -> Scores:
+    """Scores the tokens of M positions.
 
     Column 0 is the token itself, then the alternatives (-1: the whole vocabulary; the token may be among them), then
     the named ids. The rank counts from 1: tokens with a greater logit, plus one.
     """
     count = logits_MV.shape[1]
     top_MA = top_ids(logits_MV, count if alternatives < 0 else min(alternatives, count))
-    named_MN = torch.tensor(named, dtype=torch.int64, device=logits_MV.device)
+    named_MN = to_device(np.array(named, np.int64), logits_MV.device)
     ids = torch.cat([token_M[:, None], top_MA, named_MN.expand(len(token_M), -1)], dim=1)
     values = logits_MV.gather(1, ids) - logits_MV.logsumexp(1, keepdim=True)
     ranks_M = (logits_MV > logits_MV.gather(1, token_M[:, None])).sum(1) + 1
-    return (
-        ids.to(torch.int32).cpu().numpy(),
-        values.to(torch.float32).cpu().numpy(),
-        ranks_M.to(torch.int32).cpu().numpy(),
+    return Scores(
+        ids=to_host(ids.to(torch.int32)),
+        values=to_host(values.to(torch.float32)),
+        ranks=to_host(ranks_M.to(torch.int32)),
     )
 
 

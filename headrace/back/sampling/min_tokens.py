@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.features import Picked
 from headrace.back.sampling.ragged import RaggedRows
 from headrace.base.wire.step import RowStart
@@ -33,7 +34,7 @@ class MinTokens:
             return
         index_M, ids_M1 = self._ids.join(picked.rows)
         mask_K = np.where(short_K, -np.inf, 0.0).astype(np.float32)
-        mask_M = torch.from_numpy(mask_K).to(logits_KV.device)[index_M]
+        mask_M = to_device(mask_K, logits_KV.device)[index_M]
         logits_KV.index_put_((index_M, ids_M1[:, 0]), mask_M, accumulate=True)
 
     def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.features import Picked
 from headrace.base.wire.step import RowStart
 
@@ -37,7 +38,7 @@ class Penalties:
         numbers = np.array([s.repetition_penalty, s.presence_penalty, s.frequency_penalty])
         self._numbers[start.row] = numbers.clip(-_LARGEST, _LARGEST)
         counts = np.bincount(start.tokens[start.num_prompt :], minlength=self._width)
-        self._count_SV[slot] = torch.from_numpy(counts.astype(np.int32)).to(self._device)
+        self._count_SV[slot] = to_device(counts.astype(np.int32), self._device)
 
     def end(self, row: int) -> None:
         """Gives the slot back."""
@@ -47,8 +48,8 @@ class Penalties:
     def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
         """Rewrites the logits of the tokens seen. A token seen twice is written twice, with the same value."""
         seen_KL = self._seen(picked)
-        slot_K1 = torch.from_numpy(self._slot[picked.rows]).to(self._device)[:, None]
-        numbers = torch.from_numpy(self._numbers[picked.rows]).to(self._device)
+        slot_K1 = to_device(self._slot[picked.rows], self._device)[:, None]
+        numbers = to_device(self._numbers[picked.rows], self._device)
         repetition_K1, presence_K1, frequency_K1 = numbers.split(1, dim=1)
         count_KL = self._count_SV.view(-1)[slot_K1 * self._width + seen_KL]
         logit_KL = logits_KV.gather(1, seen_KL)
@@ -58,14 +59,14 @@ class Penalties:
 
     def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
         """Counts the sampled tokens."""
-        slot_K = torch.from_numpy(self._slot[picked.rows]).to(self._device)
+        slot_K = to_device(self._slot[picked.rows], self._device)
         at_K = slot_K * self._width + token_K
         self._count_SV.view(-1).index_add_(0, at_K, torch.ones_like(at_K, dtype=torch.int32))
 
     def _seen(self, picked: Picked) -> torch.Tensor:
         """The tokens of each row, int64 [K, L]; a shorter row's first token fills it up."""
-        row_K = torch.from_numpy(picked.rows).to(self._device)
-        length_K1 = torch.from_numpy(picked.positions).to(self._device)[:, None]
+        row_K = to_device(picked.rows, self._device)
+        length_K1 = to_device(picked.positions, self._device)[:, None]
         longest = int(picked.positions.max())
         seen_KL = picked.tokens[:, :longest].index_select(0, row_K).to(torch.int64)
         place_L = torch.arange(longest, device=self._device)

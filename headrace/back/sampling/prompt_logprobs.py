@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.back.sampling.logprobs import score
+from headrace.back.kernels.upload import to_device
+from headrace.back.sampling.logprobs import Scores, score
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import RowStart
@@ -32,6 +33,23 @@ class _Asked:
     prompt: np.ndarray
     alternatives: int
     named: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """The scores of one chunk of a prompt from position `start` on, on their way to the host."""
+
+    start: int
+    parts: list[Scores]
+
+    def read(self) -> PromptLogprobs:
+        """As one piece, once the step's event has passed."""
+        return PromptLogprobs(
+            start=self.start,
+            ids=np.concatenate([part.ids.numpy() for part in self.parts]),
+            values=np.concatenate([part.values.numpy() for part in self.parts]),
+            ranks=np.concatenate([part.ranks.numpy() for part in self.parts]),
+        )
 
 
 class PromptScorer:
@@ -86,7 +104,7 @@ class PromptScorer:
         *,
         first: int,
         logits: Callable[[torch.Tensor], torch.Tensor],
-    ) -> PromptLogprobs | None:
+    ) -> Scored | None:
         """Scores what a chunk of a row gives; None if the row did not ask or nothing is left of its prompt.
 
         hidden_QE: the chunk's hidden states, whose positions start at `first`.
@@ -100,10 +118,9 @@ class PromptScorer:
             return None
         parts = []
         for start in range(0, targets.size, self._step):
-            token_M = torch.from_numpy(targets[start : start + self._step]).to(self._device)
+            token_M = to_device(targets[start : start + self._step], self._device)
             logits_MV = logits(hidden_QE[start : start + len(token_M)])
             parts.append(
                 score(logits_MV, token_M, alternatives=asked.alternatives, named=asked.named)
             )
-        ids, values, ranks = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return PromptLogprobs(start=first + 1, ids=ids, values=values, ranks=ranks)
+        return Scored(start=first + 1, parts=parts)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.back.kernels.upload import to_device
+
 
 class RaggedRows:
     """Per row an int64 array [M, columns] (M differs by row); `join` concatenates the arrays of some rows."""
@@ -41,7 +43,7 @@ class RaggedRows:
             ]
             self._asked = asked
             self._joined = (
-                torch.from_numpy(index).to(self._device),
-                torch.from_numpy(np.concatenate(parts)).to(self._device),
+                to_device(index, self._device),
+                to_device(np.concatenate(parts), self._device),
             )
         return self._joined

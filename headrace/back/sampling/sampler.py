@@ -22,7 +22,7 @@ Cost: a step whose rows are all greedy and ask for nothing is one argmax. A feat
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,30 +32,43 @@ from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.gumbel.op import OP as GUMBEL
 from headrace.back.kernels.gumbel.op import GumbelProblem
 from headrace.back.kernels.op import decisions
+from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.allowed import AllowedIds
 from headrace.back.sampling.bad_words import BadWords
 from headrace.back.sampling.bias import LogitBias
 from headrace.back.sampling.draw import draw, truncated
 from headrace.back.sampling.dry import Dry
 from headrace.back.sampling.features import LogitFeature, Picked, RowNumbers, Use
-from headrace.back.sampling.logprobs import score
+from headrace.back.sampling.logprobs import Told, score
 from headrace.back.sampling.min_tokens import MinTokens
 from headrace.back.sampling.penalties import Penalties
 from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
-from headrace.base.wire.step import RowLogprobs, RowStart
+from headrace.base.wire.step import RowStart
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
     """What was sampled for N rows.
 
-    token_N int64 on the device, always within the vocabulary, also for failed rows (P26). `failed`: index into the N
-    rows -> why that row has no token. `logprobs`: `RowLogprobs.index` is an index into the N rows.
+    token_N int64 on the device, always within the vocabulary, also for failed rows (P26). A row failed if its value in
+    best_N (the model's greatest logit, on the device) or in left_N (the chosen one after processing; None: nothing was
+    processed) is not finite. `told`: the log-probabilities asked for, on their way to the host.
     """
 
     token_N: torch.Tensor
-    failed: dict[int, HeadraceError] = field(default_factory=dict)
-    logprobs: list[RowLogprobs] = field(default_factory=list)
+    best_N: torch.Tensor
+    left_N: torch.Tensor | None = None
+    told: Told | None = None
+
+
+def failures(best_N: np.ndarray, left_N: np.ndarray | None) -> dict[int, HeadraceError]:
+    """Index into the N rows -> why that row has no token; from the host's copies of the fields of `Sampled`."""
+    failed: dict[int, HeadraceError] = {}
+    if left_N is not None:
+        message = "the request's penalties, biases and masks leave no token to sample"
+        failed = {int(i): InvalidRequest(message) for i in np.flatnonzero(~np.isfinite(left_N))}
+    message = "the model's output for this request is not finite"
+    return failed | {int(i): NonFiniteLogits(message) for i in np.flatnonzero(~np.isfinite(best_N))}
 
 
 class Sampler:
@@ -68,7 +81,8 @@ class Sampler:
         self._processed: set[int] = set()
         greedy = GREEDY.choose(GreedyProblem(device=device.type))
         gumbel = GUMBEL.choose(GumbelProblem(device=device.type))
-        self._greedy, self._gumbel = greedy.bind(), gumbel.bind()
+        self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
+        self._quieten = _quieten_host if device.type == "cpu" else _quieten_device
         self.decisions = decisions((greedy, gumbel))
         self._features: tuple[tuple[Use, LogitFeature], ...] = (
             (Use.PENALTIES, Penalties(max_rows=max_rows, width=logits_width, device=device)),
@@ -100,9 +114,14 @@ class Sampler:
             if start.sampling.logprobs_mode == "processed":
                 self._processed.add(start.row)
 
+    def uses(self, rows: np.ndarray) -> bool:
+        """Whether any of these rows asks for more than the greedy choice."""
+        return bool(self._numbers.use[rows].any())
+
     def sample(
         self,
         logits_NV: torch.Tensor,
+        picks: Picks,
         *,
         rows: np.ndarray,
         positions: np.ndarray,
@@ -110,41 +129,33 @@ class Sampler:
     ) -> Sampled:
         """Samples the token at `positions[i]` of `rows[i]` from logits_NV[i] (float32, may be overwritten).
 
-        `tokens` [max_rows, columns]: the rows' tokens so far, at their positions.
+        `picks`: what `greedy` finds in these logits. `tokens` [max_rows, columns]: the rows' tokens so far, at their
+        positions.
         """
         use_N = self._numbers.use[rows]
         used = int(np.bitwise_or.reduce(use_N))
-        token_N, best_N = self._greedy(logits_NV)
-        failed = _failures(best_N)
+        token_N, best_N = picks
         if not used:
-            return Sampled(token_N=token_N, failed=failed)
+            return Sampled(token_N=token_N, best_N=best_N)
         picked = Picked(
             rows=rows,
             positions=positions,
             num_output=positions - self._numbers.num_prompt[rows],
             tokens=tokens,
         )
-        if failed:
-            logits_NV[list(failed)] = 0.0
+        self._quieten(logits_NV, best_N)
         scored = np.flatnonzero(use_N & Use.LOGPROBS)
-        told_MV = logits_NV[scored]
+        told_MV = _rows(logits_NV, scored)
         self._process(logits_NV, use_N, picked)
         if self._processed:
             self._tell_processed(told_MV, logits_NV, scored, picked)
-        token_N, best_N = self._choose(logits_NV, use_N, picked)
-        failed = (
-            _failures(
-                best_N,
-                InvalidRequest,
-                "the request's penalties, biases and masks leave no token to sample",
-            )
-            | failed
-        )
+        token_N, left_N = self._choose(logits_NV, use_N, picked)
         self._tell(token_N, use_N, picked)
         return Sampled(
             token_N=token_N,
-            failed=failed,
-            logprobs=self._score(told_MV, token_N, rows, scored, failed),
+            best_N=best_N,
+            left_N=left_N,
+            told=self._score(told_MV, token_N, rows, scored),
         )
 
     def _process(self, logits_NV: torch.Tensor, use_N: np.ndarray, picked: Picked) -> None:
@@ -153,9 +164,9 @@ class Sampler:
             if index.size == len(use_N):
                 feature.apply(logits_NV, picked)
             elif index.size:
-                part = logits_NV[index]
+                part = _rows(logits_NV, index)
                 feature.apply(part, picked.take(index))
-                logits_NV[index] = part
+                logits_NV.index_copy_(0, to_device(index, part.device), part)
 
     def _tell_processed(
         self, told_MV: torch.Tensor, logits_NV: torch.Tensor, scored: np.ndarray, picked: Picked
@@ -164,7 +175,9 @@ class Sampler:
         rows = picked.rows[scored].tolist()
         at = np.array([m for m, row in enumerate(rows) if row in self._processed], dtype=np.intp)
         if at.size:
-            told_MV[at] = truncated(logits_NV[scored[at]], self._numbers, picked.take(scored[at]))
+            drawn_from = _rows(logits_NV, scored[at])
+            values = truncated(drawn_from, self._numbers, picked.take(scored[at]))
+            told_MV.index_copy_(0, to_device(at, told_MV.device), values)
 
     def _choose(
         self, logits_NV: torch.Tensor, use_N: np.ndarray, picked: Picked
@@ -172,53 +185,59 @@ class Sampler:
         index = np.flatnonzero(use_N & Use.RANDOM)
         if index.size == len(use_N):
             return draw(logits_NV, self._numbers, picked, self._gumbel)
-        token_N, best_N = self._greedy(logits_NV)
+        token_N, best_N = self.greedy(logits_NV)
         best_N = best_N.to(torch.float64)
         if index.size:
-            token_N[index], best_N[index] = draw(
-                logits_NV[index], self._numbers, picked.take(index), self._gumbel
+            at = to_device(index, token_N.device)
+            token_K, best_K = draw(
+                logits_NV.index_select(0, at), self._numbers, picked.take(index), self._gumbel
             )
+            token_N.index_copy_(0, at, token_K)
+            best_N.index_copy_(0, at, best_K)
         return token_N, best_N
 
     def _tell(self, token_N: torch.Tensor, use_N: np.ndarray, picked: Picked) -> None:
         for use, feature in self._features:
             index = np.flatnonzero(use_N & use)
             if index.size:
-                feature.sampled(token_N[index], picked.take(index))
+                feature.sampled(_rows(token_N, index), picked.take(index))
 
     def _score(
-        self,
-        logits_MV: torch.Tensor,
-        token_N: torch.Tensor,
-        rows: np.ndarray,
-        scored: np.ndarray,
-        failed: dict[int, HeadraceError],
-    ) -> list[RowLogprobs]:
+        self, logits_MV: torch.Tensor, token_N: torch.Tensor, rows: np.ndarray, scored: np.ndarray
+    ) -> Told | None:
         if not scored.size:
-            return []
+            return None
         asked = [self._alternatives[int(row)] for row in rows[scored]]
         most = max(self._width if count < 0 else count for count, _ in asked)
-        token_M = token_N[scored]
-        ids, values, ranks = score(logits_MV, token_M, alternatives=most)
-        found = []
-        for m, (index, (count, named)) in enumerate(zip(scored.tolist(), asked, strict=True)):
-            if index in failed:
-                continue
-            kept = slice(0, 1 + (self._width if count < 0 else count))
-            row_ids, row_values = ids[m, kept], values[m, kept]
-            if named:
-                more = score(logits_MV[m : m + 1], token_M[m : m + 1], alternatives=0, named=named)
-                row_ids = np.concatenate([row_ids, more[0][0, 1:]])
-                row_values = np.concatenate([row_values, more[1][0, 1:]])
-            found.append(RowLogprobs(index, row_ids, row_values, int(ranks[m])))
-        return found
+        token_M = _rows(token_N, scored)
+        return Told(
+            index=scored,
+            kept=[1 + (self._width if count < 0 else count) for count, _ in asked],
+            scores=score(logits_MV, token_M, alternatives=most),
+            named={
+                m: score(logits_MV[m : m + 1], token_M[m : m + 1], alternatives=0, named=named)
+                for m, (_, named) in enumerate(asked)
+                if named
+            },
+        )
 
 
-def _failures(
-    best_N: torch.Tensor,
-    kind: type[HeadraceError] = NonFiniteLogits,
-    message: str = "the model's output for this request is not finite",
-) -> dict[int, HeadraceError]:
-    """The rows whose best value is not finite, with their errors."""
-    finite = np.isfinite(best_N.cpu().numpy())
-    return {int(i): kind(message) for i in np.flatnonzero(~finite)} if not finite.all() else {}
+Picks = tuple[torch.Tensor, torch.Tensor]
+"""The best token of each row, int64 [N], and its logit, float32 [N]: see kernels/greedy."""
+
+
+def _rows(values: torch.Tensor, index: np.ndarray) -> torch.Tensor:
+    """A copy of some rows."""
+    return values.index_select(0, to_device(index, values.device))
+
+
+def _quieten_host(logits_NV: torch.Tensor, best_N: torch.Tensor) -> None:
+    """Sets rows that are not finite to 0: nothing after this has to bear them. Looks first, as it costs nothing."""
+    failed = np.flatnonzero(~np.isfinite(best_N.numpy()))
+    if failed.size:
+        logits_NV[failed] = 0.0
+
+
+def _quieten_device(logits_NV: torch.Tensor, best_N: torch.Tensor) -> None:
+    """The same without asking the device."""
+    logits_NV.masked_fill_(~best_N.isfinite()[:, None], 0.0)

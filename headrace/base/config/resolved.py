@@ -25,7 +25,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `config` is config.json as read (for GGUF: rebuilt from its metadata with the same keys). `family` names a row of
     `back/models/registry.py`. `dtype`: float32, bfloat16 or float16. `logits_width` bounds every token id.
-    `quantization`: int8 or int4 weights, made from the checkpoint's while it loads; None: as they are.
+    `quantization`: int8 or int4 weights, made from the checkpoint's while it loads; None: as they are. `head`: "lm",
+    "sequence" (one class per text) or "token" (one per token) with `num_labels`, or "none"; `bare`: tensor names have
+    no prefix of the whole model around them (checkpoints of a base model).
     """
 
     path: str
@@ -39,6 +41,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     seed: int = 0
     quantization: str | None = None
+    head: str = "lm"
+    bare: bool = False
+    num_labels: int = 0
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +56,8 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """See SchedulerOptions; all numbers decided."""
+    """See SchedulerOptions; all numbers decided. Without `chunked` a prompt is computed in one step (encoders): then
+    `max_step_tokens` is at least the model's context."""
 
     max_step_tokens: int
     max_running: int
@@ -62,6 +68,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = True
     ageing_steps: int = 200
     step_timeout_s: float = 300.0
+    chunked: bool = True
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +89,22 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceSpec
 
 
+class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What pooled answers of this model are made of, from sentence-transformers' files and config.json.
+
+    `how` and `normalize` are the defaults of embeddings. `labels` name the logits of the classification head, empty
+    without one; `head` says per what they are ("sequence", "token"), `activation` what makes them scores: sigmoid,
+    softmax or none. `matryoshka`: lengths an embedding may be cut to, empty for any, None for no cutting.
+    """
+
+    how: str = "last"
+    normalize: bool = True
+    head: str = "none"
+    labels: tuple[str, ...] = ()
+    activation: str = "none"
+    matryoshka: tuple[int, ...] | None = None
+
+
 class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the front needs to turn messages into tokens and back. `tokenizer_path` is a folder or a GGUF file.
 
@@ -97,6 +120,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     tool_parser: str = "none"
     reasoning_parser: str = "none"
+    generates: bool = True
+    pooling: PoolingSpec = PoolingSpec()
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):

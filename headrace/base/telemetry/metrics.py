@@ -57,9 +57,12 @@ STATUSES = (
 )
 ROUTES = (
     *("/v1/models", "/v1/models/{id}", "/v1/completions", "/v1/chat/completions"),
+    *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank"),
+    *("/v1/rerank", "/v2/rerank", "/generative_scoring"),
     *("/tokenize", "/detokenize", "/health", "/health/live", "/health/ready", "/health/startup"),
     *("/ping", "/version", "/metrics", "/load", "/v1/requests", "/v1/requests/{id}"),
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/api/hello"),
 )
 REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")

@@ -107,3 +107,24 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     def greedy(self) -> bool:
         """Whether the token is the argmax of the processed logits."""
         return self.temperature == 0.0
+
+
+POOLINGS = ("cls", "last", "mean", "tokens")
+
+
+class RowPooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request that is pooled instead of continued wants of its hidden states.
+
+    `how`: the first token's, the last one's, the mean over all, or every token's. `head`: through the model's
+    classification head, which gives one logit per label. `second_at`: where the second text of a pair begins, for
+    models with token types; 0: there is one text only.
+    """
+
+    how: str = "last"
+    head: bool = False
+    second_at: int = 0
+
+    @property
+    def from_last(self) -> bool:
+        """Whether the last token is enough, so that a cached prefix needs no computing."""
+        return self.how == "last"

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import WireError
-from headrace.base.wire.params import RowSampling, StopRules
+from headrace.base.wire.params import RowPooling, RowSampling, StopRules
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
@@ -19,6 +19,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `label` is the id shown to people (`chatcmpl-...`). `tenant` shares fairly with other tenants in proportion to
     `weight`; a lower `priority` goes first. `deadline_s` counts from arrival. `cache_salt` separates prefix caches.
     `extra_keys` enter the hash of every block (adapter, media). `gates` carries what optional gates need, by gate name.
+    `pooling` asks for hidden states instead of tokens; `stop.max_tokens` is 0 then.
     """
 
     id: int
@@ -33,6 +34,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cache_salt: str = ""
     extra_keys: tuple[bytes, ...] = ()
     gates: dict[str, msgspec.Raw] = {}
+    pooling: RowPooling | None = None
 
     def prompt_ids(self) -> np.ndarray:
         """The prompt as an int32 array (a read-only view)."""
@@ -97,6 +99,14 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     ranks: np.ndarray
 
 
+class Pooled(msgspec.Struct, frozen=True):
+    """Hidden states of a request after pooling, float32 [rows, width]. With "tokens", row i belongs to the prompt's
+    token `start` + i and a prompt may come in several parts; otherwise there is one row and `start` is 0."""
+
+    start: int
+    values: np.ndarray
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of one request, sent exactly once. `reason`: stop, length, abort or error.
 
@@ -124,6 +134,7 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     tokens: np.ndarray
     logprobs: list[TokenLogprobs | None] = []
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
+    pooled: list[tuple[int, Pooled]] = []
     finished: list[Finished] = []
 
 

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import WireError
-from headrace.base.wire.params import RowSampling
-from headrace.base.wire.request import PromptLogprobs
+from headrace.base.wire.params import RowPooling, RowSampling
+from headrace.base.wire.request import Pooled, PromptLogprobs
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,11 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers state once they are loaded. Block 0 is the null block and belongs to nobody."""
+    """What the workers state once they are loaded. Block 0 is the null block and belongs to nobody.
+
+    `groups` is empty for encoders, which keep no KV. `generates`: there is a language-model head; without one
+    requests can only be pooled.
+    """
 
     num_blocks: int
     block_tokens: int
@@ -36,6 +40,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     logits_width: int
     max_rows: int
     max_model_len: int
+    generates: bool = True
     weight_bytes: int = 0
     kv_bytes: int = 0
     start_s: dict[str, float] = {}
@@ -55,6 +60,7 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_prompt: int
     num_computed: int
     sampling: RowSampling
+    pooling: RowPooling | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
@@ -105,4 +111,5 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     tokens: np.ndarray
     logprobs: list[RowLogprobs] = []
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
+    pooled: list[tuple[int, Pooled]] = []
     failed: list[tuple[int, WireError]] = []

@@ -23,7 +23,10 @@ BlockUpdate = tuple[int, int, int]  # group, block index, block id
 
 
 class KVManager:
-    """The KV cache as the scheduler sees it. `chunk_tokens` is the most one request computes in a step."""
+    """The KV cache as the scheduler sees it. `chunk_tokens` is the most one request computes in a step.
+
+    A model without KV groups (an encoder) takes no blocks: everything fits, nothing is found again.
+    """
 
     def __init__(
         self,
@@ -34,7 +37,7 @@ class KVManager:
         hash_key: bytes | None = None,
     ) -> None:
         self.block_tokens = facts.block_tokens
-        self.prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching and bool(facts.groups)
         self.kinds = tuple(
             kind_of(group, block_tokens=facts.block_tokens, prefix_caching=prefix_caching)
             for group in facts.groups
@@ -74,7 +77,7 @@ class KVManager:
             request.chain_start = self._hasher.start(
                 tenant=wire.tenant, salt=wire.cache_salt, extra_keys=wire.extra_keys
             )
-        if request.scores_prompt:
+        if request.needs_whole_prompt:
             return 0
         find, digest = self.pool.find, self._digest
         end = (request.num_tokens - 1) // self.block_tokens
@@ -98,18 +101,22 @@ class KVManager:
         request.registered = hit
         request.prefill_blocks = request.num_tokens // self.block_tokens
         request.registers = self.prefix_caching
-        if self.prefix_caching and not request.scores_prompt:
+        if self.prefix_caching and not request.needs_whole_prompt:
             self.num_queries += request.num_tokens
             self.num_hits += hit * self.block_tokens
         return found
 
     def fit(self, request: Request, *, start: int, want: int) -> int:
         """How many of `want` tokens from position `start` on the free blocks allow."""
+        if not self.kinds:
+            return want
         held = len(request.blocks[0]) * self.block_tokens - start
         return min(want, held + self.pool.num_free // len(self.kinds) * self.block_tokens)
 
     def extend(self, request: Request, tokens: int) -> list[BlockUpdate]:
         """Takes the blocks for positions below `tokens`; the caller has asked `fit`."""
+        if not self.kinds:
+            return []
         first = len(request.blocks[0])
         count = self.blocks_of(tokens) - first
         if count <= 0:

@@ -7,13 +7,14 @@ class StepBudget:
     """The budget of one step.
 
     `inter_prefill`: once the step holds that many prefill tokens no further prefill joins it; the first always may,
-    and may use the whole budget (ENG-01).
+    and may use the whole budget (ENG-01). Without `chunked` a prompt runs in one step or waits for the next.
     """
 
-    def __init__(self, max_tokens: int, inter_prefill: int | None) -> None:
+    def __init__(self, max_tokens: int, inter_prefill: int | None, *, chunked: bool = True) -> None:
         self.left = max_tokens
         self.prefill_tokens = 0
         self._inter_prefill = inter_prefill
+        self._chunked = chunked
 
     def spend_decodes(self, count: int) -> None:
         """`count` rows decode."""
@@ -33,3 +34,7 @@ class StepBudget:
             return False
         bound = self._inter_prefill
         return bound is None or self.prefill_tokens == 0 or self.prefill_tokens < bound
+
+    def holds(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens may begin in this step."""
+        return self._chunked or tokens <= self.left

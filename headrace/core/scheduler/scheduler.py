@@ -89,7 +89,9 @@ class Scheduler:
 
     def plan(self) -> tuple[StepPlan, Flight] | None:
         """The next step, or None if nothing can run now."""
-        budget = StepBudget(self.spec.max_step_tokens, self.spec.inter_prefill_budget)
+        budget = StepBudget(
+            self.spec.max_step_tokens, self.spec.inter_prefill_budget, chunked=self.spec.chunked
+        )
         draft = Draft(self.rows)
         self._decode(draft, budget)
         self._go_on_with_prefills(draft, budget)
@@ -244,7 +246,9 @@ class Scheduler:
             return
         looks = 0
         for request in self.queue.scan():
-            if looks == MAX_LOOKS or not self.rows.num_free or not budget.prefill_may_join:
+            if looks == MAX_LOOKS or not self.rows.num_free:
+                return
+            if not budget.prefill_may_join or not budget.holds(request.num_tokens):
                 return
             if request.id in draft.preempted or self._held(request):
                 continue
@@ -316,6 +320,7 @@ class Scheduler:
             num_prompt=request.num_prompt,
             num_computed=computed,
             sampling=request.wire.sampling,
+            pooling=request.wire.pooling,
         )
         draft.add_start(start, request, self.kv.attach(request, hit))
         self._prefill(draft, budget, request)

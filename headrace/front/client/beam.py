@@ -119,7 +119,7 @@ async def beam_search(engine: Continuer, generation: Generation) -> AsyncIterato
             break
     unfinished = [] if _settled(live, complete, params, steps) else live
     for index, beam in enumerate(_best([*complete, *unfinished], params, params.n)):
-        for event in _events(engine.tokenizer, params, index, beam):
+        for event in _events(engine.tokenizer, generation, index, beam):
             yield event
 
 
@@ -182,8 +182,9 @@ async def _following(
     return []
 
 
-def _events(tokenizer: Tokenizer, params: SamplingParams, index: int, beam: Beam) -> list[Event]:
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+def _events(tokenizer: Tokenizer, generation: Generation, index: int, beam: Beam) -> list[Event]:
+    params, skip = generation.params, generation.params.skip_special_tokens
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip, pieces=generation.pieces)
     keeps_stop = beam.stop_id is None or params.include_stop_str_in_output
     shown = beam.token_ids if keeps_stop else beam.token_ids[:-1]
     text = detokenizer.push(shown) + detokenizer.finish()

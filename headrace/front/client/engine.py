@@ -184,7 +184,13 @@ class AsyncLLM:
             request_id = secrets.randbits(63)
             one = generation if index == 0 else _replace(generation, params=params)
             request = self._checker.request(one, widths, request_id)
-            answer = Answer(index=index, tokenizer=self.tokenizer, params=params, stop=request.stop)
+            answer = Answer(
+                index=index,
+                tokenizer=self.tokenizer,
+                params=params,
+                stop=request.stop,
+                pieces=generation.pieces,
+            )
             stream.core.connection.send(request)
             stream.add(request_id, answer)
 
@@ -298,6 +304,9 @@ class _Core:
             if (stream := running.get(request_id)) is not None:
                 with self._own_failure(stream, request_id):
                     stream.running[request_id].add_prompt_scores(prompt_scores)
+        for request_id, pooled in batch.pooled:
+            if (stream := running.get(request_id)) is not None:
+                stream.running[request_id].add_pooled(pooled)
         tokens: list[int] = batch.tokens.tolist()
         for i, request_id in enumerate(batch.ids.tolist()):
             stream = running.get(request_id)

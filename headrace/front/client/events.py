@@ -7,16 +7,21 @@ A full answer is the fold of its events; every dialect encodes the same ones. Or
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.params import RowPooling, SamplingParams
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant."""
+    """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant.
+    `pieces`: what each token adds to the text, where that is not the tokenizer's own table.
+
+    With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`, `PooledPart`s, `Ended`.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -26,6 +31,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    pieces: Mapping[int, str | bytes] | None = None
+    pooling: RowPooling | None = None
 
 
 class TokenScore(msgspec.Struct, frozen=True):
@@ -58,6 +65,13 @@ class PromptScored(msgspec.Struct, frozen=True):
     scores: list[ScoredToken | None]
 
 
+class PooledPart(msgspec.Struct, frozen=True):
+    """Pooled hidden states, float32 [rows, width]; with "tokens" row i belongs to prompt token `start` + i."""
+
+    start: int
+    values: np.ndarray
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New text of choice `index`; never half a character, never text that may still become a stop string."""
 
@@ -80,7 +94,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float | None = None
 
 
-Event = Started | PromptScored | Delta | Ended
+Event = Started | PromptScored | PooledPart | Delta | Ended
 
 
 class Engine(Protocol):

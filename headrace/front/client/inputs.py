@@ -83,6 +83,7 @@ class InputChecker:
             priority=generation.priority,
             deadline_s=generation.deadline_s,
             cache_salt=generation.cache_salt,
+            pooling=generation.pooling,
         )
 
     def _stop_rules(self, generation: Generation, widths: Widths) -> StopRules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -12,10 +12,18 @@ import msgspec
 
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.params import RowPooling, SamplingParams
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Delta, Ended, Event, Generation, PromptScored, ScoredToken
 from headrace.front.client.limits import Limits
+from headrace.front.client.pooling import (
+    Float32,
+    PooledAnswer,
+    finish_embedding,
+    fold_pooled,
+    pooling_generation,
+    probabilities,
+)
 from headrace.front.text.chat import ChatTemplate
 
 if TYPE_CHECKING:
@@ -82,6 +90,7 @@ class LLM:
             source = self.tokenizer.facts.chat_template
             self.chat_template = ChatTemplate(source, self.tokenizer, max_tokens=text.max_model_len)
             self._defaults = text.generation_defaults
+            self._pooling = text.pooling
             self._wait(self.engine.start())
         except BaseException:
             self._stop()
@@ -96,11 +105,7 @@ class LLM:
     ) -> list[Output]:
         """Continues each prompt (text or token ids); one output per prompt, in order."""
         wanted = prompt_list(prompts)
-        most = self.engine.widths.context_tokens
-        encoded = [
-            self.tokenizer.encode(prompt, max_tokens=most) if isinstance(prompt, str) else prompt
-            for prompt in wanted
-        ]
+        encoded = self._encoded(wanted)
         texts = [prompt if isinstance(prompt, str) else None for prompt in wanted]
         return self._run(texts, encoded, params, progress)
 
@@ -130,6 +135,52 @@ class LLM:
         ]
         return self._run([None] * len(encoded), encoded, params, progress)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        progress: bool = True,
+    ) -> list[Float32]:
+        """The embedding of each prompt, float32 [width]; pooled and normalized as the checkpoint says."""
+        spec = self._pooling
+        answers = self.pool(prompts, how=spec.how, progress=progress)
+        wanted = spec.normalize if normalize is None else normalize
+        return [
+            finish_embedding(answer.values[0], dimensions=dimensions, normalize=wanted)
+            for answer in answers
+        ]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, progress: bool = True
+    ) -> list[Float32]:
+        """The score of each label (`labels`) for each prompt, float32 [labels]."""
+        spec = self._pooling
+        if not spec.labels:
+            raise ConfigError("the model has no classification head")
+        answers = self.pool(prompts, how=spec.how, head=True, progress=progress)
+        return [probabilities(answer.values[0], spec.activation) for answer in answers]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of what `classify` scores; empty without a classification head."""
+        return self._pooling.labels
+
+    def pool(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        how: str,
+        head: bool = False,
+        progress: bool = True,
+    ) -> list[PooledAnswer]:
+        """Hidden states as they come: `how` is cls, last, mean or tokens; `head` puts them through the classifier."""
+        pooling = RowPooling(how=how, head=head)
+        encoded = self._encoded(prompt_list(prompts))
+        generations = [pooling_generation(ids, pooling) for ids in encoded]
+        return self._wait(run_all(self.engine, generations, pool_one, show=progress))
+
     def close(self) -> None:
         """Ends the engine and frees what it holds; idempotent."""
         if self._thread.is_alive():
@@ -143,6 +194,13 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _encoded(self, prompts: list[Prompt]) -> list[list[int]]:
+        most = self.engine.widths.context_tokens
+        return [
+            self.tokenizer.encode(prompt, max_tokens=most) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
+
     def _run(
         self,
         texts: list[str | None],
@@ -154,7 +212,7 @@ class LLM:
         generations = [
             Generation(prompt_ids=ids, params=one) for ids, one in zip(encoded, each, strict=True)
         ]
-        outputs = self._wait(run_all(self.engine, generations, show=progress))
+        outputs = self._wait(run_all(self.engine, generations, run_one, show=progress))
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs
@@ -175,7 +233,13 @@ class LLM:
         self._local.close()
 
 
-async def run_all(engine: AsyncLLM, generations: list[Generation], *, show: bool) -> list[Output]:
+async def run_all(
+    engine: AsyncLLM,
+    generations: list[Generation],
+    run: Callable[[AsyncLLM, Generation], Awaitable[T]],
+    *,
+    show: bool,
+) -> list[T]:
     """Runs all generations, a bounded number at a time; all are checked before the first one starts.
 
     The first that fails ends the others, and its error is raised.
@@ -185,11 +249,11 @@ async def run_all(engine: AsyncLLM, generations: list[Generation], *, show: bool
     room = asyncio.Semaphore(_MOST_IN_FLIGHT)
     with progress_bar(len(generations), show=show) as advance:
 
-        async def one(generation: Generation) -> Output:
+        async def one(generation: Generation) -> T:
             async with room:
-                output = await run_one(engine, generation)
-            advance(sum(len(answer.token_ids) for answer in output.outputs))
-            return output
+                answer = await run(engine, generation)
+            advance(num_output(answer))
+            return answer
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -197,6 +261,16 @@ async def run_all(engine: AsyncLLM, generations: list[Generation], *, show: bool
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def num_output(answer: object) -> int:
+    """Tokens generated for one prompt; a pooled answer has none."""
+    return sum(len(one.token_ids) for one in answer.outputs) if isinstance(answer, Output) else 0
+
+
+async def pool_one(engine: AsyncLLM, generation: Generation) -> PooledAnswer:
+    """The fold of one pooled generation's events."""
+    return await fold_pooled(engine.generate(generation), num_prompt=len(generation.prompt_ids))
 
 
 async def run_one(engine: AsyncLLM, generation: Generation) -> Output:

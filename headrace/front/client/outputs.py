@@ -6,10 +6,20 @@ reader gets fewer, larger deltas; `pending_bytes` says how much waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from headrace.base.errors import HeadraceError, from_wire
 from headrace.base.wire.params import SamplingParams, StopRules
-from headrace.base.wire.request import Finished, PromptLogprobs, TokenLogprobs
-from headrace.front.client.events import Delta, Ended, Event, PromptScored, ScoredToken, TokenScore
+from headrace.base.wire.request import Finished, Pooled, PromptLogprobs, TokenLogprobs
+from headrace.front.client.events import (
+    Delta,
+    Ended,
+    Event,
+    PooledPart,
+    PromptScored,
+    ScoredToken,
+    TokenScore,
+)
 from headrace.front.text.detokenizer import Detokenizer
 from headrace.front.text.stop_strings import StopMatch, StopStrings
 from headrace.front.text.tokenizer import Tokenizer
@@ -33,6 +43,7 @@ class Answer:
         "_num_output",
         "_num_scores",
         "_params",
+        "_pooled",
         "_prompt",
         "_scores",
         "_stop_ids",
@@ -46,7 +57,13 @@ class Answer:
     )
 
     def __init__(
-        self, *, index: int, tokenizer: Tokenizer, params: SamplingParams, stop: StopRules
+        self,
+        *,
+        index: int,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        stop: StopRules,
+        pieces: Mapping[int, str | bytes] | None = None,
     ) -> None:
         self.index = index
         self.queued = False
@@ -54,7 +71,9 @@ class Answer:
         self.error: HeadraceError | None = None
         self._tokenizer = tokenizer
         self._params = params
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, pieces=pieces
+        )
         self._include_stop = params.include_stop_str_in_output
         self._stops = StopStrings(params.stop, include=self._include_stop) if params.stop else None
         self._stop_ids = frozenset(stop.stop_ids)
@@ -67,6 +86,7 @@ class Answer:
         self._prompt: dict[int, ScoredToken] | None = (
             {} if params.prompt_logprobs is not None else None
         )
+        self._pooled: list[Event] = []
         self._ended: Ended | None = None
 
     @property
@@ -98,6 +118,10 @@ class Answer:
         ):
             self._prompt[scored.start + i] = self._scored(ids, values, rank)
 
+    def add_pooled(self, pooled: Pooled) -> None:
+        """Takes in pooled hidden states."""
+        self._pooled.append(PooledPart(pooled.start, pooled.values))
+
     def finish(self, finished: Finished) -> None:
         """Takes in the end that the core told."""
         if finished.error is not None:
@@ -110,7 +134,7 @@ class Answer:
 
     def take(self, num_prompt: int) -> list[Event]:
         """The events since the last call."""
-        events: list[Event] = []
+        events, self._pooled = self._pooled, []
         if self._prompt is not None and (self._ids or self._ended):
             scores = [self._prompt.get(i) if i else None for i in range(num_prompt)]
             events.append(PromptScored(scores))

@@ -18,13 +18,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.errors import OverloadError, RateLimited, Unavailable
 from headrace.base.telemetry.metrics import ROUTES
+from headrace.front.server.anthropic import routes as anthropic
+from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.auth import PUBLIC, Gatekeeper
 from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services, exchange_of
-from headrace.front.server.failures import Failure, failure_of
+from headrace.front.server.failures import OPENAI, Failure, Shape, failure_of
 from headrace.front.server.ids import client_label, request_id
 from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s, read_json
 from headrace.front.server.native import admin, health, requests, tokenize
 from headrace.front.server.openai import models, routes
+from headrace.front.server.pooling import routes as pooling
+from headrace.front.server.pooling import scoring
 from headrace.front.server.sse import ClientGone, SlowReader, until_gone
 
 Reader = Callable[[Exchange, Request], Awaitable[Response]]
@@ -40,10 +44,23 @@ def make_app(services: Services) -> ASGIApp:
         [
             _posts("/v1/chat/completions", routes.post_chat),
             _posts("/v1/completions", routes.post_completions),
+            _posts("/v1/embeddings", pooling.post_embeddings),
+            _posts("/v2/embed", pooling.post_cohere_embed),
+            _posts("/pooling", pooling.post_pooling),
+            _posts("/classify", pooling.post_classify),
+            *(_posts(path, scoring.post_score) for path in ("/score", "/v1/score")),
+            *(
+                _posts(path, scoring.post_rerank)
+                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+            ),
+            _posts("/generative_scoring", scoring.post_generative_scoring),
             _posts("/tokenize", tokenize.post_tokenize),
             _posts("/detokenize", tokenize.post_detokenize),
-            _route("/v1/models", models.get_models),
-            _route("/v1/models/{id:path}", models.get_model),
+            _posts("/v1/messages", anthropic.post_messages),
+            _posts("/v1/messages/count_tokens", anthropic.post_count_tokens),
+            _route("/api/hello", anthropic.get_hello),
+            _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
+            _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
             _route("/v1/requests", requests.get_ledger),
             _route("/v1/requests/{id}", requests.get_request),
             _route("/health", health.get_health),
@@ -90,6 +107,25 @@ def _posts(path: str, handler: Writer) -> Route:
         return response
 
     return Route(path, endpoint, methods=["POST"])
+
+
+def _by_dialect(openai: Reader, anthropic: Reader) -> Reader:
+    """One path that two dialects share: the clients of one of them name its version in a header."""
+
+    def handler(exchange: Exchange, request: Request) -> Awaitable[Response]:
+        chosen = anthropic if shape_of(request.scope) is ANTHROPIC else openai
+        return chosen(exchange, request)
+
+    return handler
+
+
+def shape_of(scope: Scope) -> Shape:
+    """The shape of errors that the client of this exchange reads."""
+    path = scope["path"]
+    if path.startswith("/v1/messages"):
+        return ANTHROPIC
+    named = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return ANTHROPIC if named and path.startswith("/v1/models") else OPENAI
 
 
 async def _awaited(work: Awaitable[Response]) -> Response:
@@ -221,7 +257,7 @@ class _Wire:
                 await self._discard()
             if self._body_pending and not self.exchange.services.draining:
                 headers.append((b"connection", b"close"))
-        body = failure.body()
+        body = shape_of(self.scope).body(failure, self.exchange.request_id)
         headers.append((b"content-length", str(len(body)).encode()))
         await self.send(
             {"type": "http.response.start", "status": failure.status, "headers": headers}

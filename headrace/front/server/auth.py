@@ -16,7 +16,9 @@ from starlette.types import Scope
 
 from headrace.base.errors import Forbidden, NotFound, Unauthorized
 
-PUBLIC = frozenset({"/health", "/health/live", "/health/ready", "/health/startup", "/ping"})
+PUBLIC = frozenset(
+    {"/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/api/hello"}
+)
 ADMIN = frozenset({"/pause", "/resume", "/is_paused", "/reset_prefix_cache"})
 TENANT_CHARS = 32
 

@@ -7,6 +7,7 @@ handler enters into `exchange.held` is given back when the last byte is out or t
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from headrace.base.errors import DeadlineExceeded, ModelNotFound
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Engine
 from headrace.front.server.limits import KeyShares
+from headrace.front.server.sealing import SECRET_BYTES, Sealer
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplatePool
@@ -34,7 +36,7 @@ class Services:
 
     `warm`: start-up is over. `draining`: no new work. `abandon` is set when running work must end now. Templates that
     come with requests are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format
-    of the model's reasoning and tool calls.
+    of the model's reasoning and tool calls. `sealer` is the same in every API process of a server.
     """
 
     engine: Engine
@@ -46,6 +48,7 @@ class Services:
     metrics: Metrics
     shares: KeyShares
     answers: AnswerFormat = field(default_factory=AnswerFormat)
+    sealer: Sealer = field(default_factory=lambda: Sealer(secrets.token_bytes(SECRET_BYTES)))
     warm: bool = False
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)

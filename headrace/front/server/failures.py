@@ -1,6 +1,7 @@
-"""Errors on their way out: status, headers and body in OpenAI's shape, cleaned of everything internal (P19).
+"""Errors on their way out: status, headers and body, cleaned of everything internal (P19).
 
-One function turns any exception into a `Failure`; the HTTP answer and the error event of a stream both come from it.
+One function turns any exception into a `Failure`; the HTTP answer and the error event of a stream both come from it, in
+the `Shape` of the dialect that was spoken.
 An exception that is not ours is logged with its traceback under the request id and answered as a bare 500.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import orjson
@@ -44,7 +46,7 @@ class Failure:
     allow: str | None = None
 
     def body(self) -> bytes:
-        """The JSON document; also the data of a stream's error event."""
+        """The JSON document in OpenAI's shape; also the data of a stream's error event."""
         return orjson.dumps(
             {
                 "error": {
@@ -64,6 +66,26 @@ class Failure:
         if self.allow is not None:
             found.append((b"allow", self.allow.encode()))
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How a dialect says what went wrong, and that nothing has happened yet.
+
+    `body` is the JSON document of a failed request, given the failure and the request's id; `last_words` what ends a
+    stream that had begun; `ping` a sign of life in a stream that waits.
+    """
+
+    body: Callable[[Failure, str], bytes]
+    last_words: Callable[[Failure, str], bytes]
+    ping: bytes
+
+
+OPENAI = Shape(
+    body=lambda failure, _: failure.body(),
+    last_words=lambda failure, _: b"data: " + failure.body() + b"\n\ndata: [DONE]\n\n",
+    ping=b": ping\n\n",
+)
 
 
 def clean(message: str) -> str:

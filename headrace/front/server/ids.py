@@ -23,3 +23,13 @@ def client_label(value: bytes | None) -> str | None:
     if value is None or _LABEL.fullmatch(value) is None:
         return None
     return value.decode("ascii")
+
+
+def message_id() -> str:
+    """The public id of one message of the Anthropic dialect."""
+    return "msg_" + secrets.token_hex(16)
+
+
+def response_id() -> str:
+    """The public id of one response; the ids of its items are made from it."""
+    return "resp_" + secrets.token_hex(16)

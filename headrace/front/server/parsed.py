@@ -14,7 +14,7 @@ import msgspec
 from headrace.front.client.events import Delta, Ended, Event
 from headrace.front.text.parsing.counting import ReasoningTokens
 from headrace.front.text.parsing.parser import OutputParser
-from headrace.front.text.parsing.parts import Part
+from headrace.front.text.parsing.parts import Content, Part
 
 
 class ParsedDelta(Delta, frozen=True, kw_only=True):
@@ -22,6 +22,13 @@ class ParsedDelta(Delta, frozen=True, kw_only=True):
 
     parts: list[Part]
     num_reasoning: int
+
+
+def parts_of(delta: Delta) -> list[Part]:
+    """What a delta consists of; text that nobody parses is content."""
+    if isinstance(delta, ParsedDelta):
+        return delta.parts
+    return [Content(delta.text)] if delta.text else []
 
 
 class ParsedEnded(Ended, frozen=True, kw_only=True):
@@ -36,9 +43,12 @@ class ParsedAnswer:
 
     def __init__(self, parser: OutputParser, pieces: Mapping[int, str | bytes]) -> None:
         self.over = False
+        self.pieces = pieces
         self._parser = parser
         self._tokens = ReasoningTokens(pieces)
         self._num_output = 0
+        self._num_spans = 0
+        self._num_earlier = 0
         self._num_reasoning = 0
 
     def take(self, event: Delta | Ended) -> list[Event]:
@@ -55,16 +65,7 @@ class ParsedAnswer:
 
     def _delta(self, event: Delta, parts: list[Part]) -> ParsedDelta:
         self._num_output += len(event.token_ids)
-        span = self._parser.reasoning_span
-        end = 0 if span is None or span[1] is None else span[1]
-        if not self._parser.reasoning_over or self._tokens.at < end:
-            self._tokens.add(event.token_ids)
-        if span is not None and span[1] is None and not self.over:
-            span = (
-                span[0],
-                self._parser.consumed,
-            )  # what may become the closing tag is not counted yet
-        self._num_reasoning = self._tokens.count(span)
+        self._count(event.token_ids)
         return ParsedDelta(
             index=event.index,
             text=event.text,
@@ -73,6 +74,22 @@ class ParsedAnswer:
             parts=parts,
             num_reasoning=self._num_reasoning,
         )
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        """Counts the reasoning tokens; those of earlier stretches of reasoning are known already."""
+        spans = self._parser.reasoning_spans
+        end = 0 if not spans or spans[-1][1] is None else spans[-1][1]
+        if not self._parser.reasoning_over or self._tokens.at < end:
+            self._tokens.add(token_ids)
+        while self._num_spans < len(spans) - 1:
+            self._num_earlier += self._tokens.count(spans[self._num_spans])
+            self._num_spans += 1
+        if not spans:
+            return
+        begin, end_of_last = spans[-1]
+        if end_of_last is None and not self.over:
+            end_of_last = self._parser.consumed  # what may become the closing tag waits
+        self._num_reasoning = self._num_earlier + self._tokens.count((begin, end_of_last))
 
     def _end(self, event: Ended) -> list[Event]:
         self.over = True

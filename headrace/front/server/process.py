@@ -96,7 +96,7 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
         shares=KeyShares(spec.server.max_requests_per_key),
         answers=AnswerFormat.named(
             tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
-        ),
+        ).bound(tokenizer),
     )
     return services, engine
 

@@ -21,11 +21,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.base.errors import Unavailable
-from headrace.front.server.failures import failure_of
+from headrace.front.server.failures import OPENAI, Shape, failure_of
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
 STALL_S = 60.0
 ABORT_KEY = "headrace.abort"
 """Key of the scope under which the connection's abort stands: closes without waiting for the reader."""
@@ -82,12 +81,14 @@ class EventStream(Response):
         request_id: str,
         abandon: asyncio.Event,
         ping_s: float,
+        shape: Shape = OPENAI,
     ) -> None:
         self.first = first
         self.rest = rest
         self.request_id = request_id
         self.abandon = abandon
         self.ping_s = ping_s
+        self.shape = shape
         self.status_code = 200
         self.background = None
         self.raw_headers = list(_HEADERS)
@@ -99,7 +100,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if not self.first.done():
-                await _write(send, PING)
+                await _write(send, self.shape.ping)
             try:
                 await until_gone(receive, self._pump(send), abandon=self.abandon)
             except SlowReader:
@@ -109,7 +110,7 @@ class EventStream(Response):
                 raise
             except Exception as error:
                 failure = failure_of(error, request_id=self.request_id)
-                await _write(send, b"data: " + failure.body() + b"\n\n" + DONE)
+                await _write(send, self.shape.last_words(failure, self.request_id))
             await _ended(pings)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
@@ -129,7 +130,7 @@ class EventStream(Response):
             await asyncio.sleep(self._wrote_at + self.ping_s - time.monotonic())
             if time.monotonic() - self._wrote_at >= self.ping_s:
                 self._wrote_at = time.monotonic()
-                await _write(send, PING)
+                await _write(send, self.shape.ping)
 
 
 async def _ended(task: asyncio.Future[Any]) -> None:

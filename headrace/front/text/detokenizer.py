@@ -8,8 +8,9 @@ case costs one look-up per token (about 0.1 us).
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from headrace.front.text.guard import neutral
 from headrace.front.text.tokenizer import Tokenizer
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -18,17 +19,25 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """Turns the tokens of one answer into text.
 
+    `pieces` replaces the tokenizer's own table.
     `continues`: the text follows a prompt, so its first space is its own; otherwise the first space of a SentencePiece
     vocabulary is dropped, as `Tokenizer.decode` does.
     """
 
-    __slots__ = ("_decoder", "_drop_space", "_held", "_pieces")
+    __slots__ = ("_decoder", "_drop_space", "_held", "_pieces", "_reserved")
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, continues: bool = True
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = True,
+        pieces: Mapping[int, str | bytes] | None = None,
     ) -> None:
-        pieces = tokenizer.pieces_without_special if skip_special_tokens else tokenizer.pieces
-        self._pieces = pieces
+        own = tokenizer.pieces_without_special if skip_special_tokens else tokenizer.pieces
+        self._pieces = own if pieces is None else pieces
+        # characters that such a table uses as marks must not arise from bytes
+        self._reserved = pieces is not None
         self._decoder = _UTF8(errors="replace")
         self._held = False
         self._drop_space = tokenizer.drop_first_space and not continues
@@ -49,7 +58,7 @@ class Detokenizer:
     def _through(self, piece: str | bytes) -> str:
         text = self._decoder.decode(piece.encode() if isinstance(piece, str) else piece)
         self._held = bool(self._decoder.getstate()[0])
-        return text
+        return neutral(text) if self._reserved and isinstance(piece, bytes) else text
 
     def _without_space(self, text: str) -> str:
         if not text:

@@ -124,6 +124,16 @@ class Tokenizer(ABC):
             ids.append(eos)
         return ids
 
+    def encode_pair(
+        self, first: str, second: str, *, second_tokens: int | None = None
+    ) -> tuple[list[int], int]:
+        """The ids of two texts as one prompt, and where the second begins for models with token types (0: not told).
+
+        `second_tokens` keeps only so many tokens of the second text.
+        """
+        rest = self._encode_bare(second)
+        return [*self.encode(first), *rest[:second_tokens]], 0
+
     async def encode_async(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
@@ -134,13 +144,13 @@ class Tokenizer(ABC):
             self.encode, text, add_special_tokens=add_special_tokens, max_tokens=max_tokens
         )
 
-    def check_length(self, text: str, max_tokens: int | None) -> None:
+    def check_length(self, text: str, max_tokens: int | None, *, field: str = "prompt") -> None:
         """Refuses a text that has more characters than `max_tokens` tokens can ever stand for."""
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
             raise ContextTooLong(
-                f"prompt is too long: {len(text)} characters are more than {len(text) // self.longest_token} tokens "
-                f"> {max_tokens} maximum",
-                field="prompt",
+                f"{field} is too long: {len(text) // self.longest_token} tokens > {max_tokens} maximum "
+                f"(at least: it has {len(text)} characters)",
+                field=field,
             )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

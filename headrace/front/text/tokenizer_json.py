@@ -63,6 +63,18 @@ class JsonTokenizer(Tokenizer):
     def _encode_bare(self, text: str) -> list[int]:
         return _ids(self._library, text)
 
+    def encode_pair(
+        self, first: str, second: str, *, second_tokens: int | None = None
+    ) -> tuple[list[int], int]:
+        """As the vocabulary's own post-processor joins pairs."""
+        one = self._library.encode(first, add_special_tokens=False)
+        two = self._library.encode(second, add_special_tokens=False)
+        if second_tokens is not None:
+            two.truncate(second_tokens)
+        pair = self._library.post_process(one, two, add_special_tokens=True)
+        types = pair.type_ids
+        return pair.ids, types.index(1) if 1 in types else 0
+
     def encode_plain(self, text: str) -> list[int]:
         return _ids(self._guarded, neutral(text))
 

@@ -21,7 +21,7 @@ def test_slots_positions_and_tables_follow_the_rows_at_every_split() -> None:
     rng = np.random.default_rng(0)
     runner = Runner(tiny_spec(num_blocks=300), TinyModel((None, 9)), device=CPU)
     driver = Driver(runner.facts)
-    rows = Rows(max_rows=8, num_groups=2, block_tokens=8, device=CPU)
+    rows = Rows.growing(max_rows=8, num_groups=2, block_tokens=8, device=CPU)
     for _ in range(30):
         prompts = [rng.integers(0, 61, rng.integers(1, 60)).tolist() for _ in range(4)]
         sequences = [driver.add(prompt) for prompt in prompts]
@@ -69,7 +69,7 @@ def _check(plan, batch, by_row, driver) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_a_table_that_grows_keeps_what_it_holds() -> None:
-    table = GrowingTable(rows=3, columns=4, device=CPU)
+    table = GrowingTable.zeros(rows=3, columns=4, device=CPU)
     table.data[:] = torch.arange(12).view(3, 4)
     table.reserve(5)
     assert table.data.shape == (3, 8)

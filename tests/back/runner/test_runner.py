@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import pytest
 import torch
 
+from headrace.back.runner.buckets import Bucket, Outputs
+from headrace.back.runner.devices import MakeSteps, bucket_steps, make_steps
 from headrace.back.runner.runner import Runner
+from headrace.back.runner.steps import Machine, Moment, Now, Steps
 from headrace.back.sampling import prompt_logprobs
+from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import CheckpointError
 from headrace.base.wire.params import RowSampling
 from tests.back.driver import GREEDY, Driver, Sequence, greedy_reference, reference_logits
@@ -16,8 +23,38 @@ from tests.back.tiny_model import TinyModel, tiny_spec
 CPU = torch.device("cpu")
 
 
+class Calls:
+    """Replays a bucket's step by calling it: the device's way of running steps, without a device."""
+
+    def scope(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def run(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
+        return step(bucket)
+
+    def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def moment(self) -> Moment:
+        return Now()
+
+
+def by_buckets(machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps:
+    return bucket_steps(machine, spec, Calls(), num_groups=num_groups)
+
+
+@pytest.fixture(params=[make_steps, by_buckets], ids=["exact", "buckets"], autouse=True)
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this file runs both ways of running steps (ENG-21)."""
+    monkeypatch.setattr("tests.back.runner.test_runner.STEPS", request.param)
+
+
+STEPS: MakeSteps = make_steps
+
+
 def make(model: TinyModel, **options: int) -> tuple[Runner, Driver]:
-    runner = Runner(tiny_spec(**options), model, device=CPU)
+    options = {"max_step_tokens": 400, **options}
+    runner = Runner(tiny_spec(**options), model, device=CPU, steps=STEPS)
     return runner, Driver(runner.facts)
 
 
@@ -192,4 +229,4 @@ def test_prompt_logprobs_beyond_what_is_made_fail_that_request_alone(
 def test_the_facts_name_the_samplers_kernels() -> None:
     runner, _ = make(TinyModel())
     fields = [field for field, *_ in runner.facts.decisions]
-    assert fields == ["kernel.greedy", "kernel.gumbel"]
+    assert fields[:2] == ["kernel.greedy", "kernel.gumbel"]

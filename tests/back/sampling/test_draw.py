@@ -11,6 +11,7 @@ from headrace.back.kernels.gumbel.op import GumbelProblem, bind_reference
 from headrace.back.kernels.native.build import build
 from headrace.back.kernels.native.library import NativeLibrary
 from headrace.back.sampling.draw import Draw, draw
+from headrace.back.sampling.dry import repeats, repeats_dense
 from headrace.back.sampling.features import Picked, RowNumbers
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
@@ -82,3 +83,16 @@ def test_every_way_chooses_the_same_token(kind: str, width: int, gumbel: str) ->
     assert chosen.tolist() == wanted.tolist()
     torch.testing.assert_close(best, wanted_best)
     assert all(np.isfinite(logits[row, token]) for row, token in enumerate(chosen.tolist()))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_repetitions_are_the_same_followed_one_by_one_or_compared_at_once(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    history = torch.from_numpy(rng.integers(0, 4, int(rng.integers(1, 60))).astype(np.int32))
+    breakers = torch.from_numpy(rng.integers(0, 6, int(rng.integers(0, 3))).astype(np.int32))
+    for most in (1, 2, 5, 200):
+        ids, lengths = repeats(history, breakers, most=most)
+        all_ids, all_lengths = repeats_dense(history, breakers, most=most)
+        kept = all_lengths > 0
+        assert all_ids[kept].tolist() == ids.tolist()
+        assert all_lengths[kept].tolist() == lengths.tolist()

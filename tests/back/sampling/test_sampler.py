@@ -4,22 +4,65 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
 from headrace.back.sampling.features import Picked
-from headrace.back.sampling.sampler import Sampled, Sampler
-from headrace.base.errors import InvalidRequest, NonFiniteLogits
+from headrace.back.sampling.sampler import Sampler, failures
+from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
 from headrace.base.wire.params import RowSampling
-from headrace.base.wire.step import RowStart
+from headrace.base.wire.step import RowLogprobs, RowStart
 from tests.back.sampling import reference
 
 WIDTH = 97
 WIDE = 2003
 MAX_ROWS = 64
-CPU = torch.device("cpu")
+HERE = torch.device("cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@pytest.fixture(
+    params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])], autouse=True
+)
+def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this file runs on both devices."""
+    monkeypatch.setattr(f"{__name__}.HERE", torch.device(request.param))
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What the host sees of a step."""
+
+    token_N: torch.Tensor
+    failed: dict[int, HeadraceError]
+    logprobs: list[RowLogprobs]
+
+
+def sample(
+    sampler: Sampler,
+    logits: torch.Tensor,
+    *,
+    rows: np.ndarray,
+    positions: np.ndarray,
+    tokens: torch.Tensor,
+) -> Seen:
+    logits = logits.to(HERE)
+    picks = sampler.greedy(logits)
+    result = sampler.sample(logits, picks, rows=rows, positions=positions, tokens=tokens.to(HERE))
+    if HERE.type == "cuda":
+        torch.cuda.synchronize()
+    left = None if result.left_N is None else result.left_N.cpu().numpy()
+    failed = failures(result.best_N.cpu().numpy(), left)
+    told = [] if result.told is None else list(result.told.rows())
+    return Seen(
+        token_N=result.token_N.cpu(),
+        failed=failed,
+        logprobs=[row for row in told if row.index not in failed],
+    )
+
 
 OPTIONS: dict[str, list[dict[str, object]]] = {
     "plain": [{}],
@@ -72,13 +115,14 @@ class Case:
         return reference.sample(self.logits, self.sampling, self.tokens, self.num_prompt)
 
 
-def run(sampler: Sampler, cases: list[Case], rows: list[int]) -> Sampled:
+def run(sampler: Sampler, cases: list[Case], rows: list[int]) -> Seen:
     """Starts the cases in the rows, samples them in one step and gives the rows back."""
     tokens = torch.zeros(MAX_ROWS, 64, dtype=torch.int32)
     for row, case in zip(rows, cases, strict=True):
         tokens[row, : len(case.tokens)] = torch.tensor(case.tokens)
         sampler.start(start_of(row, case.tokens, case.num_prompt, case.sampling))
-    result = sampler.sample(
+    result = sample(
+        sampler,
         torch.from_numpy(np.stack([case.logits for case in cases])),
         rows=np.array(rows),
         positions=np.array([len(case.tokens) for case in cases]),
@@ -100,7 +144,7 @@ def merged(rng: np.random.Generator, names: tuple[str, ...]) -> dict[str, object
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option_alone_equals_the_reference(name: str, width: int) -> None:
     rng = np.random.default_rng(len(name))
-    sampler = Sampler(max_rows=MAX_ROWS, logits_width=width, device=CPU)
+    sampler = Sampler(max_rows=MAX_ROWS, logits_width=width, device=HERE)
     for options in OPTIONS[name]:
         cases = [Case(rng, options, width) for _ in range(12)]
         result = run(sampler, cases, rng.permutation(MAX_ROWS)[:12].tolist())
@@ -110,7 +154,7 @@ def test_each_option_alone_equals_the_reference(name: str, width: int) -> None:
 def test_pairs_of_options_in_mixed_batches_equal_the_reference() -> None:
     """ENG-27, P17: all pairs, shuffled into batches over one sampler, so that every row is used again and again."""
     rng = np.random.default_rng(1)
-    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=CPU)
+    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=HERE)
     pairs = list(itertools.combinations(OPTIONS, 2)) * 4
     rng.shuffle(pairs)
     cases = [Case(rng, merged(rng, pair), WIDTH) for pair in pairs]
@@ -131,7 +175,7 @@ def test_pairs_of_options_in_mixed_batches_equal_the_reference() -> None:
 def test_each_change_of_the_logits_equals_the_reference_value_by_value(name: str) -> None:
     """Also where the history is short, repeats itself, or is just as long as min_tokens."""
     rng = np.random.default_rng(12)
-    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=CPU)
+    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=HERE)
     for options in OPTIONS[name]:
         cases = [Case(rng, options, WIDTH) for _ in range(60)]
         for case in cases[::2]:
@@ -159,7 +203,7 @@ def test_each_change_of_the_logits_equals_the_reference_value_by_value(name: str
 def test_pairs_of_truncations_on_wide_rows_equal_the_reference() -> None:
     """KRN-02: the candidates found without sorting keep exactly what a sort would, ties included."""
     rng = np.random.default_rng(2)
-    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDE, device=CPU)
+    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDE, device=HERE)
     names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "xtc", "allowed")
     cases = [
         Case(rng, merged(rng, pair), WIDE)
@@ -190,7 +234,8 @@ def draws(sampler: Sampler, logits: np.ndarray, sampling: RowSampling, count: in
     rows = np.zeros(2000, np.int64)
     tokens = torch.zeros(MAX_ROWS, 1, dtype=torch.int32)
     found = [
-        sampler.sample(
+        sample(
+            sampler,
             torch.from_numpy(logits).expand(2000, -1).clone(),
             rows=rows,
             positions=np.arange(start, start + 2000),
@@ -211,7 +256,7 @@ def test_frequencies_follow_the_distribution(options: dict[str, float]) -> None:
     rng = np.random.default_rng(5)
     logits = (rng.standard_normal(64) * 1.5).astype(np.float32)
     sampling = RowSampling(seed=11, **options)  # type: ignore[arg-type]
-    sampler = Sampler(max_rows=MAX_ROWS, logits_width=64, device=CPU)
+    sampler = Sampler(max_rows=MAX_ROWS, logits_width=64, device=HERE)
     counts = np.bincount(draws(sampler, logits, sampling, 100_000), minlength=64)
     z = reference.kept(logits, sampling, 0)
     expected = {token: p * 100_000 for token, p in reference.softmax(z).items()}
@@ -225,7 +270,7 @@ def test_tokens_far_below_the_best_are_drawn_as_often_as_they_should_be() -> Non
     """REG-029: 1023 tokens 10 nats below one, together 4.4 %."""
     logits = np.full(1024, -10.0, np.float32)
     logits[17] = 0.0
-    sampler = Sampler(max_rows=MAX_ROWS, logits_width=1024, device=CPU)
+    sampler = Sampler(max_rows=MAX_ROWS, logits_width=1024, device=HERE)
     found = draws(sampler, logits, RowSampling(seed=1), 40_000)
     share = 1023 * np.exp(-10.0) / (1 + 1023 * np.exp(-10.0))
     assert abs((found != 17).mean() - share) < 5 * (share / 40_000) ** 0.5
@@ -235,7 +280,7 @@ def test_tokens_far_below_the_best_are_drawn_as_often_as_they_should_be() -> Non
 def test_the_token_does_not_depend_on_batch_size_order_or_neighbours() -> None:
     """ENG-25, REG-026: same seed, position and logits: same token."""
     rng = np.random.default_rng(9)
-    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=CPU)
+    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=HERE)
     names = tuple(OPTIONS)
     cases = [Case(rng, merged(rng, (names[i % 16], names[i * 5 % 16])), WIDTH) for i in range(48)]
     alone = [run(sampler, [case], [3]).token_N.item() for case in cases]
@@ -249,7 +294,7 @@ def test_the_token_does_not_depend_on_batch_size_order_or_neighbours() -> None:
 
 
 def test_greedy_ties_go_to_the_lowest_id_at_every_batch_size() -> None:
-    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=CPU)
+    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=HERE)
     case = Case(np.random.default_rng(0), {"temperature": 0.0}, WIDTH)
     case.logits = np.full(WIDTH, -1.0, np.float32)
     case.logits[[13, 40, 96]] = 2.0
@@ -271,7 +316,7 @@ def test_a_row_that_is_not_finite_fails_alone(kind: str, greedy_only: bool) -> N
     """Reliability 1.15; P26: its id stays within the vocabulary all the same."""
     rng = np.random.default_rng(3)
     names = ["greedy"] * 16 if greedy_only else list(OPTIONS)
-    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=CPU)
+    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=HERE)
     cases = [Case(rng, OPTIONS[name][0], WIDTH) for name in names]
     wanted = [case.wanted() for case in cases]
     for broken in range(len(cases)):
@@ -291,7 +336,7 @@ def test_a_row_that_is_not_finite_fails_alone(kind: str, greedy_only: bool) -> N
 def test_masks_that_leave_no_token_fail_that_request_with_a_reason(temperature: float) -> None:
     """REG-026."""
     rng = np.random.default_rng(4)
-    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=CPU)
+    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=HERE)
     masked = Case(
         rng,
         {"allowed_ids": (4,), "bad_words": ((4,),), "temperature": temperature, "logprobs": 2},
@@ -307,7 +352,7 @@ def test_masks_that_leave_no_token_fail_that_request_with_a_reason(temperature: 
 def test_counts_are_right_over_steps_after_row_reuse_and_after_resuming() -> None:
     """REG-030, ENG-26: penalties see what the sampler sampled, nothing of an earlier owner, all after a resume."""
     rng = np.random.default_rng(6)
-    sampler = Sampler(max_rows=4, logits_width=WIDTH, device=CPU)
+    sampler = Sampler(max_rows=4, logits_width=WIDTH, device=HERE)
     tokens = torch.zeros(4, 64, dtype=torch.int32)
     options = {"frequency_penalty": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.2}
     for request in range(6):
@@ -321,7 +366,8 @@ def test_counts_are_right_over_steps_after_row_reuse_and_after_resuming() -> Non
             logits = (rng.standard_normal(WIDTH) * 2).astype(np.float32)
             wanted = reference.sample(logits, case.sampling, history, case.num_prompt)
             tokens[1, : len(history)] = torch.tensor(history)
-            result = sampler.sample(
+            result = sample(
+                sampler,
                 torch.from_numpy(logits[None]),
                 rows=np.array([1]),
                 positions=np.array([len(history)]),
@@ -335,7 +381,7 @@ def test_counts_are_right_over_steps_after_row_reuse_and_after_resuming() -> Non
 def test_logprobs_are_of_the_raw_distribution_with_alternatives_rank_and_named_ids() -> None:
     """Raw log-softmax, whatever processing does; ties in falling order go to the lowest id."""
     rng = np.random.default_rng(7)
-    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=CPU)
+    sampler = Sampler(max_rows=MAX_ROWS, logits_width=WIDTH, device=HERE)
     kinds: list[dict[str, object]] = [
         {"logprobs": 3, "logit_bias": {50: 100.0}},
         {"logprobs": 0},
@@ -393,7 +439,7 @@ def test_no_number_a_request_may_carry_ends_the_step_or_touches_a_neighbour(
     """One bad request never hurts another: it gets a token of the vocabulary or fails alone."""
     rng = np.random.default_rng(1)
     for width in (WIDTH, WIDE):
-        sampler = Sampler(max_rows=MAX_ROWS, logits_width=width, device=CPU)
+        sampler = Sampler(max_rows=MAX_ROWS, logits_width=width, device=HERE)
         before, bad, after = (
             Case(rng, {}, width),
             Case(rng, {}, width),
@@ -425,7 +471,7 @@ def test_processed_mode_tells_the_distribution_that_is_drawn_from(
         Case(rng, {**options, "logprobs": 3, "logprobs_mode": "processed"}, 24),
         Case(rng, {**options, "logprobs": 3}, 24),
     ]
-    told = run(Sampler(max_rows=4, logits_width=24, device=CPU), cases, [2, 0]).logprobs
+    told = run(Sampler(max_rows=4, logits_width=24, device=HERE), cases, [2, 0]).logprobs
     for case, scores in zip(cases, told, strict=True):
         z = dict(enumerate(case.logits.astype(np.float64)))
         if case.sampling.logprobs_mode == "processed":

@@ -54,9 +54,9 @@ async def test_all_are_checked_before_the_first_one_starts(connect):
         good = Generation(prompt_ids=[1], params=SamplingParams(max_tokens=3))
         bad = Generation(prompt_ids=[1], params=SamplingParams(temperature=-1))
         with pytest.raises(InvalidRequest, match="temperature"):
-            await run_all(llm, [good, bad], show=False)
+            await run_all(llm, [good, bad], run_one, show=False)
         assert not core.requests
-        outputs = await run_all(llm, [good] * 50, show=False)
+        outputs = await run_all(llm, [good] * 50, run_one, show=False)
         assert [len(output.outputs[0].token_ids) for output in outputs] == [3] * 50
 
 
@@ -65,7 +65,7 @@ async def test_the_first_failure_is_raised_plainly(connect):
         core.refuse = WireError("Unavailable", "full")
         wanted = Generation(prompt_ids=[1], params=SamplingParams(max_tokens=3))
         with pytest.raises(Unavailable, match="full"):
-            await run_all(llm, [wanted] * 3, show=False)
+            await run_all(llm, [wanted] * 3, run_one, show=False)
         assert llm.num_in_flight == 0
 
 

@@ -11,6 +11,7 @@ from starlette.types import Message
 
 from headrace.base.errors import EngineDead, Unavailable
 from headrace.front.server import sse
+from headrace.front.server.failures import OPENAI
 from headrace.front.server.sse import (
     ABORT_KEY,
     ClientGone,
@@ -96,7 +97,7 @@ async def test_a_failure_before_the_first_event_raises_so_that_it_gets_a_status(
 async def test_a_silent_stream_gets_comments_between_its_events(begun: tuple[bytes, ...]) -> None:
     border, source = Border(), Source(*begun, endless=True)
     task = asyncio.create_task(answer(source, border, ping_s=0.001))
-    wanted = b"".join(begun) + 3 * sse.PING
+    wanted = b"".join(begun) + 3 * OPENAI.ping
     while not border.body.startswith(wanted):
         await asyncio.sleep(0)
     assert border.sent[0]["status"] == 200
@@ -121,7 +122,7 @@ async def test_what_fails_after_a_comment_is_an_error_event() -> None:
         await asyncio.sleep(0)
     full.set()
     await task
-    assert border.body.startswith(sse.PING) and border.body.endswith(sse.DONE)
+    assert border.body.startswith(OPENAI.ping) and border.body.endswith(sse.DONE)
     assert b"server_overloaded" in border.body
 
 

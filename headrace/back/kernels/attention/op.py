@@ -141,8 +141,13 @@ def _sample(problem: AttentionProblem) -> Sample:
 
 OP: Op[AttentionProblem] = Op(
     name="attention",
-    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
-    kernels=("headrace.back.kernels.attention.native:KERNEL",),
+    reference=Kernel(
+        name="torch", supports=lambda problem: None, bind=bind_reference, reads_host=True
+    ),
+    kernels=(
+        "headrace.back.kernels.attention.native:KERNEL",
+        "headrace.back.kernels.attention.triton_attention:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )

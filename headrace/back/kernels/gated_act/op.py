@@ -68,7 +68,10 @@ def _sample(problem: GatedActProblem) -> Sample:
 OP: Op[GatedActProblem] = Op(
     name="gated_act",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
-    kernels=("headrace.back.kernels.gated_act.native:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.gated_act.native:KERNEL",
+        "headrace.back.kernels.gated_act.triton_gated_act:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )

@@ -78,7 +78,10 @@ def _inputs(problem: RMSNormProblem, count: int) -> Sample:
 OP: Op[RMSNormProblem] = Op(
     name="rms_norm",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_norm),
-    kernels=("headrace.back.kernels.rms_norm.native:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.rms_norm.native:KERNEL",
+        "headrace.back.kernels.rms_norm.triton_rms_norm:KERNEL",
+    ),
     sample=lambda problem: _inputs(problem, 1),
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )
@@ -86,7 +89,10 @@ OP: Op[RMSNormProblem] = Op(
 ADD_OP: Op[RMSNormProblem] = Op(
     name="add_rms_norm",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_add_norm),
-    kernels=("headrace.back.kernels.rms_norm.native:ADD_KERNEL",),
+    kernels=(
+        "headrace.back.kernels.rms_norm.native:ADD_KERNEL",
+        "headrace.back.kernels.rms_norm.triton_rms_norm:ADD_KERNEL",
+    ),
     sample=lambda problem: _inputs(problem, 2),
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )

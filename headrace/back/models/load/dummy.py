@@ -24,7 +24,7 @@ class DummyWeights:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._pools: dict[tuple[torch.dtype, float], torch.Tensor] = {}
+        self._pools: dict[tuple[torch.dtype, torch.device, float], torch.Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
         self._normal = torch.randn(POOL_SIZE, generator=generator)
 
@@ -41,7 +41,7 @@ class DummyWeights:
                 self._fill(param.tensor[copy.target], copy, param.init_scale)
 
     def _fill(self, target: torch.Tensor, copy: Copy, scale: float) -> None:
-        pool = self._pool(target.dtype, scale)
+        pool = self._pool(target.dtype, target.device, scale)
         columns = copy.shape[-1] if len(copy.shape) > 1 else 1
         cut = copy.source[-1] if len(copy.shape) > 1 else slice(0, 1)
         begin = self._start(copy.name) + _first_row(copy) * columns
@@ -61,10 +61,11 @@ class DummyWeights:
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % POOL_SIZE
 
-    def _pool(self, dtype: torch.dtype, scale: float) -> torch.Tensor:
-        key = (dtype, scale)
+    def _pool(self, dtype: torch.dtype, device: torch.device, scale: float) -> torch.Tensor:
+        """The pool where it is copied from: on a device it lies in its cache as well."""
+        key = (dtype, device, scale)
         if key not in self._pools:
-            self._pools[key] = (self._normal * scale).to(dtype)
+            self._pools[key] = (self._normal * scale).to(dtype).to(device)
         return self._pools[key]
 
 

@@ -14,6 +14,8 @@ from headrace.base.wire.step import RowStart
 class PlainDecoder:
     """The ModelState of models that need nothing beside tokens, positions and attention plans."""
 
+    in_graphs = True
+
     def end(self, rows: np.ndarray) -> None:
         """Nothing to forget."""
 
@@ -26,3 +28,9 @@ class PlainDecoder:
 
     def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
         """Nothing to save."""
+
+
+class PlainEncoder(PlainDecoder):
+    """The same for encoders, whose attention reads the bounds of the texts on the host."""
+
+    in_graphs = False

@@ -17,7 +17,13 @@ from headrace.base.wire.step import RowStart
 
 
 class ModelState(Protocol):
-    """Per-row state of one kind of model, and its hooks, called in the order in which they are written here."""
+    """Per-row state of one kind of model, and its hooks, called in the order in which they are written here.
+
+    `in_graphs`: a step needs nothing of this state, so that it may be replayed from a graph: `prepare` and `after` are
+    then not called.
+    """
+
+    in_graphs: bool
 
     def end(self, rows: np.ndarray) -> None:
         """The rows are given back; called before `start` of the same step."""

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
+from headrace.front.server.conversation import render
 from headrace.front.server.exchange import Exchange, json_response
-from headrace.front.server.openai.routes import render
 from headrace.front.server.openai.schema import ChatRequest, Name, TokenId, parse
 
 THREAD_TOKENS = 4096

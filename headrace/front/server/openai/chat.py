@@ -87,14 +87,9 @@ def to_parser(
 ) -> OutputParser | None:
     """A parser for one choice; None where the text is the content. `prompt_tail` is how the prompt ends."""
     offered = request.tools is not None and request.tool_choice != "none"
-    if answers.reasoning is None and (answers.tools is None or not offered):
-        return None
-    tags = None if answers.reasoning is None else answers.reasoning.tags
-    return OutputParser(
-        reasoning=tags,
-        inside=tags is not None
-        and tags.begins_inside(prompt_tail, unfinished=_unfinished(request)),
-        tools=None if answers.tools is None else answers.tools.grammar,
+    return answers.parser(
+        prompt_tail=prompt_tail,
+        unfinished=_unfinished(request),
         schemas=schemas_of(request.tools or []) if offered else None,
         only_one_call=request.parallel_tool_calls is False,
     )

@@ -171,6 +171,13 @@ def parse(document: Any, kind: type[R]) -> R:
     for field, (asked, why) in refused.items():
         if field in document and asked(document[field]):
             raise InvalidRequest(f"{field}: {why}", field=field)
+    return typed(document, kind)
+
+
+def typed(document: Any, kind: type[R]) -> R:
+    """A request of any dialect: the document with its types and bounds checked; unknown fields are ignored."""
+    if not isinstance(document, dict):
+        raise InvalidRequest("the body must be a JSON object")
     if log.isEnabledFor(logging.DEBUG):
         ignored = sorted(document.keys() - set(kind.__struct_fields__))
         log.debug("fields that are not known are ignored: %s", [name[:64] for name in ignored[:32]])

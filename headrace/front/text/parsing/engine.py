@@ -139,10 +139,16 @@ class Tags:
         # literals only: nothing to backtrack into
         self._any = re.compile("|".join(map(re.escape, sorted(tags, key=len, reverse=True))))
 
-    def find(self, text: str, at: int) -> tuple[int, str]:
-        """Where the first tag stands, and which; or the place up to which there is surely none, and ""."""
-        found = self._any.search(text, at)
-        return (found.start(), found[0]) if found else (self._unsure(text, at), "")
+    def find(self, text: str, at: int, room: int | None = None) -> tuple[int, str]:
+        """Where the first tag stands, and which; or the place up to which there is surely none, and "".
+
+        With `room` it looks no further than for a tag that begins within so many characters.
+        """
+        end = len(text) if room is None else at + room + self._longest
+        found = self._any.search(text, at, end)
+        if found:
+            return found.start(), found[0]
+        return (end if end < len(text) else self._unsure(text, at)), ""
 
     def _unsure(self, text: str, at: int) -> int:
         """Where a tag could begin whose end is still to come."""

@@ -15,11 +15,10 @@ from typing import TypeAlias
 import msgspec
 
 from headrace.front.text.parsing.engine import skip_space
+from headrace.front.text.parsing.json_text import JsonString, JsonValue
 from headrace.front.text.parsing.parts import Sink
 
 MAX_NAME_CHARS = 256
-_IN_STRING = re.compile(r'["\\]')
-_IN_VALUE = re.compile(r'["{}\[\]]')
 _SCALAR_END = re.compile(r"[,}\]\s]")
 _VALUE_BEGINS = '{["-0123456789tfn'
 _Mode: TypeAlias = Callable[[str, int], int]
@@ -86,9 +85,7 @@ class JsonCalls:
         self._has_arguments = False
         self._early: list[str] = []
         self._string: list[str] = []
-        self._escaped = False
-        self._in_string = False
-        self._depth = 0
+        self._open_string = JsonString()
         self._key = ""
 
     def _refuse(self, at: int) -> int:
@@ -147,7 +144,7 @@ class JsonCalls:
         return self._close_object(text, at) if text[at] == "}" else self._refuse(at)
 
     def _read_key(self, text: str, at: int) -> int:
-        at, done = self._through_string(text, at, keep=True)
+        at, done = self._through_string(text, at)
         if done:
             self._key = self._taken_string() or ""
             self._mode = self._colon
@@ -177,12 +174,11 @@ class JsonCalls:
         return at
 
     def _read_name(self, text: str, at: int) -> int:
-        at, done = self._through_string(text, at, keep=True)
-        if sum(map(len, self._string)) > MAX_NAME_CHARS + 1:
-            return self._refuse(at)
-        if done:
+        at, done = self._through_string(text, at)
+        if done:  # not before: where it is refused must not depend on how the text was cut
             name = self._taken_string()
-            if not name or (self._names is not None and name not in self._names):
+            known = self._names is None or name in self._names
+            if not name or len(name) > MAX_NAME_CHARS or not known:
                 return self._refuse(at)
             self._name = name
             if self._has_arguments:
@@ -204,7 +200,7 @@ class JsonCalls:
 
     def _arguments_string(self, text: str, at: int) -> int:
         """Arguments that are JSON inside of a JSON string: unwrapped once."""
-        at, done = self._through_string(text, at, keep=True)
+        at, done = self._through_string(text, at)
         if done:
             self._send(self._taken_string() or "{}")
             self._mode = self._comma_or_end
@@ -255,8 +251,8 @@ class JsonCalls:
 
     def _value_mode(self, first: str, *, then: Callable[[str], None]) -> _Mode:
         if first in '{["':
-            self._depth, self._in_string = 0, False
-            return lambda text, at: self._nested(text, at, then)
+            value = JsonValue()
+            return lambda text, at: self._nested(text, at, value, then)
         self._string.clear()
         return lambda text, at: self._scalar(text, at, then)
 
@@ -272,53 +268,19 @@ class JsonCalls:
             self._mode = self._comma_or_end
         return end
 
-    def _nested(self, text: str, at: int, then: Callable[[str], None]) -> int:
+    def _nested(self, text: str, at: int, value: JsonValue, then: Callable[[str], None]) -> int:
         """An object, a list or a text, up to its end."""
-        begin = at
-        done = False
-        while at < len(text) and not done:
-            if self._in_string:
-                at, ended = self._through_string(text, at, keep=False)
-                self._in_string = not ended
-                done = ended and not self._depth
-                continue
-            found = _IN_VALUE.search(text, at)
-            if found is None:
-                at = len(text)
-                break
-            at = found.end()
-            if found[0] == '"':
-                self._in_string = True
-            else:
-                self._depth += 1 if found[0] in "{[" else -1
-                done = self._depth == 0
-        then(text[begin:at])
-        if done:
+        end = value.read(text, at)
+        then(text[at:end])
+        if value.done:
             self._mode = self._comma_or_end
-        return at
+        return end
 
-    def _through_string(self, text: str, at: int, *, keep: bool) -> tuple[int, bool]:
+    def _through_string(self, text: str, at: int) -> tuple[int, bool]:
         """To the end of a string whose opening quote is behind; whether it was reached."""
-        begin = at
-        if self._escaped:
-            self._escaped = False
-            at += 1
-        done = False
-        while not done:
-            found = _IN_STRING.search(text, at)
-            if found is None:
-                at = len(text)
-                break
-            at = found.end()
-            done = found[0] == '"'
-            if not done:
-                self._escaped = at == len(text)
-                at = min(at + 1, len(text))
-                if self._escaped:
-                    break
-        if keep:
-            self._string.append(text[begin:at])
-        return at, done
+        end, done = self._open_string.read(text, at)
+        self._string.append(text[at:end])
+        return end, done
 
     def _taken_string(self) -> str | None:
         """The string that was kept, decoded; None if it is not valid JSON."""

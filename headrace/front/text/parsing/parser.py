@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from headrace.front.text.parsing.call_syntax import CallSyntax, SyntaxCalls
 from headrace.front.text.parsing.engine import Engine, Plain, State
 from headrace.front.text.parsing.families import (
     BareTags,
@@ -17,10 +19,20 @@ from headrace.front.text.parsing.families import (
     reasoning_family,
     tool_family,
 )
-from headrace.front.text.parsing.parts import Part, Sink
+from headrace.front.text.parsing.harmony import Harmony, HarmonyTags
+from headrace.front.text.parsing.marks import Marking
+from headrace.front.text.parsing.named_json import NamedJson, NamedTags
+from headrace.front.text.parsing.parts import Content, Part, Sink
+from headrace.front.text.parsing.reader import CallReader
 from headrace.front.text.parsing.reasoning import ReasoningState, ReasoningTags
 from headrace.front.text.parsing.tagged_json import BareJson, JsonTags, TaggedJson
-from headrace.front.text.parsing.xml_parameters import Schemas, XmlParameters
+from headrace.front.text.parsing.xml_parameters import ParameterTags, Schemas, XmlParameters
+from headrace.front.text.tokenizer import Tokenizer, decode_pieces
+
+_TAIL_TOKENS = 64
+"""Enough of a prompt to see which tag or header it ends with."""
+_LETTERS = string.ascii_letters + string.digits
+Span = tuple[int, int | None]
 
 
 def call_id() -> str:
@@ -28,17 +40,80 @@ def call_id() -> str:
     return "call_" + secrets.token_hex(12)
 
 
+def short_call_id() -> str:
+    """A fresh id of nine letters and digits, the only kind some templates take."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+
+
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How the served model writes; None: not parsed."""
+    """How the served model writes; None: not parsed. `pieces` and `all_pieces` (the latter with control tokens) turn
+    tokens into the text that the parsers read; None: the tokenizer's own do."""
 
     reasoning: ReasoningFamily | None = None
     tools: ToolFamily | None = None
+    pieces: Mapping[int, str | bytes] | None = None
+    all_pieces: Mapping[int, str | bytes] | None = None
 
     @staticmethod
     def named(*, tool_parser: str, reasoning_parser: str) -> AnswerFormat:
         """The format of two resolved options."""
         return AnswerFormat(
             reasoning=reasoning_family(reasoning_parser), tools=tool_family(tool_parser)
+        )
+
+    def bound(self, tokenizer: Tokenizer) -> AnswerFormat:
+        """The format for one vocabulary: its control tokens are structure only as tokens (marks.py)."""
+        marking = Marking(tokenizer)
+        replace = msgspec.structs.replace
+        reasoning, tools = self.reasoning, self.tools
+        if reasoning is not None:
+            reasoning = replace(reasoning, tags=marking.struct(reasoning.tags))
+        if tools is not None:
+            tools = replace(tools, grammar=marking.struct(tools.grammar))
+        if not marking.structural:
+            return self
+        return AnswerFormat(
+            reasoning=reasoning,
+            tools=tools,
+            pieces=marking.pieces(skip_special_tokens=True),
+            all_pieces=marking.pieces(skip_special_tokens=False),
+        )
+
+    def pieces_of(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool
+    ) -> Mapping[int, str | bytes]:
+        """What each token adds to the text that a parser of this format reads."""
+        if skip_special_tokens:
+            return self.pieces or tokenizer.pieces_without_special
+        return self.all_pieces or tokenizer.pieces
+
+    def prompt_tail(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
+        """How a prompt ends, as `parser` wants it."""
+        pieces = self.pieces_of(tokenizer, skip_special_tokens=False)
+        return decode_pieces(pieces[i] for i in prompt_ids[-_TAIL_TOKENS:])
+
+    def parser(
+        self,
+        *,
+        prompt_tail: str,
+        unfinished: str | None = None,
+        schemas: Schemas | None,
+        only_one_call: bool = False,
+    ) -> OutputParser | None:
+        """A parser for one answer; None where the text is the content. `unfinished`: the text of the message that is
+        continued, if one is; `schemas`: the tools on offer, None if there are none."""
+        if self.reasoning is None and (self.tools is None or schemas is None):
+            return None
+        tags = None if self.reasoning is None else self.reasoning.tags
+        short = self.tools is not None and self.tools.ids == "short"
+        return OutputParser(
+            reasoning=tags,
+            inside=tags is not None and tags.begins_inside(prompt_tail, unfinished=unfinished),
+            tools=None if self.tools is None else self.tools.grammar,
+            schemas=schemas,
+            only_one_call=only_one_call,
+            prompt_tail=prompt_tail,
+            new_id=short_call_id if short else call_id,
         )
 
 
@@ -53,15 +128,29 @@ class OutputParser:
         tools: ToolGrammar | None = None,
         schemas: Schemas | None = None,
         only_one_call: bool = False,
+        prompt_tail: str = "",
         new_id: Callable[[], str] = call_id,
     ) -> None:
         self._sink = Sink(new_id, only_one_call=only_one_call)
         self._engine = Engine(self._sink)
-        state: State = Plain(self._sink)
-        if tools is not None and schemas is not None:
-            state = _grammar_state(self._sink, tools, schemas)
-        self._reasoning = None
-        if reasoning is not None:
+        self._reasoning: ReasoningState | Harmony | None = None
+        harmony = tools if isinstance(tools, HarmonyTags) else reasoning and reasoning.harmony
+        if harmony is not None:
+            offered = schemas if isinstance(tools, HarmonyTags) else None
+            reasons = reasoning is not None and reasoning.harmony is not None
+            self._reasoning = Harmony(
+                *(self._engine, harmony),
+                functions=offered,
+                reasons=reasons,
+                prompt_tail=prompt_tail,
+            )
+            self._engine.become(self._reasoning)
+            return
+        frame = () if reasoning is None else reasoning.frame
+        state = _grammar_state(self._sink, None if schemas is None else tools, schemas or {}, frame)
+        if reasoning is not None and reasoning.kept:
+            self._sink.add(Content(reasoning.open if inside else ""))
+        elif reasoning is not None:
             self._reasoning = ReasoningState(self._engine, reasoning, state, inside=inside)
         self._engine.become(self._reasoning or state)
 
@@ -94,17 +183,27 @@ class OutputParser:
         return self._engine.consumed
 
     @property
-    def reasoning_span(self) -> tuple[int, int | None] | None:
-        """Where the reasoning stands in the text, in characters; the end is None while it is open."""
-        return None if self._reasoning is None else self._reasoning.span
+    def reasoning_spans(self) -> Sequence[Span]:
+        """Where reasoning stands in the text, in characters; the end of the last is None while it is open."""
+        return () if self._reasoning is None else self._reasoning.spans
 
 
-def _grammar_state(sink: Sink, grammar: ToolGrammar, schemas: Schemas) -> State:
-    if isinstance(grammar, JsonTags):
-        return TaggedJson(sink, grammar)
-    if isinstance(grammar, BareTags):
-        return BareJson(sink, grammar.keys, names=frozenset(schemas), prefix=grammar.prefix)
-    return XmlParameters(sink, grammar, schemas)
+def _grammar_state(
+    sink: Sink, grammar: ToolGrammar | None, schemas: Schemas, frame: Sequence[str]
+) -> State:
+    match grammar:
+        case JsonTags():
+            return TaggedJson(sink, grammar, frame)
+        case BareTags():
+            return BareJson(sink, grammar.keys, names=frozenset(schemas), prefix=grammar.prefix)
+        case ParameterTags():
+            return XmlParameters(sink, grammar, schemas, frame)
+        case NamedTags():
+            return NamedJson(sink, grammar, frame)
+        case CallSyntax():
+            return SyntaxCalls(sink, grammar, schemas, frame)
+        case _:
+            return CallReader(sink, [], frame) if frame else Plain(sink)
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from headrace.front.text.guard import CLOSE, OPEN
+
 
 class Reasoning(msgspec.Struct, frozen=True):
     """More of what the model thinks."""
@@ -46,6 +48,13 @@ class CallEnd(msgspec.Struct, frozen=True):
     index: int
 
 
+def unmarked(text: str) -> str:
+    """`text` without the marks that tell structural tokens from text (marks.py)."""
+    if text.isascii() or (OPEN not in text and CLOSE not in text):
+        return text
+    return text.replace(OPEN, "").replace(CLOSE, "")
+
+
 Part: TypeAlias = Reasoning | Content | CallBegin | CallArguments | CallEnd
 
 
@@ -64,10 +73,10 @@ class Sink:
         if not self.closed:
             self._parts.append(part)
 
-    def begin(self, name: str) -> None:
-        """A new call."""
+    def begin(self, name: str, call_id: str = "") -> None:
+        """A new call, with the id that the model wrote if it wrote one."""
         if not self.closed:
-            self._parts.append(CallBegin(self.num_calls, self._new_id(), name))
+            self._parts.append(CallBegin(self.num_calls, call_id or self._new_id(), name))
             self.num_calls += 1
 
     def arguments(self, text: str) -> None:
@@ -83,7 +92,18 @@ class Sink:
     def take(self) -> list[Part]:
         """The parts since the last call, neighbours of one kind joined."""
         parts, self._parts = self._parts, []
-        return joined(parts)
+        return [part for each in joined(parts) if (part := _unmarked(each)) is not None]
+
+
+def _unmarked(part: Part) -> Part | None:
+    """The part without the marks of structural tokens; None if nothing is left of it."""
+    if isinstance(part, Reasoning | Content | CallArguments):
+        text = unmarked(part.text)
+        if not text:
+            return None
+        if text is not part.text:
+            return msgspec.structs.replace(part, text=text)
+    return part
 
 
 def joined(parts: list[Part]) -> list[Part]:

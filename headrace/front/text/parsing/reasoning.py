@@ -10,34 +10,41 @@ from __future__ import annotations
 import msgspec
 
 from headrace.front.text.parsing.engine import Engine, State, Tags, literal, skip_space
-from headrace.front.text.parsing.parts import Reasoning
+from headrace.front.text.parsing.harmony import HarmonyTags
+from headrace.front.text.parsing.parts import Reasoning, unmarked
 
 _MAX_LEAD = 64
 _BREAKS = "\r\n"
 
 
 class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's tags. `always`: the answer begins inside, unless the prompt has closed the tag already."""
+    """A family's tags. `always`: the answer begins inside, unless the prompt has closed the tag already. `kept`: the
+    reasoning stays in the content, tags included. `frame`: tags that enclose the answer itself. `harmony`: the whole
+    answer is a row of messages; `open` and `close` then begin its reasoning and its final message."""
 
     open: str
     close: str
     always: bool = False
+    kept: bool = False
+    frame: tuple[str, ...] = ()
+    harmony: HarmonyTags | None = None
 
     def begins_inside(self, prompt_tail: str, *, unfinished: str | None = None) -> bool:
         """Whether the answer begins inside: `prompt_tail` is how the prompt ends; `unfinished` is the text of the
         message that is continued, if one is. Earlier turns do not matter (REG-098)."""
         if unfinished is not None:
-            return unfinished.rfind(self.open) > unfinished.rfind(self.close)
+            opened, closed = unmarked(self.open), unmarked(self.close)
+            return unfinished.rfind(opened) > unfinished.rfind(closed)
         tail = prompt_tail.rstrip()
         return tail.endswith(self.open) or (self.always and not tail.endswith(self.close))
 
 
 class ReasoningState:
-    """Reads the reasoning, then hands over to `then`. `span`: where it stands in the answer, in characters; its end
+    """Reads the reasoning, then hands over to `then`. `spans`: where it stands in the answer, in characters; its end
     is None while it is open. `over`: no more of it can come."""
 
     def __init__(self, engine: Engine, tags: ReasoningTags, then: State, *, inside: bool) -> None:
-        self.span: tuple[int, int | None] | None = (0, None) if inside else None
+        self.spans: list[tuple[int, int | None]] = [(0, None)] if inside else []
         self.over = False
         self._engine = engine
         self._tags = tags
@@ -70,7 +77,7 @@ class ReasoningState:
             return at
         if found:
             start += len(self._tags.open)
-            self.span = (self._engine.consumed + start, None)
+            self.spans = [(self._engine.consumed + start, None)]
             self._mode = self._read
             return start
         if self._inside:
@@ -85,8 +92,7 @@ class ReasoningState:
         self._add(text[at:place])
         if not tag:
             return place
-        assert self.span is not None
-        self.span = (self.span[0], self._engine.consumed + place)
+        self.spans = [(self.spans[0][0], self._engine.consumed + place)]
         self.over = True
         self._breaks.clear()
         self._mode = self._after

@@ -6,31 +6,34 @@ included.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from headrace.front.text.parsing.engine import Modes, Outside, Tags, literal, skip_space
+from headrace.front.text.parsing.engine import Modes, Outside, literal, skip_space
 from headrace.front.text.parsing.json_calls import JsonCalls, JsonKeys, Outcome
 from headrace.front.text.parsing.parts import Sink
+from headrace.front.text.parsing.reader import CallReader
 
 
 class JsonTags(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's tags and keys. `close` may be missing in the text, and is empty where a family has none."""
+    """A family's tags and keys. `close` may be missing in the text, and is empty where a family has none. `also`:
+    tags that models of the family write in place of `open`; `drop`: tags around calls."""
 
     open: str
     close: str = ""
+    also: tuple[str, ...] = ()
     keys: JsonKeys = JsonKeys()
+    drop: tuple[str, ...] = ()
 
 
-class TaggedJson(Modes):
+class TaggedJson(CallReader):
     """The state that reads content and tagged calls."""
 
-    def __init__(self, sink: Sink, tags: JsonTags) -> None:
-        self._sink = sink
+    def __init__(self, sink: Sink, tags: JsonTags, drop: Sequence[str] = ()) -> None:
+        super().__init__(sink, [tags.open, *tags.also], [*tags.drop, *drop])
         self._tags = tags
-        self._opening = Tags([tags.open])
-        self._outside = Outside(sink)
         self._calls = JsonCalls(sink, tags.keys)
-        self._mode = self._content
 
     def end(self, rest: str) -> None:
         """An answer that ends anywhere: what had not become a call is content."""
@@ -40,15 +43,9 @@ class TaggedJson(Modes):
             self._outside.add(rest)
         self._outside.flush()
 
-    def _content(self, text: str, at: int) -> int:
-        place, tag = self._opening.find(text, at)
-        if place > at:
-            self._outside.add(text[at:place])
-        if not tag:
-            return place
+    def _open(self, tag: str) -> None:
         self._calls.start(tag)
         self._mode = self._body
-        return place + len(tag)
 
     def _body(self, text: str, at: int) -> int:
         before = self._sink.num_calls

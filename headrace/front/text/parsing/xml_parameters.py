@@ -6,14 +6,15 @@ it is complete and goes out as the JSON it is, or, if it is none, as a text. Not
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from headrace.front.text.parsing.engine import Modes, Outside, Tags, literal, skip_space
+from headrace.front.text.parsing.engine import Tags, literal, skip_space
+from headrace.front.text.parsing.literals import quoted
 from headrace.front.text.parsing.parts import Sink
+from headrace.front.text.parsing.reader import CallReader
 
 MAX_NAME_CHARS = 256
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -23,7 +24,8 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 class ParameterTags(msgspec.Struct, frozen=True, kw_only=True):
     """A family's tags. An empty `name_open` or `value_open` is not written; `breaks`: a line break after the opening
-    and before the closing tag of a value belongs to the tags."""
+    and before the closing tag of a value belongs to the tags. `key_end_text` and `key_end_json` end a key where the
+    model says itself whether the value is a text; `drop` are tags around calls."""
 
     open: str
     close: str
@@ -35,32 +37,34 @@ class ParameterTags(msgspec.Struct, frozen=True, kw_only=True):
     value_open: str = ""
     value_close: str
     breaks: bool = False
+    key_end_text: str = ""
+    key_end_json: str = ""
+    drop: tuple[str, ...] = ()
 
 
-class XmlParameters(Modes):
+class XmlParameters(CallReader):
     """The state that reads content and calls with tagged parameters."""
 
-    def __init__(self, sink: Sink, tags: ParameterTags, schemas: Schemas) -> None:
-        self._sink = sink
+    def __init__(
+        self, sink: Sink, tags: ParameterTags, schemas: Schemas, drop: Sequence[str] = ()
+    ) -> None:
+        super().__init__(sink, [tags.open], [*tags.drop, *drop])
         self._tags = tags
         self._schemas = schemas
-        self._outside = Outside(sink)
         ends = [tags.close, *([tags.function_close] if tags.function_close else [])]
-        self._opening = Tags([tags.open])
         self._members = Tags([tags.key_open, *ends])
         self._functions = Tags([tags.close, *([tags.name_open] if tags.name_open else [])])
         self._name_ends = Tags(
             [*tags.name_end, *([] if tags.name_open else [tags.key_open, tags.close])]
         )
-        self._key_ends = Tags([tags.key_end])
+        stated = [tag for tag in (tags.key_end_text, tags.key_end_json) if tag]
+        self._key_ends = Tags([tags.key_end, *stated])
         closing = [tags.value_close, *(["\n" + tags.value_close] if tags.breaks else [])]
         self._value_ends = Tags(closing)
-        self._raw: list[str] = []
         self._word: list[str] = []
         self._count = 0
         self._parameters: Mapping[str, Any] = {}
         self._as_text = True
-        self._mode = self._content
 
     def end(self, rest: str) -> None:
         """An answer that ends anywhere: an unfinished call keeps the arguments it has."""
@@ -74,22 +78,9 @@ class XmlParameters(Modes):
             self._outside.add(rest)
         self._outside.flush()
 
-    def _content(self, text: str, at: int) -> int:
-        place, tag = self._opening.find(text, at)
-        if place > at:
-            self._outside.add(text[at:place])
-        if not tag:
-            return place
-        self._raw = [tag]
+    def _open(self, tag: str) -> None:
         self._word.clear()
         self._mode = self._name_open
-        return place + len(tag)
-
-    def _refuse(self, piece: str) -> None:
-        """No call after all: what was read of it is content."""
-        self._raw.append(piece)
-        self._outside.add("".join(self._raw))
-        self._mode = self._content
 
     def _name_open(self, text: str, at: int) -> int:
         start = skip_space(text, at)
@@ -109,12 +100,14 @@ class XmlParameters(Modes):
         return end
 
     def _name(self, text: str, at: int) -> int:
-        place, tag = self._name_ends.find(text, at)
-        self._raw.append(text[at:place])
-        self._word.append(text[at:place])
-        if sum(map(len, self._word)) > MAX_NAME_CHARS:
+        room = MAX_NAME_CHARS - sum(map(len, self._word))
+        place, tag = self._name_ends.find(text, at, room)
+        fits = min(place, at + room)
+        self._raw.append(text[at:fits])
+        self._word.append(text[at:fits])
+        if fits < place:
             self._refuse("")
-            return place
+            return fits
         if not tag:
             return place
         name = "".join(self._word).strip()
@@ -167,9 +160,11 @@ class XmlParameters(Modes):
             return place
         key = "".join(self._word).strip()
         self._word.clear()
-        self._sink.arguments(("{" if not self._count else ", ") + _quoted(key) + ": ")
+        self._sink.arguments(("{" if not self._count else ", ") + quoted(key) + ": ")
         self._count += 1
         self._as_text = is_text(self._parameters.get(key, {"type": "string"}))
+        if tag in (self._tags.key_end_text, self._tags.key_end_json):
+            self._as_text = tag == self._tags.key_end_text
         self._mode = self._value_open
         return place + len(tag)
 
@@ -211,7 +206,7 @@ class XmlParameters(Modes):
 
     def _value_piece(self, text: str) -> None:
         if self._as_text:
-            self._sink.arguments(_quoted(text)[1:-1])
+            self._sink.arguments(quoted(text)[1:-1])
         else:
             self._word.append(text)
 
@@ -234,9 +229,5 @@ def as_json(text: str) -> str:
         msgspec.json.decode(stripped, type=msgspec.Raw)
         msgspec.json.decode(stripped)
     except (msgspec.DecodeError, RecursionError, ValueError):
-        return _quoted(text)
+        return quoted(text)
     return stripped
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -19,7 +19,7 @@ from headrace.launch.locate import bundled_model
         ("{{ messages }}", "none", "none"),
         ("<tool_call> <think> </think>", "hermes", "qwen3"),
         ("<tool_call><function=f><parameter=p>", "qwen3_coder", "none"),
-        ("<think></think><tool_call><arg_key><arg_value>", "glm45", "qwen3"),
+        ("<think></think><tool_call><arg_key><arg_value>", "glm45", "glm45"),
         ("<｜Assistant｜> split('</think>')", "none", "deepseek_r1"),
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}',
          "llama3_json", "none"),

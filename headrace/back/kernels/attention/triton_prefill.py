@@ -1,0 +1,162 @@
+"""Attention of rows with many queries: bound by arithmetic, so tiles are large and products go through tl.dot.
+
+A tile is M query-head pairs: M // GROUP successive queries of one row, with all query heads of one KV head. Tiles of a
+row are taken from its end, since later queries see more. Positions that every query of the tile sees are taken without
+masks. One pass with a running maximum (Dao 2023, "FlashAttention-2").
+
+H query heads, K KV heads, D head_dim, N positions of a tile, R rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
+from headrace.back.kernels.triton.grid import enter
+
+
+@triton.jit
+def _step(
+    b_acc, b_max, b_sum, b_q, p_table, p_head, start, lowest, end, b_position, scale, softcap,
+    block_stride, kind_stride,
+    N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Takes positions start .. start + N into the running result; below `lowest` and from `end` on nothing is read."""
+    o_n = start + tl.arange(0, N)
+    o_d = tl.arange(0, D)
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if MASKED:
+        m_n = (o_n >= lowest) & (o_n < end)
+        b_block = tl.load(p_table + o_n // BLOCK_TOKENS, mask=m_n, other=0).to(tl.int64)
+    else:
+        b_block = tl.load(p_table + o_n // BLOCK_TOKENS).to(tl.int64)
+    p_k = p_head + (b_block * block_stride + o_n % BLOCK_TOKENS * HEAD_DIM)[:, None] + o_d[None, :]
+    if MASKED:
+        m_kv = m_n[:, None] & (o_d < HEAD_DIM)[None, :]
+        b_k = tl.load(p_k, mask=m_kv, other=0.0)
+    elif HEAD_DIM != D:
+        b_k = tl.load(p_k, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        b_k = tl.load(p_k)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if SOFTCAP:
+        b_s = capped(b_s * scale, softcap, SOFTCAP)
+        factor = LOG2E
+    else:
+        factor = scale * LOG2E
+    if MASKED:
+        seen = m_n[None, :] & (o_n[None, :] <= b_position[:, None])
+        if WINDOW:
+            seen = seen & (o_n[None, :] > b_position[:, None] - WINDOW)
+        b_s = tl.where(seen, b_s, float("-inf"))
+        b_higher = tl.maximum(b_max, tl.max(b_s, axis=1) * factor)
+        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+    else:
+        b_higher = tl.maximum(b_max, tl.max(b_s, axis=1) * factor)
+        b_base = b_higher
+    b_p = tl.exp2(b_s * factor - b_base[:, None])
+    b_shrink = tl.exp2(b_max - b_base)
+    b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
+    b_acc = b_acc * b_shrink[:, None]
+    p_v = p_k + kind_stride
+    if MASKED:
+        b_v = tl.load(p_v, mask=m_kv, other=0.0)
+    elif HEAD_DIM != D:
+        b_v = tl.load(p_v, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        b_v = tl.load(p_v)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    return b_acc, b_higher, b_sum
+
+
+@triton.jit
+def prefill_kernel(
+    q,
+    kv,
+    out,
+    starts,
+    lengths,
+    table,
+    num_rows,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    block_stride,
+    kind_stride,
+    head_stride,
+    table_stride,
+    scale,
+    softcap,
+    GROUP: tl.constexpr,
+    MIN_QUERIES: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid (K, tiles at most). Rows with fewer than MIN_QUERIES queries are the decode kernel's."""
+    i_head = tl.program_id(0)
+    i_tile = tl.program_id(1)
+    enter(DEPENDENT)
+    QUERIES: tl.constexpr = M // GROUP
+    o_r, b_queries, b_length, b_first = row_spans(starts, lengths, num_rows, WINDOW, ROWS)
+    b_tiles = tl.where(b_queries >= MIN_QUERIES, tl.cdiv(b_queries, QUERIES), 0)
+    b_until = tl.cumsum(b_tiles, axis=0)
+    if i_tile >= tl.sum(b_tiles, axis=0):
+        return
+    i_row = tl.sum((b_until <= i_tile).to(tl.int32), axis=0)
+    here = o_r == i_row
+    length, queries = pick(b_length, here), pick(b_queries, here)
+    first_query = (pick(b_until, here) - 1 - i_tile) * QUERIES
+
+    o_m = tl.arange(0, M)
+    o_d = tl.arange(0, D)
+    o_query = first_query + o_m // GROUP
+    m_m = (o_m < QUERIES * GROUP) & (o_query < queries)
+    m_q = m_m[:, None] & (o_d < HEAD_DIM)[None, :]
+    o_token = tl.load(starts + i_row).to(tl.int64) + o_query
+    o_query_head = i_head * GROUP + o_m % GROUP
+    p_q = (
+        q + o_token[:, None] * q_token_stride + o_query_head[:, None] * q_head_stride + o_d[None, :]
+    )
+    b_q = tl.load(p_q, mask=m_q, other=0.0)
+    b_position = tl.minimum(length - queries + o_query, length - 1)
+    lowest_position = length - queries + first_query
+    end = tl.minimum(lowest_position + QUERIES, length)
+
+    b_max = tl.full([M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([M], tl.float32)
+    b_acc = tl.zeros([M, D], tl.float32)
+    p_head = kv + i_head.to(tl.int64) * head_stride
+    p_table = table + i_row.to(tl.int64) * table_stride
+    lowest = 0
+    if WINDOW:
+        lowest = tl.maximum(lowest_position - WINDOW + 1, 0)
+        unmasked = lowest // N * N
+    else:
+        unmasked = (lowest_position + 1) // N * N
+        for start in range(0, unmasked, N):
+            b_acc, b_max, b_sum = _step(
+                b_acc, b_max, b_sum, b_q, p_table, p_head, start, lowest, end, b_position, scale, softcap,
+                block_stride, kind_stride, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP, False,
+                PRECISION,
+            )  # fmt: skip
+    for start in range(unmasked, end, N):
+        b_acc, b_max, b_sum = _step(
+            b_acc, b_max, b_sum, b_q, p_table, p_head, start, lowest, end, b_position, scale, softcap,
+            block_stride, kind_stride, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP, True,
+            PRECISION,
+        )  # fmt: skip
+    b_out = (b_acc / b_sum[:, None]).to(out.dtype.element_ty)
+    p_out = (
+        out + o_token[:, None] * out_token_stride + o_query_head[:, None] * HEAD_DIM + o_d[None, :]
+    )
+    tl.store(p_out, b_out, mask=m_q)

@@ -1,0 +1,170 @@
+"""From one small message of the host to the inputs of a step, all on the device (decisions 4 and 5 of the plan).
+
+`bind(problem)` returns `f(words, tables, out) -> None`. It first writes the step's block updates into the block tables,
+then builds what the model reads, padded to the bucket: T query tokens, R rows. The message, int32 words (M: the most
+rows; P = M + 8, so that sections stay aligned):
+
+    0                HEADER words: real rows, real query tokens, leading rows with one query token, updates, ring slot
+    HEADER           row [P]           of each row of the step; padding: row M, which nobody owns
+    HEADER + P       kv_len [P]        tokens in the KV cache once this step's are written; padding: 0
+    HEADER + 2P      query_start [P]   first query token of each row; from the last real row on: the number of tokens
+    HEADER + 3P      sample [P]        1 where the row's last query token is sampled
+    HEADER + 4P      pairs of words: place in the flattened block tables, block id
+
+Padding tokens are token 0 at position 0 in slot 0. The token ids come from the rows' own table, so that what the step
+before sampled is read here without a word to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.kernels.op import Kernel, Op, Sample, sample_generator
+
+HEADER = 8
+ROWS, TOKENS, LEADING, UPDATES, SLOT = range(5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTables:
+    """What outlives a step. tokens int32 [M+1, C]; blocks int32 [G, M+1, B]."""
+
+    tokens_MC: torch.Tensor
+    blocks_GMB: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOut:
+    """What is built. token_ids, positions int64 [T]; slots int64 [G, T]; tables int32 [G, R, B]; last int64 [R]: each
+    row's last query token (padding: 0). `updates`: the most block updates a message of this bucket holds."""
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots_GT: torch.Tensor
+    tables_GRB: torch.Tensor
+    last_R: torch.Tensor
+    updates: int
+
+
+StepInputs = Callable[[torch.Tensor, StepTables, StepOut], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputsProblem:
+    """`max_rows` is M."""
+
+    device: str
+    block_tokens: int
+    max_rows: int
+
+    @property
+    def section(self) -> int:
+        """P: words of one section of the message."""
+        return self.max_rows + 8
+
+    @property
+    def updates_at(self) -> int:
+        """Where the updates begin."""
+        return HEADER + 4 * self.section
+
+
+def bind_reference(problem: StepInputsProblem) -> StepInputs:
+    """The reference: no value of it is asked for by the host either."""
+    size = problem.section
+
+    def step_inputs(words: torch.Tensor, tables: StepTables, out: StepOut) -> None:
+        num_rows_max = out.last_R.shape[0]
+        row_R, kv_len_R, start_R1, _ = (
+            words[HEADER + i * size :][: num_rows_max + (i == 2)].long() for i in range(4)
+        )
+        _update(problem, words, tables.blocks_GMB, out.updates)
+        place_T = torch.arange(out.token_ids_T.shape[0], device=words.device)
+        real_T = place_T < words[TOKENS]
+        index_T = torch.searchsorted(start_R1[1:], place_T, right=True).clamp_(max=num_rows_max - 1)
+        position_T = (kv_len_R - start_R1[1:])[index_T] + place_T
+        position_T = torch.where(real_T, position_T, 0)
+        row_T = row_R[index_T]
+        out.token_ids_T.copy_(torch.where(real_T, tables.tokens_MC[row_T, position_T], 0))
+        out.positions_T.copy_(position_T)
+        block_T = torch.div(position_T, problem.block_tokens, rounding_mode="floor")
+        offset_T = position_T - block_T * problem.block_tokens
+        for blocks_MB, slot_T, table_RB in zip(
+            tables.blocks_GMB, out.slots_GT, out.tables_GRB, strict=True
+        ):
+            slot_T.copy_(
+                torch.where(real_T, blocks_MB[row_T, block_T] * problem.block_tokens + offset_T, 0)
+            )
+            table_RB.copy_(blocks_MB[row_R])
+        out.last_R.copy_((start_R1[1:] - 1).clamp_(min=0))
+
+    return step_inputs
+
+
+def _update(
+    problem: StepInputsProblem, words: torch.Tensor, blocks_GMB: torch.Tensor, most: int
+) -> None:
+    pairs_U2 = words[problem.updates_at :][: 2 * most].view(most, 2)
+    nobody = problem.max_rows * blocks_GMB.shape[2]
+    real_U = torch.arange(most, device=words.device) < words[UPDATES]
+    at_U = torch.where(real_U, pairs_U2[:, 0], nobody).long()
+    value_U = torch.where(real_U, pairs_U2[:, 1], 0)
+    blocks_GMB.view(-1).index_copy_(0, at_U, value_U)
+
+
+def _sample(problem: StepInputsProblem) -> Sample:
+    """Two decodes and a chunk in a bucket of 5 rows and 12 tokens, two groups, three updates."""
+    device, size, most = problem.device, problem.section, 4
+    problem = StepInputsProblem(device=device, block_tokens=problem.block_tokens, max_rows=9)
+    size, generator = problem.section, sample_generator()
+    words = torch.zeros(problem.updates_at + 2 * most, dtype=torch.int32)
+    words[:4] = torch.tensor([3, 9, 2, 3])
+    rows, columns = 10, 3
+    for i, values in enumerate(
+        ([4, 0, 7, 9, 9], [1, 18, 2 * problem.block_tokens + 5, 0, 0], [0, 1, 2, 9, 9, 9])
+    ):
+        words[HEADER + i * size :][: len(values)] = torch.tensor(values)
+    pairs = [4 * columns, 31, 7 * columns + 2, 32, rows * columns + 7 * columns + 2, 33]
+    words[problem.updates_at :][: len(pairs)] = torch.tensor(pairs)
+    tokens = torch.randint(1, 99, (rows, 80), generator=generator, dtype=torch.int32)
+    blocks = torch.randint(1, 30, (2, rows, columns), generator=generator, dtype=torch.int32)
+    tables = StepTables(tokens_MC=tokens.to(device), blocks_GMB=blocks.to(device))
+    new = {"dtype": torch.int64, "device": device}
+    out = StepOut(
+        token_ids_T=torch.full((12,), -1, **new),
+        positions_T=torch.full((12,), -1, **new),
+        slots_GT=torch.full((2, 12), -1, **new),
+        tables_GRB=torch.zeros((2, 5, columns), dtype=torch.int32, device=device),
+        last_R=torch.full((5,), -1, **new),
+        updates=most,
+    )
+    return Sample(problem=problem, weights=(), arguments=(words.to(device), tables, out))
+
+
+def outputs(sample: Sample) -> list[torch.Tensor]:
+    """What the callable has written, with what means nothing set to 0: table entries past a row's length."""
+    _, tables, out = sample.arguments
+    lengths = sample.arguments[0][HEADER + sample.problem.section :][: out.last_R.shape[0]]
+    used_R = (lengths + sample.problem.block_tokens - 1) // sample.problem.block_tokens
+    column_B = torch.arange(out.tables_GRB.shape[2], device=lengths.device)
+    kept_RB = column_B < used_R[:, None]
+    return [
+        tables.blocks_GMB[:, : sample.problem.max_rows],
+        out.token_ids_T,
+        out.positions_T,
+        out.slots_GT,
+        out.tables_GRB * kept_RB,
+        out.last_R,
+    ]
+
+
+OP: Op[StepInputsProblem] = Op(
+    name="step_inputs",
+    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    kernels=("headrace.back.kernels.step_inputs.triton_step:KERNEL",),
+    sample=_sample,
+    tolerance=lambda problem: 0.0,
+    outputs=outputs,
+)

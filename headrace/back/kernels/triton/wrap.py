@@ -1,0 +1,81 @@
+"""What the triton_*.py of every op share: the reasons not to serve, facts about the device, scratch that kernels clean.
+
+Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for the tests; bfloat16 arithmetic is wrong there, so it is
+refused. Compiled kernels are kept in headrace's cache folder, so that only the first start on a machine compiles.
+
+Programmatic dependent launch (Hopper and later): a kernel is started while the one before it still runs, and waits for
+it by `gdc_wait` before it reads what that one wrote. Every program of every kernel launched so waits, or the kernel after
+it could overtake the one before it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+
+from headrace.base import env
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INTERPRETED_SMS = 3
+COUNTERS = 1 << 16
+
+env.set_default("TRITON_CACHE_DIR", str(env.cache_dir() / "triton"))
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def unsupported(device: str, dtype: torch.dtype) -> str | None:
+    """The reason that holds for every Triton kernel: wrong device or element type."""
+    if interpreted():
+        if device != "cpu":
+            return "the interpreter works on CPU tensors"
+        if dtype is torch.bfloat16:
+            return "the interpreter computes bfloat16 wrongly"
+    elif device != "cuda":
+        return "runs on GPUs only"
+    if dtype not in DTYPES:
+        return f"knows {', '.join(str(known) for known in DTYPES)}, not {dtype}"
+    return None
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the device."""
+    if device.type != "cuda":
+        return INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may be started while the one before it still runs."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch(device: torch.device) -> dict[str, bool]:
+    """The keywords every launch passes: the kernel's own constant and the launcher's option."""
+    dependent = has_dependent_launch(device)
+    return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
+
+
+@cache
+def counters(device: torch.device) -> torch.Tensor:
+    """int32 [COUNTERS], all zero between kernels: whoever counts up sets back to zero. One stream at a time."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def power_of_two(number: int, *, least: int = 1) -> int:
+    """The smallest power of two that is at least `number` and `least`."""
+    return max(least, 1 << max(0, number - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """The input precision of matrix products: float32 is not rounded to tf32."""
+    return "ieee" if dtype is torch.float32 else "tf32"

@@ -1,0 +1,61 @@
+"""Heads on pooled hidden states: class logits, with what some models put before the last product.
+
+N pooled vectors, E hidden size, L labels. Every rank holds all of a head: it is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from headrace.back.kernels.gated_act.op import ACTIVATIONS
+from headrace.back.kernels.linear.op import Linear
+from headrace.back.layers.linear import bind_linear
+from headrace.back.layers.norm import LayerNorm
+from headrace.back.layers.scope import Scope, not_loaded
+
+HEAD_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **ACTIVATIONS,
+    "tanh": torch.tanh,
+}
+
+
+class Dense:
+    """x_NE -> y_NO: a product that every rank holds whole."""
+
+    def __init__(self, scope: Scope, inputs: int, outputs: int, *, bias: bool) -> None:
+        self.project: Linear = not_loaded
+        self._scope = scope
+        self._weight = scope.param("weight", (outputs, inputs))
+        self._bias = scope.param("bias", (outputs,), init="zeros") if bias else None
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        bias = self._bias.take() if self._bias else None
+        self.project = bind_linear(self._scope, self._weight.take(), bias)
+
+
+class Classifier:
+    """hidden_NE -> logits_NL float32: `last(norm(act(first(hidden))))`, where `first` and `norm` may be missing."""
+
+    def __init__(
+        self,
+        last: Dense,
+        *,
+        first: Dense | None = None,
+        activation: str = "tanh",
+        norm: LayerNorm | None = None,
+    ) -> None:
+        self._first = first
+        self._activation = HEAD_ACTIVATIONS[activation]
+        self._norm = norm
+        self._last = last
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        if self._first is not None:
+            hidden_NE = self._activation(self._first.project(hidden_NE))
+        if self._norm is not None:
+            hidden_NE = self._norm.norm(hidden_NE)
+        return self._last.project(hidden_NE).float()

@@ -1,0 +1,218 @@
+"""The encoders that embed, score and classify text: bidirectional attention inside each text, no KV cache.
+
+A family file reads its config and states its layers; the forward pass is here once. Two kinds of layer: norms after
+each branch (BERT, Devlin et al. 2018) and before it (ModernBERT, Warner et al. 2024). T tokens, E hidden size, N pooled
+vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.attention.kv_layer import KVLayer
+from headrace.back.attention.plan import Batch
+from headrace.back.kernels.gated_act.op import ACTIVATIONS
+from headrace.back.kernels.span_attention.op import OP as SPAN_ATTENTION
+from headrace.back.kernels.span_attention.op import SpanAttentionProblem
+from headrace.back.layers.classifier import Classifier
+from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.mlp import GatedMLP
+from headrace.back.layers.norm import LayerNorm
+from headrace.back.layers.rope import Rope, RopeSpec
+from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.models.weights import WeightPlan
+from headrace.back.parallel.shard import Part, local_units
+from headrace.base.config.hf import ConfigReader
+from headrace.base.config.resolved import Decision
+
+Embed = Callable[[Batch], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSizes:
+    """The sizes every encoder states under the same keys."""
+
+    vocabulary: int
+    width: int
+    inner: int
+    layers: int
+    heads: int
+    eps: float
+    activation: str
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.width // self.heads
+
+
+class SpanAttentionLayer:
+    """x_TE -> y_TE: projects, rotates if there is a rope, attends inside each text, projects back.
+
+    `names` are the checkpoint's query, key and value, or the one tensor that holds all three; `out` leads back.
+    `window`: tokens seen on each side, None: all.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        sizes: EncoderSizes,
+        *,
+        names: tuple[str, ...],
+        out: str,
+        bias: bool = True,
+        rope: RopeSpec | None = None,
+        window: int | None = None,
+    ) -> None:
+        merged = names[0] if len(names) == 1 else None
+        labels = names if merged is None else ("query", "key", "value")
+        parts = tuple(Part(label, sizes.width, sizes.heads) for label in labels)
+        self._heads = local_units(parts[0], scope.mesh.tp)
+        self._head_dim = sizes.head_dim
+        self._scope = scope
+        self._window = window
+        self._qkv = ColumnLinear(scope, sizes.width, parts, bias=bias, merged=merged)
+        self._out = RowLinear(scope / out, parts[0], sizes.width, bias=bias)
+        self._rope = Rope(scope, rope) if rope else None
+        self._attend = not_loaded
+        scope.on_finish(self._finish)
+
+    def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """See the class."""
+        qkv = self._qkv.project(x_TE).view(x_TE.shape[0], 3 * self._heads, self._head_dim)
+        q_THD, k_THD, v_THD = qkv.chunk(3, dim=1)
+        if self._rope is not None:
+            self._rope.rotate(q_THD, k_THD, batch.positions_T, self._rope.table_PR)
+        assert batch.query_start is not None
+        y_THD = self._attend(q_THD, k_THD, v_THD, batch.query_start.tolist())
+        return self._out.project(y_THD.reshape(x_TE.shape[0], -1))
+
+    def _finish(self) -> None:
+        problem = SpanAttentionProblem(
+            device=self._scope.device.type,
+            dtype=self._scope.dtype,
+            heads=self._heads,
+            head_dim=self._head_dim,
+            scale=self._head_dim**-0.5,
+            window=self._window,
+        )
+        self._attend = self._scope.bind(SPAN_ATTENTION, problem)
+
+
+class PlainMLP:
+    """x_TE -> y_TE: out(act(inner(x))), both with bias."""
+
+    def __init__(self, inner: Scope, out: Scope, sizes: EncoderSizes) -> None:
+        part = Part("dense", sizes.inner, sizes.inner)
+        self._inner = ColumnLinear(inner, sizes.width, (part,), bias=True)
+        self._out = RowLinear(out / "dense", part, sizes.width, bias=True)
+        self._activation = ACTIVATIONS[sizes.activation]
+
+    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return self._out.project(self._activation(self._inner.project(x_TE)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderLayer:
+    """One layer. `before_*` norms come before their branch, `after_*` ones after the sum with the residual."""
+
+    attention: SpanAttentionLayer
+    mlp: PlainMLP | GatedMLP
+    before_attention: LayerNorm | None = None
+    after_attention: LayerNorm | None = None
+    before_mlp: LayerNorm | None = None
+    after_mlp: LayerNorm | None = None
+
+    def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """See the class."""
+        x_TE = x_TE + self.attention.forward(_normed(self.before_attention, x_TE), batch)
+        x_TE = _normed(self.after_attention, x_TE)
+        x_TE = x_TE + self.mlp.forward(_normed(self.before_mlp, x_TE))
+        return _normed(self.after_mlp, x_TE)
+
+
+def _normed(norm: LayerNorm | None, x_TE: torch.Tensor) -> torch.Tensor:
+    return x_TE if norm is None else norm.norm(x_TE)
+
+
+class Encoder:
+    """An encoder on this rank: `back/models/protocol.py: LoadableModel`, for texts that are pooled.
+
+    `ignored`: checkpoint tensors that pooling does not need (language-model heads, BERT's own pooler). `segments`: the
+    embedding wants to know which text of a pair a token belongs to.
+    """
+
+    kv_layers: tuple[KVLayer, ...] = ()
+    generates = False
+
+    def __init__(
+        self,
+        scope: Scope,
+        sizes: EncoderSizes,
+        *,
+        embed: Embed,
+        layers: Sequence[EncoderLayer],
+        norm: LayerNorm | None,
+        classifier: Classifier | None,
+        ignored: tuple[str, ...],
+        segments: bool = False,
+    ) -> None:
+        self.logits_width = sizes.vocabulary
+        self.state = "segments" if segments else "texts"
+        self._embed = embed
+        self._layers = tuple(layers)
+        self._norm = norm
+        self._classifier = classifier
+        self._ledger = scope.ledger
+        self.weights = WeightPlan(params=tuple(scope.ledger.params), ignored=ignored)
+        self.decisions: tuple[Decision, ...] = ()
+
+    def finish_load(self) -> None:
+        """Packs the loaded weights, layer by layer."""
+        self._ledger.finish()
+        self.decisions = self._ledger.decisions()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Hidden states [T, E]."""
+        x_TE = self._embed(batch)
+        for layer in self._layers:
+            x_TE = layer.forward(x_TE, batch)
+        return _normed(self._norm, x_TE)
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """An encoder has no language-model head here: nothing may ask."""
+        raise AssertionError("an encoder generates no tokens")
+
+    def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """Class logits [N, labels], float32."""
+        assert self._classifier is not None, "the model has no classification head"
+        return self._classifier.logits(hidden_NE)
+
+
+def read_encoder_sizes(
+    config: ConfigReader,
+    *,
+    eps: float,
+    activation_key: str = "hidden_act",
+    eps_key: str = "layer_norm_eps",
+) -> EncoderSizes:
+    """The common sizes, checked against each other."""
+    width = config.int("hidden_size", ge=1)
+    heads = config.int("num_attention_heads", ge=1)
+    if width % heads:
+        raise config.wrong("num_attention_heads", f"a divisor of hidden_size ({width})")
+    names = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+    named = config.choice(activation_key, (*names, "relu", "silu"), "gelu")
+    return EncoderSizes(
+        vocabulary=config.int("vocab_size", ge=1),
+        width=width,
+        inner=config.int("intermediate_size", ge=1),
+        layers=config.int("num_hidden_layers", ge=1),
+        heads=heads,
+        eps=config.float(eps_key, eps, ge=0.0),
+        activation=names.get(named, named),
+    )

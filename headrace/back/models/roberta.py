@@ -1,0 +1,29 @@
+"""RoBERTa (Liu et al. 2019) and XLM-RoBERTa: BERT whose positions begin behind the padding id, with a head of its own
+on the first token."""
+
+from __future__ import annotations
+
+from headrace.back.layers.classifier import Classifier, Dense
+from headrace.back.layers.scope import Scope
+from headrace.back.models.bert import build_bert
+from headrace.back.models.encoder import Encoder
+from headrace.base.config.hf import ConfigReader
+
+
+def build(scope: Scope, config: ConfigReader) -> Encoder:
+    """RobertaModel, XLMRobertaModel, and their ForSequenceClassification, ForTokenClassification, ForMaskedLM."""
+    first = config.int("pad_token_id", 1, ge=0) + 1
+    return build_bert(scope, config, prefix="roberta", first_position=first, head=_head)
+
+
+def _head(outer: Scope, inner: Scope, width: int) -> Classifier | None:
+    head = outer.head
+    if head.kind == "none":
+        return None
+    if head.kind == "token":
+        return Classifier(Dense(outer / "classifier", width, head.num_labels, bias=True))
+    classifier = outer / "classifier"
+    return Classifier(
+        Dense(classifier / "out_proj", width, head.num_labels, bias=True),
+        first=Dense(classifier / "dense", width, width, bias=True),
+    )

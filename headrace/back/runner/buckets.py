@@ -1,0 +1,326 @@
+"""Steps of a few fixed sizes, whose whole work is on the device: what can be recorded once and replayed.
+
+A step costs the host one packed message, one copy and one launch; kernels build positions, slots and tables from the
+message and from the rows' tables (kernels/step_inputs), and put the sampled tokens back into the rows and into a ring
+that is copied to the host on a stream of its own (kernels/step_commit). All tensors a step reads or writes are made
+once, for the largest bucket, and shared by all buckets: steps run one after another.
+
+T query tokens and R rows of a bucket (padded), N rows sampled, G KV groups, M most rows, S ring slots.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from headrace.back.attention.plan import AttentionPlan, Batch
+from headrace.back.kernels.op import decisions
+from headrace.back.kernels.step_commit.op import OP as COMMIT
+from headrace.back.kernels.step_inputs.op import HEADER, StepInputsProblem, StepOut, StepTables
+from headrace.back.kernels.step_inputs.op import OP as INPUTS
+from headrace.back.runner.batch import StepShape
+from headrace.back.runner.requests import GrowingTable, Rows
+from headrace.back.runner.steps import Machine, Moment, Ran
+from headrace.back.sampling.sampler import Picks
+from headrace.base.wire.step import StepPlan
+
+RING = 8
+"""Slots of messages and results; two steps are in flight at most, so a slot is long free when it is used again."""
+MIXED_ROWS = 16
+"""The smallest number of rows of a bucket with prompts in it; the next are 4 and 16 times as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows."""
+
+    tokens: int
+    rows: int
+    decode: bool
+    updates: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
+
+
+class Buckets:
+    """The sizes there are: decodes of 1, 2, 4, 8, 16, 24, ... rows; mixed steps whose padding is at most an eighth,
+    from 1024 tokens on a sixteenth."""
+
+    def __init__(self, *, max_rows: int, max_tokens: int, groups: int) -> None:
+        self._groups = groups
+        self._decodes = _decode_sizes(max_rows)
+        self._tokens = _token_sizes(max_tokens)
+        rows = (MIXED_ROWS * 4**i for i in range(8))
+        self._rows = [*(r for r in rows if r < max_rows), max_rows]
+
+    def of(self, *, tokens: int, rows: int) -> Bucket:
+        """The smallest bucket that holds a step."""
+        if tokens == rows:
+            return self.decode(self._decodes[bisect_left(self._decodes, rows)])
+        size = self._tokens[bisect_left(self._tokens, tokens)]
+        most = self._rows[bisect_left(self._rows, rows)]
+        updates = self._groups * (size // 8 + 2 * most)
+        return Bucket(tokens=size, rows=most, decode=False, updates=updates)
+
+    def decode(self, rows: int) -> Bucket:
+        """The bucket of that many decodes."""
+        return Bucket(tokens=rows, rows=rows, decode=True, updates=2 * self._groups * rows)
+
+    @property
+    def largest(self) -> Bucket:
+        """The bucket for which memory must be there."""
+        tokens, rows = self._tokens[-1], self._rows[-1]
+        updates = self._groups * (tokens // 8 + 2 * rows)
+        return Bucket(tokens=tokens, rows=rows, decode=False, updates=updates)
+
+    @property
+    def decode_rows(self) -> list[int]:
+        """The sizes of decode buckets."""
+        return self._decodes
+
+
+def _decode_sizes(most: int) -> list[int]:
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, most + 32, 32)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def _token_sizes(most: int) -> list[int]:
+    sizes, size = [], 16
+    while size < most:
+        sizes.append(size)
+        octave = 1 << (size.bit_length() - 1)
+        size += max(16, octave // (16 if octave >= 1024 else 8))
+    return [*sizes, most]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a bucket's step leaves: hidden [T, E], logits float32 [R, V] and the greedy picks of all R rows."""
+
+    hidden_TE: torch.Tensor
+    logits_RV: torch.Tensor
+    picks: Picks
+
+
+class Replay(Protocol):
+    """Runs the step of a bucket, by calling it or by replaying what it once did; and knows the device's streams."""
+
+    def scope(self) -> AbstractContextManager[object]:
+        """See Steps."""
+        ...
+
+    def run(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
+        """Runs the bucket's step on the message that was copied last."""
+        ...
+
+    def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies to the host behind what was launched, beside what is launched later."""
+        ...
+
+    def moment(self) -> Moment:
+        """The point behind everything that was launched and read."""
+        ...
+
+
+class BucketSteps:
+    """`Steps` by buckets. See the top of the file; the state must be `in_graphs`."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        replay: Replay,
+        *,
+        num_groups: int,
+        block_tokens: int,
+        max_rows: int,
+        max_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        device = machine.device
+        self._machine, self._replay, self._kv = machine, replay, machine.kv
+        self.buckets = Buckets(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
+        problem = StepInputsProblem(
+            device=device.type, block_tokens=block_tokens, max_rows=max_rows
+        )
+        self._problem = problem
+        inputs, commit = INPUTS.choose(problem), COMMIT.choose(problem)
+        self._inputs, self._commit = inputs.bind(), commit.bind()
+        self.decisions = decisions((inputs, commit))
+        columns = -(-max_model_len // block_tokens)
+        new = {"dtype": torch.int32, "device": device}
+        self._tables = StepTables(
+            tokens_MC=torch.zeros((max_rows + 1, max_model_len + 1), **new),
+            blocks_GMB=torch.zeros((num_groups, max_rows + 1, columns), **new),
+        )
+        tables = tuple(GrowingTable(blocks_MB) for blocks_MB in self._tables.blocks_GMB)
+        tokens = GrowingTable(self._tables.tokens_MC)
+        self.rows = Rows(tokens, tables, block_tokens=block_tokens)
+        self._message = _Message(problem, self._tables, self.buckets.largest.updates)
+        self._ring = torch.zeros((RING, 2, max_rows), **new)
+        self._told = _host_buffer((RING, 2, max_rows), device)
+        self._static = _Static(max_tokens, self._tables)
+        self._frames: dict[Bucket, _Frame] = {}
+
+    def scope(self) -> AbstractContextManager[object]:
+        """See Steps."""
+        return self._replay.scope()
+
+    def use_kv(self, kv: tuple[torch.Tensor, ...]) -> None:
+        """See Steps."""
+        self._kv = kv
+        self._frames.clear()
+
+    def run(self, plan: StepPlan, shape: StepShape) -> Ran:
+        """See Steps."""
+        self.rows.start(plan.starts)
+        bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
+        slot = self._message.send(bucket, plan, shape, self.rows)
+        out = self._replay.run(bucket, self._step)
+        self._replay.read(self._told[slot], self._ring[slot])
+        if not shape.sampled.size:
+            return Ran(hidden_TE=out.hidden_TE, logits=None, picks=None)
+        tokens, bits = self._told[slot].numpy()
+        return Ran(
+            hidden_TE=out.hidden_TE,
+            logits=out.logits_RV,
+            picks=out.picks,
+            index=shape.sampled,
+            told=(tokens, bits.view(np.float32)),
+        )
+
+    def moment(self) -> Moment:
+        """See Steps."""
+        return self._replay.moment()
+
+    def _step(self, bucket: Bucket) -> Outputs:
+        """The whole step on the device, from the message that was copied last to the ring."""
+        if bucket not in self._frames:
+            self._frames[bucket] = self._frame(bucket)
+        frame, model, words = self._frames[bucket], self._machine.model, self._message.words
+        self._inputs(words, self._tables, frame.out)
+        hidden_TE = model.forward(frame.batch)
+        if bucket.decode:
+            logits_RV = model.logits(hidden_TE)
+        else:
+            logits_RV = model.logits(hidden_TE.index_select(0, frame.out.last_R))
+        picks = self._machine.greedy(logits_RV)
+        self._commit(words, *picks, self._tables.tokens_MC, self._ring)
+        return Outputs(hidden_TE=hidden_TE, logits_RV=logits_RV, picks=picks)
+
+    def _frame(self, bucket: Bucket) -> _Frame:
+        out = self._static.out(bucket)
+        plans = tuple(
+            AttentionPlan(
+                query_start_R1=self._message.section(2, bucket.rows + 1),
+                kv_len_R=self._message.section(1, bucket.rows),
+                block_table_RB=table_RB,
+                slot_T=slot_T,
+                host_query_start=None,
+                host_kv_len=None,
+                num_decodes=bucket.rows if bucket.decode else 0,
+                max_query_len=1 if bucket.decode else bucket.tokens,
+                max_kv_len=table_RB.shape[1] * self._problem.block_tokens,
+                num_rows_3=self._message.words[:3],
+            )
+            for slot_T, table_RB in zip(out.slots_GT, out.tables_GRB, strict=True)
+        )
+        batch = Batch(
+            token_ids_T=out.token_ids_T,
+            positions_T=out.positions_T,
+            plans=plans,
+            group_of_layer=self._machine.group_of_layer,
+            kv=self._kv,
+            logits_at_N=out.last_R,
+        )
+        return _Frame(out=out, batch=batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Frame:
+    """A bucket's views of the static tensors."""
+
+    out: StepOut
+    batch: Batch
+
+
+class _Static:
+    """The tensors that are built anew each step, for the largest bucket; smaller ones take their beginnings."""
+
+    def __init__(self, max_tokens: int, tables: StepTables) -> None:
+        groups, rows, columns = tables.blocks_GMB.shape
+        new = {"dtype": torch.int64, "device": tables.blocks_GMB.device}
+        self._token_ids, self._positions = (torch.zeros(max_tokens, **new) for _ in range(2))
+        self._slots = torch.zeros(groups * max_tokens, **new)
+        self._last = torch.zeros(rows, **new)
+        self._tables = torch.zeros_like(tables.blocks_GMB).view(-1)
+        self._shape = groups, columns
+
+    def out(self, bucket: Bucket) -> StepOut:
+        """The bucket's part."""
+        groups, columns = self._shape
+        tables = self._tables[: groups * bucket.rows * columns]
+        return StepOut(
+            token_ids_T=self._token_ids[: bucket.tokens],
+            positions_T=self._positions[: bucket.tokens],
+            slots_GT=self._slots[: groups * bucket.tokens].view(groups, bucket.tokens),
+            tables_GRB=tables.view(groups, bucket.rows, columns),
+            last_R=self._last[: bucket.rows],
+            updates=bucket.updates,
+        )
+
+
+class _Message:
+    """The packed message (its layout: kernels/step_inputs/op.py), `words` on the device and RING slots on the host."""
+
+    def __init__(self, problem: StepInputsProblem, tables: StepTables, updates: int) -> None:
+        device = tables.blocks_GMB.device
+        self._problem = problem
+        self._shape = tables.blocks_GMB.shape
+        self.words = torch.zeros(problem.updates_at + 2 * updates, dtype=torch.int32, device=device)
+        self._slots = _host_buffer((RING, self.words.numel()), device)
+        self._host = self._slots.numpy()
+        self._slot = 0
+
+    def section(self, index: int, count: int) -> torch.Tensor:
+        """The first words of a section on the device."""
+        return self.words[HEADER + index * self._problem.section :][:count]
+
+    def send(self, bucket: Bucket, plan: StepPlan, shape: StepShape, rows: Rows) -> int:
+        """Packs the step and starts its copy; returns the slot of this step. Updates beyond what the bucket holds go
+        by `rows` before it."""
+        self._slot = slot = (self._slot + 1) % RING
+        words, size = self._host[slot], self._problem.section
+        count, num_tokens = shape.rows.size, int(shape.query_start[-1])
+        updates = min(plan.block_id.size, bucket.updates)
+        words[:5] = count, num_tokens, shape.num_decodes, updates, slot
+        columns = (
+            (shape.rows, self._problem.max_rows, bucket.rows),
+            (shape.kv_len, 0, bucket.rows),
+            (shape.query_start, num_tokens, bucket.rows + 1),
+            (plan.sample, 0, bucket.rows),
+        )
+        for i, (values, padding, width) in enumerate(columns):
+            part = words[HEADER + i * size :][:width]
+            part[: values.size], part[values.size :] = values, padding
+        if plan.block_id.size > updates:
+            rows.update(plan, first=updates)
+        end = self._problem.updates_at + 2 * updates
+        if updates:
+            _, num_rows, width = self._shape
+            at = (plan.block_group[:updates] * num_rows + plan.block_row[:updates]) * width
+            pairs = words[self._problem.updates_at : end]
+            pairs[0::2] = at + plan.block_index[:updates]
+            pairs[1::2] = plan.block_id[:updates]
+        self.words[:end].copy_(self._slots[slot, :end], non_blocking=True)
+        return slot
+
+
+def _host_buffer(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")

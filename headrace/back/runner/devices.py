@@ -1,0 +1,59 @@
+"""Which way of running steps a device gets: the one place in the runner that looks at the device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from headrace.back.kernels.attention.op import OP as ATTENTION
+from headrace.back.runner.buckets import BucketSteps, Replay
+from headrace.back.runner.graphs import Graphs
+from headrace.back.runner.requests import Rows
+from headrace.back.runner.steps import ExactSteps, Machine, Steps
+from headrace.base.config.resolved import EngineSpec
+
+
+class MakeSteps(Protocol):
+    """Makes the `Steps` of a runner."""
+
+    def __call__(self, machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps: ...
+
+
+def make_steps(machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps:
+    """Replayed graphs on CUDA where everything a step does is on the device; exact steps elsewhere."""
+    why = _why_exact(machine)
+    if why is not None:
+        rows = Rows.growing(
+            max_rows=spec.scheduler.max_running,
+            num_groups=num_groups,
+            block_tokens=spec.kv.block_tokens,
+            device=machine.device,
+        )
+        return ExactSteps(machine, rows, why)
+    return bucket_steps(machine, spec, Graphs(machine.device), num_groups=num_groups)
+
+
+def bucket_steps(
+    machine: Machine, spec: EngineSpec, replay: Replay, *, num_groups: int
+) -> BucketSteps:
+    """Steps by buckets, replayed as `replay` does."""
+    return BucketSteps(
+        machine,
+        replay,
+        num_groups=num_groups,
+        block_tokens=spec.kv.block_tokens,
+        max_rows=spec.scheduler.max_running,
+        max_tokens=spec.scheduler.max_step_tokens,
+        max_model_len=spec.model.max_model_len,
+    )
+
+
+def _why_exact(machine: Machine) -> str | None:
+    if machine.device.type != "cuda":
+        return f"{machine.device.type} has none"
+    if not machine.state.in_graphs:
+        return "this kind of model needs the host in every step"
+    chosen = (choice for choice in ATTENTION.choices() if choice.problem.device == "cuda")
+    for choice in chosen:
+        if choice.kernel.reads_host:
+            return f"attention kernel {choice.kernel.name} needs the host in every step"
+    return None

@@ -1,0 +1,126 @@
+"""Hidden states to what pooled requests want, chunk by chunk as their prompts are computed.
+
+The mean is summed over chunks in float32; a preempted request starts afresh. All vectors of a step go through the
+classification head in one product. T query tokens of the step, Q of one row, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.back.kernels.upload import to_host
+from headrace.back.runner.batch import StepShape
+from headrace.base.errors import HeadraceError, NonFiniteLogits
+from headrace.base.wire.params import RowPooling
+from headrace.base.wire.request import Pooled
+from headrace.base.wire.step import RowStart
+
+Classify = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vectors:
+    """Pooled vectors of one step, to be read once the device has passed it: `counts[i]` rows of `values` belong to the
+    step's row `index[i]`, from prompt position `start[i]` on."""
+
+    index: list[int]
+    start: list[int]
+    counts: list[int]
+    values: np.ndarray
+
+    def read(self, failed: dict[int, HeadraceError]) -> list[tuple[int, Pooled]]:
+        """What is finite, by index of the step's rows; the rest goes to `failed`."""
+        pooled, at = [], 0
+        for index, start, count in zip(self.index, self.start, self.counts, strict=True):
+            values = self.values[at : at + count]
+            at += count
+            if np.isfinite(values).all():
+                pooled.append((index, Pooled(start, values)))
+            else:
+                failed[index] = NonFiniteLogits(
+                    "the model's hidden states for this request are not finite"
+                )
+        return pooled
+
+
+class _Row:
+    """One row that is pooled; `total_E` is the sum so far, for the mean."""
+
+    __slots__ = ("asked", "num_prompt", "total_E")
+
+    def __init__(self, asked: RowPooling, num_prompt: int) -> None:
+        self.asked = asked
+        self.num_prompt = num_prompt
+        self.total_E: torch.Tensor | None = None
+
+    def take(self, hidden_QE: torch.Tensor, first: int) -> torch.Tensor | None:
+        """The vectors this chunk gives, [n, E]; `first` is its first position."""
+        how, last = self.asked.how, first + hidden_QE.shape[0] == self.num_prompt
+        if how == "tokens":
+            return hidden_QE
+        if how == "cls":
+            return hidden_QE[:1] if first == 0 else None
+        if how == "last":
+            return hidden_QE[-1:] if last else None
+        total_E = hidden_QE.float().sum(0)
+        if self.total_E is not None:
+            total_E += self.total_E
+        self.total_E = total_E
+        if not last:
+            return None
+        mean_1E = (total_E / self.num_prompt)[None]
+        return mean_1E.to(hidden_QE.dtype) if self.asked.head else mean_1E
+
+
+class Pooler:
+    """The rows that are pooled."""
+
+    def __init__(self, classify: Classify) -> None:
+        self._classify = classify
+        self._rows: dict[int, _Row] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether no row is pooled."""
+        return not self._rows
+
+    def start(self, start: RowStart) -> None:
+        """A request takes a row."""
+        if start.pooling is not None:
+            self._rows[start.row] = _Row(start.pooling, start.num_prompt)
+
+    def end(self, rows: np.ndarray) -> None:
+        """The rows are given back."""
+        for row in rows.tolist():
+            self._rows.pop(row, None)
+
+    def pool(self, shape: StepShape, hidden_TE: torch.Tensor) -> list[Vectors]:
+        """What the step gives: one entry with the head, one without, where there are any."""
+        taken: dict[bool, list[tuple[int, int, torch.Tensor]]] = {False: [], True: []}
+        for index, row in enumerate(shape.rows.tolist()):
+            owner = self._rows.get(row)
+            if owner is None:
+                continue
+            begin, end = shape.query_start[index : index + 2].tolist()
+            first = int(shape.position_T[begin])
+            found = owner.take(hidden_TE[begin:end], first)
+            if found is not None:
+                start = first if owner.asked.how == "tokens" else 0
+                taken[owner.asked.head].append((index, start, found))
+        return [self._sent(parts, head=head) for head, parts in taken.items() if parts]
+
+    def _sent(self, parts: list[tuple[int, int, torch.Tensor]], *, head: bool) -> Vectors:
+        """All vectors of one kind, on their way to the host."""
+        own = [vectors if head else vectors.float() for _, _, vectors in parts]
+        values = self._classify(torch.cat(own)) if head else torch.cat(own)
+        counts = [vectors.shape[0] for _, _, vectors in parts]
+        return Vectors(
+            index=[index for index, _, _ in parts],
+            start=[start for _, start, _ in parts],
+            counts=counts,
+            values=to_host(values).numpy(),
+        )

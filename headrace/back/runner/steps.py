@@ -1,0 +1,183 @@
+"""How a step's tensors are made and run: the seam behind which devices differ. The runner knows only `Steps`.
+
+`ExactSteps` builds a batch of exactly the step's size and runs it at once: every CPU step, and steps on other devices
+whose kernels or model read something on the host. Steps of fixed sizes that are replayed: buckets.py, graphs.py.
+
+T query tokens, N rows sampled, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from headrace.back.kernels.greedy.op import Greedy
+from headrace.back.kernels.upload import to_device
+from headrace.back.models.protocol import CausalModel
+from headrace.back.runner.batch import StepShape, build_batch
+from headrace.back.runner.requests import Rows
+from headrace.back.runner.states.state import ModelState
+from headrace.back.sampling.sampler import Picks
+from headrace.base.config.resolved import Decision
+from headrace.base.wire.step import StepPlan
+
+
+class Moment(Protocol):
+    """A point in the device's work."""
+
+    def done(self) -> bool:
+        """Whether the device has passed it."""
+        ...
+
+    def wait(self) -> None:
+        """Returns once the device has passed it; EngineDead if the device has failed."""
+        ...
+
+
+class Now:
+    """A moment that has passed: what was asked for is computed when the call returns."""
+
+    def done(self) -> bool:
+        """Yes."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A step that was launched. hidden_TE may hold padding after the T real tokens; it and the logits are overwritten
+    by the next step.
+
+    logits, picks   of the N sampled rows, or of all rows of the step and padding, of which `index` [N] are sampled;
+                    picks are the greedy choice. None if no row is sampled
+    told            (tokens int32, values float32) of the picks on the host, index by row of the step, to be read behind
+                    `Steps.moment`: the rows have these tokens already. None: neither
+    """
+
+    hidden_TE: torch.Tensor
+    logits: torch.Tensor | None
+    picks: Picks | None
+    index: np.ndarray | None = None
+    told: tuple[np.ndarray, np.ndarray] | None = None
+
+    def wanted(self) -> tuple[torch.Tensor, Picks]:
+        """The logits float32 [N, V] and the picks of the sampled rows."""
+        assert self.logits is not None and self.picks is not None
+        if self.index is None:
+            return self.logits, self.picks
+        count = self.index.size
+        if count == self.index[-1] + 1:
+            return self.logits[:count], (self.picks[0][:count], self.picks[1][:count])
+        at = to_device(self.index, self.logits.device)
+        logits, token, value = (
+            x.index_select(0, at) for x in (self.logits, self.picks[0], self.picks[1])
+        )
+        return logits, (token, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV group."""
+
+    model: CausalModel
+    state: ModelState
+    greedy: Greedy
+    kv: tuple[torch.Tensor, ...]
+    group_of_layer: tuple[int, ...]
+    device: torch.device
+
+
+class Steps(Protocol):
+    """Runs steps in order."""
+
+    rows: Rows
+    decisions: tuple[Decision, ...]
+
+    def scope(self) -> AbstractContextManager[object]:
+        """All work of the runner happens within it: the stream, where the device has streams."""
+        ...
+
+    def use_kv(self, kv: tuple[torch.Tensor, ...]) -> None:
+        """The KV cache from now on; before the first real step."""
+        ...
+
+    def run(self, plan: StepPlan, shape: StepShape) -> Ran:
+        """Takes the plan's changes over and launches its step."""
+        ...
+
+    def moment(self) -> Moment:
+        """The point behind everything that has been launched."""
+        ...
+
+
+class ExactSteps:
+    """See the top of the file."""
+
+    def __init__(self, machine: Machine, rows: Rows, why: str = "") -> None:
+        self.rows = rows
+        self._machine = machine
+        self._kv = machine.kv
+        why = why or "the host runs each step itself"
+        self.decisions: tuple[Decision, ...] = (
+            (Decision("graphs", "auto", "off", why),) if machine.device.type != "cpu" else ()
+        )
+
+    def scope(self) -> AbstractContextManager[object]:
+        """See Steps."""
+        return nullcontext()
+
+    def use_kv(self, kv: tuple[torch.Tensor, ...]) -> None:
+        """See Steps."""
+        self._kv = kv
+
+    def run(self, plan: StepPlan, shape: StepShape) -> Ran:
+        """See Steps."""
+        machine = self._machine
+        self.rows.apply(plan)
+        self.rows.tokens.reserve(shape.max_kv_len + 1)
+        batch = build_batch(shape, self.rows, kv=self._kv, group_of_layer=machine.group_of_layer)
+        batch = machine.state.prepare(batch, row_T=shape.row_T, gates=plan.gates)
+        hidden_TE = machine.model.forward(batch)
+        machine.state.after(batch, hidden_TE)
+        if not shape.sampled.size:
+            return Ran(hidden_TE=hidden_TE, logits=None, picks=None)
+        every = shape.sampled.size == hidden_TE.shape[0]
+        logits_NV = machine.model.logits(
+            hidden_TE if every else hidden_TE.index_select(0, batch.logits_at_N)
+        )
+        return Ran(hidden_TE=hidden_TE, logits=logits_NV, picks=machine.greedy(logits_NV))
+
+    def moment(self) -> Moment:
+        """See Steps."""
+        if self._machine.device.type == "cpu":
+            return Now()
+        return DeviceMoment((recorded(),))
+
+
+class DeviceMoment:
+    """The point at which events were recorded."""
+
+    def __init__(self, events: tuple[torch.cuda.Event, ...]) -> None:
+        self._events = events
+
+    def done(self) -> bool:
+        """See Moment."""
+        return all(event.query() for event in self._events)
+
+    def wait(self) -> None:
+        """See Moment. A device that hangs is for the process's watchdog to notice."""
+        for event in self._events:
+            event.synchronize()
+
+
+def recorded() -> torch.cuda.Event:
+    """An event recorded on the current stream."""
+    event = torch.cuda.Event()
+    event.record()
+    return event

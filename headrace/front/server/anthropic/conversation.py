@@ -1,0 +1,244 @@
+"""to_request: messages of the Anthropic dialect as the house's conversation.
+
+One message may become several: results of tools are messages of their own. What clients only keep for us (signatures,
+sealed thinking, blocks of tools run by another server) is read where it is ours and passed over where it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from headrace.base.errors import InvalidRequest
+from headrace.front.server.anthropic.schema import MessagesRequest, PromptRequest, Thinking
+from headrace.front.server.anthropic.tools import to_choice, to_tools
+from headrace.front.server.conversation import Translated
+
+Unseal = Callable[[str], str | None]
+BILLING = "x-anthropic-billing-header:"
+_NAMES = {
+    "stop": "stop_sequences",
+    "prompt": "messages",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+
+
+def to_request(request: PromptRequest, *, unseal: Unseal, max_model_len: int) -> Translated:
+    """The conversation. `unseal` opens thinking that was sealed for this client, or gives None."""
+    folded = _Messages(unseal)
+    folded.system(request.system)
+    for i, message in enumerate(request.messages):
+        folded.take(message, f"messages[{i}]")
+    tools = to_tools(request.tools)
+    document: dict[str, Any] = {
+        "model": request.model,
+        "messages": folded.messages,
+        "tools": tools,
+        **to_choice(request.tool_choice, offered=tools is not None),
+        **_thinking(request.thinking),
+        **_output(request),
+    }
+    if folded.prefilled:
+        document |= {"continue_final_message": True, "add_generation_prompt": False}
+    stop: tuple[str, ...] = ()
+    if isinstance(request, MessagesRequest):
+        document |= _sampling(request, max_model_len=max_model_len)
+        stop = tuple(request.stop_sequences or ())
+    given = {key: value for key, value in document.items() if value is not None}
+    return Translated(document=given, places=folded.places, names=_NAMES, stop=stop)
+
+
+def _sampling(request: MessagesRequest, *, max_model_len: int) -> dict[str, Any]:
+    """Agents ask for more tokens than a small model has; the context is the bound then (see `stop_reason`)."""
+    return {
+        "max_tokens": min(request.max_tokens, max_model_len),
+        "temperature": request.temperature,
+        "top_k": request.top_k,
+        "top_p": request.top_p,
+    }
+
+
+def _thinking(thinking: Thinking | None) -> dict[str, Any]:
+    """Without the field nobody asked for thinking: templates that think by default are told so."""
+    on = thinking is not None and thinking.type != "disabled"
+    found: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": on, "thinking": on}}
+    if thinking is not None and on and thinking.budget_tokens is not None:
+        found["thinking_token_budget"] = thinking.budget_tokens
+    return found
+
+
+def _output(request: PromptRequest) -> dict[str, Any]:
+    config = request.output_config
+    if config is None:
+        return {}
+    found: dict[str, Any] = {"reasoning_effort": config.effort}
+    if config.format is not None:
+        schema = {"name": "output", "schema": config.format.schema, "strict": True}
+        found["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return found
+
+
+class _Messages:
+    """Collects the messages, and where each of them came from."""
+
+    def __init__(self, unseal: Unseal) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.places: list[str] = []
+        self.prefilled = False
+        self._unseal = unseal
+
+    def system(self, given: str | list[dict[str, Any]] | None) -> None:
+        """The system prompt. Blocks that only bill change with every turn and would spoil the prefix cache."""
+        if given is None:
+            return
+        if isinstance(given, str):
+            texts = [given]
+        else:
+            texts = [_text(block, f"system[{i}]") for i, block in enumerate(given)]
+        kept = [text for text in texts if not text.startswith(BILLING)]
+        if kept:
+            self._add("system", "system", content="\n\n".join(kept))
+
+    def take(self, message: dict[str, Any], at: str) -> None:
+        """One message as it was sent."""
+        content = message.get("content")
+        if not isinstance(content, str | list):
+            raise _bad(f"{at}.content", "a text or an array of blocks is needed")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for j, block in enumerate(blocks):
+            if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+                raise _bad(f"{at}.content[{j}]", "an object with a type is needed")
+        self.prefilled = False
+        match message.get("role"):
+            case "user":
+                self._user(blocks, at)
+            case "assistant":
+                self._assistant(blocks, at)
+            case "system":
+                texts = [_text(block, f"{at}.content[{j}]") for j, block in enumerate(blocks)]
+                self._add("system", at, content="\n\n".join(texts))
+            case role:
+                raise _bad(f"{at}.role", f"{role!r:.50} given; allowed: 'user', 'assistant'")
+
+    def _add(self, role: str, at: str, **fields: Any) -> None:
+        self.messages.append({"role": role, **fields})
+        self.places.append(at)
+
+    def _user(self, blocks: list[dict[str, Any]], at: str) -> None:
+        texts: list[str] = []
+        results = 0
+        for j, block in enumerate(blocks):
+            place = f"{at}.content[{j}]"
+            if block["type"] != "tool_result":
+                texts.append(_text(block, place))
+                continue
+            if texts:
+                self._add("user", at, content="\n".join(texts))
+                texts = []
+            self._tool_result(block, place)
+            results += 1
+        if texts or not results:
+            self._add("user", at, content="\n".join(texts))
+
+    def _tool_result(self, block: dict[str, Any], at: str) -> None:
+        ident, content = block.get("tool_use_id"), block.get("content")
+        if not isinstance(ident, str):
+            raise _bad(f"{at}.tool_use_id", "a text is needed")
+        if isinstance(content, list):
+            content = "\n".join(_text(b, f"{at}.content[{k}]") for k, b in enumerate(content))
+        elif content is None:
+            content = ""
+        elif not isinstance(content, str):
+            raise _bad(f"{at}.content", "a text or an array of blocks is needed")
+        if block.get("is_error"):
+            content = f"Error: {content}"
+        self._add("tool", at, tool_call_id=ident, content=content)
+
+    def _assistant(self, blocks: list[dict[str, Any]], at: str) -> None:
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for j, block in enumerate(blocks):
+            place = f"{at}.content[{j}]"
+            match block["type"]:
+                case "text":
+                    texts.append(_string(block, "text", place))
+                case "thinking" | "redacted_thinking":
+                    thoughts.append(self._thought(block, place))
+                case "tool_use":
+                    calls.append(_call(block, place))
+        fields: dict[str, Any] = {"content": "".join(texts)}
+        if thought := "\n".join(filter(None, thoughts)):
+            fields["reasoning_content"] = thought
+        if calls:
+            fields["tool_calls"] = calls
+        self.prefilled = not calls
+        self._add("assistant", at, **fields)
+
+    def _thought(self, block: dict[str, Any], at: str) -> str:
+        """The thinking in the clear, else out of its seal; a foreign seal is passed over."""
+        if block["type"] == "redacted_thinking":
+            return self._unseal(_string(block, "data", at)) or ""
+        text = _string(block, "thinking", at)
+        signature = block.get("signature")
+        if text or not isinstance(signature, str):
+            return text
+        return self._unseal(signature) or ""
+
+
+def _call(block: dict[str, Any], at: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise _bad(f"{at}.input", "an object is needed")
+    function = {"name": _string(block, "name", at), "arguments": orjson.dumps(arguments).decode()}
+    return {"id": _string(block, "id", at), "type": "function", "function": function}
+
+
+def _text(block: Any, at: str) -> str:
+    """The text of a block that people or tools wrote."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    match kind:
+        case "text":
+            return _string(block, "text", at)
+        case "tool_reference":
+            return _string(block, "tool_name", at)
+        case "document":
+            return _document(block, at)
+        case "search_result":
+            parts = block.get("content")
+            if not isinstance(parts, list):
+                raise _bad(f"{at}.content", "an array of text blocks is needed")
+            found = [_text(part, f"{at}.content[{k}]") for k, part in enumerate(parts)]
+            return "\n".join([_string(block, "title", at), *found])
+    raise _bad(f"{at}.type", f"{kind!r:.80} is not accepted by this model (only text is)")
+
+
+def _document(block: dict[str, Any], at: str) -> str:
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or kind not in ("text", "content"):
+        raise _bad(f"{at}.source.type", f"{kind!r:.80} given; allowed: 'text', 'content'")
+    content = source.get("data") if kind == "text" else source.get("content")
+    if isinstance(content, list):
+        content = "\n".join(
+            _text(part, f"{at}.source.content[{k}]") for k, part in enumerate(content)
+        )
+    if not isinstance(content, str):
+        raise _bad(f"{at}.source", "holds no text")
+    title = block.get("title")
+    return f"{title}\n{content}" if isinstance(title, str) else content
+
+
+def _string(block: dict[str, Any], name: str, at: str) -> str:
+    found = block.get(name)
+    if not isinstance(found, str):
+        raise _bad(f"{at}.{name}", "a text is needed")
+    return found
+
+
+def _bad(field: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {what}", field=field)

@@ -1,0 +1,221 @@
+"""from_events: a generation's events as the events of a message; the full message is their fold.
+
+Blocks follow one another with indices from 0 and never overlap. White space between blocks opens none. The signature of
+a thinking block is the last thing it says: of a text shown, or the sealed text itself where it is not shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from headrace.base.errors import Unavailable
+from headrace.front.client.events import Delta, Ended, Event, Started
+from headrace.front.server.parsed import ParsedEnded, parts_of
+from headrace.front.text.parsing.parts import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Part,
+    Reasoning,
+)
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What is known of a message before it is made. `sign` makes the signature of a thinking text."""
+
+    id: str
+    model: str
+    max_tokens: int
+    sign: Callable[[str], str]
+    show_thinking: bool = True
+    managed: bool = False
+
+
+@dataclass
+class MessageStream:
+    """Turns events into events; `message` is the message as far as it has come."""
+
+    reply: Reply
+    message: Json = field(init=False)
+    _open: str | None = field(init=False, default=None)
+    _texts: list[str] = field(init=False, default_factory=list)
+    _space: str = field(init=False, default="")
+    _num_prompt: int = field(init=False, default=0)
+    _complete_calls: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.message = {
+            "id": self.reply.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.reply.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage(0, None),
+        }
+
+    def take(self, event: Event) -> list[Json]:
+        """The message's events for one event."""
+        match event:
+            case Started():
+                self._num_prompt = event.num_prompt
+                self.message["usage"] = usage(event.num_prompt, None)
+                return [{"type": "message_start", "message": {**self.message, "content": []}}]
+            case Delta():
+                return [made for part in parts_of(event) for made in self._part(part)]
+            case Ended():
+                return self._end(event)
+        return []
+
+    def _part(self, part: Part) -> list[Json]:
+        match part:
+            case Content():
+                return self._content(part.text)
+            case Reasoning():
+                made = self._become("thinking", {"thinking": "", "signature": ""})
+                self._texts.append(part.text)
+                if self.reply.show_thinking:
+                    made.append(self._delta({"type": "thinking_delta", "thinking": part.text}))
+                return made
+            case CallBegin():
+                ident = "toolu_" + part.id.removeprefix("call_")
+                made = self._close()
+                made += self._become("tool_use", {"id": ident, "name": part.name, "input": {}})
+                return made
+            case CallArguments():
+                self._texts.append(part.text)
+                return [self._delta({"type": "input_json_delta", "partial_json": part.text})]
+            case CallEnd():
+                self._complete_calls += 1
+                return self._close()
+
+    def _content(self, text: str) -> list[Json]:
+        if self._open != "text":
+            text, self._space = self._space + text, ""
+            if not text.strip():
+                self._space = text
+                return []
+        made = self._become("text", {"text": ""})
+        self._texts.append(text)
+        made.append(self._delta({"type": "text_delta", "text": text}))
+        return made
+
+    def _become(self, kind: str, fields: Json) -> list[Json]:
+        """Opens a block of this kind unless it is open."""
+        if self._open == kind:
+            return []
+        made = self._close()
+        self._open, self._space = kind, ""
+        block = {"type": kind, **fields}
+        self.message["content"].append(block)
+        made.append(
+            {"type": "content_block_start", "index": self._index, "content_block": {**block}}
+        )
+        return made
+
+    def _close(self) -> list[Json]:
+        """Closes the open block and writes its whole text into the message."""
+        if self._open is None:
+            return []
+        kind, whole = self._open, "".join(self._texts)
+        block = self.message["content"][-1]
+        made: list[Json] = []
+        match kind:
+            case "text":
+                block["text"] = whole
+            case "thinking":
+                block["thinking"] = whole if self.reply.show_thinking else ""
+                block["signature"] = self.reply.sign(whole)
+                made.append(
+                    self._delta({"type": "signature_delta", "signature": block["signature"]})
+                )
+            case "tool_use":
+                block["input"] = _input(whole)
+        made.append({"type": "content_block_stop", "index": self._index})
+        self._open = None
+        self._texts.clear()
+        return made
+
+    @property
+    def _index(self) -> int:
+        return len(self.message["content"]) - 1
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    def _end(self, ended: Ended) -> list[Json]:
+        if ended.reason == "abort":
+            raise Unavailable("the request was ended by an administrator", retry_after_s=1.0)
+        made = self._close()
+        stop = {
+            "stop_reason": self._stop_reason(ended),
+            "stop_sequence": ended.stop if isinstance(ended.stop, str) else None,
+        }
+        self.message |= {**stop, "usage": usage(self._num_prompt, ended)}
+        last: Json = {"type": "message_delta", "delta": stop, "usage": self.message["usage"]}
+        if self.reply.managed:
+            applied: Json = {"context_management": {"applied_edits": []}}
+            self.message |= applied
+            last |= applied
+        return [*made, last, {"type": "message_stop"}]
+
+    def _stop_reason(self, ended: Ended) -> str:
+        if ended.reason == "length":
+            asked = ended.num_output >= self.reply.max_tokens
+            return "max_tokens" if asked else "model_context_window_exceeded"
+        if isinstance(ended.stop, str):
+            return "stop_sequence"
+        return "tool_use" if self._complete_calls else "end_turn"
+
+
+def _input(text: str) -> object:
+    """The arguments of a call; {} where the answer's end cut them off."""
+    try:
+        return orjson.loads(text or b"{}")
+    except orjson.JSONDecodeError:
+        return {}
+
+
+def usage(num_prompt: int, ended: Ended | None) -> Json:
+    """input_tokens + cache_read_input_tokens is the prompt; thinking is part of the output."""
+    cached = 0 if ended is None else min(ended.num_cached, num_prompt)
+    thinking = ended.num_reasoning if isinstance(ended, ParsedEnded) else 0
+    return {
+        "input_tokens": num_prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": 0 if ended is None else ended.num_output,
+        "output_tokens_details": {"thinking_tokens": thinking},
+    }
+
+
+async def to_chunks(
+    events: AsyncGenerator[Event, None], reply: Reply
+) -> AsyncGenerator[bytes, None]:
+    """The stream: every event with its name."""
+    stream = MessageStream(reply)
+    async with aclosing(events):
+        async for event in events:
+            for made in stream.take(event):
+                yield (
+                    b"event: " + made["type"].encode() + b"\ndata: " + orjson.dumps(made) + b"\n\n"
+                )
+
+
+async def to_message(events: AsyncGenerator[Event, None], reply: Reply) -> Json:
+    """The full message."""
+    stream = MessageStream(reply)
+    async with aclosing(events):
+        async for event in events:
+            stream.take(event)
+    return stream.message

@@ -1,0 +1,194 @@
+"""A conversation on its way to the engine: the one path of every dialect.
+
+`ChatRequest` is the house's conversation: messages, tools, structure, sampling. A dialect is two pure functions around
+it: its own request to a `Translated` one, and events to its own stream; its full answer is the fold of that stream.
+`begin` does the rest once for all of them: parameters, the chat template, a parser per answer, the generation. What is
+wrong with a translated request is told in the words of the request as it was sent (`as_sent`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from headrace.base.errors import Forbidden, RequestError
+from headrace.base.wire.params import SamplingParams
+from headrace.front.client.events import Event, Generation
+from headrace.front.server.exchange import Exchange
+from headrace.front.server.failures import OPENAI, Shape
+from headrace.front.server.measure import measured
+from headrace.front.server.openai import chat
+from headrace.front.server.openai.sampling import truncated
+from headrace.front.server.openai.schema import ChatRequest, Common, parse
+from headrace.front.server.parsed import ParsedAnswer, parsed
+from headrace.front.server.sse import EventStream, started
+from headrace.front.text.chat import ChatTemplate
+
+_MESSAGE = re.compile(r"messages\[(\d+)\][^:]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translated:
+    """A dialect's request as fields of `ChatRequest`. `places`: where message i stood in the request as sent; `names`:
+    what other fields are called there. `stop`: stop strings under the dialect's own bound."""
+
+    document: dict[str, Any]
+    places: Sequence[str]
+    names: Mapping[str, str] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+
+    def typed(self) -> ChatRequest:
+        """The conversation, checked as every conversation is."""
+        with as_sent(self):
+            request = parse(self.document, ChatRequest)
+        return msgspec.structs.replace(request, stop=list(self.stop)) if self.stop else request
+
+
+@contextmanager
+def as_sent(translated: Translated) -> Iterator[None]:
+    """Errors about fields of the translation become errors about the fields they came from."""
+    try:
+        yield
+    except RequestError as error:
+        given = error.field or ""
+        found = _MESSAGE.match(given)
+        if found is not None and int(found[1]) < len(translated.places):
+            sent = translated.places[int(found[1])]
+        else:
+            head = re.split(r"[.\[]", given, maxsplit=1)[0]
+            sent = translated.names.get(given) or translated.names.get(head, given)
+        message = error.message
+        if message.startswith(given):
+            message = sent + message.removeprefix(given)
+        raise type(error)(message, field=sent or None) from None
+
+
+async def begin(
+    exchange: Exchange, request: ChatRequest, *, label: str
+) -> tuple[list[int], AsyncGenerator[Event, None]]:
+    """The prompt's ids and the events of its continuation, which runs once they are read."""
+    services = exchange.services
+    params = chat.to_params(
+        request, defaults=services.text.generation_defaults, max_n=services.server.max_n
+    )
+    exchange.hold_place()
+    prompt_ids = truncated(
+        await render(exchange, request), request, max_model_len=services.text.max_model_len
+    )
+    answers = _answers(exchange, request, prompt_ids, params)
+    events = generate(exchange, request, prompt_ids, params, label=label, answers=answers)
+    return prompt_ids, events
+
+
+async def begin_translated(
+    exchange: Exchange, translated: Translated, request: ChatRequest, *, label: str
+) -> AsyncGenerator[Event, None]:
+    """`begin` for a translated request."""
+    with as_sent(translated):
+        _, events = await begin(exchange, request, label=label)
+    return _as_sent(events, translated)
+
+
+async def _as_sent(
+    events: AsyncGenerator[Event, None], translated: Translated
+) -> AsyncGenerator[Event, None]:
+    async with aclosing(events):
+        with as_sent(translated):
+            async for event in events:
+                yield event
+
+
+async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
+    """The messages as token ids, through the model's chat template."""
+    services = exchange.services
+    template = services.template
+    if request.chat_template is not None:
+        if not services.server.trust_request_chat_template:
+            raise Forbidden(
+                "chat_template: this server does not take templates from requests",
+                field="chat_template",
+            )
+        template = ChatTemplate(
+            request.chat_template,
+            services.tokenizer,
+            pool=services.guest_templates,
+            max_tokens=services.text.max_model_len,
+        )
+    tail = bool(request.continue_final_message)
+    opens = not tail if request.add_generation_prompt is None else request.add_generation_prompt
+    kwargs = dict(request.chat_template_kwargs or {})
+    for name in ("reasoning_effort", "verbosity", "documents"):
+        if getattr(request, name) is not None:
+            kwargs.setdefault(name, getattr(request, name))
+    return await template.render_async(
+        request.messages,
+        tools=None if request.tool_choice == "none" else request.tools,
+        add_generation_prompt=opens,
+        continue_final_message=tail,
+        kwargs=kwargs,
+    )
+
+
+def _answers(
+    exchange: Exchange, request: ChatRequest, prompt_ids: list[int], params: SamplingParams
+) -> list[ParsedAnswer] | None:
+    """A parser per choice; None where nothing is to be parsed."""
+    services = exchange.services
+    tokenizer = services.tokenizer
+    tail = services.answers.prompt_tail(tokenizer, prompt_ids)
+    pieces = services.answers.pieces_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    found = []
+    for _ in range(params.n):
+        parser = chat.to_parser(request, services.answers, prompt_tail=tail)
+        if parser is None:
+            return None
+        found.append(ParsedAnswer(parser, pieces))
+    return found
+
+
+def generate(
+    exchange: Exchange,
+    request: Common,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    *,
+    label: str,
+    answers: list[ParsedAnswer] | None = None,
+) -> AsyncGenerator[Event, None]:
+    """The events of one prompt, parsed where there are parsers, and counted."""
+    services = exchange.services
+    generation = Generation(
+        prompt_ids=prompt_ids,
+        params=params,
+        label=label,
+        tenant=exchange.tenant,
+        priority=request.priority or 0,
+        deadline_s=exchange.deadline_s(request.timeout_s),
+        cache_salt=request.cache_salt or "",
+        pieces=services.answers.pieces and answers[0].pieces if answers else None,
+    )
+    events: AsyncIterator[Event] = services.engine.generate(generation)
+    if answers is not None:
+        events = parsed(events, answers)
+    return measured(events, services.metrics, arrival=exchange.arrival)
+
+
+async def streamed(
+    exchange: Exchange, chunks: AsyncGenerator[bytes, None], *, shape: Shape = OPENAI
+) -> Response:
+    """The answer that sends `chunks`; what fails before the first of them keeps its own status."""
+    ping_s = exchange.services.server.ping_interval_s
+    first = await started(chunks, patience_s=ping_s)
+    return EventStream(
+        *(first, chunks),
+        request_id=exchange.request_id,
+        abandon=exchange.services.abandon,
+        ping_s=ping_s,
+        shape=shape,
+    )

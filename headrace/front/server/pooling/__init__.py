@@ -1,0 +1,1 @@
+"""Embeddings, classification, scoring and reranking over HTTP: several dialects over one way to pool (engine.py)."""

@@ -1,0 +1,119 @@
+"""One way to pool for every dialect: texts, ids, pairs or conversations in, vectors out.
+
+A request pools at most MAX_TEXTS texts; they run at once, share the request's place and deadline, and the first failure
+ends all. Nothing is run before everything was tokenized and checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+import msgspec
+
+from headrace.base.errors import ContextTooLong, InvalidRequest
+from headrace.base.wire.params import RowPooling
+from headrace.front.client.pooling import PooledAnswer, fold_pooled, pooling_generation
+from headrace.front.server.exchange import Exchange
+from headrace.front.server.ids import completion_id
+from headrace.front.server.measure import measured
+
+MAX_TEXTS = 2048
+
+
+class PoolInput(msgspec.Struct, frozen=True, kw_only=True):
+    """One text to pool, tokenized. `second_at`: where the second text of a pair begins, 0 for a single one."""
+
+    ids: list[int]
+    second_at: int = 0
+
+
+class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What all texts of one request share."""
+
+    how: str
+    head: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+
+
+async def tokenized(
+    exchange: Exchange, text: str, *, field: str, special: bool = True, truncate: int | None = None
+) -> list[int]:
+    """A text's ids; with `truncate` its first so many (-1: what the model can hold), else refused if too long."""
+    services = exchange.services
+    most = services.text.max_model_len
+    limit = None if truncate is not None else most
+    services.tokenizer.check_length(text, limit, field=field)
+    ids = await services.tokenizer.encode_async(text, add_special_tokens=special)
+    return shortened(ids, truncate, most=most, field=field)
+
+
+def shortened(ids: list[int], truncate: int | None, *, most: int, field: str) -> list[int]:
+    """Applies `truncate`; ContextTooLong for what still does not fit."""
+    if truncate is not None:
+        keep = most if truncate == -1 else truncate
+        ids = ids if len(ids) <= keep else _keeping_end(ids, keep)
+    if len(ids) > most:
+        raise ContextTooLong(
+            f"{field} is too long: {len(ids)} tokens > {most} maximum", field=field
+        )
+    if not ids:
+        raise InvalidRequest(f"{field} is empty; at least one token is needed", field=field)
+    return ids
+
+
+def _keeping_end(ids: list[int], keep: int) -> list[int]:
+    """The first ids and the closing one: encoders were trained with their closing token in place."""
+    return [*ids[: keep - 1], ids[-1]] if keep > 1 else ids[:keep]
+
+
+async def pooled(
+    exchange: Exchange, inputs: Sequence[PoolInput], job: PoolJob
+) -> list[PooledAnswer]:
+    """The pooled answer of each input, in order."""
+    if len(inputs) > MAX_TEXTS:
+        raise InvalidRequest(
+            f"input: {len(inputs)} texts given, at most {MAX_TEXTS} are allowed", field="input"
+        )
+    label = completion_id("pool")
+    deadline_s = exchange.deadline_s(job.timeout_s)
+    services = exchange.services
+
+    async def one(number: int, given: PoolInput) -> PooledAnswer:
+        wanted = RowPooling(how=job.how, head=job.head, second_at=given.second_at)
+        generation = msgspec.structs.replace(
+            pooling_generation(given.ids, wanted),
+            label=f"{label}-{number}" if number else label,
+            tenant=exchange.tenant,
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+            deadline_s=deadline_s,
+        )
+        events = services.engine.generate(generation)
+        counted = measured(events, services.metrics, arrival=exchange.arrival)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(aclosing(counted))
+            return await fold_pooled(counted, num_prompt=len(given.ids))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(*numbered)) for numbered in enumerate(inputs)]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def usage_of(answers: Sequence[PooledAnswer]) -> dict[str, Any]:
+    """OpenAI's usage of pooled answers."""
+    prompt = sum(answer.num_prompt for answer in answers)
+    cached = sum(answer.num_cached for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt,
+        "completion_tokens": 0,
+        "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
+    }

@@ -1,0 +1,270 @@
+"""POST /v1/embeddings, /v2/embed, /pooling and /classify: one pooled answer per text."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.responses import Response
+
+from headrace.base.errors import InvalidRequest
+from headrace.front.client.pooling import (
+    Float32,
+    PooledAnswer,
+    finish_embedding,
+    probabilities,
+)
+from headrace.front.server.exchange import Exchange, json_response
+from headrace.front.server.ids import completion_id
+from headrace.front.server.conversation import render
+from headrace.front.server.openai.schema import ChatRequest, parse
+from headrace.front.server.pooling.engine import (
+    PoolInput,
+    PoolJob,
+    pooled,
+    shortened,
+    tokenized,
+    usage_of,
+)
+from headrace.front.server.pooling.schema import (
+    ClassifyRequest,
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    TextRequest,
+)
+from headrace.front.server.pooling.vectors import cohere_forms, encoded
+
+_TASKS = {"embed": False, "classify": True, "token_embed": False, "token_classify": True}
+_PER_TOKEN = {"token_embed", "token_classify"}
+
+
+async def post_embeddings(exchange: Exchange, document: Any) -> Response:
+    """POST /v1/embeddings."""
+    request = parse(document, EmbeddingRequest)
+    spec = exchange.services.text.pooling
+    answers = await _pooled_texts(exchange, request, how=spec.how, head=False)
+    vectors = _finished(exchange, answers, request.dimensions, request.normalize)
+    data = [
+        {"object": "embedding", "index": i, "embedding": encoded(v, request.encoding_format)}
+        for i, v in enumerate(vectors)
+    ]
+    return json_response(_listed(exchange, request.model, data, answers, kind="embd"))
+
+
+async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
+    """POST /v2/embed."""
+    request = parse(document, CohereEmbedRequest)
+    services = exchange.services
+    services.model_name(request.model)
+    exchange.hold_place()
+    truncate = None if request.truncate == "NONE" else -1
+    ids = [await tokenized(exchange, t, field="texts", truncate=truncate) for t in request.texts]
+    job = PoolJob(how=services.text.pooling.how, timeout_s=request.timeout_s)
+    answers = await pooled(exchange, [PoolInput(ids=one) for one in ids], job)
+    vectors = _finished(exchange, answers, request.output_dimension, None)
+    billed = {"input_tokens": sum(answer.num_prompt for answer in answers)}
+    return json_response(
+        {
+            "id": completion_id("embd"),
+            "embeddings": cohere_forms(
+                np.stack(vectors), list(request.embedding_types or ("float",))
+            ),
+            "texts": request.texts,
+            "meta": {"api_version": {"version": "2"}, "billed_units": billed},
+            "response_type": "embeddings_by_type",
+        }
+    )
+
+
+async def post_pooling(exchange: Exchange, document: Any) -> Response:
+    """POST /pooling: any task, vectors as they come."""
+    request = parse(document, PoolingRequest)
+    spec = exchange.services.text.pooling
+    task = request.task or ("classify" if spec.labels else "embed")
+    head, how = _TASKS[task], _how(exchange, request, task)
+    if request.pooling == "step" and request.step_tag_id is None:
+        raise InvalidRequest("step_tag_id: needed with pooling step", field="step_tag_id")
+    inputs = await _inputs(exchange, request)
+    answers = await _pooled_inputs(exchange, request, inputs, how=how, head=head)
+    rows = [_told(exchange, request, answer, head=head) for answer in answers]
+    if request.pooling == "step":
+        marks = [np.asarray(one.ids) == request.step_tag_id for one in inputs]
+        rows = [row[mark] for row, mark in zip(rows, marks, strict=True)]
+    data = [
+        {
+            "object": "pooling",
+            "index": i,
+            "data": encoded(row if how == "tokens" else row[0], request.encoding_format),
+        }
+        for i, row in enumerate(rows)
+    ]
+    return json_response(_listed(exchange, request.model, data, answers, kind="pool"))
+
+
+async def post_classify(exchange: Exchange, document: Any) -> Response:
+    """POST /classify: the probabilities of all labels, and the likeliest one."""
+    request = parse(document, ClassifyRequest)
+    spec = exchange.services.text.pooling
+    _need_head(exchange)
+    answers = await _pooled_texts(exchange, request, how=spec.how, head=True)
+    data = []
+    for i, answer in enumerate(answers):
+        scores = _scores(exchange, answer.values, request.use_activation)[0]
+        data.append(
+            {
+                "index": i,
+                "label": spec.labels[int(scores.argmax())],
+                "probs": scores.tolist(),
+                "num_classes": len(spec.labels),
+            }
+        )
+    return json_response(_listed(exchange, request.model, data, answers, kind="classify"))
+
+
+def _how(exchange: Exchange, request: PoolingRequest, task: str) -> str:
+    given = request.pooling
+    if given in ("all", "step") or (given is None and task in _PER_TOKEN):
+        return "tokens"
+    if given is not None and task in _PER_TOKEN:
+        raise InvalidRequest(
+            f"pooling: {given!r} given; task {task} takes all or step", field="pooling"
+        )
+    return given or exchange.services.text.pooling.how
+
+
+def _need_head(exchange: Exchange) -> None:
+    if not exchange.services.text.pooling.labels:
+        raise InvalidRequest("the model has no classification head", field="model")
+
+
+async def _pooled_texts(
+    exchange: Exchange, request: TextRequest, *, how: str, head: bool
+) -> list[PooledAnswer]:
+    inputs = await _inputs(exchange, request)
+    return await _pooled_inputs(exchange, request, inputs, how=how, head=head)
+
+
+async def _pooled_inputs(
+    exchange: Exchange, request: TextRequest, inputs: list[PoolInput], *, how: str, head: bool
+) -> list[PooledAnswer]:
+    if head:
+        _need_head(exchange)
+    job = PoolJob(
+        how=how,
+        head=head,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+        timeout_s=request.timeout_s,
+    )
+    return await pooled(exchange, inputs, job)
+
+
+async def _inputs(exchange: Exchange, request: TextRequest) -> list[PoolInput]:
+    """What is to be pooled, tokenized; takes the key's place first."""
+    services = exchange.services
+    services.model_name(request.model)
+    if (request.input is None) == (request.messages is None):
+        raise InvalidRequest("input: exactly one of input and messages is needed", field="input")
+    exchange.hold_place()
+    most, truncate = services.text.max_model_len, request.truncate_prompt_tokens
+    if request.messages is not None:
+        chat = ChatRequest(
+            messages=request.messages,
+            add_generation_prompt=False,
+            chat_template_kwargs=request.chat_template_kwargs,
+        )
+        ids = await render(exchange, chat)
+        return [PoolInput(ids=shortened(ids, truncate, most=most, field="messages"))]
+    assert request.input is not None
+    found = []
+    for one in _listed_inputs(request.input):
+        if isinstance(one, str):
+            special = request.add_special_tokens
+            ids = await tokenized(exchange, one, field="input", special=special, truncate=truncate)
+        else:
+            services.tokenizer.check_ids(one, field="input")
+            ids = shortened(one, truncate, most=most, field="input")
+        found.append(PoolInput(ids=ids))
+    return found
+
+
+def _listed_inputs(given: str | list[Any]) -> list[str | list[int]]:
+    if isinstance(given, str):
+        return [given]
+    if all(isinstance(one, int) for one in given):
+        return [msgspec.convert(given, list[int])]
+    if not (all(isinstance(one, str) for one in given) or all(isinstance(o, list) for o in given)):
+        raise InvalidRequest(
+            "input: one text, one list of ids, or a list of only texts or only lists", field="input"
+        )
+    return given
+
+
+def _finished(
+    exchange: Exchange,
+    answers: list[PooledAnswer],
+    dimensions: int | None,
+    normalize: bool | None,
+) -> list[Float32]:
+    """One embedding per answer."""
+    spec = exchange.services.text.pooling
+    _check_dimensions(exchange, dimensions)
+    wanted = spec.normalize if normalize is None else normalize
+    return [
+        finish_embedding(answer.values[0], dimensions=dimensions, normalize=wanted)
+        for answer in answers
+    ]
+
+
+def _check_dimensions(exchange: Exchange, dimensions: int | None) -> None:
+    spec = exchange.services.text.pooling
+    if dimensions is None or spec.matryoshka is None:
+        if dimensions is not None:
+            raise InvalidRequest(
+                f"dimensions: {dimensions} given; the model was not trained for shorter embeddings "
+                "(its config.json has neither is_matryoshka nor matryoshka_dimensions)",
+                field="dimensions",
+            )
+        return
+    if spec.matryoshka and dimensions not in spec.matryoshka:
+        known = ", ".join(str(one) for one in spec.matryoshka)
+        raise InvalidRequest(
+            f"dimensions: {dimensions} given; allowed: {known}", field="dimensions"
+        )
+
+
+def _told(
+    exchange: Exchange, request: PoolingRequest, answer: PooledAnswer, *, head: bool
+) -> Float32:
+    if head:
+        return _scores(exchange, answer.values, request.use_activation)
+    spec = exchange.services.text.pooling
+    _check_dimensions(exchange, request.dimensions)
+    wanted = spec.normalize if request.normalize is None else request.normalize
+    return finish_embedding(answer.values, dimensions=request.dimensions, normalize=wanted)
+
+
+def _scores(exchange: Exchange, logits: Float32, use_activation: bool | None) -> Float32:
+    activation = exchange.services.text.pooling.activation
+    return probabilities(logits, "none" if use_activation is False else activation)
+
+
+def _listed(
+    exchange: Exchange,
+    model: str | None,
+    data: list[dict[str, Any]],
+    answers: list[PooledAnswer],
+    *,
+    kind: str,
+) -> dict[str, Any]:
+    return {
+        "id": completion_id(kind),
+        "object": "list",
+        "created": int(time.time()),
+        "model": exchange.services.model_name(model),
+        "data": data,
+        "usage": usage_of(answers),
+    }

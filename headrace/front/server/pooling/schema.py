@@ -1,0 +1,127 @@
+"""Requests of the pooling routes: fields, types and bounds (contract 3). Unknown fields are ignored; what would need
+a medium this model does not take is refused by type."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.front.server.openai.schema import Name, TokenId
+from headrace.front.server.pooling.engine import MAX_TEXTS
+
+Ids = Annotated[list[TokenId], Meta(min_length=1)]
+Inputs = str | Annotated[list[str | TokenId | Ids], Meta(min_length=1, max_length=2**22)]
+Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+Truncate = Annotated[int, Meta(ge=-1, lt=2**31)]
+Top = Annotated[int, Meta(ge=0, lt=2**31)]
+Encoding = Literal["float", "base64"]
+
+
+class Shared(msgspec.Struct, frozen=True, kw_only=True):
+    """What all pooling requests may carry."""
+
+    model: Name | None = None
+    user: Annotated[str, Meta(max_length=1024)] | None = None
+    truncate_prompt_tokens: Truncate | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
+
+
+class TextRequest(Shared, frozen=True, kw_only=True):
+    """Texts, lists of ids, or one conversation."""
+
+    input: Inputs | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True
+    encoding_format: Encoding = "float"
+
+
+class EmbeddingRequest(TextRequest, frozen=True, kw_only=True):
+    """POST /v1/embeddings."""
+
+    dimensions: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    normalize: bool | None = None
+
+
+class PoolingRequest(TextRequest, frozen=True, kw_only=True):
+    """POST /pooling. `pooling`: cls, last, mean, all (every token) or step (tokens with id `step_tag_id`)."""
+
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+    pooling: Literal["cls", "last", "mean", "all", "step"] | None = None
+    step_tag_id: TokenId | None = None
+    dimensions: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+
+
+class ClassifyRequest(TextRequest, frozen=True, kw_only=True):
+    """POST /classify."""
+
+    use_activation: bool | None = None
+
+
+class CohereEmbedRequest(Shared, frozen=True, kw_only=True):
+    """POST /v2/embed."""
+
+    texts: Texts
+    input_type: Annotated[str, Meta(max_length=64)] | None = None
+    embedding_types: (
+        Annotated[
+            list[Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]],
+            Meta(min_length=1, max_length=6),
+        ]
+        | None
+    ) = None
+    output_dimension: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    truncate: Literal["NONE", "START", "END"] = "END"
+
+
+class TextPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A document as an object."""
+
+    text: str
+
+
+Document = str | TextPart
+Documents = Annotated[list[Document], Meta(min_length=1, max_length=MAX_TEXTS)]
+
+
+class ScoreRequest(Shared, frozen=True, kw_only=True):
+    """POST /score: 1:1, 1:N or N:N. Each side has three names; `late_interaction` scores by token vectors (MaxSim)."""
+
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+    items: str | Texts | None = None
+    data_1: str | Texts | None = None
+    data_2: str | Texts | None = None
+    use_activation: bool | None = None
+    late_interaction: bool = False
+
+
+class RerankRequest(Shared, frozen=True, kw_only=True):
+    """POST /rerank, /v1/rerank, /v2/rerank. `top_n` 0 or absent: all."""
+
+    query: str
+    documents: Documents
+    top_n: Top | None = None
+    max_tokens_per_doc: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    return_documents: bool = True
+    use_activation: bool | None = None
+    late_interaction: bool = False
+
+
+class GenerativeScoringRequest(Shared, frozen=True, kw_only=True):
+    """POST /generative_scoring: the probability of the first label as the next token, per item (API-18)."""
+
+    query: str | Ids
+    items: Annotated[list[str | Ids], Meta(min_length=1, max_length=MAX_TEXTS)]
+    label_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=128)]
+    apply_softmax: bool = True
+    item_first: bool = False
+    add_special_tokens: bool = True

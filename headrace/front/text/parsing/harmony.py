@@ -1,0 +1,215 @@
+"""Harmony: messages with a header, `<|channel|>NAME to=RECIPIENT<|message|>TEXT<|end|>`, one after the other.
+
+The channel analysis is reasoning, final and commentary are content, a message to functions.NAME is a call whose
+arguments are its text. The tags are control tokens; where they are marked (marks.py), the same words in a text are
+text. Only the message that the prompt has begun, if it has, counts from the prompt (REG-098).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from enum import Enum
+
+import msgspec
+
+from headrace.front.text.parsing.engine import Engine, Modes, Tags, literal, skip_space
+from headrace.front.text.parsing.json_calls import MAX_NAME_CHARS
+from headrace.front.text.parsing.json_text import JsonValue
+from headrace.front.text.parsing.parts import Content, Reasoning, Sink
+
+MAX_HEADER_CHARS = 1024
+_RECIPIENT = re.compile(r"to=([^\s<\ufdd1]+)")
+_WORD = re.compile(r"\s*(\w+)")
+
+
+class HarmonyTags(msgspec.Struct, frozen=True, kw_only=True):
+    """The control tokens."""
+
+    start: str = "<|start|>"
+    channel: str = "<|channel|>"
+    message: str = "<|message|>"
+    end: str = "<|end|>"
+    call: str = "<|call|>"
+    ret: str = "<|return|>"
+
+
+class Kind(Enum):
+    """What a message is."""
+
+    REASONING = 1
+    CONTENT = 2
+    CALL = 3
+
+
+class Harmony(Modes):
+    """The state. `spans`: where reasoning stands, in characters; `over`: the final message has begun.
+
+    `functions` None: no tools are offered, so what looks like a call is content. `prompt_tail`: how the prompt ends.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tags: HarmonyTags,
+        *,
+        functions: Collection[str] | None,
+        reasons: bool = True,
+        prompt_tail: str = "",
+    ) -> None:
+        self.spans: list[tuple[int, int | None]] = []
+        self.over = False
+        self._engine = engine
+        self._sink: Sink = engine.sink
+        self._tags = tags
+        self._functions = functions
+        self._reasons = reasons
+        self._header_ends = Tags([tags.message, tags.end, tags.call, tags.ret])
+        self._ends = Tags([tags.end, tags.call, tags.ret, tags.start])
+        self._header: list[str] = []
+        self._kind = Kind.CONTENT
+        self._said: set[Kind] = set()
+        self._fresh = True
+        self._value = JsonValue()
+        self._mode = self._first
+        self._begin(prompt_tail)
+
+    def end(self, rest: str) -> None:
+        """An answer that ends anywhere; a call whose arguments are complete was ended by a token that is not shown."""
+        if self._mode == self._body:
+            self._piece(rest)
+            if self._kind is Kind.CALL and (self._value.done or self._fresh):
+                self._end_call()
+        elif self._mode in (self._first, self._read_header):
+            header = "".join(self._header) + rest
+            if header and self._tags.channel not in header and "to=" not in header:
+                self._sink.add(Content(header))
+
+    def _begin(self, prompt_tail: str) -> None:
+        """A prompt may end in the middle of a message's header, or behind it."""
+        tags = self._tags
+        _, started, message = prompt_tail.rpartition(tags.start)
+        if not started or tags.end in message:
+            return
+        header, opened, _ = message.rpartition(tags.message)
+        if opened:
+            self._open_message(header)
+        elif tags.channel in message or "to=" in message:
+            self._header = [message]
+            self._mode = self._read_header
+
+    def _first(self, text: str, at: int) -> int:
+        """A header, or text without one, as a constrained answer may be."""
+        start = skip_space(text, at)
+        if start == len(text):
+            return at
+        tags = self._tags
+        found = [
+            literal(text, start, tag) for tag in (tags.channel, tags.start, "to=", "assistant")
+        ]
+        if any(found):
+            self._mode = self._read_header
+        elif None in found:
+            return at
+        else:
+            self._open_message("")
+        return at
+
+    def _read_header(self, text: str, at: int) -> int:
+        room = MAX_HEADER_CHARS - sum(map(len, self._header))
+        place, tag = self._header_ends.find(text, at, room)
+        fits = min(place, at + room)
+        self._header.append(text[at:fits])
+        header = "".join(self._header)
+        if fits < place:
+            self._open_message("")
+            self._piece(header)
+            return fits
+        self._header = [header]
+        if not tag:
+            return place
+        self._header = []
+        if tag == self._tags.message:
+            self._open_message(header, at=self._engine.consumed + place + len(tag))
+        else:
+            self._mode = self._between
+        return place + len(tag)
+
+    def _open_message(self, header: str, at: int = 0) -> None:
+        _, named, rest = header.rpartition(self._tags.channel)
+        word = _WORD.match(rest) if named else None
+        channel = word[1] if word else "final"
+        recipient = _RECIPIENT.search(header)
+        address = "" if recipient is None else recipient[1]
+        name = address.removeprefix("functions.")
+        self._fresh = True
+        self._mode = self._body
+        if self._is_call(address, name):
+            self._kind = Kind.CALL
+            self._value = JsonValue()
+            self._sink.begin(name)
+            return
+        hidden = channel == "analysis" and self._reasons
+        self._kind = Kind.REASONING if hidden else Kind.CONTENT
+        if self._kind is Kind.REASONING:
+            self.spans.append((at, None))
+        self.over = self.over or channel == "final"
+
+    def _is_call(self, address: str, name: str) -> bool:
+        if self._functions is None or not 0 < len(name) <= MAX_NAME_CHARS:
+            return False
+        return address != name or name in self._functions
+
+    def _body(self, text: str, at: int) -> int:
+        place, tag = self._ends.find(text, at)
+        self._piece(text[at:place])
+        if not tag:
+            return place
+        if self._kind is Kind.CALL:
+            self._end_call()
+        elif self._kind is Kind.REASONING:
+            self.spans[-1] = (self.spans[-1][0], self._engine.consumed + place)
+        self._mode = self._between
+        return place + (0 if tag == self._tags.start else len(tag))
+
+    def _piece(self, text: str) -> None:
+        """More of the message; messages of one kind are kept apart by a line break."""
+        if not text:
+            return
+        if self._kind is Kind.CALL:
+            self._arguments(text)
+            return
+        if self._fresh and self._kind in self._said:
+            text = "\n" + text
+        self._fresh = False
+        self._said.add(self._kind)
+        self._sink.add(Reasoning(text) if self._kind is Kind.REASONING else Content(text))
+
+    def _arguments(self, text: str) -> None:
+        if self._fresh:
+            text = text.lstrip()
+        if text:
+            self._fresh = False
+            self._value.read(text, 0)
+            self._sink.arguments(text)
+
+    def _end_call(self) -> None:
+        if self._fresh:
+            self._sink.arguments("{}")
+        self._sink.end()
+        self._kind = Kind.CONTENT
+
+    def _between(self, text: str, at: int) -> int:
+        start = skip_space(text, at)
+        if start == len(text):
+            return start
+        tags = self._tags
+        begins = [literal(text, start, tag) for tag in (tags.start, tags.channel)]
+        if any(begins):
+            self._header = []
+            self._mode = self._read_header
+        elif None in begins:
+            return start
+        else:
+            self._open_message("")
+        return start

@@ -1,0 +1,137 @@
+"""The formats of reasoning, one row each; `marks` and `models` as in tool_rows.py."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.front.text.parsing.harmony import HarmonyTags
+from headrace.front.text.parsing.reasoning import ReasoningTags
+
+
+class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """One format of reasoning."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    tags: ReasoningTags
+
+
+_THINK = ReasoningTags(open="<think>", close="</think>")
+_ALWAYS_THINK = ReasoningTags(open="<think>", close="</think>", always=True)
+
+REASONING_FAMILIES: tuple[ReasoningFamily, ...] = (
+    ReasoningFamily(
+        name="gpt_oss",
+        aliases=("openai_gptoss", "harmony"),
+        marks=("<|channel|>", "<|message|>"),
+        models=("gpt_oss",),
+        tags=ReasoningTags(
+            open="<|channel|>analysis<|message|>",
+            close="<|channel|>final<|message|>",
+            harmony=HarmonyTags(),
+        ),
+    ),
+    ReasoningFamily(
+        name="seed_oss",
+        marks=("<seed:think>",),
+        tags=ReasoningTags(open="<seed:think>", close="</seed:think>"),
+    ),
+    ReasoningFamily(
+        name="mistral",
+        marks=("[THINK]", "[/THINK]"),
+        models=("ministral3",),
+        tags=ReasoningTags(open="[THINK]", close="[/THINK]"),
+    ),
+    ReasoningFamily(
+        name="gemma4",
+        marks=("<|channel>",),
+        models=("gemma4", "gemma4_text"),
+        tags=ReasoningTags(open="<|channel>thought", close="<channel|>"),
+    ),
+    ReasoningFamily(
+        name="cohere_command",
+        aliases=("cohere_command3", "cohere_command4"),
+        marks=("<|START_THINKING|>",),
+        tags=ReasoningTags(
+            open="<|START_THINKING|>",
+            close="<|END_THINKING|>",
+            frame=(
+                "<|START_RESPONSE|>",
+                "<|END_RESPONSE|>",
+                "<|START_TEXT|>",
+                "<|END_TEXT|>",
+            ),
+        ),
+    ),
+    ReasoningFamily(
+        name="kimi",
+        aliases=("kimi_vl",),
+        marks=("◁think▷",),
+        tags=ReasoningTags(open="◁think▷", close="◁/think▷"),
+    ),
+    ReasoningFamily(
+        name="granite",
+        marks=("Here is my thought process:", "Here is my response:"),
+        tags=ReasoningTags(open="Here is my thought process:", close="Here is my response:"),
+    ),
+    ReasoningFamily(
+        name="hunyuan",
+        aliases=("hunyuan_a13b",),
+        marks=("<think>", "<answer>"),
+        models=("hunyuan_v1_moe", "hunyuan_v1_dense"),
+        tags=ReasoningTags(open="<think>", close="</think>", frame=("<answer>", "</answer>")),
+    ),
+    ReasoningFamily(
+        name="ernie45",
+        marks=("</think>", "<response>"),
+        models=("ernie4_5_moe_vl",),
+        tags=ReasoningTags(
+            open="<think>", close="</think>", always=True, frame=("<response>", "</response>")
+        ),
+    ),
+    ReasoningFamily(
+        name="deepseek_r1",
+        aliases=("deepseek_v3", "deepseek_v4"),
+        marks=("</think>", "<｜Assistant｜>"),
+        tags=_ALWAYS_THINK,
+    ),
+    ReasoningFamily(
+        name="minimax_m2", marks=("</think>", "<minimax:tool_call>"), tags=_ALWAYS_THINK
+    ),
+    ReasoningFamily(
+        name="minimax_m2_append_think",
+        tags=ReasoningTags(open="<think>", close="</think>", always=True, kept=True),
+    ),
+    ReasoningFamily(
+        name="step3",
+        marks=("</think>", "<steptml:"),
+        models=("step3_vl", "step3_text"),
+        tags=_ALWAYS_THINK,
+    ),
+    ReasoningFamily(
+        name="glm45",
+        aliases=("glm47", "glm"),
+        marks=("<think>", "</think>", "<arg_key>"),
+        tags=_THINK,
+    ),
+    ReasoningFamily(
+        name="kimi_k2",
+        marks=("<think>", "</think>", "<|im_middle|>"),
+        tags=_THINK,
+    ),
+    ReasoningFamily(name="olmo3", marks=("<think>", "<function_calls>"), tags=_THINK),
+    ReasoningFamily(
+        name="nemotron",
+        aliases=("nemotron_v3",),
+        marks=("<think>", "<TOOLCALL>"),
+        tags=_THINK,
+    ),
+    ReasoningFamily(
+        name="qwen3",
+        aliases=("step3p5", "holo2", "mimo", "think"),
+        marks=("<think>", "</think>"),
+        tags=_THINK,
+    ),
+)

@@ -1,0 +1,284 @@
+"""Embeddings, scoring and classification over real sockets: a tiny random cross-encoder, a tiny embedding model with
+sentence-transformers' files, and the bundled decoder, each against transformers."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from tests.api.serving import Served, serving
+
+MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+WORDS = [*SPECIAL, "the", "mill", "wheel", "turns", "in", "a", "fox", "jumps", "over", "dog"]
+SIZES = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+}
+QUERY = "the mill wheel turns"
+DOCUMENTS = ["a fox jumps over the dog", "the mill turns", "in a wheel"]
+
+
+def write_tokenizer(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def write_bert(folder: Path, name: str, **more: object) -> tuple[torch.nn.Module, Tokenizer]:
+    torch.manual_seed(5)
+    config = transformers.BertConfig(**SIZES, **more)
+    oracle = getattr(transformers, name)(config).eval()
+    for parameter in oracle.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    oracle.save_pretrained(folder)
+    return oracle, write_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def cross(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Served, torch.nn.Module, Tokenizer]]:
+    folder = tmp_path_factory.mktemp("cross")
+    oracle, tokenizer = write_bert(folder, "BertForSequenceClassification", num_labels=1)
+    with serving(None, str(folder), "--threads", "1", "--max-running", "4") as served:
+        yield served, oracle, tokenizer
+
+
+@pytest.fixture(scope="module")
+def embedder(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Served, torch.nn.Module, Tokenizer]]:
+    folder = tmp_path_factory.mktemp("embedder")
+    oracle, tokenizer = write_bert(folder, "BertModel", matryoshka_dimensions=[8, 16])
+    modules = ["Transformer", "Pooling", "Normalize"]
+    listed = [
+        {"idx": i, "name": str(i), "path": f"{i}_{m}" if i else "", "type": f"st.models.{m}"}
+        for i, m in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
+    )
+    with serving(None, str(folder), "--threads", "1") as served:
+        yield served, oracle, tokenizer
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[Served]:
+    with serving(
+        None, str(MODEL), "--threads", "1", "--dtype", "float32", "--max-step-tokens", "64"
+    ) as served:
+        yield served
+
+
+def expected(oracle: torch.nn.Module, ids: list[int], how: str) -> np.ndarray:
+    with torch.inference_mode():
+        hidden = oracle(torch.tensor([ids])).last_hidden_state[0]
+    vector = {"mean": hidden.mean(0), "last": hidden[-1], "cls": hidden[0]}[how].numpy()
+    return vector / np.linalg.norm(vector)
+
+
+def test_embeddings_through_the_openai_client(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    served, oracle, tokenizer = embedder
+    client = openai.OpenAI(base_url=served.url + "/v1", api_key="none")
+    answer = client.embeddings.create(model=client.models.list().data[0].id, input=DOCUMENTS)
+    for text, entry in zip(DOCUMENTS, answer.data, strict=True):
+        wanted = expected(oracle, tokenizer.encode(text).ids, "mean")
+        np.testing.assert_allclose(entry.embedding, wanted, atol=1e-4)
+    assert answer.usage.prompt_tokens == sum(len(tokenizer.encode(t).ids) for t in DOCUMENTS)
+
+
+def test_forms_and_lengths_of_an_embedding(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    served, _, tokenizer = embedder
+    ids = tokenizer.encode(QUERY).ids
+    whole = served.post("/v1/embeddings", {"input": ids}).json()["data"][0]["embedding"]
+    coded = served.post("/v1/embeddings", {"input": [QUERY], "encoding_format": "base64"}).json()
+    raw = base64.b64decode(coded["data"][0]["embedding"])
+    np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), np.float32(whole))
+    short = served.post("/v1/embeddings", {"input": QUERY, "dimensions": 8}).json()
+    cut = np.array(whole[:8]) / np.linalg.norm(whole[:8])
+    np.testing.assert_allclose(short["data"][0]["embedding"], cut, atol=1e-5)
+    wrong = served.post("/v1/embeddings", {"input": QUERY, "dimensions": 9})
+    assert wrong.status_code == 400 and "allowed: 8, 16" in wrong.json()["error"]["message"]
+
+
+def test_cohere_forms(embedder: tuple[Served, torch.nn.Module, Tokenizer]) -> None:
+    served, _, _ = embedder
+    body = {
+        "texts": DOCUMENTS,
+        "input_type": "search_document",
+        "embedding_types": ["float", "int8", "ubinary"],
+    }
+    answer = served.post("/v2/embed", body).json()
+    floats = np.array(answer["embeddings"]["float"])
+    assert answer["response_type"] == "embeddings_by_type" and floats.shape == (3, 32)
+    np.testing.assert_array_equal(answer["embeddings"]["int8"], np.rint(floats * 127))
+    signs = np.unpackbits(np.array(answer["embeddings"]["ubinary"], np.uint8), axis=1)
+    np.testing.assert_array_equal(signs, floats > 0)
+
+
+def test_every_token_of_a_prompt(embedder: tuple[Served, torch.nn.Module, Tokenizer]) -> None:
+    served, oracle, tokenizer = embedder
+    ids = tokenizer.encode(QUERY).ids
+    answer = served.post("/pooling", {"input": QUERY, "task": "token_embed", "normalize": False})
+    with torch.inference_mode():
+        wanted = oracle(torch.tensor([ids])).last_hidden_state[0].numpy()
+    np.testing.assert_allclose(answer.json()["data"][0]["data"], wanted, atol=1e-4)
+    step = {"input": QUERY, "pooling": "step", "step_tag_id": ids[2], "normalize": False}
+    marked = served.post("/pooling", step).json()["data"][0]["data"]
+    np.testing.assert_allclose(
+        marked, wanted[[i for i, t in enumerate(ids) if t == ids[2]]], atol=1e-4
+    )
+
+
+def test_a_bi_encoder_scores_by_cosine_and_by_token_vectors(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    served, oracle, tokenizer = embedder
+    body = {"text_1": QUERY, "text_2": DOCUMENTS}
+    scores = [d["score"] for d in served.post("/score", body).json()["data"]]
+    query = expected(oracle, tokenizer.encode(QUERY).ids, "mean")
+    wanted = [query @ expected(oracle, tokenizer.encode(t).ids, "mean") for t in DOCUMENTS]
+    np.testing.assert_allclose(scores, wanted, atol=1e-4)
+    late = served.post("/v1/score", {**body, "late_interaction": True}).json()["data"]
+
+    def tokens(text: str) -> np.ndarray:
+        with torch.inference_mode():
+            hidden = oracle(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state[0].numpy()
+        return hidden / np.linalg.norm(hidden, axis=1, keepdims=True)
+
+    sims = [(tokens(QUERY) @ tokens(t).T).max(1).sum() for t in DOCUMENTS]
+    np.testing.assert_allclose([d["score"] for d in late], sims, atol=1e-3)
+
+
+def pair_scores(oracle: torch.nn.Module, tokenizer: Tokenizer) -> list[float]:
+    scores = []
+    for text in DOCUMENTS:
+        pair = tokenizer.encode(QUERY, text)
+        with torch.inference_mode():
+            logits = oracle(
+                torch.tensor([pair.ids]), token_type_ids=torch.tensor([pair.type_ids])
+            ).logits
+        scores.append(float(torch.sigmoid(logits[0, 0])))
+    return scores
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_a_cross_encoder_reranks_pairs(
+    path: str, cross: tuple[Served, torch.nn.Module, Tokenizer]
+) -> None:
+    served, oracle, tokenizer = cross
+    wanted = pair_scores(oracle, tokenizer)
+    documents = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
+    answer = served.post(path, {"query": QUERY, "documents": documents, "top_n": 2}).json()
+    best = sorted(range(3), key=lambda i: -wanted[i])[:2]
+    assert [entry["index"] for entry in answer["results"]] == best
+    for entry in answer["results"]:
+        assert abs(entry["relevance_score"] - wanted[entry["index"]]) < 1e-4
+        assert entry["document"]["text"] == DOCUMENTS[entry["index"]]
+
+
+def test_a_cross_encoder_scores_pairs_and_classifies_texts(
+    cross: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    served, oracle, tokenizer = cross
+    body = {"queries": [QUERY] * 3, "documents": DOCUMENTS}
+    scores = [d["score"] for d in served.post("/score", body).json()["data"]]
+    np.testing.assert_allclose(scores, pair_scores(oracle, tokenizer), atol=1e-4)
+    answer = served.post("/classify", {"input": QUERY}).json()["data"][0]
+    assert answer["num_classes"] == 1 and answer["label"] == "LABEL_0"
+
+
+def test_an_encoder_does_not_generate(cross: tuple[Served, torch.nn.Module, Tokenizer]) -> None:
+    served, _, _ = cross
+    refused = served.post("/v1/completions", {"prompt": QUERY})
+    assert refused.status_code == 400
+    assert "does not generate" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/embeddings", {"input": "the mill " * 40}, "input"),
+        ("/v1/embeddings", {"input": [-1]}, "input"),
+        ("/v1/embeddings", {"input": [99999]}, "input"),
+        ("/v1/embeddings", {}, "input"),
+        ("/score", {"text_1": [QUERY] * 2, "text_2": DOCUMENTS}, "text_1"),
+        ("/score", {"text_1": QUERY}, "text_2"),
+        ("/rerank", {"query": QUERY, "documents": []}, "documents"),
+        ("/classify", {"input": QUERY}, "model"),
+        ("/pooling", {"input": QUERY, "task": "token_embed", "pooling": "mean"}, "pooling"),
+        ("/v1/embeddings", {"input": QUERY, "dimensions": 0}, "dimensions"),
+    ],
+)
+def test_what_cannot_be_pooled_is_named(
+    path: str,
+    body: dict[str, object],
+    field: str,
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    served, _, _ = embedder
+    answer = served.post(path, body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith(field)
+    assert served.at_rest()
+
+
+def test_a_decoder_embeds_chunk_by_chunk_and_keeps_generating(bundled: Served) -> None:
+    oracle = transformers.AutoModel.from_pretrained(MODEL, dtype=torch.float32).eval()
+    ids = [int(i) for i in np.random.default_rng(1).integers(20, 2000, 300)]
+    last = served_vector(bundled, {"input": ids})
+    np.testing.assert_allclose(last, expected(oracle, ids, "last"), atol=1e-4)
+    mean = bundled.post("/pooling", {"input": ids, "pooling": "mean"}).json()["data"][0]["data"]
+    np.testing.assert_allclose(mean, expected(oracle, ids, "mean"), atol=1e-4)
+    np.testing.assert_allclose(served_vector(bundled, {"input": ids}), last, atol=1e-4)
+    text = bundled.post("/v1/completions", {"prompt": "Once", "max_tokens": 3, "temperature": 0})
+    assert text.status_code == 200 and bundled.at_rest()
+
+
+def served_vector(served: Served, body: dict[str, object]) -> list[float]:
+    found: list[float] = served.post("/v1/embeddings", body).json()["data"][0]["embedding"]
+    return found
+
+
+def test_generative_scoring_equals_the_whole_softmax(bundled: Served) -> None:
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    query, items, labels = [50, 60, 70], [[80, 81], [90]], [100, 200, 300]
+    body = {"query": query, "items": items, "label_token_ids": labels}
+    scores = [d["score"] for d in bundled.post("/generative_scoring", body).json()["data"]]
+    plain = bundled.post("/generative_scoring", {**body, "apply_softmax": False}).json()["data"]
+    for item, score, chance in zip(items, scores, plain, strict=True):
+        with torch.inference_mode():
+            chances = oracle(torch.tensor([query + item])).logits[0, -1].softmax(-1)
+        assert abs(score - float(chances[100] / chances[labels].sum())) < 1e-4
+        assert abs(chance["score"] - float(chances[100])) < 1e-5
+    assert (
+        bundled.post("/generative_scoring", {**body, "label_token_ids": [10**9]}).status_code == 400
+    )

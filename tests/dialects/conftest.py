@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anthropic
+import openai
+import pytest
+
+from tests.api.serving import Served, serving
+
+KEY, OTHER = "dialect-key-1", "dialect-key-2"
+
+
+@pytest.fixture(scope="session")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The real server with the bundled model, which calls tools and thinks when asked."""
+    cache = tmp_path_factory.mktemp("cache")
+    keys = ("--api-keys", f"{KEY},{OTHER}", "--served-model-name", "demo")
+    with serving(None, *keys, HEADRACE_CACHE_DIR=str(cache)) as served:
+        yield served
+        assert served.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def claude(bundled: Served) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=bundled.url, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def gpt(bundled: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=bundled.url + "/v1", api_key=KEY, max_retries=0) as client:
+        yield client

@@ -1,0 +1,82 @@
+"""One call of every Triton kernel in each form that is compiled differently, on CPU tensors of small sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from headrace.back.kernels.attention import op as attention
+from headrace.back.kernels.gated_act import op as gated_act
+from headrace.back.kernels.op import Kernel, Op, load_kernel
+from headrace.back.kernels.qk_rope_write import op as qk_rope_write
+from headrace.back.kernels.rms_norm import op as rms_norm
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def _call(op: Op, kernel: str, problem: object) -> Callable[[], object]:
+    def call() -> object:
+        loaded = load_kernel(f"headrace.back.kernels.{kernel}")
+        assert isinstance(loaded, Kernel), loaded
+        sample = op.sample(problem)
+        return loaded.bind(sample.problem, *sample.weights)(*sample.arguments)
+
+    return call
+
+
+def _attention(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = BF16, **more: object
+) -> object:
+    return attention.AttentionProblem(
+        device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        block_tokens=16, scale=head_dim**-0.5, **more,
+    )  # fmt: skip
+
+
+def _qk(heads: int, kv_heads: int, head_dim: int, rotary: int, **more: object) -> object:
+    return qk_rope_write.QKRopeWriteProblem(
+        device="cpu", dtype=BF16, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        block_tokens=16, rotary_dim=rotary, **more,
+    )  # fmt: skip
+
+
+def _norm(width: int) -> object:
+    return rms_norm.RMSNormProblem(device="cpu", dtype=BF16, width=width, eps=1e-6)
+
+
+_ATTENTION = "attention.triton_attention:KERNEL"
+_QK = "qk_rope_write.triton_qk_rope_write:KERNEL"
+_NORM = "rms_norm.triton_rms_norm:"
+_ACT = "gated_act.triton_gated_act:KERNEL"
+
+CASES: list[tuple[str, Callable[[], object]]] = [
+    ("attention 32/8x128", _call(attention.OP, _ATTENTION, _attention(32, 8, 128))),
+    ("attention fp32", _call(attention.OP, _ATTENTION, _attention(4, 2, 64, FP32))),
+    (
+        "attention 256 window cap",
+        _call(attention.OP, _ATTENTION, _attention(8, 4, 256, window=20, softcap=50.0)),
+    ),
+    ("attention 80", _call(attention.OP, _ATTENTION, _attention(32, 32, 80))),
+    ("qk_rope_write norm", _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6))),
+    (
+        "qk_rope_write pairs partial",
+        _call(qk_rope_write.OP, _QK, _qk(28, 4, 96, 32, layout="pairs")),
+    ),
+    ("rms_norm", _call(rms_norm.OP, _NORM + "KERNEL", _norm(4096))),
+    ("add_rms_norm", _call(rms_norm.ADD_OP, _NORM + "ADD_KERNEL", _norm(5120))),
+    *(
+        (
+            f"gated_act {activation}",
+            _call(
+                gated_act.OP,
+                _ACT,
+                gated_act.GatedActProblem(
+                    device="cpu", dtype=BF16, width=12288, activation=activation
+                ),
+            ),
+        )
+        for activation in ("silu", "gelu", "gelu_tanh", "relu")
+    ),
+]
+"""(title, call)."""

@@ -1,0 +1,122 @@
+"""Compiles every Triton kernel for GPUs that are not there: `python -m tests.kernels.triton.cross_compile TARGET ...`.
+
+A target is "cuda:90" or "hip:gfx942". Each kernel is bound and called as in use, on CPU tensors; what would have been
+launched is compiled instead, with the types and alignments the launch would have seen. Prints one JSON object per
+kernel and target. Runs in a process of its own: a process either interprets Triton kernels or compiles them, and a crash
+of the compiler is one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from tests.kernels.triton.cases import CASES
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+WAVE = {"gfx942": 64, "gfx950": 64}
+
+
+def target_of(name: str) -> GPUTarget:
+    """The compiler's target of "backend:architecture"."""
+    backend, arch = name.split(":")
+    return (
+        GPUTarget("cuda", int(arch), 32)
+        if backend == "cuda"
+        else GPUTarget("hip", arch, WAVE.get(arch, 32))
+    )
+
+
+def source(function: JITFunction, values: dict[str, Any]) -> ASTSource:
+    """The source as a launch with these arguments specialises it."""
+    signature, constants, attributes = {}, {}, {}
+    constexprs = {p.name for p in function.params if p.is_constexpr}
+    for index, name in enumerate(function.arg_names):
+        value = values[name]
+        if isinstance(value, torch.Tensor):
+            signature[name] = TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif name in constexprs or value is None or (type(value) is int and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif type(value) is int:
+            signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def launches(
+    call: Callable[[], object],
+) -> list[tuple[JITFunction, dict[str, Any], dict[str, Any]]]:
+    """What `call` launches: function, arguments by name, options."""
+    found: list[tuple[JITFunction, dict[str, Any], dict[str, Any]]] = []
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        values = dict(zip(self.arg_names, args, strict=False))
+        values |= {name: options.pop(name) for name in list(options) if name in self.arg_names}
+        found.append((self, values, options))
+
+    kept, JITFunction.run = JITFunction.run, run
+    try:
+        call()
+    finally:
+        JITFunction.run = kept
+    return found
+
+
+def compiled(names: list[str], only: str = "") -> Iterator[dict[str, Any]]:
+    """Compiles every case for the targets."""
+    for title, call in CASES:
+        if only not in title:
+            continue
+        for function, values, options in launches(call):
+            for name in names:
+                target, began = target_of(name), time.perf_counter()
+                if "DEPENDENT" in values:
+                    dependent = target.backend == "cuda" and target.arch >= 90
+                    values["DEPENDENT"] = dependent
+                options.pop("launch_pdl", None)
+                binary = triton.compile(source(function, values), target=target, options=options)
+                assembly = binary.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+                yield {
+                    "case": title,
+                    "kernel": function.fn.__name__,
+                    "target": name,
+                    "shared": binary.metadata.shared,
+                    "assembly": assembly,
+                    "binary": binary.asm.get("cubin"),
+                    "seconds": round(time.perf_counter() - began, 2),
+                }
+
+
+def main() -> None:
+    """Prints what was compiled, without the assembly, but with the matrix instructions found in it."""
+    marks = ("wgmma", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma", "cp.async", "griddepcontrol")
+    for one in compiled(sys.argv[1:]):
+        assembly = one.pop("assembly")
+        one.pop("binary")
+        one["found"] = [mark for mark in marks if mark in assembly]
+        print(json.dumps(one), flush=True)
+
+
+if __name__ == "__main__":
+    main()

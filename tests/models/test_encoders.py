@@ -1,0 +1,190 @@
+"""Encoders and classifiers against transformers on tiny random configurations: hidden states and class logits, fp32
+1e-4, several texts in one step (MUL-09: batch == alone)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from headrace.back.attention.plan import Batch
+from headrace.back.models.families import ENCODERS, architecture_of, reserved_positions
+from headrace.back.models.load import load_model
+from headrace.back.parallel.mesh import Mesh
+from headrace.base.config.hf import read_json
+from headrace.base.config.resolved import ModelSpec
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+TEXTS = [[5, 6, 7, 8, 9, 10, 11], [3], [90, 2, 44, 17, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69]]
+
+
+def bert(**more: Any) -> transformers.BertConfig:
+    return transformers.BertConfig(**SIZES, max_position_embeddings=40, **more)
+
+
+def roberta(**more: Any) -> transformers.RobertaConfig:
+    return transformers.RobertaConfig(
+        **SIZES, max_position_embeddings=40, pad_token_id=1, type_vocab_size=1, **more
+    )
+
+
+def xlm(**more: Any) -> transformers.XLMRobertaConfig:
+    return transformers.XLMRobertaConfig(
+        **SIZES, max_position_embeddings=40, pad_token_id=1, type_vocab_size=1, **more
+    )
+
+
+def modern(**more: Any) -> transformers.ModernBertConfig:
+    return transformers.ModernBertConfig(
+        **SIZES,
+        max_position_embeddings=64,
+        local_attention=8,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+        attn_implementation="eager",
+        **more,
+    )
+
+
+def qwen3(**more: Any) -> transformers.Qwen3Config:
+    return transformers.Qwen3Config(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        **more,
+    )
+
+
+ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
+    ("BertModel", bert),
+    ("BertForMaskedLM", bert),
+    ("BertForSequenceClassification", bert),
+    ("BertForTokenClassification", bert),
+    ("RobertaModel", roberta),
+    ("RobertaForSequenceClassification", roberta),
+    ("RobertaForTokenClassification", roberta),
+    ("XLMRobertaForSequenceClassification", xlm),
+    ("ModernBertModel", modern),
+    ("ModernBertForSequenceClassification", modern),
+    ("ModernBertForTokenClassification", modern),
+]
+
+
+def saved(folder: Path, name: str, config: Any) -> tuple[Any, ModelSpec]:
+    torch.manual_seed(3)
+    oracle = getattr(transformers, name)(config).eval()
+    for parameter in oracle.parameters():  # biases and norms as made would hide a missing one
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    oracle.save_pretrained(folder)
+    raw = read_json(folder / "config.json")
+    named = architecture_of(raw)
+    spec = ModelSpec(
+        path=str(folder),
+        name="tiny",
+        format="safetensors",
+        family=named.family,
+        dtype="float32",
+        max_model_len=32,
+        logits_width=SIZES["vocab_size"],
+        eos_ids=(),
+        config=raw,
+        head=named.head,
+        bare=named.bare,
+        num_labels=getattr(config, "num_labels", 0),
+    )
+    return oracle, spec
+
+
+def loaded(spec: ModelSpec) -> Any:
+    model, _ = load_model(spec, mesh=Mesh(), device=torch.device("cpu"), block_tokens=16)
+    return model
+
+
+def batch_of(texts: list[list[int]], segments: list[int] | None = None) -> Batch:
+    starts = np.cumsum([0, *(len(text) for text in texts)]).astype(np.int32)
+    return Batch(
+        token_ids_T=torch.tensor([token for text in texts for token in text]),
+        positions_T=torch.cat([torch.arange(len(text)) for text in texts]),
+        plans=(),
+        group_of_layer=(),
+        kv=(),
+        logits_at_N=torch.empty(0, dtype=torch.int64),
+        query_start=starts,
+        segments_T=None if segments is None else torch.tensor(segments),
+    )
+
+
+@pytest.mark.parametrize(("name", "make"), ENCODER_CASES, ids=[name for name, _ in ENCODER_CASES])
+def test_hidden_states_and_logits_equal_transformers(
+    name: str, make: Callable[..., Any], tmp_path: Path
+) -> None:
+    heads = {"num_labels": 3} if "Classification" in name else {}
+    oracle, spec = saved(tmp_path, name, make(**heads))
+    assert spec.family in ENCODERS
+    model = loaded(spec)
+    with torch.inference_mode():
+        hidden_TE = model.forward(batch_of(TEXTS))
+        parts = [hidden_TE[a:b] for a, b in pairwise(batch_of(TEXTS).query_start.tolist())]
+        for text, ours in zip(TEXTS, parts, strict=True):
+            answer = oracle(torch.tensor([text]), output_hidden_states=True)
+            wanted = (
+                answer.last_hidden_state
+                if "last_hidden_state" in answer
+                else answer.hidden_states[-1]
+            )
+            torch.testing.assert_close(ours, wanted[0], atol=1e-4, rtol=1e-4)
+            if "SequenceClassification" in name:
+                torch.testing.assert_close(
+                    model.classify(ours[:1]), answer.logits, atol=1e-4, rtol=1e-4
+                )
+            if "TokenClassification" in name:
+                torch.testing.assert_close(
+                    model.classify(ours), answer.logits[0], atol=1e-4, rtol=1e-4
+                )
+
+
+def test_token_types_of_a_pair_reach_bert(tmp_path: Path) -> None:
+    oracle, spec = saved(tmp_path, "BertModel", bert())
+    segments = [0, 0, 0, 1, 1, 1, 1]
+    model = loaded(spec)
+    with torch.inference_mode():
+        ours = model.forward(batch_of(TEXTS[:1], segments))
+        types = torch.tensor([segments])
+        wanted = oracle(torch.tensor(TEXTS[:1]), token_type_ids=types).last_hidden_state[0]
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_context_of_roberta_leaves_out_what_lies_before_its_first_position() -> None:
+    config = roberta().to_dict()
+    assert reserved_positions("roberta", config) == 2
+    assert reserved_positions("bert", config) == 0
+
+
+@pytest.mark.parametrize("name", ["Qwen3Model", "Qwen3ForSequenceClassification"])
+def test_decoders_without_a_language_head_load(name: str, tmp_path: Path) -> None:
+    heads = {"num_labels": 3} if "Classification" in name else {}
+    oracle, spec = saved(tmp_path, name, qwen3(**heads))
+    model = loaded(spec)
+    assert not model.generates
+    if heads:
+        weight = oracle.score.weight
+        hidden = torch.randn(4, SIZES["hidden_size"])
+        torch.testing.assert_close(model.classify(hidden), hidden @ weight.T, atol=1e-4, rtol=1e-4)
