@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headrace.back.kernels.linear.native import KERNEL, PANEL_ROWS, bind_with
+from headrace.back.kernels.linear.native import KERNEL, bind_with
 from headrace.back.kernels.linear.op import OP, LinearProblem
 from headrace.back.kernels.native.wrap import unsupported
 
@@ -11,7 +11,11 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16]
 # rows, outputs, inputs: below, at and above every tile and vector width
 SIZES = [(1, 1, 1), (1, 5, 7), (1, 8, 64), (2, 13, 33), (3, 6, 31), (5, 37, 100), (8, 64, 96),
-         (31, 130, 257), (64, 25, 1030)]  # fmt: skip
+         (17, 33, 64), (31, 130, 257), (32, 48, 1000), (49, 31, 65), (64, 25, 1030), (65, 16, 32),
+         (100, 50, 70), (131, 100, 600)]  # fmt: skip
+
+
+PANEL_ROWS = 64  # of the kernel
 
 
 def problem(dtype, outputs, inputs, bias=True):
@@ -79,13 +83,13 @@ def test_no_rows_give_no_rows(newest):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_a_long_prompt_is_what_it_is_alone(newest, dtype):
+def test_a_row_of_a_long_prompt_is_what_it_is_alone(library, dtype):
     """Whoever shares the step: the same bits, over the borders of panels too (P17)."""
     x, weight = (
         values(2 * PANEL_ROWS + 7, 136, dtype=dtype)[:, 3:133],
         values(50, 130, dtype=dtype, seed=1),
     )
-    linear = bind_with(newest, problem(dtype, 50, 130, False), weight, None)
+    linear = bind_with(library, problem(dtype, 50, 130, False), weight, None)
     together = linear(x)
     for row in (0, PANEL_ROWS - 1, PANEL_ROWS, 2 * PANEL_ROWS + 6):
         assert torch.equal(linear(x[row : row + 1])[0], together[row])

@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 BITS = [8, 4]
 # rows, outputs, inputs: below, at and above every tile, panel, group and block width
 SIZES = [(1, 1, 1), (1, 63, 7), (1, 64, 64), (2, 65, 33), (3, 130, 31), (5, 37, 100), (7, 128, 96),
-         (33, 200, 257), (195, 70, 130)]  # fmt: skip
+         (17, 96, 192), (33, 200, 257), (195, 70, 130)]  # fmt: skip
 
 
 def problem(dtype, bits, outputs, inputs, bias=True):

@@ -1,8 +1,7 @@
-"""Linear by the native kernel, reading the plain weight in place, PANEL_ROWS rows at a time.
+"""Linear by the native kernel, reading the plain weight in place.
 
-A result depends on its own row alone: not on the rows beside it, their number or the number of threads. That is worth
-more than the last tenth of speed that oneDNN's product has on hundreds of rows: a request's tokens do not depend on
-who else is being served. T tokens, I inputs, O outputs; x and the weight share a dtype; sums are float32.
+A result depends on its own row alone: not on the rows beside it, their number or the number of threads. So a request's
+tokens do not depend on who else is being served. T tokens, I inputs, O outputs; x and the weight share a dtype; sums are float32.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLi
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
-# Rows that meet a block of weights before the next block is read: their inputs stay in the second-level cache.
-PANEL_ROWS = 64
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 6, INT32, INT32)
 
 
@@ -31,7 +28,7 @@ def bind_with(
     kernel = library.bind("linear", *_ARGUMENTS)
     outputs, inputs = weight_OI.shape
     weight_stride = weight_OI.stride(0)
-    code, item = DTYPES[problem.dtype], problem.dtype.itemsize
+    code = DTYPES[problem.dtype]
 
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
         rows = x_TI.shape[0]
@@ -42,16 +39,11 @@ def bind_with(
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         y_TO = x_TI.new_empty(rows, outputs)
-        x, y, x_stride = x_TI.data_ptr(), y_TO.data_ptr(), x_TI.stride(0)
-        weight = (
-            weight_OI.data_ptr()
-        )  # asked for at each call: the closure is what keeps the tensors alive
-        bias = None if bias_O is None else bias_O.data_ptr()
-        for row in range(0, rows, PANEL_ROWS):
-            kernel(
-                x + row * x_stride * item, weight, bias, y + row * outputs * item,
-                min(PANEL_ROWS, rows - row), outputs, inputs, x_stride, weight_stride, outputs, code, code,
-            )  # fmt: skip
+        # Addresses are asked for at each call: the closure is what keeps the tensors alive.
+        kernel(
+            x_TI.data_ptr(), weight_OI.data_ptr(), None if bias_O is None else bias_O.data_ptr(),
+            y_TO.data_ptr(), rows, outputs, inputs, x_TI.stride(0), weight_stride, outputs, code, code,
+        )  # fmt: skip
         return y_TO
 
     return linear

@@ -1,15 +1,17 @@
-// y[M,N] = x[M,K] w[N,K]^T + bias[N] for few rows (M up to some dozens): the weights stream through once, in place.
+// y[M,N] = x[M,K] w[N,K]^T + bias[N], the weights read in place.
 //
-// Each thread takes runs of weight rows. A block of weight rows meets all rows of x before the next block is read, so the
-// weights come from memory once and the repeated reads of x from L1/L2; the next block is fetched ahead meanwhile. Large
-// M belongs to a product with packed weights, not here.
+// Where there are matrix tiles, bf16 goes to them (amx_linear.h). Else each thread takes runs of weight rows: a block of
+// weight rows meets up to kPanelRows rows of x before the next block is read, so the weights come from memory once per
+// panel and the repeated reads of x from L1/L2; the next block is fetched ahead meanwhile.
 
+#include "../native/amx_linear.h"
 #include "../native/dot_tile.h"
 
 namespace {
 
 // Bytes of weights one claim covers: long enough to hide the claim (some 5 us), short enough to balance.
 constexpr int64_t kChunkBytes = 96 * 1024;
+constexpr int64_t kPanelRows = 64;  // of x that meet a block of weights before the next: they stay in L2
 constexpr int kBlockOfOne = kRegisters == 32 ? 8 : 4;  // weight rows per tile when M is 1
 
 struct Linear {
@@ -74,7 +76,7 @@ void chunk(void* context, int64_t i) {
 }
 
 template <class T, class Y>
-int32_t run(Linear& p, const void* x, int64_t x_stride) {
+int32_t run_panel(Linear p, const void* x, int64_t x_stride) {
   char* panels = static_cast<char*>(hr_scratch(panel_bytes<T>(p.M, p.K)));
   if (panels == nullptr) return HR_NO_MEMORY;
   for (int64_t m = 0; m < p.M;) {
@@ -90,6 +92,17 @@ int32_t run(Linear& p, const void* x, int64_t x_stride) {
   return HR_OK;
 }
 
+template <class T, class Y>
+int32_t run(const Linear& p, const void* x, int64_t x_stride) {
+  int32_t status = HR_OK;
+  for (int64_t m = 0; m < p.M && status == HR_OK; m += kPanelRows) {
+    Linear panel = p;
+    panel.M = smaller(p.M - m, kPanelRows), panel.y = static_cast<Y*>(p.y) + m * p.y_stride;
+    status = run_panel<T, Y>(panel, static_cast<const T*>(x) + m * x_stride, x_stride);
+  }
+  return status;
+}
+
 }  // namespace
 
 // Strides count elements; rows are contiguous. bias: null or [N] in the weights' type. x has the weights' type; y that
@@ -98,7 +111,14 @@ HR_PUBLIC int32_t HR_EXPORT(linear)(const void* x, const void* w, const void* bi
                                     int64_t K, int64_t x_stride, int64_t w_stride, int64_t y_stride, int32_t dtype,
                                     int32_t y_dtype) {
   if (M < 0 || N < 0 || K <= 0) return HR_BAD_SHAPE;
-  if (M == 0) return HR_OK;
+  if (M == 0 || N == 0) return HR_OK;
+#if defined(HR_AMX)
+  if (dtype == HR_BF16) {
+    const TileLinear tiles{static_cast<const bf16*>(w), static_cast<const bf16*>(x), bias, y, M, N, K, w_stride, x_stride,
+                           y_stride, 0, nullptr, 0};
+    return y_dtype == HR_BF16 ? tile_linear<bf16>(tiles) : y_dtype == HR_F32 ? tile_linear<float>(tiles) : HR_BAD_DTYPE;
+  }
+#endif
   Linear p{nullptr, w, bias, y, M, N, K, w_stride, y_stride, 0};
   if (dtype == HR_BF16 && y_dtype == HR_BF16) return run<bf16, bf16>(p, x, x_stride);
   if (dtype == HR_BF16 && y_dtype == HR_F32) return run<bf16, float>(p, x, x_stride);

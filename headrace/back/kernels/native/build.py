@@ -33,21 +33,28 @@ SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "
 
 @dataclass(frozen=True, kw_only=True)
 class Isa:
-    """An instruction set: its suffix in symbol names, the machines it exists on, the compiler flags."""
+    """An instruction set: its suffix in symbol names, the machines it exists on, the compiler flags. `only`: kernels that
+    do not name this header have nothing to gain and are taken from the next worse set."""
 
     name: str
     machines: tuple[str, ...]
     flags: tuple[str, ...]
+    only: str = ""
 
 
 _V4 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+_DOT = (*_V4, "-mavx512bf16", "-mavx512vnni")
 # Worst first; the position is the bit in hr_cpu_isas(). "portable" compiles on every machine.
 ISAS: tuple[Isa, ...] = (
     Isa(name="portable", machines=(), flags=()),
     Isa(name="avx2", machines=("x86_64", "AMD64"), flags=("-march=x86-64-v3",)),
     Isa(name="avx512", machines=("x86_64", "AMD64"), flags=_V4),
+    Isa(name="avx512dot", machines=("x86_64", "AMD64"), flags=_DOT),
     Isa(
-        name="avx512dot", machines=("x86_64", "AMD64"), flags=(*_V4, "-mavx512bf16", "-mavx512vnni")
+        name="amx",
+        machines=("x86_64", "AMD64"),
+        flags=(*_DOT, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        only="native/amx",
     ),
 )
 
@@ -124,7 +131,7 @@ def _units(scratch: Path, compiler: str, extra: tuple[str, ...]) -> list[list[st
         if (isa.machines and machine not in isa.machines) or not _knows(compiler, isa):
             continue
         for path in sources():
-            if path.name.startswith("native_"):
+            if path.name.startswith("native_") and isa.only in path.read_text():
                 out = scratch / f"{path.stem}_{isa.name}.o"
                 flags = (*_FLAGS, *isa.flags, f"-DHR_ISA={isa.name}", *extra)
                 units.append([compiler, *flags, "-c", str(path), "-o", str(out)])
@@ -140,8 +147,24 @@ def _knows(compiler: str, isa: Isa) -> bool:
 
 
 def _compile(command: list[str]) -> str:
-    _checked(command)
-    return command[-1]
+    """Compiles one object, or takes it from an earlier build of the same source, headers and flags."""
+    out = Path(command[-1])
+    kept = out.parent.parent / ".objects" / f"{out.stem}-{_object_digest(command)}.o"
+    if not kept.exists():
+        _checked(command)
+        kept.parent.mkdir(mode=0o700, exist_ok=True)
+        for older in kept.parent.glob(f"{out.stem}-*.o"):
+            older.unlink(missing_ok=True)
+        out.rename(kept)
+    return str(kept)
+
+
+def _object_digest(command: list[str]) -> str:
+    digest = hashlib.sha256(repr(command[:-3]).encode())
+    for path in (*sorted(FOLDER.glob("*.h")), Path(command[-3])):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    version = subprocess.run([command[0], "--version"], capture_output=True, check=True).stdout
+    return hashlib.sha256(digest.digest() + version).hexdigest()[:16]
 
 
 def _checked(command: list[str]) -> None:

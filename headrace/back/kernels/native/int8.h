@@ -14,6 +14,8 @@ HR_INLINE I round_int(F x) {
   return (I)_mm256_cvtps_epi32((__m256)x);
 #elif defined(__SSE2__)
   return (I)_mm_cvtps_epi32((__m128)x);
+#elif defined(__aarch64__)
+  return (I)vcvtnq_s32_f32((float32x4_t)x);
 #else
   return (I)(x + 12582912.0f) - 0x4b400000;  // |x| < 2^22
 #endif
@@ -32,7 +34,11 @@ HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* codes
   }
   bool good = true;
   for (int i = 0; i < kLanes; ++i) good = good && finite[i];
+#if defined(__AVX512F__)
+  const float top = _mm512_reduce_max_ps((__m512)most);  // NaN is kept out by `size > most`
+#else
   const float top = largest(most);
+#endif
   const float inverse = good && top > 1e-30f ? 127.0f / top : 0.0f;
   *scale = good ? top / 127.0f : __builtin_nanf("");
   typedef int8_t B __attribute__((vector_size(kLanes)));
@@ -47,9 +53,13 @@ HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* codes
     B bytes = __builtin_convertvector(code, B);
     __builtin_memcpy(codes + k, &bytes, sizeof bytes);
   }
+#if defined(__AVX512F__)
+  *sum = _mm512_reduce_add_epi32((__m512i)total);
+#else
   int32_t all = 0;
   for (int i = 0; i < kLanes; ++i) all += total[i];
   *sum = all;
+#endif
 }
 
 HR_INLINE I broadcast(const int8_t* four) {
@@ -73,7 +83,7 @@ HR_INLINE I dot4(I acc, I w, I x) {
 HR_INLINE I dot8(I acc, I w, I x) {
   __m512i s = (__m512i)(w ^ (int32_t)0x80808080), v = (__m512i)x;
   v = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(s), _mm512_setzero_si512(), v);
-  return dot4(acc, (I)_mm512_abs_epi8(s), (I)v);  // both at most 127: pairs stay below 2^15
+  return dot4(acc, (I)_mm512_abs_epi8(s), (I)v);  // at most 128 and 127: pairs stay below 2^15
 }
 #elif defined(__AVX2__)
 constexpr int32_t kOffset8 = 0;
@@ -85,6 +95,10 @@ HR_INLINE I dot8(I acc, I w, I x) {
   __m256i s = (__m256i)(w ^ (int32_t)0x80808080);
   return dot4(acc, (I)_mm256_abs_epi8(s), (I)_mm256_sign_epi8((__m256i)x, s));
 }
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int32_t kOffset8 = 0;
+HR_INLINE I dot4(I acc, I w, I x) { return (I)vdotq_s32((int32x4_t)acc, (int8x16_t)w, (int8x16_t)x); }
+HR_INLINE I dot8(I acc, I w, I x) { return dot4(acc, w ^ (int32_t)0x80808080, x); }
 #else
 constexpr int32_t kOffset8 = 0;
 HR_INLINE I dot4(I acc, I w, I x) {

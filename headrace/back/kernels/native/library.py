@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from headrace.back.kernels.native import build
 from headrace.base import env
@@ -54,9 +55,16 @@ class NativeLibrary:
         names = [isa.name for i, isa in enumerate(build.ISAS) if bits >> i & 1]
         return tuple(name for name in names if hasattr(self._dll, f"hr_linear_{name}"))
 
+    def _kernel(self, name: str) -> Any:
+        """The kernel of the best instruction set up to `isa` that has one of its own."""
+        for isa in reversed(self.isas[: self.isas.index(self.isa) + 1]):
+            if (kernel := getattr(self._dll, f"hr_{name}_{isa}", None)) is not None:
+                return kernel
+        raise AssertionError(f"no kernel {name} in {self.path}")
+
     def bind(self, name: str, *argument_types: type) -> Callable[..., None]:
         """The kernel `name` as a function of plain numbers; it raises NativeError when the kernel refuses."""
-        kernel = getattr(self._dll, f"hr_{name}_{self.isa}")
+        kernel = self._kernel(name)
         kernel.argtypes, kernel.restype = argument_types, ctypes.c_int32
 
         def call(*arguments: object) -> None:

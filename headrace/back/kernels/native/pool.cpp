@@ -22,6 +22,11 @@
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <cpuid.h>
 #endif
 
 namespace {
@@ -156,13 +161,14 @@ void hr_parallel(HrTask task, void* context, int64_t chunks) {
   pool->busy.store(false, std::memory_order_release);
 }
 
-void* hr_scratch(int64_t bytes) {
+void* hr_scratch(int64_t bytes, int slot) {
   struct Buffer {
     void* memory = nullptr;
     int64_t bytes = 0;
     ~Buffer() { std::free(memory); }
   };
-  static thread_local Buffer buffer;
+  static thread_local Buffer buffers[2];
+  Buffer& buffer = buffers[slot];
   if (buffer.bytes < bytes) {
     std::free(buffer.memory);
     buffer.bytes = (bytes + 4095) / 4096 * 4096;
@@ -220,6 +226,21 @@ HR_PUBLIC int32_t hr_pool_resize(int32_t threads, const int32_t* cpus) {
 // The digest of the sources this library was built from; the loader refuses another.
 HR_PUBLIC const char* hr_source_digest() { return HR_STRING(HR_DIGEST); }
 
+#if defined(__x86_64__)
+// Whether the CPU has matrix tiles for bf16 and int8 and the system lets this process use them.
+static bool may_use_tiles() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if (!(d >> 22 & 1) || !(d >> 24 & 1) || !(d >> 25 & 1)) return false;  // AMX-BF16, -TILE, -INT8
+#if defined(__linux__)
+  constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM: for all threads, at first use
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 // Bit i set: this CPU and operating system run instruction set i of build.py's ISAS.
 HR_PUBLIC uint32_t hr_cpu_isas() {
   uint32_t found = 1;
@@ -233,6 +254,7 @@ HR_PUBLIC uint32_t hr_cpu_isas() {
   if (v3) found |= 2;
   if (v4) found |= 4;
   if (dot) found |= 8;
+  if (dot && may_use_tiles()) found |= 16;
 #endif
   return found;
 }
