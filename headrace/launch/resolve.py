@@ -79,10 +79,8 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
     """The resolved tree; ConfigError where options contradict each other, the model or the machine."""
     choose = _Chooser()
     where = _device(options, device, choose)
-    dtype = choose.pick(
-        "--dtype", options.model.dtype, _dtype(model, where), "the checkpoint's type"
-    )
-    quantization = _quantization(options, model, where, dtype, choose)
+    dtype = choose.pick("--dtype", options.model.dtype, model.dtype, "the checkpoint's type")
+    quantization = _quantization(options, model, where, choose)
     max_model_len = _max_model_len(options, model, choose)
     scheduler = _scheduler(options, model, where, max_model_len, choose)
     names = options.model.served_model_name or (model.name,)
@@ -99,6 +97,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
             config=model.config,
             seed=options.model.seed,
             quantization=quantization,
+            kv_dtype=_kv_dtype(options, model, where, choose),
             head=model.head,
             bare=model.bare,
             num_labels=model.num_labels,
@@ -155,13 +154,8 @@ def _device(options: Options, device: DeviceFacts, choose: _Chooser) -> DeviceSp
     )
 
 
-def _dtype(model: ModelFacts, where: DeviceSpec) -> str:
-    """float16 has no fast path on a CPU and less range than the sums need: float32 instead."""
-    return "float32" if where.device == "cpu" and model.dtype == "float16" else model.dtype
-
-
 def _quantization(
-    options: Options, model: ModelFacts, where: DeviceSpec, dtype: str, choose: _Chooser
+    options: Options, model: ModelFacts, where: DeviceSpec, choose: _Chooser
 ) -> str | None:
     """The scheme by name; ConfigError where no kernel could serve it."""
     given = options.model.quantization
@@ -169,10 +163,6 @@ def _quantization(
         return None
     if where.device != "cpu":
         raise ConfigError(f"--quantization {given} runs on the CPU only, not on {where.device}")
-    if dtype == "float16":
-        raise ConfigError(
-            f"--quantization {given}: --dtype float16 has no kernels; use bfloat16 or float32"
-        )
     if model.family == FALLBACK:
         raise ConfigError(
             f"--quantization {given} needs a model family of headrace; {model.architecture} runs "
@@ -183,6 +173,24 @@ def _quantization(
     choose.note(
         "--quantization", given, f"{bits:g} bits a weight", f"{size:.2f}GiB, packed while loading"
     )
+    return given
+
+
+def _kv_dtype(
+    options: Options, model: ModelFacts, where: DeviceSpec, choose: _Chooser
+) -> str | None:
+    """The type of the KV cache where it is not that of the activations."""
+    given = options.kv.kv_dtype
+    if given == "auto":
+        return None
+    if where.device != "cpu":
+        raise ConfigError(f"--kv-dtype {given} runs on the CPU only, not on {where.device}")
+    if model.family == FALLBACK:
+        raise ConfigError(
+            f"--kv-dtype {given} needs a model family of headrace; {model.architecture} runs "
+            "by the transformers fallback"
+        )
+    choose.note("--kv-dtype", given, "codes with a scale per token and head", "as asked")
     return given
 
 

@@ -63,6 +63,7 @@ class Head:
 class Scope:
     """The place of one layer. `path` is its checkpoint name; `block_tokens` and `max_positions`
     come from the engine. `scheme` says how weights of linear layers are quantized; None: they are not.
+    `kv_coded`: the KV cache holds int8 codes.
     `stored` names the checkpoint's tensors that are quantized already and stay so."""
 
     ledger: Ledger
@@ -72,6 +73,7 @@ class Scope:
     block_tokens: int
     max_positions: int
     scheme: Scheme | None = None
+    kv_coded: bool = False
     stored: Stored = field(default_factory=dict)
     head: Head = Head()
     path: str = ""

@@ -84,12 +84,7 @@ HR_INLINE I look_up(I codes) {
 }
 
 // kLanes int8 as floats.
-HR_INLINE F small_floats(const uint8_t* p) {
-  typedef int8_t B __attribute__((vector_size(kLanes)));
-  B v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return __builtin_convertvector(v, F);
-}
+HR_INLINE F small_floats(const uint8_t* p) { return load(reinterpret_cast<const int8_t*>(p)); }
 
 // The unsigned codes of a group of 32 inputs, of kLanes outputs from `column` on: b[s] holds inputs 4 s .. 4 s + 3.
 template <class C>

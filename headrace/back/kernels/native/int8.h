@@ -41,7 +41,6 @@ HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* codes
 #endif
   const float inverse = good && top > 1e-30f ? 127.0f / top : 0.0f;
   *scale = good ? top / 127.0f : __builtin_nanf("");
-  typedef int8_t B __attribute__((vector_size(kLanes)));
   I total{};
   for (int64_t k = 0; k < padded; k += kLanes) {
     I code{};
@@ -50,8 +49,13 @@ HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* codes
       code = round_int(v * inverse);
     }
     total += code;
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + k), _mm512_cvtepi32_epi8((__m512i)code));
+#else
+    typedef int8_t B __attribute__((vector_size(kLanes)));
     B bytes = __builtin_convertvector(code, B);
     __builtin_memcpy(codes + k, &bytes, sizeof bytes);
+#endif
   }
 #if defined(__AVX512F__)
   *sum = _mm512_reduce_add_epi32((__m512i)total);

@@ -161,6 +161,21 @@ HR_INLINE F load(const fp16* p) { return widen_half(load_raw<H>(p)); }
 HR_INLINE F load(const bf16* p) {
   return (F)(__builtin_convertvector(load_raw<H>(p), U) << 16);
 }
+// As intrinsics: the compiler's own conversion of bytes goes lane by lane.
+HR_INLINE F load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__aarch64__)
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return (F)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
+#else
+  typedef int8_t B __attribute__((vector_size(kLanes)));
+  return __builtin_convertvector(load_raw<B>(p), F);
+#endif
+}
 HR_INLINE void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
 HR_INLINE void store(fp16* p, F v) {
   H h = narrow_half(v);
@@ -181,6 +196,10 @@ HR_INLINE void store(bf16* p, F v) {
 template <class T>
 HR_INLINE F load_part(const T* p, int64_t n) {
 #if defined(__AVX512BW__)
+  if constexpr (sizeof(T) == 1) {
+    const __m128i bytes = _mm_maskz_loadu_epi8((__mmask16)((1u << n) - 1), p);
+    return load(reinterpret_cast<const T*>(&bytes));
+  }
   if constexpr (sizeof(T) == 4) return load_raw_part<F>(p, n);
   const __m256i half = _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
   return load(reinterpret_cast<const T*>(&half));
@@ -256,6 +275,8 @@ struct Dot<bf16> {
   HR_INLINE F add(F acc, V a, V b) {
 #if defined(__AVX512BF16__)
     return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (F)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
     acc = fma((F)(a << 16), (F)(b << 16), acc);
     return fma((F)(a & 0xffff0000u), (F)(b & 0xffff0000u), acc);
