@@ -5,6 +5,8 @@ Each shape cycles through enough weights to leave the caches, as the layers of a
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from linear import WEIGHT_BYTES, cycle
 from measure import interleaved, row, setup
@@ -61,7 +63,7 @@ def main() -> None:
             for rows in ROWS:
                 x = torch.randn(rows, inputs).to(dtype)
                 timed = interleaved(
-                    {n: (lambda call=call: call(x)) for n, call in calls.items()},
+                    {n: partial(call, x) for n, call in calls.items()},
                     seconds=arguments.seconds,
                 )
                 best = {n: low for n, (_, low) in timed.items()}

@@ -29,8 +29,8 @@ def widened(coding: str, raw: np.ndarray) -> np.ndarray:
 
 
 def encode(coding: str, values: np.ndarray) -> np.ndarray:
-    """float32 [rows, inputs] as blocks: by the `gguf` library where it can, else Q4_K and Q6_K by plain rounding (no search
-    for better scales, as converters do)."""
+    """float32 [rows, inputs] as blocks: by the `gguf` library where it can, else Q4_K and Q6_K by plain rounding
+    (converters search for better scales)."""
     if coding not in ("Q4_K", "Q6_K"):
         raw: np.ndarray = gguf.quants.quantize(values, gguf.GGMLQuantizationType[coding])
         return raw

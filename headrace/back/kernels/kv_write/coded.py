@@ -2,8 +2,8 @@
 
 Such a cache is int8 [num_blocks, 2, K, block_tokens, D + 4]: the shape counts the bytes of a token, but the bytes of a
 block's head lie as [block_tokens][D] codes, then [block_tokens] scales, so that vectors of codes stay aligned.
-A value is code * scale; code = round(x * 127 / m), ties to even, with m the largest magnitude of the token's head. A NaN or Inf
-makes the scale NaN, so that what is lost cannot go unseen.
+A value is code * scale; code = round(x * 127 / m), ties to even, with m the largest magnitude of the token's head.
+A NaN or Inf makes the scale NaN, so that what is lost cannot go unseen.
 """
 
 from __future__ import annotations
