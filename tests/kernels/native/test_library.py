@@ -152,3 +152,14 @@ def test_the_affinity_mask_bounds_the_threads():
         assert available_threads() == 1
     finally:
         os.sched_setaffinity(0, mask)
+
+
+def test_an_instruction_set_can_be_capped_and_one_that_is_not_there_is_refused_by_name(
+    library_path, monkeypatch, fresh_load
+):
+    monkeypatch.setenv("HEADRACE_NATIVE", str(library_path))
+    monkeypatch.setenv("HEADRACE_ISA", "portable")
+    assert fresh_load().isa == "portable"
+    monkeypatch.setenv("HEADRACE_ISA", "avx1024")
+    with pytest.raises(StartError, match="'avx1024' is not among portable"):
+        fresh_load()

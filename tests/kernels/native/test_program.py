@@ -12,6 +12,7 @@ import pytest
 
 from headrace.back.kernels.native import build
 from headrace.back.kernels.native.library import NativeLibrary
+from tests.kernels.native.conftest import ISAS
 from tests.kernels.native.programs import build_library, build_program
 
 ARM = "aarch64-linux-gnu-g++"
@@ -33,7 +34,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_program(build.find_compiler(), tmp_path_factory.mktemp("program"))
 
 
-@pytest.mark.parametrize("isa", [isa.name for isa in build.ISAS])
+@pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set_agrees_with_plain_loops(
     library_path: Path, program: Path, isa: str
 ) -> None:
