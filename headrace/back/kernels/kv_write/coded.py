@@ -34,7 +34,8 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     lost = ~x.isfinite().all(-1)
     x = x.masked_fill(lost[..., None], 0)
     top = x.abs().amax(-1)
-    inverse = torch.where(top > 1e-30, 127.0 / top, 0)
+    # A number divided by a tensor is its reciprocal's product to torch: rounded twice.
+    inverse = torch.where(top > 1e-30, top.new_tensor(127.0) / top, 0)
     codes = (x * inverse[..., None]).round().to(torch.int8)
     return codes, (top / 127.0).masked_fill(lost, torch.nan)
 
