@@ -136,7 +136,12 @@ def test_a_split_that_cuts_a_block_is_refused_by_name(tmp_path: Path) -> None:
     model = tiny_model("llama", **WIDE)
     path = write_gguf(tmp_path / "m.gguf", "llama", model, quantize=blocks({}, "Q4_K"))
     with pytest.raises(ConfigError, match=r"o_proj\.weight: that cuts a Q4_K block of 256"):
-        load_model(gguf_spec(path), mesh=Mesh(tp=Axis(size=2, rank=0, group=NO_GROUP)), device=CPU, block_tokens=16)
+        load_model(
+            gguf_spec(path),
+            mesh=Mesh(tp=Axis(size=2, rank=0, group=NO_GROUP)),
+            device=CPU,
+            block_tokens=16,
+        )
 
 
 def test_a_scale_that_is_no_number_is_refused_with_tensor_row_and_offset(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A small run of the GGUF fuzzer: every damaged file is refused or loads; nothing else happens (security.md: readers)."""
+"""A small run of the GGUF fuzzer: every damaged file is refused or loads, nothing else (security.md: readers)."""
 
 from __future__ import annotations
 
