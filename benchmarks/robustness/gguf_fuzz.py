@@ -187,6 +187,36 @@ def run(count: int, seed: int) -> dict[str, object]:
     }
 
 
+def in_jobs(jobs: int, count: int, seed: int, heap: bool) -> dict[str, object]:
+    """The same files in several processes, one per job, each with a seed of its own; the sums."""
+    with tempfile.TemporaryDirectory() as folder:
+        shares = [count // jobs + (i < count % jobs) for i in range(jobs)]
+        outs = [Path(folder) / f"{i}.json" for i in range(jobs)]
+        command = [sys.executable, "-m", "benchmarks.robustness.gguf_fuzz"]
+        command += ["--heap"] if heap else []
+        children = [
+            subprocess.Popen(
+                [*command, "--count", str(share), "--seed", str(seed + i), "--out", str(out)],
+                stdout=subprocess.DEVNULL,
+            )
+            for i, (share, out) in enumerate(zip(shares, outs, strict=True))
+        ]
+        crashed = [child.returncode for child in children if child.wait() not in (0, 1)]
+        assert not crashed, f"processes died: {crashed}"
+        parts = [json.loads(out.read_text()) for out in outs]
+    total: collections.Counter[str] = collections.Counter()
+    for part in parts:
+        total.update(part["outcomes"])
+    return {
+        **parts[0],
+        "files": sum(part["files"] for part in parts),
+        "jobs": jobs,
+        "outcomes": dict(sorted(total.items())),
+        "findings": [finding for part in parts for finding in part["findings"]],
+        "seconds": max(part["seconds"] for part in parts),
+    }
+
+
 def sanitized_library(folder: Path) -> Path:
     """All kernels in the portable instruction set; those of READERS instrumented."""
     compiler = build.find_compiler()
@@ -227,6 +257,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--heap", action="store_true", help="read files into memory of their own")
     parser.add_argument("--sanitized", action="store_true", help="run under the address sanitizer")
     parser.add_argument("--out", type=Path)
@@ -235,8 +266,12 @@ def main() -> int:
         return sanitized([argument for argument in sys.argv[1:] if argument != "--sanitized"])
     if own.heap:
         gguf_source._mapped = on_the_heap
+    if own.jobs > 1:
+        done = in_jobs(own.jobs, own.count, own.seed, own.heap)
+    else:
+        done = run(own.count, own.seed)
     summary = {
-        **run(own.count, own.seed),
+        **done,
         "heap": own.heap,
         "sanitizers": "LD_PRELOAD" in os.environ,
     }
