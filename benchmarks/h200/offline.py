@@ -113,7 +113,12 @@ def offline(engine: OfflineEngine, shape: str) -> list[dict[str, Any]]:
     return [row]
 
 
-def gap(engine: OfflineEngine, shape: str, batch: int = 64) -> list[dict[str, Any]]:
+def gap(engine: OfflineEngine, shape: str, batches: str) -> list[dict[str, Any]]:
+    """`gap_of` each of these batches."""
+    return [gap_of(engine, shape, int(batch)) for batch in batches.split(",")]
+
+
+def gap_of(engine: OfflineEngine, shape: str, batch: int) -> dict[str, Any]:
     """Idle time of the device between steps, by its own profiler: from the end of a step's last kernel to the start of
     the next one's first, in steady decode."""
     import numpy as np
@@ -144,7 +149,7 @@ def gap(engine: OfflineEngine, shape: str, batch: int = 64) -> list[dict[str, An
         "kernels": _top(kernels),
     }
     print(json.dumps(row), flush=True)
-    return [row]
+    return row
 
 
 def _top(kernels: list[tuple[int, int, str]]) -> list[tuple[str, int, float]]:
@@ -175,6 +180,9 @@ def main() -> None:
     parser.add_argument(
         "--extra", default="", help="further batch x prompt, such as 64x128,32x1024"
     )
+    parser.add_argument(
+        "--gap-batches", default="64", help="batches whose gap and kernels are profiled"
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -194,11 +202,16 @@ def main() -> None:
     }
     for line in (result["start_s"], result["start_parts_s"], *result["decisions"]):
         print(line, flush=True)
+    steps_of = engine.executor._runner._steps if given.tensor_parallel == 1 else None
     try:
         for part in given.parts.split(","):
-            more = (extra,) if part == "steps" else ()
+            more = {"steps": (extra,), "gap": (given.gap_batches,)}.get(part, ())
             result[part] = PARTS[part](engine, given.shape, *more)
     finally:
+        result["graphs"] = (
+            [[d.field, d.chosen, d.why] for d in steps_of.decisions] if steps_of else []
+        )
+        print(result["graphs"], flush=True)
         if given.out:
             given.out.write_text(json.dumps(result, indent=1))
         engine.close()

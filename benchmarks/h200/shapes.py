@@ -1,7 +1,7 @@
 """The shapes that are measured on one H200, their bars, and the physical floor of a decode step.
 
-A folder with config.json is all that dummy weights need. The tokenizer of the server runs is made up too: one token per
-word, so that a prompt of N words is N tokens.
+A folder with config.json is all that dummy weights need. The tokenizer of the server runs is made up too: every id
+is some text.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+from tokenizers import pre_tokenizers
 
 BYTES_PER_S = 4.346e12
 """Memory read rate of an H200, measured (a large sum)."""
@@ -65,21 +67,21 @@ OFFLINE_BARS = {"qwen3-8b": 7_600, "qwen3-0.6b": 31_000}
 
 
 def write_model(folder: Path, shape: str) -> Path:
-    """A folder that `--load-format dummy` can serve, with a tokenizer of one token per word."""
+    """A folder that `--load-format dummy` can serve, with a tokenizer in which every id has a text."""
     config, target = SHAPES[shape], folder / shape
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(config))
-    words = {f"w{i}": i for i in range(config["vocab_size"])}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = alphabet + [f"\u0120w{i}" for i in range(config["vocab_size"] - len(alphabet))]
+    level = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "pre_tokenizer": {"type": "ByteLevel", **level},
         "post_processor": None,
-        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": False},
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+        "decoder": {"type": "ByteLevel", **level},
+        "model": {"type": "BPE", "vocab": {w: i for i, w in enumerate(words)}, "merges": []},
     }
     (target / "tokenizer.json").write_text(json.dumps(tokenizer))
     return target

@@ -3,7 +3,9 @@
     python benchmarks/robustness/fuzz.py --cases 20000 --seed 1
 
 Passes when no answer is a 5xx (503 with Retry-After excepted), no process was restarted, every bystander's text is what
-it was without the attack, and the KV pool is whole afterwards.
+it was without the attack, and the KV pool is whole afterwards. The attack comes from a process of its own, in ROUNDS
+waves; the bystanders stream on all the time, so that their gaps during the attack and in the calm between the waves
+were measured on the same machine in the same minutes.
 """
 
 from __future__ import annotations
@@ -12,15 +14,21 @@ import argparse
 import asyncio
 import json
 import random
+import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
+import psutil
 from serving import BYSTANDER_PROMPTS, at_rest, bystander, children, resident_mib, server
+
+ROUNDS = 10
+CALM_S = 3.0
 
 EXTREMES: list[Any] = [
     None, True, False, 0, -1, 1, 2, 2**31, -(2**31), 2**63, -(2**63), 2**64, 1e308, -1e308, 1e-300, 0.5, "", "x",
@@ -116,11 +124,14 @@ def make_case(random_: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
 
 
 async def attack(
-    session: aiohttp.ClientSession, cases: int, seed: int, seen: Counter[Any], problems: list[str]
+    session: aiohttp.ClientSession,
+    wave: list[Any],
+    seed: str,
+    seen: Counter[Any],
+    problems: list[str],
 ) -> None:
     """Sends the cases over 16 connections; counts statuses; a random few are cut in mid-flight."""
-    random_ = random.Random(seed)
-    todo = iter([make_case(random_) for _ in range(cases)])
+    todo = iter(wave)
 
     async def sender(number: int) -> None:
         own = random.Random(f"{seed}/{number}")
@@ -152,33 +163,90 @@ def note(
     """Counts an answer; what may not happen is kept in words."""
     seen[response.status] += 1
     shown = f"{method} {path} {body[:200]!r} -> {response.status} {text[:200]!r}"
-    if response.status >= 500 and not (
-        response.status == 503 and "Retry-After" in response.headers
-    ):
+    clean = (response.status == 503 and "Retry-After" in response.headers) or (
+        response.status == 504 and b'"timeout_s"' in body  # it asked for half a second
+    )
+    if response.status >= 500 and not clean:
         problems.append(shown)
     if b"Traceback" in text or b"0x7f" in text:
         problems.append("leaks internals: " + shown)
 
 
-async def keep_bystanders(
-    session: aiohttp.ClientSession, golden: list[str], done: asyncio.Event
-) -> tuple[int, list[str], list[float]]:
-    """Eight streams in a circle until the attack is over."""
-    wrong: list[str] = []
-    gaps: list[float] = []
-    count = 0
+async def attack_in_waves(base: str, cases: int, seed: int) -> None:
+    """The attacking process: one wave for each line it is sent; a line of JSON tells what became of it."""
+    random_ = random.Random(seed)
+    every = [make_case(random_) for _ in range(cases)]
+    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(base, timeout=timeout, connector=connector) as session:
+        print("ready", flush=True)
+        for number in range(ROUNDS):
+            await asyncio.to_thread(sys.stdin.readline)
+            seen: Counter[Any] = Counter()
+            problems: list[str] = []
+            wave = every[number * cases // ROUNDS : (number + 1) * cases // ROUNDS]
+            await attack(session, wave, f"{seed}/{number}", seen, problems)
+            told = {"seen": {str(k): v for k, v in seen.items()}, "problems": problems}
+            print(json.dumps(told), flush=True)
 
-    async def one(number: int) -> None:
-        nonlocal count
-        while not done.is_set():
-            text, own = await bystander(session, number)
-            count += 1
-            gaps.extend(own[1:])
-            if text != golden[number]:
-                wrong.append(f"{number}: {text!r} instead of {golden[number]!r}")
 
-    await asyncio.gather(*(one(i) for i in range(len(BYSTANDER_PROMPTS))))
-    return count, wrong, gaps
+class Bystanders:
+    """Eight streams in a circle until `done`. A gap counts as calm if no attack ran at either end of it."""
+
+    def __init__(self, session: aiohttp.ClientSession, golden: list[str]) -> None:
+        self.session, self.golden = session, golden
+        self.attacked = False
+        self.done = False
+        self.count = 0
+        self.wrong: list[str] = []
+        self.gaps: dict[bool, list[float]] = {False: [], True: []}
+
+    async def run(self) -> None:
+        await asyncio.gather(*(self._one(i) for i in range(len(BYSTANDER_PROMPTS))))
+
+    async def _one(self, number: int) -> None:
+        while not self.done:
+            attacked, first = self.attacked, True
+
+            def note(gap: float) -> None:
+                nonlocal attacked, first
+                if not first:  # the first is the time to the first token
+                    self.gaps[attacked or self.attacked].append(gap)
+                attacked, first = self.attacked, False
+
+            text, _ = await bystander(self.session, number, on_gap=note)
+            self.count += 1
+            if text != self.golden[number]:
+                self.wrong.append(f"{number}: {text!r} instead of {self.golden[number]!r}")
+
+
+class Attacker:
+    """The attacking process, from the side of the one that measures."""
+
+    def __init__(self, base: str, cases: int, seed: int) -> None:
+        command = [sys.executable, __file__, "--attack", base, f"--cases={cases}", f"--seed={seed}"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self._answers = self._read()
+        assert next(self._answers) == "ready\n"
+
+    def _read(self) -> Iterator[str]:
+        assert self._process.stdout is not None
+        yield from self._process.stdout
+
+    async def wave(self) -> dict[str, Any]:
+        """One wave; what became of it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        answer: dict[str, Any] = json.loads(await asyncio.to_thread(next, self._answers))
+        return answer
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def percentiles_ms(gaps: list[float]) -> dict[str, float]:
+    return {f"p{p}": round(1000 * float(np.percentile(gaps, p)), 1) for p in (50, 90, 99)}
 
 
 def gone(before: dict[int, str], after: dict[int, str]) -> list[str]:
@@ -194,26 +262,38 @@ async def run(base: str, supervisor: Any, cases: int, seed: int) -> dict[str, An
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(base, timeout=timeout, connector=connector) as session:
         golden = [(await bystander(session, i))[0] for i in range(len(BYSTANDER_PROMPTS))]
-        calm = await asyncio.gather(*(bystander(session, i % 8) for i in range(16)))
-        baseline = [gap for _, gaps in calm for gap in gaps[1:]]
         before, memory = children(supervisor), resident_mib(supervisor)
         rest_before = await at_rest(session)
-        seen: Counter[Any] = Counter()
+        seen: Counter[str] = Counter()
         problems: list[str] = []
-        done = asyncio.Event()
-        watching = asyncio.create_task(keep_bystanders(session, golden, done))
-        start = time.monotonic()
-        await attack(session, cases, seed, seen, problems)
-        done.set()
-        count, wrong, gaps = await watching
+        attacker = Attacker(base, cases, seed)
+        streams = Bystanders(session, golden)
+        watching = asyncio.create_task(streams.run())
+        attack_s = 0.0
+        for _ in range(ROUNDS):
+            await asyncio.sleep(CALM_S)
+            start = time.monotonic()
+            streams.attacked = True
+            told = await attacker.wave()
+            streams.attacked = False
+            attack_s += time.monotonic() - start
+            seen.update(told["seen"])
+            problems += told["problems"]
+        streams.done = True
+        await watching
+        attacker.close()
         rest = await at_rest(session)
+        calm, attacked = streams.gaps[False], streams.gaps[True]
         return {
-            "cases": cases, "seed": seed, "wall_s": round(time.monotonic() - start, 1),
-            "statuses": {str(k): v for k, v in sorted(seen.items(), key=str)},
+            "cases": cases, "seed": seed, "attack_s": round(attack_s, 1),
+            "load_average": [round(load, 1) for load in psutil.getloadavg()],
+            "statuses": dict(sorted(seen.items())),
             "problems": problems[:10], "num_problems": len(problems),
             "restarts": len(gone(before, children(supervisor))),
-            "bystander_streams": count, "bystander_mismatches": len(wrong), "first_mismatch": wrong[:1],
-            "bystander_p99_gap_ratio": round(float(np.percentile(gaps, 99) / np.percentile(baseline, 99)), 2),
+            "bystander_streams": streams.count, "bystander_mismatches": len(streams.wrong),
+            "first_mismatch": streams.wrong[:1],
+            "bystander_gap_ms": {"calm": percentiles_ms(calm), "attacked": percentiles_ms(attacked)},
+            "bystander_p99_gap_ratio": round(float(np.percentile(attacked, 99) / np.percentile(calm, 99)), 2),
             "free_blocks": [rest_before.get("free_blocks"), rest.get("free_blocks"), rest.get("total_blocks")],
             "running_waiting": [rest.get("running"), rest.get("waiting")],
             "rss_mib": [round(memory), round(resident_mib(supervisor))],
@@ -225,8 +305,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="keep the report beside this script")
+    parser.add_argument("--attack", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    with server() as (base, supervisor):
+    if given.attack:
+        asyncio.run(attack_in_waves(given.attack, given.cases, given.seed))
+        return 0
+    # A small KV pool: cached prefixes touch its pages one by one, which is no growth.
+    with server("--kv-memory", "128MiB") as (base, supervisor):
         report = asyncio.run(run(base, supervisor, given.cases, given.seed))
     print(json.dumps(report, indent=1))
     if given.write:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 
 from headrace.bench.startup import free_port, wait_ready
+
+DEMO = Path(__file__).parents[2] / "demo" / "model"
 
 BYSTANDER_PROMPTS = [
     "Hello! Who are you?",
@@ -29,7 +33,9 @@ BYSTANDER_PROMPTS = [
 
 
 @contextmanager
-def server(*arguments: str) -> Iterator[tuple[str, psutil.Process]]:
+def server(
+    *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, psutil.Process]]:
     """`headrace serve` with the bundled model; yields its address and the supervisor's process."""
     port = free_port()
     command = [
@@ -43,13 +49,24 @@ def server(*arguments: str) -> Iterator[tuple[str, psutil.Process]]:
         "warning",
         *arguments,
     ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
+    )
     try:
         wait_ready(f"http://127.0.0.1:{port}", process, time.perf_counter() + 60)
         yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
     finally:
         process.terminate()
         process.wait(60)
+
+
+def null_model(folder: Path, *, step_s: float) -> list[str]:
+    """Arguments that serve the bundled model's shape on the null executor, at a fixed time per step."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_bytes((DEMO / name).read_bytes())
+    config = json.loads((DEMO / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "null_step_s": step_s}))
+    return [str(folder), "--load-format", "dummy", "--executor", "null"]
 
 
 def children(supervisor: psutil.Process) -> dict[int, str]:
@@ -65,7 +82,11 @@ def resident_mib(supervisor: psutil.Process) -> float:
 
 
 async def bystander(
-    session: aiohttp.ClientSession, number: int, *, max_tokens: int = 48
+    session: aiohttp.ClientSession,
+    number: int,
+    *,
+    max_tokens: int = 48,
+    on_gap: Callable[[float], None] = lambda gap: None,
 ) -> tuple[str, list[float]]:
     """One greedy streamed chat; its text and the gaps between its chunks in seconds."""
     body = {
@@ -86,6 +107,7 @@ async def bystander(
                 text += choice["delta"].get("content") or ""
             now = time.perf_counter()
             gaps.append(now - last)
+            on_gap(now - last)
             last = now
     return text, gaps
 

@@ -10,6 +10,7 @@
     |   |-- Conflict            409
     |   |-- TooLarge            413
     |   |-- UnsupportedMedia    415
+    |   |-- NotServed           501  this server has no part that could do it
     |   `-- DeadlineExceeded    504  the request's own deadline passed
     |-- OverloadError           a retry later may succeed; carries Retry-After
     |   |-- RateLimited         429  this key's share is used up
@@ -123,6 +124,12 @@ class UnsupportedMedia(RequestError):
     """A content type or content encoding that is not accepted."""
 
     status = 415
+
+
+class NotServed(RequestError):
+    """The route exists, and what it needs is not part of this server."""
+
+    status = 501
 
 
 class HeadersTooLarge(RequestError):

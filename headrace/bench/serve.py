@@ -31,7 +31,8 @@ _WORDS = (
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What to send. `rate` requests per second (open loop), or `concurrency` users (closed loop).
 
-    `input_words` are random words per prompt, `output_tokens` the max_tokens asked for.
+    `input_words` are random words per prompt, `output_tokens` the max_tokens asked for. `token_ids`: prompts are random
+    token ids below it instead (completions only), `input_words` of them, more or fewer by the share `spread`.
     """
 
     base_url: str
@@ -44,6 +45,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     input_words: int = 64
     output_tokens: int = 64
     shared_words: int = 0
+    token_ids: int = 0
+    spread: float = 0.0
     temperature: float = 0.0
     ignore_eos: bool = True
     timeout_s: float = 600.0
@@ -70,6 +73,13 @@ def make_prompt(load: Load, number: int) -> str:
     return " ".join(words + [own.choice(_WORDS) for _ in range(load.input_words)])
 
 
+def make_ids(load: Load, number: int) -> list[int]:
+    """The prompt of request `number` as random token ids."""
+    own = random.Random(f"{load.seed}/{number}")
+    low, high = (round(load.input_words * (1 + sign * load.spread)) for sign in (-1, 1))
+    return [own.randrange(load.token_ids) for _ in range(max(1, own.randint(low, high)))]
+
+
 def make_body(load: Load, model: str, number: int) -> tuple[str, dict[str, Any]]:
     """The path and JSON body of request `number`."""
     body: dict[str, Any] = {
@@ -82,6 +92,8 @@ def make_body(load: Load, model: str, number: int) -> tuple[str, dict[str, Any]]
     }
     if load.ignore_eos:
         body["ignore_eos"] = True
+    if load.token_ids:
+        return "/v1/completions", {**body, "prompt": make_ids(load, number)}
     prompt = make_prompt(load, number)
     if load.endpoint == "completions":
         return "/v1/completions", {**body, "prompt": prompt}

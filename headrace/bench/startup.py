@@ -6,11 +6,12 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -65,16 +66,30 @@ def start_once(arguments: Sequence[str], *, timeout_s: float) -> tuple[float, fl
         "error",
     ]
     begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    # Its table of decisions is not what was asked for; why it failed to start is.
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    told: list[bytes] = []
+    reader = threading.Thread(target=_drain, args=(process.stderr, told), daemon=True)
+    reader.start()
     try:
         base = f"http://127.0.0.1:{port}"
         wait_ready(base, process, begin + timeout_s)
         ready = time.perf_counter() - begin
         _first_token(base)
         return ready, time.perf_counter() - begin
+    except StartError:
+        reader.join(1)
+        sys.stderr.write(b"".join(told).decode(errors="replace"))
+        raise
     finally:
         process.terminate()
         process.wait(30)
+
+
+def _drain(stream: IO[bytes] | None, told: list[bytes]) -> None:
+    assert stream is not None
+    with stream:
+        told.extend(stream)
 
 
 def startup(

@@ -191,6 +191,8 @@ def _serve(argv: list[str]) -> int:
     )
     _add(line, "--input-words", int, 64, "random words in a prompt")
     _add(line, "--shared-words", int, 0, "words all prompts begin with")
+    _add(line, "--token-ids", int, 0, "prompts of random token ids below this, not of words")
+    _add(line, "--spread", float, 0.0, "lengths of such prompts vary by this share")
     _add(line, "--output-len", int, 64, "max_tokens")
     _add(line, "--temperature", float, 0.0, "sampling temperature")
     _add(line, "--timeout", float, 600.0, "seconds after which a silent request counts as lost")
@@ -202,7 +204,8 @@ def _serve(argv: list[str]) -> int:
     load = Load(
         base_url=own.url, model=own.model, api_key=own.api_key, endpoint=own.endpoint,
         num_requests=own.num_requests, concurrency=own.concurrency, rate=own.rate,
-        input_words=own.input_words, shared_words=own.shared_words, output_tokens=own.output_len,
+        input_words=own.input_words, token_ids=own.token_ids, spread=own.spread,
+        shared_words=own.shared_words, output_tokens=own.output_len,
         temperature=own.temperature, timeout_s=own.timeout, ignore_eos=not own.no_ignore_eos,
     )  # fmt: skip
     result = run_load(load, plot=Path(own.plot) if own.plot else None)

@@ -17,7 +17,9 @@ from headrace.base.errors import RequestError
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.sampling_flags import add_sampling_flags, sampling_of
 from headrace.cli.session import Session, open_session
-from headrace.front.client.events import Delta, Ended, Event, Generation
+from headrace.front.client.events import Delta, Ended, Event
+from headrace.front.client.spoken import Spoken
+from headrace.front.text.parsing.parts import Content, Part, Reasoning
 
 HELP = """/new      forget the conversation
 /system T  start again with the system prompt T
@@ -63,31 +65,43 @@ class Chat:
     async def say(self, text: str) -> None:
         """Sends a message and prints the answer as it comes; an interrupted answer is kept as far as it came."""
         self._messages.append({"role": "user", "content": text})
-        begin, count, answer = time.perf_counter(), 0, ""
+        begin, count, spoken = time.perf_counter(), 0, Spoken()
         try:
             ids = await self._session.template.render_async(
                 self._messages, kwargs={"enable_thinking": True} if self._thinking else {}
             )
             params = sampling_of(self._own, self._session.resolved.text.generation_defaults)
-            events = self._session.engine.generate(Generation(prompt_ids=ids, params=params))
+            listener = self._session.listener
+            parser = listener.parser(ids)
+            events = self._session.engine.generate(listener.generation(ids, params))
             async with aclosing(cast(AsyncIterator[Event], events)) as stream:  # type: ignore[type-var]
                 async for event in stream:
                     if isinstance(event, Delta):
-                        answer += event.text
-                        self._console.out(event.text, end="", highlight=False)
-                        sys.stdout.flush()
+                        self._show(spoken, parser.push(event.text))
                     elif isinstance(event, Ended):
                         count = event.num_output
+                        self._show(spoken, parser.finish())
         except RequestError as error:
             self._console.print(f"[red]{error.message}[/]")
             self._messages.pop()
             return
         finally:
             self._console.print()
-        self._messages.append({"role": "assistant", "content": answer})
+        self._messages.append(spoken.message())
         if self._stats:
             seconds = time.perf_counter() - begin
             self._console.print(f"[dim]{count} tokens, {count / seconds:.1f} tokens/s[/]")
+
+    def _show(self, spoken: Spoken, parts: list[Part]) -> None:
+        """Prints more of the answer; what the model only thinks is dim."""
+        for part in parts:
+            if isinstance(part, Reasoning | Content):
+                if isinstance(part, Content) and spoken.reasoning and not spoken.content:
+                    self._console.print("\n")
+                style = "dim" if isinstance(part, Reasoning) else None
+                self._console.out(part.text, end="", style=style, highlight=False)
+            spoken.add([part])
+        sys.stdout.flush()
 
 
 def main(argv: Sequence[str]) -> int:

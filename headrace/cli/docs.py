@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.base import env
 from headrace.base.config.options import config_page
+from headrace.base.telemetry.dashboard import dashboard
 from headrace.base.telemetry.metrics import metrics_page
 from headrace.cli.main import SUMMARIES
 
@@ -44,6 +45,7 @@ PAGES = {
     "ENV.md": env_page,
     "CLI.md": cli_page,
     "METRICS.md": metrics_page,
+    "grafana.json": dashboard,
 }
 
 

@@ -15,8 +15,10 @@ from headrace.base.registry import Registry
 
 SUMMARIES = {
     "serve": "serve a model over HTTP (OpenAI-compatible)",
+    "render": "tokenize and render prompts over HTTP and gRPC, without a model's weights",
     "chat": "chat with a model in the terminal",
     "generate": "continue prompts from the command line or a file",
+    "batch": "answer a file of requests; repeated, it goes on where it ended",
     "eval": "score a model on the demo model's held-out tasks",
     "bench": "measure: serve, latency, throughput, startup",
     "plan": "whether a model fits a device, and how fast it would run",

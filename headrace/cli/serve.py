@@ -89,7 +89,8 @@ def show_start(resolved: Resolved, seats: list[Seat], *, seconds: float) -> None
         + (f", in each of {len(cores)} replicas" if len(cores) > 1 else ""),
         highlight=False,
     )
-    phases = ", ".join(f"{name} {spent:.2f} s" for name, spent in core.start_s.items())
+    parts = {**core.start_s, "rest": seconds - sum(core.start_s.values())}
+    phases = ", ".join(f"{name} {spent:.2f} s" for name, spent in parts.items() if spent >= 0.005)
     console.print(f"start: {seconds:.2f} s ({phases})", highlight=False)
 
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from headrace.base.config.resolved import Resolved
 from headrace.base.config.tree import Options
 from headrace.front.client.engine import AsyncLLM
+from headrace.front.client.spoken import Listener
 from headrace.front.text.chat import ChatTemplate
 from headrace.launch.local import start_local
 
@@ -17,6 +18,7 @@ class Session:
 
     def __init__(self, engine: AsyncLLM, template: ChatTemplate, resolved: Resolved) -> None:
         self.engine = engine
+        self.listener = Listener(resolved.text, engine.tokenizer)
         self.template = template
         self.resolved = resolved
 

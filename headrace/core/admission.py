@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.errors import ContextTooLong, InvalidRequest, Unavailable
-from headrace.base.wire.params import LOGPROBS_MODES, POOLINGS, RowSampling
+from headrace.base.wire.params import BOUNDS, LOGPROBS_MODES, POOLINGS, Bound, RowSampling
 from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import WorkerFacts
 from headrace.core.kv.manager import KVManager
@@ -26,19 +26,8 @@ MAX_EXTRA_KEYS = 4096
 MAX_IDS = 1 << 20
 MAX_RETRY_S = 120.0
 
-_FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-    "xtc_probability",
-    "xtc_threshold",
-)
+_NUMBERS = {name: BOUNDS[name] for name in RowSampling.__struct_fields__ if name in BOUNDS}
+_BIAS = _NUMBERS.pop("logit_bias")
 
 
 def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> int:
@@ -88,17 +77,8 @@ def _check_stop(request: EngineRequest, width: int) -> None:
 
 def check_sampling(sampling: RowSampling, width: int) -> None:
     """Refuses what the sampler could not bear: numbers that are not finite, ids beyond the logits."""
-    for name in _FLOATS:
-        _finite(name, getattr(sampling, name))
-    if sampling.temperature < 0:
-        raise InvalidRequest(
-            f"temperature is {sampling.temperature}, at least 0 is allowed", field="temperature"
-        )
-    if sampling.repetition_penalty <= 0:
-        raise InvalidRequest(
-            f"repetition_penalty is {sampling.repetition_penalty}, it must be above 0",
-            field="repetition_penalty",
-        )
+    for name, bound in _NUMBERS.items():
+        _within(name, getattr(sampling, name), bound)
     _between("seed", sampling.seed, -MAX_ID - 1, MAX_ID)
     _between("top_k", sampling.top_k, -1, MAX_ID)
     _between("min_tokens", sampling.min_tokens, 0, MAX_ID)
@@ -116,7 +96,7 @@ def check_sampling(sampling: RowSampling, width: int) -> None:
     _check_ids("dry_breaker_ids", sampling.dry_breaker_ids, width)
     _check_ids("logit_bias", tuple(sampling.logit_bias), width)
     for bias in sampling.logit_bias.values():
-        _finite("logit_bias", bias)
+        _within("logit_bias", bias, _BIAS)
     for words in sampling.bad_words:
         _check_ids("bad_words", words, width)
     if sampling.allowed_ids is not None:
@@ -194,6 +174,11 @@ def _between(name: str, value: int, low: int, high: int) -> None:
         raise InvalidRequest(
             f"{name} is {value}, allowed is {low} .. {high}", field=name.split()[-1]
         )
+
+
+def _within(name: str, value: float, bound: Bound) -> None:
+    if not bound.holds(value):
+        raise InvalidRequest(f"{name} is {value}, allowed is {bound}", field=name)
 
 
 def _finite(name: str, value: float) -> None:

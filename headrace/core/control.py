@@ -218,6 +218,11 @@ class Control:
         queue = self._core.scheduler.queue
         return dict(Counter(self._reason(request).partition(":")[0] for request in queue))
 
+    def _waiting_by_tenant(self) -> dict[str, int]:
+        """By the beginning of the tenant's digest: enough to tell them apart."""
+        queue = self._core.scheduler.queue
+        return dict(Counter(request.wire.tenant[:8] or "no key" for request in queue))
+
     def _status(self) -> Document:
         """The ledger of a server at rest: everything that could leak, in numbers."""
         core = self._core
@@ -227,6 +232,7 @@ class Control:
             "waiting": len(scheduler.queue),
             "waiting_tokens": scheduler.queue.num_tokens,
             "waiting_by_reason": self._waiting_by_reason(),
+            "waiting_by_tenant": self._waiting_by_tenant(),
             "in_flight_steps": core.num_in_flight,
             "free_blocks": pool.num_free,
             "cached_blocks": pool.num_cached,
@@ -255,6 +261,7 @@ class Control:
             "prefix_hit_tokens": kv.num_hits,
             "evictions": kv.pool.num_evictions,
             "refused": counters.refused,
+            "held_by_gates": core.gates.num_held,
             "finished": dict(counters.finished),
             "plan_s": counters.plan_s,
             "land_s": counters.land_s,

@@ -75,7 +75,7 @@ class EngineCore:
         self.counters = Counters(clock())
         self.outbox = Outbox()
         self.control = Control(self)
-        self._landing = Landing(self.rows, self.kv, self.outbox, self.end)
+        self._landing = Landing(self.rows, self.kv, self.gates, self.outbox, self.end)
         self._stats = stats
         self._flights: deque[tuple[Flight, Pending]] = deque()
         self._depth = 1 if self.spec.overlap else 0
@@ -230,7 +230,9 @@ class EngineCore:
         tokens = int(plan.num_tokens.sum())
         self.counters.planned(self.clock(), rows=len(plan.rows), tokens=tokens)
         host_s = time.perf_counter() - begin
+        flight.submitted_at = self.clock()
         self._flights.append((flight, self.executor.submit(plan)))
+        self._supply()
         self.counters.plan_s += host_s
         if self._stats is not None:
             self._stats.step(
@@ -259,10 +261,28 @@ class EngineCore:
         except TimeoutError:
             self.executor.check()
             raise EngineDead(f"a step took longer than {self.spec.step_timeout_s} s") from None
-        begin = time.perf_counter()
+        begin, now = time.perf_counter(), self.clock()
         self._flights.popleft()
-        self.counters.output_tokens += self._landing.land(flight, result, self.clock())
+        self.scheduler.pace.landed(
+            *(flight.submitted_at, now),
+            decodes=flight.num_decodes,
+            prefill_tokens=flight.num_prefill_tokens,
+        )
+        self.counters.output_tokens += self._landing.land(flight, result, now)
         self.counters.land_s += time.perf_counter() - begin
+        self._supply()
+
+    def _supply(self) -> None:
+        """Sends what the gates have to say about the oldest step in flight: all tokens before it are known now, and the
+        workers compute it already. Rows that have changed hands since are left out."""
+        if not self._flights or not self._flights[0][0].late:
+            return
+        flight, _ = self._flights[0]
+        live = (self.rows.epoch[flight.rows] == flight.epochs) & flight.sample
+        rows = flight.rows[live]
+        payloads = self.gates.late(flight.late, rows, self.rows.id[rows].tolist())
+        flight.late = ()
+        self.executor.supply(flight.step, payloads)
 
     # ends
 
@@ -339,6 +359,7 @@ def _finished(
         error=error,
         num_cached=request.num_cached,
         num_preemptions=request.num_preemptions,
+        preempted_s=tuple(at - began for at in request.preempted_at),
         scheduled_s=None if request.scheduled_at is None else request.scheduled_at - began,
         first_token_s=None if request.first_token_at is None else request.first_token_at - began,
         total_s=now - began,

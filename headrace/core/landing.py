@@ -11,14 +11,16 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.errors import WireError
+from headrace.base.errors import WireError, to_wire
 from headrace.base.wire.request import PromptLogprobs, TokenLogprobs
 from headrace.base.wire.step import StepResult
 from headrace.core.kv.manager import KVManager
 from headrace.core.outbox import Outbox
+from headrace.core.ports import Ends
 from headrace.core.request import Request
 from headrace.core.rows import Bool, Int32, RowTable
 from headrace.core.scheduler.draft import Flight
+from headrace.core.scheduler.gates import Gates
 
 
 class End(Protocol):
@@ -36,11 +38,14 @@ class End(Protocol):
 
 
 class Landing:
-    """Reads results into the row table, the KV manager and the outbox."""
+    """Reads results into the row table, the KV manager, the gates and the outbox."""
 
-    def __init__(self, rows: RowTable, kv: KVManager, outbox: Outbox, end: End) -> None:
+    def __init__(
+        self, rows: RowTable, kv: KVManager, gates: Gates, outbox: Outbox, end: End
+    ) -> None:
         self._rows = rows
         self._kv = kv
+        self._gates = gates
         self._outbox = outbox
         self._end = end
 
@@ -120,18 +125,24 @@ class Landing:
         table.known[rows] = position + 1
         logprobs = _by_row(result, sampled) if result.logprobs else []
         self._outbox.add_tokens(table.id[rows], tokens, logprobs)
-        self._end_complete(rows, position, tokens)
+        ends = self._gates.landed(table.id[rows].tolist(), tokens.tolist()) if self._gates else {}
+        self._end_complete(rows, position, tokens, ends)
         return len(rows)
 
-    def _end_complete(self, rows: Int32, position: Int32, tokens: Int32) -> None:
+    def _end_complete(self, rows: Int32, position: Int32, tokens: Int32, ends: Ends) -> None:
         table = self._rows
         stops = (table.stops[rows] == tokens[:, None]).any(axis=1) | table.always[rows]
         stops &= position >= table.stop_from[rows]
         last = position + 1 >= table.limit[rows]
-        for i in np.flatnonzero(stops | last).tolist():
+        ended = np.isin(table.id[rows], list(ends)) if ends else False
+        for i in np.flatnonzero(stops | last | ended).tolist():
             request, token = table.owner(int(rows[i])), int(tokens[i])
-            if stops[i] and token in request.stop_set:
+            if (error := ends.get(request.id)) is not None:
+                self._end(request, "error", error=to_wire(error))
+            elif stops[i] and token in request.stop_set:
                 self._end(request, "stop", stop_id=token)
+            elif request.id in ends:
+                self._end(request, "stop")
             elif last[i]:
                 self._end(request, "length")
 

@@ -1,16 +1,22 @@
 """What the core asks of others. The core declares these protocols and imports none of their implementations.
 
-Executor    runs plans on the workers, in order, without blocking the loop
-Gate        a condition outside budget, KV and queues under which a request may not run now, or never
-StatsSink   receives one record per step and per finished request
+Executor        runs plans on the workers, in order, without blocking the loop
+Gate            a condition outside budget, KV and queues under which a request may not run now, or never
+GrammarBackend  compiles grammars and follows them token by token
+StatsSink       receives one record per step and per finished request
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from headrace.base.errors import HeadraceError
+from headrace.base.wire.grammar import Node
 from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
 
@@ -39,6 +45,14 @@ class Executor(Protocol):
         """Queues a step. A failure of an earlier step that is already known raises at once (ENG-14)."""
         ...
 
+    def supply(self, step: int, payloads: dict[str, bytes]) -> None:
+        """What the gates in `plan.late` had to say about step `step` once every earlier step had landed.
+
+        The workers wait for it before they sample, not before they compute; so the result of a step must never wait
+        for the supply of a later one. Called exactly once for each plan with `late`.
+        """
+        ...
+
     def check(self) -> None:
         """Raises EngineDead if a worker has died."""
         ...
@@ -53,6 +67,9 @@ class Verdict(msgspec.Struct, frozen=True):
 
     answer: str
     reason: str = ""
+
+
+Ends: TypeAlias = dict[int, HeadraceError | None]
 
 
 class Gate(Protocol):
@@ -74,6 +91,55 @@ class Gate(Protocol):
 
     def finish(self, request_id: int) -> None:
         """The request ended, on whatever path; called exactly once per admitted request."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Requests for which the gate keeps something."""
+        return 0
+
+    def follows(self, request_ids: list[int]) -> bool:
+        """Whether the workers must wait for this gate's `late` payload before they sample any of these requests."""
+        return False
+
+    def late(self, rows: npt.NDArray[np.int32], request_ids: list[int]) -> bytes:
+        """What the workers need before they sample these requests; every token before that is known by now."""
+        return b""
+
+    def landed(self, request_ids: list[int], tokens: list[int]) -> Ends:
+        """New tokens that count. Returns the requests among these that end with their token: None, complete; or why
+        they cannot go on."""
+        return {}
+
+
+class Matcher(Protocol):
+    """One answer's place in a compiled grammar."""
+
+    def accept(self, token: int) -> bool:
+        """Goes on by a token; false if the grammar does not allow it (nothing may be asked of it afterwards)."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing may follow."""
+        ...
+
+    def copy(self) -> Matcher:
+        """Another one at the same place."""
+        ...
+
+
+class GrammarBackend(Protocol):
+    """Compiles grammars for one vocabulary. `compile` is called off the loop, everything else in it."""
+
+    name: str
+
+    def compile(self, node: Node) -> Matcher:
+        """A matcher at the beginning; InvalidRequest with the reason if the grammar is none or not supported."""
+        ...
+
+    def fill(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32]) -> list[str | None]:
+        """Writes what may follow into masks [K, words], bit i of word j for id 32 j + i; per matcher what failed."""
         ...
 
 

@@ -67,6 +67,7 @@ class Request:
         "num_prompt",
         "output",
         "passed_over",
+        "preempted_at",
         "prefill_blocks",
         "prompt_scored",
         "reason",
@@ -111,6 +112,7 @@ class Request:
         # accounting
         self.num_cached = 0
         self.num_preemptions = 0
+        self.preempted_at: tuple[float, ...] = ()
         self.prompt_scored = 0
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None

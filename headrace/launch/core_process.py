@@ -16,11 +16,13 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 import numpy as np
+import psutil
 
 from headrace.back.executor.choose import make_executor
 from headrace.base.config.resolved import EngineSpec
@@ -35,9 +37,12 @@ from headrace.base.wire.request import (
     TokenBatch,
 )
 from headrace.core.core import EngineCore
+from headrace.core.grammar.gate import GrammarGate
 from headrace.core.outbox import StepOutput
+from headrace.core.ports import Gate
 from headrace.launch.fronts import FrontGone, Fronts, Incoming
 from headrace.launch.topology import Report, report, tie_to_parent
+from headrace.launch.vocabulary import vocabulary_of
 
 log = logging.getLogger(__name__)
 FLUSH_S = 1.0
@@ -172,8 +177,8 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
     ends: dict[int, list[Finished]] = {}
     for end in batch.finished:
         ends.setdefault(owner.get(end.id, -1), []).append(end)
-    scored = [owner.get(i, -1) for i, _ in batch.prompt_logprobs]
-    present = {*np.unique(fronts).tolist(), *ends, *scored}
+    present = {*np.unique(fronts).tolist(), *ends}
+    present |= {owner.get(i, -1) for i, _ in (*batch.prompt_logprobs, *batch.pooled)}
     if len(present) == 1 and -1 not in present:
         return {present.pop(): batch}
     return {
@@ -186,10 +191,9 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
                 if at == front
             ],
             prompt_logprobs=[
-                entry
-                for entry, at in zip(batch.prompt_logprobs, scored, strict=True)
-                if at == front
+                entry for entry in batch.prompt_logprobs if owner.get(entry[0]) == front
             ],
+            pooled=[entry for entry in batch.pooled if owner.get(entry[0]) == front],
             finished=ends.get(front, []),
         )
         for front in sorted(present - {-1})
@@ -222,13 +226,17 @@ def main() -> int:
 
 
 def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
+    born = psutil.Process().create_time()
+    parts = {"process": max(0.0, time.time() - born)}
     began = time.monotonic()
     try:
         spec = msgspec.json.decode(Path(spec_path).read_bytes(), type=EngineSpec)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"the engine's specification cannot be read: {error}") from None
     executor = make_executor(spec)
-    core = EngineCore(spec, executor)
+    parts |= executor.facts.start_s
+    parts["imports"] = time.monotonic() - began - sum(executor.facts.start_s.values())
+    core = EngineCore(spec, executor, gates=gates_of(spec))
     fronts = Fronts(socket_path, core.hello(), status)
     facts = executor.facts
     memory = {
@@ -237,9 +245,16 @@ def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
         "kv_blocks": facts.num_blocks,
         "kv_tokens": facts.num_blocks * facts.block_tokens,
     }
-    start_s = {**facts.start_s, "engine": time.monotonic() - began}
-    report(status, Report(ready=True, memory=memory, start_s=start_s, decisions=facts.decisions))
+    report(status, Report(ready=True, memory=memory, start_s=parts, decisions=facts.decisions))
     return CoreLoop(core, fronts, Watchdog(spec.scheduler.step_timeout_s, status))
+
+
+def gates_of(spec: EngineSpec) -> list[Gate]:
+    """The gates an engine has. Nothing is loaded before a request needs it."""
+    if spec.grammar is None:
+        return []
+    load = partial(vocabulary_of, spec.grammar.tokenizer_path, spec.model)
+    return [GrammarGate(load, backend=spec.grammar.backend)]
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 
 from headrace.base import env
-from headrace.base.config.resolved import Resolved
+from headrace.base.config.resolved import Decision, Resolved, ServerSpec, TextSpec
 from headrace.base.config.tree import Options, ServerOptions
 from headrace.base.errors import ConfigError
 from headrace.front.text.tokenizer import read_facts
 from headrace.launch.locate import locate
 from headrace.launch.model_facts import ModelFacts, read_model_facts
-from headrace.launch.resolve import resolve
+from headrace.launch.resolve import Chooser, resolve, server_spec, text_spec
 from headrace.launch.topology import device_facts
 
 
@@ -25,6 +25,17 @@ def resolve_options(options: Options) -> Resolved:
     options = msgspec.structs.replace(options, server=_with_keys(options.server))
     resolved = resolve(options, facts, device_facts(options.device.device))
     return msgspec.structs.replace(resolved, decisions=(*located.decisions, *resolved.decisions))
+
+
+def resolve_text(options: Options) -> tuple[TextSpec, ServerSpec, tuple[Decision, ...]]:
+    """What a server of texts alone needs: no weights are looked at, no device is asked for."""
+    located = locate(options.model)
+    facts = read_model_facts(located, family=options.model.family)
+    facts = msgspec.structs.replace(facts, chat_template=_chat_template(options, facts))
+    choose = Chooser()
+    text = text_spec(options, facts, choose)
+    server = server_spec(_with_keys(options.server))
+    return text, server, (*located.decisions, *choose.decisions)
 
 
 def _chat_template(options: Options, facts: ModelFacts) -> str | None:

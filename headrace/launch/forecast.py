@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace.back.platforms.detect import FAKES
+from headrace.back.platforms.facts import DeviceFacts
 from headrace.base.errors import ConfigError
 
 GIB = 1 << 30
@@ -27,53 +29,23 @@ class DeviceModel(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-KNOWN_DEVICES: dict[str, DeviceModel] = {
-    device.name: device
-    for device in (
-        DeviceModel(
-            name="h200",
-            memory_bytes=139 * GIB,
-            bandwidth=4.346e12,
-            rate=795e12,
-            source="measured, bf16",
-        ),
-        DeviceModel(
-            name="h100",
-            memory_bytes=80 * GIB,
-            bandwidth=3.0e12,
-            rate=790e12,
-            source="data sheet x 0.9",
-        ),
-        DeviceModel(
-            name="a100",
-            memory_bytes=80 * GIB,
-            bandwidth=1.83e12,
-            rate=280e12,
-            source="data sheet x 0.9",
-        ),
-        DeviceModel(
-            name="l40s",
-            memory_bytes=45 * GIB,
-            bandwidth=0.78e12,
-            rate=325e12,
-            source="data sheet x 0.9",
-        ),
-        DeviceModel(
-            name="rtx4090",
-            memory_bytes=23 * GIB,
-            bandwidth=0.91e12,
-            rate=149e12,
-            source="data sheet x 0.9",
-        ),
-        DeviceModel(
-            name="mi300x",
-            memory_bytes=190 * GIB,
-            bandwidth=4.77e12,
-            rate=1170e12,
-            source="data sheet x 0.9",
-        ),
+REACHED = 0.9  # share of a data sheet that large streams and matrix products reach
+MEASURED = {"h200": (4.346e12, 795e12)}
+"""Bandwidth and bf16 rate where we have measured them."""
+
+
+def _model_of(name: str, facts: DeviceFacts) -> DeviceModel:
+    assert facts.memory_gb_s is not None and facts.bf16_tflops is not None, name
+    bandwidth, rate = REACHED * facts.memory_gb_s * 1e9, REACHED * facts.bf16_tflops * 1e12
+    source = f"data sheet x {REACHED:g}"
+    if name in MEASURED:
+        (bandwidth, rate), source = MEASURED[name], "measured, bf16"
+    return DeviceModel(
+        name=name, memory_bytes=facts.memory_bytes, bandwidth=bandwidth, rate=rate, source=source
     )
-}
+
+
+KNOWN_DEVICES = {name: _model_of(name, facts) for name, facts in FAKES.items()}
 
 
 def known_device(name: str) -> DeviceModel:

@@ -7,6 +7,8 @@ import subprocess
 import weakref
 from types import TracebackType
 
+import msgspec
+
 from headrace.base.config.resolved import Resolved
 from headrace.base.config.tree import Options
 from headrace.base.errors import EngineDead, StartError
@@ -50,7 +52,7 @@ class LocalEngine:
 
 def start_local(options: Options) -> LocalEngine:
     """Finds the model, resolves the options and starts the cores; returns when they are ready."""
-    resolved = resolve_options(options)
+    resolved = resolve_options(_for_throughput(options))
     folder = RuntimeFolder()
     spec = folder.write_spec("core", resolved.engine)
     children = [
@@ -67,6 +69,14 @@ def start_local(options: Options) -> LocalEngine:
         engine.close()
         raise
     return engine
+
+
+def _for_throughput(options: Options) -> Options:
+    """Nobody watches single tokens of these engines: prompts need not make room for decodes."""
+    if options.scheduler.decode_stretch != "auto":
+        return options
+    scheduler = msgspec.structs.replace(options.scheduler, decode_stretch=None)
+    return msgspec.structs.replace(options, scheduler=scheduler)
 
 
 def _wait_report(child: Child) -> Report:

@@ -22,7 +22,7 @@ from headrace.back.models.families import (
 )
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
-from headrace.base.config.hf import ConfigReader, read_json, refuse_remote_code
+from headrace.base.config.hf import ConfigReader, read_json, refuse_quantization, refuse_remote_code
 from headrace.base.config.resolved import PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import find_weight_files
@@ -109,6 +109,8 @@ def describe(
     where = f"{located.path}/config.json" if located.path.is_dir() else str(located.path)
     named = architecture_of(config) if family == "auto" else Architecture(family=family)
     chosen = named.family
+    if located.format == "safetensors":
+        refuse_quantization(config, where)
     if chosen == FALLBACK:
         refuse_remote_code(config, where)
     reader = _text_part(ConfigReader(config, where))

@@ -17,6 +17,7 @@ from headrace.base.config.resolved import (
     Decision,
     DeviceSpec,
     EngineSpec,
+    GrammarSpec,
     KVSpec,
     ModelSpec,
     Resolved,
@@ -48,7 +49,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CPU_KV_SHARE = 0.25
-CUDA_MEMORY_SHARE = 0.9
+CUDA_MEMORY_SHARE = 0.92
 CUDA_RESERVE_BYTES = 2 << 30
 MIN_KV_BYTES = 16 << 20
 NULL_BLOCKS = 8192
@@ -57,9 +58,14 @@ WEIGHT_BITS = {"int8": 8.0, "int4": 4.5}
 # CPU cores 1024 tokens took 170 ms with the bundled 10 M model and seconds with one of 0.6 B.
 CPU_STEP_TOKENS = 256
 FAST_STEP_TOKENS = 8192
+# On CUDA a step of prompts may take about 48 ms: 2048 tokens of an 8 B model on an H200. Products reach the rate of the
+# longest ones at 2048 rows, so more tokens would only make streams wait; fewer would let prompts wait behind decodes.
+CUDA_STEP_OPERATIONS = 0.048 * 700e12
+CUDA_LEAST_STEP_TOKENS = 512
+CPU_STRETCH = 2.0
 
 
-class _Chooser:
+class Chooser:
     """Collects the decisions. `pick` returns the user's value, or records and returns the one chosen for "auto"."""
 
     def __init__(self) -> None:
@@ -77,13 +83,13 @@ class _Chooser:
 
 def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolved:
     """The resolved tree; ConfigError where options contradict each other, the model or the machine."""
-    choose = _Chooser()
+    choose = Chooser()
     where = _device(options, device, choose)
     dtype = choose.pick("--dtype", options.model.dtype, model.dtype, "the checkpoint's type")
     quantization = _quantization(options, model, where, choose)
-    max_model_len = _max_model_len(options, model, choose)
+    text = text_spec(options, model, choose)
+    max_model_len, names = text.max_model_len, text.model_names
     scheduler = _scheduler(options, model, where, max_model_len, choose)
-    names = options.model.served_model_name or (model.name,)
     engine = EngineSpec(
         model=ModelSpec(
             path=model.path,
@@ -105,19 +111,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
         device=where,
-    )
-    text = TextSpec(
-        tokenizer_path=options.model.tokenizer or model.tokenizer_path,
-        chat_template=model.chat_template,
-        model_names=names,
-        generation_defaults=_generation_defaults(model.generation_defaults),
-        logits_width=model.logits_width,
-        eos_ids=model.eos_ids,
-        max_model_len=max_model_len,
-        generates=model.head == "lm",
-        pooling=model.pooling,
-        tool_parser=_tool_parser(options.server, model, choose),
-        reasoning_parser=_reasoning_parser(options.server, model, choose),
+        grammar=GrammarSpec(tokenizer_path=text.tokenizer_path),
     )
     return Resolved(
         engine=engine,
@@ -128,7 +122,24 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
     )
 
 
-def _device(options: Options, device: DeviceFacts, choose: _Chooser) -> DeviceSpec:
+def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
+    """The front's part, which needs no device."""
+    return TextSpec(
+        tokenizer_path=options.model.tokenizer or model.tokenizer_path,
+        chat_template=model.chat_template,
+        model_names=options.model.served_model_name or (model.name,),
+        generation_defaults=_generation_defaults(model.generation_defaults),
+        logits_width=model.logits_width,
+        eos_ids=model.eos_ids,
+        max_model_len=_max_model_len(options, model, choose),
+        generates=model.head == "lm",
+        pooling=model.pooling,
+        tool_parser=_tool_parser(options.server, model, choose),
+        reasoning_parser=_reasoning_parser(options.server, model, choose),
+    )
+
+
+def _device(options: Options, device: DeviceFacts, choose: Chooser) -> DeviceSpec:
     given = options.device
     kind = choose.pick("--device", given.device, device.kind, f"{device.count} found")
     if kind == "cuda" and device.kind != "cuda":
@@ -150,12 +161,39 @@ def _device(options: Options, device: DeviceFacts, choose: _Chooser) -> DeviceSp
         "--threads", given.threads, share, f"{device.cores} usable cores, {ranks} workers"
     )
     return DeviceSpec(
-        device=kind, executor=executor, tensor_parallel=given.tensor_parallel, threads=threads
+        device=kind,
+        executor=executor,
+        tensor_parallel=given.tensor_parallel,
+        threads=threads,
+        memory_bytes=_gpu_bytes(given.gpu_memory, kind, executor, device, choose),
     )
 
 
+def _gpu_bytes(
+    given: str, kind: str, executor: str, device: DeviceFacts, choose: Chooser
+) -> int | None:
+    """What a worker may take of its GPU; None where there is none."""
+    if kind != "cuda" or executor == "null":
+        if given != "auto":
+            raise ConfigError(f"--gpu-memory {given}: there is no GPU in use ({kind})")
+        return None
+    share = CUDA_MEMORY_SHARE
+    if given != "auto":
+        try:
+            share = float(given)
+        except ValueError:
+            return parse_bytes(given, field="--gpu-memory")
+        if share > 1:
+            return int(share)
+        if share <= 0:
+            raise ConfigError(f"--gpu-memory {given}: a size, or a fraction above 0 and up to 1")
+    room = int(device.free_bytes * share)
+    choose.note("--gpu-memory", given, f"{room / 2**30:.1f}GiB", f"{share:g} of what is free")
+    return room
+
+
 def _quantization(
-    options: Options, model: ModelFacts, where: DeviceSpec, choose: _Chooser
+    options: Options, model: ModelFacts, where: DeviceSpec, choose: Chooser
 ) -> str | None:
     """The scheme by name; ConfigError where no kernel could serve it."""
     given = options.model.quantization
@@ -177,7 +215,7 @@ def _quantization(
 
 
 def _kv_dtype(
-    options: Options, model: ModelFacts, where: DeviceSpec, choose: _Chooser
+    options: Options, model: ModelFacts, where: DeviceSpec, choose: Chooser
 ) -> str | None:
     """The type of the KV cache where it is not that of the activations."""
     given = options.kv.kv_dtype
@@ -200,7 +238,7 @@ def _weight_bytes(options: Options, model: ModelFacts) -> int:
     return model.weight_bytes if bits is None else int(model.num_params * bits / 8)
 
 
-def _max_model_len(options: Options, model: ModelFacts, choose: _Chooser) -> int:
+def _max_model_len(options: Options, model: ModelFacts, choose: Chooser) -> int:
     given = options.model.max_model_len
     if given != "auto" and given > model.max_model_len:
         raise ConfigError(
@@ -210,19 +248,29 @@ def _max_model_len(options: Options, model: ModelFacts, choose: _Chooser) -> int
     return chosen
 
 
+def _cuda_step_tokens(model: ModelFacts, ranks: int) -> int:
+    """A multiple of 256, the rows of the largest tiles of products."""
+    tokens = CUDA_STEP_OPERATIONS * ranks / (2 * max(1, model.num_params))
+    whole = int(tokens) // 256 * 256
+    return min(FAST_STEP_TOKENS, max(CUDA_LEAST_STEP_TOKENS, whole))
+
+
 def _scheduler(
-    options: Options, model: ModelFacts, where: DeviceSpec, max_model_len: int, choose: _Chooser
+    options: Options, model: ModelFacts, where: DeviceSpec, max_model_len: int, choose: Chooser
 ) -> SchedulerSpec:
     given = options.scheduler
     fast = where.device == "cuda" or where.executor == "null"
     running = choose.pick(
         "--max-running", given.max_running, 256 if fast else 64, f"for {where.device}"
     )
+    tokens = FAST_STEP_TOKENS if fast else CPU_STEP_TOKENS
+    if where.device == "cuda" and where.executor != "null":
+        tokens = _cuda_step_tokens(model, where.tensor_parallel)
     step = choose.pick(
         "--max-step-tokens",
         given.max_step_tokens,
-        max(FAST_STEP_TOKENS if fast else CPU_STEP_TOKENS, running),
-        f"for {where.device}" if fast else "cpu: long prompts must not stall running streams",
+        max(tokens, running),
+        f"{where.device}: long prompts must not stall running streams",
     )
     if model.encodes and step < max_model_len:
         choose.note("--max-step-tokens", step, max_model_len, "an encoder computes a text at once")
@@ -231,11 +279,18 @@ def _scheduler(
         raise ConfigError(
             f"--max-step-tokens {step}: at least --max-running ({running}) is needed, one token for each"
         )
+    stretch = choose.pick(
+        "--decode-stretch",
+        given.decode_stretch,
+        None if fast else CPU_STRETCH,
+        f"for {where.device}" if fast else "cpu: prefill takes no more of a step than decodes do",
+    )
     return SchedulerSpec(
         max_step_tokens=step,
         max_running=running,
         policy=given.policy,
         inter_prefill_budget=given.inter_prefill_budget,
+        decode_stretch=stretch,
         max_queued_requests=given.max_queued_requests,
         max_queued_tokens=given.max_queued_tokens,
         overlap=given.overlap,
@@ -252,13 +307,13 @@ def _kv(
     where: DeviceSpec,
     scheduler: SchedulerSpec,
     max_model_len: int,
-    choose: _Chooser,
+    choose: Chooser,
 ) -> KVSpec:
     given = options.kv
     if model.encodes:
         choose.note("--kv-blocks", "auto", 1, "an encoder keeps no KV cache")
         return KVSpec(block_tokens=given.block_tokens, prefix_caching=False, num_blocks=1)
-    blocks, memory = given.kv_blocks, None
+    blocks, memory, fit = given.kv_blocks, None, False
     needed = -(-max_model_len // given.block_tokens) + 1  # block 0 belongs to nobody
     if blocks is not None and options.model.max_model_len != "auto" and blocks < needed:
         raise ConfigError(
@@ -276,7 +331,9 @@ def _kv(
         why = (
             "a share of the free memory" if memory <= most else "what all running requests can use"
         )
-        memory = min(memory, most)
+        memory, fit = min(memory, most), where.device == "cuda"
+        if fit:
+            why += "; or what the largest step leaves"
         if where.device == "cpu":
             why += "; taken from the system only as it fills"
         choose.note("--kv-memory", "auto", f"{memory / 2**30:.2f}GiB", why)
@@ -285,6 +342,7 @@ def _kv(
         prefix_caching=given.prefix_caching,
         num_blocks=blocks,
         memory_bytes=memory,
+        fit=fit,
     )
 
 
@@ -293,16 +351,19 @@ def _kv_bytes(weight_bytes: int, device: DeviceFacts, where: DeviceSpec) -> int:
     if where.device == "cpu":
         return max(MIN_KV_BYTES, int(device.free_bytes * CPU_KV_SHARE) - weight_bytes // 4)
     weights = weight_bytes // where.tensor_parallel
-    room = int(device.total_bytes * CUDA_MEMORY_SHARE) - weights - CUDA_RESERVE_BYTES
+    assert where.memory_bytes is not None
+    room = where.memory_bytes - weights - CUDA_RESERVE_BYTES
     if room < MIN_KV_BYTES:
         raise ConfigError(
             f"the weights ({weights / 2**30:.1f} GiB per device) leave no room for the KV cache in "
-            f"{device.total_bytes / 2**30:.1f} GiB; use --tensor-parallel, or --kv-memory to insist"
+            f"{where.memory_bytes / 2**30:.1f} GiB ({device.free_bytes / 2**30:.1f} GiB are free): "
+            f"{(MIN_KV_BYTES - room) / 2**30:.1f} GiB more are needed; raise --gpu-memory, use "
+            "--tensor-parallel, or --kv-memory to insist"
         )
     return room
 
 
-def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
+def _tool_parser(given: ServerOptions, model: ModelFacts, choose: Chooser) -> str:
     """The name of a known format of tool calls, or "none"."""
     found = choose_tools(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--tool-parser", given.tool_parser, found.name, found.why)
@@ -310,7 +371,7 @@ def _tool_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> s
     return name
 
 
-def _reasoning_parser(given: ServerOptions, model: ModelFacts, choose: _Chooser) -> str:
+def _reasoning_parser(given: ServerOptions, model: ModelFacts, choose: Chooser) -> str:
     """The name of a known format of reasoning, or "none"."""
     found = choose_reasoning(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--reasoning-parser", given.reasoning_parser, found.name, found.why)
@@ -357,6 +418,7 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         header_timeout_s=given.header_timeout_s,
         body_timeout_s=given.body_timeout_s,
         keepalive_timeout_s=given.keepalive_timeout_s,
+        pre_drain_s=given.pre_drain_s,
         shutdown_timeout_s=given.shutdown_timeout_s,
         request_timeout_s=given.request_timeout_s,
         ping_interval_s=given.ping_interval_s,
@@ -365,7 +427,35 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         trust_request_chat_template=given.trust_request_chat_template,
         public_metrics=given.public_metrics,
         log_level=given.log_level,
+        metrics_names=given.metrics_names,
+        log_slow_s=given.log_slow_s,
+        otlp_endpoint=_url(given.otlp_endpoint),
+        file_store=given.file_store,
+        file_store_bytes=parse_bytes(given.file_store_bytes, field="--file-store-bytes"),
+        response_store=_response_store(given.response_store),
+        response_store_bytes=parse_bytes(
+            given.response_store_bytes, field="--response-store-bytes"
+        ),
+        response_ttl_s=given.response_ttl_s,
+        max_websockets=given.max_websockets,
     )
+
+
+def _url(given: str | None) -> str | None:
+    if given is not None and not given.startswith(("http://", "https://")):
+        raise ConfigError(f"--otlp-endpoint {given}: a URL with http:// or https:// is expected")
+    return given
+
+
+def _response_store(given: str) -> str:
+    kinds = ("sqlite:", "postgresql://", "postgres://")
+    if given not in ("off", "sqlite") and not given.startswith(kinds):
+        raise ConfigError(
+            f"--response-store: {given.partition(':')[0]!r} is not known; "
+            "allowed: off, sqlite, sqlite:FILE, postgresql://...",
+            field="response_store",
+        )
+    return given
 
 
 def _is_loopback(host: str) -> bool:

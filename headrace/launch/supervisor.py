@@ -227,7 +227,8 @@ class Supervisor:
             self.state = State.STOPPING  # not serving yet, or the second signal
             return
         self.state = State.DRAINING
-        timeout_s = self._resolved.server.shutdown_timeout_s
+        server = self._resolved.server
+        timeout_s = server.pre_drain_s + server.shutdown_timeout_s
         log.info("draining: running requests may finish within %g s", timeout_s)
         self._stop_at = time.monotonic() + timeout_s + EXIT_GRACE_S
         for seat in self._seats:

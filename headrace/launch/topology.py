@@ -152,7 +152,7 @@ def device_facts(wanted: str) -> DeviceFacts:
     found = detect()
     gpus = [one for one in found if one.kind == "cuda"] if wanted != "cpu" else []
     cpu = next(one for one in found if one.kind == "cpu")
-    first = gpus[0] if gpus else cpu
+    first = max(gpus, key=lambda gpu: gpu.free_bytes) if gpus else cpu
     return DeviceFacts(
         kind=first.kind,
         count=len(gpus) or 1,

@@ -93,6 +93,7 @@ class Served:
             and core["waiting"] == 0
             and core["held_blocks"] == 0
             and core["refcount_sum"] == 0
+            and core["held_by_gates"] == 0
         )
 
     def stop(self, number: int = signal.SIGTERM, *, timeout_s: float = 20) -> int:

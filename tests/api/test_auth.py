@@ -12,11 +12,13 @@ import pytest
 from tests.api.serving import Served, serving
 
 KEY, OTHER, ADMIN = "good-key-1", "good-key-2", "admin-key"
-PUBLIC = ["/health", "/health/live", "/health/ready", "/health/startup", "/ping"]
+PUBLIC = ["/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/api/hello"]
 GUARDED = [
     *("/v1/models", "/v1/models/tiny", "/v1/requests", "/v1/requests/x", "/version", "/load"),
     *("/metrics", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
-    *("/", "/docs", "/openapi.json", "/v2/anything"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/x"),
+    *("/v1/responses/input_tokens", "/v1/responses/compact", "/v1/responses/x/cancel"),
+    *("/v1/responses/x/input_items", "/", "/docs", "/openapi.json", "/v2/anything"),
 ]
 ADMIN_ROUTES = ["/is_paused", "/pause", "/resume", "/reset_prefix_cache"]
 MUTATIONS = [
@@ -121,7 +123,13 @@ def test_an_admin_route_opens_to_the_admin_key_alone(guarded: Served, path: str)
     assert ask(guarded, path, "x-api-key: " + ADMIN) in (200, 405)
 
 
-@pytest.mark.parametrize("path", ["v1/models", "v1/chat/completions", "is_paused", "metrics"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("v1/models", "v1/chat/completions", "is_paused", "metrics"),
+        *("v1/messages", "v1/responses", "v1/responses/x"),
+    ],
+)
 def test_no_spelling_of_a_path_or_host_gets_past_without_a_key(guarded: Served, path: str) -> None:
     table = {
         (mutation, host): ask(guarded, mutation.format(p=path, P=path.upper()), f"Host: {host}")

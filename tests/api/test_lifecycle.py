@@ -91,6 +91,16 @@ def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(model: Path) 
         assert served.stop() == 0
 
 
+def test_before_the_drain_new_requests_are_still_taken(model: Path) -> None:
+    """1.3: load balancers notice first."""
+    with serving(model, "--pre-drain-s", "3", step_s=0.005) as served:
+        served.process.send_signal(signal.SIGTERM)
+        eventually(lambda: served.get("/health/ready").status_code == 503, within_s=1)
+        taken = served.post("/v1/completions", {"prompt": "x", "max_tokens": 4})
+        assert taken.status_code == 200 and taken.json()["usage"]["completion_tokens"] == 4
+        assert served.process.wait(20) == 0
+
+
 @pytest.mark.parametrize("timeout_s", ["0", "0.5"])
 def test_what_does_not_finish_in_time_ends_with_an_error_event(model: Path, timeout_s: str) -> None:
     with serving(model, "--shutdown-timeout-s", timeout_s, step_s=0.05) as served:

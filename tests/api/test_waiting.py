@@ -88,6 +88,14 @@ def test_a_deadline_ends_a_waiting_request_in_its_time(narrow: Served, by: str) 
     assert 0.4 <= took_s < 1.5
 
 
+def test_a_deadline_ends_a_beam_search_in_its_time(narrow: Served) -> None:
+    beams = {"use_beam_search": True, "n": 1, "temperature": 0, "max_tokens": 500}
+    began = time.monotonic()
+    answer = narrow.post(PATH, {"prompt": "fox", "timeout_s": 0.4, **beams})
+    assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
+    assert 0.4 <= time.monotonic() - began < 3
+
+
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf", "1e9"])
 def test_a_deadline_header_that_is_none_is_refused_by_name(narrow: Served, given: str) -> None:
     refused = narrow.post(PATH, SHORT, **{"X-Request-Timeout-S": given})

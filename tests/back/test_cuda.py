@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,10 @@ import pytest
 import torch
 
 from headrace.back.executor.inline import InlineExecutor
+from headrace.back.executor.processes import ProcessExecutor
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, ModelSpec, SchedulerSpec
 from headrace.base.wire.params import RowSampling
+from headrace.core.ports import Executor
 from tests.back.driver import Driver, Sequence
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
@@ -30,6 +33,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 
 
 def bundled(device: str, dtype: str) -> InlineExecutor:
+    return InlineExecutor(bundled_spec(device, dtype))
+
+
+def bundled_spec(device: str, dtype: str, *, tensor_parallel: int = 1) -> EngineSpec:
     config = json.loads((MODEL / "config.json").read_text())
     model = ModelSpec(
         path=str(MODEL),
@@ -42,13 +49,13 @@ def bundled(device: str, dtype: str) -> InlineExecutor:
         eos_ids=(config["eos_token_id"],),
         config=config,
     )
-    spec = EngineSpec(
+    executor = "inline" if tensor_parallel == 1 else "processes"
+    return EngineSpec(
         model=model,
         kv=KVSpec(block_tokens=16, prefix_caching=False, num_blocks=128),
         scheduler=SchedulerSpec(max_step_tokens=256, max_running=8),
-        device=DeviceSpec(device=device, executor="inline"),
+        device=DeviceSpec(device=device, executor=executor, tensor_parallel=tensor_parallel),
     )
-    return InlineExecutor(spec)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +78,7 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(300, 4000) for _ in range(size)] for size in (1, 15, 16, 17, 70)]
 
 
-def generate(executor: InlineExecutor, sampling: RowSampling, *, chunk: int) -> list[Sequence]:
+def generate(executor: Executor, sampling: RowSampling, *, chunk: int) -> list[Sequence]:
     """All prompts together: chunks mixed with decodes, until each has its tokens."""
     driver = Driver(executor.facts)
     rows = [driver.add(prompt, sampling, request=i) for i, prompt in enumerate(prompts())]
@@ -92,7 +99,7 @@ def forced(executor: InlineExecutor, sequences: list[Sequence]) -> list[tuple[np
     return [(value[:, 0], value[:, 1]) for value in values]
 
 
-def end(executor: InlineExecutor, driver: Driver, rows: list[Sequence]) -> None:
+def end(executor: Executor, driver: Driver, rows: list[Sequence]) -> None:
     for row in rows:
         driver.release(row)
     executor.submit(driver.plan([])).result(60)
@@ -148,7 +155,8 @@ EVERYTHING = (
 @pytest.mark.gpu
 @needs_gpu
 def test_no_step_waits_for_the_device() -> None:
-    """ENG-05 of the plan's ten decisions: whatever is sampled, launching a step asks the device for nothing."""
+    """Decision 5 of the plan: whatever is sampled, launching a step asks the device for nothing."""
+    warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     executor = bundled("cuda", "bfloat16")
     driver = Driver(executor.facts)
     runner = executor._runner
@@ -237,3 +245,18 @@ def test_a_random_trace_gives_the_same_tokens_on_both_devices(
     for one, other, equal in zip(ours, theirs, same, strict=True):
         for mine, other_scores in zip(one.logprobs, other.logprobs, strict=True) if equal else ():
             np.testing.assert_allclose(mine.values, other_scores.values, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices here")
+def test_two_devices_give_the_tokens_of_one(reference: InlineExecutor) -> None:
+    """Chunks beside decodes, launched and then replayed with the sums over both devices in the graphs."""
+    executor = ProcessExecutor(bundled_spec("cuda", "float32", tensor_parallel=2))
+    try:
+        theirs = generate(reference, GREEDY, chunk=6)
+        for _ in range(3):
+            ours = generate(executor, GREEDY, chunk=6)
+            same = [one.outputs == two.outputs for one, two in zip(ours, theirs, strict=True)]
+            assert sum(same) >= len(same) - 1, same
+    finally:
+        executor.close()

@@ -170,6 +170,7 @@ class Driver:
         assert status["free_blocks"] == status["total_blocks"], status
         assert status["free_rows"] == status["total_rows"], status
         assert status["waiting_tokens"] == status["in_flight_steps"] == 0, status
+        assert status["held_by_gates"] == 0, status
 
     def reason(self, id: int) -> str:
         """Why a request waits, or what it does."""

@@ -9,6 +9,7 @@ import pytest
 
 from headrace.base.wire.params import RowSampling, StopRules
 from headrace.base.wire.request import EngineRequest
+from headrace.core.ports import Gate, Verdict
 from tests.core.harness import WIDTH, Driver, make_request, make_spec
 
 
@@ -122,19 +123,15 @@ def test_the_queue_is_bounded_by_prompt_tokens() -> None:
 def test_an_unexpected_exception_ends_that_request_without_its_text() -> None:
     """P7, P19."""
 
-    class Broken:
+    class Broken(Gate):
         name = "broken"
 
         def admit(self, request: EngineRequest) -> Any:
             if request.id == 2:
                 raise RuntimeError("secret at 0xdeadbeef")
-            from headrace.core.ports import Verdict
-
             return Verdict("yes")
 
         def ready(self, request_id: int) -> Any:
-            from headrace.core.ports import Verdict
-
             return Verdict("yes")
 
         def payload(self, request_ids: list[int]) -> bytes | None:

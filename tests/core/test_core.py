@@ -170,7 +170,7 @@ def test_window_blocks_outside_the_window_are_free_and_carry_no_hash() -> None:
     windowed = request.blocks[1]
     assert sum(block != 0 for block in windowed) <= driver.core.kv.kinds[1].most_held(100, 1)
     assert all(block == 0 for block in windowed[: request.trimmed[1]])
-    named = [b for b in range(1, 200) if (tag := pool.tag_of(b)) is not None and tag[0] == 1]
+    named = [block for block, (group, _) in pool._tags.items() if group == 1]
     assert set(named) <= {block for block in windowed if block} | {
         b for b in named if pool.refs(b) == 0
     }

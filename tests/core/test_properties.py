@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.back.executor.null import NullBehaviour
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.request import EngineRequest
-from headrace.core.ports import Verdict
+from headrace.core.ports import Gate, Verdict
 from tests.core.harness import EOS, FULL, Clock, Driver, make_request, make_spec, window_groups
 
 BEHAVIOUR = NullBehaviour(eos_rate=0.03)
@@ -74,6 +74,7 @@ def alone(request: EngineRequest, groups: Any) -> Any:
     overlap=st.booleans(),
     prefix_caching=st.booleans(),
     inter_prefill_budget=st.sampled_from([None, 1, 8]),
+    decode_stretch=st.sampled_from([None, 1.1, 3.0]),
     window=st.sampled_from([None, 1, 5, 8, 16]),
 )
 def test_batching_chunking_caching_preemption_and_overlap_never_change_tokens(
@@ -93,7 +94,7 @@ def test_batching_chunking_caching_preemption_and_overlap_never_change_tokens(
     driver.assert_at_rest()
 
 
-class MoodyGate:
+class MoodyGate(Gate):
     """A gate that now and then says not now, never, or fails; remembers that each request is finished once."""
 
     name = "moody"

@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import anthropic
 import openai
 import pytest
 
+from tests.api.model_folder import write_model_folder
 from tests.api.serving import Served, serving
 
 KEY, OTHER = "dialect-key-1", "dialect-key-2"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model folder for the null executor."""
+    return write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")

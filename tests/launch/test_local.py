@@ -44,6 +44,14 @@ def children() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+def test_prompts_make_no_room_for_decodes_where_nobody_watches_tokens(model: Path) -> None:
+    with start_local(options(model)) as local:
+        assert local.resolved.engine.scheduler.decode_stretch is None
+    given = msgspec.convert({**values(model), "scheduler": {"decode_stretch": 3.0}}, Options)
+    with start_local(given) as local:
+        assert local.resolved.engine.scheduler.decode_stretch == 3.0
+
+
 async def test_a_local_engine_answers_and_leaves_nothing_behind(model: Path) -> None:
     before = set(children())
     with start_local(options(model, replicas=2)) as local:

@@ -15,8 +15,8 @@ import msgspec
 
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import WireError
-from headrace.base.wire.codec import HEADER, MAX_FRAME_BYTES, Codec
-from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
+from headrace.base.wire.codec import MAX_FRAME_BYTES, Codec, read_frame
+from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
@@ -45,7 +45,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     error: WireError
 
 
-ToWorker = Begin | StepPlan
+ToWorker = Begin | StepPlan | Supply
 ToCore = Ready | StepResult | Failed
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
 TO_CORE: Codec[ToCore] = Codec(ToCore)
@@ -68,13 +68,7 @@ class Channel:
 
     def receive(self) -> bytes | None:
         """The body of the next frame, None once the peer is gone or this end is closed."""
-        header = self._read(HEADER.size)
-        if header is None:
-            return None
-        (size,) = HEADER.unpack(header)
-        if size > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {size} bytes exceeds {MAX_FRAME_BYTES}")
-        return self._read(size)
+        return read_frame(self._read, max_bytes=MAX_FRAME_BYTES)
 
     def _read(self, size: int) -> bytes | None:
         data, have = bytearray(size), 0

@@ -12,13 +12,14 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from queue import SimpleQueue
 
-from headrace.back.executor.worker import DEFAULT_LOADER, build_runner, set_threads
+from headrace.back.executor.worker import DEFAULT_LOADER, StepThreads, build_runner, set_threads
 from headrace.back.runner.results import Launched
 from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead
-from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
+from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class InlineExecutor:
     def __init__(self, spec: EngineSpec, *, loader: str = DEFAULT_LOADER) -> None:
         self._failure: EngineDead | None = None
         self._closed = threading.Event()
+        self._supplies: SimpleQueue[Supply | None] = SimpleQueue()
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="headrace-worker",
@@ -74,6 +76,7 @@ class InlineExecutor:
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
+        self._threads = StepThreads(spec.device.threads, self._runner.facts)
 
     @property
     def facts(self) -> WorkerFacts:
@@ -84,6 +87,10 @@ class InlineExecutor:
         """Queues a step; raises at once if an earlier one is known to have failed (ENG-14)."""
         self.check()
         return InlinePending(self._thread.submit(self._run, plan), self._fail, plan.step)
+
+    def supply(self, step: int, payloads: dict[str, bytes]) -> None:
+        """See Executor."""
+        self._supplies.put(Supply(step, payloads))
 
     def check(self) -> None:
         """Raises EngineDead if a step has failed, or after `close`."""
@@ -97,15 +104,24 @@ class InlineExecutor:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._supplies.put(None)  # a step that still waits for its supply ends
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, plan: StepPlan) -> Launched:
         if self._failure is not None:
             raise self._failure
         try:
-            return self._runner.launch(plan)
+            self._threads.fit(plan)
+            return self._runner.launch(plan, self._supplied)
         except Exception as error:
             raise self._fail(plan.step, error) from error
+
+    def _supplied(self, step: int) -> dict[str, bytes]:
+        supply = self._supplies.get()
+        if supply is None:
+            raise EngineDead("the executor is closed")
+        assert supply.step == step, (supply.step, step)
+        return supply.gates
 
     def _fail(self, step: int, error: Exception) -> EngineDead:
         """The first failure is the one that is told."""

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base import splitmix
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead, EngineError, NonFiniteLogits, WireError, to_wire
+from headrace.base.wire.grammar import GATE, unpack_masks
 from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import (
     KVGroup,
@@ -30,11 +32,9 @@ from headrace.base.wire.step import (
     WorkerFacts,
 )
 
-U64 = npt.NDArray[np.uint64]
 Int32 = npt.NDArray[np.int32]
 
-_MASK = (1 << 64) - 1
-_BASE = 0x9E3779B97F4A7C15
+_BASE = splitmix.GAMMA
 _BASE_INVERSE = pow(_BASE, -1, 1 << 64)
 _GROUP_MARK = 0xD1B54A32D192ED03
 _KEY = 0x5851F42D4C957F2D
@@ -57,15 +57,23 @@ class NullBehaviour:
 
 
 class NullPending:
-    """A step that is done at a given time (monotonic clock; None: never), or that failed."""
+    """A step that is done at a given time (monotonic clock; None: never), or that failed.
 
-    def __init__(self, result: StepResult | EngineError, due: float | None) -> None:
+    One whose plan has late gates has no result before it is supplied.
+    """
+
+    def __init__(self, result: StepResult | EngineError | None, due: float | None) -> None:
         self._result = result
         self._due = due
 
+    def finish(self, result: StepResult) -> None:
+        """The result of a step that was supplied."""
+        self._result = result
+
     def done(self) -> bool:
         """See Pending."""
-        return self._due is not None and time.monotonic() >= self._due
+        ready = self._result is not None and self._due is not None
+        return ready and time.monotonic() >= (self._due or 0.0)
 
     def result(self, timeout_s: float | None = None) -> StepResult:
         """See Pending."""
@@ -77,6 +85,7 @@ class NullPending:
             time.sleep(left)
         if isinstance(self._result, EngineError):
             raise self._result
+        assert self._result is not None, "waits for a step that was never supplied"
         return self._result
 
 
@@ -113,7 +122,7 @@ class NullExecutor:
         shape = (len(facts.groups), facts.max_rows, -(-facts.max_model_len // facts.block_tokens))
         self._table = np.zeros(shape, np.int32)
         self._kv = np.zeros((facts.num_blocks, facts.block_tokens), np.uint64)
-        self._marks = [(_GROUP_MARK * g) & _MASK for g in range(len(facts.groups))]
+        self._marks = [(_GROUP_MARK * g) & splitmix.MASK for g in range(len(facts.groups))]
         self._rows: list[_Row | None] = [None] * facts.max_rows
         self._state = np.zeros(facts.max_rows, np.uint64)
         self._input = np.zeros(facts.max_rows, np.int64)
@@ -122,6 +131,7 @@ class NullExecutor:
         self._special = np.zeros(facts.max_rows, np.bool_)
         self._powers = _Powers()
         self._due = 0.0
+        self._held: tuple[StepPlan, NullPending] | None = None
         self._dead: EngineError | None = None
         self.num_steps = 0
 
@@ -148,12 +158,21 @@ class NullExecutor:
         self._apply(plan)
         if self._check:
             self._check_rows(plan)
-        result = self._run(plan)
-        if self.behaviour.hangs_at == self.num_steps:
-            return NullPending(result, None)
+        assert self._held is None, "a step after one that was never supplied"
+        result = None if plan.late else self._run(plan, {})
         spent = self.behaviour.step_s + self.behaviour.token_s * int(plan.num_tokens.sum())
         self._due = max(self._due, time.monotonic()) + spent if spent else 0.0
-        return NullPending(result, self._due)
+        hangs = self.behaviour.hangs_at == self.num_steps
+        pending = NullPending(result, None if hangs else self._due)
+        if plan.late:
+            self._held = plan, pending
+        return pending
+
+    def supply(self, step: int, payloads: dict[str, bytes]) -> None:
+        """See Executor."""
+        assert self._held is not None and self._held[0].step == step, "nothing waits for this"
+        (plan, pending), self._held = self._held, None
+        pending.finish(self._run(plan, payloads))
 
     # rows and blocks
 
@@ -180,7 +199,7 @@ class NullExecutor:
         self._rows[row] = _Row(start, start.num_computed, seen)
         self._computed[row] = start.num_computed
         sampling = start.sampling
-        self._seed[row] = 0 if sampling.greedy else _mix(sampling.seed & _MASK)
+        self._seed[row] = 0 if sampling.greedy else splitmix.mix(sampling.seed)
         self._special[row] = (
             sampling.allowed_ids is not None
             or bool(sampling.suppressed_ids and sampling.min_tokens)
@@ -207,7 +226,7 @@ class NullExecutor:
 
     # running
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, payloads: dict[str, bytes]) -> StepResult:
         rows = plan.rows
         prompts: list[tuple[int, PromptLogprobs]] = []
         decoding = plan.num_tokens == 1
@@ -219,7 +238,7 @@ class NullExecutor:
         for index in np.flatnonzero(~decoding).tolist():
             self._prefill(index, plan, prompts)
         self._computed[rows] = plan.num_computed + plan.num_tokens
-        tokens, logprobs, failed = self._sample(plan)
+        tokens, logprobs, failed = self._sample(plan, payloads.get(GATE, b""))
         return StepResult(
             step=plan.step,
             tokens=tokens,
@@ -282,17 +301,21 @@ class NullExecutor:
     # sampling
 
     def _sample(
-        self, plan: StepPlan
+        self, plan: StepPlan, masks: bytes
     ) -> tuple[Int32, list[RowLogprobs], list[tuple[int, WireError]]]:
         rows, position = plan.rows, plan.num_computed + plan.num_tokens
         tokens = np.full(len(rows), -1, np.int64)
         drawn = self._draw(rows, position)
         tokens[plan.sample] = drawn[plan.sample]
         logprobs: list[RowLogprobs] = []
-        for index in np.flatnonzero(plan.sample & self._special[rows]).tolist():
-            token = self._constrain(int(rows[index]), int(position[index]), int(tokens[index]))
-            tokens[index] = token
-            logprobs += self._scores(index, int(rows[index]), token)
+        special = np.flatnonzero(plan.sample & self._special[rows]).tolist()
+        for index in special:
+            tokens[index] = self._constrain(
+                int(rows[index]), int(position[index]), int(tokens[index])
+            )
+        self._mask(plan, tokens, masks)
+        for index in special:
+            logprobs += self._scores(index, int(rows[index]), int(tokens[index]))
         failed = self._inject(plan, position) if self.behaviour.fails is not None else []
         for index, _ in failed:
             tokens[index] = -1
@@ -301,7 +324,7 @@ class NullExecutor:
 
     def _draw(self, rows: Int32, position: Int32) -> npt.NDArray[np.int64]:
         x = self._state[rows] ^ self._seed[rows] ^ np.uint64(_KEY)
-        x = _mix_all(x + position.astype(np.uint64) * np.uint64(_GROUP_MARK))
+        x = splitmix.mix_all(x + position.astype(np.uint64) * np.uint64(_GROUP_MARK))
         width = np.uint64(self._facts.logits_width)
         tokens = (x % width).astype(np.int64)
         ended = (x >> np.uint64(40)) % np.uint64(_ONE_IN) < np.uint64(
@@ -322,6 +345,20 @@ class NullExecutor:
             allowed = sorted(set(sampling.allowed_ids) - banned) or sorted(sampling.allowed_ids)
             return allowed[token % len(allowed)]
         return _next_allowed(token, banned, self._facts.logits_width)
+
+    def _mask(self, plan: StepPlan, tokens: npt.NDArray[np.int64], payload: bytes) -> None:
+        """Tokens that the grammar does not allow become allowed ones."""
+        if not payload:
+            return
+        place = {row: index for index, row in enumerate(plan.rows.tolist())}
+        given, masks = unpack_masks(payload)
+        for row, words in zip(given.tolist(), masks.view(np.uint32), strict=True):
+            token = int(tokens[place[row]])
+            if not int(words[token >> 5]) >> (token & 31) & 1:
+                allowed = np.flatnonzero(words)
+                at = int(allowed[token % len(allowed)])
+                bits = [bit for bit in range(32) if int(words[at]) >> bit & 1]
+                tokens[place[row]] = 32 * at + bits[token % len(bits)]
 
     def _scores(self, index: int, row: int, token: int) -> list[RowLogprobs]:
         sampling = self._owner(row).start.sampling
@@ -390,7 +427,7 @@ class _Powers:
         self._power = np.ones(1, np.uint64)
         self._inverse = np.ones(1, np.uint64)
 
-    def states(self, before: int, tokens: npt.NDArray[np.integer]) -> U64:
+    def states(self, before: int, tokens: npt.NDArray[np.integer]) -> splitmix.U64:
         """The state after each of `tokens`, from the state `before` them."""
         count = len(tokens)
         while len(self._power) <= count:
@@ -402,19 +439,8 @@ class _Powers:
         return sums * self._power[1 : count + 1]
 
 
-def _doubled(powers: U64, factor: int) -> U64:
+def _doubled(powers: splitmix.U64, factor: int) -> splitmix.U64:
     return np.concatenate([powers, powers * np.uint64(factor)])
-
-
-def _mix(x: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
-    return int(_mix_all(np.asarray([x], np.uint64))[0])
-
-
-def _mix_all(x: U64) -> U64:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def _next_allowed(token: int, banned: set[int], width: int) -> int:

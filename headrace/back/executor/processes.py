@@ -23,7 +23,7 @@ from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, F
 from headrace.base import env
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead, HeadraceError, from_wire
-from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
+from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,9 @@ class ProcessExecutor:
         )
         if spec.device.tensor_parallel > 1:
             env.set_default("GLOO_SOCKET_IFNAME", "lo")
+            env.set_default(
+                "NCCL_NVLS_ENABLE", "0"
+            )  # multicast may put a shared host's GPUs out of service
         self._workers = [Worker(rank) for rank in range(spec.device.tensor_parallel)]
         try:
             self._facts = self._start(spec, loader)
@@ -127,12 +130,19 @@ class ProcessExecutor:
         with self._lock:
             self.check()
             self._pending.append((plan.step, pending))
+        self._send(frame)
+        return pending
+
+    def supply(self, step: int, payloads: dict[str, bytes]) -> None:
+        """See Executor."""
+        self._send(TO_WORKER.frame(Supply(step, payloads)))
+
+    def _send(self, frame: bytes) -> None:
         for worker in self._workers:
             try:
                 worker.channel.send(frame)
             except OSError as error:
                 self._fail(f"worker {worker.rank} takes no more steps ({type(error).__name__})")
-        return pending
 
     def check(self) -> None:
         """Raises EngineDead if a worker has ended, or after `close`."""

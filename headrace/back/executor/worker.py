@@ -23,12 +23,13 @@ import torch.distributed as dist
 from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, Failed, Ready
 from headrace.back.kernels.native.library import use_threads
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
+from headrace.back.platforms.detect import detect
 from headrace.back.runner.results import Launched
 from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import EngineSpec
-from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
+from headrace.base.errors import ConfigError, HeadraceError, StartError, WireError, to_wire
 from headrace.base.registry import Registry
-from headrace.base.wire.step import StepPlan
+from headrace.base.wire.step import StepPlan, Supply, WorkerFacts
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,32 @@ def set_threads(threads: int) -> None:
     use_threads(threads)
 
 
+class StepThreads:
+    """How many threads torch's own ops get in a step.
+
+    Where the matrix products are native, what is left to torch is small, and OpenMP's barrier waits for every thread:
+    with one core taken by another process a copy of 37k logits took 12 ms on two threads and 0.02 ms on one. Torch gets
+    its threads back for steps whose logits are so many that they pay (penalties, sorts and the like).
+    """
+
+    LARGE = 1 << 22
+
+    def __init__(self, threads: int, facts: WorkerFacts) -> None:
+        products = [chosen for field, _, chosen, _ in facts.decisions if "kernel.linear" in field]
+        self._native = bool(products) and set(products) == {"native"}
+        self._width = facts.logits_width
+        self._threads = threads
+        self._now: int | None = None
+
+    def fit(self, plan: StepPlan) -> None:
+        """Before each step, on the thread that runs it."""
+        large = int(plan.sample.sum()) * self._width >= self.LARGE
+        wanted = self._threads if large or not self._native else 1
+        if wanted != self._now:
+            self._now = wanted
+            torch.set_num_threads(wanted)
+
+
 def build_runner(
     spec: EngineSpec, loader: str = DEFAULT_LOADER, mesh: Mesh | None = None
 ) -> Runner:
@@ -49,18 +76,47 @@ def build_runner(
     `loader` is "module:attribute" of a function with the signature of `back.models.load.load_model`.
     """
     load_model: Any = Registry("model loader", {"model": loader}).load("model")
-    device = torch.device(spec.device.device)
+    mesh = mesh or Mesh()
     began = time.perf_counter()
-    model, report = load_model(
-        spec.model, mesh=mesh or Mesh(), device=device, block_tokens=spec.kv.block_tokens
-    )
-    return Runner(
-        spec,
-        model,
-        device=device,
-        weight_bytes=report.weight_bytes,
-        decisions=report.decisions,
-        start_s={"load": time.perf_counter() - began},
+    device = choose_device(spec.device.device, mesh)
+    ready_s = time.perf_counter() - began
+    try:
+        model, report = load_model(
+            spec.model, mesh=mesh, device=device, block_tokens=spec.kv.block_tokens
+        )
+        load_s = time.perf_counter() - began - ready_s
+        return Runner(
+            spec,
+            model,
+            device=device,
+            weight_bytes=report.weight_bytes,
+            decisions=report.decisions,
+            start_s={"device": ready_s, "load": load_s},
+        )
+    except torch.OutOfMemoryError as error:
+        raise _too_small(error, device) from error
+
+
+def choose_device(kind: str, mesh: Mesh) -> torch.device:
+    """This rank's device, ready for use: of several GPUs a lone worker takes the one with the most free memory."""
+    if kind != "cuda":
+        return torch.device(kind)
+    index = mesh.tp.rank
+    if mesh.tp.size == 1:
+        free = [one.free_bytes for one in detect() if one.kind == "cuda"]
+        index = free.index(max(free)) if len(free) == torch.cuda.device_count() else 0
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize(device)
+    return device
+
+
+def _too_small(error: torch.OutOfMemoryError, device: torch.device) -> ConfigError:
+    free, total = torch.cuda.mem_get_info(device)
+    return ConfigError(
+        f"{device} is too small: of {total / 2**30:.1f} GiB {free / 2**30:.1f} GiB are left ({error}). Lower "
+        "--max-step-tokens or --max-model-len, or use --tensor-parallel 2",
+        field="gpu_memory",
     )
 
 
@@ -88,14 +144,26 @@ def serve(channel: Channel) -> None:
         log.exception("rank %d could not start", begin.rank)
         return channel.send(TO_CORE.frame(Failed(None, _start_error(error))))
     plans: SimpleQueue[StepPlan] = SimpleQueue()
+    supplies: SimpleQueue[Supply] = SimpleQueue()
     launched: SimpleQueue[Launched] = SimpleQueue()
+
+    def supplied(step: int) -> dict[str, bytes]:
+        supply = supplies.get()
+        assert supply.step == step, (supply.step, step)
+        return supply.gates
+
     channel.send(TO_CORE.frame(Ready(runner.facts)))
-    for work in ((_read_plans, channel, plans), (_send_results, channel, launched, begin.rank)):
+    for work in (
+        (_read_plans, channel, plans, supplies),
+        (_send_results, channel, launched, begin.rank),
+    ):
         threading.Thread(target=work[0], args=work[1:], daemon=True).start()
+    threads = StepThreads(begin.spec.device.threads, runner.facts)
     while True:
         plan = plans.get()
         try:
-            launched.put(runner.launch(plan))
+            threads.fit(plan)
+            launched.put(runner.launch(plan, supplied))
         except Exception as error:
             return _fail(channel, begin.rank, plan.step, error)
 
@@ -119,12 +187,17 @@ def _fail(channel: Channel, rank: int, step: int, error: Exception) -> None:
     channel.send(TO_CORE.frame(Failed(step, to_wire(error))))
 
 
-def _read_plans(channel: Channel, plans: SimpleQueue[StepPlan]) -> None:
+def _read_plans(
+    channel: Channel, plans: SimpleQueue[StepPlan], supplies: SimpleQueue[Supply]
+) -> None:
     """Reads ahead, so that the parent never waits to send; ends the process when the parent is gone."""
     while (body := channel.receive()) is not None:
-        plan = TO_WORKER.decode(body)
-        assert isinstance(plan, StepPlan), plan
-        plans.put(plan)
+        message = TO_WORKER.decode(body)
+        if isinstance(message, Supply):
+            supplies.put(message)
+        else:
+            assert isinstance(message, StepPlan), message
+            plans.put(message)
     os._exit(0)
 
 

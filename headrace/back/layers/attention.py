@@ -52,9 +52,20 @@ class AttentionSpec:
 
 
 class Attention:
-    """x_TE -> y_TE: projects, norms, rotates, writes the step's KV, attends, projects back."""
+    """x_TE -> y_TE: projects, norms, rotates, writes the step's KV, attends, projects back.
 
-    def __init__(self, scope: Scope, layer: int, spec: AttentionSpec) -> None:
+    `norm` stands before it: if `norms`, x is what goes into that norm. `adds`: y goes into the
+    residual as it is."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        layer: int,
+        spec: AttentionSpec,
+        *,
+        norm: RMSNorm | None = None,
+        adds: bool = False,
+    ) -> None:
         q = Part("q_proj", spec.heads * spec.head_dim, spec.heads)
         k = Part("k_proj", spec.kv_heads * spec.head_dim, spec.kv_heads)
         v = Part("v_proj", spec.kv_heads * spec.head_dim, spec.kv_heads)
@@ -65,9 +76,9 @@ class Attention:
         self._kv_heads = local_units(k, scope.mesh.tp)
         self._split = [self._heads, self._kv_heads, self._kv_heads]
         self._qkv = ColumnLinear(
-            scope, spec.width, (q, k, v), bias=spec.qkv_bias, merged=spec.merged
+            scope, spec.width, (q, k, v), bias=spec.qkv_bias, merged=spec.merged, norm=norm
         )
-        self._out = RowLinear(scope / "o_proj", q, spec.width, bias=spec.out_bias)
+        self._out = RowLinear(scope / "o_proj", q, spec.width, bias=spec.out_bias, adds=adds)
         self._q_norm = self._norm(scope / "q_norm", q)
         self._k_norm = self._norm(scope / "k_norm", k)
         self._rope = Rope(scope, spec.rope) if spec.rope else None
@@ -86,8 +97,15 @@ class Attention:
             coded=self._scope.kv_coded,
         )
 
-    def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """See the class."""
+    @property
+    def norms(self) -> bool:
+        """Whether the norm before is part of it."""
+        return self._qkv.fused
+
+    def forward_into(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
+    ) -> torch.Tensor | None:
+        """y_TE, to be added to the residual; None if that was done."""
         plan, kv = batch.plan_of(self._layer), batch.kv[self._layer]
         qkv_TC = self._qkv.project(x_TE)
         if self._fused is not None:
@@ -95,7 +113,7 @@ class Attention:
             q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, plan.slot_T)
         else:
             q_THD = self._separately(qkv_TC, batch, plan, kv)
-        return self._out.project(self._attend(q_THD, kv, plan).flatten(1))
+        return self._out.project_into(self._attend(q_THD, kv, plan).flatten(1), residual_TE)
 
     def _separately(
         self, qkv_TC: torch.Tensor, batch: Batch, plan: AttentionPlan, kv: torch.Tensor

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from headrace.back.kernels.fused_linear.op import OP as OP_FUSED
+from headrace.back.kernels.fused_linear.op import FusedLinear, FusedLinearProblem
 from headrace.back.kernels.linear.op import OP, Linear, LinearProblem
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
 from headrace.back.kernels.linear_blocks.op import OP as OP_BLOCKS
@@ -17,6 +19,7 @@ from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import OP as OP_QUANT
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
+from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_reduce
 from headrace.back.parallel.param import Param, Piece
@@ -29,6 +32,9 @@ class ColumnLinear:
     `scope` is that of the layer around it: a part is the checkpoint tensor `scope / part.name`,
     unless `merged` names the one tensor that holds all parts. `sizes` are the local widths of the
     parts. `project` is the product.
+
+    `norm` and `activation` are what the layer around it puts before and behind the product. Where a
+    kernel does all in one, `project` does, and `fused` tells: then x is what goes into the norm.
     """
 
     def __init__(
@@ -39,11 +45,15 @@ class ColumnLinear:
         *,
         bias: bool = False,
         merged: str | None = None,
+        norm: RMSNorm | None = None,
+        activation: str | None = None,
     ) -> None:
         shard = Shard(axis="tp", dim=0, parts=parts)
         self.sizes = [local_size(part, scope.mesh.tp) for part in parts]
         self.project: Linear = not_loaded
+        self.fused = False
         self._scope = scope
+        self._norm, self._activation = norm, activation
         self._inputs = inputs
         self._parts = (Part(merged, sum(part.size for part in parts), 1),) if merged else parts
         self._weight = scope.quantized(self._param("weight", (inputs,), shard))
@@ -65,28 +75,50 @@ class ColumnLinear:
         )
 
     def _finish(self) -> None:
-        bias = self._bias.take() if self._bias else None
-        self.project = bind_linear(self._scope, self._weight.take(), bias)
+        bias, weight = self._bias.take() if self._bias else None, self._weight.take()
+        fused = None
+        if self._norm is not None or self._activation is not None:
+            fused = bind_fused(
+                self._scope, weight, bias, norm=self._norm, activation=self._activation
+            )
+        self.fused = fused is not None
+        self.project = fused or bind_linear(self._scope, weight, bias)
 
 
 class RowLinear:
     """x_TI -> y_TO where each rank holds a share of the inputs and the products are summed.
 
     `scope` is the layer's own; `part` describes the split of the inputs. The bias is added once,
-    after the sum.
+    after the sum. `adds`: the result goes into the residual as it is.
     """
 
-    def __init__(self, scope: Scope, part: Part, outputs: int, *, bias: bool = False) -> None:
+    def __init__(
+        self, scope: Scope, part: Part, outputs: int, *, bias: bool = False, adds: bool = False
+    ) -> None:
         self.project: Linear = not_loaded
+        self._into: FusedLinear | None = None
+        self._adds = adds
         self._scope = scope
         shard = Shard(axis="tp", dim=1, parts=(part,))
         self._weight = scope.quantized(scope.param("weight", (outputs, part.size), shard=shard))
         self._bias = scope.param("bias", (outputs,), init="zeros") if bias else None
         scope.on_finish(self._finish)
 
+    def project_into(self, x_TI: torch.Tensor, residual_TO: torch.Tensor) -> torch.Tensor | None:
+        """The product, to be added to the residual; None if that was done, by a kernel that does
+        both."""
+        if self._into is None:
+            return self.project(x_TI)
+        self._into(x_TI, residual_TO)
+        return None
+
     def _finish(self) -> None:
         bias = self._bias.take() if self._bias else None
         weight, axis = self._weight.take(), self._scope.mesh.tp
+        if axis.size == 1 and self._adds:
+            self._into = bind_fused(self._scope, weight, bias, add=True)
+        if self._into is not None:
+            return
         if axis.size == 1:
             self.project = bind_linear(self._scope, weight, bias)
             return
@@ -99,18 +131,47 @@ class RowLinear:
         self.project = project
 
 
+def bind_fused(
+    scope: Scope,
+    weight_OI: torch.Tensor | PackedWeight | BlockWeight,
+    bias_O: torch.Tensor | None,
+    *,
+    norm: RMSNorm | None = None,
+    activation: str | None = None,
+    add: bool = False,
+) -> FusedLinear | None:
+    """The product with what is around it in one kernel, if there is one."""
+    if isinstance(weight_OI, PackedWeight | BlockWeight):
+        return None
+    outputs, inputs = weight_OI.shape
+    problem = FusedLinearProblem(
+        device=scope.device.type,
+        dtype=scope.dtype,
+        inputs=inputs,
+        outputs=outputs,
+        bias=bias_O is not None,
+        eps=norm.eps if norm else None,
+        activation=activation,
+        add=add,
+    )
+    norm_weight = norm.weight_E if norm else None
+    return scope.bind_fused(OP_FUSED, problem, weight_OI, bias_O, norm_weight)
+
+
 def bind_linear(
     scope: Scope,
     weight_OI: torch.Tensor | PackedWeight | BlockWeight,
     bias_O: torch.Tensor | None,
     *,
     shared: bool = False,
+    wide: bool = False,
 ) -> Linear:
-    """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere."""
+    """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere, `wide` if the result is to
+    be float32."""
     if isinstance(weight_OI, PackedWeight):
-        return _bind_packed(scope, weight_OI, bias_O)
+        return _bind_packed(scope, weight_OI, bias_O, wide=wide)
     if isinstance(weight_OI, BlockWeight):
-        return _bind_blocks(scope, weight_OI, bias_O)
+        return _bind_blocks(scope, weight_OI, bias_O, wide=wide)
     outputs, inputs = weight_OI.shape
     problem = LinearProblem(
         device=scope.device.type,
@@ -119,22 +180,28 @@ def bind_linear(
         outputs=outputs,
         bias=bias_O is not None,
         shared=shared,
+        wide=wide,
     )
     return scope.bind(OP, problem, weight_OI, bias_O)
 
 
-def _bind_blocks(scope: Scope, weight: BlockWeight, bias_O: torch.Tensor | None) -> Linear:
+def _bind_blocks(
+    scope: Scope, weight: BlockWeight, bias_O: torch.Tensor | None, *, wide: bool
+) -> Linear:
     problem = LinearBlocksProblem(
         device=scope.device.type,
         dtype=scope.dtype,
         inputs=weight.inputs,
         kinds=weight.kinds,
         bias=bias_O is not None,
+        wide=wide,
     )
     return scope.bind(OP_BLOCKS, problem, weight, bias_O)
 
 
-def _bind_packed(scope: Scope, weight: PackedWeight, bias_O: torch.Tensor | None) -> Linear:
+def _bind_packed(
+    scope: Scope, weight: PackedWeight, bias_O: torch.Tensor | None, *, wide: bool
+) -> Linear:
     problem = LinearQuantProblem(
         device=scope.device.type,
         dtype=scope.dtype,
@@ -142,5 +209,6 @@ def _bind_packed(scope: Scope, weight: PackedWeight, bias_O: torch.Tensor | None
         inputs=weight.inputs,
         outputs=weight.outputs,
         bias=bias_O is not None,
+        wide=wide,
     )
     return scope.bind(OP_QUANT, problem, weight, bias_O)

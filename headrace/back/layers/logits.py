@@ -74,7 +74,8 @@ class LogitsHead:
 
     def _finish(self) -> None:
         if self._weight is not None:
-            self._project = bind_linear(self._scope, self._weight.take(), None)
+            self._project = bind_linear(self._scope, self._weight.take(), None, wide=True)
             return
         assert self._tied is not None and self._tied.weight_VE is not None
-        self._project = bind_linear(self._scope, self._tied.weight_VE, None, shared=True)
+        weight_VE = self._tied.weight_VE
+        self._project = bind_linear(self._scope, weight_VE, None, shared=True, wide=True)

@@ -6,13 +6,15 @@ import torch
 
 from headrace.back.kernels.gated_act.op import OP, GatedAct, GatedActProblem
 from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.shard import Part
 
 
 class GatedMLP:
     """x_TE -> y_TE. `merged` names the checkpoint tensor that holds gate and up, if they are one
-    there (Phi-3); `down` the one that leads back."""
+    there (Phi-3); `down` the one that leads back. `norm` stands before it: if `norms`, x is what goes
+    into that norm. `adds`: y goes into the residual as it is."""
 
     def __init__(
         self,
@@ -24,20 +26,39 @@ class GatedMLP:
         bias: bool = False,
         merged: str | None = None,
         down: str = "down_proj",
+        norm: RMSNorm | None = None,
+        adds: bool = False,
     ) -> None:
         parts = (Part("gate_proj", inner, inner), Part("up_proj", inner, inner))
-        self._gate_up = ColumnLinear(scope, width, parts, bias=bias, merged=merged)
-        self._down = RowLinear(scope / down, parts[0], width, bias=bias)
+        self._gate_up = ColumnLinear(
+            scope, width, parts, bias=bias, merged=merged, norm=norm, activation=activation
+        )
+        self._down = RowLinear(scope / down, parts[0], width, bias=bias, adds=adds)
         self._act: GatedAct = not_loaded
         self._scope = scope
         self._activation = activation
         scope.on_finish(self._finish)
 
+    @property
+    def norms(self) -> bool:
+        """Whether the norm before is part of it."""
+        return self._gate_up.fused
+
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        return self._down.project(self._act(self._gate_up.project(x_TE)))
+        return self._down.project(self._inner(x_TE))
+
+    def forward_into(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor | None:
+        """y_TE, to be added to the residual; None if that was done."""
+        return self._down.project_into(self._inner(x_TE), residual_TE)
+
+    def _inner(self, x_TE: torch.Tensor) -> torch.Tensor:
+        inner = self._gate_up.project(x_TE)
+        return inner if self._gate_up.fused else self._act(inner)
 
     def _finish(self) -> None:
+        if self._gate_up.fused:
+            return
         problem = GatedActProblem(
             device=self._scope.device.type,
             dtype=self._scope.dtype,

@@ -23,6 +23,7 @@ class RMSNorm:
         self.norm: Norm = not_loaded
         self.add_norm: AddNorm = not_loaded
         self.weight_E = torch.empty(0)
+        self.eps = eps
         self._scope = scope
         self._offset = 1.0 if unit_offset else 0.0
         self._problem = RMSNormProblem(

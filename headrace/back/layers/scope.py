@@ -17,6 +17,7 @@ from headrace.back.kernels.op import Choice, Op, decisions
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, Piece
 from headrace.back.parallel.shard import Shard
+from headrace.back.platforms import huge_pages
 from headrace.back.quant.online import OnlineWeight
 from headrace.back.quant.scheme import Scheme
 from headrace.back.quant.stored import Stored, StoredWeight, kept_blocks
@@ -106,7 +107,7 @@ class Scope:
             shape=shape,
             dtype=self.dtype,
             pieces=pieces or (Piece(name=self.name(name), shape=shape),),
-            tensor=torch.empty(local, dtype=self.dtype, device=self.device),
+            tensor=self._empty(local),
             shard=shard,
             spans=shard.spans(axis) if shard is not None and axis is not None else (),
             init=init,
@@ -114,6 +115,12 @@ class Scope:
         )
         self.ledger.params.append(param)
         return param
+
+    def _empty(self, shape: list[int]) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if self.device.type == "cpu":
+            huge_pages.advise(tensor.data_ptr(), tensor.nbytes)
+        return tensor
 
     def quantized(
         self, weight: Param, *, read_whole: bool = True

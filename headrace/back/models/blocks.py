@@ -103,7 +103,14 @@ class DecoderLayer:
             return RMSNorm(scope / name, sizes.width, eps=sizes.eps, unit_offset=offset)
 
         self.before_attention = norm(spec.before_attention)
-        self.attention = Attention(scope / "self_attn", index, spec.attention)
+        plain = spec.branch_scale == 1.0
+        self.attention = Attention(
+            scope / "self_attn",
+            index,
+            spec.attention,
+            norm=self.before_attention,
+            adds=plain and spec.after_attention is None,
+        )
         self.after_attention = norm(spec.after_attention)
         self.before_mlp = norm(spec.before_mlp)
         self.mlp = GatedMLP(
@@ -113,22 +120,29 @@ class DecoderLayer:
             activation=sizes.activation,
             bias=spec.mlp_bias,
             merged=spec.mlp_merged,
+            norm=self.before_mlp,
+            adds=plain and spec.after_mlp is None,
         )
         self.after_mlp = norm(spec.after_mlp)
         self.branch_scale = spec.branch_scale
 
     def forward(
         self, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Adds the branch of the layer before (None: there is none) to the residual, in place, and
         returns its own MLP branch, to be added by whoever comes next: so each addition is fused
-        with the norm after it."""
-        x_TE = _add_norm(self.before_attention, branch_TE, residual_TE)
-        x_TE = self._after(self.after_attention, self.attention.forward(x_TE, batch))
-        x_TE = _add_norm(self.before_mlp, x_TE, residual_TE)
-        return self._after(self.after_mlp, self.mlp.forward(x_TE))
+        with the norm after it, or with the product before it (None then)."""
+        norm = None if self.attention.norms else self.before_attention
+        x_TE = _add_norm(norm, branch_TE, residual_TE)
+        branch_TE = self.attention.forward_into(x_TE, residual_TE, batch)
+        branch_TE = self._after(self.after_attention, branch_TE)
+        norm = None if self.mlp.norms else self.before_mlp
+        x_TE = _add_norm(norm, branch_TE, residual_TE)
+        return self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE))
 
-    def _after(self, norm: RMSNorm | None, branch_TE: torch.Tensor) -> torch.Tensor:
+    def _after(self, norm: RMSNorm | None, branch_TE: torch.Tensor | None) -> torch.Tensor | None:
+        if branch_TE is None:
+            return None
         if norm is not None:
             branch_TE = norm.norm(branch_TE)
         if self.branch_scale != 1.0:

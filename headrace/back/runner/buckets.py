@@ -28,10 +28,13 @@ from headrace.back.runner.batch import StepShape
 from headrace.back.runner.requests import GrowingTable, Rows
 from headrace.back.runner.steps import Machine, Moment, Ran
 from headrace.back.sampling.sampler import Picks
+from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
 
 RING = 8
 """Slots of messages and results; two steps are in flight at most, so a slot is long free when it is used again."""
+MOST_FRAMES = 512
+"""Views of the static tensors that are kept, by size."""
 MIXED_ROWS = 16
 """The smallest number of rows of a bucket with prompts in it; the next are 4 and 16 times as many."""
 
@@ -47,6 +50,25 @@ class Bucket:
 
     def __str__(self) -> str:
         return f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
+
+
+class Sizes(Protocol):
+    """Which bucket a step takes."""
+
+    @property
+    def largest(self) -> Bucket:
+        """The bucket for which memory must be there."""
+        ...
+
+    def of(self, *, tokens: int, rows: int) -> Bucket:
+        """A bucket that holds a step."""
+        ...
+
+
+class MakeSizes(Protocol):
+    """Makes the sizes of a runner's steps."""
+
+    def __call__(self, *, max_rows: int, max_tokens: int, groups: int) -> Sizes: ...
 
 
 class Buckets:
@@ -112,6 +134,11 @@ class Outputs:
 class Replay(Protocol):
     """Runs the step of a bucket, by calling it or by replaying what it once did; and knows the device's streams."""
 
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What is recorded, for the table of decisions."""
+        ...
+
     def scope(self) -> AbstractContextManager[object]:
         """See Steps."""
         ...
@@ -137,6 +164,7 @@ class BucketSteps:
         machine: Machine,
         replay: Replay,
         *,
+        sizes: MakeSizes = Buckets,
         num_groups: int,
         block_tokens: int,
         max_rows: int,
@@ -145,19 +173,21 @@ class BucketSteps:
     ) -> None:
         device = machine.device
         self._machine, self._replay, self._kv = machine, replay, machine.kv
-        self.buckets = Buckets(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
+        self.buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
         problem = StepInputsProblem(
             device=device.type, block_tokens=block_tokens, max_rows=max_rows
         )
         self._problem = problem
         inputs, commit = INPUTS.choose(problem), COMMIT.choose(problem)
         self._inputs, self._commit = inputs.bind(), commit.bind()
-        self.decisions = decisions((inputs, commit))
+        self._chosen = decisions((inputs, commit))
+        sizes = (2**i for i in range(9, -1, -1))
+        self.common_rows = (max_rows, *(size for size in sizes if size < max_rows))
         columns = -(-max_model_len // block_tokens)
         new = {"dtype": torch.int32, "device": device}
         self._tables = StepTables(
-            tokens_MC=torch.zeros((max_rows + 1, max_model_len + 1), **new),
-            blocks_GMB=torch.zeros((num_groups, max_rows + 1, columns), **new),
+            tokens_MC=_zeros((max_rows + 1, max_model_len + 1), device),
+            blocks_GMB=_zeros((num_groups, max_rows + 1, columns), device),
         )
         tables = tuple(GrowingTable(blocks_MB) for blocks_MB in self._tables.blocks_GMB)
         tokens = GrowingTable(self._tables.tokens_MC)
@@ -167,6 +197,11 @@ class BucketSteps:
         self._told = _host_buffer((RING, 2, max_rows), device)
         self._static = _Static(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """See Steps."""
+        return (*self._chosen, *self._replay.decisions)
 
     def scope(self) -> AbstractContextManager[object]:
         """See Steps."""
@@ -202,6 +237,8 @@ class BucketSteps:
     def _step(self, bucket: Bucket) -> Outputs:
         """The whole step on the device, from the message that was copied last to the ring."""
         if bucket not in self._frames:
+            if len(self._frames) >= MOST_FRAMES:
+                self._frames.clear()
             self._frames[bucket] = self._frame(bucket)
         frame, model, words = self._frames[bucket], self._machine.model, self._message.words
         self._inputs(words, self._tables, frame.out)
@@ -259,7 +296,7 @@ class _Static:
         self._token_ids, self._positions = (torch.zeros(max_tokens, **new) for _ in range(2))
         self._slots = torch.zeros(groups * max_tokens, **new)
         self._last = torch.zeros(rows, **new)
-        self._tables = torch.zeros_like(tables.blocks_GMB).view(-1)
+        self._tables = _zeros(tables.blocks_GMB.shape, tables.blocks_GMB.device).view(-1)
         self._shape = groups, columns
 
     def out(self, bucket: Bucket) -> StepOut:
@@ -320,6 +357,13 @@ class _Message:
             pairs[1::2] = plan.block_id[:updates]
         self.words[:end].copy_(self._slots[slot, :end], non_blocking=True)
         return slot
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Zeros int32. On a CPU by calloc: pages nobody has written cost no memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+    return torch.from_numpy(np.zeros(shape, np.int32))
 
 
 def _host_buffer(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

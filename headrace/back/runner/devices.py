@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from headrace.back.kernels.attention.op import OP as ATTENTION
-from headrace.back.runner.buckets import BucketSteps, Replay
+from headrace.back.kernels.native.wrap import loaded, unsupported
+from headrace.back.runner.buckets import Buckets, BucketSteps, MakeSizes, Replay
 from headrace.back.runner.graphs import Graphs
+from headrace.back.runner.memory import Profile
 from headrace.back.runner.requests import Rows
 from headrace.back.runner.steps import ExactSteps, Machine, Steps
+from headrace.back.runner.tapes import ExactSizes, Tapes
 from headrace.base.config.resolved import EngineSpec
 
 
@@ -19,7 +25,8 @@ class MakeSteps(Protocol):
 
 
 def make_steps(machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps:
-    """Replayed graphs on CUDA where everything a step does is on the device; exact steps elsewhere."""
+    """Replayed graphs on CUDA and recorded native calls on a CPU, where everything a step does is on the device; exact
+    steps elsewhere."""
     why = _why_exact(machine)
     if why is not None:
         rows = Rows.growing(
@@ -29,16 +36,24 @@ def make_steps(machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps:
             device=machine.device,
         )
         return ExactSteps(machine, rows, why)
+    if machine.device.type == "cpu":
+        return bucket_steps(machine, spec, Tapes(loaded()), num_groups=num_groups, sizes=ExactSizes)
     return bucket_steps(machine, spec, Graphs(machine.device), num_groups=num_groups)
 
 
 def bucket_steps(
-    machine: Machine, spec: EngineSpec, replay: Replay, *, num_groups: int
+    machine: Machine,
+    spec: EngineSpec,
+    replay: Replay,
+    *,
+    num_groups: int,
+    sizes: MakeSizes = Buckets,
 ) -> BucketSteps:
     """Steps by buckets, replayed as `replay` does."""
     return BucketSteps(
         machine,
         replay,
+        sizes=sizes,
         num_groups=num_groups,
         block_tokens=spec.kv.block_tokens,
         max_rows=spec.scheduler.max_running,
@@ -47,12 +62,29 @@ def bucket_steps(
     )
 
 
+def profile_step(device: torch.device, step: Callable[[], None]) -> Profile:
+    """Runs the largest step and says what it took."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return Profile(held=held, step=peak - held, free=free)
+
+
 def _why_exact(machine: Machine) -> str | None:
-    if machine.device.type != "cuda":
+    if machine.device.type not in ("cuda", "cpu"):
         return f"{machine.device.type} has none"
+    if machine.device.type == "cpu" and (reason := unsupported("cpu", torch.float32)):
+        return reason
     if not machine.state.in_graphs:
         return "this kind of model needs the host in every step"
-    chosen = (choice for choice in ATTENTION.choices() if choice.problem.device == "cuda")
+    chosen = (
+        choice for choice in ATTENTION.choices() if choice.problem.device == machine.device.type
+    )
     for choice in chosen:
         if choice.kernel.reads_host:
             return f"attention kernel {choice.kernel.name} needs the host in every step"

@@ -9,6 +9,7 @@ recently used one goes.
 from __future__ import annotations
 
 import gc
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -39,12 +40,20 @@ class Graphs:
         self._graphs: OrderedDict[Bucket, _Recorded] = OrderedDict()
         self._seen: set[Bucket] = set()
         self._read: torch.cuda.Event | None = None
+        self._record_s = 0.0
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     @property
     def num_graphs(self) -> int:
         """Graphs that are kept."""
         return len(self._graphs)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """See Replay."""
+        recorded = f"{self.num_graphs} graphs recorded in {self._record_s:.2f} s"
+        later = f"others the second time a size is needed, at most {MOST_GRAPHS}"
+        return (Decision("graphs", "auto", recorded, later),)
 
     def scope(self) -> AbstractContextManager[object]:
         """The stream of the steps."""
@@ -67,7 +76,7 @@ class Graphs:
         """Records a step that has run before; nothing is executed."""
         while len(self._graphs) >= MOST_GRAPHS:
             self._graphs.popitem(last=False)
-        graph = torch.cuda.CUDAGraph()
+        graph, begin = torch.cuda.CUDAGraph(), time.perf_counter()
         with _no_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -82,6 +91,7 @@ class Graphs:
         )
         del outputs
         self._graphs[bucket] = _Recorded(graph=graph, outputs=aliases)
+        self._record_s += time.perf_counter() - begin
         return self._graphs[bucket]
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -96,15 +106,6 @@ class Graphs:
         events = (recorded(),) if self._read is None else (self._read, recorded())
         self._read = None
         return DeviceMoment(events)
-
-    def decision(self) -> Decision:
-        """What is recorded, for the table of decisions."""
-        return Decision(
-            "graphs",
-            "auto",
-            f"{self.num_graphs} recorded",
-            f"others the second time a size is needed, at most {MOST_GRAPHS}",
-        )
 
 
 class _Alias:

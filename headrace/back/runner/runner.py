@@ -10,28 +10,49 @@ T query tokens, R rows of the step, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
-from headrace.back.runner.devices import MakeSteps, make_steps
-from headrace.back.runner.memory import KVMemory, count_blocks, lay_out
+from headrace.back.runner.devices import MakeSteps, make_steps, profile_step
+from headrace.back.runner.memory import KVLayout, KVMemory, count_blocks, fit_kv, lay_out
 from headrace.back.runner.pooler import Pooler
 from headrace.back.runner.results import Draws, Launched
 from headrace.back.runner.states import STATES
 from headrace.back.runner.states.state import ModelState
 from headrace.back.runner.steps import Machine, Ran
-from headrace.back.runner.warmup import warm_up
+from headrace.back.runner.warmup import run_largest, warm_up
 from headrace.back.sampling.prompt_logprobs import PromptScorer, Scored
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import EngineError, HeadraceError
+from headrace.base.wire.grammar import GATE
 from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
+
+log = logging.getLogger(__name__)
+
+Supplied = Callable[[int], dict[str, bytes]]
+"""From the number of a step to its late payloads."""
+
+
+def no_supply(step: int) -> dict[str, bytes]:
+    """For callers whose plans have no late gates."""
+    raise AssertionError(f"step {step} waits for gates, but nobody supplies them")
+
+
+def once(supplied: Supplied) -> Supplied:
+    """The same, for a step that may be tried twice: it is supplied only once."""
+    return functools.cache(supplied)
+
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,7 +81,8 @@ class Runner:
         layout = lay_out(
             model.kv_layers, block_tokens=spec.kv.block_tokens, dtype=_DTYPES[spec.model.dtype]
         )
-        num_blocks = count_blocks(spec.kv, layout)
+        kv = replace(spec.kv, num_blocks=1 + len(layout.groups)) if spec.kv.fit else spec.kv
+        num_blocks = count_blocks(kv, layout)
         self._kv = KVMemory(model.kv_layers, layout, num_blocks=num_blocks, device=device)
         groups = layout.group_of_layer
         max_rows = spec.scheduler.max_running
@@ -79,6 +101,10 @@ class Runner:
             device=device,
         )
         self._steps = steps(machine, spec, num_groups=len(layout.groups))
+        began = time.perf_counter()
+        if spec.kv.fit:
+            num_blocks = self._fit(spec, layout)
+        profile_s = time.perf_counter() - began
         warmup_s = warm_up(self, spec, model.logits_width, device)
         self.facts = WorkerFacts(
             num_blocks=num_blocks,
@@ -90,12 +116,37 @@ class Runner:
             generates=model.generates,
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
-            start_s={**(start_s or {}), "warmup": warmup_s},
+            start_s={**(start_s or {}), "profile": profile_s, "warmup": warmup_s},
             decisions=[
                 (d.field, d.given, d.chosen, d.why)
                 for d in (*decisions, *self._sampler.decisions, *self._steps.decisions)
             ],
         )
+
+    @property
+    def common_rows(self) -> tuple[int, ...]:
+        """See Steps."""
+        return self._steps.common_rows
+
+    def _fit(self, spec: EngineSpec, layout: KVLayout) -> int:
+        """Runs the largest step, then makes the KV cache of what the device has left; the number of blocks."""
+        assert spec.kv.memory_bytes is not None and spec.device.memory_bytes is not None
+        profile = profile_step(
+            self._device,
+            lambda: run_largest(self, spec, self._model.logits_width, self._device),
+        )
+        num_bytes = fit_kv(
+            profile,
+            budget=spec.device.memory_bytes,
+            wanted=spec.kv.memory_bytes,
+            least=(1 + len(layout.groups)) * layout.block_bytes,
+        )
+        num_blocks = count_blocks(replace(spec.kv, memory_bytes=num_bytes), layout)
+        self._kv = KVMemory(
+            self._model.kv_layers, layout, num_blocks=num_blocks, device=self._device
+        )
+        self._steps.use_kv(self._kv.layers)
+        return num_blocks
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step to its end."""
@@ -104,23 +155,49 @@ class Runner:
         return result
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
-        """Queues one step. Steps may be launched before the results of earlier ones are read."""
-        with self._steps.scope():
-            return self._launch(plan)
+    def launch(self, plan: StepPlan, supplied: Supplied = no_supply) -> Launched:
+        """Queues one step. Steps may be launched before the results of earlier ones are read.
 
-    def _launch(self, plan: StepPlan) -> Launched:
+        `supplied` waits for the payloads of the plan's `late` gates; it is called when all that does not depend on them
+        is on its way.
+        """
+        with self._steps.scope():
+            return self._launch(plan, supplied)
+
+    def _launch(self, plan: StepPlan, supplied: Supplied) -> Launched:
         self._settle()
         self._begin(plan)
         if not plan.rows.size:
             self._steps.rows.apply(plan)
             return Launched(plan=plan)
-        shape = shape_of(plan)
+        shape, supplied = shape_of(plan), once(supplied)
+        try:
+            return self._run(plan, shape, supplied)
+        except torch.OutOfMemoryError:
+            log.warning(
+                "step %d: out of device memory; trying again with the cache emptied", plan.step
+            )
+            torch.cuda.empty_cache()
+        try:
+            return self._run(plan, shape, supplied)
+        except torch.OutOfMemoryError as error:
+            if plan.late:
+                supplied(plan.step)  # what is supplied for this step must not reach the next one
+            log.error("step %d: out of device memory; its requests fail", plan.step, exc_info=error)
+            full = EngineError("the device ran out of memory in this request's step")
+            return Launched(plan=plan, refused=dict.fromkeys(range(plan.rows.size), full))
+
+    def _run(self, plan: StepPlan, shape: StepShape, supplied: Supplied) -> Launched:
         ran = self._steps.run(plan, shape)
         prompts, refused = (
             ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.hidden_TE)
         )
-        draws = self._draw(shape, ran) if shape.sampled.size else None
+        if shape.sampled.size:
+            draws = self._draw(plan, shape, ran, supplied)
+        else:
+            draws = None
+            if plan.late:
+                supplied(plan.step)
         return Launched(
             plan=plan,
             moment=self._steps.moment(),
@@ -144,11 +221,12 @@ class Runner:
             self._prompts.start(start)
             self._pooler.start(start)
 
-    def _draw(self, shape: StepShape, ran: Ran) -> Draws:
+    def _draw(self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied) -> Draws:
         """Samples the rows that the plan wants sampled and stores their tokens for the next step."""
-        if ran.told is not None and not self._sampler.uses(shape.sampled_row):
+        if ran.told is not None and not plan.late and not self._sampler.uses(shape.sampled_row):
             return Draws(tokens=ran.told[0], best=ran.told[1], index=shape.sampled)
         logits_NV, picks = ran.wanted()
+        late = supplied(plan.step) if plan.late else {}
         rows = self._steps.rows.tokens
         sampled = self._sampler.sample(
             logits_NV,
@@ -156,6 +234,7 @@ class Runner:
             rows=shape.sampled_row,
             positions=shape.sampled_position,
             tokens=rows.data,
+            masks=late.get(GATE, b""),
         )
         token_N = sampled.token_N.to(torch.int32)
         rows.put(shape.sampled_row, shape.sampled_position, token_N)

@@ -98,6 +98,8 @@ class Steps(Protocol):
 
     rows: Rows
     decisions: tuple[Decision, ...]
+    common_rows: tuple[int, ...]
+    """Numbers of decodes that are worth running at start, largest first."""
 
     def scope(self) -> AbstractContextManager[object]:
         """All work of the runner happens within it: the stream, where the device has streams."""
@@ -118,6 +120,8 @@ class Steps(Protocol):
 
 class ExactSteps:
     """See the top of the file."""
+
+    common_rows: tuple[int, ...] = ()
 
     def __init__(self, machine: Machine, rows: Rows, why: str = "") -> None:
         self.rows = rows

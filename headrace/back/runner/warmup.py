@@ -23,33 +23,63 @@ CPU_TOKENS = 64
 class Executes(Protocol):
     """What runs a plan."""
 
+    @property
+    def common_rows(self) -> tuple[int, ...]:
+        """See Steps."""
+        ...
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step."""
         ...
 
 
 def warm_up(runner: Executes, spec: EngineSpec, logits_width: int, device: torch.device) -> float:
-    """Runs one prefill and one decode step of the largest size; returns the seconds.
+    """Runs one prefill and one decode step of the largest size, then the sizes of decode that are common, twice: where
+    steps are recorded, the second one is. Returns the seconds.
 
     Raises CheckpointError if the model's logits are not finite.
     """
     began = time.perf_counter()
+    num_rows, length = _largest(spec, device)
+    common = (rows for rows in runner.common_rows if rows <= num_rows for _ in range(2))
+    decodes = [_decode(rows, length) for rows in common] or [_decode(num_rows, length)]
+    generates = spec.model.head == "lm"
+    prefill = _prefill(num_rows, _prompt(length, logits_width), generates=generates)
+    _run(runner, spec, [prefill, *(decodes if generates else ()), _end(num_rows)])
+    return time.perf_counter() - began
+
+
+def run_largest(
+    runner: Executes, spec: EngineSpec, logits_width: int, device: torch.device
+) -> None:
+    """The step that takes the most memory, alone."""
+    num_rows, length = _largest(spec, device)
+    generates = spec.model.head == "lm"
+    prefill = _prefill(num_rows, _prompt(length, logits_width), generates=generates)
+    _run(runner, spec, [prefill, _end(num_rows)])
+
+
+def _largest(spec: EngineSpec, device: torch.device) -> tuple[int, int]:
+    """Rows, and tokens of each."""
     tokens = spec.scheduler.max_step_tokens
     if device.type == "cpu":
         tokens = min(tokens, CPU_TOKENS)
     num_rows = min(spec.scheduler.max_running, tokens)
-    length = min(tokens // num_rows, spec.model.max_model_len - 1)
-    prompt = np.arange(length, dtype=np.int32) % logits_width
-    generates = spec.model.head == "lm"
-    decodes = (_decode(num_rows, length),) if generates else ()
-    for plan in (_prefill(num_rows, prompt, generates=generates), *decodes, _end(num_rows)):
+    return num_rows, min(tokens // num_rows, spec.model.max_model_len - 1)
+
+
+def _prompt(length: int, logits_width: int) -> np.ndarray:
+    return np.arange(length, dtype=np.int32) % logits_width
+
+
+def _run(runner: Executes, spec: EngineSpec, plans: list[StepPlan]) -> None:
+    for plan in plans:
         result = runner.execute(plan)
         if result.failed:
             raise CheckpointError(
                 "the model's logits for a made-up prompt are not finite: the checkpoint is damaged, or its values do "
                 f"not fit {spec.model.dtype} ({from_wire(result.failed[0][1]).message})"
             )
-    return time.perf_counter() - began
 
 
 def _prefill(num_rows: int, prompt: np.ndarray, *, generates: bool) -> StepPlan:

@@ -11,6 +11,8 @@ import torch
 
 from headrace.back.kernels.gumbel import noise
 from headrace.back.kernels.gumbel.op import Gumbel
+from headrace.back.kernels.nucleus.op import OP as NUCLEUS
+from headrace.back.kernels.nucleus.op import NucleusProblem
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.candidates import Candidates, most_candidates, select
 from headrace.back.sampling.features import TRUNCATES, Picked, RowNumbers, Use
@@ -40,9 +42,11 @@ class Draw:
 
     def __init__(self, numbers: RowNumbers, picked: Picked, device: torch.device) -> None:
         rows = picked.rows
+        self._source = (numbers, picked)
         self._device = device
+        self._nucleus = NUCLEUS.choose(NucleusProblem(device=device.type)).bind()
         self._use = numbers.use[rows]
-        self._uses = int(np.bitwise_or.reduce(self._use))
+        self._uses = int(np.bitwise_or.reduce(self._use, initial=0))
         self._top_k = numbers.top_k[rows]
         keys = noise.keys(numbers.seed[rows], picked.positions)
         self._keys = to_device(keys.view(np.int64), device)
@@ -59,16 +63,8 @@ class Draw:
 
     def part(self, index: np.ndarray) -> Draw:
         """The same for some of the rows."""
-        part = object.__new__(Draw)
-        at = to_device(index, self._device)
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                value = value.index_select(0, at)
-            elif isinstance(value, np.ndarray):
-                value = value[index]
-            setattr(part, name, value)
-        part._uses = int(np.bitwise_or.reduce(part._use)) if index.size else 0
-        return part
+        numbers, picked = self._source
+        return Draw(numbers, picked.take(index), self._device)
 
     def few_candidates(self, index: np.ndarray, most: int, asked: int) -> np.ndarray:
         """Which rows' truncation may be proven on candidates: top_k, or top_p or min_p without typical_p before."""
@@ -127,7 +123,7 @@ class Draw:
             typical_K1 = self._typical_p < 1.0
             lse_K1 = torch.where(typical_K1, z_KC.logsumexp(1, keepdim=True), lse_K1)
         if self._uses & Use.TOP_P:
-            keep_top_p_(z_KC, self._top_p, lse_K1)
+            keep_top_p_(z_KC, self._top_p, lse_K1, nucleus=self._nucleus)
         if self._uses & Use.MIN_P:
             keep_min_p_(z_KC, self._log_min_p)
         if self._uses & Use.XTC:

@@ -33,6 +33,7 @@ class Use(IntFlag):
     MIN_P = auto()
     XTC = auto()
     LOGPROBS = auto()
+    GRAMMAR = auto()
 
 
 TRUNCATES = Use.TOP_K | Use.TYPICAL_P | Use.TOP_P | Use.MIN_P | Use.XTC

@@ -7,7 +7,7 @@
     4  logit bias            logit_bias                   bias.py
     5  DRY                   dry_multiplier > 0           dry.py
     6  masks                 allowed ids, min_tokens,     allowed.py min_tokens.py bad_words.py
-                             bad words
+                             bad words, grammar           grammar_mask.py (comes with the step)
     7  argmax                temperature 0                op greedy
     8  temperature           the others                   draw.py
     9  top_k, typical_p, top_p, min_p                     top_k.py typical_p.py top_p.py min_p.py
@@ -31,6 +31,8 @@ from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.gumbel.op import OP as GUMBEL
 from headrace.back.kernels.gumbel.op import GumbelProblem
+from headrace.back.kernels.nucleus.op import OP as NUCLEUS
+from headrace.back.kernels.nucleus.op import NucleusProblem
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.allowed import AllowedIds
@@ -39,6 +41,7 @@ from headrace.back.sampling.bias import LogitBias
 from headrace.back.sampling.draw import draw, truncated
 from headrace.back.sampling.dry import Dry
 from headrace.back.sampling.features import LogitFeature, Picked, RowNumbers, Use
+from headrace.back.sampling.grammar_mask import GrammarMask
 from headrace.back.sampling.logprobs import Told, score
 from headrace.back.sampling.min_tokens import MinTokens
 from headrace.back.sampling.penalties import Penalties
@@ -83,7 +86,9 @@ class Sampler:
         gumbel = GUMBEL.choose(GumbelProblem(device=device.type))
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
         self._quieten = _quieten_host if device.type == "cpu" else _quieten_device
-        self.decisions = decisions((greedy, gumbel))
+        nucleus = NUCLEUS.choose(NucleusProblem(device=device.type))
+        self.decisions = decisions((greedy, gumbel, nucleus))
+        self._grammar = GrammarMask(max_rows=max_rows, width=logits_width, device=device)
         self._features: tuple[tuple[Use, LogitFeature], ...] = (
             (Use.PENALTIES, Penalties(max_rows=max_rows, width=logits_width, device=device)),
             (Use.BIAS, LogitBias(device)),
@@ -91,6 +96,7 @@ class Sampler:
             (Use.ALLOWED, AllowedIds(device)),
             (Use.MIN_TOKENS, MinTokens(max_rows=max_rows, device=device)),
             (Use.BAD_WORDS, BadWords(device)),
+            (Use.GRAMMAR, self._grammar),
         )
 
     def end(self, rows: np.ndarray) -> None:
@@ -126,13 +132,16 @@ class Sampler:
         rows: np.ndarray,
         positions: np.ndarray,
         tokens: torch.Tensor,
+        masks: bytes = b"",
     ) -> Sampled:
         """Samples the token at `positions[i]` of `rows[i]` from logits_NV[i] (float32, may be overwritten).
 
         `picks`: what `greedy` finds in these logits. `tokens` [max_rows, columns]: the rows' tokens so far, at their
-        positions.
+        positions. `masks`: the grammar's payload of this step.
         """
         use_N = self._numbers.use[rows]
+        if masks:
+            use_N = use_N | np.where(self._grammar.take(masks)[rows], np.int64(Use.GRAMMAR), 0)
         used = int(np.bitwise_or.reduce(use_N))
         token_N, best_N = picks
         if not used:

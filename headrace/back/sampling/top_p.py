@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import torch
 
+from headrace.back.kernels.nucleus.op import Nucleus
 
-def keep_top_p_(z_KC: torch.Tensor, p_K1: torch.Tensor, lse_K1: torch.Tensor) -> None:
+
+def keep_top_p_(
+    z_KC: torch.Tensor, p_K1: torch.Tensor, lse_K1: torch.Tensor, *, nucleus: Nucleus
+) -> None:
     """Removes (-Inf) what the nucleus does not need; p >= 1 keeps all.
 
     z float64 [K, C]; `lse_K1`: log of the sum of exp over all tokens of the row, also over those not among the C.
     """
     probs_KC = (z_KC - lse_K1).exp_()
-    sorted_KC = probs_KC.sort(dim=1, descending=True).values
-    short_K1 = (sorted_KC.cumsum(1) < p_K1).sum(1, keepdim=True)
-    least_K1 = sorted_KC.gather(1, short_K1.clamp(max=z_KC.shape[1] - 1))
+    least_K1 = nucleus(probs_KC, p_K1)
     least_K1.masked_fill_(p_K1 >= 1.0, 0.0)
     z_KC.masked_fill_(probs_KC < least_K1, -torch.inf)

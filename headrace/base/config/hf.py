@@ -351,6 +351,20 @@ def refuse_remote_code(raw: Mapping[str, Any], where: str) -> None:
         )
 
 
+def refuse_quantization(raw: Mapping[str, Any], where: str) -> None:
+    """Refuses a checkpoint whose weights are stored in a quantized format, by its key (QNT-12)."""
+    for key in ("quantization_config", "compression_config"):
+        for part, inside in (("", raw), *((f"{name}.", part) for name, part in raw.items())):
+            found = inside.get(key) if isinstance(inside, Mapping) else None
+            if found:
+                method = found.get("quant_method") if isinstance(found, Mapping) else found
+                raise CheckpointError(
+                    f"{where}: {part}{key}.quant_method is {method!r}: safetensors quantized so cannot be read; take "
+                    "the plain checkpoint (--quantization int8 or int4 packs it on load) or a GGUF file",
+                    field=key,
+                )
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

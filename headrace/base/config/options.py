@@ -39,6 +39,7 @@ class OptionField(msgspec.Struct, frozen=True, kw_only=True):
     is_tuple: bool
     is_number: bool
     is_float: bool
+    is_optional: bool
 
     @property
     def flag(self) -> str:
@@ -73,6 +74,7 @@ def _read_field(group: str, info: msgspec.structs.FieldInfo, hint: Any) -> Optio
         is_tuple=any(get_origin(p) is tuple for p in parts),
         is_number=int in parts or any(isinstance(c, int) for c in choices),
         is_float=float in parts,
+        is_optional=type(None) in parts,
     )
 
 
@@ -96,12 +98,12 @@ def _parse_text(option: OptionField, text: str, spelled: str) -> object:
         return parse_count(text, field=spelled)
     if option.is_number and text in option.choices and text.isdigit():
         return int(text)
-    if option.is_float:
+    if option.is_float and text not in ("auto", "none"):
         try:
             return float(text)
         except ValueError:
             raise ConfigError(f"{spelled}: {text!r} is not a number", field=spelled) from None
-    return None if text == "none" and not option.choices else text
+    return None if text == "none" and option.is_optional else text
 
 
 class _Parser(argparse.ArgumentParser):

@@ -49,12 +49,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache. Exactly one of `num_blocks` and `memory_bytes` is set; the workers turn bytes into blocks."""
+    """The KV cache. Exactly one of `num_blocks` and `memory_bytes` is set; the workers turn bytes into blocks.
+
+    `fit`: memory_bytes is the most that is of use; a worker takes less if its device has less left (DeviceSpec).
+    """
 
     block_tokens: int
     prefix_caching: bool
     num_blocks: int | None = None
     memory_bytes: int | None = None
+    fit: bool = False
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +69,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     policy: str = "fcfs"
     inter_prefill_budget: int | None = None
+    decode_stretch: float | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
     overlap: bool = True
@@ -74,21 +79,31 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the model runs. `threads` is per worker."""
+    """Where the model runs. `threads` is per worker, `memory_bytes` what a worker may take of its device (None: no
+    bound)."""
 
     device: str
     executor: str
     tensor_parallel: int = 1
     threads: int = 1
+    memory_bytes: int | None = None
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Structured output: the tokenizer whose tokens are masked (a folder or a GGUF file), and the library."""
+
+    tokenizer_path: str
+    backend: str = "llguidance"
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one engine core and its workers are built from."""
+    """Everything one engine core and its workers are built from. Without `grammar` there is no structured output."""
 
     model: ModelSpec
     kv: KVSpec
     scheduler: SchedulerSpec
     device: DeviceSpec
+    grammar: GrammarSpec | None = None
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +154,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     header_timeout_s: float
     body_timeout_s: float
     keepalive_timeout_s: float
+    pre_drain_s: float
     shutdown_timeout_s: float
     request_timeout_s: float
     ping_interval_s: float
@@ -147,6 +163,15 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool
     public_metrics: bool
     log_level: str
+    metrics_names: str = "headrace"
+    log_slow_s: float | None = None
+    otlp_endpoint: str | None = None
+    file_store: str = "none"
+    file_store_bytes: int = 16 << 30
+    response_store: str = "off"
+    response_store_bytes: int = 1 << 30
+    response_ttl_s: float = 2_592_000.0
+    max_websockets: int = 100
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

@@ -129,6 +129,13 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Once a step holds this many prefill tokens, no further prefill joins it. Default: no bound."
         ),
     ] = None
+    decode_stretch: Annotated[
+        Annotated[float, Meta(ge=1.1, le=1000)] | Auto | None,
+        Meta(
+            description="While requests decode, prefill may make a step this many times as long as decodes alone "
+            "take (measured). none: no bound, for throughput."
+        ),
+    ] = "auto"
     max_queued_requests: Annotated[
         Natural,
         Meta(description="Requests that may wait; one more is refused with 503 and Retry-After."),
@@ -165,6 +172,14 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Annotated[
         Positive, Meta(description="Engine cores, each with a whole copy of the model.")
     ] = 1
+    gpu_memory: Annotated[
+        str,
+        Meta(
+            pattern=r"^(auto|\d+(\.\d+)?\s*([kKmMgGtT]i?)?[bB]?)$",
+            description="Memory that a worker may take on its GPU, all in: a size such as 80GiB, or a fraction of what "
+            "is free (0.5); auto is 0.92 of it. What the model and its largest step leave goes to the KV cache.",
+        ),
+    ] = "auto"
     threads: Annotated[
         Positive | Auto,
         Meta(description="CPU threads of a worker; auto respects cpuset and cgroup."),
@@ -202,6 +217,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     keepalive_timeout_s: Annotated[
         Seconds, Meta(description="Time an idle connection stays open.")
     ] = 30.0
+    pre_drain_s: Annotated[
+        Seconds,
+        Meta(
+            description="After SIGTERM readiness is false at once, and new requests are still taken for so long: "
+            "load balancers need a moment to notice."
+        ),
+    ] = 0.0
     shutdown_timeout_s: Annotated[
         Seconds,
         Meta(
@@ -240,7 +262,52 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Format of reasoning; auto reads it off the chat template, none leaves it in the text."
         ),
     ] = "auto"
+    file_store: Annotated[
+        str,
+        Meta(
+            description="Folder where /v1/files and /v1/batches keep their files, made with mode 0700; "
+            "auto: files/ in HEADRACE_CACHE_DIR, none: these routes are off."
+        ),
+    ] = "auto"
+    file_store_bytes: Annotated[
+        Bytes, Meta(description="Most that all files together may take; half of it for one key.")
+    ] = "16GiB"
+    response_store: Annotated[
+        str,
+        Meta(
+            description="Where /v1/responses keeps what it stores: sqlite (a file in HEADRACE_CACHE_DIR), sqlite:FILE, "
+            "postgresql://..., or off."
+        ),
+    ] = "sqlite"
+    response_store_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="Most that is stored, half of it for one key; what was not used longest goes first."
+        ),
+    ] = "1GiB"
+    response_ttl_s: Annotated[
+        Seconds, Meta(description="A stored response that is not used this long is forgotten.")
+    ] = 2_592_000.0
+    max_websockets: Annotated[
+        Natural, Meta(description="Open WebSocket connections per API process; more get 503.")
+    ] = 100
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True
+    metrics_names: Annotated[
+        Literal["headrace", "vllm"],
+        Meta(
+            description="vllm: /metrics carries the series dashboards for vLLM ask for beside ours."
+        ),
+    ] = "headrace"
+    log_slow_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="Log where the time of a request went that took longer, seconds."),
+    ] = None
+    otlp_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="Send OpenTelemetry traces to this OTLP/HTTP URL (http://host:4318/v1/traces)."
+        ),
+    ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Log level.")
     ] = "info"

@@ -23,6 +23,7 @@ from prometheus_client import (
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from headrace.base import env
+from headrace.base.telemetry.vllm_names import FIGURES, SERIES
 
 OTHER = "other"
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -57,12 +58,30 @@ STATUSES = (
 )
 ROUTES = (
     *("/v1/models", "/v1/models/{id}", "/v1/completions", "/v1/chat/completions"),
+    "/v1/chat/completions/batch",
     *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank"),
     *("/v1/rerank", "/v2/rerank", "/generative_scoring"),
     *("/tokenize", "/detokenize", "/health", "/health/live", "/health/ready", "/health/startup"),
+    *(
+        "/",
+        "/ui/style.css",
+        "/ui/app.js",
+        "/ui/api.js",
+        "/ui/chat.js",
+        "/ui/dom.js",
+        "/ui/engine.js",
+    ),
+    *("/ui/markdown.js", "/ui/icon.svg"),
     *("/ping", "/version", "/metrics", "/load", "/v1/requests", "/v1/requests/{id}"),
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
-    *("/v1/messages", "/v1/messages/count_tokens", "/api/hello"),
+    *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content"),
+    *("/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel"),
+    *("/tokenizer_info", "/inference/v1/generate"),
+    *("/v1/chat/completions/render", "/v1/chat/completions/derender"),
+    *("/v1/completions/render", "/v1/completions/derender"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/api/hello", "/openapi.json"),
+    *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
+    *("/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items"),
 )
 REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")
@@ -78,6 +97,11 @@ TABLE: tuple[Series, ...] = (
         name="headrace_http_requests_in_flight",
         kind=Kind.GAUGE,
         doc="HTTP requests that are being answered now.",
+    ),
+    Series(
+        name="headrace_websockets_open",
+        kind=Kind.GAUGE,
+        doc="WebSocket connections that are open.",
     ),
     Series(
         name="headrace_rejections_total",
@@ -128,6 +152,24 @@ TABLE: tuple[Series, ...] = (
         name="headrace_request_queue_time_seconds",
         kind=Kind.HISTOGRAM,
         doc="Time a request waited before it was first scheduled.",
+        buckets=_SECONDS,
+    ),
+    Series(
+        name="headrace_request_prefill_time_seconds",
+        kind=Kind.HISTOGRAM,
+        doc="Time from being scheduled to the first token.",
+        buckets=_SECONDS,
+    ),
+    Series(
+        name="headrace_request_decode_time_seconds",
+        kind=Kind.HISTOGRAM,
+        doc="Time from the first token to the last.",
+        buckets=_SECONDS,
+    ),
+    Series(
+        name="headrace_request_inference_time_seconds",
+        kind=Kind.HISTOGRAM,
+        doc="Time from being scheduled to the last token.",
         buckets=_SECONDS,
     ),
     Series(
@@ -227,5 +269,14 @@ def metrics_page() -> str:
     ]
     head = "# Metrics\n\nGenerated from `headrace/base/telemetry/metrics.py`.\n\n"
     table = "| name | kind | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
+    names = "\n".join(f"| `{theirs}` | {ours} |" for ours, theirs in SERIES.items())
+    figures = "\n".join(
+        f"| `{theirs}` | headrace_engine_{figure} |" for figure, (theirs, _) in FIGURES.items()
+    )
+    held = "| `vllm:kv_cache_usage_perc` | headrace_engine_held_blocks / headrace_engine_total_blocks |"
+    mapped = (
+        "\n\n## Names of vLLM\n\nWith `--metrics-names vllm` these are told beside ours (suffixes of counters and "
+        f"histograms stay), so that dashboards for vLLM work:\n\n| vLLM | ours |\n|---|---|\n{names}\n{figures}\n{held}"
+    )
     tail = '\n\nEvery number an engine core reports appears as `headrace_engine_NAME{engine="i"}` as well.'
-    return head + table + tail + "\n"
+    return head + table + tail + mapped + "\n"

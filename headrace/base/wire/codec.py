@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -43,16 +44,26 @@ def cut_frames(buffer: bytearray, *, max_bytes: int) -> list[bytes]:
     at = 0
     with memoryview(buffer) as view:
         while len(buffer) - at >= HEADER.size:
-            (size,) = HEADER.unpack_from(buffer, at)
-            if size > max_bytes:
-                raise ValueError(f"a frame of {size} bytes; {max_bytes} allowed")
-            end = at + HEADER.size + size
+            end = at + HEADER.size + _size(buffer, at, max_bytes)
             if len(buffer) < end:
                 break
             bodies.append(bytes(view[at + HEADER.size : end]))
             at = end
     del buffer[:at]
     return bodies
+
+
+def read_frame(read: Callable[[int], bytes | None], *, max_bytes: int) -> bytes | None:
+    """The body of the next frame; `read` gives so many bytes, or None at the end. ValueError as `cut_frames`."""
+    header = read(HEADER.size)
+    return None if header is None else read(_size(header, 0, max_bytes))
+
+
+def _size(buffer: bytes | bytearray, at: int, max_bytes: int) -> int:
+    size: int = HEADER.unpack_from(buffer, at)[0]
+    if size > max_bytes:
+        raise ValueError(f"a frame of {size} bytes; {max_bytes} allowed")
+    return size
 
 
 class Codec(Generic[T]):

@@ -6,9 +6,75 @@ splits it: `StopRules` is what the core needs to end a request, `RowSampling` wh
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import msgspec
 
 LOGPROBS_MODES = ("raw", "processed")
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the text of an answer must be; exactly one of the first six.
+
+    `json` is a JSON schema (an object or its text), `json_object` any JSON object, `regex` a pattern for the whole text
+    (Rust's syntax), `choice` a list of texts, `grammar` Lark or GBNF, `structural_tag` free text with tagged parts.
+    The others are about JSON: no white space but one space after `,` and `:`; a pattern for white space; objects have
+    no properties but those named unless their schema says so.
+    """
+
+    json: dict[str, Any] | str | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool | None = None
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """The finite numbers a parameter may be; with `above` the least itself is not one of them."""
+
+    least: float
+    greatest: float
+    above: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is allowed; NaN is not."""
+        if not self.least <= value <= self.greatest or math.isinf(value):
+            return False
+        return not (self.above and value == self.least)
+
+    def __str__(self) -> str:
+        start = "above" if self.above else "from"
+        return f"a finite number {start} {self.least:g} to {self.greatest:g}"
+
+    def meta(self, *, greatest: float | None = None) -> msgspec.Meta:
+        """It as the constraint of a field; `greatest` where a dialect allows less."""
+        most = self.greatest if greatest is None else min(greatest, self.greatest)
+        if self.above:
+            return msgspec.Meta(gt=self.least, le=most)
+        return msgspec.Meta(ge=self.least, le=most)
+
+
+BOUNDS = {
+    "temperature": Bound(0.0, 100.0),
+    "top_p": Bound(0.0, 1.0, above=True),
+    "min_p": Bound(0.0, 1.0),
+    "typical_p": Bound(0.0, 1.0, above=True),
+    "repetition_penalty": Bound(0.0, 100.0, above=True),
+    "presence_penalty": Bound(-2.0, 2.0),
+    "frequency_penalty": Bound(-2.0, 2.0),
+    "length_penalty": Bound(-10.0, 10.0),
+    "dry_multiplier": Bound(0.0, 100.0),
+    "dry_base": Bound(1.0, 100.0),
+    "xtc_probability": Bound(0.0, 1.0),
+    "xtc_threshold": Bound(0.0, 1.0),
+    "logit_bias": Bound(-100.0, 100.0),
+}
+"""The one table of what the numbers of sampling may be: server, client and core check against it (P8)."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,6 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprob_token_ids: tuple[int, ...] = ()
     logprobs_mode: str = "raw"
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
 
 class StopRules(msgspec.Struct, frozen=True, kw_only=True):

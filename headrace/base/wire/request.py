@@ -119,6 +119,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: WireError | None = None
     num_cached: int = 0
     num_preemptions: int = 0
+    preempted_s: tuple[float, ...] = ()
     scheduled_s: float | None = None
     first_token_s: float | None = None
     total_s: float = 0.0
@@ -139,7 +140,7 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
-    """The answer to a `Call`: a JSON document, or an error."""
+    """The answer to a `Call`: a msgpack value, or an error."""
 
     number: int
     result: msgspec.Raw = msgspec.Raw(b"\xc0")

@@ -74,7 +74,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     num_computed [R]     tokens that have KV before this step = position of the first query token
     sample [R] bool      whether the last query token's logits are sampled (false inside a prompt)
     All arrays int32 unless said otherwise. With the overlapped loop, a row's input token may still be unknown to the
-    core: the runner feeds the token it sampled itself. `gates` carries payloads of optional gates by name.
+    core: the runner feeds the token it sampled itself. `gates` carries payloads of optional gates by name; those of
+    the gates in `late` come after the plan, in a `Supply`, and are waited for before anything is sampled.
     """
 
     step: int
@@ -89,6 +90,14 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     num_computed: np.ndarray
     sample: np.ndarray
     gates: dict[str, bytes] = {}
+    late: tuple[str, ...] = ()
+
+
+class Supply(msgspec.Struct, frozen=True, tag="supply"):
+    """The late payloads of a step, by gate name."""
+
+    step: int
+    gates: dict[str, bytes]
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -55,10 +55,6 @@ class BlockPool:
         """The block of this group that holds this content."""
         return self._found[group].get(digest)
 
-    def tag_of(self, block: int) -> tuple[int, bytes] | None:
-        """The (group, hash) a block carries."""
-        return self._tags.get(block)
-
     def take(self, count: int) -> list[int]:
         """`count` blocks with one reference each; the caller has seen that so many are free."""
         assert 0 <= count <= self.num_free, (count, self.num_free)

@@ -25,10 +25,14 @@ _NONE = np.zeros(0, np.int32)
 class Flight:
     """What the core must know of a submitted step to read its result; index i is plan.rows[i].
 
-    `position` is the position of the token that the row samples (= tokens with KV after the step).
+    `position` is the position of the token that the row samples (= tokens with KV after the step); `submitted_at` is
+    set when it goes to the executor. `late` names the gates whose payload the workers still wait for.
     """
 
-    __slots__ = ("epochs", "num_decodes", "position", "prefills", "rows", "sample", "step")
+    __slots__ = (
+        *("epochs", "late", "num_decodes", "num_prefill_tokens", "position", "prefills", "rows"),
+        *("sample", "step", "submitted_at"),
+    )
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class Flight:
         position: Int32,
         sample: Bool,
         num_decodes: int,
+        num_prefill_tokens: int,
         prefills: list[tuple[int, Request]],
     ) -> None:
         self.step = step
@@ -47,7 +52,10 @@ class Flight:
         self.position = position
         self.sample = sample
         self.num_decodes = num_decodes
+        self.num_prefill_tokens = num_prefill_tokens
         self.prefills = prefills
+        self.submitted_at = 0.0
+        self.late: tuple[str, ...] = ()
 
 
 class Draft:
@@ -149,6 +157,7 @@ class Draft:
             position=num_computed + num_tokens,
             sample=sample,
             num_decodes=num_decodes,
+            num_prefill_tokens=sum(entry[3] for entry in self._prefills),
             prefills=prefills,
         )
         return plan, flight

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from headrace.base.errors import HeadraceError, InvalidRequest, from_wire, to_wire
 from headrace.base.wire.request import EngineRequest
-from headrace.core.ports import Gate
+from headrace.core.ports import Ends, Gate
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +56,30 @@ class Gates:
         """What the workers need for a step, by gate."""
         found = {gate.name: gate.payload(request_ids) for gate in self._gates}
         return {name: payload for name, payload in found.items() if payload is not None}
+
+    def followers(self, request_ids: list[int]) -> tuple[str, ...]:
+        """The gates whose late payload a step with these requests must wait for."""
+        return tuple(gate.name for gate in self._gates if gate.follows(request_ids))
+
+    def late(
+        self, names: tuple[str, ...], rows: npt.NDArray[np.int32], request_ids: list[int]
+    ) -> dict[str, bytes]:
+        """The late payloads of these gates."""
+        return {
+            gate.name: gate.late(rows, request_ids) for gate in self._gates if gate.name in names
+        }
+
+    def landed(self, request_ids: list[int], tokens: list[int]) -> Ends:
+        """Tells every gate the new tokens; the requests that end with theirs."""
+        ends: Ends = {}
+        for gate in self._gates:
+            ends |= gate.landed(request_ids, tokens)
+        return ends
+
+    @property
+    def num_held(self) -> int:
+        """Requests that gates keep something for; 0 at rest."""
+        return sum(gate.num_held for gate in self._gates)
 
     def finish(self, request_id: int) -> None:
         """The request has ended; every gate is told, even if one of them fails."""

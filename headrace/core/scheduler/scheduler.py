@@ -26,9 +26,11 @@ from headrace.core.rows import RowTable
 from headrace.core.scheduler.budget import StepBudget
 from headrace.core.scheduler.draft import Draft, Flight
 from headrace.core.scheduler.gates import Gates
+from headrace.core.scheduler.pace import Pace
 from headrace.core.scheduler.policy import key_of, queue_of
 
 MAX_LOOKS = 64  # waiting requests tried in one step: bounds the host's work when the pool is full
+MAX_PREEMPTIONS_TOLD = 16  # times kept of one request's preemptions
 RETRY_STEPS = 16  # a request that did not fit is looked at again after so many steps, or when enough blocks are free
 
 Intp = npt.NDArray[np.intp]
@@ -52,6 +54,9 @@ class Scheduler:
         self.gates = gates
         self.queue = queue_of(spec.policy, num_rows=rows.num_rows)
         self.key = key_of(spec.policy)
+        self.pace = Pace(
+            spec.decode_stretch, max_tokens=spec.max_step_tokens, block_tokens=kv.block_tokens
+        )
         self.prefilling: list[Request] = []
         self.admit_new = True
         self.outgrown: list[Request] = []
@@ -90,7 +95,8 @@ class Scheduler:
     def plan(self) -> tuple[StepPlan, Flight] | None:
         """The next step, or None if nothing can run now."""
         budget = StepBudget(
-            self.spec.max_step_tokens, self.spec.inter_prefill_budget, chunked=self.spec.chunked
+            *(self.spec.max_step_tokens, self.spec.inter_prefill_budget, self.pace),
+            chunked=self.spec.chunked,
         )
         draft = Draft(self.rows)
         self._decode(draft, budget)
@@ -102,8 +108,10 @@ class Scheduler:
         ends, self._ends = self._ends, []
         plan, flight = draft.finish(self.step, ends)
         if self.gates:
-            payloads = self.gates.payloads(self.rows.id[plan.rows].tolist())
-            plan = msgspec.structs.replace(plan, gates=payloads)
+            ids = self.rows.id[plan.rows].tolist()
+            flight.late = self.gates.followers(ids)
+            payloads = self.gates.payloads(ids)
+            plan = msgspec.structs.replace(plan, gates=payloads, late=flight.late)
         return plan, flight
 
     # decodes
@@ -189,6 +197,8 @@ class Scheduler:
             self.prefilling.remove(request)
         self.rows.flush_rest(request)
         request.num_preemptions += 1
+        if request.num_preemptions <= MAX_PREEMPTIONS_TOLD:
+            request.preempted_at = (*request.preempted_at, self._now())
         self.num_preemptions += 1
         request.move(State.PREEMPTED, now=self._now())
         request.reason = "preempted: its KV blocks went to requests before it"
@@ -224,8 +234,8 @@ class Scheduler:
         """Puts the next chunk of a prefill into the step."""
         row = request.row
         start, known = int(self.rows.planned[row]), int(self.rows.known[row])
-        tokens = self.kv.fit(request, start=start, want=min(known - start, budget.left))
-        assert tokens > 0, (request.id, start, known, budget.left)
+        tokens = self.kv.fit(request, start=start, want=min(known - start, budget.prefill_left))
+        assert tokens > 0, (request.id, start, known, budget.prefill_left)
         draft.add_updates(request, self.kv.extend(request, start + tokens))
         budget.spend_prefill(tokens)
         last = start + tokens == known

@@ -13,12 +13,16 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from headrace.base.wire.grammar import Node, ReasoningRule
 from headrace.base.wire.params import RowPooling, SamplingParams
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant.
-    `pieces`: what each token adds to the text, where that is not the tokenizer's own table.
+
+    `pieces`: what each token adds to the text, where that is not the tokenizer's own table. `grammar` is what the
+    answer must look like where `params` do not say it (tool calls); `grammar_field` is what its errors name.
+    `reasoning`: how the model reasons before it answers; a grammar holds from behind that on.
 
     With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`, `PooledPart`s, `Ended`.
     """
@@ -32,6 +36,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     cache_salt: str = ""
     pieces: Mapping[int, str | bytes] | None = None
+    grammar: Node | None = None
+    grammar_field: str = "structured_outputs"
+    reasoning: ReasoningRule | None = None
     pooling: RowPooling | None = None
 
 
@@ -82,7 +89,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of choice `index`. `reason`: stop, length or abort. `stop` is the stop string or stop id that matched."""
+    """The end of choice `index`. `reason`: stop, length or abort. `stop` is the stop string or stop id that matched.
+
+    Times are seconds since the engine took the request: first scheduled, first token, preempted, ended; None where a
+    stop string ended the choice before the engine knew.
+    """
 
     index: int
     reason: str
@@ -92,6 +103,9 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     cumulative_logprob: float | None = None
     queued_s: float | None = None
     first_token_s: float | None = None
+    total_s: float | None = None
+    num_preemptions: int = 0
+    preempted_s: tuple[float, ...] = ()
 
 
 Event = Started | PromptScored | PooledPart | Delta | Ended

@@ -10,20 +10,16 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from headrace.base import splitmix
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken
 
-_MASK = (1 << 64) - 1
-
 
 def choice_seed(seed: int | None, index: int) -> int | None:
-    """The seed of answer `index`: SplitMix64 (Steele, Lea, Flood 2014) of seed and index; 63 bits."""
+    """The seed of answer `index`: SplitMix64 of seed and index; 63 bits."""
     if seed is None or index == 0:
         return seed
-    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (z ^ (z >> 31)) >> 1
+    return splitmix.mix(seed + index * splitmix.GAMMA) >> 1
 
 
 def choice_params(params: SamplingParams, index: int) -> SamplingParams:

@@ -7,7 +7,6 @@ Stop strings stay in the front (`outputs.py`).
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 from collections.abc import Iterable
@@ -17,10 +16,20 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
-from headrace.base.wire.params import LOGPROBS_MODES, RowSampling, SamplingParams, StopRules
+from headrace.base.wire.grammar import GATE, Constraint, pack
+from headrace.base.wire.params import (
+    BOUNDS,
+    LOGPROBS_MODES,
+    Bound,
+    RowSampling,
+    SamplingParams,
+    StopRules,
+    StructuredOutputs,
+)
 from headrace.base.wire.request import EngineRequest
 from headrace.front.client.events import Generation
 from headrace.front.client.limits import Limits
+from headrace.front.text.structure.requested import node_of
 from headrace.front.text.tokenizer import Tokenizer
 
 _SEED_MASK = (1 << 63) - 1
@@ -37,22 +46,6 @@ class Widths(msgspec.Struct, frozen=True, kw_only=True):
 
 _PLAIN = SamplingParams()
 
-# field -> (least, greatest, whether the least itself is allowed)
-_FLOATS: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0.0, 100.0, True),
-    "top_p": (0.0, 1.0, False),
-    "min_p": (0.0, 1.0, True),
-    "typical_p": (0.0, 1.0, False),
-    "repetition_penalty": (0.0, 100.0, False),
-    "presence_penalty": (-2.0, 2.0, True),
-    "frequency_penalty": (-2.0, 2.0, True),
-    "length_penalty": (-10.0, 10.0, True),
-    "dry_multiplier": (0.0, 100.0, True),
-    "dry_base": (1.0, 100.0, True),
-    "xtc_probability": (0.0, 1.0, True),
-    "xtc_threshold": (0.0, 1.0, True),
-}
-
 
 class InputChecker:
     """Checks and resolves generations for one model."""
@@ -67,6 +60,7 @@ class InputChecker:
         _check_envelope(generation, self._limits)
         _check_params(generation.params, self._limits, widths)
         _check_prompt(generation, widths)
+        _check_grammar(generation)
 
     def request(self, generation: Generation, widths: Widths, request_id: int) -> EngineRequest:
         """The engine request of a checked generation (one choice: `n` is not looked at)."""
@@ -83,6 +77,7 @@ class InputChecker:
             priority=generation.priority,
             deadline_s=generation.deadline_s,
             cache_salt=generation.cache_salt,
+            gates=_gates(generation),
             pooling=generation.pooling,
         )
 
@@ -149,21 +144,43 @@ class InputChecker:
         return tuple(found)
 
 
+def _check_grammar(generation: Generation) -> None:
+    asked, field = generation.params.structured_outputs, generation.grammar_field
+    if asked is not None:
+        if not isinstance(asked, StructuredOutputs):
+            raise bad(field, asked, "a StructuredOutputs")
+        node_of(asked, field=field)
+    if generation.grammar is not None and generation.params.beam_width is not None:
+        raise InvalidRequest(f"{field}: does not go with beam search", field=field)
+
+
+def _gates(generation: Generation) -> dict[str, msgspec.Raw]:
+    """What the core's gates must know of the request; nothing for most."""
+    grammar, asked = generation.grammar, generation.params.structured_outputs
+    rule, field = generation.reasoning, generation.grammar_field
+    if grammar is None and asked is None and (rule is None or rule.budget is None):
+        return {}
+    if grammar is None and asked is not None:
+        grammar = node_of(asked, field=field)
+    return {GATE: pack(Constraint(grammar=grammar, reasoning=rule, field=field))}
+
+
 def _check_envelope(generation: Generation, limits: Limits) -> None:
     _text("request_id", generation.label, limits.max_label_chars)
     _text("user", generation.tenant, limits.max_label_chars)
     _text("cache_salt", generation.cache_salt, limits.max_salt_chars)
     if any(character in generation.cache_salt for character in "@/\\\0"):
         raise bad("cache_salt", generation.cache_salt, "text without @ / \\ and NUL")
-    _number("weight", generation.weight, 0.0, 1e6, least_allowed=False)
+    _number("weight", generation.weight, Bound(0.0, 1e6, above=True))
     _integer("priority", generation.priority, *_INT32)
     if generation.deadline_s is not None:
-        _number("timeout_s", generation.deadline_s, 0.0, 1e9, least_allowed=False)
+        _number("timeout_s", generation.deadline_s, Bound(0.0, 1e9, above=True))
 
 
 def _check_params(params: SamplingParams, limits: Limits, widths: Widths) -> None:
-    for field, (least, greatest, least_allowed) in _FLOATS.items():
-        _number(field, getattr(params, field), least, greatest, least_allowed=least_allowed)
+    for field, bound in BOUNDS.items():
+        if field != "logit_bias":
+            _number(field, getattr(params, field), bound)
     _check_counts(params, limits, widths)
     _check_lists(params, limits, widths)
     _check_logprobs(params, limits, widths)
@@ -204,6 +221,7 @@ _NOT_WITH_BEAMS = (
     *("best_of", "stop", "bad_words", "logit_bias", "allowed_token_ids", "prompt_logprobs"),
     *("logprob_token_ids", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "dry_multiplier", "xtc_probability", "logprobs_mode"),
+    "structured_outputs",
 )
 
 
@@ -232,7 +250,7 @@ def _check_lists(params: SamplingParams, limits: Limits, widths: Widths) -> None
         raise bad("logit_bias", params.logit_bias, "an object of token ids and numbers")
     _ids("logit_bias", tuple(params.logit_bias), limits.max_logit_bias, width)
     for token_id, bias in params.logit_bias.items():
-        _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        _number(f"logit_bias[{token_id}]", bias, BOUNDS["logit_bias"])
     if params.allowed_token_ids is not None:
         _ids("allowed_token_ids", params.allowed_token_ids, width, width)
         if not params.allowed_token_ids:
@@ -291,14 +309,9 @@ def bad(field: str, given: object, allowed: str) -> InvalidRequest:
     return InvalidRequest(f"{field}: {shown} is not {allowed}", field=field)
 
 
-def _number(
-    field: str, given: Any, least: float, greatest: float, *, least_allowed: bool = True
-) -> None:
-    allowed = f"a finite number {'from' if least_allowed else 'above'} {least:g} to {greatest:g}"
-    if not isinstance(given, int | float) or isinstance(given, bool) or not math.isfinite(given):
-        raise bad(field, given, allowed)
-    if not least <= given <= greatest or (given == least and not least_allowed):
-        raise bad(field, given, allowed)
+def _number(field: str, given: Any, bound: Bound) -> None:
+    if not isinstance(given, int | float) or isinstance(given, bool) or not bound.holds(given):
+        raise bad(field, given, str(bound))
 
 
 def _integer(field: str, given: Any, least: int, greatest: int) -> None:

@@ -24,6 +24,7 @@ from headrace.front.client.pooling import (
     pooling_generation,
     probabilities,
 )
+from headrace.front.client.spoken import Listener, ToolCall
 from headrace.front.text.chat import ChatTemplate
 
 if TYPE_CHECKING:
@@ -44,10 +45,15 @@ _LIMITS = Limits(
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """One answer. `finish_reason`: stop, length or abort; `stop` is the stop string or stop id that matched."""
+    """One answer. `finish_reason`: stop, length or abort; `stop` is the stop string or stop id that matched.
+
+    In a chat `text` is what the model says; what it thinks is `reasoning`, what it asks for `tool_calls`.
+    """
 
     index: int
     text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = []
     token_ids: list[int] = []
     logprobs: list[ScoredToken] | None = None
     cumulative_logprob: float | None = None
@@ -89,6 +95,7 @@ class LLM:
             self.tokenizer = self.engine.tokenizer
             source = self.tokenizer.facts.chat_template
             self.chat_template = ChatTemplate(source, self.tokenizer, max_tokens=text.max_model_len)
+            self._listener = Listener(text, self.tokenizer)
             self._defaults = text.generation_defaults
             self._pooling = text.pooling
             self._wait(self.engine.start())
@@ -120,7 +127,8 @@ class LLM:
         template_arguments: Mapping[str, Any] | None = None,
         progress: bool = True,
     ) -> list[Output]:
-        """Answers one conversation, or several; one output per conversation, in order."""
+        """Answers one conversation, or several; one output per conversation, in order. Reasoning and calls of `tools`
+        are told apart from what is said."""
         single = bool(messages) and isinstance(messages[0], dict)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         encoded = [
@@ -133,7 +141,20 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run([None] * len(encoded), encoded, params, progress)
+        each = params_list(params, len(encoded), self._defaults)
+        listener = self._listener
+        generations = [
+            listener.generation(ids, one) for ids, one in zip(encoded, each, strict=True)
+        ]
+        outputs = self._wait(run_all(self.engine, generations, run_one, show=progress))
+        for output, conversation in zip(outputs, conversations, strict=True):
+            unfinished = str(conversation[-1]["content"]) if continue_final_message else None
+            for answer in output.outputs:
+                parser = listener.parser(output.prompt_ids, tools=tools, unfinished=unfinished)
+                spoken = listener.whole(parser, answer.text)
+                answer.text, answer.reasoning = spoken.content, spoken.reasoning
+                answer.tool_calls = spoken.tool_calls
+        return outputs
 
     def embed(
         self,

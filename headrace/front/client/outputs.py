@@ -180,6 +180,9 @@ class Answer:
             cumulative_logprob=None if self._scores is None else self._cumulative,
             queued_s=finished.scheduled_s if finished else None,
             first_token_s=finished.first_token_s if finished else None,
+            total_s=finished.total_s if finished else None,
+            num_preemptions=finished.num_preemptions if finished else 0,
+            preempted_s=finished.preempted_s if finished else (),
         )
 
     def _add_score(self, scored: TokenLogprobs) -> None:

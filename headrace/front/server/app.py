@@ -1,4 +1,4 @@
-"""The HTTP application: the table of routes, and the shell every exchange passes through.
+"""The HTTP application: the shell every exchange passes through on its way to a route (table.py).
 
 The shell makes the request id, decides who may pass, refuses new work while draining, turns whatever goes wrong into a
 clean answer, and counts. It is raw ASGI: nothing else sees a request before it.
@@ -8,128 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.requests import ClientDisconnect
+from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.errors import OverloadError, RateLimited, Unavailable
 from headrace.base.telemetry.metrics import ROUTES
-from headrace.front.server.anthropic import routes as anthropic
-from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.auth import PUBLIC, Gatekeeper
-from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services, exchange_of
-from headrace.front.server.failures import OPENAI, Failure, Shape, failure_of
+from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services
+from headrace.front.server.failures import Failure, failure_of
 from headrace.front.server.ids import client_label, request_id
-from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s, read_json
-from headrace.front.server.native import admin, health, requests, tokenize
-from headrace.front.server.openai import models, routes
-from headrace.front.server.pooling import routes as pooling
-from headrace.front.server.pooling import scoring
-from headrace.front.server.sse import ClientGone, SlowReader, until_gone
+from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s
+from headrace.front.server.responses import websocket
+from headrace.front.server.sockets import SocketShell
+from headrace.front.server.sse import ClientGone, SlowReader
+from headrace.front.server.table import shape_of, table
+from headrace.front.server.timing import log_slow
 
-Reader = Callable[[Exchange, Request], Awaitable[Response]]
-Writer = Callable[[Exchange, Any], Any]
 DRAIN_RETRY_S = 5.0
 DISCARD_S = 2.0
+TIMING_HEADER = b"x-headrace-timing"
+"""A request with this header is told where its time went: Server-Timing, or a comment at the end of a stream."""
 log = logging.getLogger(__name__)
 
 
 def make_app(services: Services) -> ASGIApp:
     """The application over `services`."""
-    router = Router(
-        [
-            _posts("/v1/chat/completions", routes.post_chat),
-            _posts("/v1/completions", routes.post_completions),
-            _posts("/v1/embeddings", pooling.post_embeddings),
-            _posts("/v2/embed", pooling.post_cohere_embed),
-            _posts("/pooling", pooling.post_pooling),
-            _posts("/classify", pooling.post_classify),
-            *(_posts(path, scoring.post_score) for path in ("/score", "/v1/score")),
-            *(
-                _posts(path, scoring.post_rerank)
-                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
-            ),
-            _posts("/generative_scoring", scoring.post_generative_scoring),
-            _posts("/tokenize", tokenize.post_tokenize),
-            _posts("/detokenize", tokenize.post_detokenize),
-            _posts("/v1/messages", anthropic.post_messages),
-            _posts("/v1/messages/count_tokens", anthropic.post_count_tokens),
-            _route("/api/hello", anthropic.get_hello),
-            _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
-            _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
-            _route("/v1/requests", requests.get_ledger),
-            _route("/v1/requests/{id}", requests.get_request),
-            _route("/health", health.get_health),
-            _route("/health/live", health.get_live),
-            _route("/health/ready", health.get_ready),
-            _route("/health/startup", health.get_startup),
-            _route("/ping", health.get_health, "GET", "POST"),
-            _route("/version", health.get_version),
-            _route("/load", health.get_load),
-            _route("/metrics", health.get_metrics),
-            _route("/pause", admin.post_pause, "POST"),
-            _route("/resume", admin.post_resume, "POST"),
-            _route("/is_paused", admin.get_is_paused),
-            _route("/reset_prefix_cache", admin.post_reset_prefix_cache, "POST"),
-        ],
-        redirect_slashes=False,
-    )
-    return Shell(services, router)
-
-
-def _route(path: str, handler: Reader, *methods: str) -> Route:
-    """A route without a body."""
-
-    async def endpoint(request: Request) -> Response:
-        exchange = exchange_of(request)
-        work = handler(exchange, request)
-        return await until_gone(request.receive, _awaited(work), abandon=exchange.services.abandon)
-
-    return Route(path, endpoint, methods=list(methods) or ["GET"])
-
-
-def _posts(path: str, handler: Writer) -> Route:
-    """A route with a JSON body: read under its limits first, then handled until done or the client leaves."""
-
-    async def endpoint(request: Request) -> Response:
-        exchange = exchange_of(request)
-        spec = exchange.services.server
-        document = await read_json(
-            request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s
-        )
-        response: Response = await until_gone(
-            request.receive, handler(exchange, document), abandon=exchange.services.abandon
-        )
-        return response
-
-    return Route(path, endpoint, methods=["POST"])
-
-
-def _by_dialect(openai: Reader, anthropic: Reader) -> Reader:
-    """One path that two dialects share: the clients of one of them name its version in a header."""
-
-    def handler(exchange: Exchange, request: Request) -> Awaitable[Response]:
-        chosen = anthropic if shape_of(request.scope) is ANTHROPIC else openai
-        return chosen(exchange, request)
-
-    return handler
-
-
-def shape_of(scope: Scope) -> Shape:
-    """The shape of errors that the client of this exchange reads."""
-    path = scope["path"]
-    if path.startswith("/v1/messages"):
-        return ANTHROPIC
-    named = any(name == b"anthropic-version" for name, _ in scope["headers"])
-    return ANTHROPIC if named and path.startswith("/v1/models") else OPENAI
-
-
-async def _awaited(work: Awaitable[Response]) -> Response:
-    return await work
+    return Shell(services, Router(table(), redirect_slashes=False))
 
 
 class Shell:
@@ -144,9 +50,13 @@ class Shell:
             admin_key_digest=spec.admin_key_digest,
             public_metrics=spec.public_metrics,
         )
+        self.sockets = SocketShell(services, self.gatekeeper, {"/v1/responses": websocket.serve})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one exchange, whatever happens inside."""
+        if scope["type"] == "websocket":
+            await self.sockets(scope, receive, send)
+            return
         assert scope["type"] == "http", f"no handler for {scope['type']}"
         exchange = Exchange(services=self.services, request_id=request_id())
         scope[SCOPE_KEY] = exchange
@@ -159,6 +69,9 @@ class Shell:
         try:
             exchange.tenant = self.gatekeeper.tenant(scope)
             self._refuse_while_draining(scope)
+            exchange.tells_timing = TIMING_HEADER in wire.headers
+            if self.services.tracer is not None:
+                exchange.trace = self.services.tracer.request(scope, exchange.request_id)
             exchange.timeout_s = header_timeout_s(wire.headers.get(TIMEOUT_HEADER.encode()))
             await self.inner(scope, wire.receive, wire.send)
         except (ClientGone, ClientDisconnect) as gone:
@@ -172,6 +85,7 @@ class Shell:
             await wire.fail(failure_of(error, request_id=exchange.request_id))
         finally:
             exchange.held.close()
+            _tell(exchange, wire.status)
             metrics.add("headrace_http_requests_in_flight", -1)
             metrics.add(
                 "headrace_http_requests_total",
@@ -197,13 +111,24 @@ class Shell:
         self.services.metrics.add("headrace_rejections_total", reason=reason)
 
 
+def _tell(exchange: Exchange, status: int) -> None:
+    """The request is over: its spans end, and a slow one is logged."""
+    if exchange.trace is not None:
+        exchange.trace.end(status)
+    if exchange.timeline is not None:
+        after_s = exchange.services.server.log_slow_s
+        log_slow(exchange.timeline, exchange.request_id, after_s=after_s)
+
+
 def _template(path: str) -> str:
     """The route's template: a closed set, whatever clients ask for (P20)."""
     if path in ROUTES:
         return path
-    for prefix in ("/v1/models", "/v1/requests"):
+    for prefix in ("/v1/models", "/v1/requests", "/v1/responses", "/v1/files", "/v1/batches"):
         if path.startswith(prefix + "/"):
-            return prefix + "/{id}"
+            _, slash, rest = path.removeprefix(prefix + "/").partition("/")
+            template = f"{prefix}/{{id}}{slash}{rest}"
+            return template if template in ROUTES else prefix + "/{id}"
     return "other"
 
 
@@ -241,6 +166,9 @@ class _Wire:
             self._started = True
             self.status = message["status"]
             extra = list(self._marks)
+            if self.exchange.tells_timing and self.exchange.timeline is not None:
+                told = self.exchange.timeline.server_timing()
+                extra.append((b"server-timing", told.encode()))
             if self.exchange.services.draining:
                 extra.append((b"connection", b"close"))
             message = {**message, "headers": [*message.get("headers", []), *extra]}

@@ -15,9 +15,13 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from headrace.base.errors import Forbidden, NotFound, Unauthorized
+from headrace.front.server.webui.pages import PAGES
 
 PUBLIC = frozenset(
-    {"/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/api/hello"}
+    {
+        *("/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/api/hello"),
+        *PAGES,
+    }
 )
 ADMIN = frozenset({"/pause", "/resume", "/is_paused", "/reset_prefix_cache"})
 TENANT_CHARS = 32
@@ -89,11 +93,12 @@ def _presented(scope: Scope) -> str | None:
 def _check_host(scope: Scope) -> None:
     """Without keys only loopback names are served: a rebound DNS name in a browser is refused."""
     for name, value in scope["headers"]:
-        if name == b"host" and not _is_loopback(value.decode("latin-1")):
+        if name == b"host" and not is_loopback(value.decode("latin-1")):
             raise Forbidden("without API keys this server answers only to localhost")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host, with or without a port, is this machine."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if name.lower() in ("localhost", ""):
         return True

@@ -20,14 +20,16 @@ from starlette.responses import Response
 from headrace.base.errors import Forbidden, RequestError
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Event, Generation
+from headrace.front.server.coalesce import Pace, paced
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.failures import OPENAI, Shape
 from headrace.front.server.measure import measured
 from headrace.front.server.openai import chat
 from headrace.front.server.openai.sampling import truncated
-from headrace.front.server.openai.schema import ChatRequest, Common, parse
-from headrace.front.server.parsed import ParsedAnswer, parsed
+from headrace.front.server.openai.schema import ChatRequest, Common, StreamOptions, parse
+from headrace.front.server.parsed import ParsedAnswer, parsed, without_reasoning
 from headrace.front.server.sse import EventStream, started
+from headrace.front.server.structured import FREE, Structure, is_plain, narrowed, structure_of
 from headrace.front.text.chat import ChatTemplate
 
 _MESSAGE = re.compile(r"messages\[(\d+)\][^:]*")
@@ -64,7 +66,7 @@ def as_sent(translated: Translated) -> Iterator[None]:
             head = re.split(r"[.\[]", given, maxsplit=1)[0]
             sent = translated.names.get(given) or translated.names.get(head, given)
         message = error.message
-        if message.startswith(given):
+        if given and message.startswith(given + ":"):
             message = sent + message.removeprefix(given)
         raise type(error)(message, field=sent or None) from None
 
@@ -74,6 +76,8 @@ async def begin(
 ) -> tuple[list[int], AsyncGenerator[Event, None]]:
     """The prompt's ids and the events of its continuation, which runs once they are read."""
     services = exchange.services
+    plain = is_plain(request)
+    request = request if plain else narrowed(request)
     params = chat.to_params(
         request, defaults=services.text.generation_defaults, max_n=services.server.max_n
     )
@@ -81,8 +85,13 @@ async def begin(
     prompt_ids = truncated(
         await render(exchange, request), request, max_model_len=services.text.max_model_len
     )
-    answers = _answers(exchange, request, prompt_ids, params)
-    events = generate(exchange, request, prompt_ids, params, label=label, answers=answers)
+    tail = services.answers.prompt_tail(services.tokenizer, prompt_ids)
+    events = generate(
+        *(exchange, request, prompt_ids, params),
+        label=label,
+        answers=parsers_after(exchange, request, tail, params),
+        structure=FREE if plain else structure_of(request, services.answers, prompt_tail=tail),
+    )
     return prompt_ids, events
 
 
@@ -126,6 +135,8 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
     for name in ("reasoning_effort", "verbosity", "documents"):
         if getattr(request, name) is not None:
             kwargs.setdefault(name, getattr(request, name))
+    if request.reasoning_effort is not None:  # templates that know only on and off
+        kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
     return await template.render_async(
         request.messages,
         tools=None if request.tool_choice == "none" else request.tools,
@@ -135,13 +146,21 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
     )
 
 
-def _answers(
+def parsers(
     exchange: Exchange, request: ChatRequest, prompt_ids: list[int], params: SamplingParams
+) -> list[ParsedAnswer] | None:
+    """A parser per choice for what follows this prompt."""
+    services = exchange.services
+    tail = services.answers.prompt_tail(services.tokenizer, prompt_ids)
+    return parsers_after(exchange, request, tail, params)
+
+
+def parsers_after(
+    exchange: Exchange, request: ChatRequest, tail: str, params: SamplingParams
 ) -> list[ParsedAnswer] | None:
     """A parser per choice; None where nothing is to be parsed."""
     services = exchange.services
     tokenizer = services.tokenizer
-    tail = services.answers.prompt_tail(tokenizer, prompt_ids)
     pieces = services.answers.pieces_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
     found = []
     for _ in range(params.n):
@@ -160,6 +179,7 @@ def generate(
     *,
     label: str,
     answers: list[ParsedAnswer] | None = None,
+    structure: Structure = FREE,
 ) -> AsyncGenerator[Event, None]:
     """The events of one prompt, parsed where there are parsers, and counted."""
     services = exchange.services
@@ -171,12 +191,27 @@ def generate(
         priority=request.priority or 0,
         deadline_s=exchange.deadline_s(request.timeout_s),
         cache_salt=request.cache_salt or "",
-        pieces=services.answers.pieces and answers[0].pieces if answers else None,
+        pieces=answers[0].pieces if answers and services.answers.pieces is not None else None,
+        grammar=structure.grammar,
+        grammar_field=structure.field,
+        reasoning=structure.reasoning,
     )
     events: AsyncIterator[Event] = services.engine.generate(generation)
+    if request.stream_options is not None and (pace := _pace(request.stream_options)) is not None:
+        events = paced(events, pace)
     if answers is not None:
         events = parsed(events, answers)
-    return measured(events, services.metrics, arrival=exchange.arrival)
+        if isinstance(request, ChatRequest) and request.include_reasoning is False:
+            events = without_reasoning(events)
+    return measured(events, exchange)
+
+
+def _pace(options: StreamOptions) -> Pace | None:
+    """How much a chunk holds; None: what is there."""
+    if options.stream_interval is None and options.stream_interval_ms is None:
+        return None
+    milliseconds = options.stream_interval_ms
+    return Pace(options.stream_interval, None if milliseconds is None else milliseconds / 1000)
 
 
 async def streamed(
@@ -191,4 +226,5 @@ async def streamed(
         abandon=exchange.services.abandon,
         ping_s=ping_s,
         shape=shape,
+        last_comment=exchange.timing_comment if exchange.tells_timing else None,
     )

@@ -20,8 +20,13 @@ from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import DeadlineExceeded, ModelNotFound
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Engine
+from headrace.front.server.batches.batch import BatchStore
+from headrace.front.server.batches.files import FileStore
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.sealing import SECRET_BYTES, Sealer
+from headrace.front.server.state.store import ResponseStore
+from headrace.front.server.timing import Timeline
+from headrace.front.server.tracing import RequestTrace, Tracer
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplatePool
@@ -34,9 +39,10 @@ SCOPE_KEY = "headrace.exchange"
 class Services:
     """Everything the handlers use.
 
-    `warm`: start-up is over. `draining`: no new work. `abandon` is set when running work must end now. Templates that
-    come with requests are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format
-    of the model's reasoning and tool calls. `sealer` is the same in every API process of a server.
+    `warm`: start-up is over. `leaving`: not ready any more, so that load balancers turn away. `draining`: no new work.
+    `abandon` is set when running work must end now. Templates that come with requests are rendered by
+    `guest_templates`: they cannot hold up the model's own. `answers`: the format of the model's reasoning and tool
+    calls. `sealer` is the same in every API process of a server.
     """
 
     engine: Engine
@@ -48,8 +54,13 @@ class Services:
     metrics: Metrics
     shares: KeyShares
     answers: AnswerFormat = field(default_factory=AnswerFormat)
+    tracer: Tracer | None = None
     sealer: Sealer = field(default_factory=lambda: Sealer(secrets.token_bytes(SECRET_BYTES)))
+    stores: tuple[FileStore, BatchStore] | None = None
+    store: ResponseStore | None = None
+    background: set[asyncio.Task[None]] = field(default_factory=set)
     warm: bool = False
+    leaving: bool = False
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -66,12 +77,16 @@ class Services:
     @property
     def ready(self) -> bool:
         """Whether a load balancer should send requests here."""
-        return self.warm and self.engine.ready and self.engine.alive and not self.draining
+        gone = self.leaving or self.draining
+        return self.warm and self.engine.ready and self.engine.alive and not gone
 
 
 @dataclass(kw_only=True)
 class Exchange:
-    """One request and its answer. `arrival` is on the monotonic clock, `timeout_s` what its header asked for."""
+    """One request and its answer. `arrival` is on the monotonic clock, `timeout_s` what its header asked for.
+
+    `timeline` is there once a generation of it has ended; `tells_timing`: its client asked to be told.
+    """
 
     services: Services
     request_id: str
@@ -79,6 +94,15 @@ class Exchange:
     timeout_s: float | None = None
     arrival: float = field(default_factory=time.monotonic)
     held: ExitStack = field(default_factory=ExitStack)
+    tells_timing: bool = False
+    timeline: Timeline | None = None
+    trace: RequestTrace | None = None
+
+    def timing_comment(self) -> bytes:
+        """Where the time went, as a comment in an event stream: parsers pass over it."""
+        if self.timeline is None:
+            return b""
+        return b": timing " + orjson.dumps(self.timeline.document()) + b"\n\n"
 
     def hold_place(self) -> None:
         """Takes one of this key's places until the answer is complete; RateLimited when none is left."""

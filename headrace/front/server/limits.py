@@ -1,19 +1,18 @@
 """Limits on the body of a request, enforced while the bytes stream in: before decoding, before any other work (P9).
 
-Size (also after decompression), idle time, content type and encoding, then the JSON itself: strict UTF-8, no duplicate
-keys, no NaN or Infinity, bounded depth, no lone surrogates. `KeyShares` bounds what one key may have in flight.
+Size (also after decompression), idle time, content type and encoding; the JSON itself is json_body.py's. `KeyShares`
+bounds what one key may have in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from starlette.requests import Request
 
@@ -25,8 +24,9 @@ from headrace.base.errors import (
     UnsupportedMedia,
 )
 from headrace.base.optional import available, require
+from headrace.front.server.json_body import parse_json
 
-MAX_JSON_DEPTH = 64
+THREAD_BYTES = 256 * 1024  # from here on a body is parsed in a thread (some 2 ms)
 TIMEOUT_HEADER = "x-request-timeout-s"
 MAX_TIMEOUT_S = 86400
 
@@ -91,26 +91,9 @@ async def read_json(request: Request, *, max_bytes: int, idle_s: float) -> Any:
     """The JSON document in the body; every breach of a limit is the RequestError that names it."""
     _check_content_type(request)
     body = await _read_body(request, max_bytes=max_bytes, idle_s=idle_s)
-    return parse_json(body)
-
-
-def parse_json(body: bytes) -> Any:
-    """Strict JSON: what two parsers could read in two ways is refused."""
-    try:
-        text = body.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except UnicodeDecodeError:
-        raise InvalidRequest("the body is not valid UTF-8") from None
-    except RecursionError:
-        raise _too_deep() from None
-    except json.JSONDecodeError as error:
-        raise InvalidRequest(
-            f"the body is not valid JSON: {error.msg} at byte {error.pos}"
-        ) from None
-    except ValueError:
-        raise InvalidRequest("the body is not valid JSON: a number has too many digits") from None
-    _check_tree(value, surrogates="\\ud" in text or "\\uD" in text)
-    return value
+    return (
+        parse_json(body) if len(body) < THREAD_BYTES else await asyncio.to_thread(parse_json, body)
+    )
 
 
 def _check_content_type(request: Request) -> None:
@@ -165,55 +148,6 @@ def _inflate(inflater: _Inflater, chunk: bytes, *, room: int) -> bytes:
         return inflater.feed(chunk, room=room)
     except (zlib.error, ValueError):
         raise InvalidRequest("the compressed body is broken") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(
-            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
-        )
-        raise InvalidRequest(
-            f"the key {twice[:100]!r} occurs twice in one object", field=twice[:100]
-        )
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise InvalidRequest(f"the body is not valid JSON: {name} is not a JSON number")
-
-
-def _check_tree(root: Any, *, surrogates: bool) -> None:
-    """Depth of nesting and, where the text has escapes for them, lone surrogates."""
-    level = [root]
-    for _ in range(MAX_JSON_DEPTH + 1):
-        if surrogates:
-            _check_surrogates(level)
-        level = [
-            child
-            for node in level
-            if isinstance(node, dict | list)
-            for child in (node if isinstance(node, list) else (*node.keys(), *node.values()))
-            if isinstance(child, dict | list) or (surrogates and isinstance(child, str))
-        ]
-        if not level:
-            return
-    raise _too_deep()
-
-
-def _check_surrogates(nodes: list[Any]) -> None:
-    for node in nodes:
-        if isinstance(node, str):
-            try:
-                node.encode()
-            except UnicodeEncodeError:
-                raise InvalidRequest(
-                    "a text holds a lone surrogate, which is no character"
-                ) from None
-
-
-def _too_deep() -> InvalidRequest:
-    return InvalidRequest(f"the body nests deeper than {MAX_JSON_DEPTH} levels")
 
 
 def _too_large(max_bytes: int) -> TooLarge:

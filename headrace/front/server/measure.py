@@ -9,34 +9,82 @@ from contextlib import AsyncExitStack, aclosing
 
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Delta, Ended, Event, Started
+from headrace.front.server.exchange import Exchange
+from headrace.front.server.timing import timeline
+from headrace.front.server.tracing import CoreTrace
 
 _QUEUED_EVENTS = 64
 
 
-async def measured(
-    events: AsyncIterator[Event], metrics: Metrics, *, arrival: float
-) -> AsyncGenerator[Event, None]:
+async def measured(events: AsyncIterator[Event], exchange: Exchange) -> AsyncGenerator[Event, None]:
     """Passes the events on; closing this generator closes `events`, which aborts what still runs."""
-    first_at: dict[int, float] = {}
+    watch = _Watch(exchange)
     async with AsyncExitStack() as stack:
         if isinstance(events, AsyncGenerator):
             await stack.enter_async_context(aclosing(events))
-        async for event in events:
-            match event:
-                case Delta():
-                    if event.index not in first_at:
-                        now = first_at[event.index] = time.monotonic()
-                        metrics.observe("headrace_time_to_first_token_seconds", now - arrival)
-                case Started():
-                    metrics.add("headrace_prompt_tokens_total", event.num_prompt)
-                    metrics.observe("headrace_request_prompt_tokens", event.num_prompt)
-                case Ended():
-                    _count_end(event, metrics, arrival=arrival, first=first_at.get(event.index))
-            yield event
+        try:
+            async for event in events:
+                match event:
+                    case Delta():
+                        watch.delta(event)
+                    case Started():
+                        watch.started(event)
+                    case Ended():
+                        watch.ended(event)
+                yield event
+        except Exception:
+            watch.lost("error")
+            raise
+        finally:
+            watch.lost("abort")
 
 
-def _count_end(event: Ended, metrics: Metrics, *, arrival: float, first: float | None) -> None:
-    now = time.monotonic()
+class _Watch:
+    """One generation: its metrics, its timeline and its spans."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._metrics = exchange.services.metrics
+        self._handed = time.monotonic()
+        self._first: dict[int, float] = {}
+        self._num_prompt = 0
+        self._span: CoreTrace | None = None
+        if exchange.trace is not None:
+            self._span = exchange.trace.begin_core()
+
+    def started(self, event: Started) -> None:
+        self._num_prompt = event.num_prompt
+        self._metrics.add("headrace_prompt_tokens_total", event.num_prompt)
+        self._metrics.observe("headrace_request_prompt_tokens", event.num_prompt)
+
+    def delta(self, event: Delta) -> None:
+        if event.index not in self._first:
+            now = self._first[event.index] = time.monotonic()
+            since = now - self._exchange.arrival
+            self._metrics.observe("headrace_time_to_first_token_seconds", since)
+
+    def ended(self, event: Ended) -> None:
+        now, first = time.monotonic(), self._first.get(event.index)
+        _count_end(event, self._metrics, arrival=self._exchange.arrival, first=first, now=now)
+        self._exchange.timeline = timeline(
+            event,
+            arrival=self._exchange.arrival,
+            handed=self._handed,
+            first=first,
+            now=now,
+            num_prompt=self._num_prompt,
+        )
+        if self._span is not None and event.index == 0:
+            self._span.finished(event, num_prompt=self._num_prompt)
+
+    def lost(self, reason: str) -> None:
+        if self._span is not None:
+            self._span.lost(reason)
+
+
+def _count_end(
+    event: Ended, metrics: Metrics, *, arrival: float, first: float | None, now: float
+) -> None:
     metrics.add("headrace_request_success_total", finished_reason=event.reason)
     metrics.add("headrace_generation_tokens_total", event.num_output)
     metrics.observe("headrace_request_generation_tokens", event.num_output)
@@ -45,6 +93,11 @@ def _count_end(event: Ended, metrics: Metrics, *, arrival: float, first: float |
         metrics.add("headrace_cached_prompt_tokens_total", event.num_cached)
     if event.queued_s is not None:
         metrics.observe("headrace_request_queue_time_seconds", event.queued_s)
+    if event.queued_s is not None and event.total_s is not None:
+        begun = event.total_s if event.first_token_s is None else event.first_token_s
+        metrics.observe("headrace_request_prefill_time_seconds", begun - event.queued_s)
+        metrics.observe("headrace_request_decode_time_seconds", event.total_s - begun)
+        metrics.observe("headrace_request_inference_time_seconds", event.total_s - event.queued_s)
     if first is not None and event.num_output > 1:
         metrics.observe(
             "headrace_inter_token_latency_seconds", (now - first) / (event.num_output - 1)

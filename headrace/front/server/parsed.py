@@ -14,7 +14,7 @@ import msgspec
 from headrace.front.client.events import Delta, Ended, Event
 from headrace.front.text.parsing.counting import ReasoningTokens
 from headrace.front.text.parsing.parser import OutputParser
-from headrace.front.text.parsing.parts import Content, Part
+from headrace.front.text.parsing.parts import Content, Part, Reasoning
 
 
 class ParsedDelta(Delta, frozen=True, kw_only=True):
@@ -124,3 +124,13 @@ async def parsed(
                     return
             else:
                 yield event
+
+
+async def without_reasoning(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+    """The events of a client that does not want to see the reasoning; it is counted all the same."""
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, ParsedDelta):
+                parts = [part for part in event.parts if not isinstance(part, Reasoning)]
+                event = msgspec.structs.replace(event, parts=parts)
+            yield event

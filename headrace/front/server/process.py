@@ -1,8 +1,9 @@
 """The process of one API server: `python -m headrace.front.server.process --spec FILE --listen-fd N`.
 
 It serves an inherited listening socket. DRAIN_SIGNAL from the supervisor starts the drain: readiness is false at once,
-new requests get 503, running ones finish within `shutdown_timeout_s`, the rest end with an explicit error; then the
-process ends with 0. The module lives in this room because it joins what is above `launch`, which knows it by name only.
+after `pre_drain_s` new requests get 503, running ones finish within `shutdown_timeout_s`, the rest end with an explicit
+error; then the process ends with 0. The module lives in this room because it joins what is above `launch`, which knows
+it by name only.
 """
 
 from __future__ import annotations
@@ -10,27 +11,39 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import logging
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import uvicorn
 
+from headrace.base import env
+from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import HeadraceError, StartError
 from headrace.base.telemetry import log as logs
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.engine import AsyncLLM
+from headrace.front.client.events import Engine
 from headrace.front.client.limits import Limits
 from headrace.front.server.app import make_app
+from headrace.front.server.batches.batch import BatchStore
+from headrace.front.server.batches.files import FileStore, private_folder
+from headrace.front.server.batches.runner import BatchRunner
 from headrace.front.server.exchange import Services
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.protocol import ConnectionLimits, guarded_protocol
+from headrace.front.server.sealing import Sealer, secret_in
+from headrace.front.server.state.database import open_database
+from headrace.front.server.state.store import ResponseStore
+from headrace.front.server.tracing import Tracer
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
-from headrace.front.text.tokenizer import load_tokenizer
+from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
 from headrace.launch.api_process import ApiSpec
 from headrace.launch.topology import DRAIN_SIGNAL, Report, report, tie_to_parent
 
@@ -38,6 +51,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 LAST_WORDS_S = 2.0
 POLL_S = 0.02
+SWITCH_S = 0.0005
 
 
 class Server(uvicorn.Server):
@@ -54,15 +68,18 @@ class Server(uvicorn.Server):
 
     def begin_drain(self) -> None:
         """First signal: drain. Second: end what runs now."""
-        if self.services.draining:
+        if self.services.leaving:
             self.services.abandon.set()
             return
-        self.services.draining = True
+        self.services.leaving = True
         self._drain = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:
-        """Waits for running generations, ends the rest with an error, then stops the server."""
+        """Waits for load balancers and running generations, ends the rest with an error, then stops the server."""
         services = self.services
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(services.abandon.wait(), services.server.pre_drain_s)
+        services.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(services.server.shutdown_timeout_s):
                 while services.shares.total and not services.abandon.is_set():
@@ -77,6 +94,13 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
     tokenizer = load_tokenizer(text.tokenizer_path, chat_template=text.chat_template)
     limits = Limits(max_n=spec.server.max_n, heartbeat_timeout_s=spec.heartbeat_timeout_s)
     engine = AsyncLLM(text, spec.socket_paths, limits=limits, tokenizer=tokenizer)
+    return services_over(engine, tokenizer, text, spec.server), engine
+
+
+def services_over(
+    engine: Engine, tokenizer: Tokenizer, text: TextSpec, server: ServerSpec
+) -> Services:
+    """The services over any engine."""
     template_limits = TemplateLimits()
     pool = TemplatePool(template_limits)
     template = ChatTemplate(
@@ -85,32 +109,86 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
         pool=pool,
         max_tokens=text.max_model_len,
     )
-    services = Services(
+    return Services(
         engine=engine,
         tokenizer=tokenizer,
         template=template,
         guest_templates=TemplatePool(template_limits),
         text=text,
-        server=spec.server,
+        server=server,
         metrics=Metrics(),
-        shares=KeyShares(spec.server.max_requests_per_key),
+        shares=KeyShares(server.max_requests_per_key),
+        tracer=None if server.otlp_endpoint is None else Tracer(server.otlp_endpoint),
         answers=AnswerFormat.named(
             tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
         ).bound(tokenizer),
+        store=make_store(server),
     )
-    return services, engine
+
+
+def open_stores(text: TextSpec, spec: ServerSpec) -> tuple[FileStore, BatchStore] | None:
+    """Where files and batches are kept: by default a folder for each model, so that none runs another's batches."""
+    if spec.file_store == "none":
+        return None
+    folder = Path(spec.file_store).expanduser()
+    if spec.file_store == "auto":
+        name = text.model_names[0]
+        folder = env.cache_dir() / "files" / hashlib.sha256(name.encode()).hexdigest()[:16]
+    files = FileStore(private_folder(folder) / "files", max_bytes=spec.file_store_bytes)
+    return files, BatchStore(folder / "batches")
+
+
+def make_store(spec: ServerSpec) -> ResponseStore | None:
+    """The store of responses, not opened yet."""
+    if spec.response_store == "off":
+        return None
+    return ResponseStore(
+        open_database(spec.response_store, folder=env.cache_dir()),
+        max_bytes=spec.response_store_bytes,
+        ttl_s=spec.response_ttl_s,
+    )
 
 
 async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -> None:
     """Serves until the drain is over or the parent is gone."""
     services, engine = make_services(spec)
+    services.stores = open_stores(spec.text, spec.server)
+    server = http_server(services)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(DRAIN_SIGNAL, server.begin_drain)
+    loop.add_reader(status.fileno(), _parent_spoke, status, server)
+    shared = Path(spec.socket_paths[0]).with_name("sealing-secret")
+    connecting = asyncio.ensure_future(_connect(services, engine, status, server, shared))
+    working = [connecting]
+    if services.stores is not None:
+        working.append(asyncio.ensure_future(BatchRunner(services, *services.stores).run()))
+    try:
+        await server._serve([listener])
+    finally:
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
+        with contextlib.suppress(HeadraceError):
+            await engine.close()
+        services.template.close()
+        services.guest_templates.close()
+        if services.store is not None:
+            await services.store.close()
+        if services.tracer is not None:
+            await asyncio.to_thread(services.tracer.close)
+
+
+def http_server(services: Services) -> Server:
+    """The HTTP server over `services`."""
+    spec = services.server
     limits = ConnectionLimits(
-        max_connections=spec.server.max_connections, header_timeout_s=spec.server.header_timeout_s
+        max_connections=spec.max_connections, header_timeout_s=spec.header_timeout_s
     )
     config = uvicorn.Config(
         make_app(services),
         http=guarded_protocol(limits, services.metrics),
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=spec.max_body_bytes,
         lifespan="off",
         loop="none",
         log_config=None,
@@ -118,27 +196,14 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
         proxy_headers=False,
         server_header=False,
         backlog=BACKLOG,
-        timeout_keep_alive=max(1, round(spec.server.keepalive_timeout_s)),
+        timeout_keep_alive=max(1, round(spec.keepalive_timeout_s)),
         timeout_graceful_shutdown=round(LAST_WORDS_S),
     )
-    server = Server(config, services)
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(DRAIN_SIGNAL, server.begin_drain)
-    loop.add_reader(status.fileno(), _parent_spoke, status, server)
-    connecting = asyncio.ensure_future(_connect(services, engine, status, server))
-    try:
-        await server._serve([listener])
-    finally:
-        connecting.cancel()
-        await asyncio.gather(connecting, return_exceptions=True)
-        with contextlib.suppress(HeadraceError):
-            await engine.close()
-        services.template.close()
-        services.guest_templates.close()
+    return Server(config, services)
 
 
 async def _connect(
-    services: Services, engine: AsyncLLM, status: socket.socket, server: Server
+    services: Services, engine: AsyncLLM, status: socket.socket, server: Server, shared: Path
 ) -> None:
     """Until this is through, readiness is false and generations are answered with 503; then the parent is told."""
     try:
@@ -148,6 +213,13 @@ async def _connect(
         report(status, Report(error=f"the model's chat template: {error.message}"))
         server.should_exit = True
         return
+    try:
+        secret = secret_in(shared) if services.store is None else await services.store.start()
+    except HeadraceError as error:
+        report(status, Report(error=error.message))
+        server.should_exit = True
+        return
+    services.sealer = Sealer(secret)
     try:
         await engine.start()
     except HeadraceError as error:
@@ -180,6 +252,8 @@ def main() -> int:
     logs.configure("api", spec.server.log_level)
     import uvloop
 
+    # Threads of this process tokenize and render; the loop, which streams, shall not wait 5 ms for each of them.
+    sys.setswitchinterval(SWITCH_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(spec, listener, status))

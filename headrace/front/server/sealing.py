@@ -46,7 +46,7 @@ class Sealer:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         try:
-            data = base64.urlsafe_b64decode(sealed.removeprefix(_SEALED))
+            data = base64.b64decode(sealed.removeprefix(_SEALED), b"-_", validate=True)
             nonce, body = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
             text = AESGCM(self._seal_key).decrypt(nonce, body, _bound(owner, purpose))
         except (binascii.Error, ValueError, InvalidTag):

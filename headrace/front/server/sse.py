@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -82,7 +82,9 @@ class EventStream(Response):
         abandon: asyncio.Event,
         ping_s: float,
         shape: Shape = OPENAI,
+        last_comment: Callable[[], bytes] | None = None,
     ) -> None:
+        self.last_comment = last_comment
         self.first = first
         self.rest = rest
         self.request_id = request_id
@@ -112,6 +114,8 @@ class EventStream(Response):
                 failure = failure_of(error, request_id=self.request_id)
                 await _write(send, self.shape.last_words(failure, self.request_id))
             await _ended(pings)
+            if self.last_comment is not None and (said := self.last_comment()):
+                await _write(send, said)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await _ended(pings)

@@ -139,7 +139,7 @@ class ChatTemplate:
         size, most = text_size(given), self._max_tokens * self._tokenizer.longest_token
         if size > most:
             raise ContextTooLong(
-                f"prompt is too long: {size // self._tokenizer.longest_token} tokens > "
+                f"prompt is too long: {-(-size // self._tokenizer.longest_token)} tokens > "
                 f"{self._max_tokens} maximum (at least: it has {size} characters)",
                 field="messages",
             )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ class Tokenizer(ABC):
         """Refuses a text that has more characters than `max_tokens` tokens can ever stand for."""
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
             raise ContextTooLong(
-                f"{field} is too long: {len(text) // self.longest_token} tokens > {max_tokens} maximum "
+                f"{field} is too long: {-(-len(text) // self.longest_token)} tokens > {max_tokens} maximum "
                 f"(at least: it has {len(text)} characters)",
                 field=field,
             )
@@ -157,17 +157,18 @@ class Tokenizer(ABC):
         """The text of ids; ids without a token are refused."""
         self.check_ids(ids)
         pieces = self.pieces_without_special if skip_special_tokens else self.pieces
-        text = decode_pieces(pieces[token_id] for token_id in ids)
+        text = decode_pieces(list(map(pieces.__getitem__, ids)))
         return text[1:] if self.drop_first_space and text.startswith(" ") else text
 
-    def check_ids(self, ids: Iterable[int], *, field: str = "tokens") -> None:
+    def check_ids(self, ids: Collection[int], *, field: str = "tokens") -> None:
         """Refuses ids that this vocabulary does not have; `field` is where the caller gave them."""
-        for token_id in ids:
-            if not 0 <= token_id < self.num_ids:
-                raise InvalidRequest(
-                    f"{field}: {token_id} is not a token id (0 to {self.num_ids - 1} are)",
-                    field=field,
-                )
+        low, high = min(ids, default=0), max(ids, default=0)
+        if low < 0 or high >= self.num_ids:
+            raise InvalidRequest(
+                f"{field}: {low if low < 0 else high} is not a token id "
+                f"(0 to {self.num_ids - 1} are)",
+                field=field,
+            )
 
     def token_text(self, token_id: int) -> str:
         """A token as people read it; bytes that are no character become U+FFFD."""
@@ -180,10 +181,13 @@ class Tokenizer(ABC):
         return None if token is None else self.token_id(token)
 
 
-def decode_pieces(pieces: Iterable[str | bytes]) -> str:
+def decode_pieces(pieces: Sequence[str | bytes]) -> str:
     """Joins pieces; malformed UTF-8 becomes U+FFFD."""
-    joined = b"".join(piece.encode() if isinstance(piece, str) else piece for piece in pieces)
-    return joined.decode(errors="replace")
+    try:
+        return "".join(pieces)  # type: ignore[arg-type]
+    except TypeError:  # some piece is no whole character
+        joined = b"".join(p.encode() if isinstance(p, str) else p for p in pieces)
+        return joined.decode(errors="replace")
 
 
 _FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(

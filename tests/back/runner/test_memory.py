@@ -8,9 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.back.attention.kv_layer import KVLayer
-from headrace.back.runner.memory import MAX_GROUPS, KVMemory, count_blocks, group_layers, lay_out
+from headrace.back.attention.plan import Batch
+from headrace.back.runner.memory import (
+    GRAPH_BYTES,
+    MAX_GROUPS,
+    KVMemory,
+    Profile,
+    count_blocks,
+    fit_kv,
+    group_layers,
+    lay_out,
+)
+from headrace.back.runner.runner import Runner
 from headrace.base.config.resolved import KVSpec
 from headrace.base.errors import ConfigError
+from tests.back.driver import Driver, greedy_reference
+from tests.back.tiny_model import TinyModel, tiny_spec
+
+GIB = 1 << 30
 
 
 def layers_of(windows: list[int | None], *, kv_heads: int = 2, head_dim: int = 4) -> list[KVLayer]:
@@ -101,3 +116,45 @@ def test_scrubbing_keeps_finite_values_and_other_blocks() -> None:
     memory.scrub(torch.tensor([1]))
     assert tensor[1, :5].tolist() == [0.0, 0.0, 0.0, 7.0, 3.0]
     assert bool(torch.isnan(tensor[2, 0]))
+
+
+def test_the_kv_cache_takes_what_the_largest_step_leaves() -> None:
+    """The step's memory counts twice: once launched, once in the graphs' pool."""
+    profile = Profile(held=20 * GIB, step=3 * GIB, free=110 * GIB)
+    left = 100 * GIB - 20 * GIB - 6 * GIB - GRAPH_BYTES
+    assert fit_kv(profile, budget=100 * GIB, wanted=500 * GIB, least=1) == left
+    assert fit_kv(profile, budget=100 * GIB, wanted=5 * GIB, least=1) == 5 * GIB
+    crowded = Profile(held=20 * GIB, step=3 * GIB, free=30 * GIB)
+    assert fit_kv(crowded, budget=100 * GIB, wanted=500 * GIB, least=1) == 24 * GIB - GRAPH_BYTES
+
+
+def test_a_device_that_is_too_small_is_told_by_how_much_and_what_would_help() -> None:
+    profile = Profile(held=20 * GIB, step=2 * GIB, free=8 * GIB)
+    with pytest.raises(ConfigError, match=r"2\.0 GiB more are needed") as refused:
+        fit_kv(profile, budget=24 * GIB, wanted=GIB, least=GIB)
+    for option in ("--max-step-tokens", "--gpu-memory", "--tensor-parallel"):
+        assert option in refused.value.message
+
+
+def test_a_step_without_memory_is_tried_again_and_then_fails_alone() -> None:
+    """Out of memory ends the requests of that step, not the engine."""
+    model, failures = TinyModel(), [1]
+    runner = Runner(tiny_spec(), model, device=torch.device("cpu"))
+    driver = Driver(runner.facts)
+    forward = model.forward
+
+    def full(batch: Batch) -> torch.Tensor:
+        if failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("made up")
+        return forward(batch)
+
+    model.forward = full  # type: ignore[method-assign]
+    once, never, after = (driver.add([5, 6, 7]) for _ in range(3))
+    driver.read(runner.execute(driver.plan([(once, 3)])))
+    failures += [1, 1]
+    driver.read(runner.execute(driver.plan([(never, 3)])))
+    driver.read(runner.execute(driver.plan([(after, 3), (once, 1)])))
+    assert never.error == "EngineError"
+    assert after.outputs == greedy_reference(TinyModel(), [5, 6, 7], 1)
+    assert once.outputs == greedy_reference(TinyModel(), [5, 6, 7], 2)

@@ -14,7 +14,7 @@ from headrace.back.runner.devices import MakeSteps, bucket_steps, make_steps
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.steps import Machine, Moment, Now, Steps
 from headrace.back.sampling import prompt_logprobs
-from headrace.base.config.resolved import EngineSpec
+from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import CheckpointError
 from headrace.base.wire.params import RowSampling
 from tests.back.driver import GREEDY, Driver, Sequence, greedy_reference, reference_logits
@@ -25,6 +25,8 @@ CPU = torch.device("cpu")
 
 class Calls:
     """Replays a bucket's step by calling it: the device's way of running steps, without a device."""
+
+    decisions: tuple[Decision, ...] = ()
 
     def scope(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -229,4 +231,4 @@ def test_prompt_logprobs_beyond_what_is_made_fail_that_request_alone(
 def test_the_facts_name_the_samplers_kernels() -> None:
     runner, _ = make(TinyModel())
     fields = [field for field, *_ in runner.facts.decisions]
-    assert fields[:2] == ["kernel.greedy", "kernel.gumbel"]
+    assert fields[:3] == ["kernel.greedy", "kernel.gumbel", "kernel.nucleus"]

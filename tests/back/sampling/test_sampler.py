@@ -190,13 +190,13 @@ def test_each_change_of_the_logits_equals_the_reference_value_by_value(name: str
             rows=np.arange(60),
             positions=np.array([len(case.tokens) for case in cases]),
             num_output=np.array([len(case.tokens) - case.num_prompt for case in cases]),
-            tokens=tokens,
+            tokens=tokens.to(HERE),
         )
-        logits = torch.from_numpy(np.stack([case.logits for case in cases]))
+        logits = torch.from_numpy(np.stack([case.logits for case in cases])).to(HERE)
         sampler._process(logits, sampler._numbers.use[:60], picked)
         for row, case in enumerate(cases):
             wanted = reference.processed(case.logits, case.sampling, case.tokens, case.num_prompt)
-            np.testing.assert_allclose(logits[row].numpy(), wanted, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(logits[row].cpu().numpy(), wanted, rtol=1e-6, atol=1e-6)
         sampler.end(np.arange(60))
 
 

@@ -99,3 +99,10 @@ def test_help_finds_groups_flags_and_words(word: str) -> None:
 def test_every_option_is_documented_and_on_the_page() -> None:
     page = config_page()
     assert all(f.doc and f"`{f.flag}`" in page for f in fields())
+
+
+def test_none_is_a_word_where_an_option_is_a_text_and_absence_where_it_may_be_absent() -> None:
+    found = parse("--tool-parser", "none", "--file-store", "none", "--admin-key", "none")
+    assert (found.server.tool_parser, found.server.file_store) == ("none", "none")
+    assert found.server.admin_key is None
+    assert parse("--kv-blocks", "none").kv.kv_blocks is None

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.base.wire.request import EngineRequest
 from headrace.core.core import GATE_POLL_S
-from headrace.core.ports import Verdict
+from headrace.core.ports import Gate, Verdict
 from headrace.core.request import State
 from tests.core.harness import FULL, Clock, Driver, make_request, make_spec, window_groups
 
@@ -142,7 +142,7 @@ def test_equals_start_in_the_order_of_arrival() -> None:
     assert list(first_token_steps(driver, [5, 3, 9, 1])) == [5, 3, 9, 1]
 
 
-class Shut:
+class Shut(Gate):
     """A gate that keeps chosen requests back until it is opened, such as a KV load that has not arrived."""
 
     name = "load"

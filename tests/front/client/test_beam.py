@@ -1,5 +1,7 @@
 import itertools
+import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -145,3 +147,18 @@ async def test_what_changes_no_beam_is_taken(connect, harmless):
     assert [tuple(a.token_ids) for a in output.outputs] == [
         ids for _, ids in naive_beams(known, 2, 1.0)[:2]
     ]
+
+
+async def test_the_deadline_is_the_searchs_and_not_that_of_each_of_its_steps(connect):
+    known = table(2)
+    left = []
+
+    def slow(request, tokens):
+        left.append(request.deadline_s)
+        time.sleep(0.02)
+        return script(known)(request, tokens)
+
+    async with connect(slow) as (llm, _):
+        await run_one(llm, msgspec.structs.replace(generation(4, 1.0, n=1), deadline_s=9.0))
+    assert len(left) > STEPS and left == sorted(left, reverse=True)
+    assert left[0] <= 9.0 and left[-1] <= left[0] - 0.02 * (STEPS - 1)

@@ -91,7 +91,7 @@ def test_text_that_cannot_fit_is_refused_before_encoding():
     tokenizer = vocabularies.byte_level()
     most = 10 * tokenizer.longest_token
     tokenizer.encode("a" * most, max_tokens=10)
-    with pytest.raises(ContextTooLong, match=rf"{most + 1} characters .* > 10 maximum"):
+    with pytest.raises(ContextTooLong, match=rf": 11 tokens > 10 maximum .*{most + 1} characters"):
         tokenizer.encode("a" * (most + 1), max_tokens=10)
 
 

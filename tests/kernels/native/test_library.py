@@ -10,7 +10,7 @@ import torch
 from headrace.back.kernels.linear.native import bind_with
 from headrace.back.kernels.linear.op import LinearProblem
 from headrace.back.kernels.native import build, library
-from headrace.back.kernels.native.library import NativeLibrary, available_threads, load
+from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.base.errors import StartError
 
 
@@ -125,33 +125,6 @@ def test_a_library_that_anyone_may_have_written_is_not_loaded(
     digest = library_path.name.split("-")[1]
     monkeypatch.setattr(build, "source_digest", lambda: digest)
     assert "is writable by everyone" in fresh_load()
-
-
-@pytest.mark.parametrize(
-    "files, expected",
-    [
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu.max": "350000 100000\n"}, 3),
-        ({"cpu.max": "20000 100000\n"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
-        ({}, None),
-    ],
-)
-def test_the_cpu_quota_of_both_control_group_versions(tmp_path, files, expected):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert library._quota(tmp_path) == expected
-
-
-def test_the_affinity_mask_bounds_the_threads():
-    mask = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(mask)})
-        assert available_threads() == 1
-    finally:
-        os.sched_setaffinity(0, mask)
 
 
 def test_an_instruction_set_can_be_capped_and_one_that_is_not_there_is_refused_by_name(

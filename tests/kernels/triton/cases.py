@@ -8,9 +8,16 @@ import torch
 
 from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.gated_act import op as gated_act
+from headrace.back.kernels.greedy import op as greedy
+from headrace.back.kernels.gumbel import op as gumbel
+from headrace.back.kernels.linear.table import ProductPlan
+from headrace.back.kernels.linear.triton_small import Product, launcher
+from headrace.back.kernels.nucleus import op as nucleus
 from headrace.back.kernels.op import Kernel, Op, load_kernel
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.rms_norm import op as rms_norm
+from headrace.back.kernels.step_commit import op as step_commit
+from headrace.back.kernels.step_inputs import op as step_inputs
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -45,10 +52,23 @@ def _norm(width: int) -> object:
     return rms_norm.RMSNormProblem(device="cpu", dtype=BF16, width=width, eps=1e-6)
 
 
+def _product(plan: ProductPlan, tokens: int, **more: object) -> Callable[[], object]:
+    """A product of 4096 inputs and 512 results, with all there is around it."""
+    gated = bool(more.get("activation"))
+    weight = torch.zeros(1024 if gated else 512, 4096, dtype=BF16)
+    run = launcher(Product(weight_OI=weight, **more), plan, tokens)
+    return lambda: run(torch.zeros(tokens, 4096, dtype=BF16), torch.zeros(tokens, 512, dtype=BF16))
+
+
 _ATTENTION = "attention.triton_attention:KERNEL"
 _QK = "qk_rope_write.triton_qk_rope_write:KERNEL"
 _NORM = "rms_norm.triton_rms_norm:"
+GEMV = ProductPlan(kernel="gemv", n=2, k=2048, warps=8)
+SKINNY = ProductPlan(kernel="skinny", n=32, k=128, warps=4, stages=4, prefetch=2)
+SPLIT = ProductPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=4)
+_ONES = torch.ones(4096)
 _ACT = "gated_act.triton_gated_act:KERNEL"
+STEP = step_inputs.StepInputsProblem(device="cpu", block_tokens=16, max_rows=9)
 
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("attention 32/8x128", _call(attention.OP, _ATTENTION, _attention(32, 8, 128))),
@@ -77,6 +97,19 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             ),
         )
         for activation in ("silu", "gelu", "gelu_tanh", "relu")
+    ),
+    ("greedy", _call(greedy.OP, "greedy.triton_greedy:KERNEL", greedy.GreedyProblem(device="cpu"))),
+    ("gumbel", _call(gumbel.OP, "gumbel.triton_gumbel:KERNEL", gumbel.GumbelProblem(device="cpu"))),
+    ("gemv", _product(GEMV, 1)),
+    ("gemv norm act", _product(GEMV, 1, norm_I=_ONES, eps=1e-6, activation="silu")),
+    ("gemv add bias", _product(GEMV, 1, bias_O=_ONES[:512].to(BF16), add=True)),
+    ("skinny act", _product(SKINNY, 16, activation="silu")),
+    ("skinny split add", _product(SPLIT, 64, add=True)),
+    ("step_inputs", _call(step_inputs.OP, "step_inputs.triton_step:KERNEL", STEP)),
+    ("step_commit", _call(step_commit.OP, "step_commit.triton_commit:KERNEL", STEP)),
+    (
+        "nucleus",
+        _call(nucleus.OP, "nucleus.triton_nucleus:KERNEL", nucleus.NucleusProblem(device="cpu")),
     ),
 ]
 """(title, call)."""

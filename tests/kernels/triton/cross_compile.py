@@ -1,9 +1,10 @@
-"""Compiles every Triton kernel for GPUs that are not there: `python -m tests.kernels.triton.cross_compile TARGET ...`.
+"""Compiles every Triton kernel for GPUs that are not there: `python -m tests.kernels.triton.cross_compile TARGET
+...`.
 
 A target is "cuda:90" or "hip:gfx942". Each kernel is bound and called as in use, on CPU tensors; what would have been
 launched is compiled instead, with the types and alignments the launch would have seen. Prints one JSON object per
-kernel and target. Runs in a process of its own: a process either interprets Triton kernels or compiles them, and a crash
-of the compiler is one.
+kernel and target. Runs in a process of its own: a process either interprets Triton kernels or compiles them, and a
+crash of the compiler is one.
 """
 
 from __future__ import annotations
@@ -111,7 +112,10 @@ def compiled(names: list[str], only: str = "") -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Prints what was compiled, without the assembly, but with the matrix instructions found in it."""
     marks = ("wgmma", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma", "cp.async", "griddepcontrol")
-    for one in compiled(sys.argv[1:]):
+    only, targets = ("", sys.argv[1:])
+    if ":" not in targets[0]:
+        only, targets = targets[0], targets[1:]
+    for one in compiled(targets, only):
         assembly = one.pop("assembly")
         one.pop("binary")
         one["found"] = [mark for mark in marks if mark in assembly]

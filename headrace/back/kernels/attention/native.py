@@ -32,10 +32,13 @@ def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
         assert table.stride(1) == 1 and starts.is_contiguous() and lengths.is_contiguous()
         out_THD = q_THD.new_empty(q_THD.shape)
         assert plan.max_kv_len <= table.shape[1] * block_tokens, (plan.max_kv_len, table.shape)
-        num_tokens, rows = q_THD.shape[0], len(plan.host_kv_len)
-        computed = int(plan.host_query_start[rows])
-        if computed < num_tokens:
-            out_THD[computed:] = 0
+        num_tokens, rows = q_THD.shape[0], lengths.shape[0]
+        assert starts.shape[0] == rows + 1 and table.shape[0] == rows, (starts.shape, table.shape)
+        # Padding is left as it is where the host does not know how much there is: a row of it reaches no other.
+        if plan.host_query_start is not None:
+            computed = int(plan.host_query_start[rows])
+            if computed < num_tokens:
+                out_THD[computed:] = 0
         kernel(
             q_THD.data_ptr(), kv.data_ptr(), out_THD.data_ptr(),
             starts.data_ptr(), lengths.data_ptr(), table.data_ptr(),

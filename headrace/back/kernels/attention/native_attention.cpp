@@ -10,6 +10,7 @@
 // int8_t): a block's head is [block_tokens][head_dim] codes, then [block_tokens] scales. Codes are exact in T, so keys
 // are widened four at a time on the way into the same products, and scales are put on scores and weights.
 
+#include "../native/amx_attention.h"
 #include "../native/dot_tile.h"
 
 namespace {
@@ -41,6 +42,10 @@ struct Task {
 
 template <class S>
 constexpr bool kCoded = sizeof(S) == 1;
+template <class T>
+constexpr bool kIsBf16 = false;
+template <>
+constexpr bool kIsBf16<bf16> = true;
 
 // Where a KV token's vector lies.
 template <class T>
@@ -286,6 +291,46 @@ void attend(void* context, int64_t i) {
   finish<T>(p, task, max, total, sums);
 }
 
+#if defined(HR_AMX)
+HR_INLINE bool fits_tiles(const Attention& p) { return p.head_dim % 32 == 0 && p.block_tokens % kTile == 0; }
+
+// A task with matrix tiles; the same result layout as `finish` takes.
+HR_INLINE void attend_tiles(const Attention& p, const Task& task) {
+  const int64_t rows = int64_t(task.tokens) * task.heads, kv_head = task.head / (p.heads / p.kv_heads), D = p.head_dim;
+  const int64_t first = p.kv_len[task.row] - (p.query_start[task.row + 1] - p.query_start[task.row]) + task.token;
+  alignas(64) char memory[2 * kMaxHead * 32 + 2 * kMaxHead * 64 + 4 * kTileBytes + 64 * 32 * 4 + 2 * kMaxHead * 64];
+  alignas(64) int32_t position[kRows];
+  alignas(64) float max[kRows], total[kRows];
+  for (int64_t m = 0; m < kRows; ++m) position[m] = int32_t(first + smaller(m, rows - 1) / task.heads);
+  const TileTask job{rows, D, task.low, task.high, p.window, p.scale, p.softcap, position};
+  const TileMemory m = tile_memory(memory, D);
+  const bf16* q = static_cast<const bf16*>(p.q);
+  const int64_t start = p.query_start[task.row] + task.token;
+  pack_queries(job, [&](int64_t row) {
+    return q + (start + row / task.heads) * p.q_token_stride + (task.head + row % task.heads) * p.q_head_stride;
+  }, m.queries);
+  const auto at = [&](int64_t token, int64_t half) { return kv_at<bf16>(p, task.row, kv_head, token, half); };
+  if (rows > kTile) tile_attend<2>(job, m, at, max, total);
+  else tile_attend<1>(job, m, at, max, total);
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* sums = m.sums + row / kTile * D * 16 + row % kTile * 16;
+    if (task.part >= 0) {
+      float* to = p.parts + task.part + row * part_floats(p);
+      to[0] = max[row], to[1] = total[row];
+      for (int64_t d = 0; d < D; d += kLanes) store(to + 2 + d, load(sums + d * 16));
+      continue;
+    }
+    bf16* to = static_cast<bf16*>(p.out) + ((start + row / task.heads) * p.heads + task.head + row % task.heads) * D;
+    for (int64_t d = 0; d < D; d += kLanes) store(to + d, load(sums + d * 16) / total[row]);
+  }
+}
+
+void attend_in_tiles(void* context, int64_t i) {
+  const Attention& p = *static_cast<const Attention*>(context);
+  attend_tiles(p, p.tasks[i]);
+}
+#endif
+
 // One task of merging: the parts of one query head of a decode row, in order.
 struct Merge {
   int64_t part, part_stride, count, out;
@@ -388,7 +433,11 @@ int32_t run(Attention& p) {
   p.parts = reinterpret_cast<float*>(merges + n.merges);
   p.tasks = tasks;
   plan(p, tasks, merges);
-  hr_parallel(attend<T, S>, &p, n.tasks);
+  HrTask task = attend<T, S>;
+#if defined(HR_AMX)
+  if (kIsBf16<T> && kIsBf16<S> && fits_tiles(p)) task = attend_in_tiles;
+#endif
+  hr_parallel(task, &p, n.tasks);
   Merges all{&p, merges};
   hr_parallel(merge<T>, &all, n.merges);
   return HR_OK;
@@ -423,3 +472,4 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
   if (dtype == HR_F32) return run<float>(p);
   return HR_BAD_DTYPE;
 }
+HR_REPLAYABLE(attention)

@@ -1,19 +1,25 @@
 """Paged attention in Triton: a kernel for rows with few queries (triton_decode.py) and one for the others
 (triton_prefill.py); a step whose rows have one query each launches the first alone.
 
-Launches depend on the sizes of the tensors and on `plan.max_query_len` only, so a captured graph serves every step of its
-shape; lengths are read on the device. Padding rows have no query tokens; padding tokens are left uninitialised.
+Launches depend on the sizes of the tensors and on `plan.max_query_len` only, so a captured graph serves every step of
+its shape; lengths are read on the device. Padding rows have no query tokens; padding tokens are left uninitialised.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 import triton
 
 from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
-from headrace.back.kernels.attention.triton_decode import decode_kernel
+from headrace.back.kernels.attention.triton_decode import (
+    PIECE_FIELDS,
+    decode_kernel,
+    pieces_kernel,
+)
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.wrap import (
@@ -22,16 +28,18 @@ from headrace.back.kernels.triton.wrap import (
     launch,
     num_sms,
     power_of_two,
-    precision,
     unsupported,
 )
 
 MAX_HEAD_DIM = 256
 ROW_BUCKETS = (16, 64, 256, 1024, 4096)
 """Rows a program reads; few sizes, so that few kernels are compiled."""
-PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM = 2
 """Pieces the decode kernel cuts the cache into, per multiprocessor."""
-MIN_PIECE = 128
+MIN_PIECE = 256
+
+Launch = Callable[[torch.Tensor, torch.Tensor, Plan, torch.Tensor], None]
+"""f(q_THD, kv, plan, out_THD)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +57,7 @@ def decode_tiles(problem: AttentionProblem) -> Tiles:
     m = power_of_two(problem.heads // problem.kv_heads, least=16)
     if problem.dtype is torch.float32 or problem.head_dim > 128:
         return Tiles(m=m, n=32, num_warps=4, num_stages=2)
-    return Tiles(m=m, n=64, num_warps=4, num_stages=3)
+    return Tiles(m=m, n=128, num_warps=4, num_stages=3)
 
 
 def prefill_tiles(problem: AttentionProblem) -> Tiles:
@@ -59,7 +67,7 @@ def prefill_tiles(problem: AttentionProblem) -> Tiles:
         return Tiles(m=max(least, 32), n=32, num_warps=4, num_stages=1)
     if problem.head_dim > 128:
         return Tiles(m=max(least, 128), n=64, num_warps=8, num_stages=2)
-    return Tiles(m=max(least, 128), n=64, num_warps=8, num_stages=3)
+    return Tiles(m=max(least, 128), n=128, num_warps=8, num_stages=3)
 
 
 def bind(problem: AttentionProblem) -> Attention:
@@ -72,7 +80,6 @@ def bind(problem: AttentionProblem) -> Attention:
         "BLOCK_TOKENS": problem.block_tokens,
         "WINDOW": problem.window or 0,
         "SOFTCAP": problem.softcap is not None,
-        "PRECISION": precision(problem.dtype),
     }
     decode, prefill = _bind_decode(problem, shared), _bind_prefill(problem, shared)
 
@@ -103,30 +110,76 @@ def _row_bucket(num_rows: int) -> int:
     return next(size for size in ROW_BUCKETS if size >= num_rows)
 
 
-def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str]):  # type: ignore[no-untyped-def]
+class PieceLists:
+    """The lists of pieces of the plans in use. The first layer that asks for a plan makes its list, and makes it anew
+    whenever it asks again (the next step, or the same step while it is captured); the layers after it read it."""
+
+    def __init__(self) -> None:
+        self._lists: dict[Hashable, tuple[object, torch.Tensor]] = {}
+
+    def get(
+        self, plan: Plan, sizes: Hashable, owner: object, make: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, bool]:
+        """The list, and whether it was made for this call."""
+        key = (id(plan), sizes)
+        maker, pieces = self._lists.get(key, (owner, None))
+        if maker is not owner and pieces is not None:
+            return pieces, False
+        if pieces is None:
+            weakref.finalize(plan, self._lists.pop, key, None)
+        pieces = make()
+        self._lists[key] = (owner, pieces)
+        return pieces, True
+
+
+_LISTS = PieceLists()
+
+
+def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str]) -> Launch:
     tiles, kv_heads = decode_tiles(problem), problem.kv_heads
     group, depth = problem.heads // kv_heads, power_of_two(problem.head_dim, least=16)
+    sizes = {
+        "MAX_QUERIES": tiles.m // group,
+        "N": tiles.n,
+        "WINDOW": problem.window or 0,
+        "MIN_PIECE": MIN_PIECE,
+    }
+
+    def make(plan: Plan, most: int, wanted: int) -> torch.Tensor:
+        num_rows, device = len(plan.kv_len_R), plan.kv_len_R.device
+        pieces = torch.empty(most * PIECE_FIELDS, dtype=torch.int32, device=device)
+        pieces_kernel[(most,)](
+            plan.query_start_R1, plan.kv_len_R, pieces, num_rows, wanted, **sizes,
+            ROWS=_row_bucket(num_rows), num_warps=4, **launch(device),
+        )  # fmt: skip
+        return pieces
 
     def decode(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor) -> None:
         num_rows, device = len(plan.kv_len_R), q_THD.device
         assert num_rows * kv_heads <= COUNTERS, (num_rows, kv_heads)
         wanted = max(1, num_sms(device) * PROGRAMS_PER_SM // kv_heads)
-        grid = (num_rows + wanted, kv_heads)
+        most = num_rows + wanted
+        key = (*sizes.values(), most)
+        pieces, is_new = _LISTS.get(plan, key, decode, lambda: make(plan, most, wanted))
         partial = torch.empty(
-            grid[0] * kv_heads * tiles.m * (depth + 2), dtype=torch.float32, device=device
+            most * kv_heads * tiles.m * (depth + 2), dtype=torch.float32, device=device
         )
-        decode_kernel[grid](
-            q_THD, kv, out_THD, plan.query_start_R1, plan.kv_len_R, plan.block_table_RB,
-            partial, counters(device), num_rows, wanted, *_strides(problem, q_THD, kv, plan),
-            KV_HEADS=kv_heads, MAX_QUERIES=tiles.m // group, M=tiles.m, N=tiles.n,
-            ROWS=_row_bucket(num_rows), MIN_PIECE=MIN_PIECE, PIECES=16, **shared,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch(device),
+        options = launch(device)
+        if is_new and "launch_pdl" in options:
+            options["launch_pdl"] = False  # it reads the list before it waits
+        decode_kernel[(most, kv_heads)](
+            q_THD, kv, out_THD, plan.block_table_RB, pieces, partial, counters(device),
+            *_strides(problem, q_THD, kv, plan), KV_HEADS=kv_heads,
+            GROUP_PADDED=power_of_two(group), M=tiles.m, N=tiles.n,
+            COMBINED=max(2, min(16, 16 * 1024 // (power_of_two(group) * depth))),
+            **shared,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
         )  # fmt: skip
 
     return decode
 
 
-def _bind_prefill(problem: AttentionProblem, shared: dict[str, int | bool | str]):  # type: ignore[no-untyped-def]
+def _bind_prefill(problem: AttentionProblem, shared: dict[str, int | bool | str]) -> Launch:
     tiles, kv_heads = prefill_tiles(problem), problem.kv_heads
     group = problem.heads // kv_heads
     few = decode_tiles(problem).m // group

@@ -2,9 +2,10 @@
 
 A piece is a run of positions of one row, one KV head at a time; all query heads that read it share its loads (M = 16 or
 more query-head pairs, padded). The size of a piece follows from all lengths together, so that there are about as many
-pieces as the device takes at once, whatever the mix of lengths; at least MIN_PIECE positions, so that short rows are one
-piece and need no combination. The program that finishes a row's last piece combines them, in their order (split-KV:
-Dao et al. 2023, "Flash-Decoding").
+pieces as the device takes at once, whatever the mix of lengths; at least MIN_PIECE positions, so that short rows are
+one piece and need no combination. The list of pieces is made on the device, once a step for all layers that share a
+plan. The program that finishes a row's last piece combines them, in their order (split-KV: Dao et al. 2023,
+"Flash-Decoding").
 
 H query heads, K KV heads, D head_dim, N positions of a tile, R rows.
 """
@@ -13,9 +14,55 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
 from headrace.back.kernels.triton.grid import enter
+
+PIECE_FIELDS = 8
+"""int32 values of a piece: row, first position, end, the row's first piece and number of pieces (0: no work), KV
+length, query tokens, first query token."""
+
+
+@triton.jit
+def pieces_kernel(
+    starts,
+    lengths,
+    pieces,
+    num_rows,
+    num_pieces,
+    MAX_QUERIES: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MIN_PIECE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid (pieces at most). `num_pieces`: pieces wanted over all rows; `pieces` int32 [pieces at most, 8]."""
+    i_piece = tl.program_id(0)
+    enter(DEPENDENT)
+    o_r, b_queries, b_length, b_first = row_spans(starts, lengths, num_rows, WINDOW, ROWS)
+    b_seen = tl.where((b_queries > 0) & (b_queries <= MAX_QUERIES), b_length - b_first, 0)
+    piece = tl.maximum(tl.cdiv(tl.sum(b_seen, axis=0), num_pieces), MIN_PIECE)
+    piece = tl.cdiv(piece, N) * N
+    b_pieces = tl.cdiv(b_seen, piece)
+    b_until = tl.cumsum(b_pieces, axis=0)
+    i_row = tl.sum((b_until <= i_piece).to(tl.int32), axis=0)
+    here = o_r == i_row
+    count = pick(b_pieces, here)
+    first = pick(b_until, here) - count
+    length = pick(b_length, here)
+    begin = pick(b_first, here) + (i_piece - first) * piece
+    i_row = tl.minimum(i_row, num_rows - 1)
+    p_piece = pieces + i_piece * 8
+    tl.store(p_piece, i_row)
+    tl.store(p_piece + 1, begin)
+    tl.store(p_piece + 2, tl.minimum(begin + piece, length))
+    tl.store(p_piece + 3, first)
+    tl.store(p_piece + 4, count)
+    tl.store(p_piece + 5, length)
+    tl.store(p_piece + 6, pick(b_queries, here))
+    tl.store(p_piece + 7, tl.load(starts + i_row))
 
 
 @triton.jit
@@ -23,13 +70,10 @@ def decode_kernel(
     q,
     kv,
     out,
-    starts,
-    lengths,
     table,
+    pieces,
     partial,
     counters,
-    num_rows,
-    num_pieces,
     q_token_stride,
     q_head_stride,
     out_token_stride,
@@ -41,45 +85,43 @@ def decode_kernel(
     softcap,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    MAX_QUERIES: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    MIN_PIECE: tl.constexpr,
-    PIECES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COMBINED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (pieces at most, K). `num_pieces`: pieces wanted over all rows; `partial` float32 [pieces at most, K, M, D+2]."""
+    """Grid (pieces at most, K); `partial` float32 [pieces at most, K, M, D+2]. What is read before the wait was written
+    before the kernel that this one waits for (enter_late)."""
     i_piece = tl.program_id(0)
     i_head = tl.program_id(1)
-    enter(DEPENDENT)
-    o_r, b_queries, b_length, b_first = row_spans(starts, lengths, num_rows, WINDOW, ROWS)
-    b_seen = tl.where((b_queries > 0) & (b_queries <= MAX_QUERIES), b_length - b_first, 0)
-    piece = tl.maximum(tl.cdiv(tl.sum(b_seen, axis=0), num_pieces), MIN_PIECE)
-    piece = tl.cdiv(piece, N) * N
-    b_pieces = tl.cdiv(b_seen, piece)
-    b_until = tl.cumsum(b_pieces, axis=0)
-    if i_piece >= tl.sum(b_pieces, axis=0):
+    p_piece = pieces + i_piece * 8
+    i_row = tl.load(p_piece)
+    begin = tl.load(p_piece + 1)
+    end = tl.load(p_piece + 2)
+    first_piece = tl.load(p_piece + 3)
+    num_pieces = tl.load(p_piece + 4)
+    length = tl.load(p_piece + 5)
+    queries = tl.load(p_piece + 6)
+    first_token = tl.load(p_piece + 7).to(tl.int64)
+    p_head = kv + i_head.to(tl.int64) * head_stride
+    p_table = table + i_row.to(tl.int64) * table_stride
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    if num_pieces == 0:
         return
-    i_row = tl.sum((b_until <= i_piece).to(tl.int32), axis=0)
-    here = o_r == i_row
-    pieces = pick(b_pieces, here)
-    first_piece = pick(b_until, here) - pieces
-    length, queries = pick(b_length, here), pick(b_queries, here)
-    begin = pick(b_first, here) + (i_piece - first_piece) * piece
-    end = tl.minimum(begin + piece, length)
 
     o_m = tl.arange(0, M)
     o_d = tl.arange(0, D)
     m_d = o_d < HEAD_DIM
     m_m = o_m < queries * GROUP
-    o_token = tl.load(starts + i_row).to(tl.int64) + o_m // GROUP
+    o_token = first_token + o_m // GROUP
     o_query_head = i_head * GROUP + o_m % GROUP
     p_q = (
         q + o_token[:, None] * q_token_stride + o_query_head[:, None] * q_head_stride + o_d[None, :]
@@ -91,8 +133,6 @@ def decode_kernel(
     b_sum = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, D], tl.float32)
     scale_log2 = scale * 1.4426950408889634
-    p_head = kv + i_head.to(tl.int64) * head_stride
-    p_table = table + i_row.to(tl.int64) * table_stride
     for start in range(begin, end, N):
         o_n = start + tl.arange(0, N)
         m_n = o_n < end
@@ -104,7 +144,7 @@ def decode_kernel(
         )
         b_k = tl.load(p_k, mask=m_n[:, None] & m_d[None, :], other=0.0)
         b_v = tl.load(p_k + kind_stride, mask=m_n[:, None] & m_d[None, :], other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if SOFTCAP:
             b_s = capped(b_s * scale, softcap, SOFTCAP) * 1.4426950408889634
         else:
@@ -119,14 +159,13 @@ def decode_kernel(
         b_shrink = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
         b_acc = b_acc * b_shrink[:, None]
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_max = b_higher
 
-    p_out = out + o_token * out_token_stride + o_query_head * HEAD_DIM
-    if pieces == 1:
-        m_out = m_m[:, None] & m_d[None, :]
+    if num_pieces == 1:
+        p_out = out + o_token * out_token_stride + o_query_head * HEAD_DIM
         b_out = (b_acc / b_sum[:, None]).to(out.dtype.element_ty)
-        tl.store(p_out[:, None] + o_d[None, :], b_out, mask=m_out)
+        tl.store(p_out[:, None] + o_d[None, :], b_out, mask=m_m[:, None] & m_d[None, :])
         return
     STEP: tl.constexpr = KV_HEADS * M * (D + 2)
     p_mine = partial + (i_piece * KV_HEADS + i_head).to(tl.int64) * (M * (D + 2))
@@ -135,40 +174,44 @@ def decode_kernel(
     tl.store(p_mine + M * D + M + o_m, b_sum, mask=m_m)
     tl.debug_barrier()
     p_counter = counters + i_row * KV_HEADS + i_head
-    if tl.atomic_add(p_counter, 1, sem="acq_rel") == pieces - 1:
+    if tl.atomic_add(p_counter, 1, sem="acq_rel") == num_pieces - 1:
         tl.store(p_counter, 0)
         p_row = partial + (first_piece * KV_HEADS + i_head).to(tl.int64) * (M * (D + 2))
-        first_token = tl.load(starts + i_row).to(tl.int64)
-        for m in range(0, queries * GROUP):
-            p_to = out + (first_token + m // GROUP) * out_token_stride
-            p_to += (i_head * GROUP + m % GROUP) * HEAD_DIM + o_d
-            b_row = _combined(p_row, m, pieces, M, D, STEP, PIECES)
-            tl.store(p_to, b_row.to(out.dtype.element_ty), mask=m_d)
+        o_g = tl.arange(0, GROUP_PADDED)
+        for i_query in range(0, queries):
+            b_out = _combined(
+                p_row, i_query * GROUP + o_g, o_g < GROUP, num_pieces, M, D, STEP, COMBINED
+            )
+            p_out = out + (first_token + i_query) * out_token_stride + i_head * GROUP * HEAD_DIM
+            p_out = p_out + o_g[:, None] * HEAD_DIM + o_d[None, :]
+            m_out = (o_g < GROUP)[:, None] & m_d[None, :]
+            tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit
 def _combined(
-    p_row, m, pieces, M: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr, PIECES: tl.constexpr
-):
-    """One query head's result [D] from its row's pieces, PIECES at a time."""
+    p_row, o_m, m_m, num_pieces, M: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
+    COMBINED: tl.constexpr,
+):  # fmt: skip
+    """The results [group, D] of one query from its row's pieces, COMBINED at a time."""
     o_d = tl.arange(0, D)
-    total = tl.full([1], 0.0, tl.float32)
-    highest = tl.full([1], float("-inf"), tl.float32)
-    b_acc = tl.zeros([D], tl.float32)
-    for first in range(0, pieces, PIECES):
-        o_s = first + tl.arange(0, PIECES)
-        m_s = o_s < pieces
-        p_s = p_row + o_s.to(tl.int64) * STEP
-        b_max = tl.load(p_s + M * D + m, mask=m_s, other=float("-inf"), cache_modifier=".cg")
-        b_sum = tl.load(p_s + M * D + M + m, mask=m_s, other=0.0, cache_modifier=".cg")
-        b_part = tl.load(
-            p_s[:, None] + m * D + o_d[None, :], mask=m_s[:, None], other=0.0, cache_modifier=".cg"
-        )
-        higher = tl.maximum(highest, tl.max(b_max, axis=0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        b_weight = tl.exp2(b_max - base)
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + tl.sum(b_weight * b_sum, axis=0)
-        b_acc = b_acc * shrink + tl.sum(b_part * b_weight[:, None], axis=0)
-        highest = higher
-    return b_acc / total
+    b_total = tl.zeros_like(o_m).to(tl.float32)
+    b_highest = b_total + float("-inf")
+    b_acc = b_total[:, None] + tl.zeros([1, D], tl.float32)
+    for first in range(0, num_pieces, COMBINED):
+        o_s = first + tl.arange(0, COMBINED)
+        m_s = (o_s < num_pieces)[:, None] & m_m[None, :]
+        p_s = p_row + o_s.to(tl.int64)[:, None] * STEP + o_m[None, :]
+        b_max = tl.load(p_s + M * D, mask=m_s, other=float("-inf"), cache_modifier=".cg")
+        b_sum = tl.load(p_s + M * D + M, mask=m_s, other=0.0, cache_modifier=".cg")
+        p_part = p_row + o_s.to(tl.int64)[:, None, None] * STEP
+        p_part = p_part + o_m[None, :, None] * D + o_d[None, None, :]
+        b_part = tl.load(p_part, mask=m_s[:, :, None], other=0.0, cache_modifier=".cg")
+        b_higher = tl.maximum(b_highest, tl.max(b_max, axis=0))
+        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+        b_weight = tl.exp2(b_max - b_base[None, :])
+        b_shrink = tl.exp2(b_highest - b_base)
+        b_total = b_total * b_shrink + tl.sum(b_weight * b_sum, axis=0)
+        b_acc = b_acc * b_shrink[:, None] + tl.sum(b_part * b_weight[:, :, None], axis=0)
+        b_highest = b_higher
+    return b_acc / b_total[:, None]

@@ -21,7 +21,7 @@ def _step(
     b_acc, b_max, b_sum, b_q, p_table, p_head, start, lowest, end, b_position, scale, softcap,
     block_stride, kind_stride,
     N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Takes positions start .. start + N into the running result; below `lowest` and from `end` on nothing is read."""
     o_n = start + tl.arange(0, N)
@@ -40,7 +40,7 @@ def _step(
         b_k = tl.load(p_k, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
     else:
         b_k = tl.load(p_k)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if SOFTCAP:
         b_s = capped(b_s * scale, softcap, SOFTCAP)
         factor = LOG2E
@@ -67,7 +67,7 @@ def _step(
         b_v = tl.load(p_v, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
     else:
         b_v = tl.load(p_v)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
     return b_acc, b_higher, b_sum
 
 
@@ -99,7 +99,6 @@ def prefill_kernel(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (K, tiles at most). Rows with fewer than MIN_QUERIES queries are the decode kernel's."""
@@ -107,7 +106,7 @@ def prefill_kernel(
     i_tile = tl.program_id(1)
     enter(DEPENDENT)
     QUERIES: tl.constexpr = M // GROUP
-    o_r, b_queries, b_length, b_first = row_spans(starts, lengths, num_rows, WINDOW, ROWS)
+    o_r, b_queries, b_length, _ = row_spans(starts, lengths, num_rows, WINDOW, ROWS)
     b_tiles = tl.where(b_queries >= MIN_QUERIES, tl.cdiv(b_queries, QUERIES), 0)
     b_until = tl.cumsum(b_tiles, axis=0)
     if i_tile >= tl.sum(b_tiles, axis=0):
@@ -147,13 +146,11 @@ def prefill_kernel(
             b_acc, b_max, b_sum = _step(
                 b_acc, b_max, b_sum, b_q, p_table, p_head, start, lowest, end, b_position, scale, softcap,
                 block_stride, kind_stride, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP, False,
-                PRECISION,
             )  # fmt: skip
     for start in range(unmasked, end, N):
         b_acc, b_max, b_sum = _step(
             b_acc, b_max, b_sum, b_q, p_table, p_head, start, lowest, end, b_position, scale, softcap,
             block_stride, kind_stride, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP, True,
-            PRECISION,
         )  # fmt: skip
     b_out = (b_acc / b_sum[:, None]).to(out.dtype.element_ty)
     p_out = (

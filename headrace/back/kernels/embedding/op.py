@@ -49,7 +49,7 @@ def _sample(problem: EmbeddingProblem) -> Sample:
 OP: Op[EmbeddingProblem] = Op(
     name="embedding",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
-    kernels=(),
+    kernels=("headrace.back.kernels.embedding.native:KERNEL",),
     sample=_sample,
     tolerance=lambda problem: 0.0,
 )

@@ -76,3 +76,4 @@ HR_PUBLIC int32_t HR_EXPORT(embedding_blocks)(const int64_t* ids, const uint8_t*
   else return HR_BAD_DTYPE;
   return HR_OK;
 }
+HR_REPLAYABLE(embedding_blocks)

@@ -68,3 +68,4 @@ HR_PUBLIC int32_t HR_EXPORT(embedding_quant)(const int64_t* ids, const void* tab
   if (dtype == HR_F32 && bits == 4) return run<float, 4>(p);
   return HR_BAD_DTYPE;
 }
+HR_REPLAYABLE(embedding_quant)

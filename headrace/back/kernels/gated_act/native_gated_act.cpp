@@ -70,3 +70,4 @@ HR_PUBLIC int32_t HR_EXPORT(gated_act)(const void* x, void* y, int64_t rows, int
   if (dtype == HR_F32) return run<float>(p, rows, activation);
   return HR_BAD_DTYPE;
 }
+HR_REPLAYABLE(gated_act)

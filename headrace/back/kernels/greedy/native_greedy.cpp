@@ -71,3 +71,4 @@ HR_PUBLIC int32_t HR_EXPORT(greedy)(const float* x, int64_t* ids, float* values,
   }
   return HR_OK;
 }
+HR_REPLAYABLE(greedy)

@@ -48,7 +48,10 @@ def _sample(problem: GreedyProblem) -> Sample:
 OP: Op[GreedyProblem] = Op(
     name="greedy",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
-    kernels=("headrace.back.kernels.greedy.native:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.greedy.native:KERNEL",
+        "headrace.back.kernels.greedy.triton_greedy:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: 0.0,
 )

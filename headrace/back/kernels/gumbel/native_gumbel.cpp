@@ -89,3 +89,4 @@ HR_PUBLIC int32_t HR_EXPORT(gumbel)(const float* x, const double* temperature, c
   }
   return HR_OK;
 }
+HR_REPLAYABLE(gumbel)

@@ -1,8 +1,7 @@
 """The noise of sampling: a pure function of (seed, position, token id), so that a token depends neither on the rest of
 the batch nor on how often its row was preempted (ENG-25).
 
-    mix(x)              the finaliser of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-                        generators"), modulo 2^64
+    mix(x)              the finaliser of SplitMix64 (base/splitmix.py), modulo 2^64
     key                 mix(mix(seed + G) ^ position * H)
     bits(id)            mix(key + (id + 1) * G): the SplitMix64 stream that starts at key
     u                   ((bits >> 1) + 1/2) / 2^63, at most 1 - 2^-53
@@ -17,10 +16,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-_G = 0x9E3779B97F4A7C15
+from headrace.base import splitmix
+
+_G = splitmix.GAMMA
 _H = 0xD1B54A32D192ED03
-_M1 = 0xBF58476D1CE4E5B9
-_M2 = 0x94D049BB133111EB
 _LARGEST_U = 1.0 - 2.0**-53
 XTC_ID = -1
 """The "token id" of the one draw per token that decides whether XTC acts; no token has it."""
@@ -38,32 +37,22 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 def _mix_(x: torch.Tensor) -> torch.Tensor:
     """mix, in place, on int64."""
     x ^= _shift(x, 30)
-    x *= _signed(_M1)
+    x *= _signed(splitmix.M1)
     x ^= _shift(x, 27)
-    x *= _signed(_M2)
+    x *= _signed(splitmix.M2)
     x ^= _shift(x, 31)
-    return x
-
-
-def _mix_host_(x: np.ndarray) -> np.ndarray:
-    """mix, in place, on uint64."""
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(_M1)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(_M2)
-    x ^= x >> np.uint64(31)
     return x
 
 
 def keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """The key of each row's draw: uint64 seeds [K], positions [K] -> uint64 [K]."""
-    inner = _mix_host_(seeds + np.uint64(_G))
-    return _mix_host_(inner ^ (positions.astype(np.uint64) * np.uint64(_H)))
+    inner = splitmix.mix_all(seeds + np.uint64(_G))
+    return splitmix.mix_all(inner ^ (positions.astype(np.uint64) * np.uint64(_H)))
 
 
 def bits_host(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """The bits of keys and ids (uint64, broadcast), as uint64."""
-    return _mix_host_((ids + np.uint64(1)) * np.uint64(_G) + keys)
+    return splitmix.mix_all((ids + np.uint64(1)) * np.uint64(_G) + keys)
 
 
 def exponential_host(keys_M: np.ndarray, ids_M: np.ndarray) -> np.ndarray:

@@ -72,6 +72,7 @@ OP: Op[GumbelProblem] = Op(
     kernels=(
         "headrace.back.kernels.gumbel.native:KERNEL",
         "headrace.back.kernels.gumbel.race:KERNEL",
+        "headrace.back.kernels.gumbel.triton_gumbel:KERNEL",
     ),
     sample=_sample,
     tolerance=lambda problem: 0.0,

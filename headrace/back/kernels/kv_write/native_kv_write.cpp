@@ -21,6 +21,7 @@ HR_PUBLIC int32_t HR_EXPORT(kv_write)(const char* k, const char* v, char* kv, co
   }
   return HR_OK;
 }
+HR_REPLAYABLE(kv_write)
 
 namespace {
 
@@ -76,3 +77,4 @@ HR_PUBLIC int32_t HR_EXPORT(kv_write_int8)(const void* k, const void* v, int8_t*
   else return HR_BAD_DTYPE;
   return HR_OK;
 }
+HR_REPLAYABLE(kv_write_int8)

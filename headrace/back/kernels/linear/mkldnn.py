@@ -19,6 +19,8 @@ def _supports(problem: LinearProblem) -> str | None:
         return "runs on the CPU only"
     if problem.dtype is not torch.bfloat16:
         return f"packs bfloat16 only, not {problem.dtype}"
+    if problem.wide:
+        return "gives the dtype it takes"
     if problem.shared:
         return "the weight is tied to the embedding and would be held twice"
     if not torch.backends.mkldnn.is_available():

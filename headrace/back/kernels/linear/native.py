@@ -1,7 +1,8 @@
 """Linear by the native kernel, reading the plain weight in place.
 
 A result depends on its own row alone: not on the rows beside it, their number or the number of threads. So a request's
-tokens do not depend on who else is being served. T tokens, I inputs, O outputs; x and the weight share a dtype; sums are float32.
+tokens do not depend on who else is being served. T tokens, I inputs, O outputs; x and the weight share a dtype; sums
+are float32.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def bind_with(
     kernel = library.bind("linear", *_ARGUMENTS)
     outputs, inputs = weight_OI.shape
     weight_stride = weight_OI.stride(0)
-    code = DTYPES[problem.dtype]
+    code, out = DTYPES[problem.dtype], torch.float32 if problem.wide else problem.dtype
+    out_code = DTYPES[out]
 
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
         rows = x_TI.shape[0]
@@ -38,11 +40,11 @@ def bind_with(
         )
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
-        y_TO = x_TI.new_empty(rows, outputs)
+        y_TO = x_TI.new_empty(rows, outputs, dtype=out)
         # Addresses are asked for at each call: the closure is what keeps the tensors alive.
         kernel(
             x_TI.data_ptr(), weight_OI.data_ptr(), None if bias_O is None else bias_O.data_ptr(),
-            y_TO.data_ptr(), rows, outputs, inputs, x_TI.stride(0), weight_stride, outputs, code, code,
+            y_TO.data_ptr(), rows, outputs, inputs, x_TI.stride(0), weight_stride, outputs, code, out_code,
         )  # fmt: skip
         return y_TO
 

@@ -127,3 +127,4 @@ HR_PUBLIC int32_t HR_EXPORT(linear)(const void* x, const void* w, const void* bi
   if (dtype == HR_F32 && y_dtype == HR_F32) return run<float, float>(p, x, x_stride);
   return HR_BAD_DTYPE;
 }
+HR_REPLAYABLE(linear)

@@ -27,7 +27,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LinearProblem:
-    """`device` is a torch device type ("cpu", "cuda")."""
+    """`device` is a torch device type ("cpu", "cuda"). `wide`: y is float32 whatever the dtype of x (logits)."""
 
     device: str
     dtype: torch.dtype
@@ -35,6 +35,7 @@ class LinearProblem:
     outputs: int
     bias: bool = False
     shared: bool = False
+    wide: bool = False
 
 
 def bind_reference(
@@ -45,12 +46,15 @@ def bind_reference(
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TI, weight_OI, bias_O)
 
-    return linear
+    def wide(x_TI: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_TI, weight_OI, bias_O).float()
+
+    return wide if problem.wide else linear
 
 
 def _sample(problem: LinearProblem) -> Sample:
     problem = replace(
-        problem, inputs=_checked_size(problem.inputs), outputs=_checked_size(problem.outputs)
+        problem, inputs=checked_size(problem.inputs), outputs=checked_size(problem.outputs)
     )
     generator = sample_generator()
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
@@ -63,7 +67,7 @@ def _sample(problem: LinearProblem) -> Sample:
     )
 
 
-def _checked_size(size: int) -> int:
+def checked_size(size: int) -> int:
     """A size of at most 512 with the same remainder by every power of two up to 256."""
     return size if size <= 512 else 256 + size % 256
 
@@ -76,6 +80,7 @@ OP: Op[LinearProblem] = Op(
     kernels=(
         "headrace.back.kernels.linear.native:KERNEL",
         "headrace.back.kernels.linear.mkldnn:KERNEL",
+        "headrace.back.kernels.linear.triton_linear:KERNEL",
     ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),

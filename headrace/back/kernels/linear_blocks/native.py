@@ -16,7 +16,7 @@ from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLi
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
-_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, INT32)
+_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, INT32, INT32)
 _PACK_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 7)
 MAX_SEGMENTS = 8
 
@@ -33,6 +33,7 @@ def bind_with(
     assert bias_O is None or (bias_O.dtype == problem.dtype and bias_O.is_contiguous())
     kernel = library.bind("linear_blocks", *_ARGUMENTS)
     inputs, outputs, code = problem.inputs, weight.outputs, DTYPES[problem.dtype]
+    out = torch.float32 if problem.wide else problem.dtype
     table = np.array(
         [(s.panels.data_ptr(), s.outputs, s.coding.number) for s in weight.segments], np.int64
     )
@@ -43,10 +44,10 @@ def bind_with(
         assert width == inputs and x_TI.dtype == problem.dtype, (x_TI.shape, x_TI.dtype)
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
-        y_TO = x_TI.new_empty(rows, outputs)
+        y_TO = x_TI.new_empty(rows, outputs, dtype=out)
         kernel(
             x_TI.data_ptr(), segments, None if bias_O is None else bias_O.data_ptr(),
-            y_TO.data_ptr(), rows, inputs, x_TI.stride(0), outputs, count, code,
+            y_TO.data_ptr(), rows, inputs, x_TI.stride(0), outputs, count, code, DTYPES[out],
         )  # fmt: skip
         return y_TO
 

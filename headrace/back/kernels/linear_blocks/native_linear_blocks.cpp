@@ -189,10 +189,10 @@ int32_t run(Product& p, int64_t* first_task) {
 
 }  // namespace
 
-// x, bias and y share a dtype; strides count elements, rows are contiguous. Segments lie side by side along the outputs.
+// x, bias and y share a dtype, or y is float32 and there is no bias; strides count elements, rows are contiguous. Segments lie side by side along the outputs.
 HR_PUBLIC int32_t HR_EXPORT(linear_blocks)(const void* x, const Segment* segments, const void* bias, void* y, int64_t M,
                                            int64_t K, int64_t x_stride, int64_t y_stride, int64_t num_segments,
-                                           int32_t dtype) {
+                                           int32_t dtype, int32_t y_dtype) {
   constexpr int64_t most = 8;
   if (M < 0 || K <= 0 || num_segments < 1 || num_segments > most) return HR_BAD_SHAPE;
   for (int64_t s = 0; s < num_segments; ++s) {
@@ -200,13 +200,15 @@ HR_PUBLIC int32_t HR_EXPORT(linear_blocks)(const void* x, const Segment* segment
     if (block == 0) return HR_BAD_DTYPE;
     if (K % block || segments[s].outputs < 0) return HR_BAD_SHAPE;
   }
+  if (y_dtype != dtype && (y_dtype != HR_F32 || bias != nullptr)) return HR_BAD_DTYPE;
   if (M == 0) return HR_OK;
   int64_t first_task[most + 1] = {};
   Product p{};
   p.segments = segments, p.num_segments = num_segments, p.first_task = first_task;
-  p.bias = bias, p.source = x, p.y = y, p.M = M, p.K = K, p.source_stride = x_stride, p.y_stride = y_stride, p.dtype = dtype;
+  p.bias = bias, p.source = x, p.y = y, p.M = M, p.K = K, p.source_stride = x_stride, p.y_stride = y_stride, p.dtype = y_dtype;
   if (dtype == HR_BF16) return run<bf16>(p, first_task);
   if (dtype == HR_F16) return run<fp16>(p, first_task);
   if (dtype == HR_F32) return run<float>(p, first_task);
   return HR_BAD_DTYPE;
 }
+HR_REPLAYABLE(linear_blocks)

@@ -216,3 +216,4 @@ HR_PUBLIC int32_t HR_EXPORT(pack_blocks)(const uint8_t* source, const int64_t* r
   for (int64_t i = 0; i < tasks && *bad_row < 0; ++i) *bad_row = bad[i];
   return HR_OK;
 }
+HR_REPLAYABLE(pack_blocks)

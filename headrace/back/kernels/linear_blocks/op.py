@@ -39,13 +39,14 @@ _ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LinearBlocksProblem:
-    """`kinds`: (name of the coding, outputs) of each segment."""
+    """`kinds`: (name of the coding, outputs) of each segment. `wide`: the result is float32, and there is no bias."""
 
     device: str
     dtype: torch.dtype
     inputs: int
     kinds: tuple[tuple[str, int], ...]
     bias: bool = False
+    wide: bool = False
 
 
 def bind_reference(
@@ -61,7 +62,8 @@ def bind_reference(
             for row in range(0, segment.outputs, _ROWS)
         ]
         y_TO = torch.cat(parts, 1)
-        return (y_TO if bias_O is None else y_TO + bias_O.float()).to(x_TI.dtype)
+        y_TO = y_TO if bias_O is None else y_TO + bias_O.float()
+        return y_TO if problem.wide else y_TO.to(x_TI.dtype)
 
     return linear
 

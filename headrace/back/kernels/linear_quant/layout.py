@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from headrace.back.platforms import huge_pages
+
 PANEL, GROUP = 64, 32
 OFFSETS = {8: 128, 4: 8}
 MULTIPLES = {8: 4, 4: GROUP}
@@ -39,6 +41,7 @@ class PackedWeight:
 def empty(bits: int, outputs: int, inputs: int) -> PackedWeight:
     """A weight to be filled with `write_panels`."""
     panels = torch.empty(-(-outputs // PANEL), _panel_bytes(bits, inputs), dtype=torch.uint8)
+    huge_pages.advise(panels.data_ptr(), panels.nbytes)
     return PackedWeight(bits, outputs, inputs, panels)
 
 

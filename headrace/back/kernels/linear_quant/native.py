@@ -16,7 +16,7 @@ from headrace.back.kernels.op import Kernel
 
 MAX_INPUTS = 65536
 """More could overflow the 32-bit sums of 255 * 127."""
-_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, INT32, INT32)
+_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, *(INT32,) * 3)
 
 
 def bind_with(
@@ -35,17 +35,18 @@ def bind_with(
     inputs, outputs, bits, code = (
         *(problem.inputs, problem.outputs, problem.bits, DTYPES[problem.dtype]),
     )
-    panels = weight.panels
+    panels, out = weight.panels, torch.float32 if problem.wide else problem.dtype
 
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
         rows, width = x_TI.shape
         assert width == inputs and x_TI.dtype == problem.dtype, (x_TI.shape, x_TI.dtype)
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
-        y_TO = x_TI.new_empty(rows, outputs)
+        y_TO = x_TI.new_empty(rows, outputs, dtype=out)
         kernel(
             x_TI.data_ptr(), panels.data_ptr(), None if bias_O is None else bias_O.data_ptr(),
-            y_TO.data_ptr(), rows, outputs, inputs, x_TI.stride(0), outputs, code, bits,
+            y_TO.data_ptr(), rows, outputs, inputs, x_TI.stride(0), outputs, code,
+            DTYPES[out], bits,
         )  # fmt: skip
         return y_TO
 
@@ -53,6 +54,8 @@ def bind_with(
 
 
 def _supports(problem: LinearQuantProblem) -> str | None:
+    if problem.wide and problem.bias:
+        return "adds no bias to wide results"
     if problem.inputs > MAX_INPUTS:
         return f"sums at most {MAX_INPUTS} inputs, not {problem.inputs}"
     return unsupported(problem.device, problem.dtype)

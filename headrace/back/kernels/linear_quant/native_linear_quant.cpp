@@ -347,7 +347,7 @@ void quantize_chunk(void* context, int64_t i) {
   }
 }
 
-template <class T, int BITS>
+template <class T, class Y, int BITS>
 int32_t run(Product& p) {
   // Rows a power of two apart would share the sets of the first-level cache: one line more.
   p.x.stride = ceil_div(p.K, 64) * 64 + 64;
@@ -366,29 +366,33 @@ int32_t run(Product& p) {
   p.panels_per_chunk = larger<int64_t>(1, p.M > kRows8 ? 1 : kChunkBytes / p.panel_bytes);
   const HrTask task =
 #if defined(HR_AMX)
-      p.M >= (BITS == 8 ? kTileRows8 : kTileRows4) ? tile_chunk<T, BITS> :
+      p.M >= (BITS == 8 ? kTileRows8 : kTileRows4) ? tile_chunk<Y, BITS> :
 #endif
-      panels_chunk<T, BITS>;
+      panels_chunk<Y, BITS>;
   hr_parallel(task, &p, ceil_div(p.panels, p.panels_per_chunk) * p.row_blocks);
   return HR_OK;
 }
 
 }  // namespace
 
-// x, bias and y share a dtype; strides count elements, rows are contiguous. w: panels as layout.py packs them.
+// x and bias share a dtype; y has it too, or is float32 (without a bias then). Strides count elements, rows are contiguous.
+// w: panels as layout.py packs them.
 HR_PUBLIC int32_t HR_EXPORT(linear_quant)(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N,
-                                          int64_t K, int64_t x_stride, int64_t y_stride, int32_t dtype, int32_t bits) {
+                                          int64_t K, int64_t x_stride, int64_t y_stride, int32_t dtype, int32_t y_dtype,
+                                          int32_t bits) {
   // 255 * 127 * K must stay below 2^31.
   if (M < 0 || N < 0 || K <= 0 || K > 65536) return HR_BAD_SHAPE;
   if (M == 0 || N == 0) return HR_OK;
   Product p{};
   p.w = static_cast<const uint8_t*>(w), p.bias = bias, p.y = y, p.source = x;
   p.M = M, p.N = N, p.K = K, p.y_stride = y_stride, p.source_stride = x_stride;
-  if (dtype == HR_BF16 && bits == 8) return run<bf16, 8>(p);
-  if (dtype == HR_BF16 && bits == 4) return run<bf16, 4>(p);
-  if (dtype == HR_F16 && bits == 8) return run<fp16, 8>(p);
-  if (dtype == HR_F16 && bits == 4) return run<fp16, 4>(p);
-  if (dtype == HR_F32 && bits == 8) return run<float, 8>(p);
-  if (dtype == HR_F32 && bits == 4) return run<float, 4>(p);
+  if (bits != 8 && bits != 4) return HR_BAD_DTYPE;
+  const bool eight = bits == 8;
+  if (dtype == HR_BF16 && y_dtype == HR_BF16) return eight ? run<bf16, bf16, 8>(p) : run<bf16, bf16, 4>(p);
+  if (dtype == HR_BF16 && y_dtype == HR_F32 && bias == nullptr) return eight ? run<bf16, float, 8>(p) : run<bf16, float, 4>(p);
+  if (dtype == HR_F16 && y_dtype == HR_F16) return eight ? run<fp16, fp16, 8>(p) : run<fp16, fp16, 4>(p);
+  if (dtype == HR_F16 && y_dtype == HR_F32 && bias == nullptr) return eight ? run<fp16, float, 8>(p) : run<fp16, float, 4>(p);
+  if (dtype == HR_F32 && y_dtype == HR_F32) return eight ? run<float, float, 8>(p) : run<float, float, 4>(p);
   return HR_BAD_DTYPE;
 }
+HR_REPLAYABLE(linear_quant)

@@ -37,7 +37,8 @@ _ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LinearQuantProblem:
-    """`bits` of a weight: 8 (a scale per output) or 4 (a scale per output and 32 inputs)."""
+    """`bits` of a weight: 8 (a scale per output) or 4 (a scale per output and 32 inputs). `wide`: y is float32 whatever
+    the dtype of x (logits); without a bias only."""
 
     device: str
     dtype: torch.dtype
@@ -45,6 +46,7 @@ class LinearQuantProblem:
     inputs: int
     outputs: int
     bias: bool = False
+    wide: bool = False
 
 
 def quantize_activations(x_TI: torch.Tensor, *, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +74,8 @@ def bind_reference(
             for row in range(0, problem.outputs, _ROWS)
         ]
         y_TO = torch.cat(parts, 1)
-        return (y_TO if bias_O is None else y_TO + bias_O.float()).to(x_TI.dtype)
+        y_TO = y_TO if bias_O is None else y_TO + bias_O.float()
+        return y_TO if problem.wide else y_TO.to(x_TI.dtype)
 
     return linear
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -33,8 +34,8 @@ SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "
 
 @dataclass(frozen=True, kw_only=True)
 class Isa:
-    """An instruction set: its suffix in symbol names, the machines it exists on, the compiler flags. `only`: kernels that
-    do not name this header have nothing to gain and are taken from the next worse set."""
+    """An instruction set: its suffix in symbol names, the machines it exists on, the compiler flags. `only`: kernels
+    that do not name this header have nothing to gain and are taken from the next worse set."""
 
     name: str
     machines: tuple[str, ...]
@@ -163,11 +164,24 @@ def _compile(command: list[str]) -> str:
 
 
 def _object_digest(command: list[str]) -> str:
-    digest = hashlib.sha256(repr(command[:-3]).encode())
-    for path in (*sorted(FOLDER.glob("*.h")), Path(command[-3])):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    """Of the flags, the compiler, the source and the headers it includes."""
     version = subprocess.run([command[0], "--version"], capture_output=True, check=True).stdout
-    return hashlib.sha256(digest.digest() + version).hexdigest()[:16]
+    digest = hashlib.sha256(repr(command[:-3]).encode() + version)
+    for path in _with_headers(Path(command[-3])):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _with_headers(source: Path) -> list[Path]:
+    """A source and all headers of ours it includes, directly or not."""
+    found, queue = [], [source]
+    while queue:
+        path = queue.pop()
+        if path not in found:
+            found.append(path)
+            names = re.findall(r'#include "(?:\.\./native/)?(\w+\.h)"', path.read_text())
+            queue += [FOLDER / name for name in names]
+    return found
 
 
 def _checked(command: list[str]) -> None:

@@ -11,9 +11,10 @@ import ctypes
 import functools
 import os
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.back.kernels.native import build
 from headrace.base import env
@@ -33,6 +34,16 @@ class NativeError(AssertionError):
     """A kernel refused its arguments: its wrapper's `supports` let through what the kernel cannot do."""
 
 
+class Recorder(Protocol):
+    """What notes the calls of one thread (tape.py)."""
+
+    thread: int
+
+    def note(self, name: str, kernel: int, types: Sequence[type], arguments: Sequence[Any]) -> None:
+        """Takes one call down that has been carried out."""
+        ...
+
+
 class NativeLibrary:
     """The loaded library. `isa` names the instruction set its kernels are bound for."""
 
@@ -48,6 +59,10 @@ class NativeLibrary:
         if isa is not None and isa not in self.isas:
             raise StartError(f"instruction set {isa!r} is not among {', '.join(self.isas)}")
         self.isa = isa or self.isas[-1]
+        self.recorder: Recorder | None = None
+        self.replay = self._dll.hr_replay
+        self.replay.argtypes = (POINTER, INT64, ctypes.POINTER(INT32))
+        self.replay.restype = INT64
 
     def _runnable(self) -> tuple[str, ...]:
         """The instruction sets that this CPU runs and the library holds, worst first."""
@@ -55,16 +70,19 @@ class NativeLibrary:
         names = [isa.name for i, isa in enumerate(build.ISAS) if bits >> i & 1]
         return tuple(name for name in names if hasattr(self._dll, f"hr_linear_{name}"))
 
-    def _kernel(self, name: str) -> Any:
-        """The kernel of the best instruction set up to `isa` that has one of its own."""
+    def _kernels(self, name: str) -> tuple[Any, int]:
+        """The kernel of the best instruction set up to `isa` that has one of its own, and the address of its form that
+        takes its arguments in slots."""
         for isa in reversed(self.isas[: self.isas.index(self.isa) + 1]):
             if (kernel := getattr(self._dll, f"hr_{name}_{isa}", None)) is not None:
-                return kernel
+                slots = ctypes.cast(getattr(self._dll, f"hr_slots_{name}_{isa}"), POINTER).value
+                assert slots is not None
+                return kernel, slots
         raise AssertionError(f"no kernel {name} in {self.path}")
 
     def bind(self, name: str, *argument_types: type) -> Callable[..., None]:
         """The kernel `name` as a function of plain numbers; it raises NativeError when the kernel refuses."""
-        kernel = self._kernel(name)
+        kernel, slots = self._kernels(name)
         kernel.argtypes, kernel.restype = argument_types, ctypes.c_int32
 
         def call(*arguments: object) -> None:
@@ -73,6 +91,9 @@ class NativeLibrary:
                 raise NativeError(
                     f"native {name} refuses {_REFUSALS.get(status, status)}: {arguments}"
                 )
+            recorder = self.recorder
+            if recorder is not None and recorder.thread == threading.get_ident():
+                recorder.note(name, slots, argument_types, arguments)
 
         return call
 
@@ -130,27 +151,3 @@ def _unsafe(path: Path) -> str | None:
         if facts.st_mode & stat.S_IWOTH:
             return f"{place} is writable by everyone: native kernels are not loaded"
     return None
-
-
-def available_threads() -> int:
-    """Cores this process may use: its affinity mask, cut by the control group's CPU quota (at least 1)."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    quota = _quota(Path("/sys/fs/cgroup"))
-    return max(1, min(cores, quota or cores))
-
-
-def _quota(root: Path) -> int | None:
-    """Whole cores of the CPU quota under a control group root (version 2 or 1); None without a quota."""
-    try:
-        limit, _, period = (root / "cpu.max").read_text().strip().partition(" ")
-    except OSError:
-        try:
-            limit = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    if limit in ("max", "-1"):
-        return None
-    return max(1, int(limit) // int(period or 100_000))

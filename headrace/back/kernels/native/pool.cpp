@@ -265,6 +265,19 @@ HR_PUBLIC uint32_t hr_cpu_isas() {
   return found;
 }
 
+// One kernel call of a recorded step.
+struct HrCall {
+  int32_t (*kernel)(const uint64_t* slots);
+  const uint64_t* slots;
+};
+
+// Runs the calls in order; the index of the first that refuses, whose status is written, or -1.
+HR_PUBLIC int64_t hr_replay(const HrCall* calls, int64_t count, int32_t* status) {
+  for (int64_t i = 0; i < count; ++i)
+    if ((*status = calls[i].kernel(calls[i].slots)) != HR_OK) return i;
+  return -1;
+}
+
 // For the self-test of the pool: counts how often each chunk runs.
 static void count_chunk(void* context, int64_t chunk) {
   static_cast<std::atomic<int32_t>*>(context)[chunk].fetch_add(1);

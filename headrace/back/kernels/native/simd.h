@@ -22,7 +22,34 @@
 #define HR_INLINE static inline __attribute__((always_inline))
 #define HR_UNROLL _Pragma("GCC unroll 32")
 
+// Beside kernel `name`: the same with its arguments in 8-byte slots, in order, as a recorded step holds them (tape.py).
+#define HR_REPLAYABLE(name) \
+  HR_PUBLIC int32_t HR_JOIN(hr_slots_##name, HR_ISA)(const uint64_t* slots) { return from_slots(HR_EXPORT(name), slots); }
+
 namespace {
+
+template <int... I>
+struct Places {};
+template <int N, int... I>
+struct Counted : Counted<N - 1, N - 1, I...> {};
+template <int... I>
+struct Counted<0, I...> {
+  using type = Places<I...>;
+};
+template <class A>
+HR_INLINE A slot_as(uint64_t slot) {
+  A a;
+  __builtin_memcpy(&a, &slot, sizeof a);  // the low bytes: both machines we build for are little-endian
+  return a;
+}
+template <class... A, int... I>
+HR_INLINE int32_t call_with(int32_t (*kernel)(A...), const uint64_t* slots, Places<I...>) {
+  return kernel(slot_as<A>(slots[I])...);
+}
+template <class... A>
+HR_INLINE int32_t from_slots(int32_t (*kernel)(A...), const uint64_t* slots) {
+  return call_with(kernel, slots, typename Counted<sizeof...(A)>::type{});
+}
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;

@@ -40,3 +40,4 @@ HR_PUBLIC int32_t HR_EXPORT(probe)(const char* data, int64_t bytes, uint32_t* su
   for (int64_t i = 0; i < chunks; ++i) *sum ^= p.sums[i];
   return HR_OK;
 }
+HR_REPLAYABLE(probe)

@@ -139,7 +139,10 @@ def _sample(problem: QKRopeWriteProblem) -> Sample:
 OP: Op[QKRopeWriteProblem] = Op(
     name="qk_rope_write",
     reference=Kernel(name="separate ops", supports=lambda problem: None, bind=bind_reference),
-    kernels=("headrace.back.kernels.qk_rope_write.triton_qk_rope_write:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.qk_rope_write.native:KERNEL",
+        "headrace.back.kernels.qk_rope_write.triton_qk_rope_write:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )

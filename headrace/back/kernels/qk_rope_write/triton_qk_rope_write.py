@@ -11,7 +11,7 @@ import triton.language as tl
 
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
-from headrace.back.kernels.triton.grid import enter
+from headrace.back.kernels.triton.grid import enter_late
 from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
 
 TILE = 1024
@@ -72,7 +72,7 @@ def qk_rope_write_kernel(
         o_a, o_b = o_pair, o_pair + HALF
     o_c = SPLIT + tl.arange(0, REST_PADDED)[None, :]
     m_c = o_c < HEAD_DIM
-    enter(DEPENDENT)
+    enter_late(DEPENDENT)
     p_in = qkv + i_token * qkv_stride + o_head * HEAD_DIM
     b_a = tl.load(p_in + o_a, mask=m_head & m_pair, other=0.0).to(tl.float32)
     b_b = tl.load(p_in + o_b, mask=m_head & m_pair, other=0.0).to(tl.float32)

@@ -80,3 +80,4 @@ HR_PUBLIC int32_t HR_EXPORT(rms_norm)(const void* x, void* residual, const float
   else return HR_BAD_DTYPE;
   return HR_OK;
 }
+HR_REPLAYABLE(rms_norm)

@@ -85,3 +85,4 @@ HR_PUBLIC int32_t HR_EXPORT(rope)(void* q, void* k, const int64_t* positions, co
   else return HR_BAD_DTYPE;
   return HR_OK;
 }
+HR_REPLAYABLE(rope)

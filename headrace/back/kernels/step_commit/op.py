@@ -69,7 +69,10 @@ def outputs(sample: Sample) -> list[torch.Tensor]:
 OP: Op[StepInputsProblem] = Op(
     name="step_commit",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
-    kernels=("headrace.back.kernels.step_commit.triton_commit:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.step_commit.triton_commit:KERNEL",
+        "headrace.back.kernels.step_commit.native:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: 0.0,
     outputs=outputs,

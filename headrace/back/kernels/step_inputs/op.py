@@ -163,7 +163,10 @@ def outputs(sample: Sample) -> list[torch.Tensor]:
 OP: Op[StepInputsProblem] = Op(
     name="step_inputs",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
-    kernels=("headrace.back.kernels.step_inputs.triton_step:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.step_inputs.triton_step:KERNEL",
+        "headrace.back.kernels.step_inputs.native:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: 0.0,
     outputs=outputs,

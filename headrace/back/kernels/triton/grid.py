@@ -13,3 +13,21 @@ def enter(DEPENDENT: tl.constexpr):
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def enter_late(DEPENDENT: tl.constexpr):
+    """The same, but lets the next kernel start only after the wait: it may then read, before it waits itself, whatever
+    was written before the kernel that calls this."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(p_lines):
+    """Asks for the lines of 128 bytes at these pointers, into the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_lines.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -23,6 +23,8 @@ from headrace.base.errors import CheckpointError
 FLOATS = ("F64", "F32", "F16", "BF16")
 COPY_THREADS = 2
 """Copying is page faults and memory traffic; torch lets go of the interpreter meanwhile. More threads gain nothing."""
+DEVICE_COPY_THREADS = 8
+"""To a GPU the threads mostly wait for reads, which the disk serves the better the more there are."""
 SHOWN = 6
 
 
@@ -69,7 +71,9 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
             param.filled()
         return num_bytes
 
-    with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="load") as pool:
+    on_host = all(param.tensor is None or param.tensor.device.type == "cpu" for param, _ in work)
+    threads = COPY_THREADS if on_host else DEVICE_COPY_THREADS
+    with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
         return sum(pool.map(one, work))
 
 

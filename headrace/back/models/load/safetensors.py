@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from headrace.back.models.load.pinned import PinnedReaders
 from headrace.back.models.load.source import Entry
 from headrace.back.parallel.param import StoredRows
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
@@ -56,12 +57,23 @@ class SafetensorsSource:
             for name, stored in self._stored.items()
         }
         self._maps = {path: _mapped(path) for path in files.files}
+        self._readers = PinnedReaders()
 
     def copy(
         self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
     ) -> None:
         """Copies a rectangle, converting floats to the target's dtype."""
         stored = self._stored[name]
+        if target.device.type != "cpu":
+            self._readers.copy(
+                stored.path,
+                stored.offset,
+                dtype=TORCH_DTYPES[stored.dtype],
+                shape=shape,
+                source=source,
+                target=target,
+            )
+            return
         data = self._maps[stored.path][stored.offset : stored.offset + stored.num_bytes]
         dtype = TORCH_DTYPES[stored.dtype]
         if stored.offset % dtype.itemsize:
@@ -73,8 +85,9 @@ class SafetensorsSource:
         raise AssertionError(f"{name} is not stored in blocks")
 
     def close(self) -> None:
-        """Drops the maps."""
+        """Drops the maps and closes the files."""
         self._maps = {}
+        self._readers.close()
 
 
 def _all_tensors(files: WeightFiles) -> dict[str, StoredTensor]:

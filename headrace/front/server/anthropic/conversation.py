@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.anthropic.schema import MessagesRequest, PromptRequest, Thinking
+from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest, Thinking
 from headrace.front.server.anthropic.tools import to_choice, to_tools
 from headrace.front.server.conversation import Translated
 
@@ -27,7 +27,7 @@ _NAMES = {
 }
 
 
-def to_request(request: PromptRequest, *, unseal: Unseal, max_model_len: int) -> Translated:
+def to_request(request: CountTokensRequest, *, unseal: Unseal, max_model_len: int) -> Translated:
     """The conversation. `unseal` opens thinking that was sealed for this client, or gives None."""
     folded = _Messages(unseal)
     folded.system(request.system)
@@ -71,7 +71,7 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any]:
     return found
 
 
-def _output(request: PromptRequest) -> dict[str, Any]:
+def _output(request: CountTokensRequest) -> dict[str, Any]:
     config = request.output_config
     if config is None:
         return {}

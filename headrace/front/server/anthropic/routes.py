@@ -12,7 +12,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.front.server.anthropic import stream
 from headrace.front.server.anthropic.conversation import to_request
 from headrace.front.server.anthropic.failures import SHAPE
-from headrace.front.server.anthropic.schema import PromptRequest, parse_messages, parse_prompt
+from headrace.front.server.anthropic.schema import CountTokensRequest, parse_messages, parse_prompt
 from headrace.front.server.conversation import (
     Translated,
     as_sent,
@@ -35,7 +35,7 @@ async def post_messages(exchange: Exchange, document: Any) -> Response:
     thinking = request.thinking
     show = thinking is None or thinking.display != "omitted"
     seal = services.sealer.sign if show else services.sealer.seal
-    reply = stream.Reply(
+    reply = stream.MessageReply(
         id=message_id(),
         model=services.model_name(request.model),
         max_tokens=request.max_tokens,
@@ -66,7 +66,7 @@ async def post_count_tokens(exchange: Exchange, document: Any) -> Response:
     return json_response({"input_tokens": len(ids)})
 
 
-def _translated(exchange: Exchange, request: PromptRequest) -> Translated:
+def _translated(exchange: Exchange, request: CountTokensRequest) -> Translated:
     services = exchange.services
 
     def unseal(sealed: str) -> str | None:

@@ -47,7 +47,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     format: OutputFormat | None = None
 
 
-class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens: what makes up the prompt."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
@@ -59,7 +59,7 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_config: OutputConfig | None = None
 
 
-class MessagesRequest(PromptRequest, frozen=True, kw_only=True):
+class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     """POST /v1/messages. `max_tokens` 0 computes the prompt and nothing else: it warms the prefix cache."""
 
     max_tokens: Count
@@ -93,6 +93,6 @@ def parse_messages(document: Any) -> MessagesRequest:
     return request
 
 
-def parse_prompt(document: Any) -> PromptRequest:
+def parse_prompt(document: Any) -> CountTokensRequest:
     """The request of POST /v1/messages/count_tokens."""
-    return typed(document, PromptRequest)
+    return typed(document, CountTokensRequest)

@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class MessageReply:
     """What is known of a message before it is made. `sign` makes the signature of a thinking text."""
 
     id: str
@@ -44,7 +44,7 @@ class Reply:
 class MessageStream:
     """Turns events into events; `message` is the message as far as it has come."""
 
-    reply: Reply
+    reply: MessageReply
     message: Json = field(init=False)
     _open: str | None = field(init=False, default=None)
     _texts: list[str] = field(init=False, default_factory=list)
@@ -200,7 +200,7 @@ def usage(num_prompt: int, ended: Ended | None) -> Json:
 
 
 async def to_chunks(
-    events: AsyncGenerator[Event, None], reply: Reply
+    events: AsyncGenerator[Event, None], reply: MessageReply
 ) -> AsyncGenerator[bytes, None]:
     """The stream: every event with its name."""
     stream = MessageStream(reply)
@@ -212,7 +212,7 @@ async def to_chunks(
                 )
 
 
-async def to_message(events: AsyncGenerator[Event, None], reply: Reply) -> Json:
+async def to_message(events: AsyncGenerator[Event, None], reply: MessageReply) -> Json:
     """The full message."""
     stream = MessageStream(reply)
     async with aclosing(events):

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.base.errors import HeadraceError
+from headrace.base.telemetry.vllm_names import vllm_text
 from headrace.front.server.exchange import Exchange, json_response
 
 SCRAPE_TIMEOUT_S = 1.0
@@ -26,7 +27,7 @@ async def get_ready(exchange: Exchange, request: Request) -> Response:
     if services.ready:
         return _answer("ready", healthy=True)
     loaded = services.warm and services.engine.ready
-    why = "draining" if services.draining else "stuck" if loaded else "loading"
+    why = "draining" if services.draining or services.leaving else "stuck" if loaded else "loading"
     return _answer(why, healthy=False)
 
 
@@ -69,5 +70,8 @@ async def get_metrics(exchange: Exchange, request: Request) -> Response:
     except (HeadraceError, TimeoutError):
         pass
     engines = [figures if isinstance(figures, Mapping) else {} for figures in found]
-    text = exchange.services.metrics.exposition(engines)
+    services = exchange.services
+    text = services.metrics.exposition(engines)
+    if services.server.metrics_names == "vllm":
+        text += vllm_text(text.decode(), engines, services.text.model_names[0]).encode()
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.front.server.conversation import render
@@ -74,3 +75,23 @@ async def post_detokenize(exchange: Exchange, document: Any) -> Response:
     else:
         text = await asyncio.to_thread(decode, request.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})
+
+
+async def get_tokenizer_info(exchange: Exchange, request: Request) -> Response:
+    """GET /tokenizer_info: what a client needs to know to tokenize by itself, and how answers are parsed."""
+    services = exchange.services
+    tokenizer, text = services.tokenizer, services.text
+    special = {i: tokenizer.token_text(i) for i in sorted(tokenizer.special_ids)}
+    return json_response(
+        {
+            "model": text.model_names[0],
+            "max_model_len": text.max_model_len,
+            "vocab_size": tokenizer.num_ids,
+            "special_tokens": tokenizer.facts.special_tokens,
+            "special_token_ids": {piece: i for i, piece in special.items()},
+            "eos_token_ids": list(text.eos_ids),
+            "chat_template": text.chat_template,
+            "tool_parser": text.tool_parser,
+            "reasoning_parser": text.reasoning_parser,
+        }
+    )

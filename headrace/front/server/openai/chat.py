@@ -29,6 +29,7 @@ from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import ChatRequest
 from headrace.front.server.parsed import ParsedDelta
 from headrace.front.server.sse import DONE
+from headrace.front.server.structured import tool_format, unfinished_text
 from headrace.front.text.parsing.parser import AnswerFormat, OutputParser, schemas_of
 from headrace.front.text.parsing.parts import (
     CallArguments,
@@ -43,7 +44,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class ChatReply:
     """What all chunks of one answer share."""
 
     id: str
@@ -53,9 +54,9 @@ class Reply:
     prompt_ids: list[int]
 
     @staticmethod
-    def now(*, id: str, model: str, request: ChatRequest, prompt_ids: list[int]) -> Reply:
+    def now(*, id: str, model: str, request: ChatRequest, prompt_ids: list[int]) -> ChatReply:
         """A reply created at this second."""
-        return Reply(
+        return ChatReply(
             id=id, model=model, created=int(time.time()), request=request, prompt_ids=prompt_ids
         )
 
@@ -87,24 +88,16 @@ def to_parser(
 ) -> OutputParser | None:
     """A parser for one choice; None where the text is the content. `prompt_tail` is how the prompt ends."""
     offered = request.tools is not None and request.tool_choice != "none"
-    return answers.parser(
+    return tool_format(request, answers).parser(
         prompt_tail=prompt_tail,
-        unfinished=_unfinished(request),
+        unfinished=unfinished_text(request),
         schemas=schemas_of(request.tools or []) if offered else None,
         only_one_call=request.parallel_tool_calls is False,
     )
 
 
-def _unfinished(request: ChatRequest) -> str | None:
-    """The text of the message that is continued, if one is."""
-    if not request.continue_final_message:
-        return None
-    content = request.messages[-1].get("content")
-    return content if isinstance(content, str) else ""
-
-
 async def to_chunks(
-    events: AsyncGenerator[Event, None], reply: Reply
+    events: AsyncGenerator[Event, None], reply: ChatReply
 ) -> AsyncGenerator[bytes, None]:
     """The stream: a role chunk per choice, deltas, a finish chunk per choice, the usage if asked for, the end mark."""
     request = reply.request
@@ -144,7 +137,7 @@ async def to_chunks(
     yield DONE
 
 
-def _envelope(reply: Reply, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _envelope(reply: ChatReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "id": reply.id,
         "object": "chat.completion.chunk",
@@ -154,7 +147,7 @@ def _envelope(reply: Reply, choices: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _delta_head(reply: Reply, index: int) -> bytes:
+def _delta_head(reply: ChatReply, index: int) -> bytes:
     """The bytes of a plain delta's chunk up to its text."""
     choice = {"index": index, "delta": {}}
     whole = b"data: " + orjson.dumps(_envelope(reply, [choice]))
@@ -168,7 +161,7 @@ def _delta_tail(with_usage: bool) -> bytes:
 
 
 def _event(
-    reply: Reply, choice: dict[str, Any], fold: Fold, with_usage: bool, continuous: bool
+    reply: ChatReply, choice: dict[str, Any], fold: Fold, with_usage: bool, continuous: bool
 ) -> bytes:
     document = _envelope(reply, [choice])
     if continuous:
@@ -178,7 +171,7 @@ def _event(
     return b"data: " + orjson.dumps(document) + b"\n\n"
 
 
-def _role(reply: Reply, index: int) -> dict[str, Any]:
+def _role(reply: ChatReply, index: int) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
         "delta": {"role": "assistant", "content": ""},
@@ -212,7 +205,7 @@ def _plain_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _deltas(reply: Reply, event: Delta) -> list[dict[str, Any]]:
+def _deltas(reply: ChatReply, event: Delta) -> list[dict[str, Any]]:
     """A chunk's choice per part; the first one carries the scores and the ids."""
     if isinstance(event, ParsedDelta):
         shown = [delta for part in event.parts if (delta := part_delta(part))] or [{}]
@@ -237,7 +230,7 @@ def _end(event: Ended) -> dict[str, Any]:
     }
 
 
-async def to_answer(events: AsyncGenerator[Event, None], reply: Reply) -> bytes:
+async def to_answer(events: AsyncGenerator[Event, None], reply: ChatReply) -> bytes:
     """The full answer: the fold of the same events."""
     fold = Fold(reply.request.n or 1)
     async with aclosing(events):
@@ -248,7 +241,7 @@ async def to_answer(events: AsyncGenerator[Event, None], reply: Reply) -> bytes:
         "object": "chat.completion",
         "created": reply.created,
         "model": reply.model,
-        "choices": [_choice(reply, fold, index) for index in range(fold.num_choices)],
+        "choices": [choice_of(reply, fold, index) for index in range(fold.num_choices)],
         "usage": usage([fold]),
     }
     if reply.request.service_tier is not None:
@@ -283,7 +276,8 @@ def _message(choice: Choice) -> dict[str, Any]:
     return message
 
 
-def _choice(reply: Reply, fold: Fold, index: int) -> dict[str, Any]:
+def choice_of(reply: ChatReply, fold: Fold, index: int) -> dict[str, Any]:
+    """One choice of the full answer."""
     choice = fold.choices[index]
     assert choice.ended is not None, f"choice {index} of {reply.id} never ended"
     as_id = bool(reply.request.return_tokens_as_token_ids)

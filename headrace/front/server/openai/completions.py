@@ -44,7 +44,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class CompletionReply:
     """What all chunks of one answer share."""
 
     id: str
@@ -105,7 +105,7 @@ def to_params(
 
 
 async def to_chunks(
-    events: AsyncGenerator[tuple[int, Event], None], reply: Reply
+    events: AsyncGenerator[tuple[int, Event], None], reply: CompletionReply
 ) -> AsyncGenerator[bytes, None]:
     """The stream of all prompts' events, each with the number of its prompt."""
     options = reply.request.stream_options
@@ -144,7 +144,7 @@ async def to_chunks(
     yield DONE
 
 
-def _envelope(reply: Reply, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _envelope(reply: CompletionReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "id": reply.id,
         "object": "text_completion",
@@ -154,7 +154,7 @@ def _envelope(reply: Reply, choices: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _piece(reply: Reply, number: int, sample: int, text: str) -> dict[str, Any]:
+def _piece(reply: CompletionReply, number: int, sample: int, text: str) -> dict[str, Any]:
     return {
         "index": number * reply.n + sample,
         "text": text,
@@ -164,7 +164,7 @@ def _piece(reply: Reply, number: int, sample: int, text: str) -> dict[str, Any]:
 
 
 def _echo(
-    reply: Reply, fold: Fold, number: int, sample: int, offsets: TextOffsets
+    reply: CompletionReply, fold: Fold, number: int, sample: int, offsets: TextOffsets
 ) -> dict[str, Any]:
     prompt = reply.prompts[number]
     choice = _piece(reply, number, sample, prompt.text)
@@ -177,7 +177,9 @@ def _echo(
     return choice
 
 
-def _delta(reply: Reply, number: int, event: Delta, offsets: TextOffsets) -> dict[str, Any]:
+def _delta(
+    reply: CompletionReply, number: int, event: Delta, offsets: TextOffsets
+) -> dict[str, Any]:
     choice = _piece(reply, number, event.index, event.text)
     if event.scores:
         scores: list[ScoredToken | None] = list(event.scores)
@@ -189,16 +191,18 @@ def _delta(reply: Reply, number: int, event: Delta, offsets: TextOffsets) -> dic
     return choice
 
 
-def _end(reply: Reply, number: int, event: Ended) -> dict[str, Any]:
+def _end(reply: CompletionReply, number: int, event: Ended) -> dict[str, Any]:
     choice = _piece(reply, number, event.index, "")
     return choice | {"finish_reason": finish_reason(event), "stop_reason": event.stop}
 
 
-def _as_id(reply: Reply) -> bool:
+def _as_id(reply: CompletionReply) -> bool:
     return bool(reply.request.return_tokens_as_token_ids)
 
 
-async def to_answer(events: AsyncGenerator[tuple[int, Event], None], reply: Reply) -> bytes:
+async def to_answer(
+    events: AsyncGenerator[tuple[int, Event], None], reply: CompletionReply
+) -> bytes:
     """The full answer: the fold of the same events."""
     folds = [Fold(reply.n) for _ in reply.prompts]
     async with aclosing(events):
@@ -212,7 +216,7 @@ async def to_answer(events: AsyncGenerator[tuple[int, Event], None], reply: Repl
     return orjson.dumps(_envelope(reply, choices) | {"usage": usage(folds)})
 
 
-def _choice(reply: Reply, fold: Fold, number: int, sample: int) -> dict[str, Any]:
+def _choice(reply: CompletionReply, fold: Fold, number: int, sample: int) -> dict[str, Any]:
     request, prompt, choice = reply.request, reply.prompts[number], fold.choices[sample]
     assert choice.ended is not None, f"choice {sample} of prompt {number} of {reply.id} never ended"
     text = "".join(choice.text)

@@ -14,6 +14,8 @@ from headrace.front.server.measure import joined
 from headrace.front.server.openai import chat, completions
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, CompletionRequest, parse
+from headrace.front.server.structured import plain_structure
+from headrace.front.text.fim import between
 
 
 async def post_chat(exchange: Exchange, document: Any) -> Response:
@@ -23,7 +25,7 @@ async def post_chat(exchange: Exchange, document: Any) -> Response:
     model = services.model_name(request.model)
     label = completion_id("chatcmpl")
     prompt_ids, events = await begin(exchange, request, label=label)
-    reply = chat.Reply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
+    reply = chat.ChatReply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
     if request.stream:
         return await streamed(exchange, chat.to_chunks(events, reply))
     return Response(await chat.to_answer(events, reply), media_type="application/json")
@@ -38,16 +40,21 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
         request, defaults=services.text.generation_defaults, max_n=services.server.max_n
     )
     given = completions.prompts_of(request)
+    structure = plain_structure(request)
     exchange.hold_place()
-    prompts = [await _prompt(exchange, request, prompt) for prompt in given]
+    prompts = [await prompt_of(exchange, request, prompt) for prompt in given]
     label = completion_id("cmpl")
     events = joined(
         [
-            generate(exchange, request, p.ids, params, label=f"{label}-{i}" if i else label)
+            generate(
+                *(exchange, request, p.ids, params),
+                label=f"{label}-{i}" if i else label,
+                structure=structure,
+            )
             for i, p in enumerate(prompts)
         ]
     )
-    reply = completions.Reply(
+    reply = completions.CompletionReply(
         id=label, model=model, created=int(time.time()), request=request, prompts=prompts
     )
     if request.stream:
@@ -55,9 +62,10 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
     return Response(await completions.to_answer(events, reply), media_type="application/json")
 
 
-async def _prompt(
+async def prompt_of(
     exchange: Exchange, request: CompletionRequest, given: str | list[int]
 ) -> completions.Prompt:
+    """One prompt of a completion as ids, with its text where it is echoed."""
     tokenizer = exchange.services.tokenizer
     if isinstance(given, str):
         special = True if request.add_special_tokens is None else request.add_special_tokens
@@ -69,6 +77,9 @@ async def _prompt(
         tokenizer.check_ids(given, field="prompt")
         ids = given
     ids = truncated(ids, request, max_model_len=exchange.services.text.max_model_len)
+    if request.suffix:
+        tokenizer.check_length(request.suffix, exchange.services.text.max_model_len)
+        ids = between(tokenizer, ids, request.suffix)
     if not request.echo:
         return completions.Prompt(ids=ids)
     text = given if isinstance(given, str) else tokenizer.decode(ids)

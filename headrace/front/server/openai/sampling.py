@@ -85,7 +85,8 @@ def _check(
 
 
 def truncated(prompt_ids: list[int], request: Common, *, max_model_len: int) -> list[int]:
-    """The last `truncate_prompt_tokens` ids; -1 keeps what the model can hold with one token to spare."""
+    """The last `truncate_prompt_tokens` ids (the first ones with truncation_side right); -1 keeps what the model can
+    hold with one token to spare."""
     keep = request.truncate_prompt_tokens
     if keep is None:
         return prompt_ids
@@ -96,4 +97,4 @@ def truncated(prompt_ids: list[int], request: Common, *, max_model_len: int) -> 
             f"truncate_prompt_tokens: {keep} given; allowed: -1 or at least 1",
             field="truncate_prompt_tokens",
         )
-    return prompt_ids[-keep:]
+    return prompt_ids[:keep] if request.truncation_side == "right" else prompt_ids[-keep:]

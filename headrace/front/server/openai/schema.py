@@ -16,11 +16,10 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
+from headrace.base.wire.params import BOUNDS, StructuredOutputs
 
 Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -29,10 +28,15 @@ MAX_SHOWN_CHARS = 200
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` a running one to every chunk."""
+    """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` a running one to every chunk.
+
+    A chunk holds `stream_interval` tokens, or those of `stream_interval_ms` milliseconds, or else what is there.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    stream_interval: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    stream_interval_ms: Annotated[float, Meta(ge=0, le=60_000)] | None = None
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,26 +48,26 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=4)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    temperature: Annotated[float, BOUNDS["temperature"].meta(greatest=2)] | None = None
+    top_p: Annotated[float, BOUNDS["top_p"].meta()] | None = None
+    frequency_penalty: Annotated[float, BOUNDS["frequency_penalty"].meta()] | None = None
+    presence_penalty: Annotated[float, BOUNDS["presence_penalty"].meta()] | None = None
+    logit_bias: dict[str, Annotated[float, BOUNDS["logit_bias"].meta()]] | None = None
     max_tokens: Count | None = None
     user: Annotated[str, Meta(max_length=1024)] | None = None
 
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    min_p: Share | None = None
-    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
-    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
-    dry_base: Annotated[float, Meta(ge=1, le=10)] | None = None
+    min_p: Annotated[float, BOUNDS["min_p"].meta()] | None = None
+    typical_p: Annotated[float, BOUNDS["typical_p"].meta()] | None = None
+    repetition_penalty: Annotated[float, BOUNDS["repetition_penalty"].meta()] | None = None
+    length_penalty: Annotated[float, BOUNDS["length_penalty"].meta()] | None = None
+    dry_multiplier: Annotated[float, BOUNDS["dry_multiplier"].meta()] | None = None
+    dry_base: Annotated[float, BOUNDS["dry_base"].meta()] | None = None
     dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
     dry_range: Count | None = None
     dry_sequence_breakers: Annotated[list[StopText], Meta(max_length=64)] | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Annotated[float, Meta(ge=0, le=0.5)] | None = None
+    xtc_probability: Annotated[float, BOUNDS["xtc_probability"].meta()] | None = None
+    xtc_threshold: Annotated[float, BOUNDS["xtc_threshold"].meta()] | None = None
     min_tokens: Count | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -76,12 +80,21 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Meta(max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
 
 class CompletionRequest(Common, frozen=True, kw_only=True):
@@ -97,7 +110,7 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    suffix: str | None = None
+    suffix: Annotated[str, Meta(max_length=2**22)] | None = None
 
 
 class ChatRequest(Common, frozen=True, kw_only=True):
@@ -110,8 +123,9 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: Count | None = None
+    include_reasoning: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -123,23 +137,8 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 
 R = TypeVar("R", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
-_NO_STRUCTURE = "structured output is not supported by this server yet"
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "suffix": (bool, "insertion before a suffix is not supported"),
     "prompt_embeds": (bool, "prompt embeddings are not accepted"),
-    "structured_outputs": (bool, _NO_STRUCTURE),
-    **{
-        f"guided_{kind}": (lambda value: value is not None, _NO_STRUCTURE)
-        for kind in ("json", "regex", "choice", "grammar")
-    },
-    "response_format": (
-        lambda value: isinstance(value, dict) and value.get("type") != "text",
-        "only {'type': 'text'} is supported by this server yet",
-    ),
-    "tool_choice": (
-        lambda value: value not in (None, "none", "auto"),
-        "only 'none' and 'auto' are supported by this server yet",
-    ),
     "functions": (bool, "the legacy functions field is not supported; send tools"),
     "function_call": (bool, "the legacy function_call field is not supported; send tool_choice"),
     "modalities": (
@@ -160,6 +159,7 @@ REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **REFUSED,
     "echo": (bool, "not supported in chat; the messages are known to you"),
     "best_of": (lambda value: value not in (None, 1), "not supported in chat; send n"),
+    "suffix": (bool, "not supported in chat; /v1/completions inserts before a suffix"),
 }
 
 
@@ -187,7 +187,7 @@ def typed(document: Any, kind: type[R]) -> R:
         raise _named(str(error), document) from None
 
 
-_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
 

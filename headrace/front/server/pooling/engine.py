@@ -94,7 +94,7 @@ async def pooled(
             deadline_s=deadline_s,
         )
         events = services.engine.generate(generation)
-        counted = measured(events, services.metrics, arrival=exchange.arrival)
+        counted = measured(events, exchange)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(aclosing(counted))
             return await fold_pooled(counted, num_prompt=len(given.ids))

@@ -16,9 +16,9 @@ from headrace.front.client.pooling import (
     finish_embedding,
     probabilities,
 )
+from headrace.front.server.conversation import render
 from headrace.front.server.exchange import Exchange, json_response
 from headrace.front.server.ids import completion_id
-from headrace.front.server.conversation import render
 from headrace.front.server.openai.schema import ChatRequest, parse
 from headrace.front.server.pooling.engine import (
     PoolInput,

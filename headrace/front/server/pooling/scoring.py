@@ -218,7 +218,7 @@ async def post_generative_scoring(exchange: Exchange, document: Any) -> Response
         )
         events = services.engine.generate(generation)
         values: list[float] = []
-        async for event in measured(events, services.metrics, arrival=exchange.arrival):
+        async for event in measured(events, exchange):
             if isinstance(event, Delta) and event.scores:
                 values = [score.logprob for score in event.scores[0].named]
         logs = np.asarray(values, np.float64)

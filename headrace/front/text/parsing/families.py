@@ -1,6 +1,6 @@
 """Which of the formats a checkpoint writes in: chosen by its chat template, else by its model_type, or by name.
 
-The formats themselves are rows (tool_rows.py, reasoning_rows.py), under names that users of other servers know.
+The formats are rows (families_tools.py, families_reasoning.py), under names that users of other servers know.
 Nothing here encodes text or looks into a tokenizer, so rows can be used from any thread (REG-101).
 """
 
@@ -12,8 +12,8 @@ from typing import TypeVar
 import msgspec
 
 from headrace.base.errors import ConfigError
-from headrace.front.text.parsing.reasoning_rows import REASONING_FAMILIES, ReasoningFamily
-from headrace.front.text.parsing.tool_rows import (
+from headrace.front.text.parsing.families_reasoning import REASONING_FAMILIES, ReasoningFamily
+from headrace.front.text.parsing.families_tools import (
     TOOL_FAMILIES,
     BareTags,
     ToolFamily,
@@ -88,8 +88,14 @@ def _named(rows: Sequence[F], name: str, option: str) -> F | None:
     if name == NONE:
         return None
     for row in rows:
-        if name == row.name or name in row.aliases:
+        if name in _names(row):
             return row
-    names = {word for row in rows for word in (row.name, *row.aliases)}
-    known = ", ".join(["auto", NONE, *sorted(names)])
-    raise ConfigError(f"{option}: {name!r} is not known; allowed: {known}", field=option)
+    raise ConfigError(f"{option}: {name!r} is not known; allowed: {_all_names(rows)}", field=option)
+
+
+def _names(row: ToolFamily | ReasoningFamily) -> tuple[str, ...]:
+    return (row.name, *row.aliases)
+
+
+def _all_names(rows: Sequence[ToolFamily | ReasoningFamily]) -> str:
+    return ", ".join(["auto", NONE, *sorted(name for row in rows for name in _names(row))])

@@ -83,14 +83,15 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
         self, tokenizer: Tokenizer, *, skip_special_tokens: bool
     ) -> Mapping[int, str | bytes]:
         """What each token adds to the text that a parser of this format reads."""
-        if skip_special_tokens:
-            return self.pieces or tokenizer.pieces_without_special
-        return self.all_pieces or tokenizer.pieces
+        own = self.pieces if skip_special_tokens else self.all_pieces
+        if own is not None:  # a table that is not filled yet is empty
+            return own
+        return tokenizer.pieces_without_special if skip_special_tokens else tokenizer.pieces
 
     def prompt_tail(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
         """How a prompt ends, as `parser` wants it."""
         pieces = self.pieces_of(tokenizer, skip_special_tokens=False)
-        return decode_pieces(pieces[i] for i in prompt_ids[-_TAIL_TOKENS:])
+        return decode_pieces([pieces[i] for i in prompt_ids[-_TAIL_TOKENS:]])
 
     def parser(
         self,
@@ -113,6 +114,7 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
             schemas=schemas,
             only_one_call=only_one_call,
             prompt_tail=prompt_tail,
+            marked=self.pieces is not None,
             new_id=short_call_id if short else call_id,
         )
 
@@ -129,27 +131,21 @@ class OutputParser:
         schemas: Schemas | None = None,
         only_one_call: bool = False,
         prompt_tail: str = "",
+        marked: bool = False,
         new_id: Callable[[], str] = call_id,
     ) -> None:
-        self._sink = Sink(new_id, only_one_call=only_one_call)
+        self._sink = Sink(new_id, only_one_call=only_one_call, marked=marked)
         self._engine = Engine(self._sink)
         self._reasoning: ReasoningState | Harmony | None = None
-        harmony = tools if isinstance(tools, HarmonyTags) else reasoning and reasoning.harmony
-        if harmony is not None:
-            offered = schemas if isinstance(tools, HarmonyTags) else None
-            reasons = reasoning is not None and reasoning.harmony is not None
-            self._reasoning = Harmony(
-                *(self._engine, harmony),
-                functions=offered,
-                reasons=reasons,
-                prompt_tail=prompt_tail,
-            )
+        if isinstance(tools, HarmonyTags) or (reasoning is not None and reasoning.harmony):
+            self._reasoning = self._harmony(reasoning, tools, schemas, prompt_tail)
             self._engine.become(self._reasoning)
             return
         frame = () if reasoning is None else reasoning.frame
         state = _grammar_state(self._sink, None if schemas is None else tools, schemas or {}, frame)
         if reasoning is not None and reasoning.kept:
-            self._sink.add(Content(reasoning.open if inside else ""))
+            if inside:
+                self._sink.add(Content(reasoning.open))
         elif reasoning is not None:
             self._reasoning = ReasoningState(self._engine, reasoning, state, inside=inside)
         self._engine.become(self._reasoning or state)
@@ -161,6 +157,26 @@ class OutputParser:
     def finish(self) -> list[Part]:
         """The parts that the end of the answer completes."""
         return self._engine.finish()
+
+    def _harmony(
+        self,
+        reasoning: ReasoningTags | None,
+        tools: ToolGrammar | None,
+        schemas: Schemas | None,
+        prompt_tail: str,
+    ) -> Harmony:
+        """The state for a row of messages; tools of another grammar are not looked for in it."""
+        thinks = None if reasoning is None else reasoning.harmony
+        calls = tools if isinstance(tools, HarmonyTags) else None
+        tags = calls or thinks
+        assert tags is not None
+        return Harmony(
+            self._engine,
+            tags,
+            functions=None if calls is None else schemas,
+            reasons=thinks is not None,
+            prompt_tail=prompt_tail,
+        )
 
     @property
     def num_calls(self) -> int:

@@ -59,13 +59,17 @@ Part: TypeAlias = Reasoning | Content | CallBegin | CallArguments | CallEnd
 
 
 class Sink:
-    """Collects parts. With `only_one_call` all that follows the end of the first call is dropped."""
+    """Collects parts. With `only_one_call` all that follows the end of the first call is dropped. `marked`: the text
+    has marks (marks.py), which no part keeps."""
 
-    def __init__(self, new_id: Callable[[], str], *, only_one_call: bool = False) -> None:
+    def __init__(
+        self, new_id: Callable[[], str], *, only_one_call: bool = False, marked: bool = False
+    ) -> None:
         self.num_calls = 0
         self.closed = False
         self._new_id = new_id
         self._only_one_call = only_one_call
+        self._marked = marked
         self._parts: list[Part] = []
 
     def add(self, part: Part) -> None:
@@ -92,18 +96,19 @@ class Sink:
     def take(self) -> list[Part]:
         """The parts since the last call, neighbours of one kind joined."""
         parts, self._parts = self._parts, []
-        return [part for each in joined(parts) if (part := _unmarked(each)) is not None]
+        return _unmarked(joined(parts)) if self._marked else joined(parts)
 
 
-def _unmarked(part: Part) -> Part | None:
-    """The part without the marks of structural tokens; None if nothing is left of it."""
-    if isinstance(part, Reasoning | Content | CallArguments):
-        text = unmarked(part.text)
-        if not text:
-            return None
-        if text is not part.text:
-            return msgspec.structs.replace(part, text=text)
-    return part
+def _unmarked(parts: list[Part]) -> list[Part]:
+    """The parts without the marks of structural tokens, and without those that are nothing but marks."""
+    found: list[Part] = []
+    for part in parts:
+        if not isinstance(part, Reasoning | Content | CallArguments):
+            found.append(part)
+        elif text := unmarked(part.text):
+            same = text is part.text
+            found.append(part if same else msgspec.structs.replace(part, text=text))
+    return found
 
 
 def joined(parts: list[Part]) -> list[Part]:

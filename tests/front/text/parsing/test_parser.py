@@ -18,6 +18,7 @@ from headrace.front.text.parsing.writing import write_calls
 from tests.front.text.parsing.golden import GOLDEN, SCHEMAS, Golden, meaning, parse, parser_of
 
 EXAMPLES = settings(max_examples=150, deadline=None)
+SOME = settings(max_examples=40, deadline=None)  # where each family has its own
 FAMILIES = [family.name for family in TOOL_FAMILIES]
 WORDS = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>", "<function=f>"),
@@ -71,7 +72,7 @@ def test_every_cut_into_two_and_every_even_cut_gives_the_same_parts(golden: Gold
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "none"])
-@EXAMPLES
+@SOME
 @given(
     text=hostile, sizes=st.lists(st.integers(1, 16), min_size=1, max_size=8), inside=st.booleans()
 )
@@ -84,7 +85,7 @@ def test_any_cut_of_any_text_gives_the_same_parts(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@EXAMPLES
+@SOME
 @given(data=st.data(), sizes=st.lists(st.integers(1, 16), min_size=1, max_size=8))
 def test_any_cut_of_a_mangled_call_gives_the_same_parts(
     family: str, data: st.DataObject, sizes: list[int]
@@ -112,7 +113,7 @@ def _schema(value: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@EXAMPLES
+@SOME
 @given(
     calls=st.lists(st.tuples(_names, _arguments), min_size=1, max_size=3, unique_by=lambda c: c[0]),
     size=st.integers(1, 16),
@@ -132,7 +133,7 @@ def test_a_written_call_is_read_back(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@EXAMPLES
+@SOME
 @given(text=st.text(alphabet='ab<>{}[]"\\/:,_ \n', max_size=60))
 def test_text_without_a_call_is_kept_to_the_character(family: str, text: str) -> None:
     parts = parse(parser_of(family, "none"), [text])
@@ -241,13 +242,9 @@ def _mangled(family: str) -> list[Callable[[int], str]]:
     return [*made, lambda n: call[:-1] * (n // len(call)), lambda n: whole * (n // len(whole))]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [1 << 20, 7])
-def test_time_is_linear_in_any_text(family: str, size: int) -> None:
-    """T12: t(2n) / t(n) <= 2.3 up to 1 MB; what is too short to be measured gets 4 ms."""
-    length = 1 << 20 if size > 1000 else 1 << 16
-    general = ADVERSARIAL if family in ("hermes", "qwen3_coder", "glm45") else []
-    for make in [*general, *_mangled(family)]:
+def _assert_linear(family: str, makes: list[Callable[[int], str]], length: int, size: int) -> None:
+    """T12: t(2n) / t(n) <= 2.3; what is too short to be measured gets 4 ms."""
+    for make in makes:
         ratio_holds = False
         for _ in range(4):  # a shared machine: the best of a few tries
             once, twice = (_seconds(family, make(n), size) for n in (length // 2, length))
@@ -255,6 +252,25 @@ def test_time_is_linear_in_any_text(family: str, size: int) -> None:
             if ratio_holds:
                 break
         assert ratio_holds, (make(64), once, twice)
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45"])
+@pytest.mark.parametrize("size", [1 << 20, 7])
+def test_time_is_linear_in_any_text(family: str, size: int) -> None:
+    _assert_linear(family, ADVERSARIAL, 1 << 20 if size > 1000 else 1 << 16, size)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_time_is_linear_in_a_mangled_call(family: str) -> None:
+    _assert_linear(family, _mangled(family), 1 << 16, 1 << 20)
+    _assert_linear(family, _mangled(family), 1 << 13, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_time_is_linear_in_a_mangled_call_of_1_mb(family: str) -> None:
+    _assert_linear(family, _mangled(family), 1 << 20, 1 << 20)
 
 
 def test_values_are_parsed_and_never_evaluated() -> None:

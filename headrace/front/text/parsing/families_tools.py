@@ -192,8 +192,18 @@ def _glm(end_of_name: str) -> tuple[ParameterTags, CallWriting]:
     return tags, writing
 
 
-def _row(name: str, read: tuple[ToolGrammar, CallWriting], **more: tuple[str, ...]) -> ToolFamily:
-    return ToolFamily(name=name, grammar=read[0], writing=read[1], **more)
+def _row(
+    name: str,
+    read: tuple[ToolGrammar, CallWriting],
+    *,
+    marks: tuple[str, ...],
+    models: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+) -> ToolFamily:
+    grammar, writing = read
+    return ToolFamily(
+        name=name, aliases=aliases, marks=marks, models=models, grammar=grammar, writing=writing
+    )
 
 
 _PYTHON_LIST = CallWriting(

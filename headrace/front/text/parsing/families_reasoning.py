@@ -1,4 +1,4 @@
-"""The formats of reasoning, one row each; `marks` and `models` as in tool_rows.py."""
+"""The formats of reasoning, one row each; `marks` and `models` as in families_tools.py."""
 
 from __future__ import annotations
 

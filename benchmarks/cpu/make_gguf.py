@@ -1,0 +1,83 @@
+"""Writes the shape of a Qwen 3 config.json as a GGUF file with random weights, for llama.cpp.
+
+    python benchmarks/cpu/make_gguf.py benchmarks/models/qwen3-0.6b /tmp/0.6b --types BF16,Q8_0,Q4_0
+
+Every matrix has the named type, the embedding (which is the head too) included: so both engines read the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+SCALE = 0.02
+
+
+def write(config: dict[str, float], path: Path, kind: gguf.GGMLQuantizationType) -> None:
+    """One file."""
+    out = gguf.GGUFWriter(str(path), "qwen3")
+    width, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    heads, kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
+    head_dim, vocabulary = int(config["head_dim"]), int(config["vocab_size"])
+    out.add_block_count(int(config["num_hidden_layers"]))
+    out.add_context_length(int(config["max_position_embeddings"]))
+    out.add_embedding_length(width)
+    out.add_feed_forward_length(inner)
+    out.add_head_count(heads)
+    out.add_head_count_kv(kv_heads)
+    out.add_key_length(head_dim)
+    out.add_value_length(head_dim)
+    out.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    out.add_rope_freq_base(config["rope_theta"])
+    out.add_vocab_size(vocabulary)
+    out.add_tokenizer_model("no_vocab")
+    rng = np.random.default_rng(0)
+
+    def matrix(name: str, rows: int, columns: int) -> None:
+        values = rng.standard_normal((rows, columns), dtype=np.float32) * SCALE
+        out.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+
+    def ones(name: str, size: int) -> None:
+        out.add_tensor(name, np.ones(size, np.float32))
+
+    matrix("token_embd.weight", vocabulary, width)
+    ones("output_norm.weight", width)
+    for layer in range(int(config["num_hidden_layers"])):
+        at = f"blk.{layer}"
+        ones(f"{at}.attn_norm.weight", width)
+        ones(f"{at}.ffn_norm.weight", width)
+        ones(f"{at}.attn_q_norm.weight", head_dim)
+        ones(f"{at}.attn_k_norm.weight", head_dim)
+        matrix(f"{at}.attn_q.weight", heads * head_dim, width)
+        matrix(f"{at}.attn_k.weight", kv_heads * head_dim, width)
+        matrix(f"{at}.attn_v.weight", kv_heads * head_dim, width)
+        matrix(f"{at}.attn_output.weight", width, heads * head_dim)
+        matrix(f"{at}.ffn_gate.weight", inner, width)
+        matrix(f"{at}.ffn_up.weight", inner, width)
+        matrix(f"{at}.ffn_down.weight", width, inner)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("prefix", type=Path)
+    parser.add_argument("--types", default="BF16,Q8_0,Q4_0")
+    given = parser.parse_args()
+    config = {"rope_theta": 1e6, **json.loads((given.model / "config.json").read_text())}
+    for name in given.types.split(","):
+        path = given.prefix.with_name(f"{given.prefix.name}-{name}.gguf")
+        if not path.exists():
+            write(config, path, gguf.GGMLQuantizationType[name])
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

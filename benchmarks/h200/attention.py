@@ -1,0 +1,204 @@
+"""Paged attention: tiles and pieces tried, against the memory's floor (decode) and the matrix units' rate (prefill)."""
+
+# ruff: noqa: B023, E501
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.h200.timing import each_us
+from headrace.back.kernels.attention import triton_attention as kernels
+from headrace.back.kernels.attention.op import AttentionProblem, SamplePlan, sample_plan
+from headrace.back.kernels.attention.triton_attention import Tiles
+
+MODELS = {"8B": (32, 8), "0.6B": (16, 8)}
+DECODE = [(1, 256), (1, 8192), (8, 256), (32, 256), (32, 1024), (256, 256), (256, 1024)]
+PREFILL = [(1, 8192), (16, 1024), (1, 1024)]
+DECODE_TILES = [
+    Tiles(m=16, n=n, num_warps=warps, num_stages=stages)
+    for n, warps, stages in (
+        (64, 4, 3),
+        (64, 4, 5),
+        (128, 4, 3),
+        (128, 4, 5),
+        (128, 8, 3),
+        (256, 8, 1),
+    )
+]
+PREFILL_TILES = [
+    Tiles(m=m, n=n, num_warps=warps, num_stages=stages)
+    for m, n, warps, stages in (
+        (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (256, 64, 16, 3), (256, 128, 16, 3), (256, 64, 8, 3),
+    )
+]  # fmt: skip
+PIECES = [(2, 256), (2, 128), (4, 128), (8, 64)]
+"""(programs per multiprocessor, least positions of a piece)."""
+
+
+def problem(model: str) -> AttentionProblem:
+    """A layer of the model."""
+    heads, kv_heads = MODELS[model]
+    return AttentionProblem(
+        device="cuda", dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=128,
+        block_tokens=16, scale=128**-0.5,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _tensors(
+    heads: int, kv_heads: int, rows: tuple[tuple[int, int], ...], layers: int
+) -> tuple[torch.Tensor, list[torch.Tensor], SamplePlan]:
+    plan, num_blocks = sample_plan(list(rows), block_tokens=16, window=None, device="cuda")
+    new = {"device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(sum(queries for queries, _ in rows), heads, 128, **new)
+    one = torch.randn(num_blocks, 2, kv_heads, 16, 128, **new)
+    return q, [one, *(one.clone() for _ in range(layers - 1))], plan
+
+
+def calls(
+    case: AttentionProblem, rows: list[tuple[int, int]], layers: int
+) -> list[Callable[[], object]]:
+    """One call per layer, each with its own cache."""
+    q, caches, plan = _tensors(case.heads, case.kv_heads, tuple(rows), layers)
+    attends = [kernels.bind(case) for _ in caches]
+    return [
+        lambda attend=attend, kv=kv: attend(q, kv, plan)
+        for attend, kv in zip(attends, caches, strict=True)
+    ]
+
+
+def _patched(tiles: Tiles, name: str) -> patch:  # type: ignore[valid-type]
+    return patch.object(kernels, name, lambda case: replace(tiles, m=max(tiles.m, 16)))
+
+
+def decode(rate: float) -> list[dict[str, object]]:
+    """Decode rows: microseconds and the share of the memory's rate, every variant."""
+    found = []
+    for model, (rows, length) in itertools.product(MODELS, DECODE):
+        case = problem(model)
+        kv_bytes = rows * length * 2 * case.kv_heads * 128 * 2
+        layers = max(2, min(16, (400 << 20) // kv_bytes + 1))
+        tried = []
+        for tiles, (per_sm, least) in itertools.product(DECODE_TILES, PIECES):
+            with (
+                _patched(tiles, "decode_tiles"),
+                patch.object(kernels, "PROGRAMS_PER_SM", per_sm),
+                patch.object(kernels, "MIN_PIECE", least),
+            ):
+                us = each_us(calls(case, [(1, length)] * rows, layers), replays=5)
+            tried.append((round(us, 2), tiles.n, tiles.num_warps, tiles.num_stages, per_sm, least))
+        tried.sort()
+        floor = kv_bytes / rate * 1e6
+        row = {
+            "model": model, "rows": rows, "length": length, "floor_us": round(floor, 2),
+            "best_us": tried[0][0], "of_floor": round(floor / tried[0][0], 3), "tried": tried,
+        }  # fmt: skip
+        found.append(row)
+        print({**row, "tried": tried[:5]}, flush=True)
+    return found
+
+
+def prefill() -> list[dict[str, object]]:
+    """Prefill rows: microseconds and TFLOP/s (causal half counted), every variant, and torch's attention on dense KV."""
+    found = []
+    for model, (rows, length) in itertools.product(MODELS, PREFILL):
+        case = problem(model)
+        flops = 4 * rows * length * (length + 1) / 2 * case.heads * 128
+        tried = []
+        for tiles in PREFILL_TILES:
+            with _patched(tiles, "prefill_tiles"):
+                us = each_us(calls(case, [(length, length)] * rows, 4), replays=3)
+            tried.append(
+                (
+                    round(us, 1),
+                    round(flops / us / 1e6),
+                    tiles.m,
+                    tiles.n,
+                    tiles.num_warps,
+                    tiles.num_stages,
+                )
+            )
+        tried.sort()
+        dense = {}
+        if rows * length <= 16384:
+            q, k = (
+                torch.randn(rows, h, length, 128, device="cuda", dtype=torch.bfloat16)
+                for h in (case.heads, case.kv_heads)
+            )
+            for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
+                try:
+                    with torch.nn.attention.sdpa_kernel(
+                        getattr(torch.nn.attention.SDPBackend, name)
+                    ):
+                        us = each_us(
+                            [
+                                lambda: torch.nn.functional.scaled_dot_product_attention(
+                                    q, k, k, is_causal=True, enable_gqa=True
+                                )
+                            ]
+                            * 4,
+                            replays=3,
+                        )
+                    dense[name] = (round(us, 1), round(flops / us / 1e6))
+                except Exception as error:
+                    dense[name] = str(error)[:80]
+        row = {"model": model, "rows": rows, "length": length, "tried": tried, "torch_dense": dense}
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
+def _compile(task: tuple[str, str, Tiles, int]) -> None:
+    model, name, tiles, rows = task
+    queries = 1 if name == "decode_tiles" else 40
+    with _patched(tiles, name):
+        try:
+            calls(problem(model), [(queries, 40)] * rows, 1)[0]()
+        except Exception as error:
+            print("compile", task, type(error).__name__, str(error)[:100], flush=True)
+    torch.cuda.synchronize()
+
+
+def compile_all(processes: int = 14) -> None:
+    """Fills Triton's cache by many processes."""
+    tasks = [
+        (model, "decode_tiles", tiles, rows)
+        for model in MODELS
+        for tiles in DECODE_TILES
+        for rows in (1, 32, 256)
+    ]
+    tasks += [(model, "prefill_tiles", tiles, 1) for model in MODELS for tiles in PREFILL_TILES]
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.map(_compile, tasks, chunksize=2)
+
+
+def random_rows(generator: torch.Generator, count: int, longest: int) -> list[tuple[int, int]]:
+    """Decode rows first, then others."""
+    rows = []
+    for _ in range(count):
+        length = int(torch.randint(1, longest, (), generator=generator))
+        queries = (
+            1
+            if torch.rand((), generator=generator) < 0.5
+            else int(torch.randint(1, length + 1, (), generator=generator))
+        )
+        rows.append((queries, length))
+    return sorted(rows, key=lambda row: row[0] != 1)
+
+
+def poison(kv: torch.Tensor, plan: SamplePlan) -> None:
+    """NaN wherever no row has written."""
+    used = torch.zeros(kv.shape[0], kv.shape[3], dtype=torch.bool)
+    for row, length in enumerate(plan.host_kv_len.tolist()):
+        position = torch.arange(length)
+        used[
+            plan.block_table_RB[row].cpu()[position // kv.shape[3]].long(), position % kv.shape[3]
+        ] = True
+    used[0] = False
+    kv.movedim(3, 1)[~used.to(kv.device)] = float("nan")

@@ -1,0 +1,157 @@
+"""Open-loop load at 0.5 to 20 times the capacity, from four keys (reliability 1.2, ENG-06).
+
+    python benchmarks/robustness/overload.py --seconds 20 --write
+
+The null executor's time per step is fixed, so the capacity is known: ROWS requests of TOKENS tokens at STEP_S a step.
+Requests come at random times whatever becomes of them. `ledger` is sent = ok + refused + failed + lost; `retried` is
+the stock client's success within three tries at 1.2 times the capacity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+from serving import at_rest, null_model, resident_mib, server
+
+STEP_S, ROWS, TOKENS, QUEUE = 0.05, 4, 8, 8
+CAPACITY = ROWS / (TOKENS * STEP_S)  # requests a second
+LEVELS = (0.5, 1, 2, 5, 20)
+KEYS = [f"key-{i}" for i in range(4)]
+BODY = {"prompt": "fox", "max_tokens": TOKENS, "min_tokens": TOKENS}
+
+
+class Tally:
+    """What became of the requests of one level."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.outcomes: Counter[str] = Counter()
+        self.ok_by_key: Counter[str] = Counter()
+        self.refused_ms: list[float] = []
+        self.with_retry_after = 0
+
+    async def one(self, session: aiohttp.ClientSession, key: str) -> None:
+        self.sent += 1
+        begin = time.perf_counter()
+        headers = {"Authorization": f"Bearer {key}"}
+        try:
+            async with session.post("/v1/completions", json=BODY, headers=headers) as response:
+                document = await response.json()
+                kind = "ok" if response.status == 200 else "refused"
+                if kind == "ok" and document["usage"]["completion_tokens"] != TOKENS:
+                    kind = "lost"
+                elif response.status >= 400:
+                    self.with_retry_after += "Retry-After" in response.headers
+                    self.refused_ms.append(1000 * (time.perf_counter() - begin))
+                if response.status not in (200, 429, 503):
+                    kind = "failed"
+                self.outcomes[kind] += 1
+                self.ok_by_key[key] += kind == "ok"
+        except aiohttp.ClientError:
+            self.outcomes["lost"] += 1
+
+
+async def at_level(session: aiohttp.ClientSession, level: float, seconds: float) -> dict[str, Any]:
+    """Poisson arrivals at `level` times the capacity; the figures of it."""
+    random_, tally, tasks = random.Random(level), Tally(), []
+    begin = time.perf_counter()
+    due = 0.0
+    while (due := due + random_.expovariate(level * CAPACITY)) < seconds:
+        await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
+        tasks.append(asyncio.create_task(tally.one(session, random_.choice(KEYS))))
+    await asyncio.gather(*tasks)
+    wall = time.perf_counter() - begin
+    shares = np.array([tally.ok_by_key[key] for key in KEYS], float)
+    return {
+        "level": level, "sent": tally.sent, "ledger": dict(tally.outcomes),
+        "goodput_req_s": round(tally.outcomes["ok"] / wall, 2),
+        "refused_p99_ms": round(float(np.percentile(tally.refused_ms, 99)), 1) if tally.refused_ms else None,
+        "refused_with_retry_after": tally.with_retry_after,
+        "jain": round(float(shares.sum() ** 2 / (len(shares) * (shares**2).sum())), 3),
+    }  # fmt: skip
+
+
+async def with_retries(base: str, seconds: float) -> float:
+    """The share of requests that the stock client brings home with three retries at 1.2 times the capacity."""
+    random_ = random.Random(12)
+    clients = [openai.AsyncOpenAI(base_url=base + "/v1", api_key=k, max_retries=3) for k in KEYS]
+
+    model = (await clients[0].models.list()).data[0].id
+
+    async def one() -> bool:
+        try:
+            client = random_.choice(clients)
+            await client.completions.create(
+                model=model, prompt="fox", max_tokens=TOKENS, extra_body={"min_tokens": TOKENS}
+            )
+        except openai.APIStatusError:
+            return False
+        return True
+
+    tasks, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        tasks.append(asyncio.create_task(one()))
+        await asyncio.sleep(random_.expovariate(1.2 * CAPACITY))
+    home = await asyncio.gather(*tasks)
+    return round(sum(home) / len(home), 4)
+
+
+async def run(base: str, supervisor: Any, seconds: float) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(base, connector=connector) as session:
+        levels, memory = [], []
+        async with aiohttp.ClientSession(base, headers=headers) as asking:
+            await at_rest(asking)
+            for level in LEVELS:
+                levels.append(await at_level(session, level, seconds))
+                await at_rest(asking)
+                memory.append(round(resident_mib(supervisor), 1))
+            retried = await with_retries(base, seconds)
+            rest = await at_rest(asking)
+    by_level = {found["level"]: found["goodput_req_s"] for found in levels}
+    return {
+        "capacity_req_s": CAPACITY, "seconds": seconds, "levels": levels,
+        "goodput_20x_over_1x": round(by_level[20] / by_level[1], 3),
+        "retried_home": retried, "rss_mib_after_level": memory,
+        "leaked_blocks": rest["total_blocks"] - rest["free_blocks"],
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each level")
+    parser.add_argument("--write", action="store_true", help="keep the report beside this script")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [
+            *null_model(Path(folder), step_s=STEP_S),
+            *("--max-running", str(ROWS), "--max-queued-requests", str(QUEUE)),
+            *("--policy", "fair", "--api-keys", ",".join(KEYS)),
+        ]
+        with server(*arguments) as (base, supervisor):
+            report = asyncio.run(run(base, supervisor, given.seconds))
+    print(json.dumps(report, indent=1))
+    if given.write:
+        Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    lost = sum(found["ledger"].get(k, 0) for found in report["levels"] for k in ("lost", "failed"))
+    refused = sum(found["ledger"].get("refused", 0) for found in report["levels"])
+    told = sum(found["refused_with_retry_after"] for found in report["levels"])
+    whole = not lost and told == refused and not report["leaked_blocks"]
+    return 0 if whole and report["goodput_20x_over_1x"] >= 0.95 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""A product with one token, bound by reading the weight once: a program takes some outputs over all inputs.
+
+Rows of the weight are read 16 bytes a thread and dropped from the cache first. The first part is asked for before the
+kernel waits for the one before it, so that a chain of products keeps the memory busy. Around the product, as in
+kernels/fused_linear: a norm of x (its scale is one number, so it is applied to the sums), a gated activation, an
+addition into the residual.
+
+I inputs, O outputs, N outputs of a program, K inputs of a step.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headrace.back.kernels.gated_act.triton_gated_act import activate
+from headrace.back.kernels.linear.triton_skinny import prefetch_rows
+
+
+@triton.jit
+def _part(p_weight, m_n, o_k, k: tl.constexpr, INPUTS: tl.constexpr, K: tl.constexpr):
+    """Columns k .. k + K of the program's rows of the weight."""
+    m_part = m_n[:, None]
+    if k + K > INPUTS:
+        m_part = m_part & (k + o_k < INPUTS)[None, :]
+    return tl.load(
+        p_weight + k + o_k[None, :], mask=m_part, other=0.0, eviction_policy="evict_first"
+    )
+
+
+@triton.jit
+def gemv_kernel(
+    x,
+    weight,
+    bias,
+    norm_weight,
+    y,
+    eps,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With ADD y is the
+    residual."""
+    o_n = tl.program_id(0) * N + tl.arange(0, N)
+    o_k = tl.arange(0, K)
+    m_n = o_n < OUTPUTS
+    p_weight = weight + o_n.to(tl.int64)[:, None] * INPUTS
+    GATED: tl.constexpr = ACTIVATION != ""
+    UP: tl.constexpr = OUTPUTS * INPUTS
+    b_next = _part(p_weight, m_n, o_k, 0, INPUTS, K)
+    if GATED:
+        b_next_up = _part(p_weight + UP, m_n, o_k, 0, INPUTS, K)
+    if DEPENDENT:
+        if PREFETCH:
+            o_row = tl.where(m_n, o_n, 0)
+            prefetch_rows(weight + K, o_row, INPUTS, PREFETCH * K)
+            if GATED:
+                prefetch_rows(weight + UP + K, o_row, INPUTS, PREFETCH * K)
+        gdc_launch_dependents()
+        gdc_wait()
+    b_acc = tl.zeros([N, K], tl.float32)
+    b_acc_up = tl.zeros([N, K], tl.float32)
+    b_squares = tl.zeros([1, K], tl.float32)
+    for k in tl.static_range(0, INPUTS, K):
+        b_weight = b_next.to(tl.float32)
+        if GATED:
+            b_weight_up = b_next_up.to(tl.float32)
+        m_k = (k + o_k < INPUTS)[None, :]
+        b_x = tl.load(x + k + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
+        if k + K < INPUTS:
+            b_next = _part(p_weight, m_n, o_k, k + K, INPUTS, K)
+            if GATED:
+                b_next_up = _part(p_weight + UP, m_n, o_k, k + K, INPUTS, K)
+        if NORM:
+            b_squares += b_x * b_x
+            b_x = b_x * tl.load(norm_weight + k + o_k[None, :], mask=m_k, other=0.0)
+        b_acc += b_x * b_weight
+        if GATED:
+            b_acc_up += b_x * b_weight_up
+    b_y = tl.sum(b_acc, axis=1)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(tl.sum(b_squares, axis=1), axis=0) / INPUTS + eps)
+        b_y = b_y * scale
+    if BIAS:
+        b_y += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
+    if GATED:
+        b_up = tl.sum(b_acc_up, axis=1)
+        if NORM:
+            b_up = b_up * scale
+        if BIAS:
+            b_up += tl.load(bias + OUTPUTS + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_y = activate(b_y, ACTIVATION) * b_up
+    if ADD:
+        b_y += tl.load(y + o_n, mask=m_n, other=0.0).to(tl.float32)
+    tl.store(y + o_n, b_y.to(y.dtype.element_ty), mask=m_n)

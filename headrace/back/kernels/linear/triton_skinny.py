@@ -1,0 +1,127 @@
+"""A product with up to 64 tokens through tl.dot, bound by reading the weight once.
+
+A program takes N outputs and a share of the inputs; with SPLIT shares the program that comes last adds them up, in
+their order, so the result does not depend on who that is. The weight's first tiles are asked for (into the
+second-level cache) before the kernel waits for the one before it. After the product, as in kernels/fused_linear: a
+gated activation, an addition into the residual. A norm of x is a kernel of its own before this one: here it would
+stand between the loads and the matrix unit (H200, 6144x4096, 8 tokens: 41 us instead of 16).
+
+T tokens (M padded, at least 16), I inputs, O outputs, N outputs of a program, K inputs of a step.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headrace.back.kernels.gated_act.triton_gated_act import activate
+from headrace.back.kernels.triton.grid import prefetch
+
+
+@triton.jit
+def prefetch_rows(p_first, o_row, INPUTS: tl.constexpr, COUNT: tl.constexpr):
+    """Asks for the first COUNT values (a power of two, of two bytes) of the weight's rows."""
+    o_line = tl.arange(0, COUNT // 64) * 64
+    prefetch(p_first + o_row.to(tl.int64)[:, None] * INPUTS + o_line[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def skinny_kernel(
+    x,
+    weight,
+    bias,
+    y,
+    partial,
+    counters,
+    num_tokens,
+    x_stride,
+    y_stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With ADD y is the
+    residual. `partial` float32 [N tiles, SPLIT, 1 or 2, M, N]."""
+    i_n = tl.program_id(0)
+    i_split = tl.program_id(1)
+    GATED: tl.constexpr = ACTIVATION != ""
+    UP: tl.constexpr = OUTPUTS * INPUTS
+    SHARE: tl.constexpr = (INPUTS + K * SPLIT - 1) // (K * SPLIT) * K
+    o_m = tl.arange(0, M)
+    o_n = i_n * N + tl.arange(0, N)
+    o_k = tl.arange(0, K)
+    m_m = o_m < num_tokens
+    m_n = o_n < OUTPUTS
+    o_row = tl.where(m_n, o_n, 0)
+    begin = i_split * SHARE
+    if DEPENDENT:
+        if PREFETCH:
+            prefetch_rows(weight + begin, o_row, INPUTS, PREFETCH * K)
+            if GATED:
+                prefetch_rows(weight + begin + UP, o_row, INPUTS, PREFETCH * K)
+        gdc_launch_dependents()
+        gdc_wait()
+    p_x = x + o_m[:, None] * x_stride + begin + o_k[None, :]
+    p_weight = weight + o_row.to(tl.int64)[:, None] * INPUTS + begin + o_k[None, :]
+    b_acc = tl.zeros([M, N], tl.float32)
+    b_acc_up = tl.zeros([M, N], tl.float32)
+    EVEN: tl.constexpr = SHARE * SPLIT == INPUTS
+    for k in range(0, SHARE, K):
+        if EVEN:
+            b_x = tl.load(p_x + k, mask=m_m[:, None], other=0.0)
+            b_weight = tl.load(p_weight + k, eviction_policy="evict_first")
+            if GATED:
+                b_weight_up = tl.load(p_weight + k + UP, eviction_policy="evict_first")
+        else:
+            m_k = (begin + k + o_k < INPUTS)[None, :]
+            b_x = tl.load(p_x + k, mask=m_m[:, None] & m_k, other=0.0)
+            b_weight = tl.load(p_weight + k, mask=m_k, other=0.0, eviction_policy="evict_first")
+            if GATED:
+                b_weight_up = tl.load(
+                    p_weight + k + UP, mask=m_k, other=0.0, eviction_policy="evict_first"
+                )
+        b_acc = tl.dot(b_x, tl.trans(b_weight), b_acc, input_precision="ieee")
+        if GATED:
+            b_acc_up = tl.dot(b_x, tl.trans(b_weight_up), b_acc_up, input_precision="ieee")
+    if SPLIT > 1:
+        TILE: tl.constexpr = M * N
+        PARTS: tl.constexpr = 2 if GATED else 1
+        o_tile = o_m[:, None] * N + tl.arange(0, N)[None, :]
+        p_tiles = partial + i_n.to(tl.int64) * (SPLIT * PARTS * TILE)
+        p_mine = p_tiles + i_split * (PARTS * TILE) + o_tile
+        tl.store(p_mine, b_acc, mask=m_m[:, None])
+        if GATED:
+            tl.store(p_mine + TILE, b_acc_up, mask=m_m[:, None])
+        tl.debug_barrier()
+        if tl.atomic_add(counters + i_n, 1, sem="acq_rel") != SPLIT - 1:
+            return
+        tl.store(counters + i_n, 0)
+        b_acc = tl.zeros([M, N], tl.float32)
+        b_acc_up = tl.zeros([M, N], tl.float32)
+        for i in tl.static_range(SPLIT):
+            p_one = p_tiles + i * (PARTS * TILE) + o_tile
+            b_acc += tl.load(p_one, mask=m_m[:, None], other=0.0, cache_modifier=".cg")
+            if GATED:
+                b_acc_up += tl.load(
+                    p_one + TILE, mask=m_m[:, None], other=0.0, cache_modifier=".cg"
+                )
+    if BIAS:
+        b_acc += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            b_acc_up += tl.load(bias + OUTPUTS + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+        b_acc = activate(b_acc, ACTIVATION) * b_acc_up
+    m_y = m_m[:, None] & m_n[None, :]
+    p_y = y + o_m[:, None].to(tl.int64) * y_stride + o_n[None, :]
+    if ADD:
+        b_acc += tl.load(p_y, mask=m_y, other=0.0).to(tl.float32)
+    tl.store(p_y, b_acc.to(y.dtype.element_ty), mask=m_y)

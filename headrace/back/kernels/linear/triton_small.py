@@ -1,0 +1,132 @@
+"""Chooses and launches the kernels of small products: triton_gemv.py and triton_skinny.py by table.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
+from headrace.back.kernels.linear.table import MAX_TOKENS, ProductPlan, plan_for
+from headrace.back.kernels.linear.triton_gemv import gemv_kernel
+from headrace.back.kernels.linear.triton_skinny import skinny_kernel
+from headrace.back.kernels.triton.wrap import (
+    COUNTERS,
+    counters,
+    launch,
+    power_of_two,
+)
+
+Launch = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Product:
+    """y = act(norm(x) W^T + b), with `add` added to what y holds. `activation` "" and `norm_I` None: none."""
+
+    weight_OI: torch.Tensor
+    bias_O: torch.Tensor | None = None
+    norm_I: torch.Tensor | None = None
+    eps: float = 0.0
+    activation: str = ""
+    add: bool = False
+
+    @property
+    def results(self) -> int:
+        """Columns of y."""
+        return len(self.weight_OI) // (2 if self.activation else 1)
+
+
+def refusal(inputs: int, activation: str | None) -> str | None:
+    """Why these kernels cannot compute a product, if so."""
+    if inputs % 8:
+        return f"{inputs} inputs are no multiple of 8"
+    if activation and activation not in ACTIVATIONS:
+        return f"does not know {activation}"
+    return None
+
+
+def small(product: Product) -> Callable[[int], Launch | None]:
+    """For a number of tokens the launch `f(x_TI, y_TY)`, None where the library's product is taken. With a norm one
+    token only: see triton_skinny.py."""
+    outputs, inputs = product.weight_OI.shape
+    device = product.weight_OI.device
+    most = 1 if product.norm_I is not None else MAX_TOKENS
+
+    @cache
+    def padded(tokens: int) -> Launch | None:
+        plan = plan_for(
+            device_name(device), outputs, inputs, tokens, gated=bool(product.activation)
+        )
+        return plan and launcher(product, plan, tokens)
+
+    return lambda tokens: padded(power_of_two(tokens)) if tokens <= most else None
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """The device's name in tables."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def launcher(product: Product, plan: ProductPlan, tokens: int) -> Launch:
+    """The launch for up to `tokens` tokens (a power of two) by a plan."""
+    return (_gemv if plan.kernel == "gemv" else _skinny)(product, plan, tokens)
+
+
+def _shared(product: Product) -> dict[str, int | bool | str]:
+    return {
+        "INPUTS": product.weight_OI.shape[1],
+        "OUTPUTS": product.results,
+        "BIAS": product.bias_O is not None,
+        "ACTIVATION": product.activation,
+        "ADD": product.add,
+    }
+
+
+def _gemv(product: Product, plan: ProductPlan, tokens: int) -> Launch:
+    assert tokens == 1, tokens
+    grid = (triton.cdiv(product.results, plan.n),)
+    rest = product.weight_OI.shape[1] - plan.k
+    constants = {
+        **_shared(product), "NORM": product.norm_I is not None, "N": plan.n, "K": plan.k,
+        "PREFETCH": plan.prefetch if plan.prefetch * plan.k <= rest else 0,
+    }  # fmt: skip
+
+    def run(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
+        assert x_TI.stride(1) == y_TY.stride(1) == 1
+        gemv_kernel[grid](
+            x_TI, product.weight_OI, product.bias_O, product.norm_I, y_TY, product.eps,
+            **constants, num_warps=plan.warps, **launch(x_TI.device),
+        )  # fmt: skip
+
+    return run
+
+
+def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
+    m, tiles = max(16, tokens), triton.cdiv(product.results, plan.n)
+    split = plan.split
+    assert product.norm_I is None and (split == 1 or tiles <= COUNTERS), (tiles, split)
+    share = triton.cdiv(product.weight_OI.shape[1], plan.k * split) * plan.k
+    prefetch = plan.prefetch if plan.prefetch * plan.k <= share else 0
+    constants = {
+        **_shared(product), "M": m, "N": plan.n, "K": plan.k, "SPLIT": split,
+        "PREFETCH": prefetch,
+    }  # fmt: skip
+    parts = tiles * split * (2 if product.activation else 1) * m * plan.n
+
+    def run(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
+        assert x_TI.stride(1) == y_TY.stride(1) == 1
+        partial = x_TI
+        if split > 1:
+            partial = torch.empty(parts, dtype=torch.float32, device=x_TI.device)
+        skinny_kernel[(tiles, split)](
+            x_TI, product.weight_OI, product.bias_O, y_TY, partial, counters(x_TI.device),
+            len(x_TI), x_TI.stride(0), y_TY.stride(0), **constants, num_warps=plan.warps,
+            num_stages=plan.stages, **launch(x_TI.device),
+        )  # fmt: skip
+
+    return run

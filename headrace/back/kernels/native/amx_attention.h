@@ -1,0 +1,266 @@
+// One task of attention in bf16 with matrix tiles: at most 32 query rows against KV tiles of 64 tokens.
+//
+// Scores come out transposed, S^T = K Q^T: keys are read in place, 16 at a time, and a lane of a vector is a query row, so
+// maximum, exponential and sum need no step across lanes. Weights go back as rows of bf16, values are interleaved by pairs
+// of tokens, and O = P V runs over the same tiles for one query as for many: a row's bits depend on no other row. KV tiles
+// begin at multiples of 64 tokens whatever the window, and values outside [low, high) count as zeros, for they may be NaN.
+#pragma once
+
+#include "amx.h"
+
+#if defined(HR_AMX)
+
+namespace {
+
+constexpr int64_t kQueryRows = 32, kKeys = 64;
+
+// What a task reads besides the paged cache; `keys(position)` and `values(position)` say where a token's vector lies.
+struct TileTask {
+  int64_t rows, head_dim, low, high, window;
+  float scale, softcap;
+  const int32_t* position;  // of each query row
+};
+
+// Memory of one task.
+struct TileMemory {
+  char* queries;   // [2][D / 32] tiles: pairs of dimensions by 16 rows
+  char* values;    // [2 steps of 32 tokens][D / 16] tiles: pairs of tokens by 16 dimensions
+  char* weights;   // [2 rows][2 steps] tiles
+  float* scores;   // [64 tokens][32 rows]
+  float* sums;     // [2][D / 16][16 rows][16]
+};
+
+HR_INLINE int64_t tile_memory_bytes(int64_t D) { return 2 * D * 32 + 2 * D * 64 + 4 * kTileBytes + 64 * 32 * 4 + 2 * D * 64; }
+
+HR_INLINE TileMemory tile_memory(char* at, int64_t D) {
+  TileMemory m;
+  m.queries = at, at += 2 * D * 32;
+  m.values = at, at += 2 * D * 64;
+  m.weights = at, at += 4 * kTileBytes;
+  m.scores = reinterpret_cast<float*>(at), at += 64 * 32 * 4;
+  m.sums = reinterpret_cast<float*>(at);
+  return m;
+}
+
+HR_INLINE void full_tiles() {
+  TileShapes shapes;
+  for (int t = 0; t < 8; ++t) TileShapes::set(shapes, t, kTile, 64);
+  tiles_configure(shapes);
+}
+
+// Scores of 32 keys, 16 at k0 and 16 at k1, for NQ blocks of 16 query rows.
+template <int NQ>
+HR_INLINE void tile_scores(const bf16* k0, const bf16* k1, const char* queries, int64_t D, float* scores) {
+  HR_TILE_ZERO(0);
+  HR_TILE_ZERO(2);
+  if (NQ > 1) HR_TILE_ZERO(1);
+  if (NQ > 1) HR_TILE_ZERO(3);
+  for (int64_t d = 0; d < D; d += 32, queries += kTileBytes) {
+    HR_TILE_LOAD(4, k0 + d, D * 2);
+    HR_TILE_LOAD(6, queries, 64);
+    HR_TILE_DOT_BF16(0, 4, 6);
+    HR_TILE_LOAD(5, k1 + d, D * 2);
+    HR_TILE_DOT_BF16(2, 5, 6);
+    if (NQ > 1) {
+      HR_TILE_LOAD(7, queries + D * 32, 64);
+      HR_TILE_DOT_BF16(1, 4, 7);
+      HR_TILE_DOT_BF16(3, 5, 7);
+    }
+  }
+  HR_TILE_STORE(0, scores, 128);
+  HR_TILE_STORE(2, scores + 16 * 32, 128);
+  if (NQ > 1) HR_TILE_STORE(1, scores + 16, 128);
+  if (NQ > 1) HR_TILE_STORE(3, scores + 16 * 32 + 16, 128);
+}
+
+// Word i of the one vector beside word i of the other, for their lower or upper halves.
+alignas(64) constexpr uint16_t kInterleave[2][32] = {
+    {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+    {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+     24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+HR_INLINE __m512i interleave(int half) { return _mm512_load_si512(kInterleave[half]); }
+
+// Two tokens' values side by side, dimension by dimension; null: zeros.
+HR_INLINE void pair_values(const bf16* even, const bf16* odd, int64_t D, char* to) {
+  const __m512i low = interleave(0), high = interleave(1);
+  for (int64_t d = 0; d < D; d += 32, to += 2 * kTileBytes) {
+    const __m512i a = even ? _mm512_loadu_si512(even + d) : _mm512_setzero_si512();
+    const __m512i b = odd ? _mm512_loadu_si512(odd + d) : _mm512_setzero_si512();
+    _mm512_store_si512(to, _mm512_permutex2var_epi16(a, low, b));
+    _mm512_store_si512(to + kTileBytes, _mm512_permutex2var_epi16(a, high, b));
+  }
+}
+
+// What one block of 16 query rows has seen so far, a row per lane.
+struct Running {
+  F max, total;
+};
+
+// e^x for x <= 0 (and NaN): a base-2 polynomial, relative error below 4e-6, far below the weights' bf16.
+HR_INLINE F fast_exp(F x) {
+  const __m512 t = _mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)(x * 1.44269504088896341f));  // NaN stays
+  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const F r = (F)_mm512_sub_ps(t, n);
+  F y = fma(splat(1.3333558e-3f), r, splat(9.6181291e-3f));
+  y = fma(y, r, splat(5.5504109e-2f));
+  y = fma(y, r, splat(2.4022651e-1f));
+  y = fma(y, r, splat(6.9314718e-1f));
+  y = fma(y, r, splat(1.0f));
+  return (F)_mm512_scalef_ps((__m512)y, n);
+}
+
+// Where the next tile's keys and values lie, 16 tokens each: with few query rows a task waits for memory, and the hardware
+// does not see blocks coming that lie anywhere. They are fetched evenly over the work on scores.
+struct Ahead {
+  const bf16 *keys[4], *values[4];
+};
+HR_INLINE void fetch_row(const bf16* row, int64_t D) {
+  for (int64_t d = 0; d < D; d += 32) __builtin_prefetch(row + d, 0, 2);
+}
+
+// Scores of a KV tile from token `first` on become weights in the tiles of `weights`; returns what the earlier sums must be
+// multiplied by.
+template <bool FETCH>
+HR_INLINE F tile_soften(const TileTask& p, const float* scores, const Ahead& ahead, int64_t first, const int32_t* position, Running& run,
+                        char* weights) {
+  const I at = load_raw<I>(position);
+  const I least = at - int32_t(smaller<int64_t>(p.window, INT32_MAX) - 1);  // the first visible position
+  const F none = splat(-__builtin_inff());
+  // Positions rise from lane to lane.
+  const bool whole = first + kKeys - 1 <= position[0] && first >= int64_t(position[kLanes - 1]) - p.window + 1;
+  F s[kKeys];
+  F best = none;
+  for (int64_t j = 0; j < kKeys; ++j) {
+    if (FETCH) fetch_row(ahead.keys[j / 16] + j % 16 * p.head_dim, p.head_dim);
+    F v = load(scores + j * 32) * p.scale;
+    if (p.softcap > 0) v = p.softcap * vtanh(v / p.softcap);
+    if (!whole) {
+      const int32_t key = int32_t(first + j);
+      v = select((at >= key) & (least <= key), v, none);
+    }
+    s[j] = v;
+    best = vmax(v, best);
+  }
+  const F top = vmax(best, run.max);
+  const F base = select(top == none, F{}, top);
+  const F factor = select(run.max == none, F{}, fast_exp(run.max - base));
+  F sums{};
+  const __m512i order = interleave(0);
+  for (int64_t step = 0; step < 2; ++step) {
+    __m512i rows[16];
+    HR_UNROLL for (int i = 0; i < 16; ++i) {
+      const int64_t j = step * 32 + 2 * i;
+      if (FETCH) fetch_row(ahead.values[j / 16] + j % 16 * p.head_dim, 2 * p.head_dim);
+      const F even = fast_exp(s[step * 32 + 2 * i] - base), odd = fast_exp(s[step * 32 + 2 * i + 1] - base);
+      sums += even;
+      sums += odd;
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+      rows[i] = _mm512_permutex2var_epi16(both, order, _mm512_shuffle_i64x2(both, both, 0x4e));
+    }
+    transpose16(rows);
+    HR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(weights + step * kTileBytes + i * 64, rows[i]);
+  }
+  run.max = top;
+  run.total = fma(run.total, factor, sums);
+  return factor;
+}
+
+// Multiplies 16 rows of sums by their factors.
+HR_INLINE void scale_sums(F factor, float* sums, int64_t D) {
+  if (_mm512_cmp_ps_mask((__m512)factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) == 0) return;
+  for (int64_t t = 0; t < D / 16; ++t)
+    HR_UNROLL for (int i = 0; i < 16; ++i) {
+      float* row = sums + t * 256 + i * 16;
+      store(row, load(row) * splat(factor[i]));
+    }
+}
+
+// sums += weights x values.
+template <int NQ>
+HR_INLINE void tile_mix(const TileMemory& m, int64_t D) {
+  HR_TILE_LOAD(0, m.weights, 64);
+  HR_TILE_LOAD(1, m.weights + kTileBytes, 64);
+  if (NQ > 1) HR_TILE_LOAD(2, m.weights + 2 * kTileBytes, 64);
+  if (NQ > 1) HR_TILE_LOAD(3, m.weights + 3 * kTileBytes, 64);
+  for (int64_t t = 0; t < D / 16; ++t) {
+    float *c0 = m.sums + t * 256, *c1 = c0 + D * 16;
+    HR_TILE_LOAD(6, c0, 64);
+    HR_TILE_LOAD(4, m.values + t * kTileBytes, 64);
+    HR_TILE_DOT_BF16(6, 0, 4);
+    if (NQ > 1) HR_TILE_LOAD(7, c1, 64);
+    if (NQ > 1) HR_TILE_DOT_BF16(7, 2, 4);
+    HR_TILE_LOAD(5, m.values + (D / 16 + t) * kTileBytes, 64);
+    HR_TILE_DOT_BF16(6, 1, 5);
+    if (NQ > 1) HR_TILE_DOT_BF16(7, 3, 5);
+    HR_TILE_STORE(6, c0, 64);
+    if (NQ > 1) HR_TILE_STORE(7, c1, 64);
+  }
+}
+
+// The queries of a task as right operands: query(row) is where a row's vector lies, rows beyond are zeros.
+template <class Query>
+HR_INLINE void pack_queries(const TileTask& p, Query query, char* to) {
+  for (int64_t q = 0; q < ceil_div(p.rows, kTile); ++q)
+    for (int64_t d = 0; d < p.head_dim; d += 32) {
+      __m512i r[16];
+      HR_UNROLL for (int i = 0; i < 16; ++i)
+        r[i] = q * kTile + i < p.rows ? _mm512_loadu_si512(query(q * kTile + i) + d) : _mm512_setzero_si512();
+      transpose16(r);
+      char* tile = to + q * p.head_dim * 32 + d * 32;
+      HR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(tile + i * 64, r[i]);
+    }
+}
+
+// The whole task. at(position, half): where a token's key (0) or value (1) lies; 16 tokens from a multiple of 16 on are
+// neighbours. Leaves sums (not divided by total) in m.sums, maximum and total per row in max and total.
+template <int NQ, class At>
+HR_INLINE void tile_attend(const TileTask& p, const TileMemory& m, At at, float* max, float* total) {
+  const int64_t D = p.head_dim;
+  Running run[NQ];
+  for (int q = 0; q < NQ; ++q) run[q] = {splat(-__builtin_inff()), F{}};
+  for (int64_t i = 0; i < NQ * D * 16; i += kLanes) store(m.sums + i, F{});
+  full_tiles();
+  for (int64_t first = p.low / kKeys * kKeys; first < p.high; first += kKeys) {
+    // 16 tokens without a visible one are not read: their block may be anyone's. Their scores are masked.
+    for (int64_t j = 0; j < kKeys; j += 32) {
+      const int64_t a = first + j, b = a + 16;
+      const bool has_a = a < p.high && a + 16 > p.low, has_b = b < p.high && b + 16 > p.low;
+      if (!has_a && !has_b) {
+        for (int64_t i = 0; i < 32 * 32; i += kLanes) store(m.scores + j * 32 + i, F{});
+        continue;
+      }
+      const bf16 *ka = at(has_a ? a : b, 0), *kb = at(has_b ? b : a, 0);
+      tile_scores<NQ>(ka, kb, m.queries, D, m.scores + j * 32);
+    }
+    for (int64_t j = 0; j < kKeys; j += 16) {
+      const int64_t token = first + j;
+      const bool any = token < p.high && token + 16 > p.low;
+      const bf16* v = any ? at(token, 1) : nullptr;
+      for (int64_t i = 0; i < 16; i += 2) {
+        const bool even = any && token + i >= p.low && token + i < p.high;
+        const bool odd = any && token + i + 1 >= p.low && token + i + 1 < p.high;
+        char* to = m.values + j / 32 * D * 64 + (j % 32 + i) / 2 * 64;
+        pair_values(even ? v + i * D : nullptr, odd ? v + (i + 1) * D : nullptr, D, to);
+      }
+    }
+    Ahead ahead;
+    for (int64_t j = 0; NQ == 1 && j < 4; ++j) {
+      const int64_t token = smaller(first + kKeys + j * 16, p.high - 1);
+      ahead.keys[j] = at(token / 16 * 16, 0), ahead.values[j] = at(token / 16 * 16, 1);
+    }
+    for (int q = 0; q < NQ; ++q) {
+      const F factor = tile_soften<NQ == 1>(p, m.scores + q * 16, ahead, first, p.position + q * 16, run[q],
+                                   m.weights + q * 2 * kTileBytes);
+      scale_sums(factor, m.sums + q * D * 16, D);
+    }
+    tile_mix<NQ>(m, D);
+  }
+  tiles_release();
+  for (int q = 0; q < NQ; ++q) {
+    store(max + q * 16, run[q].max);
+    store(total + q * 16, run[q].total);
+  }
+}
+
+}  // namespace
+#endif

@@ -1,0 +1,43 @@
+"""Picked tokens into the rows and the ring by the native kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.kernels.native.library import INT64, POINTER, NativeLibrary
+from headrace.back.kernels.native.wrap import loaded, unsupported
+from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.step_commit.op import StepCommit
+from headrace.back.kernels.step_inputs.op import StepInputsProblem
+
+_ARGUMENTS = (*(POINTER,) * 5, *(INT64,) * 4)
+
+
+def bind_with(library: NativeLibrary, problem: StepInputsProblem) -> StepCommit:
+    """The kernel of one library."""
+    kernel = library.bind("step_commit", *_ARGUMENTS)
+    max_rows = problem.max_rows
+
+    def step_commit(
+        words: torch.Tensor,
+        token_R: torch.Tensor,
+        value_R: torch.Tensor,
+        tokens_MC: torch.Tensor,
+        ring_SRM: torch.Tensor,
+    ) -> None:
+        assert token_R.dtype == torch.int64 and value_R.dtype == torch.float32, token_R.dtype
+        assert ring_SRM.shape[1:] == (2, max_rows) and ring_SRM.is_contiguous(), ring_SRM.shape
+        assert token_R.is_contiguous() and value_R.is_contiguous() and tokens_MC.is_contiguous()
+        kernel(
+            words.data_ptr(), token_R.data_ptr(), value_R.data_ptr(), tokens_MC.data_ptr(), ring_SRM.data_ptr(),
+            token_R.shape[0], max_rows, tokens_MC.shape[1], ring_SRM.shape[0],
+        )  # fmt: skip
+
+    return step_commit
+
+
+KERNEL = Kernel(
+    name="native",
+    supports=lambda problem: unsupported(problem.device, torch.float32),
+    bind=lambda problem: bind_with(loaded(), problem),
+)

@@ -1,0 +1,47 @@
+"""The inputs of a step by the native kernel: one call for what takes some thirty operations of torch."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.kernels.native.library import INT64, POINTER, NativeLibrary
+from headrace.back.kernels.native.wrap import loaded, unsupported
+from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.step_inputs.op import (
+    StepInputs,
+    StepInputsProblem,
+    StepOut,
+    StepTables,
+)
+
+_ARGUMENTS = (*(POINTER,) * 8, *(INT64,) * 8)
+
+
+def bind_with(library: NativeLibrary, problem: StepInputsProblem) -> StepInputs:
+    """The kernel of one library."""
+    kernel = library.bind("step_inputs", *_ARGUMENTS)
+    max_rows, block_tokens = problem.max_rows, problem.block_tokens
+
+    def step_inputs(words: torch.Tensor, tables: StepTables, out: StepOut) -> None:
+        tokens_MC, blocks_GMB = tables.tokens_MC, tables.blocks_GMB
+        groups, rows, columns = blocks_GMB.shape
+        assert rows == tokens_MC.shape[0] == max_rows + 1, (rows, tokens_MC.shape, max_rows)
+        assert words.numel() >= problem.updates_at + 2 * out.updates, (words.numel(), out.updates)
+        for tensor in (words, tokens_MC, blocks_GMB, out.token_ids_T, out.positions_T,
+                       out.slots_GT, out.tables_GRB, out.last_R):  # fmt: skip
+            assert tensor.is_contiguous(), tensor.stride()
+        kernel(
+            words.data_ptr(), tokens_MC.data_ptr(), blocks_GMB.data_ptr(), out.token_ids_T.data_ptr(),
+            out.positions_T.data_ptr(), out.slots_GT.data_ptr(), out.tables_GRB.data_ptr(), out.last_R.data_ptr(),
+            max_rows, tokens_MC.shape[1], groups, columns, out.token_ids_T.shape[0], out.last_R.shape[0],
+            out.updates, block_tokens,
+        )  # fmt: skip
+
+    return step_inputs
+
+
+KERNEL = Kernel(
+    name="native",
+    supports=lambda problem: unsupported(problem.device, torch.float32),
+    bind=lambda problem: bind_with(loaded(), problem),
+)

@@ -1,0 +1,73 @@
+// From the host's message to the inputs of a step: op.py holds the layout and the definition.
+
+#include "../native/simd.h"
+
+namespace {
+
+constexpr int64_t kHeader = 8;
+enum Word : int64_t { ROWS = 0, TOKENS = 1, UPDATES = 3 };
+
+struct Step {
+  const int32_t *words, *row, *kv_len, *start;
+  const int32_t* tokens;
+  int64_t token_columns, max_rows, columns, block_tokens;
+};
+
+// Block table entries of the message, into the tables of all groups; false for a place outside.
+HR_INLINE bool update(const Step& p, int32_t* blocks, int64_t groups, int64_t most) {
+  const int64_t count = p.words[UPDATES], entries = groups * (p.max_rows + 1) * p.columns;
+  if (count < 0 || count > most) return false;
+  const int32_t* pairs = p.words + kHeader + 4 * (p.max_rows + 8);
+  for (int64_t i = 0; i < count; ++i) {
+    if (pairs[2 * i] < 0 || pairs[2 * i] >= entries) return false;
+    blocks[pairs[2 * i]] = pairs[2 * i + 1];
+  }
+  return true;
+}
+
+HR_INLINE bool sound(const Step& p, int64_t rows, int64_t tokens) {
+  if (p.words[ROWS] < 0 || p.words[ROWS] > rows || p.words[TOKENS] < 0 || p.words[TOKENS] > tokens) return false;
+  for (int64_t r = 0; r < p.words[ROWS]; ++r) {
+    const int64_t length = p.kv_len[r], queries = p.start[r + 1] - p.start[r];
+    if (p.row[r] < 0 || p.row[r] > p.max_rows || queries < 0 || queries > length || p.start[r] < 0) return false;
+    if (p.start[r + 1] > p.words[TOKENS] || length > p.token_columns || length > p.columns * p.block_tokens) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+HR_PUBLIC int32_t HR_EXPORT(step_inputs)(const int32_t* words, const int32_t* tokens, int32_t* blocks, int64_t* token_ids,
+                                         int64_t* positions, int64_t* slots, int32_t* tables, int64_t* last,
+                                         int64_t max_rows, int64_t token_columns, int64_t groups, int64_t columns,
+                                         int64_t num_tokens, int64_t num_rows, int64_t most_updates,
+                                         int64_t block_tokens) {
+  const int64_t section = max_rows + 8;
+  if (max_rows < 1 || block_tokens < 1 || num_rows > section - 1) return HR_BAD_SHAPE;
+  const int32_t* row = words + kHeader;
+  const Step p{words, row, row + section, row + 2 * section, tokens, token_columns, max_rows, columns, block_tokens};
+  if (!sound(p, num_rows, num_tokens) || !update(p, blocks, groups, most_updates)) return HR_BAD_INDEX;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const bool real = r < words[ROWS];
+    const int64_t first = p.start[r], end = real ? p.start[r + 1] : first;
+    for (int64_t t = first; t < end; ++t) {
+      positions[t] = p.kv_len[r] - end + t;
+      token_ids[t] = tokens[p.row[r] * token_columns + positions[t]];
+    }
+    last[r] = larger<int64_t>(p.start[r + 1] - 1, 0);
+    const int64_t used = real ? ceil_div(p.kv_len[r], block_tokens) : 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int32_t* from = blocks + (g * (max_rows + 1) + p.row[r]) * columns;
+      __builtin_memcpy(tables + (g * num_rows + r) * columns, from, size_t(used) * sizeof(int32_t));
+      for (int64_t t = first; t < end; ++t)
+        slots[g * num_tokens + t] =
+            int64_t(from[positions[t] / block_tokens]) * block_tokens + positions[t] % block_tokens;
+    }
+  }
+  for (int64_t t = words[TOKENS]; t < num_tokens; ++t) {
+    token_ids[t] = positions[t] = 0;
+    for (int64_t g = 0; g < groups; ++g) slots[g * num_tokens + t] = 0;
+  }
+  return HR_OK;
+}
+HR_REPLAYABLE(step_inputs)

@@ -1,0 +1,102 @@
+"""Steps on a CPU: each is of exactly its own size, and decodes of a few rows are recorded as tapes of native calls
+(kernels/native/tape.py) and replayed by one call. A prompt's arithmetic dwarfs the host's work: such steps are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.kernels.native.library import NativeLibrary
+from headrace.back.kernels.native.tape import Arena, Recorder, Tape, unowned
+from headrace.back.runner.buckets import Bucket, Outputs
+from headrace.back.runner.steps import Moment, Now
+from headrace.base.config.resolved import Decision
+
+MOST_ROWS = 64
+"""Above it a step takes so long that the host's work beside it does not matter, and a tape's memory would."""
+
+
+class ExactSizes:
+    """`Sizes` without padding, which costs time on a CPU and buys nothing."""
+
+    def __init__(self, *, max_rows: int, max_tokens: int, groups: int) -> None:
+        self._groups = groups
+        self.largest = self.of(tokens=max_tokens, rows=max_rows)
+
+    def of(self, *, tokens: int, rows: int) -> Bucket:
+        """The step's own size."""
+        updates = self._groups * (tokens // 8 + 2 * rows)
+        return Bucket(tokens=tokens, rows=rows, decode=tokens == rows, updates=updates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recorded:
+    tape: Tape
+    outputs: Outputs
+
+
+class Tapes:
+    """`Replay` on a CPU: a bucket's step is run the first time, recorded the second, replayed from then on."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+        self._arena = Arena()
+        self._tapes: dict[Bucket, _Recorded] = {}
+        self._seen: set[Bucket] = set()
+        self.foreign: tuple[str, ...] = ()
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """See Replay."""
+        why = f"decodes of at most {MOST_ROWS} rows, each size from its third step on"
+        return (Decision("graphs", "auto", "recorded native calls", why),)
+
+    @property
+    def num_tapes(self) -> int:
+        """Tapes that are kept."""
+        return len(self._tapes)
+
+    def scope(self) -> AbstractContextManager[object]:
+        """See Replay."""
+        return nullcontext()
+
+    def run(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
+        """See Replay."""
+        found = self._tapes.get(bucket)
+        if found is not None:
+            found.tape.replay()
+            return found.outputs
+        if not bucket.decode or bucket.rows > MOST_ROWS or self.foreign:
+            return step(bucket)
+        if bucket not in self._seen:
+            self._seen.add(bucket)
+            return step(bucket)
+        return self._record(bucket, step)
+
+    def _record(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
+        """Runs the step and keeps what it did, unless an operation of torch had a part in it."""
+        recorder = Recorder(self._library, self._arena)
+        with recorder:
+            outputs = step(bucket)
+        if recorder.foreign:
+            self.foreign = tuple(sorted(set(recorder.foreign)))
+            return outputs
+        kept = Outputs(
+            hidden_TE=unowned(outputs.hidden_TE),
+            logits_RV=unowned(outputs.logits_RV),
+            picks=(unowned(outputs.picks[0]), unowned(outputs.picks[1])),
+        )
+        self._tapes[bucket] = _Recorded(tape=recorder.tape(), outputs=kept)
+        return kept
+
+    def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See Replay."""
+        target.copy_(source)
+
+    def moment(self) -> Moment:
+        """See Replay."""
+        return Now()

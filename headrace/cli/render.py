@@ -1,0 +1,53 @@
+"""`headrace render`: tokenizing, rendering and derendering as a service, with no weights, no GPU and no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+
+from headrace.base.config.options import CommandLine
+from headrace.base.telemetry import log as logs
+from headrace.cli.model_argument import add_model_argument, with_model
+from headrace.front.server.texts import serve_texts, text_services
+from headrace.launch.facts import resolve_text
+from headrace.launch.supervisor import bind
+
+
+def main(argv: Sequence[str]) -> int:
+    """`headrace render [MODEL] [options]`."""
+    began = time.monotonic()
+    line = CommandLine(
+        "headrace render",
+        "Tokenize, render and derender over HTTP and gRPC; no weights are read.",
+        groups=("model", "server"),
+    )
+    add_model_argument(line)
+    line.parser.add_argument(
+        "--grpc-port", type=int, help="also serve gRPC on this port; 0 takes a free one"
+    )
+    own, options = line.parse(argv)
+    text, server, _ = resolve_text(with_model(options, own.path))
+    logs.configure("render", server.log_level)
+    listener = bind(server.host, server.port)
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    grpc_address = None if own.grpc_port is None else f"{host}:{own.grpc_port}"
+    services = text_services(text, server)
+
+    def announce(grpc_port: int | None) -> None:
+        seconds = time.monotonic() - began
+        if grpc_port is not None:
+            print(f"headrace serves gRPC: {host}:{grpc_port}", flush=True)
+        address = f"http://{host}:{listener.getsockname()[1]}"
+        print(f"headrace is ready: {address} ({seconds:.2f} s)", flush=True)
+
+    try:
+        asyncio.run(serve_texts(services, listener, grpc_address=grpc_address, announce=announce))
+    finally:
+        listener.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,133 @@
+"""The backend over llguidance: an Earley parser over derivative-based lexing, with bounded work per token.
+
+Compiling and filling give the interpreter lock back, so that the worker's thread goes on meanwhile. Every bound of the
+library is set here: a grammar that would need more per token fails alone instead of holding everybody up (P12).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.grammar import Lark, Node, Vocabulary
+from headrace.core.grammar.backends.lark import to_grammar
+from headrace.core.ports import Matcher
+
+MAX_MESSAGE_CHARS = 300
+# About 20 ms to build, 7 ms of lexing and 1 ms of parsing for one mask, and 30 MB of lexer states at the very worst.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+_PLACE = re.compile(r"^at \d+\(\d+\): ")  # a place in a grammar that the user never saw
+_EXCERPT = re.compile(r"^(\d+ )?\||^\^+$")
+PARALLEL_FROM = 8
+"""Fewer masks than this are filled on the loop's own thread: waking others would take longer."""
+
+
+class _Wrapper:
+    """The vocabulary as the library wants it. It tokenizes greedily: any tokens of a text will do."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self.bos_token_id = None
+        self.tokens = vocabulary.pieces
+        self.special_token_ids = list(vocabulary.special_ids)
+        special = set(vocabulary.special_ids)
+        self._ids = {p: i for i, p in enumerate(vocabulary.pieces) if p and i not in special}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        found, at = [], 0
+        while at < len(data):
+            size = min(self._longest, len(data) - at)
+            while size > 1 and data[at : at + size] not in self._ids:
+                size -= 1
+            if (token := self._ids.get(data[at : at + size])) is not None:
+                found.append(token)
+            at += size
+        return found
+
+
+class GuidanceMatcher:
+    """One answer's place."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+
+    def accept(self, token: int) -> bool:
+        """See Matcher."""
+        return bool(self.matcher.consume_token(token))
+
+    @property
+    def complete(self) -> bool:
+        """See Matcher."""
+        return bool(self.matcher.is_stopped())
+
+    def copy(self) -> GuidanceMatcher:
+        """See Matcher."""
+        return GuidanceMatcher(self.matcher.deep_copy())
+
+
+class GuidanceBackend:
+    """Compiles with llguidance for one vocabulary."""
+
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._words = -(-vocabulary.width // 32)
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Wrapper(vocabulary)),
+            n_vocab=vocabulary.width,
+            eos_token=list(vocabulary.eos_ids),
+        )
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._executor = llguidance.LLExecutor(min(8, len(os.sched_getaffinity(0))))
+
+    def compile(self, node: Node) -> GuidanceMatcher:
+        """See GrammarBackend."""
+        grammar = to_grammar(node, self._vocabulary)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            message = _cleaned(matcher.get_error())
+            raise InvalidRequest(message if isinstance(node, Lark) else _PLACE.sub("", message))
+        return GuidanceMatcher(matcher)
+
+    def fill(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32]) -> list[str | None]:
+        """See GrammarBackend."""
+        assert masks.flags.c_contiguous and masks.shape[1] == self._words
+        theirs = [self._own(matcher) for matcher in matchers]
+        if len(theirs) < PARALLEL_FROM:
+            for matcher, mask in zip(theirs, masks, strict=False):
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        else:
+            pairs = [(matcher, index) for index, matcher in enumerate(theirs)]
+            self._executor.unsafe_compute_mask_ptr(
+                pairs, masks.ctypes.data, self._words * 4, len(masks)
+            )
+        return [_cleaned(matcher.get_error()) if matcher.is_error() else None for matcher in theirs]
+
+    def _own(self, matcher: Matcher) -> Any:
+        assert isinstance(matcher, GuidanceMatcher)
+        return matcher.matcher
+
+
+def _cleaned(message: str) -> str:
+    """The reason on one line, without the parser's state."""
+    told = re.split(r"<state>|<backtrace>", message)[0]
+    lines = [line.strip() for line in told.splitlines()]
+    text = " ".join(line for line in lines if line and not _EXCERPT.match(line))
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[:MAX_MESSAGE_CHARS] + "..."

@@ -1,0 +1,218 @@
+"""The lines of a batch: one request each in, one answer each out. What the server and `headrace batch` share.
+
+A line is answered by the handler of its route, as if it had come over HTTP under the owner's key. While the engine is
+full the line waits; so only what would fail again is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal
+
+import msgspec
+import orjson
+from msgspec import Meta
+from starlette.responses import Response
+
+from headrace.base.errors import EngineError, HeadraceError, InvalidRequest, OverloadError
+from headrace.front.server.batches.batch import LineError
+from headrace.front.server.exchange import Exchange, Services
+from headrace.front.server.failures import failure_of
+from headrace.front.server.ids import request_id
+from headrace.front.server.json_body import parse_json
+from headrace.front.server.openai import routes
+from headrace.front.server.openai.schema import parse
+from headrace.front.server.pooling import routes as pooling
+
+Lines = Iterator[tuple[int, bytes]]
+Handler = Callable[[Exchange, Any], Awaitable[Response]]
+HANDLERS: Mapping[str, Handler] = {
+    "/v1/chat/completions": routes.post_chat,
+    "/v1/completions": routes.post_completions,
+    "/v1/embeddings": pooling.post_embeddings,
+}
+MAX_LINES = 50_000
+MAX_ENGINE_TRIES = 3
+RETRY_S = 0.5
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a batch."""
+
+    custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    method: Literal["POST"] = "POST"
+    url: str
+    body: dict[str, Any]
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one line: the bytes that stand in the output."""
+
+    custom_id: str
+    ok: bool
+    written: bytes
+
+
+def read_line(written: bytes, *, endpoint: str | None) -> Line:
+    """One line, checked; `endpoint`: the only route allowed, None for any."""
+    line = parse(parse_json(written), Line)
+    allowed = tuple(HANDLERS) if endpoint is None else (endpoint,)
+    if line.url not in allowed:
+        raise InvalidRequest(
+            f"url: {line.url[:80]!r} given; allowed: {', '.join(allowed)}", field="url"
+        )
+    return line
+
+
+def check_lines(
+    file: BinaryIO, *, endpoint: str | None, max_line_bytes: int, max_errors: int = 100
+) -> tuple[int, list[LineError]]:
+    """The number of requests in a file, and what is wrong with it (at most `max_errors`)."""
+    seen: set[str] = set()
+    errors: list[LineError] = []
+    for number, written in numbered_lines(file, max_line_bytes=max_line_bytes):
+        try:
+            if len(written) > max_line_bytes:
+                raise InvalidRequest(f"the line is longer than {max_line_bytes} bytes")
+            line = read_line(written, endpoint=endpoint)
+            if line.custom_id in seen:
+                raise InvalidRequest(
+                    f"custom_id: {line.custom_id[:80]!r} occurs twice", field="custom_id"
+                )
+            seen.add(line.custom_id)
+            if len(seen) > MAX_LINES:
+                raise InvalidRequest(f"the batch has more than {MAX_LINES} requests")
+        except InvalidRequest as error:
+            errors.append(
+                LineError(
+                    code="invalid_request", line=number, message=error.message, param=error.field
+                )
+            )
+            if len(errors) >= max_errors or len(seen) > MAX_LINES:
+                break
+    if not seen and not errors:
+        errors.append(LineError(code="empty_file", line=1, message="the file has no requests"))
+    return len(seen), errors
+
+
+def numbered_lines(file: BinaryIO, *, max_line_bytes: int) -> Lines:
+    """The lines that are not blank, numbered from 1; of one that is too long the beginning only."""
+    number = 0
+    while written := file.readline(max_line_bytes + 2):
+        number += 1
+        if len(written) > max_line_bytes and not written.endswith(b"\n"):
+            yield number, written
+            return
+        if written.strip():
+            yield number, written.strip()
+
+
+async def answer(services: Services, tenant: str, line: Line) -> Answered:
+    """The answer to one line; waits while there is no room for it."""
+    body = {"priority": 100, **line.body}
+    tries = 0
+    while True:
+        exchange = Exchange(services=services, request_id=request_id(), tenant=tenant)
+        try:
+            with contextlib.closing(exchange.held):
+                if body.get("stream"):
+                    raise InvalidRequest("stream: a batch has no streams", field="stream")
+                response = await HANDLERS[line.url](exchange, body)
+            return _answered(line, exchange, response.status_code, bytes(response.body))
+        except OverloadError as error:
+            await asyncio.sleep(min(5.0, error.retry_after_s or RETRY_S))
+        except EngineError as error:
+            tries += 1
+            if tries == MAX_ENGINE_TRIES:
+                return _failed(line, exchange, error)
+            await asyncio.sleep(RETRY_S * 2**tries)
+        except HeadraceError as error:
+            return _failed(line, exchange, error)
+        except Exception as error:
+            return _failed(line, exchange, error)
+
+
+def _failed(line: Line, exchange: Exchange, error: Exception) -> Answered:
+    failure = failure_of(error, request_id=exchange.request_id)
+    return _answered(line, exchange, failure.status, failure.body())
+
+
+def _answered(line: Line, exchange: Exchange, status: int, body: bytes) -> Answered:
+    document = {
+        "id": "batch_req_" + secrets.token_hex(12),
+        "custom_id": line.custom_id,
+        "response": {
+            "status_code": status,
+            "request_id": exchange.request_id,
+            "body": orjson.Fragment(body),
+        },
+        "error": None,
+    }
+    return Answered(
+        custom_id=line.custom_id, ok=status == 200, written=orjson.dumps(document) + b"\n"
+    )
+
+
+async def run_lines(
+    services: Services,
+    tenant: str,
+    file: BinaryIO,
+    *,
+    endpoint: str | None,
+    done: Collection[str],
+    at_once: int,
+    max_line_bytes: int,
+) -> AsyncIterator[Answered]:
+    """Answers every line that is not in `done`, `at_once` at a time, in the order in which they end."""
+    lines = numbered_lines(file, max_line_bytes=max_line_bytes)
+    running: set[asyncio.Task[Answered]] = set()
+    try:
+        over = False
+        while running or not over:
+            while not over and len(running) < at_once:
+                line = await asyncio.to_thread(_next_line, lines, endpoint, done)
+                if line is None:
+                    over = True
+                else:
+                    running.add(asyncio.ensure_future(answer(services, tenant, line)))
+            if not running:
+                return
+            ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                yield task.result()
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def _next_line(lines: Lines, endpoint: str | None, done: Collection[str]) -> Line | None:
+    for _, written in lines:
+        line = read_line(written, endpoint=endpoint)
+        if line.custom_id not in done:
+            return line
+    return None
+
+
+def answered_ids(path: Path) -> set[str]:
+    """The custom_ids that an output file answers; a last line that was cut off is removed from it."""
+    if not path.exists():
+        return set()
+    found: set[str] = set()
+    with path.open("r+b") as file:
+        whole = 0
+        for written in file:
+            if not written.endswith(b"\n"):
+                break
+            whole += len(written)
+            found.add(msgspec.json.decode(written, type=_Id).custom_id)
+        file.truncate(whole)
+    return found
+
+
+class _Id(msgspec.Struct):
+    custom_id: str

@@ -1,0 +1,192 @@
+"""/v1/files and /v1/batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from headrace.base.errors import Conflict, InvalidRequest, NotServed, RateLimited
+from headrace.front.server.batches.batch import OVER, Batch, BatchStore, new_batch_id
+from headrace.front.server.batches.files import FileInfo, FileStore
+from headrace.front.server.batches.lines import HANDLERS
+from headrace.front.server.batches.upload import receive_file
+from headrace.front.server.exchange import Exchange, json_response
+from headrace.front.server.openai.schema import Name, parse
+
+_CHUNK = 1 << 16
+_MAX_PAGE = 10_000
+WINDOW_S = 86_400
+T = TypeVar("T", FileInfo, Batch)
+
+
+class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/batches."""
+
+    input_file_id: Name
+    endpoint: Name
+    completion_window: Literal["24h"]
+    metadata: (
+        Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None
+    ) = None
+
+
+def _stores(exchange: Exchange) -> tuple[FileStore, BatchStore]:
+    stores = exchange.services.stores
+    if stores is None:
+        raise NotServed("files and batches are off on this server; see --file-store")
+    return stores
+
+
+async def post_file(exchange: Exchange, request: Request) -> Response:
+    """POST /v1/files."""
+    files, _ = _stores(exchange)
+    idle_s = exchange.services.server.body_timeout_s
+    return json_response(_shown(await receive_file(request, files, exchange.tenant, idle_s=idle_s)))
+
+
+async def get_files(exchange: Exchange, request: Request) -> Response:
+    """GET /v1/files: newest first; purpose, limit, after, order."""
+    files, _ = _stores(exchange)
+    found = await asyncio.to_thread(files.of_owner, exchange.tenant)
+    purpose = request.query_params.get("purpose")
+    if purpose is not None:
+        found = [info for info in found if info.purpose == purpose]
+    if request.query_params.get("order", "desc") == "asc":
+        found.reverse()
+    page, more = _page(request, found)
+    return _listed([_shown(info) for info in page], more)
+
+
+async def get_file(exchange: Exchange, request: Request) -> Response:
+    """GET /v1/files/{id}."""
+    files, _ = _stores(exchange)
+    return json_response(_shown(files.get(request.path_params["id"], exchange.tenant)))
+
+
+async def delete_file(exchange: Exchange, request: Request) -> Response:
+    """DELETE /v1/files/{id}; one that a running batch reads stays until it is over."""
+    files, batches = _stores(exchange)
+    info = files.get(request.path_params["id"], exchange.tenant)
+    for batch in await asyncio.to_thread(batches.of_owner, exchange.tenant):
+        if batch.input_file_id == info.id and batch.status not in OVER:
+            raise Conflict(f"{info.id} is read by {batch.id}, which is {batch.status}")
+    files.delete(info)
+    return json_response({"id": info.id, "object": "file", "deleted": True})
+
+
+async def get_content(exchange: Exchange, request: Request) -> Response:
+    """GET /v1/files/{id}/content."""
+    files, _ = _stores(exchange)
+    info = files.get(request.path_params["id"], exchange.tenant)
+    return StreamingResponse(
+        _pieces(files.open(info)),
+        media_type="application/octet-stream",
+        headers={"content-length": str(info.bytes), "x-content-type-options": "nosniff"},
+    )
+
+
+async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        while piece := await asyncio.to_thread(file.read, _CHUNK):
+            yield piece
+
+
+async def post_batch(exchange: Exchange, document: Any) -> Response:
+    """POST /v1/batches."""
+    files, batches = _stores(exchange)
+    request = parse(document, BatchRequest)
+    if request.endpoint not in HANDLERS:
+        raise InvalidRequest(
+            f"endpoint: {request.endpoint[:80]!r} given; allowed: {', '.join(HANDLERS)}",
+            field="endpoint",
+        )
+    info = files.get(request.input_file_id, exchange.tenant)
+    if info.purpose != "batch":
+        raise InvalidRequest(
+            f"input_file_id: its purpose is {info.purpose!r}; 'batch' is needed",
+            field="input_file_id",
+        )
+    if not await asyncio.to_thread(batches.forget_old, exchange.tenant):
+        raise RateLimited("this key has too many unfinished batches", retry_after_s=60.0)
+    now = int(time.time())
+    batch = Batch(
+        id=new_batch_id(),
+        owner=exchange.tenant,
+        endpoint=request.endpoint,
+        input_file_id=info.id,
+        completion_window=request.completion_window,
+        created_at=now,
+        expires_at=now + WINDOW_S,
+        metadata=request.metadata,
+    )
+    batches.put(batch)
+    return json_response(batch.shown())
+
+
+async def get_batches(exchange: Exchange, request: Request) -> Response:
+    """GET /v1/batches: newest first; limit, after."""
+    _, batches = _stores(exchange)
+    page, more = _page(
+        request, await asyncio.to_thread(batches.of_owner, exchange.tenant), default=20
+    )
+    return _listed([batch.shown() for batch in page], more)
+
+
+async def get_batch(exchange: Exchange, request: Request) -> Response:
+    """GET /v1/batches/{id}."""
+    _, batches = _stores(exchange)
+    return json_response(batches.get(request.path_params["id"], exchange.tenant).shown())
+
+
+async def post_cancel(exchange: Exchange, request: Request) -> Response:
+    """POST /v1/batches/{id}/cancel: what runs ends, answers so far are kept."""
+    _, batches = _stores(exchange)
+    batch = batches.get(request.path_params["id"], exchange.tenant)
+    if batch.status in OVER:
+        raise Conflict(f"{batch.id} is {batch.status} already")
+    batches.ask_cancel(batch)
+    return json_response(batches.get(batch.id, exchange.tenant).shown())
+
+
+def _shown(info: FileInfo) -> dict[str, Any]:
+    return {
+        "id": info.id,
+        "object": "file",
+        "bytes": info.bytes,
+        "created_at": info.created_at,
+        "expires_at": info.expires_at,
+        "filename": info.filename,
+        "purpose": info.purpose,
+        "status": "processed",
+    }
+
+
+def _page(
+    request: Request, found: Sequence[T], *, default: int = _MAX_PAGE
+) -> tuple[list[T], bool]:
+    """The asked part of a list, and whether there is more behind it."""
+    given = request.query_params.get("limit", str(default))
+    if not given.isdigit() or not 1 <= int(given[:8]) <= _MAX_PAGE:
+        raise InvalidRequest(
+            f"limit: {given[:50]!r} given; allowed: 1 to {_MAX_PAGE}", field="limit"
+        )
+    start = 0
+    after = request.query_params.get("after")
+    if after is not None:
+        start = next((i + 1 for i, item in enumerate(found) if item.id == after), len(found))
+    end = start + int(given)
+    return list(found[start:end]), len(found) > end
+
+
+def _listed(data: list[dict[str, Any]], more: bool) -> Response:
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return json_response(
+        {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
+    )

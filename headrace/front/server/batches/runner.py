@@ -1,0 +1,195 @@
+"""Runs batches beside the requests of the server: a few at a time, each a few lines at a time.
+
+What is killed in the middle is taken up again: answers are appended whole, and a line that has one is not run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.base.errors import HeadraceError
+from headrace.front.server.batches.batch import Batch, BatchStore, Counts, LineError
+from headrace.front.server.batches.files import FileInfo, FileStore, new_file_id
+from headrace.front.server.batches.lines import answered_ids, check_lines, run_lines
+from headrace.front.server.exchange import Services
+
+POLL_S = 0.5
+BATCHES_AT_ONCE = 2
+LINES_AT_ONCE = 16
+log = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """The batch shall not go on: cancelled, expired, or the server drains."""
+
+
+class BatchRunner:
+    """The batches of one server process."""
+
+    def __init__(self, services: Services, files: FileStore, batches: BatchStore) -> None:
+        self._services = services
+        self._files = files
+        self._batches = batches
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Looks for batches nobody runs, for ever; ends what it runs when it is cancelled."""
+        try:
+            while True:
+                if self._services.ready:
+                    await self._take_up()
+                await asyncio.sleep(POLL_S)
+        finally:
+            tasks = list(self._running.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take_up(self) -> None:
+        for batch in await asyncio.to_thread(self._batches.unfinished):
+            if len(self._running) >= BATCHES_AT_ONCE:
+                return
+            if batch.id not in self._running:
+                task = asyncio.ensure_future(self._one(batch))
+                self._running[batch.id] = task
+                task.add_done_callback(lambda _, ident=batch.id: self._running.pop(ident))  # type: ignore[misc]
+
+    async def _one(self, batch: Batch) -> None:
+        with self._batches.lock(batch) as mine:
+            if not mine:
+                await asyncio.sleep(POLL_S)
+                return
+            batch = self._batches.get(batch.id, batch.owner)
+            try:
+                await self._through(batch)
+            except HeadraceError as error:
+                log.warning("batch %s failed: %s", batch.id, error.message)
+                wrong = LineError(code="batch_failed", line=0, message=error.message)
+                self._batches.put(batch.now("failed", errors=[wrong]))
+            except Exception:
+                log.exception("batch %s failed", batch.id)
+                wrong = LineError(code="batch_failed", line=0, message="internal error")
+                self._batches.put(batch.now("failed", errors=[wrong]))
+
+    async def _through(self, batch: Batch) -> None:
+        info = self._files.get(batch.input_file_id, batch.owner)
+        if batch.counts.total == 0:
+            with self._files.open(info) as file:
+                total, errors = await asyncio.to_thread(
+                    check_lines,
+                    file,
+                    endpoint=batch.endpoint,
+                    max_line_bytes=self._services.server.max_body_bytes,
+                )
+            if errors:
+                self._batches.put(batch.now("failed", errors=errors))
+                return
+            batch = batch.now("in_progress", counts=Counts(total=total))
+            self._batches.put(batch)
+        try:
+            batch = await self._answers(batch, info)
+        except Stopped:
+            if self._services.draining:
+                return  # the next start goes on
+            batch = self._counted(batch)
+            status = "cancelled" if self._batches.asked_cancel(batch) else "expired"
+            self._finish(batch, status)
+            return
+        self._finish(batch.now("finalizing"), "completed")
+
+    async def _answers(self, batch: Batch, info: FileInfo) -> Batch:
+        output, errors = (self._batches.path(batch, name) for name in ("output", "errors"))
+        completed, failed = answered_ids(output), answered_ids(errors)
+        counts = Counts(total=batch.counts.total, completed=len(completed), failed=len(failed))
+        with (
+            self._files.open(info) as file,
+            output.open("ab") as good,
+            errors.open("ab") as bad,
+        ):
+            answers = run_lines(
+                *(self._services, batch.owner, file),
+                endpoint=batch.endpoint,
+                done=completed | failed,
+                at_once=LINES_AT_ONCE,
+                max_line_bytes=self._services.server.max_body_bytes,
+            )
+            written = time.monotonic()
+            async with contextlib.aclosing(_watched(answers, lambda: self._stop(batch))) as found:
+                async for answered in found:
+                    sink = good if answered.ok else bad
+                    sink.write(answered.written)
+                    sink.flush()
+                    counts = Counts(
+                        total=counts.total,
+                        completed=counts.completed + answered.ok,
+                        failed=counts.failed + (not answered.ok),
+                    )
+                    if time.monotonic() - written > POLL_S:
+                        written = time.monotonic()
+                        self._batches.put(msgspec.structs.replace(batch, counts=counts))
+        return msgspec.structs.replace(batch, counts=counts)
+
+    def _stop(self, batch: Batch) -> bool:
+        return (
+            self._services.draining
+            or time.time() > batch.expires_at
+            or self._batches.asked_cancel(batch)
+        )
+
+    def _counted(self, batch: Batch) -> Batch:
+        done = [answered_ids(self._batches.path(batch, name)) for name in ("output", "errors")]
+        counts = Counts(total=batch.counts.total, completed=len(done[0]), failed=len(done[1]))
+        return msgspec.structs.replace(batch, counts=counts)
+
+    def _finish(self, batch: Batch, status: Any) -> None:
+        """Hands the answers over as files of the owner; the batch is over then."""
+        changes = {}
+        for name, field in (("output", "output_file_id"), ("errors", "error_file_id")):
+            path = self._batches.path(batch, name)
+            if path.exists() and path.stat().st_size:
+                changes[field] = self._adopted(path, batch, name)
+            else:
+                path.unlink(missing_ok=True)
+        self._batches.put(batch.now(status, **changes))
+        self._batches.path(batch, "cancel").unlink(missing_ok=True)
+
+    def _adopted(self, path: Path, batch: Batch, name: str) -> str:
+        info = FileInfo(
+            id=new_file_id(),
+            owner=batch.owner,
+            filename=f"{batch.id}_{name}.jsonl",
+            purpose="batch_output",
+            bytes=path.stat().st_size,
+            created_at=int(time.time()),
+        )
+        self._files.adopt(path, info)
+        return info.id
+
+
+async def _watched(answers: Any, stop: Any) -> Any:
+    """The answers, until `stop` says so; looked at between answers and at least every POLL_S."""
+    async with contextlib.aclosing(answers):
+        pending: asyncio.Future[Any] | None = None
+        try:
+            while True:
+                if stop():
+                    raise Stopped
+                pending = pending or asyncio.ensure_future(anext(answers, None))
+                await asyncio.wait({pending}, timeout=POLL_S)
+                if not pending.done():
+                    continue
+                answered, pending = pending.result(), None
+                if answered is None:
+                    return
+                yield answered
+        finally:
+            if pending is not None:
+                pending.cancel()
+                await asyncio.gather(pending, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""The routes that need no model, over gRPC (extra `grpc`)."""

@@ -1,0 +1,132 @@
+"""The OpenAPI document, made from the table of routes: what a route says about itself is its handler's docstring, what
+it takes is the struct its handler parses. Nothing is written twice, so nothing can be out of date.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace import __version__
+from headrace.front.server.auth import ADMIN, PUBLIC
+from headrace.front.server.exchange import Exchange, json_response
+
+Json = dict[str, Any]
+_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+_REFERENCE = "#/components/schemas/{name}"
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What went wrong, with the field as it was sent."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct, kw_only=True):
+    """The body of every failure. Under /v1/messages it has Anthropic's shape: type, error, request_id."""
+
+    error: ErrorDetail
+
+
+class ApiRoute(Route):
+    """A route that can be described: `bodies` are the structs its request may be; with `sockets` it also upgrades."""
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        *,
+        methods: Sequence[str],
+        doc: str,
+        bodies: Sequence[type[msgspec.Struct]] = (),
+        sockets: bool = False,
+    ) -> None:
+        super().__init__(path, endpoint, methods=list(methods))
+        self.doc = doc
+        self.bodies = bodies
+        self.sockets = sockets
+        self.described = list(methods)
+
+
+def document(routes: Sequence[ApiRoute]) -> Json:
+    """The document (OpenAPI 3.1)."""
+    bodies = [body for route in routes for body in route.bodies]
+    _, components = msgspec.json.schema_components([Error, *bodies], ref_template=_REFERENCE)
+    paths: dict[str, Json] = {}
+    for route in routes:
+        path = _PARAMETER.sub(r"{\1}", route.path)
+        for method in route.described:
+            paths.setdefault(path, {})[method.lower()] = _operation(route, method)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "headrace", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{"bearer": []}, {"apiKey": []}],
+    }
+
+
+def _operation(route: ApiRoute, method: str) -> Json:
+    words = re.findall(r"\w+", route.path)
+    made: Json = {
+        "operationId": "_".join([method.lower(), *words]),
+        "summary": " ".join(route.doc.split()),
+        "responses": {"200": _answer(route), "default": _json_body("Error", "A failure.")},
+    }
+    if route.path in PUBLIC:
+        made["security"] = []
+    if route.path in ADMIN:
+        made["tags"] = ["admin"]
+    if route.sockets:
+        made["x-websocket"] = True
+    if parameters := _PARAMETER.findall(route.path):
+        made["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in parameters
+        ]
+    if route.bodies:
+        schemas = [{"$ref": _REFERENCE.format(name=body.__name__)} for body in route.bodies]
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        content = {"application/json": {"schema": schema}}
+        made["requestBody"] = {"required": True, "content": content}
+    return made
+
+
+def _answer(route: ApiRoute) -> Json:
+    content: Json = {"application/json": {}}
+    if any("stream" in body.__struct_fields__ for body in route.bodies):
+        content["text/event-stream"] = {}
+    return {"description": "The answer.", "content": content}
+
+
+def _json_body(name: str, description: str) -> Json:
+    schema = {"$ref": _REFERENCE.format(name=name)}
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def serving(routes: list[ApiRoute]) -> Callable[[Exchange, Request], Awaitable[Response]]:
+    """The handler of GET /openapi.json over this table, which is read when the first client asks."""
+    made: Json = {}
+
+    async def get_openapi(exchange: Exchange, request: Request) -> Response:
+        """GET /openapi.json: this document."""
+        if not made:
+            made.update(document(routes))
+        return json_response(made)
+
+    return get_openapi

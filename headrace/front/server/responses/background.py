@@ -1,0 +1,157 @@
+"""Responses that go on after their request was answered, and following them.
+
+The process that makes one writes its events to the store a few times a second and learns there whether somebody wants
+it to stop; whoever follows reads them there. So it does not matter which API process a client reaches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+
+from headrace.base.errors import NotFound, Unavailable
+from headrace.front.server.exchange import Exchange
+from headrace.front.server.failures import failure_of
+from headrace.front.server.responses.run import Prepared, run, store
+from headrace.front.server.responses.schema import Json
+from headrace.front.server.responses.stream import encoded
+from headrace.front.server.state.store import Record, ResponseStore
+
+FLUSH_S = 0.1
+BEAT_S = 1.0
+
+
+async def start(prepared: Prepared) -> None:
+    """Stores the response as queued and lets it run. It holds a place of its key until it is over."""
+    services = prepared.exchange.services
+    first = prepared.exchange
+    prepared.exchange = Exchange(
+        services=services,
+        request_id=first.request_id,
+        tenant=first.tenant,
+        timeout_s=first.timeout_s,
+    )
+    await store(prepared, running=True)
+    task = asyncio.ensure_future(_make(prepared))
+    services.background.add(task)
+    task.add_done_callback(services.background.discard)
+
+
+async def _make(prepared: Prepared) -> None:
+    services = prepared.exchange.services
+    kept = services.store
+    assert kept is not None, "what runs in the background is stored"
+    pending: list[tuple[int, bytes]] = []
+    pump = asyncio.ensure_future(_pump(prepared, pending))
+    over = asyncio.ensure_future(services.abandon.wait())
+    try:
+        wanted = await _flush_until_done(kept, prepared, pump, over, pending)
+        if wanted and not pump.done():
+            leaving = Unavailable("the server was shut down", retry_after_s=1.0)
+            _note(pending, prepared.stream.fail(failure_of(leaving, request_id=prepared.reply.id)))
+        pump.cancel()
+        await asyncio.gather(pump, return_exceptions=True)
+        if wanted:
+            await kept.beat(prepared.reply.id, pending)
+            await store(prepared)
+        elif await kept.get(prepared.reply.id, prepared.exchange.tenant) is not None:
+            prepared.stream.cancel()
+            await store(prepared)
+    finally:
+        prepared.exchange.held.close()
+        over.cancel()
+        pump.cancel()
+
+
+async def _flush_until_done(
+    kept: ResponseStore,
+    prepared: Prepared,
+    pump: asyncio.Future[None],
+    over: asyncio.Future[Any],
+    pending: list[tuple[int, bytes]],
+) -> bool:
+    """Writes events as they come; False if the response was cancelled or deleted."""
+    beat_at = 0.0
+    told = False
+    while True:
+        await asyncio.wait({pump, over}, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
+        if pump.done() or over.done():
+            return True
+        if pending or time.monotonic() - beat_at > BEAT_S:
+            events = pending[:]
+            beat_at = time.monotonic()
+            if not await kept.beat(prepared.reply.id, events):
+                return False
+            del pending[: len(events)]
+        if not told and prepared.stream.response["status"] == "in_progress":
+            told = True
+            await store(prepared, running=True)
+
+
+async def _pump(prepared: Prepared, pending: list[tuple[int, bytes]]) -> None:
+    """Runs the generation; a failure becomes the response's last event."""
+    _note(pending, prepared.stream.begin())
+    try:
+        async with aclosing(run(prepared, keep=False)) as events:
+            async for event in events:
+                _note(pending, [event])
+    except Exception as error:
+        _note(pending, prepared.stream.fail(failure_of(error, request_id=prepared.reply.id)))
+
+
+def _note(pending: list[tuple[int, bytes]], events: list[Json]) -> None:
+    pending += [(event["sequence_number"], encoded(event)) for event in events]
+
+
+async def follow(exchange: Exchange, ident: str, *, after: int) -> AsyncGenerator[bytes, None]:
+    """The events of a response in the background, from the one after `after` on, to its end."""
+    while True:
+        record = await current(exchange, ident)
+        kept = exchange.services.store
+        assert kept is not None
+        while events := await kept.events(ident, after=after):
+            for number, event in events:
+                after = number
+                yield event
+        if not record.running:
+            return
+        await asyncio.sleep(FLUSH_S)
+
+
+async def current(exchange: Exchange, ident: str) -> Record:
+    """The stored response; one whose process died is told, and stored, as failed."""
+    kept = exchange.services.store
+    record = None if kept is None else await kept.get(ident, exchange.tenant)
+    if kept is None or record is None:
+        raise NotFound(f"response {ident!r:.80} is not there (any more)", field="response_id")
+    if not record.lost:
+        return record
+    response = orjson.loads(record.response)
+    error = {"code": "server_error", "message": "the server was restarted meanwhile"}
+    response |= {"status": "failed", "error": error}
+    failed = Record(
+        id=record.id,
+        owner=record.owner,
+        previous=record.previous,
+        response=orjson.dumps(response),
+        input=record.input,
+    )
+    await kept.put(failed)
+    return failed
+
+
+async def cancel(exchange: Exchange, ident: str) -> Record:
+    """Ends a response in the background; once it has ended, as it then is. One that is over stays as it is."""
+    record = await current(exchange, ident)
+    kept = exchange.services.store
+    assert kept is not None
+    while record.running:
+        await kept.cancel(ident, exchange.tenant)
+        await asyncio.sleep(FLUSH_S)
+        record = await current(exchange, ident)
+    return record

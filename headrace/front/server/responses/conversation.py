@@ -1,0 +1,110 @@
+"""to_request: a request of the Responses dialect, and the items before it, as the house's conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.base.errors import InvalidRequest
+from headrace.front.server.conversation import Translated
+from headrace.front.server.responses.items import Messages, Unseal
+from headrace.front.server.responses.schema import (
+    LOGPROBS,
+    InputRequest,
+    Json,
+    Reasoning,
+    ResponsesRequest,
+    TextConfig,
+    extensions,
+)
+from headrace.front.server.responses.tools import Offered, to_choice
+
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "include",
+    "prompt": "input",
+    "messages": "input",
+}
+
+
+def to_request(
+    request: InputRequest,
+    document: Json,
+    *,
+    tools: Offered,
+    history: Sequence[Json],
+    given: Sequence[Json],
+    unseal: Unseal,
+    max_model_len: int,
+) -> Translated:
+    """The conversation. `history`: items of the responses before; `given`: this request's own."""
+    folded = Messages(tools, unseal)
+    folded.instructions(request.instructions)
+    for item in history:
+        folded.take(item, "previous_response_id")
+    for i, item in enumerate(given):
+        folded.take(item, "input" if isinstance(request.input, str) else f"input[{i}]")
+    if not folded.messages:
+        raise InvalidRequest("input: holds nothing to answer", field="input")
+    made: Json = {
+        **extensions(document),
+        "model": request.model,
+        "messages": folded.messages,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        **to_choice(request.tool_choice, tools),
+        **_reasoning(request.reasoning, document),
+        **_text(request.text, document),
+    }
+    if isinstance(request, ResponsesRequest):
+        made |= _sampling(request, max_model_len=max_model_len)
+    kept = {key: value for key, value in made.items() if value is not None}
+    return Translated(document=kept, places=folded.places, names=_NAMES)
+
+
+def _sampling(request: ResponsesRequest, *, max_model_len: int) -> Json:
+    limit = request.max_output_tokens
+    scored = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
+    return {
+        "max_completion_tokens": None if limit is None else min(limit, max_model_len),
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "logprobs": scored or None,
+        "top_logprobs": request.top_logprobs if scored else None,
+    }
+
+
+def _reasoning(reasoning: Reasoning | None, document: Json) -> Json:
+    """An effort switches templates that have a switch; without one the template decides."""
+    effort = None if reasoning is None else reasoning.effort
+    if effort is None:
+        return {}
+    on = effort != "none"
+    own = document.get("chat_template_kwargs")
+    kwargs = {"enable_thinking": on, "thinking": on, **(own if isinstance(own, dict) else {})}
+    return {"reasoning_effort": effort, "chat_template_kwargs": kwargs}
+
+
+def _text(text: TextConfig | None, document: Json) -> Json:
+    if text is None:
+        return {}
+    found: Json = {"verbosity": text.verbosity}
+    form = text.format
+    kind = "text" if form is None else form.get("type")
+    if kind == "text":
+        return found
+    if document.get("structured_outputs") is not None:
+        raise InvalidRequest(
+            "structured_outputs: does not go with text.format; send one of them",
+            field="structured_outputs",
+        )
+    if form is None or kind not in ("json_object", "json_schema"):
+        raise InvalidRequest(
+            f"text.format.type: {kind!r:.80} given; allowed: text, json_object, json_schema",
+            field="text.format.type",
+        )
+    if kind == "json_object":
+        return {**found, "response_format": {"type": kind}}
+    schema = {key: value for key, value in form.items() if key != "type"}
+    return {**found, "response_format": {"type": kind, "json_schema": schema}}

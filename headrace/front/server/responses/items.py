@@ -1,0 +1,201 @@
+"""Input items: given ids, and folded into messages.
+
+Neighbouring items of the model's turn (reasoning, text, calls) become one assistant message; outputs of tools are
+messages of their own. What hosted tools left behind is passed over; a reference is looked up among the stored items.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from headrace.base.errors import InvalidRequest
+from headrace.front.server.responses.schema import Json
+from headrace.front.server.responses.tools import CUSTOM_ARGUMENT, Offered
+
+Unseal = Callable[[str], str | None]
+SUMMARY = "A summary of the conversation so far:\n"
+_PREFIXES = {
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "reasoning": "rs",
+    "compaction": "cmp",
+    "function_call_output": "fco",
+    "custom_tool_call_output": "cto",
+}
+_PASSED_OVER = re.compile(
+    r"(web_search|file_search|computer|code_interpreter|image_generation|local_shell|shell|apply_patch|tool_search|mcp_"
+    r"|program|additional_tools|configuration_update)\w*"
+)
+_OURS = re.compile(r"[a-z]+_([0-9a-f]{32})i?[0-9a-f]{4}")
+
+
+def item_id(prefix: str, response: str, index: int, *, given: bool = False) -> str:
+    """The id of an item; it tells which response it belongs to (see `response_of`)."""
+    return f"{prefix}_{response.removeprefix('resp_')}{'i' if given else ''}{index:04x}"
+
+
+def response_of(item: str) -> str | None:
+    """The id of the response that an item belongs to; None if the id is not of our making."""
+    found = _OURS.fullmatch(item)
+    return None if found is None else f"resp_{found[1]}"
+
+
+def with_ids(given: str | list[Json] | None, response: str) -> list[Json]:
+    """The input as items, each with an id and a type."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [_with_id(item, response, i) for i, item in enumerate(given)]
+
+
+def _with_id(item: Json, response: str, index: int) -> Json:
+    kind = item.get("type", "message")
+    prefix = _PREFIXES.get(kind, "msg") if isinstance(kind, str) else "msg"
+    made = {"id": item_id(prefix, response, index, given=True), **item, "type": kind}
+    if kind == "message":
+        content, role = item.get("content"), item.get("role")
+        part = "output_text" if role == "assistant" else "input_text"
+        if isinstance(content, str):
+            made["content"] = [{"type": part, "text": content}]
+            if role == "assistant":
+                made["content"][0]["annotations"] = []
+        made.setdefault("status", "completed")
+    if not isinstance(made["id"], str):
+        made["id"] = item_id(prefix, response, index, given=True)
+    return made
+
+
+class Messages:
+    """Folds items into messages; `places` tells where each message came from."""
+
+    def __init__(self, tools: Offered, unseal: Unseal) -> None:
+        self.messages: list[Json] = []
+        self.places: list[str] = []
+        self._tools = tools
+        self._unseal = unseal
+        self._turn: Json | None = None
+
+    def instructions(self, text: str | None) -> None:
+        """The system message."""
+        if text:
+            self._add("instructions", {"role": "system", "content": text})
+
+    def take(self, item: Json, at: str) -> None:
+        """One item."""
+        match item.get("type", "message"):
+            case "message":
+                self._message(item, at)
+            case "reasoning":
+                if text := self._reasoning(item, at):
+                    self._assistant(at, "reasoning_content", text)
+            case "function_call":
+                self._call(item, at, _string(item, "arguments", at))
+            case "custom_tool_call":
+                arguments = {CUSTOM_ARGUMENT: _string(item, "input", at)}
+                self._call(item, at, orjson.dumps(arguments).decode())
+            case "function_call_output" | "custom_tool_call_output":
+                ident = _string(item, "call_id", at)
+                content = _output(item.get("output"), f"{at}.output")
+                self._add(at, {"role": "tool", "tool_call_id": ident, "content": content})
+            case "compaction":
+                summary = self._unseal(_string(item, "encrypted_content", at))
+                if summary is None:
+                    raise _bad(f"{at}.encrypted_content", "was not made by this server for you")
+                self._add(at, {"role": "system", "content": SUMMARY + summary})
+            case str() as kind if _PASSED_OVER.fullmatch(kind):
+                pass
+            case kind:
+                raise _bad(f"{at}.type", f"{kind!r:.80} is not a type of item known here")
+
+    def _add(self, at: str, message: Json) -> None:
+        self._turn = None
+        self.messages.append(message)
+        self.places.append(at)
+
+    def _message(self, item: Json, at: str) -> None:
+        role, content = item.get("role"), item.get("content")
+        if role not in ("user", "assistant", "system", "developer"):
+            allowed = "user, assistant, system, developer"
+            raise _bad(f"{at}.role", f"{role!r:.50} given; allowed: {allowed}")
+        if not isinstance(content, str | list):
+            raise _bad(f"{at}.content", "a text or an array of parts is needed")
+        if role == "assistant":
+            self._assistant(at, "content", _joined(content, f"{at}.content"))
+        else:
+            self._add(at, {"role": role, "content": content})
+
+    def _assistant(self, at: str, field: str, text: str) -> None:
+        """Adds to the open turn; a second text begins a new one."""
+        turn = self._turn
+        if turn is None or turn.get("tool_calls") or turn.get("content"):
+            turn = {"role": "assistant", "content": ""}
+            self._add(at, turn)
+            self._turn = turn
+        turn[field] = f"{turn[field]}\n{text}" if turn.get(field) else text
+
+    def _call(self, item: Json, at: str, arguments: str) -> None:
+        name = self._tools.function_of(_string(item, "name", at), item.get("namespace"))
+        turn = self._turn
+        if turn is None:
+            turn = {"role": "assistant", "content": ""}
+            self._add(at, turn)
+            self._turn = turn
+        call = {"id": _string(item, "call_id", at), "type": "function"}
+        calls = turn.setdefault("tool_calls", [])
+        calls.append({**call, "function": {"name": name, "arguments": arguments}})
+
+    def _reasoning(self, item: Json, at: str) -> str:
+        """The text in the clear, else out of its seal, else the summary."""
+        for field in ("content", "summary"):
+            parts = item.get(field) or []
+            if not isinstance(parts, list):
+                raise _bad(f"{at}.{field}", "an array of parts is needed")
+            if field == "summary" and isinstance(item.get("encrypted_content"), str):
+                text = self._unseal(item["encrypted_content"])
+                if text is not None:
+                    return text
+            texts = [part.get("text") for part in parts if isinstance(part, dict)]
+            if found := "\n".join(text for text in texts if isinstance(text, str)):
+                return found
+        return ""
+
+
+def _output(output: Any, at: str) -> Any:
+    """What a tool gave back: a text, or parts."""
+    if not isinstance(output, str | list):
+        raise _bad(at, "a text or an array of parts is needed")
+    return output
+
+
+def _joined(content: str | list[Any], at: str) -> str:
+    if isinstance(content, str):
+        return content
+    found = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        name = "refusal" if kind == "refusal" else "text"
+        if not isinstance(part, dict) or kind not in (
+            "output_text",
+            "input_text",
+            "text",
+            "refusal",
+        ):
+            raise _bad(f"{at}[{i}].type", f"{kind!r:.80} given; allowed: output_text, refusal")
+        found.append(_string(part, name, f"{at}[{i}]"))
+    return "".join(found)
+
+
+def _string(item: Json, name: str, at: str) -> str:
+    found = item.get(name)
+    if not isinstance(found, str):
+        raise _bad(f"{at}.{name}", "a text is needed")
+    return found
+
+
+def _bad(field: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {what}", field=field)

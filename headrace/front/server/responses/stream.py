@@ -1,0 +1,288 @@
+"""from_events: a generation's events as the events of a response; the full response is their fold.
+
+Every event has the next sequence number. Items follow one another, each opened, said and closed before the next one;
+`output` of the response holds what was opened, under the same ids. Budget of a text delta: 5 us, of which most is JSON.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import orjson
+
+from headrace.base.errors import Unavailable
+from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started
+from headrace.front.server.failures import Failure
+from headrace.front.server.openai.fold import chat_logprobs
+from headrace.front.server.parsed import parts_of
+from headrace.front.server.responses.document import Reply, error_of, new_response, usage
+from headrace.front.server.responses.items import item_id
+from headrace.front.server.responses.schema import Json
+from headrace.front.server.responses.tools import CUSTOM_ARGUMENT
+from headrace.front.text.parsing.parts import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Part,
+    Reasoning,
+)
+
+TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
+
+
+@dataclass
+class ResponseStream:
+    """Turns events into events; `response` is the response as far as it has come. `warm`: no output is wanted."""
+
+    reply: Reply
+    status: str = "in_progress"
+    number: int = 0
+    warm: bool = False
+    response: Json = field(init=False)
+    _open: Json | None = field(init=False, default=None)
+    _texts: list[str] = field(init=False, default_factory=list)
+    _scores: list[Json] = field(init=False, default_factory=list)
+    _space: str = field(init=False, default="")
+    _begun: bool = field(init=False, default=False)
+    _num_prompt: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.response = new_response(self.reply, status=self.status)
+
+    def begin(self) -> list[Json]:
+        """The events before any output; once."""
+        if self._begun:
+            return []
+        self._begun = True
+        created = self._about("response.created")
+        return [created, self._about(f"response.{self.response['status']}")]
+
+    def take(self, event: Event) -> list[Json]:
+        """The response's events for one event."""
+        match event:
+            case Started():
+                return self._start(event)
+            case Delta():
+                return self._delta(event)
+            case Ended():
+                return self._end(event)
+        return []
+
+    def fail(self, failure: Failure) -> list[Json]:
+        """The events that end a response which failed."""
+        return self._stop("failed", error=error_of(failure))
+
+    def cancel(self) -> list[Json]:
+        """The events that end a response which was cancelled."""
+        return self._stop("cancelled")
+
+    def _stop(self, status: str, **fields: object) -> list[Json]:
+        made = [*self.begin(), *self._close(complete=False)]
+        self.response |= {"status": status, **fields}
+        kind = "failed" if status == "failed" else "incomplete"
+        return [*made, self._about(f"response.{kind}")]
+
+    def _start(self, event: Started) -> list[Json]:
+        self._num_prompt = event.num_prompt
+        queued = self._begun
+        self.response["status"] = "in_progress"
+        return [self._about("response.in_progress")] if queued else self.begin()
+
+    def _delta(self, event: Delta) -> list[Json]:
+        parts = parts_of(event)
+        if self.reply.scores and event.scores and any(isinstance(p, Content) for p in parts):
+            scores = _logprobs(event.scores)
+        else:
+            scores = []
+        return [made for part in parts for made in self._part(part, scores)]
+
+    def _part(self, part: Part, scores: list[Json]) -> list[Json]:
+        match part:
+            case Content():
+                return self._content(part.text, scores)
+            case Reasoning():
+                made = self._become("reasoning", "rs", summary=[], content=[])
+                self._texts.append(part.text)
+                return [*made, self._said("response.reasoning_text.delta", 0, delta=part.text)]
+            case CallBegin():
+                return self._call(part)
+            case CallArguments():
+                self._texts.append(part.text)
+                item = self._open
+                if item is None or item["type"] == "custom_tool_call":
+                    return []  # its input is inside the arguments: known at the end
+                return [self._said("response.function_call_arguments.delta", None, delta=part.text)]
+            case CallEnd():
+                return self._close(complete=True)
+
+    def _content(self, text: str, scores: list[Json]) -> list[Json]:
+        if self._open is None or self._open["type"] != "message":
+            text, self._space = self._space + text, ""
+            if not text.strip():
+                self._space = text
+                return []
+        made = self._become("message", "msg", role="assistant", content=[])
+        self._texts.append(text)
+        self._scores += scores
+        delta = self._said("response.output_text.delta", 0, delta=text, logprobs=scores)
+        return [*made, delta]
+
+    def _call(self, part: CallBegin) -> list[Json]:
+        made = self._close(complete=True)
+        tool = self.reply.tools.tool(part.name)
+        fields: Json = {"call_id": part.id, "name": tool.name}
+        if tool.namespace is not None:
+            fields["namespace"] = tool.namespace
+        if tool.custom:
+            return made + self._become("custom_tool_call", "ctc", **fields, input="")
+        return made + self._become("function_call", "fc", **fields, arguments="")
+
+    def _become(self, kind: str, prefix: str, **fields: object) -> list[Json]:
+        """Opens an item of this kind unless it is open."""
+        if self._open is not None and self._open["type"] == kind:
+            return []
+        made = self._close(complete=True)
+        ident = item_id(prefix, self.reply.id, self._index + 1)
+        self._open = {"id": ident, "type": kind, "status": "in_progress", **fields}
+        self._space = ""
+        self.response["output"].append(self._open)
+        made.append(self._item("response.output_item.added"))
+        if kind in ("message", "reasoning"):
+            made.append(self._said("response.content_part.added", 0, part=self._whole("")))
+        return made
+
+    def _close(self, *, complete: bool) -> list[Json]:
+        """Says the open item's whole text and closes it."""
+        item = self._open
+        if item is None:
+            return []
+        whole = "".join(self._texts)
+        match item["type"]:
+            case "message":
+                made = self._end_message(item, whole)
+            case "reasoning":
+                made = self._end_reasoning(item, whole)
+            case "custom_tool_call":
+                made = self._end_custom(item, whole)
+            case _:
+                item["arguments"] = whole
+                name = item["name"]
+                made = [
+                    self._said(
+                        "response.function_call_arguments.done", None, arguments=whole, name=name
+                    )
+                ]
+        item["status"] = "completed" if complete else "incomplete"
+        made.append(self._item("response.output_item.done"))
+        self._open = None
+        self._texts.clear()
+        self._scores = []
+        return made
+
+    def _end_message(self, item: Json, whole: str) -> list[Json]:
+        part = self._whole(whole)
+        item["content"] = [part]
+        return [
+            self._said("response.output_text.done", 0, text=whole, logprobs=part["logprobs"]),
+            self._said("response.content_part.done", 0, part=part),
+        ]
+
+    def _end_reasoning(self, item: Json, whole: str) -> list[Json]:
+        part = self._whole(whole)
+        item["content"] = [part]
+        made = [
+            self._said("response.reasoning_text.done", 0, text=whole),
+            self._said("response.content_part.done", 0, part=part),
+        ]
+        if self.reply.summarizes:
+            summary = {"type": "summary_text", "text": whole}
+            item["summary"] = [summary]
+            kind = "response.reasoning_summary_"
+            for name, fields in (
+                ("part.added", {"part": {**summary, "text": ""}}),
+                ("text.delta", {"delta": whole}),
+                ("text.done", {"text": whole}),
+                ("part.done", {"part": summary}),
+            ):
+                made.append(self._said(kind + name, None, summary_index=0, **fields))
+        if self.reply.encrypts:
+            item["encrypted_content"] = self.reply.seal(whole)
+        return made
+
+    def _end_custom(self, item: Json, whole: str) -> list[Json]:
+        item["input"] = text = custom_input(whole)
+        kind = "response.custom_tool_call_input."
+        return [
+            self._said(kind + "delta", None, delta=text),
+            self._said(kind + "done", None, input=text),
+        ]
+
+    def _whole(self, text: str) -> Json:
+        """The one content part of the open item."""
+        assert self._open is not None
+        if self._open["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        scores = list(self._scores)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"]) - 1
+
+    def _made(self, kind: str, **fields: object) -> Json:
+        event = {"type": kind, "sequence_number": self.number, **fields}
+        self.number += 1
+        return event
+
+    def _about(self, kind: str) -> Json:
+        """An event about the whole response, as it is now."""
+        output = [{**item} for item in self.response["output"]]
+        return self._made(kind, response={**self.response, "output": output})
+
+    def _item(self, kind: str) -> Json:
+        assert self._open is not None
+        return self._made(kind, output_index=self._index, item={**self._open})
+
+    def _said(self, kind: str, content_index: int | None, **fields: object) -> Json:
+        assert self._open is not None
+        where: Json = {"item_id": self._open["id"], "output_index": self._index}
+        if content_index is not None:
+            where["content_index"] = content_index
+        return self._made(kind, **where, **fields)
+
+    def _end(self, ended: Ended) -> list[Json]:
+        if ended.reason == "abort":
+            raise Unavailable("the request was ended by an administrator", retry_after_s=1.0)
+        cut = ended.reason == "length" and not self.warm
+        made = self._close(complete=not cut)
+        self.response |= {
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "completed_at": None if cut else int(time.time()),
+            "usage": usage(self._num_prompt, ended),
+        }
+        return [*made, self._about(f"response.{self.response['status']}")]
+
+
+def custom_input(arguments: str) -> str:
+    """The free text inside a custom tool's arguments; what is no such object is the text itself."""
+    try:
+        found = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    text = found.get(CUSTOM_ARGUMENT) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def _logprobs(scores: list[ScoredToken]) -> list[Json]:
+    content = chat_logprobs(scores, as_id=False)["content"]
+    assert isinstance(content, list)
+    return content
+
+
+def encoded(event: Json) -> bytes:
+    """One event on a stream, with its name."""
+    kind: str = event["type"]
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"

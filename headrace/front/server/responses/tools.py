@@ -1,0 +1,141 @@
+"""Tools of the Responses dialect as functions, and the way back from a function's name to the tool that was meant.
+
+A namespace is flattened (`name__function`); a custom tool, whose input is free text, is a function with one text
+argument. Tools that the vendor's servers run are passed over: clients always offer some, and nothing is run here (P25).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.base.errors import InvalidRequest
+from headrace.front.server.responses.schema import Json
+
+CUSTOM_ARGUMENT = "input"
+HOSTED = (
+    *("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "local_shell"),
+    *("shell", "apply_patch", "tool_search", "computer", "programmatic_tool_calling"),
+)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """What a function's name stands for."""
+
+    name: str
+    custom: bool = False
+    namespace: str | None = None
+
+
+@dataclass
+class Offered:
+    """The tools of a request. `names` leads back from the functions' names."""
+
+    functions: list[Json] = field(default_factory=list)
+    names: dict[str, Tool] = field(default_factory=dict)
+
+    def tool(self, function: str) -> Tool:
+        """The tool behind a function; a name the model made up stays as it is."""
+        return self.names.get(function) or Tool(name=function)
+
+    def function_of(self, name: str, namespace: object) -> str:
+        """The function behind a call of an earlier turn."""
+        return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
+
+    def add(self, tool: Any, at: str, namespace: str | None = None) -> None:
+        """One tool as it was sent."""
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "namespace" and namespace is None:
+            self._namespace(tool, at)
+        elif kind == "function":
+            parameters = tool.get("parameters")
+            if parameters is not None and not isinstance(parameters, dict):
+                raise _bad(f"{at}.parameters", "an object (JSON schema) is needed")
+            self._function(tool, at, namespace, parameters=parameters, strict=tool.get("strict"))
+        elif kind == "custom":
+            schema = {
+                "type": "object",
+                "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+                "required": [CUSTOM_ARGUMENT],
+            }
+            self._function(tool, at, namespace, parameters=schema, custom=True)
+        elif isinstance(kind, str) and kind.startswith(HOSTED):
+            log.warning("%s: tools of type %s are not run by this server; passed over", at, kind)
+        else:
+            raise _bad(f"{at}.type", f"{kind!r:.80} given; allowed: function, custom, namespace")
+
+    def _namespace(self, tool: Json, at: str) -> None:
+        inside = tool.get("tools")
+        if not isinstance(inside, list):
+            raise _bad(f"{at}.tools", "an array of tools is needed")
+        for i, each in enumerate(inside):
+            self.add(each, f"{at}.tools[{i}]", _name(tool, at))
+
+    def _function(
+        self,
+        tool: Json,
+        at: str,
+        namespace: str | None,
+        *,
+        parameters: Json | None,
+        strict: object = None,
+        custom: bool = False,
+    ) -> None:
+        name = _name(tool, at)
+        flat = self.function_of(name, namespace)
+        if flat in self.names:
+            raise _bad(f"{at}.name", f"{flat!r:.80} is offered twice")
+        description = tool.get("description")
+        if custom and isinstance(tool.get("format"), dict) and tool["format"].get("definition"):
+            description = f"{description or ''}\nThe input follows this grammar:\n{tool['format']['definition']}"
+        function = {"name": flat, "description": description, "parameters": parameters}
+        if isinstance(strict, bool):
+            function["strict"] = strict
+        given = {key: value for key, value in function.items() if value is not None}
+        self.functions.append({"type": "function", "function": given})
+        self.names[flat] = Tool(name=name, custom=custom, namespace=namespace)
+
+
+def offered(tools: list[Json] | None) -> Offered:
+    """The tools of a request."""
+    found = Offered()
+    for i, tool in enumerate(tools or []):
+        found.add(tool, f"tools[{i}]")
+    return found
+
+
+def to_choice(choice: str | Json | None, tools: Offered) -> Json:
+    """The fields `tool_choice` and `tools` of the conversation."""
+    functions = tools.functions
+    if choice is None or (choice in ("auto", "none") and not functions):
+        return {"tools": functions or None}
+    if isinstance(choice, str):
+        return {"tools": functions or None, "tool_choice": choice}
+    kind = choice.get("type")
+    if kind in ("function", "custom"):
+        named = tools.function_of(_name(choice, "tool_choice"), choice.get("namespace"))
+        picked = {"type": "function", "function": {"name": named}}
+        return {"tools": functions or None, "tool_choice": picked}
+    if kind == "allowed_tools":
+        allowed = choice.get("tools")
+        if not isinstance(allowed, list):
+            raise _bad("tool_choice.tools", "an array of tools is needed")
+        names = {tool.get("name") for tool in allowed if isinstance(tool, dict)}
+        kept = [f for f in functions if tools.tool(f["function"]["name"]).name in names]
+        mode = choice.get("mode", "auto")
+        return {"tools": kept or None, "tool_choice": mode if kept or mode != "auto" else None}
+    raise _bad("tool_choice.type", f"{kind!r:.80} given; allowed: function, custom, allowed_tools")
+
+
+def _name(tool: Json, at: str) -> str:
+    name = tool.get("name")
+    if not isinstance(name, str) or not name:
+        raise _bad(f"{at}.name", "a text is needed")
+    return name
+
+
+def _bad(field: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {what}", field=field)

@@ -1,0 +1,278 @@
+"""Responses over a WebSocket: requests as text frames, answered by the events of HTTP, each in a frame of its own.
+
+Requests with the same `stream_id` form a lane and are answered one after the other; lanes run at the same time. What a
+connection answered last it remembers (also with store: false), so that the next turn needs to bring only what is new;
+an error in a lane makes it forget the response that the failed turn went on from. `generate: false` computes the prompt
+only. When the connection ends, whatever still runs of it is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import OrderedDict, defaultdict
+from contextlib import aclosing
+
+import msgspec
+import orjson
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from headrace.base.errors import HeadraceError, InvalidRequest, RateLimited
+from headrace.front.server.exchange import Exchange
+from headrace.front.server.failures import Failure, failure_of
+from headrace.front.server.ids import request_id
+from headrace.front.server.json_body import parse_json
+from headrace.front.server.responses.run import Prepared, prepare, recall_from, run, store
+from headrace.front.server.responses.schema import Json, parse_response
+from headrace.front.server.sse import STALL_S
+
+MAX_ACTIVE = 16
+MAX_LANES = 32
+MAX_AGE_S = 3600.0
+MAX_KEPT = 16
+MAX_KEPT_BYTES = 16 << 20
+_LANE = re.compile(r"[A-Za-z0-9_.-]{1,256}")
+GOING_AWAY, UNSUPPORTED, RESTARTING = 1001, 1003, 1012
+
+
+class InvalidStreamId(InvalidRequest):
+    """A stream_id that is no short word."""
+
+    code = "invalid_stream_id"
+
+
+class TooManyLanes(InvalidRequest):
+    """More names of lanes than one connection may use."""
+
+    code = "websocket_stream_limit_reached"
+
+
+class ConcurrentRequest(RateLimited):
+    """More responses at the same time than one connection may ask for."""
+
+    code = "concurrent_request"
+
+
+class Memory:
+    """The items of the responses answered last, by id; bounded in number and in bytes of JSON."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[list[Json], int]] = OrderedDict()
+
+    def get(self, ident: str) -> list[Json] | None:
+        """The items up to and including a response."""
+        found = self._kept.get(ident)
+        if found is None:
+            return None
+        self._kept.move_to_end(ident)
+        return found[0]
+
+    def put(self, ident: str, items: list[Json]) -> None:
+        """Remembers a response; forgets the oldest ones beyond the bounds."""
+        self._kept[ident] = (items, sum(len(orjson.dumps(item)) for item in items))
+        while len(self._kept) > MAX_KEPT or self._bytes > MAX_KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+    def forget(self, ident: str | None) -> None:
+        """Forgets one."""
+        if ident is not None:
+            self._kept.pop(ident, None)
+
+    @property
+    def _bytes(self) -> int:
+        return sum(size for _, size in self._kept.values())
+
+
+class Session:
+    """One connection."""
+
+    def __init__(self, exchange: Exchange, socket: WebSocket) -> None:
+        self._exchange = exchange
+        self._socket = socket
+        self._memory = Memory()
+        self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._running: set[asyncio.Task[None]] = set()
+        self._stored = recall_from(exchange)
+
+    async def serve(self) -> None:
+        """Reads frames until the client leaves, the connection is too old or the server ends."""
+        reading = asyncio.ensure_future(self._read())
+        over = asyncio.ensure_future(self._exchange.services.abandon.wait())
+        try:
+            await asyncio.wait({reading, over}, timeout=MAX_AGE_S, return_when="FIRST_COMPLETED")
+            if reading.done():
+                reading.result()
+            elif over.done():
+                await self._socket.close(RESTARTING)
+            else:
+                await self._grow_old()
+        finally:
+            for task in (reading, over, *self._running):
+                task.cancel()
+            await asyncio.gather(reading, over, *self._running, return_exceptions=True)
+
+    async def _grow_old(self) -> None:
+        error = RateLimited(
+            f"a connection may be open for {MAX_AGE_S / 60:g} minutes; open another one"
+        )
+        failure = failure_of(error, request_id=self._exchange.request_id)
+        code = "websocket_connection_limit_reached"
+        await self._send(error_event(msgspec.structs.replace(_told(failure), code=code), {}))
+        await self._socket.close(GOING_AWAY)
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._socket.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            text = message.get("text")
+            if text is None:
+                await self._socket.close(UNSUPPORTED)
+                return
+            named: Json = {}
+            try:
+                await self._take(text, named)
+            except HeadraceError as error:
+                await self._fail(error, named)
+
+    async def _take(self, text: str, named: Json) -> None:
+        """One frame of the client; `named` gets its stream_id, for the answer."""
+        document = parse_json(text.encode("utf-8", "surrogatepass"))
+        if not isinstance(document, dict):
+            raise InvalidRequest("a message must be a JSON object")
+        lane = document.get("stream_id")
+        if lane is not None:
+            if not isinstance(lane, str) or _LANE.fullmatch(lane) is None:
+                raise InvalidStreamId(
+                    f"stream_id: {lane!r:.80} given; allowed: 1 to 256 of A-Z a-z 0-9 _ . -",
+                    field="stream_id",
+                )
+            named["stream_id"] = lane
+        match document.get("type"):
+            case "response.create":
+                self._create(document, lane or "", named)
+            case "response.steer":
+                await self._send({**_no_steering(document), **named})
+            case kind:
+                raise InvalidRequest(
+                    f"type: {kind!r:.80} given; allowed: response.create, response.steer",
+                    field="type",
+                )
+
+    def _create(self, document: Json, lane: str, named: Json) -> None:
+        if len(self._running) >= MAX_ACTIVE:
+            raise ConcurrentRequest(
+                f"{MAX_ACTIVE} responses are being made on this connection, its limit; wait for one to end",
+                retry_after_s=1.0,
+            )
+        if lane not in self._lanes and len(self._lanes) >= MAX_LANES:
+            raise TooManyLanes(
+                f"stream_id: {MAX_LANES} names are in use on this connection, its limit",
+                field="stream_id",
+            )
+        task = asyncio.ensure_future(self._respond(document, self._lanes[lane], named))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _respond(self, document: Json, lane: asyncio.Lock, named: Json) -> None:
+        first = self._exchange
+        exchange = Exchange(services=first.services, request_id=request_id(), tenant=first.tenant)
+        async with lane:
+            prepared: Prepared | None = None
+            try:
+                prepared = await self._prepared(exchange, document)
+                async with aclosing(run(prepared)) as events:
+                    async for event in events:
+                        if event["type"] in ("response.completed", "response.incomplete"):
+                            self._remember(prepared)
+                        await self._send({**event, **named})
+            except (WebSocketDisconnect, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                parent = document.get("previous_response_id")
+                self._memory.forget(parent if isinstance(parent, str) else None)
+                await self._fail(error, named, prepared)
+            finally:
+                exchange.held.close()
+
+    async def _prepared(self, exchange: Exchange, document: Json) -> Prepared:
+        body = {
+            key: value for key, value in document.items() if key not in ("stream", "background")
+        }
+        request = parse_response(body)
+        prepared = await prepare(exchange, request, body, recall=self._recall)
+        if document.get("generate") is False:
+            prepared.chat = msgspec.structs.replace(prepared.chat, max_completion_tokens=0)
+            prepared.stream.warm = True
+        return prepared
+
+    async def _recall(self, ident: str) -> list[Json] | None:
+        found = self._memory.get(ident)
+        return await self._stored(ident) if found is None else found
+
+    def _remember(self, prepared: Prepared) -> None:
+        output = prepared.stream.response["output"]
+        self._memory.put(prepared.reply.id, [*prepared.history, *prepared.given, *output])
+
+    async def _fail(self, error: Exception, named: Json, prepared: Prepared | None = None) -> None:
+        failure = failure_of(error, request_id=self._exchange.request_id)
+        if prepared is not None and prepared.stream.number:
+            for event in prepared.stream.fail(failure):
+                await self._send({**event, **named})
+            await store(prepared)
+            return
+        await self._send(error_event(_told(failure), named))
+
+    async def _send(self, event: Json) -> None:
+        """A client that takes nothing for too long is left."""
+        try:
+            async with asyncio.timeout(STALL_S):
+                await self._socket.send_text(orjson.dumps(event).decode())
+        except TimeoutError:
+            raise WebSocketDisconnect(1006) from None
+
+
+class _Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a failure is told in an error event."""
+
+    status: int
+    type: str
+    code: str | None
+    message: str
+    param: str | None
+
+
+def _told(failure: Failure) -> _Told:
+    return _Told(
+        status=failure.status,
+        type=failure.type,
+        code=failure.code,
+        message=failure.message,
+        param=failure.field,
+    )
+
+
+def error_event(told: _Told, named: Json) -> Json:
+    """The event for a request that never became a response."""
+    error = msgspec.structs.asdict(told)
+    status = error.pop("status")
+    return {"type": "error", "status": status, "error": error, **named}
+
+
+def _no_steering(document: Json) -> Json:
+    error = {
+        "type": "invalid_request_error",
+        "code": "steering_not_supported",
+        "message": "this server does not steer running responses",
+    }
+    steer = {
+        "id": None,
+        "previous_response_id": str(document.get("previous_response_id") or "")[:128],
+        "input": document.get("input") or [],
+    }
+    return {"type": "response.steer.failed", "sequence_number": 0, "error": error, "steer": steer}
+
+
+async def serve(exchange: Exchange, socket: WebSocket) -> None:
+    """A connection at /v1/responses."""
+    await Session(exchange, socket).serve()

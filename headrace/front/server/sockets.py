@@ -1,0 +1,103 @@
+"""The shell of a WebSocket: what app.Shell is to a request, before and after the session inside it.
+
+The same keys open it, the same drain closes it; connections are bounded in number. A page of another site may not open
+one in a browser of somebody who runs a server without keys: such a page has an Origin that is not loopback. A refusal
+is an ordinary HTTP answer to the upgrade.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from headrace.base.errors import Forbidden, HeadraceError, NotFound, Unavailable
+from headrace.front.server.auth import Gatekeeper, is_loopback
+from headrace.front.server.exchange import Exchange, Services
+from headrace.front.server.failures import failure_of
+from headrace.front.server.ids import request_id
+
+LEAVE_S = 2.0
+Session = Callable[[Exchange, WebSocket], Awaitable[None]]
+
+
+class SocketShell:
+    """Answers upgrades. `sessions`: path -> what is spoken there."""
+
+    def __init__(
+        self, services: Services, gatekeeper: Gatekeeper, sessions: dict[str, Session]
+    ) -> None:
+        self._services = services
+        self._gatekeeper = gatekeeper
+        self._sessions = sessions
+        self._open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One connection from its upgrade to its end."""
+        exchange = Exchange(services=self._services, request_id=request_id())
+        metrics = self._services.metrics
+        try:
+            exchange.tenant = self._gatekeeper.tenant(scope)
+            session = self._admit(scope)
+        except HeadraceError as error:
+            await _refuse(error, exchange, receive, send)
+            return
+        self._open += 1
+        metrics.add("headrace_websockets_open")
+        try:
+            socket = WebSocket(scope, receive, send)
+            await socket.accept(headers=[(b"x-request-id", exchange.request_id.encode())])
+            await session(exchange, socket)
+        except WebSocketDisconnect:
+            pass
+        finally:
+            self._open -= 1
+            metrics.add("headrace_websockets_open", -1)
+
+    def _admit(self, scope: Scope) -> Session:
+        if self._services.draining:
+            raise Unavailable("the server is shutting down", retry_after_s=5.0)
+        session = self._sessions.get(scope["path"])
+        if session is None:
+            raise NotFound("unknown route")
+        if not self._services.server.api_key_digests:
+            _check_origin(scope)
+        limit = self._services.server.max_websockets
+        if self._open >= limit:
+            self._services.metrics.add("headrace_rejections_total", reason="connections")
+            raise Unavailable(
+                f"this server has {limit} WebSocket connections open, its limit", retry_after_s=1.0
+            )
+        return session
+
+
+def _check_origin(scope: Scope) -> None:
+    for name, value in scope["headers"]:
+        if name == b"origin":
+            host = value.decode("latin-1").partition("://")[2]
+            if not host or not is_loopback(host):
+                raise Forbidden("without API keys pages of other sites may not connect")
+
+
+async def _refuse(error: HeadraceError, exchange: Exchange, receive: Receive, send: Send) -> None:
+    """Answers, then waits for the end of the connection: to the server an earlier return is a broken handshake."""
+    failure = failure_of(error, request_id=exchange.request_id)
+    ident = exchange.request_id.encode()
+    headers = [
+        *((b"content-type", b"application/json"), (b"x-request-id", ident)),
+        *failure.headers(),
+    ]
+    start = {
+        "type": "websocket.http.response.start",
+        "status": failure.status,
+        "headers": headers,
+    }
+    await send(start)
+    await send({"type": "websocket.http.response.body", "body": failure.body()})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LEAVE_S):
+            for _ in ("connect", "answered", "closed"):
+                await receive()

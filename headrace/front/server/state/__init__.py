@@ -1,0 +1,1 @@
+"""What the server keeps between requests: stored responses, their events, and the secret that seals what goes out."""

@@ -1,0 +1,256 @@
+"""What a conversation asks of the form of its answer: a response format, structured outputs, forced tool calls, and how
+the model reasons before that. Every dialect's request arrives here as the fields of `ChatRequest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.grammar import Either, Json, Literal, Node, ReasoningRule, Sequence
+from headrace.base.wire.params import StructuredOutputs
+from headrace.front.server.openai.schema import ChatRequest, Common
+from headrace.front.text.parsing.families import tool_family
+from headrace.front.text.parsing.parser import AnswerFormat
+from headrace.front.text.parsing.parts import unmarked
+from headrace.front.text.parsing.reasoning import ReasoningTags
+from headrace.front.text.structure.requested import node_of
+from headrace.front.text.structure.tools import required_calls, strict_calls
+
+PLAIN_CALLS = "llama3_json"
+"""How calls are written where the model's own way is not known: a bare JSON object with name and parameters."""
+_GUIDED = ("json", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """What an answer must be, what errors about it name, and the reasoning before it. Empty: it is free."""
+
+    grammar: Node | None = None
+    field: str = "structured_outputs"
+    reasoning: ReasoningRule | None = None
+
+
+FREE = Structure()
+
+
+_ASKS = (
+    *("response_format", "structured_outputs", "tools", "thinking_token_budget"),
+    *(f"guided_{kind}" for kind in _GUIDED),
+)
+
+
+def is_plain(request: ChatRequest) -> bool:
+    """Whether nothing is asked of the answer's form, as by most."""
+    return all(getattr(request, name) is None for name in _ASKS)
+
+
+def narrowed(request: ChatRequest) -> ChatRequest:
+    """The request with `allowed_tools` carried out: only those tools are offered, under the mode given."""
+    choice = request.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return request
+    allowed = choice.get("allowed_tools")
+    allowed = allowed if isinstance(allowed, dict) else choice  # flat in some dialects
+    mode, listed = allowed.get("mode", "auto"), allowed.get("tools")
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise InvalidRequest(
+            "tool_choice.allowed_tools: needs a mode (auto or required) and a list of tools",
+            field="tool_choice",
+        )
+    names = {_name_of(tool) for tool in listed if isinstance(tool, dict)}
+    tools = [tool for tool in request.tools or [] if _name_of(tool) in names]
+    for name in names - {_name_of(tool) for tool in tools}:
+        raise _unknown_tool(name, request.tools or [])
+    return msgspec.structs.replace(request, tools=tools, tool_choice=mode)
+
+
+def forced_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
+    """The tools one of which must be called; None where none must."""
+    choice, tools = request.tool_choice, request.tools or []
+    if choice == "required":
+        return tools
+    if not isinstance(choice, dict):
+        return None
+    name = _name_of(choice)
+    if choice.get("type") != "function" or name is None:
+        raise InvalidRequest(
+            "tool_choice: allowed are 'none', 'auto', 'required', "
+            "{type: function, function: {name}} and {type: allowed_tools}",
+            field="tool_choice",
+        )
+    named = [tool for tool in tools if _name_of(tool) == name]
+    if not named:
+        raise _unknown_tool(name, tools)
+    return named
+
+
+def tool_format(request: ChatRequest, answers: AnswerFormat) -> AnswerFormat:
+    """How the answer is written. A model whose format of calls is not known writes forced ones as plain JSON."""
+    if answers.tools is not None or forced_tools(request) is None:
+        return answers
+    return msgspec.structs.replace(answers, tools=tool_family(PLAIN_CALLS))
+
+
+def structure_of(request: ChatRequest, answers: AnswerFormat, *, prompt_tail: str) -> Structure:
+    """The structure of a conversation's answer; `prompt_tail` is how the prompt ends."""
+    asked, field = asked_of(request)
+    grammar = None if asked is None else node_of(asked, field=field)
+    forced = forced_tools(request)
+    if forced is not None:
+        if grammar is not None:
+            raise InvalidRequest(
+                f"tool_choice: a call is forced, which excludes {field}", field="tool_choice"
+            )
+        grammar, field = _forced(request, forced, answers), "tools"
+    elif request.tools and request.tool_choice != "none":
+        grammar, field = _offered(request, request.tools, answers, grammar, field)
+    tags = None if answers.reasoning is None else answers.reasoning.tags
+    if grammar is not None and field != "tools" and tags is not None and tags.harmony is not None:
+        grammar = Sequence((Literal(unmarked(tags.close)), grammar))
+    rule = _rule(request, tags, prompt_tail, constrained=grammar is not None)
+    return Structure(grammar=grammar, field=field, reasoning=rule)
+
+
+def plain_structure(request: Common) -> Structure:
+    """The structure of a completion: nothing is known of reasoning or tools."""
+    asked, field = asked_of(request)
+    if asked is None:
+        return FREE
+    return Structure(grammar=node_of(asked, field=field), field=field)
+
+
+def _forced(request: ChatRequest, tools: list[dict[str, Any]], answers: AnswerFormat) -> Node:
+    family = tool_format(request, answers).tools
+    assert family is not None
+    one = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
+    return required_calls(tools, family.writing, at_most_one=one)
+
+
+def _offered(
+    request: ChatRequest,
+    tools: list[dict[str, Any]],
+    answers: AnswerFormat,
+    grammar: Node | None,
+    field: str,
+) -> tuple[Node | None, str]:
+    """Tools beside a JSON format: an answer or calls. Strict tools: a call, once begun, obeys its schema."""
+    if answers.tools is None:
+        return grammar, field
+    writing = answers.tools.writing
+    if isinstance(grammar, Json):
+        one = request.parallel_tool_calls is False
+        return Either((grammar, required_calls(tools, writing, at_most_one=one))), field
+    if grammar is None and any(_is_strict(tool) for tool in tools):
+        return strict_calls(tools, writing), "tools"
+    return grammar, field
+
+
+def asked_of(request: Common) -> tuple[StructuredOutputs | None, str]:
+    """What response_format, structured_outputs or the old guided_* fields ask for, and which of them it was."""
+    guided = {
+        kind: value for kind in _GUIDED if (value := getattr(request, f"guided_{kind}")) is not None
+    }
+    given = [f"guided_{kind}" for kind in guided]
+    given += ["structured_outputs"] if request.structured_outputs is not None else []
+    found = _response_format(request.response_format)
+    given += ["response_format"] if found is not None else []
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[1]}: excludes {given[0]}", field=given[1])
+    if found is not None:
+        return found
+    if guided:
+        whitespace = request.guided_whitespace_pattern
+        made = {**guided, "whitespace_pattern": whitespace}
+        return msgspec.convert(made, StructuredOutputs), given[0]
+    return request.structured_outputs, "structured_outputs"
+
+
+def _response_format(given: dict[str, Any] | None) -> tuple[StructuredOutputs, str] | None:
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True), "response_format"
+    if kind == "json_schema":
+        return _json_schema(given.get("json_schema"))
+    if kind == "structural_tag":
+        return StructuredOutputs(structural_tag=given), "response_format"
+    allowed = "'text', 'json_object', 'json_schema', 'structural_tag'"
+    raise InvalidRequest(
+        f"response_format.type: {str(kind)[:40]!r} given; allowed: {allowed}",
+        field="response_format.type",
+    )
+
+
+def _json_schema(given: Any) -> tuple[StructuredOutputs, str]:
+    field = "response_format.json_schema"
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"{field}: an object with name and schema is needed", field=field)
+    schema = given.get("schema")
+    if schema is None:
+        return StructuredOutputs(json_object=True), field
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"{field}.schema: must be an object", field=f"{field}.schema")
+    closed = given.get("strict") is True
+    made = StructuredOutputs(json=schema, disable_additional_properties=closed)
+    return made, f"{field}.schema"
+
+
+def _rule(
+    request: ChatRequest, tags: ReasoningTags | None, prompt_tail: str, *, constrained: bool
+) -> ReasoningRule | None:
+    """How the answer begins: inside of reasoning, maybe with it, or behind it."""
+    budget = request.thinking_token_budget
+    if tags is None:
+        if budget is not None:
+            raise InvalidRequest(
+                "thinking_token_budget: no reasoning format is known for this model",
+                field="thinking_token_budget",
+            )
+        return None
+    if budget is None and not constrained:
+        return None
+    unfinished = unfinished_text(request)
+    inside = tags.begins_inside(prompt_tail, unfinished=unfinished)
+    over = prompt_tail.rstrip().endswith(tags.close) or bool(unfinished)
+    close = unmarked(tags.close)
+    if tags.harmony is not None:  # what follows the reasoning is another message
+        close = f"{unmarked(tags.harmony.end)}{unmarked(tags.harmony.start)}assistant"
+    return ReasoningRule(
+        open=unmarked(tags.open),
+        close=close,
+        inside=inside,
+        may_open=not inside and not over,
+        budget=budget,
+    )
+
+
+def unfinished_text(request: ChatRequest) -> str | None:
+    """The text of the message that is continued, if one is."""
+    if not request.continue_final_message:
+        return None
+    content = request.messages[-1].get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _name_of(tool: Mapping[str, Any]) -> str | None:
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
+    return isinstance(function, Mapping) and function.get("strict") is True
+
+
+def _unknown_tool(name: str | None, tools: list[dict[str, Any]]) -> InvalidRequest:
+    known = ", ".join(str(_name_of(tool))[:64] for tool in tools[:32])
+    return InvalidRequest(
+        f"tool_choice: there is no tool {str(name)[:64]!r} (tools: {known})", field="tool_choice"
+    )

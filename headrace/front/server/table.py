@@ -1,0 +1,208 @@
+"""The table of routes: which path leads to which handler, and what a handler takes.
+
+A route with a JSON body reads it under its limits and runs its handler beside a watch on the connection; the watch ends
+the work when the client leaves. The OpenAPI document is made from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from headrace.front.server import openapi
+from headrace.front.server.anthropic import routes as anthropic
+from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
+from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from headrace.front.server.batches import routes as batches
+from headrace.front.server.exchange import Exchange, exchange_of
+from headrace.front.server.failures import OPENAI, Shape
+from headrace.front.server.limits import read_json
+from headrace.front.server.native import admin, health, requests, tokenize
+from headrace.front.server.native.tokenize import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from headrace.front.server.openai import batch, models
+from headrace.front.server.openai import routes as openai
+from headrace.front.server.openai.schema import ChatRequest, CompletionRequest
+from headrace.front.server.openapi import ApiRoute
+from headrace.front.server.pooling import routes as pooling
+from headrace.front.server.pooling import scoring
+from headrace.front.server.pooling.schema import (
+    ClassifyRequest,
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    GenerativeScoringRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from headrace.front.server.responses import compact
+from headrace.front.server.responses import routes as responses
+from headrace.front.server.responses.schema import InputRequest, ResponsesRequest
+from headrace.front.server.sse import until_gone
+from headrace.front.server.tokens import generate, render
+from headrace.front.server.tokens.schema import DerenderRequest, GenerateRequest
+from headrace.front.server.webui import routes as webui
+from headrace.front.server.webui.pages import PAGES
+
+Reader = Callable[[Exchange, Request], Awaitable[Response]]
+Writer = Callable[[Exchange, Any], Any]
+
+
+def table() -> list[ApiRoute]:
+    """Every route there is."""
+    routes = [*_generation(), *_pooling(), *_tokens(), *_house()]
+    routes.append(_route("/openapi.json", openapi.serving(routes)))
+    return routes
+
+
+def _generation() -> list[ApiRoute]:
+    """What answers in words, by dialect, and batches of it."""
+    return [
+        _posts("/v1/chat/completions", openai.post_chat, ChatRequest),
+        _posts("/v1/chat/completions/batch", batch.post_batch, batch.BatchChatRequest),
+        _posts("/v1/completions", openai.post_completions, CompletionRequest),
+        _posts("/v1/messages", anthropic.post_messages, MessagesRequest),
+        _posts("/v1/messages/count_tokens", anthropic.post_count_tokens, CountTokensRequest),
+        _posts("/v1/responses", responses.post_responses, ResponsesRequest, sockets=True),
+        _posts("/v1/responses/input_tokens", responses.post_input_tokens, InputRequest),
+        _posts("/v1/responses/compact", compact.post_compact, InputRequest),
+        _route("/v1/responses/{id}", responses.get_response),
+        _route("/v1/responses/{id}", responses.delete_response, "DELETE"),
+        _route("/v1/responses/{id}/cancel", responses.post_cancel, "POST"),
+        _route("/v1/responses/{id}/input_items", responses.get_input_items),
+        _route("/api/hello", anthropic.get_hello),
+    ]
+
+
+def _pooling() -> list[ApiRoute]:
+    """What answers in vectors, classes and scores."""
+    return [
+        _posts("/v1/embeddings", pooling.post_embeddings, EmbeddingRequest),
+        _posts("/v2/embed", pooling.post_cohere_embed, CohereEmbedRequest),
+        _posts("/pooling", pooling.post_pooling, PoolingRequest),
+        _posts("/classify", pooling.post_classify, ClassifyRequest),
+        *(_posts(path, scoring.post_score, ScoreRequest) for path in ("/score", "/v1/score")),
+        *(
+            _posts(path, scoring.post_rerank, RerankRequest)
+            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+        ),
+        _posts("/generative_scoring", scoring.post_generative_scoring, GenerativeScoringRequest),
+    ]
+
+
+def _tokens() -> list[ApiRoute]:
+    """Tokens in, tokens out."""
+    return [
+        _posts("/inference/v1/generate", generate.post_generate, GenerateRequest),
+        _posts("/v1/chat/completions/render", render.post_render_chat, ChatRequest),
+        _posts("/v1/chat/completions/derender", render.post_derender_chat, DerenderRequest),
+        _posts("/v1/completions/render", render.post_render_completion, CompletionRequest),
+        _posts("/v1/completions/derender", render.post_derender_completion, DerenderRequest),
+        _route("/tokenizer_info", tokenize.get_tokenizer_info),
+        _posts("/tokenize", tokenize.post_tokenize, TokenizeRequest, TokenizeChatRequest),
+        _posts("/detokenize", tokenize.post_detokenize, DetokenizeRequest),
+    ]
+
+
+def _house() -> list[ApiRoute]:
+    """Files, models, requests in flight, health, the page, administration."""
+    return [
+        _uploads("/v1/files", batches.post_file),
+        _route("/v1/files", batches.get_files),
+        _route("/v1/files/{id}", batches.get_file),
+        _route("/v1/files/{id}", batches.delete_file, "DELETE"),
+        _route("/v1/files/{id}/content", batches.get_content),
+        _posts("/v1/batches", batches.post_batch, batches.BatchRequest),
+        _route("/v1/batches", batches.get_batches),
+        _route("/v1/batches/{id}", batches.get_batch),
+        _route("/v1/batches/{id}/cancel", batches.post_cancel, "POST"),
+        _route("/v1/models", _by_dialect(models.get_models, anthropic.get_models)),
+        _route("/v1/models/{id:path}", _by_dialect(models.get_model, anthropic.get_model)),
+        _route("/v1/requests", requests.get_ledger),
+        _route("/v1/requests/{id}", requests.get_request),
+        _route("/health", health.get_health),
+        _route("/health/live", health.get_live),
+        _route("/health/ready", health.get_ready),
+        _route("/health/startup", health.get_startup),
+        _route("/ping", health.get_health, "GET", "POST"),
+        _route("/version", health.get_version),
+        _route("/load", health.get_load),
+        _route("/metrics", health.get_metrics),
+        *(_route(path, webui.get_page) for path in PAGES),
+        _route("/pause", admin.post_pause, "POST"),
+        _route("/resume", admin.post_resume, "POST"),
+        _route("/is_paused", admin.get_is_paused),
+        _route("/reset_prefix_cache", admin.post_reset_prefix_cache, "POST"),
+    ]
+
+
+def _route(path: str, handler: Reader, *methods: str) -> ApiRoute:
+    """A route without a body."""
+
+    async def endpoint(request: Request) -> Response:
+        exchange = exchange_of(request)
+        work = handler(exchange, request)
+        return await until_gone(request.receive, _awaited(work), abandon=exchange.services.abandon)
+
+    return ApiRoute(path, endpoint, methods=methods or ("GET",), doc=handler.__doc__ or "")
+
+
+def _uploads(path: str, handler: Reader) -> ApiRoute:
+    """A route whose handler reads the body itself."""
+
+    async def endpoint(request: Request) -> Response:
+        return await handler(exchange_of(request), request)
+
+    return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "")
+
+
+def _posts(
+    path: str, handler: Writer, *bodies: type[msgspec.Struct], sockets: bool = False
+) -> ApiRoute:
+    """A route with a JSON body: read under its limits first, then handled until done or the client leaves."""
+
+    async def endpoint(request: Request) -> Response:
+        exchange = exchange_of(request)
+        spec = exchange.services.server
+        document = await read_json(
+            request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s
+        )
+        response: Response = await until_gone(
+            request.receive, handler(exchange, document), abandon=exchange.services.abandon
+        )
+        return response
+
+    doc = handler.__doc__ or ""
+    return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies, sockets=sockets)
+
+
+def _by_dialect(openai: Reader, anthropic: Reader) -> Reader:
+    """One path that two dialects share: the clients of one of them name its version in a header."""
+
+    def handler(exchange: Exchange, request: Request) -> Awaitable[Response]:
+        chosen = anthropic if shape_of(request.scope) is ANTHROPIC else openai
+        return chosen(exchange, request)
+
+    handler.__doc__ = openai.__doc__
+    return handler
+
+
+def shape_of(scope: Scope) -> Shape:
+    """The shape of errors that the client of this exchange reads."""
+    path = scope["path"]
+    if path.startswith("/v1/messages"):
+        return ANTHROPIC
+    named = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return ANTHROPIC if named and path.startswith("/v1/models") else OPENAI
+
+
+async def _awaited(work: Awaitable[Response]) -> Response:
+    return await work

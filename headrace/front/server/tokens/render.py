@@ -1,0 +1,257 @@
+"""Requests to token ids and back, without an engine: render -> generate -> derender is what the direct route does.
+
+A rendered request is what /inference/v1/generate takes. Derendering runs the generated ids through the same
+detokenizer, stop strings, parsers and fold as a generation, so that the answers cannot differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.params import SamplingParams, StopRules
+from headrace.base.wire.request import Finished
+from headrace.front.client.events import Delta, Event, ScoredToken, Started, TokenScore
+from headrace.front.client.outputs import Answer
+from headrace.front.server.conversation import parsers, render
+from headrace.front.server.exchange import Exchange, json_response
+from headrace.front.server.ids import completion_id
+from headrace.front.server.measure import joined
+from headrace.front.server.openai import chat, completions
+from headrace.front.server.openai.routes import prompt_of
+from headrace.front.server.openai.sampling import truncated
+from headrace.front.server.openai.schema import ChatRequest, Common, CompletionRequest, parse
+from headrace.front.server.parsed import parsed
+from headrace.front.server.structured import is_plain, narrowed, structure_of
+from headrace.front.server.tokens.schema import (
+    DerenderRequest,
+    Generated,
+    GeneratedChoice,
+    ScoredEntry,
+    TokenSampling,
+    TopToken,
+)
+from headrace.front.text.tokenizer import Tokenizer
+
+_BESIDE = frozenset({"model", "stream", "stream_options", "cache_salt", "priority"})
+
+
+async def post_render_chat(exchange: Exchange, document: Any) -> Response:
+    """POST /v1/chat/completions/render."""
+    return json_response(await rendered_chat(exchange, parse(document, ChatRequest)))
+
+
+async def rendered_chat(exchange: Exchange, request: ChatRequest) -> dict[str, Any]:
+    """The generate request of a chat."""
+    request = request if is_plain(request) else narrowed(request)
+    params = _chat_params(exchange, request)
+    ids = await chat_ids(exchange, request)
+    _refuse_structure(exchange, request, ids)
+    return _rendered(exchange, request, ids, params)
+
+
+def _refuse_structure(exchange: Exchange, request: ChatRequest, ids: list[int]) -> None:
+    """A constraint behind reasoning, or one that forces calls, is no sampling field: token routes cannot carry it."""
+    services = exchange.services
+    tail = services.answers.prompt_tail(services.tokenizer, ids)
+    structure = structure_of(request, services.answers, prompt_tail=tail)
+    if structure.grammar is not None or structure.reasoning is not None:
+        raise InvalidRequest(
+            f"{structure.field}: a rendered request cannot carry it; use /v1/chat/completions",
+            field=structure.field,
+        )
+
+
+async def post_render_completion(exchange: Exchange, document: Any) -> Response:
+    """POST /v1/completions/render: one generate request per prompt."""
+    return json_response(await rendered_completion(exchange, parse(document, CompletionRequest)))
+
+
+async def rendered_completion(
+    exchange: Exchange, request: CompletionRequest
+) -> list[dict[str, Any]]:
+    """The generate requests of a completion."""
+    params = _completion_params(exchange, request)
+    prompts = [await prompt_of(exchange, request, p) for p in completions.prompts_of(request)]
+    return [_rendered(exchange, request, prompt.ids, params) for prompt in prompts]
+
+
+async def post_derender_chat(exchange: Exchange, document: Any) -> Response:
+    """POST /v1/chat/completions/derender: generated ids as a chat completion."""
+    given = parse(document, DerenderRequest)
+    request = narrowed(msgspec.structs.replace(parse(given.request, ChatRequest), stream=None))
+    request = msgspec.structs.replace(request, stream_options=None)
+    params = _chat_params(exchange, request)
+    _check(exchange, given, most=params.n)
+    ids = given.token_ids or await chat_ids(exchange, request)
+    answers = parsers(exchange, request, ids, params)
+    marked = exchange.services.answers.pieces is not None
+    pieces = answers[0].pieces if answers and marked else None
+    events: AsyncGenerator[Event, None] = _events(exchange, ids, given.response, params, pieces)
+    if answers is not None:
+        events = parsed(events, answers)
+    model = exchange.services.model_name(request.model)
+    reply = chat.ChatReply.now(
+        id=completion_id("chatcmpl"), model=model, request=request, prompt_ids=ids
+    )
+    return Response(await chat.to_answer(events, reply), media_type="application/json")
+
+
+async def post_derender_completion(exchange: Exchange, document: Any) -> Response:
+    """POST /v1/completions/derender: generated ids of one prompt as a text completion."""
+    given = parse(document, DerenderRequest)
+    request = msgspec.structs.replace(parse(given.request, CompletionRequest), stream=None)
+    request = msgspec.structs.replace(request, stream_options=None)
+    params = _completion_params(exchange, request)
+    _check(exchange, given, most=params.n)
+    prompts = completions.prompts_of(request)
+    if len(prompts) != 1:
+        raise InvalidRequest(
+            f"request.prompt: {len(prompts)} prompts given; derender them one by one",
+            field="request.prompt",
+        )
+    prompt = await prompt_of(exchange, request, prompts[0])
+    events = _events(exchange, prompt.ids, given.response, params)
+    reply = completions.CompletionReply(
+        id=completion_id("cmpl"),
+        created=int(time.time()),
+        model=exchange.services.model_name(request.model),
+        request=request,
+        prompts=[prompt],
+    )
+    body = await completions.to_answer(joined([events]), reply)
+    return Response(body, media_type="application/json")
+
+
+async def chat_ids(exchange: Exchange, request: ChatRequest) -> list[int]:
+    """The prompt of a chat, as a generation would get it."""
+    limit = exchange.services.text.max_model_len
+    return truncated(await render(exchange, request), request, max_model_len=limit)
+
+
+def _chat_params(exchange: Exchange, request: ChatRequest) -> SamplingParams:
+    services = exchange.services
+    services.model_name(request.model)
+    return chat.to_params(
+        request, defaults=services.text.generation_defaults, max_n=services.server.max_n
+    )
+
+
+def _completion_params(exchange: Exchange, request: CompletionRequest) -> SamplingParams:
+    services = exchange.services
+    services.model_name(request.model)
+    return completions.to_params(
+        request, defaults=services.text.generation_defaults, max_n=services.server.max_n
+    )
+
+
+def _rendered(
+    exchange: Exchange, request: Common, ids: list[int], params: SamplingParams
+) -> dict[str, Any]:
+    """The generate request: the request's own sampling fields, and what follows from it for the tokens."""
+    fields = {
+        name: value
+        for name in TokenSampling.__struct_fields__
+        if name not in _BESIDE and (value := getattr(request, name, None)) is not None
+    }
+    fields.pop("max_completion_tokens", None)
+    fields.pop("truncate_prompt_tokens", None)
+    fields |= {"max_tokens": params.max_tokens, "logprobs": params.logprobs}
+    return {
+        "request_id": completion_id("gen"),
+        "token_ids": ids,
+        "features": None,
+        "sampling_params": {
+            name: msgspec.to_builtins(value) for name, value in fields.items() if value is not None
+        },
+        "model": exchange.services.model_name(request.model),
+        "stream": bool(request.stream),
+        "stream_options": msgspec.to_builtins(request.stream_options),
+        "cache_salt": request.cache_salt,
+        "priority": request.priority or 0,
+        "kv_transfer_params": None,
+        "output_mode": "tokens",
+    }
+
+
+def _check(exchange: Exchange, given: DerenderRequest, *, most: int) -> None:
+    indices = [choice.index for choice in given.response.choices]
+    if sorted(indices) != list(range(most)):
+        raise InvalidRequest(
+            f"response.choices: {len(indices)} given; the request asks for {most}, indexed from 0",
+            field="response.choices",
+        )
+    check = exchange.services.tokenizer.check_ids
+    check(given.token_ids or (), field="token_ids")
+    for choice in given.response.choices:
+        check(choice.token_ids, field="response.choices.token_ids")
+        entries = choice.logprobs.content if choice.logprobs else []
+        check([e.token_id for e in entries], field="response.choices.logprobs")
+        check([t.token_id for e in entries for t in e.top_logprobs], field="response.choices")
+
+
+async def _events(
+    exchange: Exchange,
+    prompt_ids: list[int],
+    generated: Generated,
+    params: SamplingParams,
+    pieces: Mapping[int, str | bytes] | None = None,
+) -> AsyncGenerator[Event, None]:
+    """The events that the generation had, merged per choice."""
+    services = exchange.services
+    tokenizer = services.tokenizer
+    eos = () if params.ignore_eos else services.text.eos_ids
+    stop_ids = (*params.stop_token_ids, *eos)
+    yield Started(len(prompt_ids))
+    cached = generated.usage.prompt_tokens_details.cached_tokens
+    plain = msgspec.structs.replace(params, logprobs=None, prompt_logprobs=None)
+    for choice in sorted(generated.choices, key=lambda choice: choice.index):
+        for event in _replayed(tokenizer, choice, plain, stop_ids, pieces, cached):
+            if isinstance(event, Delta):
+                scores = _scores(tokenizer, choice)
+                event = msgspec.structs.replace(event, token_ids=choice.token_ids, scores=scores)
+            yield event
+
+
+def _replayed(
+    tokenizer: Tokenizer,
+    choice: GeneratedChoice,
+    params: SamplingParams,
+    stop_ids: tuple[int, ...],
+    pieces: Mapping[int, str | bytes] | None,
+    cached: int,
+) -> list[Event]:
+    ids = choice.token_ids
+    stop_id = choice.stop_reason if isinstance(choice.stop_reason, int) else None
+    answer = Answer(
+        index=choice.index,
+        tokenizer=tokenizer,
+        params=params,
+        stop=StopRules(max_tokens=len(ids), stop_ids=stop_ids),
+        pieces=pieces,
+    )
+    for token_id in ids:
+        if answer.add_token(token_id, None):
+            break
+    answer.finish(Finished(id=0, reason=choice.finish_reason, stop_id=stop_id, num_cached=cached))
+    return answer.take(0)
+
+
+def _scores(tokenizer: Tokenizer, choice: GeneratedChoice) -> list[ScoredToken] | None:
+    if choice.logprobs is None:
+        return None
+    return [
+        ScoredToken(_score(tokenizer, entry), [_score(tokenizer, t) for t in entry.top_logprobs])
+        for entry in choice.logprobs.content
+    ]
+
+
+def _score(tokenizer: Tokenizer, given: ScoredEntry | TopToken) -> TokenScore:
+    piece = tokenizer.pieces[given.token_id]
+    text, data = (piece, piece.encode()) if isinstance(piece, str) else ("", piece)
+    return TokenScore(given.token_id, given.logprob, text, data, given.rank)

@@ -1,0 +1,136 @@
+"""OpenTelemetry: one trace per request, from the API to the engine (OBS-01). Off without `--otlp-endpoint`; then
+nothing of this module is on the path but one comparison with None.
+
+    llm_request   SERVER span, a child of the caller's `traceparent`: from arrival to the end of the answer
+      llm_core    one per generation (its first choice), with the events journey.QUEUED, SCHEDULED, PREEMPTED,
+                  FIRST_TOKEN, FINISHED
+
+The engine tells its times with the end of a request, and this process makes the span of them: the core knows no tracing
+library. FINISHED comes exactly once on every path: by an end, an error, or the client's leaving.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.types import Scope
+
+from headrace import __version__
+from headrace.base.optional import require
+from headrace.front.client.events import Ended
+
+NS = 1_000_000_000
+
+
+class Tracer:
+    """Makes the spans of requests. `exporter` is any OpenTelemetry span exporter; by default OTLP over HTTP."""
+
+    def __init__(self, endpoint: str, *, exporter: Any = None) -> None:
+        purpose = "--otlp-endpoint"
+        sdk = require("opentelemetry.sdk.trace", extra="otel", purpose=purpose)
+        export = require("opentelemetry.sdk.trace.export", extra="otel", purpose=purpose)
+        resources = require("opentelemetry.sdk.resources", extra="otel", purpose=purpose)
+        if exporter is None:
+            otlp = require(
+                "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+                extra="otel",
+                purpose=purpose,
+            )
+            exporter = otlp.OTLPSpanExporter(endpoint=endpoint)
+        resource = resources.Resource.create(
+            {"service.name": "headrace", "service.version": __version__}
+        )
+        self._provider = sdk.TracerProvider(resource=resource)
+        self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("headrace", __version__)
+        self._api = require("opentelemetry.trace", extra="otel", purpose=purpose)
+        propagation = require(
+            "opentelemetry.trace.propagation.tracecontext", extra="otel", purpose=purpose
+        )
+        self._propagator = propagation.TraceContextTextMapPropagator()
+
+    def request(self, scope: Scope, request_id: str) -> RequestTrace:
+        """The trace of one exchange; the caller ends it."""
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name in (b"traceparent", b"tracestate")
+        }
+        span = self._tracer.start_span(
+            "llm_request",
+            context=self._propagator.extract(headers),
+            kind=self._api.SpanKind.SERVER,
+            attributes={
+                "http.request.method": scope["method"],
+                "url.path": scope["path"],
+                "headrace.request_id": request_id,
+            },
+        )
+        return RequestTrace(self._tracer, self._api, span)
+
+    def close(self) -> None:
+        """Sends what is left."""
+        self._provider.shutdown()
+
+
+class RequestTrace:
+    """The spans of one request."""
+
+    def __init__(self, tracer: Any, api: Any, span: Any) -> None:
+        self._tracer = tracer
+        self._api = api
+        self._span = span
+
+    def begin_core(self) -> CoreTrace:
+        """A generation goes to the engine."""
+        context = self._api.set_span_in_context(self._span)
+        span = self._tracer.start_span("llm_core", context=context)
+        span.add_event("journey.QUEUED")
+        return CoreTrace(span)
+
+    def end(self, status: int) -> None:
+        """The answer is out, or its client is gone (499)."""
+        self._span.set_attribute("http.response.status_code", status)
+        if status >= 500:
+            self._span.set_status(self._api.StatusCode.ERROR)
+        self._span.end()
+
+
+class CoreTrace:
+    """The span of one generation in the engine; ended exactly once."""
+
+    def __init__(self, span: Any) -> None:
+        self._span = span
+        self._began_ns = time.time_ns()
+        self._ended = False
+
+    def finished(self, end: Ended, *, num_prompt: int) -> None:
+        """The first choice has ended; the engine's times become events."""
+        began = self._began_ns
+        if end.queued_s is not None:
+            self._span.add_event("journey.SCHEDULED", timestamp=began + int(end.queued_s * NS))
+        for after_s in end.preempted_s:
+            self._span.add_event("journey.PREEMPTED", timestamp=began + int(after_s * NS))
+        if end.first_token_s is not None:
+            at = began + int(end.first_token_s * NS)
+            self._span.add_event("journey.FIRST_TOKEN", timestamp=at)
+        self._span.set_attributes(
+            {
+                "gen_ai.usage.input_tokens": num_prompt,
+                "gen_ai.usage.output_tokens": end.num_output,
+                "headrace.num_preemptions": end.num_preemptions,
+                "headrace.num_cached": end.num_cached,
+            }
+        )
+        self._end(end.reason)
+
+    def lost(self, reason: str) -> None:
+        """It ended without the engine's word: the client left ("abort"), or the engine failed ("error")."""
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self._span.add_event("journey.FINISHED", {"reason": reason})
+            self._span.end()

@@ -1,0 +1,52 @@
+"""Insertion between a prompt and a suffix ("fill in the middle"), with the control tokens that a vocabulary has for it.
+
+Models are trained on prefix, suffix, middle in this order; one family puts the suffix first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.base.errors import InvalidRequest
+from headrace.front.text.tokenizer import Tokenizer
+
+
+class Markers(msgspec.Struct, frozen=True):
+    """The tokens before the prefix, before the suffix and (unless empty) before the middle."""
+
+    prefix: str
+    suffix: str
+    middle: str
+    suffix_first: bool = False
+
+
+MARKERS = (
+    Markers("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    Markers("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    Markers("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    Markers("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    Markers("<PRE>", "<SUF>", "<MID>"),
+    Markers("[PREFIX]", "[SUFFIX]", "", suffix_first=True),
+)
+
+
+def between(tokenizer: Tokenizer, prompt_ids: Sequence[int], suffix: str) -> list[int]:
+    """The prompt that asks for what stands between `prompt_ids` and `suffix`."""
+    for markers in MARKERS:
+        names = (markers.prefix, markers.suffix, markers.middle)
+        ids = [tokenizer.token_id(name) for name in names if name]
+        if None not in ids:
+            break
+    else:
+        raise InvalidRequest(
+            "suffix: this model's vocabulary has no tokens for insertion", field="suffix"
+        )
+    known = [i for i in ids if i is not None]
+    bos = tokenizer.special_id("bos_token")
+    start = list(prompt_ids[:1]) if prompt_ids and prompt_ids[0] == bos else []
+    prefix = [known[0], *prompt_ids[len(start) :]]
+    tail = [known[1], *tokenizer.encode_plain(suffix)]
+    parts = [*tail, *prefix] if markers.suffix_first else [*prefix, *tail]
+    return [*start, *parts, *known[2:]]

@@ -1,0 +1,67 @@
+"""From `StructuredOutputs` to a node: exactly one kind, every size checked before work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.grammar import Ebnf, Either, Json, Lark, Literal, Node, Regex
+from headrace.base.wire.params import StructuredOutputs
+from headrace.front.text.structure.schema import checked_schema
+from headrace.front.text.structure.structural_tag import structural_tag
+
+MAX_CHOICES = 4096
+MAX_CHOICE_CHARS = 4096
+MAX_REGEX_CHARS = 8192
+MAX_GRAMMAR_CHARS = 64 * 1024
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+def node_of(asked: StructuredOutputs, *, field: str = "structured_outputs") -> Node:
+    """The node; InvalidRequest if not exactly one kind is asked for, or it is malformed or too large."""
+    given = [kind for kind in KINDS if getattr(asked, kind) not in (None, False)]
+    if len(given) != 1:
+        told = " and ".join(given) or "none"
+        raise InvalidRequest(
+            f"{field}: exactly one of {', '.join(KINDS)} is needed; got {told}", field=field
+        )
+    where = f"{field}.{given[0]}" if field == "structured_outputs" else field
+    if asked.json is not None or asked.json_object:
+        return _json(asked, where)
+    if asked.regex is not None:
+        return Regex(_text(asked.regex, where, MAX_REGEX_CHARS))
+    if asked.choice is not None:
+        return _choice(asked.choice, where)
+    if asked.grammar is not None:
+        return _grammar(_text(asked.grammar, where, MAX_GRAMMAR_CHARS))
+    return structural_tag(asked.structural_tag, field=where)
+
+
+def _json(asked: StructuredOutputs, field: str) -> Json:
+    schema = '{"type":"object"}'
+    if asked.json is not None:
+        close = bool(asked.disable_additional_properties)
+        schema = checked_schema(asked.json, field=field, close_objects=close)
+    whitespace = asked.whitespace_pattern
+    if whitespace is not None:
+        _text(whitespace, f"{field.split('.')[0]}.whitespace_pattern", 256)
+    return Json(schema, compact=bool(asked.disable_any_whitespace), whitespace=whitespace)
+
+
+def _choice(choices: Any, field: str) -> Node:
+    if len(choices) > MAX_CHOICES:
+        raise InvalidRequest(f"{field}: {len(choices)} choices; {MAX_CHOICES} allowed", field=field)
+    if not choices:
+        raise InvalidRequest(f"{field}: an empty list; at least one choice is needed", field=field)
+    return Either(tuple(Literal(_text(choice, field, MAX_CHOICE_CHARS)) for choice in choices))
+
+
+def _grammar(text: str) -> Node:
+    """GBNF defines with `::=`, Lark with `:`."""
+    return Ebnf(text) if "::=" in text else Lark(text)
+
+
+def _text(given: Any, field: str, most: int) -> str:
+    if not isinstance(given, str) or not 0 < len(given) <= most:
+        raise InvalidRequest(f"{field}: must be a text of 1 to {most} characters", field=field)
+    return given

@@ -1,0 +1,173 @@
+"""Tool calls as a grammar: written as the model's family writes them, with the arguments under each tool's schema.
+
+`required` is calls and nothing else, one or more; a named tool is one call of it; with `auto` the text is free until a
+call begins. The parser of the same family reads what comes out (front/text/parsing).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.grammar import (
+    Either,
+    Json,
+    Literal,
+    Node,
+    Regex,
+    Repeat,
+    Tag,
+    Triggered,
+    Until,
+)
+from headrace.base.wire.grammar import Sequence as InTurn
+from headrace.front.text.parsing.writing import CallWriting
+from headrace.front.text.parsing.xml_parameters import is_text
+from headrace.front.text.structure.schema import checked_schema
+
+MAX_CALLS = 64
+_BEHIND_TRIGGER = re.compile(r'\n|\[?\{"|\{name\}')
+_NOTHING = Literal("")
+
+
+def required_calls(
+    tools: Sequence[Mapping[str, Any]], writing: CallWriting, *, at_most_one: bool
+) -> Node:
+    """Calls of these tools and nothing else: one, or one and more."""
+    calls = [_call(tool, writing, f"tools[{i}]") for i, tool in enumerate(tools)]
+    repeated = Repeat(Either(tuple(calls)), 1 if at_most_one else MAX_CALLS, writing.between)
+    return InTurn((Literal(writing.begin), repeated, Literal(writing.end)))
+
+
+def strict_calls(tools: Sequence[Mapping[str, Any]], writing: CallWriting) -> Node | None:
+    """Free text in which every call of a strict tool obeys its schema; None where no text tells that a call begins."""
+    trigger = _BEHIND_TRIGGER.split(writing.begin + writing.call_begin, maxsplit=1)[0]
+    if not any(character.isalpha() for character in trigger):
+        return None
+    calls = tuple(
+        _call(tool, writing, f"tools[{i}]", any_arguments=not _is_strict(tool))
+        for i, tool in enumerate(tools)
+    )
+    if writing.begin:
+        inside = Repeat(Either(calls), MAX_CALLS, writing.between)
+        return Triggered((trigger,), (Tag(writing.begin, inside, writing.end),))
+    return Triggered((trigger,), tuple(_as_tag(call) for call in calls))
+
+
+def _as_tag(call: Node) -> Tag:
+    """A call as a tag: its first literal is what it begins with."""
+    assert isinstance(call, InTurn) and isinstance(call.items[0], Literal)
+    return Tag(call.items[0].text, InTurn(call.items[1:]), "")
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
+    return isinstance(function, Mapping) and function.get("strict") is True
+
+
+def _call(
+    tool: Mapping[str, Any], writing: CallWriting, field: str, *, any_arguments: bool = False
+) -> Node:
+    """One call of one tool; with `any_arguments` its schema is left aside."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+        raise InvalidRequest(f"{field}.function.name: a text is needed", field=field)
+    begin, end = _filled(writing.call_begin, name), _filled(writing.call_end, name)
+    if any_arguments:
+        if writing.arguments != "json":
+            last = end[-1].text if isinstance(end[-1], Literal) else ""
+            return InTurn((*begin, Until(last)))
+        return InTurn((*begin, Json('{"type": "object"}'), *end))
+    given = function.get("parameters") or {"type": "object", "properties": {}}
+    where = f"{field}.function.parameters"
+    schema = checked_schema(given, field=where, close_objects=_is_strict(tool))
+    document = json.loads(schema)
+    document.setdefault("type", "object")
+    if writing.arguments == "json":
+        return InTurn((*begin, Json(json.dumps(document, ensure_ascii=False)), *end))
+    return InTurn((*begin, *_Parameters(writing, document).nodes(), *end))
+
+
+def _filled(template: str, name: str) -> tuple[Node, ...]:
+    """A template with the name in it; a call's number is any."""
+    parts = template.replace("{name}", name).split("{n}")
+    found: list[Node] = [Literal(parts[0])]
+    for part in parts[1:]:
+        found += [Regex("[0-9]{1,3}"), Literal(part)]
+    return tuple(found)
+
+
+class _Parameters:
+    """Arguments written one by one, in the order of the schema; those that are not required may be left out."""
+
+    def __init__(self, writing: CallWriting, schema: Mapping[str, Any]) -> None:
+        self._writing = writing
+        self._required = schema.get("required", [])
+        self._properties: Mapping[str, Any] = schema.get("properties", {})
+        self._definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+    def nodes(self) -> tuple[Node, ...]:
+        """The arguments in turn."""
+        if self._writing.arguments == "tags":
+            return tuple(
+                self._maybe(key, self._tagged(key, schema))
+                for key, schema in self._properties.items()
+            )
+        return self._with_commas()
+
+    def _maybe(self, key: str, node: Node) -> Node:
+        return node if key in self._required else Either((node, _NOTHING))
+
+    def _tagged(self, key: str, schema: Any) -> Node:
+        text = is_text(schema)
+        template = self._writing.parameter
+        if text and self._writing.text_parameter:
+            template = self._writing.text_parameter
+        begin, _, end = template.replace("{key}", key).partition("{value}")
+        if not text:
+            return InTurn((Literal(begin), self._json(schema), Literal(end)))
+        return InTurn((Literal(begin), *self._text(schema, end)))
+
+    def _text(self, schema: Mapping[str, Any], end: str) -> tuple[Node, ...]:
+        """A text as it is, up to and with what ends it."""
+        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        if values and all(isinstance(value, str) for value in values):
+            return Either(tuple(Literal(value) for value in values)), Literal(end)
+        return (Until(end),)
+
+    def _with_commas(self) -> tuple[Node, ...]:
+        """Required ones first, then the others; a comma between any two."""
+        keys = sorted(self._properties, key=lambda key: key not in self._required)
+        assigned = [self._assigned(key, self._properties[key]) for key in keys]
+        count = sum(key in self._required for key in keys)
+        comma = Literal("," if self._writing.arguments == "bare" else ", ")
+        tail: Node = _NOTHING
+        for node in reversed(assigned[max(count, 1) :]):
+            tail = InTurn((Either((InTurn((comma, node)), _NOTHING)), tail))
+        if not assigned:
+            return ()
+        first: list[Node] = [assigned[0]]
+        for node in assigned[1:count]:
+            first += [comma, node]
+        whole = InTurn((*first, tail))
+        return (whole,) if count else (Either((whole, _NOTHING)),)
+
+    def _assigned(self, key: str, schema: Any) -> Node:
+        quote = self._writing.quote
+        if self._writing.arguments == "bare":
+            begin = Literal(f"{key}:")
+            if is_text(schema):
+                return InTurn((begin, Literal(quote), *self._text(schema, quote)))
+            return InTurn((begin, self._json(schema)))
+        begin = Literal(f"{key}=")
+        if isinstance(schema, Mapping) and schema.get("type") == "boolean":
+            return InTurn((begin, Either((Literal("True"), Literal("False")))))
+        return InTurn((begin, self._json(schema)))
+
+    def _json(self, schema: Any) -> Json:
+        whole = {**schema, **self._definitions} if isinstance(schema, dict) else {}
+        return Json(json.dumps(whole, ensure_ascii=False), compact=True)

@@ -1,0 +1,75 @@
+"""Recorded decodes give the tokens of steps that are run as they are, for any mix of requests (ENG-21, P17)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.back.kernels.native.library import NativeLibrary, load
+from headrace.back.runner import devices
+from headrace.back.runner.buckets import BucketSteps
+from headrace.back.runner.tapes import Tapes
+from headrace.base.config.options import CommandLine
+from headrace.base.wire.params import RowSampling, StopRules
+from headrace.base.wire.request import EngineRequest
+from headrace.bench.offline import OfflineEngine
+from headrace.launch.facts import resolve_options
+
+BUNDLED = Path(__file__).parents[3] / "demo" / "model"
+
+pytestmark = pytest.mark.skipif(
+    not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
+)
+
+
+def engine(*extra: str) -> OfflineEngine:
+    line = CommandLine("test", "", groups=("model", "kv", "scheduler", "device"))
+    words = ["--model", str(BUNDLED), "--max-model-len", "256", "--no-prefix-caching"]
+    _, options = line.parse([*words, *extra])
+    return OfflineEngine(resolve_options(options))
+
+
+def answers(running: OfflineEngine, lengths: list[tuple[int, int, float]]) -> list[list[int]]:
+    """Tokens of requests of (prompt, output, temperature) that enter in twos while others run."""
+    rng, found = np.random.default_rng(5), {}
+    waiting = []
+    for at, (prompt, output, temperature) in enumerate(lengths):
+        ids = rng.integers(0, running.spec.model.logits_width, prompt, dtype=np.int32)
+        sampling = RowSampling(temperature=temperature, seed=at)
+        stop = StopRules(max_tokens=output)
+        waiting.append(EngineRequest(id=at + 1, prompt=ids.tobytes(), stop=stop, sampling=sampling))
+        found[at + 1] = []
+    left = len(waiting)
+    while left:
+        for request in waiting[:2]:
+            running.core.add(request)
+        del waiting[:2]
+        tokens = running.core.step(wait=True).tokens
+        if tokens is None:
+            continue
+        for request_id, token in zip(tokens.ids.tolist(), tokens.tokens.tolist(), strict=True):
+            found[request_id].append(token)
+        left -= len(tokens.finished)
+    return list(found.values())
+
+
+def replay_of(running: OfflineEngine) -> Tapes:
+    steps = running.executor._runner._steps
+    assert isinstance(steps, BucketSteps) and isinstance(steps._replay, Tapes), steps
+    return steps._replay
+
+
+@pytest.mark.parametrize("options", [(), ("--dtype", "float32"), ("--quantization", "int8")])
+def test_replayed_decodes_give_the_tokens_of_steps_run_as_they_are(options, monkeypatch):
+    lengths = [(3 + 7 * i % 40, 5 + 11 * i % 30, 0.0 if i % 3 else 0.8) for i in range(14)]
+    recorded = engine(*options)
+    first, again = answers(recorded, lengths), answers(recorded, lengths)
+    replay = replay_of(recorded)
+    assert replay.num_tapes >= 3 and replay.foreign == ()
+    recorded.close()
+    monkeypatch.setattr(devices, "_why_exact", lambda machine: "for the test")
+    exact = engine(*options)
+    assert answers(exact, lengths) == first == again
+    exact.close()

@@ -1,0 +1,118 @@
+"""Grammar masks against the oracle that is there already: a row under a mask draws what it would draw if only the ids
+of the mask were allowed to it; rows without one draw the same bits as without any mask in the step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.back.sampling.sampler import Sampler, failures
+from headrace.base.wire.grammar import pack_masks, unpack_masks
+from headrace.base.wire.params import RowSampling
+from headrace.base.wire.step import RowStart
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+OPTIONS = [
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 1.3, "top_k": 7, "min_p": 0.02},
+    {"temperature": 1.0, "top_p": 0.6, "repetition_penalty": 1.4},
+    {"temperature": 0.0, "logprobs": 3, "presence_penalty": 1.5},
+    {"temperature": 1.0, "logprobs": 2, "logprobs_mode": "processed"},
+]
+
+
+def mask_of(ids: list[int], width: int) -> np.ndarray:
+    bits = np.zeros(-(-width // 32) * 32, np.uint8)
+    bits[ids] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def draw(
+    settings: list[RowSampling], logits: torch.Tensor, device: str, payload: bytes
+) -> tuple[list[int], list[tuple[list[int], list[float]]], set[int]]:
+    where = torch.device(device)
+    width = logits.shape[1]
+    sampler = Sampler(max_rows=len(settings) + 3, logits_width=width, device=where)
+    prompt = np.arange(4, dtype=np.int32)
+    for i, setting in enumerate(settings):
+        sampler.start(
+            RowStart(row=i + 2, request=i, tokens=prompt, num_prompt=4, num_computed=0,
+                     sampling=setting)
+        )  # fmt: skip
+    tokens = torch.zeros((len(settings) + 3, 8), dtype=torch.int32, device=where)
+    tokens[:, :4] = torch.arange(4)
+    rows = np.arange(len(settings)) + 2
+    moved = logits.clone().to(where)
+    result = sampler.sample(
+        moved, sampler.greedy(moved), rows=rows, positions=np.full(len(settings), 4),
+        tokens=tokens, masks=payload,
+    )  # fmt: skip
+    if device == "cuda":
+        torch.cuda.synchronize()
+    left = None if result.left_N is None else result.left_N.cpu().numpy()
+    failed = set(failures(result.best_N.cpu().numpy(), left))
+    told = [] if result.told is None else list(result.told.rows())
+    return (
+        result.token_N.cpu().tolist(),
+        [(row.ids.tolist(), row.values.tolist()) for row in told if row.index not in failed],
+        failed,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [97, 2048, 5003])
+def test_a_mask_is_what_allowed_ids_would_be_and_others_do_not_notice(
+    device: str, width: int
+) -> None:
+    random = np.random.default_rng(width)
+    logits = torch.from_numpy(random.normal(size=(12, width)).astype(np.float32) * 3)
+    settings = [
+        RowSampling(seed=i, **OPTIONS[i % len(OPTIONS)])  # type: ignore[arg-type]
+        for i in range(12)
+    ]
+    masked = [1, 2, 5, 7, 8, 9]
+    allowed = {i: sorted(random.choice(width, 9, replace=False).tolist()) for i in masked}
+    payload = pack_masks(
+        np.array([i + 2 for i in masked], np.int32),
+        np.stack([mask_of(allowed[i], width) for i in masked]),
+    )
+    import msgspec
+
+    twins = [
+        msgspec.structs.replace(one, allowed_ids=tuple(allowed[i])) if i in allowed else one
+        for i, one in enumerate(settings)
+    ]
+    found = draw(settings, logits, device, payload)
+    assert found == draw(twins, logits, device, b"")
+    free = draw(settings, logits, device, b"")
+    for i in set(range(12)) - set(masked):
+        assert found[0][i] == free[0][i]
+    assert all(found[0][i] in allowed[i] for i in masked)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mask_counts_for_its_step_alone_and_an_empty_one_fails_its_row(device: str) -> None:
+    logits = torch.linspace(0, 1, 64).repeat(3, 1)
+    settings = [RowSampling(temperature=0.0) for _ in range(3)]
+    payload = pack_masks(np.array([2, 4], np.int32), np.stack([mask_of([5], 64), mask_of([], 64)]))
+    tokens, _, failed = draw(settings, logits, device, payload)
+    assert tokens[:2] == [5, 63] and failed == {2}
+    assert draw(settings, logits, device, b"")[0] == [63, 63, 63]
+
+
+def test_ids_beyond_the_mask_are_not_allowed() -> None:
+    """A vocabulary that is smaller than the logits (P26)."""
+    logits = torch.zeros(1, 100)
+    logits[0, 90] = 9.0
+    payload = pack_masks(np.array([2], np.int32), np.full((1, 2), -1, np.int32))
+    assert draw([RowSampling(temperature=0.0)], logits, "cpu", payload)[0][0] < 64
+
+
+def test_the_payload_comes_back_as_it_was() -> None:
+    rows, masks = np.array([3, 1], np.int32), np.arange(6, dtype=np.int32).reshape(2, 3)
+    back = unpack_masks(pack_masks(rows, masks))
+    assert (back[0] == rows).all() and (back[1] == masks).all()
+    assert pack_masks(rows[:0], masks[:0]) == b"" and len(unpack_masks(b"")[0]) == 0

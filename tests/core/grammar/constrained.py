@@ -1,0 +1,96 @@
+"""A core with a grammar gate over the bundled model's vocabulary, on the null executor: it draws at random from what a
+mask allows, which explores a grammar far better than a model that writes sense."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.back.executor.null import NullBehaviour
+from headrace.base.config.resolved import EngineSpec
+from headrace.base.wire.grammar import Constraint, Node, ReasoningRule, Vocabulary, pack
+from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import EngineRequest, Finished
+from headrace.core.grammar.compiler import CompileLimits
+from headrace.core.grammar.gate import GrammarGate
+from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
+from headrace.launch.vocabulary import vocabulary_of
+from tests.core.harness import Driver, make_request, make_spec
+
+MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
+EOS = (4089, 4087)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(str(MODEL))
+
+
+def spec_for(**fields: Any) -> EngineSpec:
+    spec = make_spec(**{"num_blocks": 512, "block_tokens": 8, "max_model_len": 1024, **fields})
+    model = msgspec.structs.replace(spec.model, logits_width=4096, eos_ids=EOS)
+    return msgspec.structs.replace(spec, model=model)
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    return vocabulary_of(str(MODEL), spec_for().model)
+
+
+def constrained(
+    id: int,
+    node: Node | None,
+    *,
+    reasoning: ReasoningRule | None = None,
+    prompt: Any = 8,
+    **fields: Any,
+) -> EngineRequest:
+    """A request with a grammar, sampled at random."""
+    settings: dict[str, Any] = {
+        "max_tokens": 400,
+        "stop_ids": EOS,
+        "sampling": RowSampling(temperature=1.0, seed=id),
+        **fields,
+    }
+    rule = pack(Constraint(grammar=node, reasoning=reasoning))
+    return make_request(id, prompt, gates={"grammar": rule}, **settings)
+
+
+class GrammarDriver(Driver):
+    """A driver whose core has a grammar gate, on the real clock."""
+
+    def __init__(
+        self,
+        spec: EngineSpec | None = None,
+        *,
+        limits: CompileLimits | None = None,
+        gate: GrammarGate | None = None,
+        behaviour: NullBehaviour | None = None,
+    ) -> None:
+        self.gate = gate or GrammarGate(vocabulary, limits=limits)
+        super().__init__(
+            spec or spec_for(), gates=[self.gate], clock=time.monotonic, behaviour=behaviour
+        )
+
+    def finish(self, *ids: int, within_s: float = 60.0) -> None:
+        """Steps until these have ended."""
+        end = time.monotonic() + within_s
+        while not all(id in self.finished for id in ids):
+            assert time.monotonic() < end, f"not within {within_s} s: {self.ask('status')}"
+            if self.core.has_work:
+                self.step()
+            else:
+                time.sleep(self.core.idle_s or 0.001)
+
+    def text(self, id: int) -> str:
+        """What the request wrote, control tokens left out."""
+        return tokenizer().decode(self.tokens[id])
+
+    def run_one(self, request: EngineRequest) -> tuple[str, Finished]:
+        self.add(request)
+        self.finish(request.id)
+        return self.text(request.id), self.finished[request.id]

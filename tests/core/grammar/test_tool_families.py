@@ -1,0 +1,119 @@
+"""Forced calls in every family's format: what the grammar lets through is read by the same family's parser as calls of
+the tools, with arguments that their schemas allow."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from headrace.core.grammar.gate import GrammarGate
+from headrace.front.text.parsing.parser import AnswerFormat, schemas_of
+from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part
+from headrace.front.text.parsing.families_tools import TOOL_FAMILIES, ToolFamily
+from headrace.front.text.structure.tools import required_calls, strict_calls
+from tests.core.grammar.constrained import GrammarDriver, constrained, vocabulary
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "pattern": "^[A-Za-z]{1,8}$", "maxLength": 8},
+                    "unit": {"enum": ["C", "F"]},
+                    "days": {"type": "integer", "minimum": 0, "maximum": 9},
+                },
+                "required": ["unit", "days"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "stop",
+            "parameters": {
+                "type": "object",
+                "properties": {"now": {"type": "boolean"}},
+                "required": ["now"],
+                "additionalProperties": False,
+            },
+        },
+    },
+]
+PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+
+
+@pytest.fixture(scope="module")
+def gate() -> GrammarGate:
+    return GrammarGate(vocabulary)
+
+
+def calls_of(family: ToolFamily, text: str) -> tuple[list[tuple[str, Any]], str]:
+    """The calls that the family's parser reads, and the content beside them."""
+    answers = AnswerFormat(tools=family)
+    parser = answers.parser(prompt_tail="<|start|>assistant", schemas=schemas_of(TOOLS))
+    assert parser is not None
+    parts: list[Part] = [*parser.push(text), *parser.finish()]
+    names = [part.name for part in parts if isinstance(part, CallBegin)]
+    arguments = ["" for _ in names]
+    for part in parts:
+        if isinstance(part, CallArguments):
+            arguments[part.index] += part.text
+    content = "".join(part.text for part in parts if isinstance(part, Content))
+    return [(n, json.loads(a or "{}")) for n, a in zip(names, arguments, strict=True)], content
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES, ids=lambda family: family.name)
+def test_a_forced_call_is_read_as_a_call(gate: GrammarGate, family: ToolFamily) -> None:
+    driver = GrammarDriver(gate=gate)
+    node = required_calls(TOOLS, family.writing, at_most_one=True)
+    ended = 0
+    for seed in range(1, 7):
+        text, end = driver.run_one(constrained(seed, node, max_tokens=500))
+        assert end.error is None, end.error
+        if end.reason != "stop":
+            continue  # a text without a bound, drawn at random
+        ended += 1
+        calls, content = calls_of(family, text)
+        assert len(calls) == 1 and not content.strip(), text
+        name, arguments = calls[0]
+        schema = PARAMETERS[name]
+        if family.writing.arguments != "json":  # bare texts: their patterns are not held
+            arguments.pop("city", None)
+        jsonschema.validate(arguments, schema)
+    assert ended >= 2
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES, ids=lambda family: family.name)
+def test_several_calls_are_read_one_by_one(gate: GrammarGate, family: ToolFamily) -> None:
+    driver = GrammarDriver(gate=gate)
+    only = [TOOLS[1]]
+    node = required_calls(only, family.writing, at_most_one=False)
+    most = 0
+    for seed in range(1, 9):
+        text, end = driver.run_one(constrained(seed, node, max_tokens=300))
+        if end.reason == "stop":
+            calls, content = calls_of(family, text)
+            assert calls and all(name == "stop" for name, _ in calls), text
+            assert not content.strip(), (content, text)
+            most = max(most, len(calls))
+    assert most >= 1
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES, ids=lambda family: family.name)
+def test_strict_tools_leave_text_free(gate: GrammarGate, family: ToolFamily) -> None:
+    """It compiles, free text goes through, and a model is never held to call."""
+    node = strict_calls(TOOLS, family.writing)
+    if node is None:
+        assert not (family.writing.begin + family.writing.call_begin).startswith("<")
+        return
+    driver = GrammarDriver(gate=gate)
+    text, end = driver.run_one(constrained(1, node, max_tokens=30))
+    assert end.error is None and text

@@ -1,0 +1,365 @@
+"""Anthropic Messages with the official client, over real sockets, against the bundled model (API-04, API-14)."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.api.serving import Served, eventually
+from tests.dialects import agent
+from tests.dialects.conftest import KEY, OTHER
+
+GREEDY: Any = {"temperature": 0}
+ADD: Any = [{"role": "user", "content": "What is 17 + 25?"}]
+WEATHER: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+THINK: Any = {"type": "enabled", "budget_tokens": 1024}
+
+
+def ask(claude: anthropic.Anthropic, messages: Any = ADD, **more: Any) -> anthropic.types.Message:
+    more = {"max_tokens": 400, "extra_body": GREEDY, **more}
+    return claude.messages.create(model="demo", messages=messages, **more)
+
+
+def test_an_answer_has_what_the_type_requires(claude: anthropic.Anthropic) -> None:
+    answer = ask(claude)
+    assert answer.id.startswith("msg_") and answer.type == "message" and answer.role == "assistant"
+    assert answer.model == "demo" and answer.stop_reason == "end_turn"
+    (block,) = answer.content
+    assert block.type == "text" and "42" in block.text
+    assert answer.usage.output_tokens > 0 and answer._request_id
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"max_tokens": 2000, "thinking": THINK},
+        {"max_tokens": 2000, "thinking": {**THINK, "display": "omitted"}},
+        {"messages": WEATHER, "tools": agent.for_messages()},
+        {"max_tokens": 2},
+        {"stop_sequences": ["2"]},
+    ],
+    ids=["plain", "thinking", "omitted", "tools", "cut", "stop"],
+)
+def test_a_stream_folds_to_the_full_message(
+    claude: anthropic.Anthropic, asked: dict[str, Any]
+) -> None:
+    full = ask(claude, **asked)
+    call: Any = {"max_tokens": 400, "messages": ADD, "extra_body": GREEDY, **asked}
+    with claude.messages.stream(model="demo", **call) as stream:
+        folded = stream.get_final_message()
+    for message in (full, folded):
+        message.usage.input_tokens += message.usage.cache_read_input_tokens or 0
+        message.usage.cache_read_input_tokens = 0
+
+    def shown(message: Any) -> Any:
+        found = message.model_dump(exclude={"id", "parsed_output"}, exclude_none=True)
+        for block in found["content"]:
+            block.pop("id", None)
+            if asked.get("thinking", {}).get("display"):
+                block.pop("signature", None)  # sealed with a fresh nonce each time
+            block.pop("parsed_output", None)
+        return found
+
+    assert shown(folded) == shown(full)
+
+
+def events_of(bundled: Served, **asked: Any) -> list[tuple[str, dict[str, Any]]]:
+    body = {"model": "demo", "messages": ADD, "max_tokens": 2000, "temperature": 0, "stream": True}
+    headers = {"x-api-key": KEY}
+    with httpx.stream(
+        "POST", bundled.url + "/v1/messages?beta=true", json={**body, **asked}, headers=headers, timeout=30
+    ) as response:  # fmt: skip
+        assert response.status_code == 200, response.read()
+        assert response.headers["request-id"].startswith("req-")
+        text = response.read().decode()
+    found = []
+    for event in text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    assert all(name == data["type"] for name, data in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "asked", [{"thinking": THINK}, {"messages": WEATHER, "tools": agent.for_messages()}]
+)
+def test_events_follow_the_grammar_of_the_contract(bundled: Served, asked: dict[str, Any]) -> None:
+    events = [(name, data) for name, data in events_of(bundled, **asked) if name != "ping"]
+    names = [name for name, _ in events]
+    assert names[0] == "message_start" and names[-2:] == ["message_delta", "message_stop"]
+    first = events[0][1]["message"]
+    assert first["type"] == "message" and first["role"] == "assistant" and first["content"] == []
+    open_index, last = None, -1
+    kinds: list[str] = []
+    deltas: dict[int, list[str]] = {}
+    for name, data in events[1:-2]:
+        match name:
+            case "content_block_start":
+                assert open_index is None and data["index"] == last + 1
+                open_index = last = data["index"]
+                kinds.append(data["content_block"]["type"])
+            case "content_block_delta":
+                assert data["index"] == open_index
+                deltas.setdefault(data["index"], []).append(data["delta"]["type"])
+            case "content_block_stop":
+                assert data["index"] == open_index
+                open_index = None
+            case _:
+                pytest.fail(name)
+    assert open_index is None
+    if "thinking" in asked:
+        assert kinds == ["thinking", "text"]
+        assert set(deltas[0][:-1]) == {"thinking_delta"} and deltas[0][-1] == "signature_delta"
+    else:
+        assert kinds[-1] == "tool_use" and set(deltas[last]) == {"input_json_delta"}
+        assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_an_agent_works_through_several_turns_with_tools(claude: anthropic.Anthropic) -> None:
+    """Every answer of the model goes back as it came; calls are carried out until it is done."""
+    messages: list[Any] = []
+    for question, tool in agent.QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        called = []
+        for _ in range(4):
+            answer = ask(claude, messages, tools=agent.for_messages())
+            messages.append({"role": "assistant", "content": answer.content})
+            calls = [block for block in answer.content if block.type == "tool_use"]
+            assert (answer.stop_reason == "tool_use") == bool(calls)
+            if not calls:
+                break
+            called += [call.name for call in calls]
+            assert all(call.id.startswith("toolu_") for call in calls)
+            results = [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": call.id,
+                    "content": agent.carry_out(call.name, dict(call.input)),
+                }
+                for call in calls
+            ]
+            messages.append({"role": "user", "content": results})
+        else:
+            pytest.fail("the model never finished")
+        assert tool in called
+        assert any(block.type == "text" and block.text for block in answer.content)
+
+
+def test_thinking_comes_first_signed_and_goes_back(claude: anthropic.Anthropic) -> None:
+    answer = ask(claude, max_tokens=2000, thinking=THINK)
+    thought, text = answer.content
+    assert thought.type == "thinking" and thought.thinking and thought.signature
+    assert text.type == "text" and "42" in text.text
+    details = answer.usage.output_tokens_details
+    assert details is not None and 0 < details.thinking_tokens < answer.usage.output_tokens
+    history = [*ADD, {"role": "assistant", "content": answer.content}]
+    again = ask(claude, [*history, {"role": "user", "content": "What is 3 + 4?"}])
+    assert "7" in str(again.content)
+
+
+def count(claude: anthropic.Anthropic, messages: Any, **more: Any) -> int:
+    return claude.messages.count_tokens(model="demo", messages=messages, **more).input_tokens
+
+
+def test_omitted_thinking_is_inside_its_signature_for_its_owner_alone(
+    claude: anthropic.Anthropic, bundled: Served
+) -> None:
+    omitted = {**THINK, "display": "omitted"}
+    answer = ask(claude, max_tokens=2000, thinking=omitted)
+    thought = answer.content[0]
+    assert thought.type == "thinking" and thought.thinking == "" and thought.signature
+    rest = [{"type": "text", "text": "42"}]
+    back = {"role": "user", "content": "Go on."}
+
+    def with_block(*blocks: Any) -> Any:
+        return [*ADD, {"role": "assistant", "content": [*blocks, *rest]}, back]
+
+    sealed = {"type": "thinking", "thinking": "", "signature": thought.signature}
+    redacted = {"type": "redacted_thinking", "data": thought.signature}
+    foreign = {"type": "redacted_thinking", "data": "EmwKAhgB"}
+    without = count(claude, with_block())
+    assert count(claude, with_block(sealed)) == count(claude, with_block(redacted)) > without
+    assert count(claude, with_block(foreign)) == without
+    with anthropic.Anthropic(base_url=bundled.url, api_key=OTHER, max_retries=0) as other:
+        assert count(other, with_block(sealed)) == without
+
+
+@pytest.mark.parametrize("thinking", [{"type": "disabled"}, None])
+def test_without_thinking_there_is_none(claude: anthropic.Anthropic, thinking: Any) -> None:
+    asked = {} if thinking is None else {"thinking": thinking}
+    assert [block.type for block in ask(claude, **asked).content] == ["text"]
+
+
+def test_adaptive_thinking_is_understood(claude: anthropic.Anthropic) -> None:
+    answer = ask(claude, max_tokens=2000, thinking={"type": "adaptive"})
+    assert answer.content[0].type == "thinking"
+
+
+def test_a_stop_sequence_is_told(claude: anthropic.Anthropic) -> None:
+    answer = ask(claude, stop_sequences=["nothing", "2"])
+    assert answer.stop_reason == "stop_sequence" and answer.stop_sequence == "2"
+    assert "2" not in str(answer.content)
+
+
+def test_cached_tokens_are_told_apart(claude: anthropic.Anthropic) -> None:
+    """input_tokens + cache_read_input_tokens is the prompt, whichever share of it was cached."""
+    system: Any = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; turn={n};"},
+        {"type": "text", "text": "Answer briefly. " * 20, "cache_control": {"type": "ephemeral"}},
+    ]
+    seen = []
+    for n in range(2):
+        system[0]["text"] = f"x-anthropic-billing-header: cc_version=1; turn={n};"
+        usage = ask(claude, system=system).usage
+        assert usage.cache_read_input_tokens is not None
+        seen.append(usage)
+    total = {usage.input_tokens + (usage.cache_read_input_tokens or 0) for usage in seen}
+    assert len(total) == 1, "what only bills is no part of the prompt"
+    assert (seen[1].cache_read_input_tokens or 0) >= 16
+
+
+def test_counting_equals_what_the_answer_bills(claude: anthropic.Anthropic) -> None:
+    usage = ask(claude, WEATHER, tools=agent.for_messages()).usage
+    counted = count(claude, WEATHER, tools=agent.for_messages())
+    assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_what_agents_send_is_understood(bundled: Served) -> None:
+    """Beta query and headers, blocks with cache_control, an environment block as system in mid-conversation."""
+    headers = {
+        "authorization": f"Bearer {KEY}",
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "claude-code-20250219,made-up-2026-01-01",
+    }
+    tool = {
+        **agent.for_messages()[0],
+        "cache_control": {"type": "ephemeral"},
+        "defer_loading": True,
+    }
+    body = {
+        "model": "demo",
+        "max_tokens": 32000,
+        "temperature": 0,
+        "metadata": {"user_id": json.dumps({"device_id": "x"})},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "tools": [tool, {"type": "bash_20250124", "name": "bash"}],
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hello!"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "Hello!"}]},
+            {"role": "system", "content": "The folder is /tmp."},
+            {"role": "user", "content": "What is 17 + 25?"},
+        ],
+    }
+    answer = httpx.post(
+        bundled.url + "/v1/messages?beta=true", json=body, headers=headers, timeout=30
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["context_management"] == {"applied_edits": []}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"system": [{"type": "image", "source": {}}]}, "system[0].type"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1023}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 4096}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "sometimes"}}, "thinking.type"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ({"temperature": 3}, "temperature"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+    ],
+)  # fmt: skip
+def test_a_bad_request_names_its_field(
+    claude: anthropic.Anthropic, change: dict[str, Any], said: str
+) -> None:
+    asked: Any = {"messages": ADD, "max_tokens": 2000, **change}
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        claude.messages.create(model="demo", extra_body=asked, messages=[], max_tokens=1)
+    body: Any = caught.value.body
+    assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["message"].startswith(said), body
+    assert body["request_id"] == caught.value.request_id
+
+
+def test_a_prompt_that_is_too_long_says_so_in_the_words_agents_parse(
+    claude: anthropic.Anthropic,
+) -> None:
+    for text in ("word " * 9000, "word " * 200_000):
+        with pytest.raises(
+            anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"
+        ):
+            ask(claude, [{"role": "user", "content": text}], max_tokens=10)
+
+
+def test_errors_are_the_clients_typed_exceptions(bundled: Served) -> None:
+    with anthropic.Anthropic(base_url=bundled.url, api_key="wrong", max_retries=0) as stranger:
+        with pytest.raises(anthropic.AuthenticationError):
+            ask(stranger)
+        with pytest.raises(anthropic.AuthenticationError):
+            stranger.models.list()
+    with (
+        anthropic.Anthropic(base_url=bundled.url, api_key=KEY, max_retries=0) as client,
+        pytest.raises(anthropic.NotFoundError),
+    ):
+        client.messages.create(model="other", messages=ADD, max_tokens=5)
+
+
+def test_models_are_listed_in_both_shapes(claude: anthropic.Anthropic, bundled: Served) -> None:
+    page = claude.models.list()
+    assert [card.id for card in page.data] == ["demo"] and page.data[0].type == "model"
+    assert claude.models.retrieve("demo").display_name == "demo"
+    with pytest.raises(anthropic.NotFoundError):
+        claude.models.retrieve("other")
+    plain = bundled.get("/v1/models", **{"x-api-key": KEY}).json()
+    assert plain["object"] == "list"
+
+
+def test_probes_at_the_start_are_answered(bundled: Served) -> None:
+    assert httpx.head(bundled.url + "/api/hello").status_code == 200
+    assert httpx.head(bundled.url + "/v1/models", headers={"x-api-key": KEY}).status_code == 200
+
+
+def test_warming_the_cache_answers_nothing(claude: anthropic.Anthropic) -> None:
+    answer = ask(claude, max_tokens=0)
+    assert answer.content == [] and answer.usage.output_tokens == 0
+
+
+def test_a_prefilled_answer_is_continued(claude: anthropic.Anthropic) -> None:
+    answer = ask(claude, [*ADD, {"role": "assistant", "content": "The answer is"}])
+    assert "42" in str(answer.content) and "The answer is" not in str(answer.content)
+
+
+def test_leaving_a_stream_ends_the_work(bundled: Served) -> None:
+    story = [{"role": "user", "content": "Tell me a long story."}]
+    body = {"model": "demo", "messages": story, "max_tokens": 4000, "stream": True}
+    body["stop_token_ids"] = []
+    headers = {"x-api-key": KEY}
+    with httpx.stream("POST", bundled.url + "/v1/messages", json=body, headers=headers) as response:
+        lines = response.iter_lines()
+        assert next(lines) == "event: message_start"
+    began = time.monotonic()
+    eventually(lambda: _at_rest(bundled), within_s=5)
+    assert time.monotonic() - began < 5
+
+
+def _at_rest(bundled: Served) -> bool:
+    core = bundled.get("/v1/requests", **{"x-api-key": KEY}).json()["engines"][0]
+    return bool(core["running"] == 0 and core["held_blocks"] == 0)

@@ -1,0 +1,68 @@
+"""The OpenAPI document: every route is in it, its schemas are schemas, and they take what the clients send."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from headrace.front.server.table import table
+from headrace.front.server.auth import PUBLIC
+from tests.api.serving import Served
+from tests.dialects import agent
+from tests.dialects.conftest import KEY
+
+
+@pytest.fixture(scope="module")
+def document(bundled: Served) -> Any:
+    assert bundled.get("/openapi.json").status_code == 401
+    return bundled.get("/openapi.json", **{"x-api-key": KEY}).json()
+
+
+def test_every_route_is_in_it(document: Any) -> None:
+    told = {(path, method) for path, item in document["paths"].items() for method in item}
+    routes = table()
+    wanted = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in routes
+        for method in route.described
+    }
+    assert told == wanted and len(told) >= 30
+    assert all(route.doc.strip() for route in routes), "every handler says what it does"
+    names = [item[m]["operationId"] for item in document["paths"].values() for m in item]
+    assert len(set(names)) == len(names)
+    for route in routes:
+        open_to_all = document["paths"][route.path.replace(":path", "")]
+        for operation in open_to_all.values():
+            assert (operation.get("security") == []) == (route.path in PUBLIC)
+
+
+def test_its_schemas_are_valid_and_every_reference_leads_somewhere(document: Any) -> None:
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    text = json.dumps(document)
+    references = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
+    assert references and references <= set(schemas)
+    assert not any("headrace" in name for name in schemas), "names are those of the requests"
+
+
+SAID: Any = [{"role": "user", "content": "x"}]
+BODIES: list[tuple[str, Any]] = [
+    ("/v1/chat/completions", {"model": "m", "messages": SAID}),
+    ("/v1/messages", {"max_tokens": 5, "messages": SAID, "tools": agent.for_messages()}),
+    ("/v1/responses", {"model": "m", "input": "x", "tools": agent.for_responses()}),
+    ("/v1/responses", {"input": SAID, "reasoning": {"effort": "low"}}),
+    ("/tokenize", {"prompt": "x"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_its_schemas_take_what_clients_send(document: Any, path: str, body: Any) -> None:
+    given = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    whole = {**given, "components": document["components"]}
+    jsonschema.Draft202012Validator(whole).validate(body)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(whole).validate([body])

@@ -1,0 +1,374 @@
+"""Structured output as clients see it: the official SDK, the real server, the bundled model."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from headrace.bench.startup import free_port, wait_ready
+
+ASK: Any = [{"role": "user", "content": "Make a JSON object with name Bob and age 30."}]
+HELLO: Any = [{"role": "user", "content": "Hello! Who are you?"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 30}},
+            "required": ["city"],
+        },
+    },
+}
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 999}},
+            "required": ["x"],
+        },
+        "strict": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    port = free_port()
+    command = [sys.executable, "-m", "headrace", "serve", "--port", str(port)]
+    process = subprocess.Popen([*command, "--log-level", "warning"])
+    wait_ready(f"http://127.0.0.1:{port}", process, time.perf_counter() + 60)
+    yield f"http://127.0.0.1:{port}"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def chat(client: openai.OpenAI, messages: Any = ASK, **fields: Any) -> Any:
+    fields = {"model": "headrace-demo", "max_tokens": 200, **fields}
+    return client.chat.completions.create(messages=messages, **fields)
+
+
+def structured(client: openai.OpenAI, **fields: Any) -> str:
+    answer = chat(client, extra_body={"structured_outputs": fields}, max_tokens=300)
+    assert answer.choices[0].finish_reason == "stop"
+    content: str = answer.choices[0].message.content
+    return content
+
+
+class Pet(BaseModel):
+    kind: Literal["cat", "dog"]
+    legs: int = Field(ge=0, le=8)
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=20)
+    age: int
+    pets: list[Pet] = Field(max_length=2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_sdk_parses_an_answer_into_its_model(client: openai.OpenAI, temperature: float) -> None:
+    parsed = client.chat.completions.parse(
+        model="headrace-demo", messages=ASK, response_format=Person, max_tokens=300,
+        temperature=temperature, seed=3,
+    )  # fmt: skip
+    person = parsed.choices[0].message.parsed
+    assert isinstance(person, Person) and parsed.choices[0].finish_reason == "stop"
+    if temperature == 0:
+        assert (person.name, person.age) == ("Bob", 30)
+
+
+def test_the_sdks_stream_accumulates_the_same_model(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="headrace-demo", messages=ASK, response_format=Person, max_tokens=300, temperature=0
+    ) as stream:
+        final = stream.get_final_completion()
+    plain = chat(client, response_format=_format(Person), max_tokens=300, temperature=0)
+    assert final.choices[0].message.content == plain.choices[0].message.content
+    assert isinstance(final.choices[0].message.parsed, Person)
+
+
+def _format(model: type[BaseModel]) -> Any:
+    schema = model.model_json_schema()
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
+def test_json_object_gives_an_object(client: openai.OpenAI) -> None:
+    answer = chat(client, response_format={"type": "json_object"}, temperature=0)
+    assert isinstance(json.loads(answer.choices[0].message.content), dict)
+
+
+def test_every_kind_of_structured_outputs(client: openai.OpenAI) -> None:
+    """API-24."""
+    assert structured(client, choice=["red", "green"]) in ("red", "green")
+    assert re.fullmatch(r"[a-z]{3}-\d\d", structured(client, regex=r"[a-z]{3}-\d\d"))
+    assert re.fullmatch(r"x[0-9]{3}", structured(client, grammar='start: "x" /[0-9]{3}/'))
+    assert re.fullmatch("a[0-9]{2}b", structured(client, grammar='root ::= "a" [0-9]{2} "b"'))
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}
+    jsonschema.validate(json.loads(structured(client, json=schema)), schema)
+    jsonschema.validate(json.loads(structured(client, json=json.dumps(schema))), schema)
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag", "begin": "<n>", "end": "</n>",
+            "content": {"type": "regex", "pattern": "[0-9]{2}"},
+        },
+    }  # fmt: skip
+    assert re.fullmatch("<n>[0-9]{2}</n>", structured(client, structural_tag=tag))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"guided_choice": ["yes", "no"]}, {"guided_regex": "yes|no"},
+     {"guided_json": {"enum": ["yes", "no"]}}, {"guided_grammar": 'start: "yes" | "no"'}],
+)  # fmt: skip
+def test_the_old_names_still_work(client: openai.OpenAI, field: dict[str, Any]) -> None:
+    answer = chat(client, extra_body=field)
+    assert answer.choices[0].message.content.strip('"') in ("yes", "no")
+
+
+def test_a_completion_can_be_structured_with_n_and_logprobs(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="headrace-demo", prompt="Say", n=4, logprobs=2, temperature=1, seed=1, max_tokens=40,
+        extra_body={"structured_outputs": {"choice": ["north", "south", "west"]}},
+    )  # fmt: skip
+    assert {choice.text for choice in answer.choices} <= {"north", "south", "west"}
+    for choice in answer.choices:
+        assert choice.logprobs is not None and choice.finish_reason == "stop"
+        assert "".join(choice.logprobs.tokens or []) == choice.text
+
+
+def test_stop_strings_cut_a_structured_answer(client: openai.OpenAI) -> None:
+    answer = chat(client, stop=["age"], response_format=_format(Person), temperature=0)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content.startswith('{"name"')
+    assert "age" not in answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_means_a_call_of_an_offered_tool(client: openai.OpenAI, stream: bool) -> None:
+    asked: Any = {"tools": [WEATHER, ADD], "tool_choice": "required", "temperature": 0}
+    name, arguments, reason = "", "", ""
+    if stream:
+        for chunk in chat(client, HELLO, stream=True, **asked):
+            for choice in chunk.choices:
+                assert not choice.delta.content
+                reason = choice.finish_reason or reason
+                for call in choice.delta.tool_calls or []:
+                    if call.index == 0:
+                        name += call.function.name or ""
+                        arguments += call.function.arguments or ""
+    else:
+        choice = chat(client, HELLO, **asked).choices[0]
+        reason, call = choice.finish_reason, choice.message.tool_calls[0]
+        name, arguments = call.function.name, call.function.arguments
+    tool = {"get_weather": WEATHER, "add": ADD}[name]
+    if reason != "length":
+        assert reason == "tool_calls"
+        jsonschema.validate(json.loads(arguments), tool["function"]["parameters"])
+
+
+def test_a_named_tool_is_called_once_whatever_was_said(client: openai.OpenAI) -> None:
+    for seed in range(4):
+        choice = chat(
+            client, HELLO, tools=[WEATHER, ADD], seed=seed, temperature=1,
+            tool_choice={"type": "function", "function": {"name": "add"}},
+        ).choices[0]  # fmt: skip
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "add" and choice.message.content is None
+        assert 0 <= json.loads(call.function.arguments)["x"] <= 999
+
+
+def test_allowed_tools_narrow_what_may_be_called(client: openai.OpenAI) -> None:
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "add"}}]}
+    choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
+    answer = chat(
+        client, HELLO, tools=[WEATHER, ADD], tool_choice=choice, parallel_tool_calls=False
+    )
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["add"]
+
+
+def test_auto_with_strict_tools_leaves_the_choice_and_holds_the_arguments(
+    client: openai.OpenAI,
+) -> None:
+    free = chat(client, HELLO, tools=[ADD], temperature=0).choices[0]
+    assert free.message.content and not free.message.tool_calls
+    strict: Any = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    ask: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    called = chat(client, ask, tools=[strict], temperature=0).choices[0]
+    (call,) = called.message.tool_calls
+    assert set(json.loads(call.function.arguments)) == {"city"}
+
+
+def test_the_grammar_begins_behind_the_reasoning(client: openai.OpenAI) -> None:
+    """API-05, API-12: thinking is free, the answer is not; the budget ends the thinking."""
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    for budget in (None, 0, 3):
+        body = {**thinking, "structured_outputs": {"choice": ["alpha", "beta"]}}
+        if budget is not None:
+            body["thinking_token_budget"] = budget
+        answer = chat(client, HELLO, extra_body=body, temperature=0)
+        assert answer.choices[0].message.content in ("alpha", "beta")
+        reasoning = answer.usage.completion_tokens_details.reasoning_tokens
+        if budget is not None:
+            assert reasoning <= budget + 4, "the tag itself may be several tokens"
+
+
+def test_a_budget_alone_shortens_the_thinking(client: openai.OpenAI) -> None:
+    ask: Any = [{"role": "user", "content": "What is 17 + 25?"}]
+    body = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 2}
+    answer = chat(client, ask, extra_body=body, temperature=0)
+    assert answer.usage.completion_tokens_details.reasoning_tokens <= 4
+    assert answer.choices[0].message.content
+
+
+def test_reasoning_can_be_left_out_of_the_answer(client: openai.OpenAI) -> None:
+    body = {"chat_template_kwargs": {"enable_thinking": True}}
+    seen = chat(client, HELLO, extra_body=body, temperature=0)
+    unseen = chat(client, HELLO, extra_body={**body, "include_reasoning": False}, temperature=0)
+    assert seen.choices[0].message.reasoning
+    assert "reasoning" not in unseen.choices[0].message.model_extra
+    assert unseen.choices[0].message.content == seen.choices[0].message.content
+    assert unseen.usage == seen.usage
+
+
+def test_an_effort_turns_thinking_on_and_none_turns_it_off(client: openai.OpenAI) -> None:
+    on = chat(client, HELLO, reasoning_effort="high", temperature=0)
+    off = chat(client, HELLO, reasoning_effort="none", temperature=0)
+    assert on.usage.completion_tokens_details.reasoning_tokens > 0
+    assert off.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needed"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": {
+        "a": {"not": {}}}}}}}, "response_format.json_schema.schema", ":/properties/a/not"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "int"}}}},
+     "response_format.json_schema.schema", "'int'"),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed"),
+    ({"structured_outputs": {"regex": "a" * 9000}}, "structured_outputs.regex", "8192"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
+    ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs", "nothing"),
+    ({"structured_outputs": {"json": {"enum": list(range(5000))}}}, "structured_outputs.json",
+     "4096"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+     "response_format", "excludes"),
+    ({"structured_outputs": {"regex": "a"}, "use_beam_search": True, "n": 2},
+     "structured_outputs", "beam"),
+    ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+     "tool_choice", "'sub'"),
+    ({"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}},
+     "tool_choice", "excludes"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+      "tool_choice": "required"}, "tools[0].function.parameters", "not"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), REFUSED)
+def test_what_cannot_be_is_refused_by_name_and_soon(
+    url: str, fields: dict[str, Any], param: str, words: str
+) -> None:
+    body = {"messages": HELLO, "max_tokens": 20, **fields}
+    began = time.perf_counter()
+    answer = httpx.post(url + "/v1/chat/completions", json=body, timeout=30)
+    spent = time.perf_counter() - began
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param, error
+    assert words in error["message"] and error["message"].startswith(param.split(".")[0])
+    assert spent < 5.0
+
+
+def test_bad_schemas_of_one_client_hold_up_nobody(url: str) -> None:
+    """REG-109, BEY-21: others stream on while one sends what cannot or should not be compiled."""
+    bombs: list[Any] = [
+        {"structured_outputs": {"regex": "((a{1,900}){1,900}){1,900}b"}},
+        {"structured_outputs": {"json": {"enum": [f"{i}-{'y' * 20}" for i in range(4000)]}}},
+        {"structured_outputs": {"regex": "(a" * 500}},
+        {"guided_grammar": 'start: ("a"|"b"|"c"){0,9999} "d"'},
+    ]
+
+    def send(fields: dict[str, Any]) -> int:
+        body = {"messages": HELLO, "max_tokens": 5, **fields}
+        return httpx.post(url + "/v1/chat/completions", json=body, timeout=60).status_code
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        attacks = [pool.submit(send, bomb) for bomb in bombs * 4]
+        plain = [pool.submit(send, {}) for _ in range(8)]
+        assert {one.result() for one in plain} == {200}
+        assert {one.result() for one in attacks} <= {200, 400}
+    assert httpx.get(url + "/health").status_code == 200
+
+
+def test_fuzzed_structures_never_give_a_server_error(url: str) -> None:
+    """P7, P12: whatever stands in these fields is the sender's error, or works."""
+    import random
+
+    random_ = random.Random(7)
+    values: list[Any] = [None, 0, -1, 1.5, "", "x", [], {}, [[]], {"type": "object"}, True, "\ud800",
+                         {"type": "json_schema"}, {"json_schema": 1}, ["a", 1], {"a" * 300: {}},
+                         {"$ref": "#"}, {"type": ["string", 3]}, '{"type":', "(" * 400]  # fmt: skip
+    keys = ["response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+            "guided_grammar", "tools", "tool_choice", "thinking_token_budget",
+            "reasoning_effort"]  # fmt: skip
+    inner = ["json", "regex", "choice", "grammar", "structural_tag", "json_object", "type",
+             "json_schema", "schema", "function", "name", "parameters"]  # fmt: skip
+
+    def value(depth: int) -> Any:
+        if depth and random_.random() < 0.5:
+            return {random_.choice(inner): value(depth - 1) for _ in range(random_.randint(1, 2))}
+        return random_.choice(values)
+
+    statuses = []
+    with httpx.Client(base_url=url, timeout=30) as http:
+        for _ in range(250):
+            chosen = random_.sample(keys, random_.randint(1, 2))
+            body = {"messages": HELLO, "max_tokens": 3, **{key: value(3) for key in chosen}}
+            statuses.append(
+                http.post("/v1/chat/completions", content=json.dumps(body),
+                          headers={"content-type": "application/json"}).status_code
+            )  # fmt: skip
+    assert set(statuses) <= {200, 400}, sorted(set(statuses))
+    assert statuses.count(400) > 50
+
+
+def test_scripts_have_it_too() -> None:
+    """`LLM`: the same field of SamplingParams."""
+    from headrace import LLM, SamplingParams, StructuredOutputs
+
+    with LLM(max_running=4) as llm:
+        asked = StructuredOutputs(choice=("left", "right"))
+        outputs = llm.generate(
+            ["Turn", "Go"], SamplingParams(structured_outputs=asked, n=2), progress=False
+        )
+        texts = [answer.text for output in outputs for answer in output.outputs]
+        assert len(texts) == 4 and set(texts) <= {"left", "right"}
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+                  "additionalProperties": False}  # fmt: skip
+        params = SamplingParams(structured_outputs=StructuredOutputs(json=schema), max_tokens=60)
+        answer = llm.chat([{"role": "user", "content": "JSON please"}], params, progress=False)
+        jsonschema.validate(json.loads(answer[0].text), schema)

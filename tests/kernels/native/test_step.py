@@ -1,0 +1,84 @@
+"""The kernels that stand between a message and a decode step: the same as their definitions, and what they refuse."""
+
+import pytest
+import torch
+
+from headrace.back.kernels.embedding import native as embedding
+from headrace.back.kernels.embedding.op import OP as EMBEDDING
+from headrace.back.kernels.embedding.op import EmbeddingProblem
+from headrace.back.kernels.native.library import NativeError
+from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.qk_rope_write import native as qk_rope_write
+from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
+from headrace.back.kernels.qk_rope_write.op import QKRopeWriteProblem
+from headrace.back.kernels.step_commit import native as step_commit
+from headrace.back.kernels.step_commit.op import OP as STEP_COMMIT
+from headrace.back.kernels.step_inputs import native as step_inputs
+from headrace.back.kernels.step_inputs.op import HEADER, StepInputsProblem
+from headrace.back.kernels.step_inputs.op import OP as STEP_INPUTS
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def kernel_of(library, module):
+    return Kernel(
+        name="native",
+        supports=lambda problem: None,
+        bind=lambda problem, *weights: module.bind_with(library, problem, *weights),
+    )
+
+
+@pytest.mark.parametrize("block_tokens", [8, 16, 32])
+def test_step_inputs_are_as_defined(library, block_tokens):
+    problem = StepInputsProblem(device="cpu", block_tokens=block_tokens, max_rows=9)
+    assert STEP_INPUTS.error(kernel_of(library, step_inputs), problem) == 0
+
+
+def test_step_commit_is_as_defined(library):
+    problem = StepInputsProblem(device="cpu", block_tokens=16, max_rows=9)
+    assert STEP_COMMIT.error(kernel_of(library, step_commit), problem) == 0
+
+
+@pytest.mark.parametrize("word, value", [(0, 6), (1, 13), (3, 5), (HEADER, -1), (HEADER + 18, 900)])
+def test_a_message_that_makes_no_sense_is_refused(library, word, value):
+    """Counts beyond the bucket, a row nobody has, a length beyond the tables: nothing outside is read or written."""
+    sample = STEP_INPUTS.sample(StepInputsProblem(device="cpu", block_tokens=16, max_rows=9))
+    words, tables, out = sample.arguments
+    words[word] = value
+    with pytest.raises(NativeError):
+        step_inputs.bind_with(library, sample.problem)(words, tables, out)
+    assert (out.token_ids_T == -1).all()
+
+
+def test_an_update_outside_the_tables_is_refused(library):
+    sample = STEP_INPUTS.sample(StepInputsProblem(device="cpu", block_tokens=16, max_rows=9))
+    words, tables, out = sample.arguments
+    words[sample.problem.updates_at] = tables.blocks_GMB.numel()
+    with pytest.raises(NativeError):
+        step_inputs.bind_with(library, sample.problem)(words, tables, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, kv_heads, head_dim, rotary, layout, eps", [
+    (4, 2, 128, 128, "half", 1e-6), (3, 1, 64, 64, "pairs", None), (2, 2, 80, 32, "half", 1e-5),
+    (1, 1, 6, 4, "half", 1e-6), (5, 5, 96, 96, "half", None), (2, 1, 256, 0, "half", 1e-6),
+])  # fmt: skip
+def test_qk_rope_write_is_as_defined(
+    library, dtype, heads, kv_heads, head_dim, rotary, layout, eps
+):
+    problem = QKRopeWriteProblem(
+        device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_tokens=16,
+        rotary_dim=rotary, layout=layout, eps=eps,
+    )  # fmt: skip
+    error = QK_ROPE_WRITE.error(kernel_of(library, qk_rope_write), problem)
+    assert error <= QK_ROPE_WRITE.tolerance(problem), error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lookup_copies_rows_and_refuses_others(library, dtype):
+    problem = EmbeddingProblem(device="cpu", dtype=dtype, rows=50, width=37)
+    assert EMBEDDING.error(kernel_of(library, embedding), problem) == 0
+    lookup = embedding.bind_with(library, problem, torch.ones(50, 37, dtype=dtype))
+    for id in (-1, 50):
+        with pytest.raises(NativeError):
+            lookup(torch.tensor([0, id]))

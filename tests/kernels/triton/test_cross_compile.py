@@ -1,0 +1,64 @@
+"""Every kernel compiles for GPUs that are not here, to their matrix instructions (cross_compile.py); a few of them in
+every run of the tests, all of them for all targets among the slow ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.base import env
+
+pytest.importorskip("triton")
+TARGETS = [
+    *("cuda:80", "cuda:90", "cuda:100", "cuda:120"),
+    *("hip:gfx942", "hip:gfx950", "hip:gfx1100", "hip:gfx1201"),
+]
+MATRIX = {
+    "cuda:80": "mma.sync",
+    "cuda:90": "wgmma",
+    "cuda:100": "tcgen05.mma",
+    "cuda:120": "mma.sync",
+    "hip:gfx942": "v_mfma",
+    "hip:gfx950": "v_mfma",
+    "hip:gfx1100": "v_wmma",
+    "hip:gfx1201": "v_wmma",
+}
+
+
+def compiled(cache: Path, *words: str) -> list[dict]:
+    """What cross_compile.py prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton.cross_compile", *words],
+        env=env.child_environment(TRITON_CACHE_DIR=str(cache), OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.timeout(400)
+def test_a_product_and_the_greedy_choice_compile_for_nvidia_and_amd(tmp_path: Path) -> None:
+    found = compiled(tmp_path, "skinny split", "cuda:90", "hip:gfx942")
+    found += compiled(tmp_path, "greedy", "cuda:90", "hip:gfx942")
+    assert len(found) == 4
+    for one in found[:2]:
+        assert MATRIX[one["target"]] in one["found"], one
+    assert "griddepcontrol" in found[0]["found"] and "cp.async" in found[0]["found"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles_for(target: str, tmp_path: Path) -> None:
+    found = compiled(tmp_path, target)
+    prefill = [
+        one
+        for one in found
+        if one["case"] == "attention 32/8x128" and one["kernel"] == "prefill_kernel"
+    ]
+    assert MATRIX[target] in prefill[0]["found"], prefill

@@ -1,0 +1,334 @@
+"""Every Triton kernel against its reference: in Triton's interpreter (test_interpreter.py starts this file there), and
+on a GPU, where sizes are larger and bfloat16 is tested too (`make test-gpu`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from headrace.back.kernels.attention import op as attention  # noqa: E402
+from headrace.back.kernels.attention import triton_attention  # noqa: E402
+from headrace.back.kernels.fused_linear import op as fused_linear  # noqa: E402
+from headrace.back.kernels.fused_linear import triton_fused_linear  # noqa: E402
+from headrace.back.kernels.gated_act import op as gated_act  # noqa: E402
+from headrace.back.kernels.gated_act import triton_gated_act  # noqa: E402
+from headrace.back.kernels.greedy import op as greedy  # noqa: E402
+from headrace.back.kernels.greedy import triton_greedy  # noqa: E402
+from headrace.back.kernels.gumbel import op as gumbel  # noqa: E402
+from headrace.back.kernels.gumbel import triton_gumbel  # noqa: E402
+from headrace.back.kernels.linear.table import ProductPlan  # noqa: E402
+from headrace.back.kernels.linear.triton_small import Product, launcher  # noqa: E402
+from headrace.back.kernels.qk_rope_write import op as qk_rope_write  # noqa: E402
+from headrace.back.kernels.qk_rope_write import triton_qk_rope_write  # noqa: E402
+from headrace.back.kernels.rms_norm import op as rms_norm  # noqa: E402
+from headrace.back.kernels.rms_norm import triton_rms_norm  # noqa: E402
+from headrace.back.kernels.triton.wrap import interpreted  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (interpreted() or torch.cuda.is_available()),
+        reason="no CUDA device here; test_interpreter.py runs these tests in the interpreter",
+    ),
+]
+DEVICE = "cpu" if interpreted() else "cuda"
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = [FP32, FP16] if interpreted() else [FP32, FP16, BF16]
+BOUND = {FP32: 1e-5, FP16: 2e-3, BF16: 1e-2}
+INF, NAN = float("inf"), float("nan")
+
+
+def close(ours: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the largest error lies within the dtype's bound of the largest value."""
+    ours, expected = ours.float(), expected.float()
+    return bool((ours - expected).abs().max() <= BOUND[dtype] * expected.abs().max())
+
+
+# heads, KV heads, head_dim, block_tokens, window, soft cap
+SHAPES = [
+    (4, 2, 64, 16, None, None),
+    (7, 1, 16, 7, 3, None),
+    (4, 4, 80, 16, None, 2.0),
+    (8, 2, 96, 4, 20, 5.0),
+    (2, 1, 128, 16, None, None),
+    (2, 1, 256, 16, 30, None),
+]
+ROWS = [(1, 1), (1, 37), (1, 300), (3, 3), (40, 95), (2, 130)]
+
+
+def attention_case(shape, dtype, rows, *, pad_rows=0, pad_tokens=0):
+    """A problem, its inputs on the device, and the plan with padding; what no row has written is NaN."""
+    heads, kv_heads, head_dim, block_tokens, window, softcap = shape
+    problem = attention.AttentionProblem(
+        device=DEVICE, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        block_tokens=block_tokens, scale=head_dim**-0.5, window=window, softcap=softcap,
+    )  # fmt: skip
+    plan, blocks = attention.sample_plan(
+        rows, block_tokens=block_tokens, window=window, device=DEVICE
+    )
+    generator = torch.Generator().manual_seed(3)
+    tokens = sum(queries for queries, _ in rows)
+    q = torch.randn(tokens + pad_tokens, heads + 2, head_dim, generator=generator).to(dtype)
+    q[tokens:] = NAN
+    kv = torch.randn(blocks, 2, kv_heads, block_tokens, head_dim, generator=generator).to(dtype)
+    used = torch.zeros(blocks, block_tokens, dtype=torch.bool)
+    for row, length in enumerate(plan.host_kv_len.tolist()):
+        position = torch.arange(length)
+        block = plan.block_table_RB[row].cpu()[position // block_tokens].long()
+        used[block, position % block_tokens] = True
+    used[0] = False
+    kv.movedim(3, 1)[~used] = NAN
+    padded = plan
+    if pad_rows:
+        ends = plan.query_start_R1[-1:].expand(pad_rows)
+        table = torch.nn.functional.pad(plan.block_table_RB, (0, 3, 0, pad_rows), value=1 << 20)
+        padded = replace(
+            plan,
+            query_start_R1=torch.cat((plan.query_start_R1, ends)),
+            kv_len_R=torch.nn.functional.pad(plan.kv_len_R, (0, pad_rows)),
+            block_table_RB=table,
+            host_query_start=None,
+            host_kv_len=None,
+        )
+    return problem, q.to(DEVICE)[:, :heads], kv.to(DEVICE), plan, padded
+
+
+def exact(problem, q, kv, plan):
+    """The reference in float32, over the tokens that are not padding."""
+    tokens = int(plan.query_start_R1[-1])
+    wide = attention.OP.reference.bind(replace(problem, dtype=FP32))
+    return wide(q[:tokens].float(), kv.float(), plan)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_equals_the_reference_and_reads_no_unused_place(dtype, shape):
+    problem, q, kv, plan, padded = attention_case(shape, dtype, ROWS, pad_rows=2, pad_tokens=3)
+    out = triton_attention.bind(problem)(q, kv, padded)
+    expected = exact(problem, q, kv, plan)
+    assert close(out[: len(expected)], expected, dtype)
+
+
+@pytest.mark.parametrize("per_sm", [1, 40])
+def test_pieces_do_not_show(per_sm, monkeypatch):
+    """KRN-09: one piece a row or many, of rows shorter and longer than a piece."""
+    monkeypatch.setattr(triton_attention, "MIN_PIECE", 32)
+    monkeypatch.setattr(triton_attention, "PROGRAMS_PER_SM", per_sm)
+    rows = [(1, length) for length in (1, 31, 32, 33, 128, 700)]
+    problem, q, kv, plan, _ = attention_case((4, 2, 32, 16, None, None), FP32, rows)
+    out = triton_attention.bind(problem)(q, kv, plan)
+    assert close(out, exact(problem, q, kv, plan), FP32)
+
+
+def test_one_plan_serves_every_layer_and_the_next_step():
+    """The list of pieces is made by the first layer, and anew when the lengths have changed in place."""
+    problem, q, kv, plan, _ = attention_case((4, 2, 32, 16, None, None), FP32, [(1, 90), (1, 400)])
+    layers = [triton_attention.bind(problem) for _ in range(3)]
+    for lengths in ((90, 400), (17, 203), (1, 390)):
+        plan.kv_len_R.copy_(torch.tensor(lengths))
+        plan.host_kv_len[:] = lengths
+        expected = exact(problem, q, kv, plan)
+        for layer in layers:
+            assert close(layer(q, kv, plan), expected, FP32)
+
+
+def test_nan_in_one_row_touches_no_other():
+    problem, q, kv, plan, _ = attention_case(
+        (4, 2, 32, 4, None, None), FP32, [(1, 11), (1, 20), (6, 6)]
+    )
+    attend = triton_attention.bind(problem)
+    clean = attend(q, kv, plan)
+    kv[plan.block_table_RB[1, 2].item()] = NAN
+    out = attend(q, kv, plan)
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, *range(2, 8)]], clean[[0, *range(2, 8)]])
+
+
+def test_scores_beyond_the_range_of_exp_stay_finite():
+    problem, q, kv, plan, _ = attention_case((2, 2, 16, 16, None, None), FP32, [(1, 100), (70, 70)])
+    kv = kv.nan_to_num() * 50
+    out = triton_attention.bind(problem)(q * 200, kv, plan)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, exact(problem, q * 200, kv, plan), atol=0.5, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [3, 40, 128, 1000])
+def test_norms_equal_the_reference(dtype, width):
+    problem = rms_norm.RMSNormProblem(device=DEVICE, dtype=dtype, width=width, eps=1e-6)
+    weight = torch.randn(width, device=DEVICE)
+    x, residual = (torch.randn(6, 4, width, device=DEVICE).to(dtype) for _ in range(2))
+    ours, theirs = triton_rms_norm.bind_norm(problem, weight), rms_norm.bind_norm(problem, weight)
+    for view in (x, x[:, 1:3], x[::2], x[0], x[0, 0]):
+        assert close(ours(view), theirs(view), dtype)
+    left, right = residual[0].clone(), residual[0].clone()
+    y = triton_rms_norm.bind_add_norm(problem, weight)(x[0], left)
+    assert close(y, rms_norm.bind_add_norm(problem, weight)(x[0], right), dtype)
+    assert close(left, right, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", triton_gated_act.ACTIVATIONS)
+def test_gated_activation_equals_the_reference(dtype, activation):
+    problem = gated_act.GatedActProblem(
+        device=DEVICE, dtype=dtype, width=1100, activation=activation
+    )
+    x = 4 * torch.randn(3, 2400, device=DEVICE).to(dtype)
+    x[1, 7] = NAN
+    ours = triton_gated_act.bind(problem)(x[:, 100:2300])
+    theirs = gated_act.bind_reference(problem)(x[:, 100:2300])
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert close(ours.nan_to_num(), theirs.nan_to_num(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("eps", [None, 1e-5])
+@pytest.mark.parametrize(
+    "head_dim, rotary, layout",
+    [(64, 64, "half"), (80, 32, "half"), (24, 6, "pairs"), (32, 0, "half")],
+)
+def test_norm_rotation_and_write_in_one(dtype, eps, head_dim, rotary, layout):
+    """KRN-08."""
+    problem = qk_rope_write.QKRopeWriteProblem(
+        device=DEVICE, dtype=dtype, heads=6, kv_heads=2, head_dim=head_dim, block_tokens=4,
+        rotary_dim=rotary, layout=layout, eps=eps,
+    )  # fmt: skip
+    kernel = triton_qk_rope_write.KERNEL
+    assert kernel.supports(problem) is None
+    assert qk_rope_write.OP.error(kernel, problem) <= BOUND[dtype]
+
+
+GEMV = ProductPlan(kernel="gemv", n=4, k=64, warps=4, prefetch=1)
+SKINNY = ProductPlan(kernel="skinny", n=16, k=32, warps=4, prefetch=2)
+SPLIT = ProductPlan(kernel="skinny", n=32, k=32, warps=4, split=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("plan, tokens", [(GEMV, 1), (SKINNY, 3), (SPLIT, 1), (SPLIT, 17)])
+@pytest.mark.parametrize(
+    "outputs, inputs, bias, eps, activation, add",
+    [
+        (48, 64, False, None, None, False),
+        (96, 136, True, 1e-5, "silu", False),
+        (40, 264, True, None, None, True),
+        (128, 200, False, None, "gelu_tanh", False),
+    ],
+)
+def test_small_products(dtype, plan, tokens, outputs, inputs, bias, eps, activation, add):
+    """KRN-20, KRN-22: twice the same bits, whichever program of a split comes last."""
+    problem = fused_linear.FusedLinearProblem(
+        device=DEVICE, dtype=dtype, inputs=inputs, outputs=outputs, bias=bias,
+        eps=eps if plan is GEMV else None, activation=activation, add=add,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    weight = values(outputs, inputs) / inputs**0.5
+    bias_O = values(outputs) if bias else None
+    norm = values(inputs).float() if problem.eps else None
+    x, residual = values(tokens, inputs), values(tokens, problem.results) if add else None
+    expected = fused_linear.bind_reference(problem, weight, bias_O, norm)(
+        x, None if residual is None else residual.clone()
+    )
+    product = Product(
+        weight_OI=weight, bias_O=bias_O, norm_I=norm, eps=problem.eps or 0.0,
+        activation=activation or "", add=add,
+    )  # fmt: skip
+    run = launcher(product, plan, 1 << (tokens - 1).bit_length())
+    results = []
+    for _ in range(2):
+        y = torch.full((tokens, problem.results), NAN, device=DEVICE, dtype=dtype)
+        if residual is not None:
+            y.copy_(residual)
+        run(x, y)
+        results.append(y)
+    assert close(results[0], expected, dtype)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_the_fused_layer_takes_any_number_of_tokens(tokens):
+    problem = fused_linear.FusedLinearProblem(
+        device=DEVICE, dtype=FP32, inputs=64, outputs=96, eps=1e-5, activation="silu"
+    )
+    weights = torch.randn(96, 64, device=DEVICE) / 8, None, torch.rand(64, device=DEVICE)
+    x = torch.randn(tokens, 64, device=DEVICE)
+    ours = triton_fused_linear.KERNEL.bind(problem, *weights)(x)
+    assert close(ours, fused_linear.bind_reference(problem, *weights)(x), FP32)
+
+
+def test_greedy_takes_the_first_of_the_greatest():
+    x = torch.randn(8, 9001)
+    x[1, [700, 800]] = NAN
+    x[2, [8900, 31]] = 9.0
+    x[3] = -INF
+    x[4], x[4, 5] = -0.0, 0.0
+    x[5, 17] = INF
+    x[6], x[6, 8999:] = -2.0, -1.0
+    token, value = triton_greedy.bind(greedy.GreedyProblem(device=DEVICE))(x.to(DEVICE))
+    expected = greedy.OP.reference.bind(greedy.GreedyProblem(device="cpu"))(x)
+    assert torch.equal(token.cpu(), expected[0])
+    assert torch.equal(value.cpu().nan_to_num(7.5), expected[1].nan_to_num(7.5))
+
+
+def test_the_draw_is_the_references():
+    """ENG-25: the noise is the same on every device."""
+    logits = 3 * torch.randn(6, 5003)
+    logits[3] = -INF
+    logits[4], logits[4, 77] = -INF, -3.0
+    temperature = torch.linspace(0.1, 2.0, 6, dtype=torch.float64)
+    keys = torch.randint(-(1 << 62), 1 << 62, (6,))
+    ours = triton_gumbel.bind(gumbel.GumbelProblem(device=DEVICE))(
+        logits.to(DEVICE), temperature.to(DEVICE), keys.to(DEVICE)
+    )
+    theirs = gumbel.bind_reference(gumbel.GumbelProblem(device="cpu"))(logits, temperature, keys)
+    assert torch.equal(ours[0].cpu(), theirs[0]) and torch.equal(ours[1].cpu(), theirs[1])
+
+
+@pytest.mark.skipif(interpreted(), reason="graphs are of GPUs")
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_a_captured_graph_serves_every_step_of_its_shape(decode_only):
+    slots, capacity, tokens = 24, 64, 24 if decode_only else 512
+    shape = (16, 8, 128, 16, None, None)
+    problem, _, kv, full, _ = attention_case(shape, BF16, [(1, capacity * 16)] * slots)
+    q = torch.randn(tokens, 16, 128, device=DEVICE, dtype=BF16)
+    plan = replace(
+        full, max_query_len=1 if decode_only else tokens, host_kv_len=None, host_query_start=None
+    )
+    layers = [triton_attention.bind(problem) for _ in range(2)]
+    for layer in layers:
+        layer(q, kv, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [layer(q, kv, plan) for layer in layers]
+    generator = torch.Generator().manual_seed(5)
+
+    def below(limit: int) -> int:
+        return int(torch.randint(1, limit, (), generator=generator))
+
+    for count in (24, 1, 7, 13):
+        lengths = [below(capacity * 16) for _ in range(count)]
+        queries = [1 if decode_only else min(length, below(20)) for length in lengths]
+        starts = torch.tensor([0, *queries] + [0] * (slots - count)).cumsum(0).int()
+        plan.query_start_R1.copy_(starts)
+        plan.kv_len_R.copy_(torch.tensor(lengths + [0] * (slots - count)).int())
+        graph.replay()
+        told = replace(
+            plan,
+            query_start_R1=plan.query_start_R1[: count + 1],
+            kv_len_R=plan.kv_len_R[:count],
+            block_table_RB=plan.block_table_RB[:count],
+            host_query_start=starts.numpy()[: count + 1],
+            host_kv_len=plan.kv_len_R.cpu().numpy()[:count],
+            num_decodes=0,
+            max_kv_len=max(lengths),
+        )
+        expected = exact(problem, q, kv, told)
+        for out in outs:
+            assert close(out[: len(expected)], expected, BF16)

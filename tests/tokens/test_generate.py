@@ -1,0 +1,202 @@
+"""/inference/v1/generate and render -> generate -> derender against the direct route (contract 10, API-19)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.serving import Served
+
+CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "What is 12 plus 30?"}]},
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Count: <|im_end|> 1 2 3"},
+        ],
+        "chat_template_kwargs": {"enable_thinking": True},
+    },
+    {
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "get_weather",
+                    "description": "The weather in a city.",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"city": {"type": "string"}},
+                        "required": ["city"],
+                    },
+                },
+            }
+        ],
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
+    {"messages": [{"role": "user", "content": "List five animals."}], "stop": [","], "n": 2},
+    {
+        "messages": [{"role": "user", "content": "Say hello."}],
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
+]
+
+
+def post(served: Served, path: str, document: object) -> Any:
+    answer = served.post(path, document)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def without_identity(answer: dict[str, Any]) -> str:
+    """An answer's bytes without what is new each time: its id, its second, ids of calls, what was cached, and the
+    scores (a prompt found in the cache is computed in another order)."""
+    for choice in answer["choices"]:
+        for call in choice.get("message", {}).get("tool_calls", []):
+            call["id"] = "call"
+    answer["usage"]["prompt_tokens_details"] = None
+    written = json.dumps({**answer, "id": "", "created": 0})
+    return json.dumps(json.loads(written, parse_float=lambda _: 0.0))
+
+
+@pytest.mark.parametrize("chat", CHATS, ids=range(len(CHATS)))
+def test_render_generate_derender_is_the_direct_answer(
+    bundled: Served, chat: dict[str, Any]
+) -> None:
+    request = {**chat, "temperature": 0, "max_tokens": 60}
+    direct = post(bundled, "/v1/chat/completions", request)
+    rendered = post(bundled, "/v1/chat/completions/render", request)
+    generated = post(bundled, "/inference/v1/generate", rendered)
+    back = post(
+        bundled,
+        "/v1/chat/completions/derender",
+        {"request": request, "response": generated, "token_ids": rendered["token_ids"]},
+    )
+    told, shown = generated["choices"][0]["logprobs"], back["choices"][0]["logprobs"]
+    if told is not None:
+        assert [t["logprob"] for t in told["content"]] == [t["logprob"] for t in shown["content"]]
+    assert without_identity(back) == without_identity(direct)
+
+
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"logprobs": 1}, {"stop": " "}])
+def test_a_completion_too(bundled: Served, more: dict[str, Any]) -> None:
+    request = {"prompt": "The cat", "temperature": 0, "max_tokens": 12, **more}
+    direct = post(bundled, "/v1/completions", request)
+    (rendered,) = post(bundled, "/v1/completions/render", request)
+    generated = post(bundled, "/inference/v1/generate", rendered)
+    back = post(bundled, "/v1/completions/derender", {"request": request, "response": generated})
+    assert without_identity(back) == without_identity(direct)
+
+
+def test_a_stream_of_ids_folds_to_the_plain_answer(bundled: Served) -> None:
+    body = {
+        "token_ids": post(bundled, "/tokenize", {"prompt": "The cat"})["tokens"],
+        "sampling_params": {"temperature": 0, "max_tokens": 16, "n": 2, "logprobs": 1},
+        "output_mode": "text",
+    }
+    plain = post(bundled, "/inference/v1/generate", body)
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    texts, reasons, usages = ["", ""], ["", ""], []
+    with httpx.stream(
+        "POST",
+        bundled.url + "/inference/v1/generate",
+        json={**body, "stream": True, "stream_options": {"include_usage": True}},
+        timeout=20,
+    ) as answer:
+        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    for chunk in map(json.loads, lines):
+        if "usage" in chunk:
+            usages.append(chunk["usage"])
+        for choice in chunk["choices"]:
+            ids[choice["index"]] += choice["token_ids"]
+            texts[choice["index"]] += choice["text"]
+            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+            assert bool(choice["logprobs"]) == bool(choice["token_ids"])
+    assert [ids[0], ids[1]] == [choice["token_ids"] for choice in plain["choices"]]
+    assert texts == [choice["text"] for choice in plain["choices"]]
+    assert reasons == [choice["finish_reason"] for choice in plain["choices"]]
+    assert (
+        usages[0]["completion_tokens"]
+        == plain["usage"]["completion_tokens"]
+        == sum(map(len, ids.values()))
+    )
+    first = plain["choices"][0]["logprobs"]["content"][0]
+    assert first["rank"] == 1 and first["top_logprobs"][0]["token_id"] == first["token_id"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [10**6]}, "token_ids"),
+        ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"n": 10**6}}, "n"),
+        ({"features": {"mm_hashes": {"image": ["x"]}}}, "features"),
+        ({"kv_transfer_params": {"remote_host": "10.0.0.1"}}, "kv_transfer_params"),
+        ({"output_mode": "x"}, "output_mode"),
+        ({"cache_salt": "a" * 129}, "cache_salt"),
+        ({"token_ids": [5] * 9000}, "token_ids"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_field(
+    bundled: Served, change: dict[str, Any], field: str
+) -> None:
+    """P5, P8, P15; GHSA-3mqx: the length of the prompt is checked on this route too."""
+    answer = bundled.post("/inference/v1/generate", {"token_ids": [5, 6], **change})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert field in (error["param"] or "") or "prompt is too long" in error["message"]
+
+
+def test_a_derender_that_does_not_fit_is_refused(bundled: Served) -> None:
+    request = {"messages": [{"role": "user", "content": "x"}]}
+    for response in (
+        {"choices": []},
+        {"choices": [{"token_ids": [10**7]}]},
+        {"choices": [{"token_ids": [1], "index": 1}]},
+        {
+            "choices": [
+                {"token_ids": [1], "logprobs": {"content": [{"token_id": 10**7, "logprob": 0}]}}
+            ]
+        },
+    ):
+        answer = bundled.post(
+            "/v1/chat/completions/derender", {"request": request, "response": response}
+        )
+        assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": CHATS[2]["tools"], "tool_choice": "required"}, "tools"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+    ],
+)
+def test_a_structure_that_ids_cannot_carry_is_refused(
+    bundled: Served, change: dict[str, Any], field: str
+) -> None:
+    answer = bundled.post("/v1/chat/completions/render", {**CHATS[0], **change})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+
+
+def test_a_structure_of_a_completion_goes_along(bundled: Served) -> None:
+    request = {"prompt": "The", "max_tokens": 8, "structured_outputs": {"choice": ["yes", "no"]}}
+    (rendered,) = post(bundled, "/v1/completions/render", request)
+    generated = post(bundled, "/inference/v1/generate", {**rendered, "output_mode": "text"})
+    assert generated["choices"][0]["text"] in ("yes", "no")
+
+
+def test_tokenizer_info_tells_what_a_client_needs(bundled: Served) -> None:
+    info = bundled.get("/tokenizer_info").json()
+    ids = post(bundled, "/tokenize", {"prompt": "<|im_end|>"})["tokens"]
+    assert ids == [info["special_token_ids"]["<|im_end|>"]]
+    assert info["vocab_size"] > max(ids) and info["tool_parser"] == "hermes"
+    assert "message" in info["chat_template"]
