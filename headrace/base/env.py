@@ -35,6 +35,10 @@ VARIABLES: tuple[Variable, ...] = (
         doc="Key of the administrative routes; the same as --admin-key.",
     ),
     Variable(
+        name="HEADRACE_ADMIN",
+        doc="Where `headrace admin` asks: PORT, HOST:PORT or unix:FILE, as the server's --admin-listen.",
+    ),
+    Variable(
         name="HEADRACE_RUNTIME_DIR",
         doc="Folder for the Unix sockets between the processes. Created with mode 0700.",
         default="a fresh folder under the system's temporary folder",

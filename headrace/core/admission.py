@@ -6,14 +6,22 @@ with the model's own widths, before the request touches anything. Pure checks; n
 
 from __future__ import annotations
 
-import math
 import random
+import sys
+from typing import NamedTuple
 
 import numpy as np
 
 from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.errors import ContextTooLong, InvalidRequest, Unavailable
-from headrace.base.wire.params import BOUNDS, LOGPROBS_MODES, POOLINGS, Bound, RowSampling
+from headrace.base.wire.params import (
+    BOUNDS,
+    LOGPROBS_MODES,
+    POOLINGS,
+    ROW_BOUNDS,
+    Bound,
+    RowSampling,
+)
 from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import WorkerFacts
 from headrace.core.kv.manager import KVManager
@@ -26,8 +34,8 @@ MAX_EXTRA_KEYS = 4096
 MAX_IDS = 1 << 20
 MAX_RETRY_S = 120.0
 
-_NUMBERS = {name: BOUNDS[name] for name in RowSampling.__struct_fields__ if name in BOUNDS}
-_BIAS = _NUMBERS.pop("logit_bias")
+_WEIGHT = Bound(0.0, sys.float_info.max, above=True)
+_SECONDS = Bound(-sys.float_info.max, sys.float_info.max)
 
 
 def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> int:
@@ -43,14 +51,11 @@ def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> 
 def _check_scalars(request: EngineRequest) -> None:
     _between("id", request.id, 0, MAX_ID)
     _between("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
-    for name in ("tenant", "cache_salt"):
-        _between(f"length of {name}", len(getattr(request, name)), 0, MAX_TEXT)
+    _between("length of tenant", len(request.tenant), 0, MAX_TEXT)
+    _between("length of cache_salt", len(request.cache_salt), 0, MAX_TEXT)
     _between("number of extra_keys", len(request.extra_keys), 0, MAX_EXTRA_KEYS)
-    _finite("weight", request.weight)
-    if request.weight <= 0:
-        raise InvalidRequest(f"weight is {request.weight}, it must be above 0", field="weight")
-    if request.deadline_s is not None:
-        _finite("deadline_s", request.deadline_s)
+    _within("weight", request.weight, _WEIGHT)
+    _within("deadline_s", request.deadline_s or 0.0, _SECONDS)
 
 
 def _checked_prompt(prompt: bytes, width: int) -> np.ndarray:
@@ -77,7 +82,7 @@ def _check_stop(request: EngineRequest, width: int) -> None:
 
 def check_sampling(sampling: RowSampling, width: int) -> None:
     """Refuses what the sampler could not bear: numbers that are not finite, ids beyond the logits."""
-    for name, bound in _NUMBERS.items():
+    for name, bound in ROW_BOUNDS.items():
         _within(name, getattr(sampling, name), bound)
     _between("seed", sampling.seed, -MAX_ID - 1, MAX_ID)
     _between("top_k", sampling.top_k, -1, MAX_ID)
@@ -87,16 +92,12 @@ def check_sampling(sampling: RowSampling, width: int) -> None:
             f"logprobs_mode is {sampling.logprobs_mode!r}, not one of {', '.join(LOGPROBS_MODES)}",
             field="logprobs_mode",
         )
-    for name in ("logprobs", "prompt_logprobs"):
-        count = getattr(sampling, name)
-        if count is not None:
-            _between(name, count, -1, width)
-    _check_ids("suppressed_ids", sampling.suppressed_ids, width)
-    _check_ids("logprob_ids", sampling.logprob_ids, width)
-    _check_ids("dry_breaker_ids", sampling.dry_breaker_ids, width)
-    _check_ids("logit_bias", tuple(sampling.logit_bias), width)
+    _between("logprobs", sampling.logprobs or 0, -1, width)
+    _between("prompt_logprobs", sampling.prompt_logprobs or 0, -1, width)
+    for name in ("suppressed_ids", "logprob_ids", "dry_breaker_ids", "logit_bias"):
+        _check_ids(name, tuple(getattr(sampling, name)), width)
     for bias in sampling.logit_bias.values():
-        _within("logit_bias", bias, _BIAS)
+        _within("logit_bias", bias, BOUNDS["logit_bias"])
     for words in sampling.bad_words:
         _check_ids("bad_words", words, width)
     if sampling.allowed_ids is not None:
@@ -125,26 +126,27 @@ def _length_limit(num_prompt: int, max_tokens: int, facts: WorkerFacts, kv: KVMa
     return min(num_prompt + max_tokens, kv.capacity_tokens)
 
 
-def check_queue(
-    spec: SchedulerSpec,
-    *,
-    num_tokens: int,
-    waiting: int,
-    waiting_tokens: int,
-    free_rows: int,
-    rate: float,
-) -> None:
+class Load(NamedTuple):
+    """Requests and prompt tokens that wait, rows nobody owns, and prompt and output tokens per second."""
+
+    waiting: int
+    waiting_tokens: int
+    free_rows: int
+    rate: float
+
+
+def check_queue(spec: SchedulerSpec, load: Load, num_tokens: int) -> None:
     """Refuses a request the queue has no room for. One that could start at once does not count as waiting."""
-    if waiting >= spec.max_queued_requests + free_rows:
+    if load.waiting >= spec.max_queued_requests + load.free_rows:
         raise Unavailable(
-            f"{waiting} requests wait already, at most {spec.max_queued_requests} may",
-            retry_after_s=retry_after_s(waiting_tokens, rate),
+            f"{load.waiting} requests wait already, at most {spec.max_queued_requests} may",
+            retry_after_s=retry_after_s(load.waiting_tokens, load.rate),
         )
-    if waiting and waiting_tokens + num_tokens > spec.max_queued_tokens:
+    if load.waiting and load.waiting_tokens + num_tokens > spec.max_queued_tokens:
         raise Unavailable(
-            f"{waiting_tokens} prompt tokens wait already, with these {num_tokens} more than the "
-            f"{spec.max_queued_tokens} that may",
-            retry_after_s=retry_after_s(waiting_tokens, rate),
+            f"{load.waiting_tokens} prompt tokens wait already, with these {num_tokens} more than "
+            f"the {spec.max_queued_tokens} that may",
+            retry_after_s=retry_after_s(load.waiting_tokens, load.rate),
         )
 
 
@@ -179,11 +181,6 @@ def _between(name: str, value: int, low: int, high: int) -> None:
 def _within(name: str, value: float, bound: Bound) -> None:
     if not bound.holds(value):
         raise InvalidRequest(f"{name} is {value}, allowed is {bound}", field=name)
-
-
-def _finite(name: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise InvalidRequest(f"{name} is {value}, it must be a finite number", field=name)
 
 
 def _check_ids(name: str, ids: tuple[int, ...], width: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -26,17 +28,17 @@ class StepOutput(msgspec.Struct, frozen=True):
     replies: list[Reply]
 
 
+@dataclass(eq=False)
 class Outbox:
     """Collects between two steps. At most one step is landed per call, so that `tokens` is set at most once."""
 
-    def __init__(self) -> None:
-        self._ids: npt.NDArray[np.int64] = _NO_IDS
-        self._tokens: npt.NDArray[np.int32] = _NO_TOKENS
-        self._logprobs: list[TokenLogprobs | None] = []
-        self._prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
-        self._pooled: list[tuple[int, Pooled]] = []
-        self._finished: list[Finished] = []
-        self._replies: list[Reply] = []
+    _ids: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_IDS)
+    _tokens: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
+    _logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    _prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
+    _pooled: list[tuple[int, Pooled]] = field(default_factory=list)
+    _finished: list[Finished] = field(default_factory=list)
+    _replies: list[Reply] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self._has_tokens or bool(self._replies)

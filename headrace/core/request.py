@@ -10,6 +10,7 @@ What changes with every token (positions, limits) lives in `core/rows.py` while 
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -39,6 +40,7 @@ _NEXT = {
 }
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Request:
     """A request the core has accepted.
 
@@ -50,72 +52,47 @@ class Request:
       table; otherwise it holds every token so far.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "arrival",
-        "arrived_at",
-        "blocks",
-        "chain",
-        "chain_start",
-        "first_token_at",
-        "key",
-        "length_limit",
-        "looked_at_step",
-        "need_blocks",
-        "num_cached",
-        "num_preemptions",
-        "num_prompt",
-        "output",
-        "passed_over",
-        "preempted_at",
-        "prefill_blocks",
-        "prompt_scored",
-        "reason",
-        "registered",
-        "registers",
-        "row",
-        "scheduled_at",
-        "since",
-        "state",
-        "stop_set",
-        "trimmed",
-        "wire",
-    )
+    wire: EngineRequest
+    arrival: int = field(kw_only=True)
+    now: InitVar[float] = field(kw_only=True)
+    groups: InitVar[int] = field(kw_only=True)
+    length_limit: int = field(kw_only=True)
+    num_prompt: int = field(init=False)
+    stop_set: frozenset[int] = field(init=False)
+    key: tuple[int, ...] = field(init=False)
+    state: State = field(init=False, default=State.WAITING)
+    since: float = field(init=False)
+    reason: str = field(init=False, default="new")
+    row: int = field(init=False, default=-1)
+    output: bytearray = field(init=False, default_factory=bytearray)
+    # KV
+    blocks: list[list[int]] = field(init=False)
+    trimmed: list[int] = field(init=False)
+    chain_start: bytes = field(init=False, default=b"")
+    chain: list[bytes] = field(init=False, default_factory=list)
+    registered: int = field(init=False, default=0)
+    registers: bool = field(init=False, default=True)
+    prefill_blocks: int = field(init=False, default=0)
+    # waiting
+    passed_over: int = field(init=False, default=0)
+    need_blocks: int = field(init=False, default=0)
+    looked_at_step: int = field(init=False, default=-1)
+    # accounting
+    arrived_at: float = field(init=False)
+    num_cached: int = field(init=False, default=0)
+    num_preemptions: int = field(init=False, default=0)
+    preempted_at: tuple[float, ...] = field(init=False, default=())
+    prompt_scored: int = field(init=False, default=0)
+    scheduled_at: float | None = field(init=False, default=None)
+    first_token_at: float | None = field(init=False, default=None)
 
-    def __init__(
-        self, wire: EngineRequest, *, arrival: int, now: float, groups: int, length_limit: int
-    ) -> None:
-        self.wire = wire
-        self.arrival = arrival
-        self.arrived_at = now
-        self.since = now
-        self.num_prompt = len(wire.prompt) // TOKEN_BYTES
-        self.length_limit = length_limit
-        self.key: tuple[int, ...] = (arrival,)
-        self.state = State.WAITING
-        self.reason = "new"
-        self.row = -1
-        self.output = bytearray()
-        self.stop_set = frozenset(wire.stop.stop_ids)
-        # KV
-        self.blocks: list[list[int]] = [[] for _ in range(groups)]
+    def __post_init__(self, now: float, groups: int) -> None:
+        self.arrived_at = self.since = now
+        self.num_prompt = len(self.wire.prompt) // TOKEN_BYTES
+        self.stop_set = frozenset(self.wire.stop.stop_ids)
+        self.key = (self.arrival,)
+        self.blocks = [[] for _ in range(groups)]
         self.trimmed = [0] * groups
-        self.chain_start = b""
-        self.chain: list[bytes] = []
-        self.registered = 0
-        self.registers = True
-        self.prefill_blocks = 0
-        # waiting
-        self.passed_over = 0
-        self.need_blocks = 0
-        self.looked_at_step = -1
-        # accounting
-        self.num_cached = 0
-        self.num_preemptions = 0
-        self.preempted_at: tuple[float, ...] = ()
-        self.prompt_scored = 0
-        self.scheduled_at: float | None = None
-        self.first_token_at: float | None = None
 
     @property
     def id(self) -> int:

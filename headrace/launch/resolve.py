@@ -419,6 +419,8 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         trust_request_chat_template=given.trust_request_chat_template,
         public_metrics=given.public_metrics,
         log_level=given.log_level,
+        admin_listen=_admin_address(given),
+        admin_readonly=given.admin_readonly,
         metrics_names=given.metrics_names,
         log_slow_s=given.log_slow_s,
         otlp_endpoint=_url(given.otlp_endpoint),
@@ -431,6 +433,23 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         response_ttl_s=given.response_ttl_s,
         max_websockets=given.max_websockets,
     )
+
+
+def _admin_address(given: ServerOptions) -> str | None:
+    """HOST:PORT or unix:FILE. Where others could reach it, it needs a key."""
+    address = given.admin_listen
+    if address is None or address.startswith("unix:"):
+        return address
+    host, _, port = address.rpartition(":")
+    host = host or "127.0.0.1"
+    if not port.isdigit() or int(port) > 65535:
+        raise ConfigError(
+            f"--admin-listen {address}: PORT, HOST:PORT or unix:FILE is expected",
+            field="admin_listen",
+        )
+    if given.admin_key is None and not _is_loopback(host):
+        raise ConfigError(f"--admin-listen {address}: others can reach it; set --admin-key")
+    return f"{host}:{port}"
 
 
 def _url(given: str | None) -> str | None:

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from headrace.back.executor.worker import DEFAULT_LOADER, StepThreads, build_runner, set_threads
@@ -24,15 +25,13 @@ from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, eq=False)
 class InlinePending:
     """A step on its way through the thread and the device. `failed` makes the executor's one EngineDead of an error."""
 
-    def __init__(
-        self, future: Future[Launched], failed: Callable[[int, Exception], EngineDead], step: int
-    ) -> None:
-        self._future = future
-        self._failed = failed
-        self._step = step
+    _future: Future[Launched]
+    _failed: Callable[[int, Exception], EngineDead]
+    _step: int
 
     def done(self) -> bool:
         """Whether `result` returns or raises at once."""

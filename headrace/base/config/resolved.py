@@ -161,6 +161,8 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool
     public_metrics: bool
     log_level: str
+    admin_listen: str | None = None
+    admin_readonly: bool = False
     metrics_names: str = "headrace"
     log_slow_s: float | None = None
     otlp_endpoint: str | None = None

@@ -191,6 +191,16 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(description="Keys clients must show; none: no key is asked for (loopback only)."),
     ] = ()
+    admin_listen: Annotated[
+        str | None,
+        Meta(
+            description="Serve the administrative plane (/v1/admin/) apart from the API: PORT on the loopback "
+            "interface, HOST:PORT, or unix:FILE; none: it is off."
+        ),
+    ] = None
+    admin_readonly: Annotated[
+        bool, Meta(description="The administrative plane answers questions and changes nothing.")
+    ] = False
     admin_key: Annotated[
         str | None, Meta(description="Key of the administrative routes; none: they are off.")
     ] = None

@@ -75,9 +75,35 @@ BOUNDS = {
     "logit_bias": Bound(-100.0, 100.0),
 }
 """The one table of what the numbers of sampling may be: server, client and core check against it (P8)."""
+ROW_BOUNDS = {k: v for k, v in BOUNDS.items() if k not in ("logit_bias", "length_penalty")}
+"""The part of it that the sampler sees as one number per row."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What users write and the sampler takes as it is."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    min_tokens: int = 0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: str = "raw"
+
+
+class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True):
     """How to sample one prompt. Defaults leave the model's distribution unchanged (temperature 1).
 
     `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1, `min_p` 0, `typical_p` 1 are off. `n` answers are returned
@@ -91,35 +117,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     best_of: int | None = None
     beam_width: int | None = None
     length_penalty: float = 1.0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_range: int = 0
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
     max_tokens: int | None = None
-    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
-    logit_bias: dict[int, float] = {}
     seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
-    logprobs_mode: str = "raw"
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
 
@@ -136,7 +143,7 @@ class StopRules(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()
 
 
-class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RowSampling(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True):
     """What the sampler needs for one row; every number resolved, every text already token ids.
 
     `seed` is always set (random if the user gave none): the noise of a token is a function of (seed, position, id).
@@ -144,31 +151,12 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     `bad_words` are token-id sequences whose last id is forbidden when the others precede it.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_range: int = 0
     dry_breaker_ids: tuple[int, ...] = ()
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    min_tokens: int = 0
     suppressed_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_ids: tuple[int, ...] | None = None
-    logit_bias: dict[int, float] = {}
     seed: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     logprob_ids: tuple[int, ...] = ()
-    logprobs_mode: str = "raw"
 
     @property
     def greedy(self) -> bool:

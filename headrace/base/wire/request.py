@@ -67,13 +67,15 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The first message of a core that is ready: what the front must know to check requests.
 
     `logits_width` bounds every token id; `capacity_tokens` is the most tokens one request can ever hold in the KV
-    pool; `max_model_len` its bound by the model. `start_s` breaks the start-up time down by phase.
+    pool; `max_model_len` its bound by the model. `max_in_flight`: requests that may run and wait together; None where
+    a more urgent one still gets in. `start_s` breaks the start-up time down by phase.
     """
 
     logits_width: int
     max_model_len: int
     capacity_tokens: int
     max_running: int
+    max_in_flight: int | None = None
     num_blocks: int
     block_tokens: int
     start_s: dict[str, float] = {}

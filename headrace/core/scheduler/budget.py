@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from headrace.core.scheduler.pace import Pace
 
 
+@dataclass(eq=False)
 class StepBudget:
     """The budget of one step.
 
@@ -13,21 +16,21 @@ class StepBudget:
     bounds the prefill tokens beside rows that decode.
     """
 
-    def __init__(
-        self, max_tokens: int, inter_prefill: int | None, pace: Pace, *, chunked: bool = True
-    ) -> None:
-        self.left = max_tokens
-        self.prefill_tokens = 0
-        self._inter_prefill = inter_prefill
-        self._chunked = chunked
-        self._pace = pace
-        self._allowance = max_tokens
+    left: int
+    inter_prefill: int | None
+    pace: Pace
+    chunked: bool = field(kw_only=True, default=True)
+    prefill_tokens: int = field(init=False, default=0)
+    _allowance: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._allowance = self.left
 
     def spend_decodes(self, count: int) -> None:
         """`count` rows decode."""
         assert count <= self.left, (count, self.left)
         self.left -= count
-        self._allowance = self._pace.allowance(count)
+        self._allowance = self.pace.allowance(count)
 
     @property
     def prefill_left(self) -> int:
@@ -45,9 +48,9 @@ class StepBudget:
         """Whether one more prefill chunk may join the step."""
         if self.prefill_left <= 0:
             return False
-        bound = self._inter_prefill
+        bound = self.inter_prefill
         return bound is None or self.prefill_tokens == 0 or self.prefill_tokens < bound
 
     def holds(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens may begin in this step."""
-        return self._chunked or tokens <= self.prefill_left
+        return self.chunked or tokens <= self.prefill_left

@@ -7,6 +7,7 @@ changed hands since is left out at the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ Intp = npt.NDArray[np.intp]
 _NONE = np.zeros(0, np.int32)
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Flight:
     """What the core must know of a submitted step to read its result; index i is plan.rows[i].
 
@@ -29,49 +31,32 @@ class Flight:
     set when it goes to the executor. `late` names the gates whose payload the workers still wait for.
     """
 
-    __slots__ = (
-        *("epochs", "late", "num_decodes", "num_prefill_tokens", "position", "prefills", "rows"),
-        *("sample", "step", "submitted_at"),
-    )
-
-    def __init__(
-        self,
-        *,
-        step: int,
-        rows: Int32,
-        epochs: Int32,
-        position: Int32,
-        sample: Bool,
-        num_decodes: int,
-        num_prefill_tokens: int,
-        prefills: list[tuple[int, Request]],
-    ) -> None:
-        self.step = step
-        self.rows = rows
-        self.epochs = epochs
-        self.position = position
-        self.sample = sample
-        self.num_decodes = num_decodes
-        self.num_prefill_tokens = num_prefill_tokens
-        self.prefills = prefills
-        self.submitted_at = 0.0
-        self.late: tuple[str, ...] = ()
+    step: int
+    rows: Int32
+    epochs: Int32
+    position: Int32
+    sample: Bool
+    num_decodes: int
+    num_prefill_tokens: int
+    prefills: list[tuple[int, Request]]
+    submitted_at: float = 0.0
+    late: tuple[str, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
 class Draft:
     """Collects one step."""
 
-    def __init__(self, rows: RowTable) -> None:
-        self._rows = rows
-        self._decodes: Intp | None = None
-        self._decode_epochs = _NONE
-        self._crossing: tuple[Intp, Int32, list[Int32]] | None = None
-        self._updates: list[tuple[int, int, int, int, int]] = []  # group, row, index, id, epoch
-        self._prefills: list[
-            tuple[Request, int, int, int, bool]
-        ] = []  # request, row, start, tokens, sample
-        self._starts: list[tuple[RowStart, Request]] = []
-        self.preempted: set[int] = set()
+    _rows: RowTable
+    _decodes: Intp | None = None
+    _decode_epochs: Int32 = field(default_factory=lambda: _NONE)
+    _crossing: tuple[Intp, Int32, list[Int32]] | None = None
+    # group, row, index, id, epoch
+    _updates: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    # request, row, start, tokens, sample
+    _prefills: list[tuple[Request, int, int, int, bool]] = field(default_factory=list)
+    _starts: list[tuple[RowStart, Request]] = field(default_factory=list)
+    preempted: set[int] = field(default_factory=set)
 
     @property
     def num_rows(self) -> int:
@@ -149,7 +134,6 @@ class Draft:
             num_computed=num_computed,
             sample=sample,
         )
-        prefills = [(num_decodes + i, entry[0]) for i, entry in enumerate(self._prefills)]
         flight = Flight(
             step=step,
             rows=rows,
@@ -158,7 +142,7 @@ class Draft:
             sample=sample,
             num_decodes=num_decodes,
             num_prefill_tokens=sum(entry[3] for entry in self._prefills),
-            prefills=prefills,
+            prefills=[(num_decodes + i, entry[0]) for i, entry in enumerate(self._prefills)],
         )
         return plan, flight
 
@@ -192,8 +176,6 @@ class Draft:
         if self._updates:
             table = np.asarray(self._updates, np.int64).astype(np.int32)
             columns.append((table[:, 0], table[:, 1], table[:, 2], table[:, 3]))
-        if not columns:
-            return _NONE, _NONE, _NONE, _NONE
-        if len(columns) == 1:
-            return columns[0]
+        if len(columns) < 2:
+            return columns[0] if columns else (_NONE, _NONE, _NONE, _NONE)
         return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))  # type: ignore[return-value]

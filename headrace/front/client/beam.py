@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Protocol
 
@@ -95,7 +95,7 @@ def advance(
     return live, complete
 
 
-async def beam_search(engine: Continuer, generation: Generation) -> AsyncIterator[Event]:
+async def beam_search(engine: Continuer, generation: Generation) -> AsyncGenerator[Event, None]:
     """The `n` best of `beam_width` answers, best first, once they are all complete."""
     engine.check(generation)
     params, widths = generation.params, engine.widths

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -32,6 +34,7 @@ from headrace.front.client.fanout import best_of, choice_params
 from headrace.front.client.inputs import InputChecker, Widths
 from headrace.front.client.limits import Limits
 from headrace.front.client.outputs import Answer
+from headrace.front.client.room import Room
 from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
 
 # From this length on, further answers wait for the first one's prompt, to find its blocks in the prefix cache.
@@ -107,7 +110,13 @@ class AsyncLLM:
         """Refuses a generation that `generate` would refuse for what the caller did wrong."""
         self._checker.check(generation, self.widths)
 
-    def generate(self, generation: Generation) -> AsyncIterator[Event]:
+    def check_room(self) -> None:
+        """See `events.Engine.check_room`: by the core that would get the next request."""
+        core = self._least_loaded()
+        assert core.connection.hello is not None
+        core.room.check(core.connection.hello, len(core.running))
+
+    def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """See `events.Engine.generate`."""
         params = generation.params
         if params.beam_width is not None:
@@ -116,7 +125,7 @@ class AsyncLLM:
             return self._ranked(generation)
         return self.run(generation)
 
-    async def _ranked(self, generation: Generation) -> AsyncIterator[Event]:
+    async def _ranked(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """`n` answers out of `best_of`."""
         self.check(generation)
         params = generation.params
@@ -134,18 +143,19 @@ class AsyncLLM:
         widths = self.widths
         if not trusted:
             self._checker.check(generation, widths)
-        stream = _Stream(self._least_loaded(), len(generation.prompt_ids), self.limits)
+        num_prompt, most_bytes = len(generation.prompt_ids), self.limits.max_pending_bytes
+        stream = _Stream(self._least_loaded(), num_prompt, most_bytes)
         self._labels.setdefault(generation.label, []).append(stream)
         try:
             self._launch(stream, generation, widths, range(1))
-            together = len(generation.prompt_ids) < _SHARED_PROMPT_TOKENS
+            together = num_prompt < _SHARED_PROMPT_TOKENS
             rest = range(1, generation.params.n)
             if together:
                 self._launch(stream, generation, widths, rest)
             events = await stream.next_events()
             if not together:
                 self._launch(stream, generation, widths, rest)
-            yield Started(len(generation.prompt_ids))
+            yield Started(num_prompt)
             while events:
                 for event in events:
                     yield event
@@ -201,16 +211,16 @@ class AsyncLLM:
             del self._labels[label]
 
 
+@dataclass(eq=False)
 class _Stream:
     """The answers to one generation, and its reader. Invariant: an answer with unread events is in `_unread` once."""
 
-    def __init__(self, core: _Core, num_prompt: int, limits: Limits) -> None:
-        self.core = core
-        self.running: dict[int, Answer] = {}
-        self._num_prompt = num_prompt
-        self._most_bytes = limits.max_pending_bytes
-        self._unread: deque[Answer] = deque()
-        self._reader: asyncio.Future[None] | None = None
+    core: _Core
+    num_prompt: int
+    most_bytes: int
+    running: dict[int, Answer] = field(default_factory=dict)
+    _unread: deque[Answer] = field(default_factory=deque)
+    _reader: asyncio.Future[None] | None = None
 
     def add(self, request_id: int, answer: Answer) -> None:
         """Takes an answer in that was just sent to the core."""
@@ -223,7 +233,7 @@ class _Stream:
             events: list[Event] = []
             while self._unread:
                 answer = self._unread[0]
-                events += answer.take(self._num_prompt)
+                events += answer.take(self.num_prompt)
                 if answer.error is not None:
                     if events:
                         break  # what was produced before it failed comes first
@@ -243,8 +253,8 @@ class _Stream:
         if stopped:
             self._remove(request_id)
             self.core.abort([request_id])
-        elif answer.queued and answer.pending_bytes > self._most_bytes:
-            message = f"nobody read the answer: more than {self._most_bytes} bytes wait"
+        elif answer.queued and answer.pending_bytes > self.most_bytes:
+            message = f"nobody read the answer: more than {self.most_bytes} bytes wait"
             self.fail(request_id, DeadlineExceeded(message))
             self.core.abort([request_id])
         self.wake(answer)
@@ -281,6 +291,7 @@ class _Stream:
 
     def _remove(self, request_id: int) -> Answer:
         self.core.running.pop(request_id, None)
+        self.core.room.ended()
         return self.running.pop(request_id)
 
 
@@ -290,6 +301,7 @@ class _Core:
     def __init__(self, path: str, limits: Limits) -> None:
         self.connection = Connection(path, self, limits)
         self.running: dict[int, _Stream] = {}
+        self.room = Room(time.monotonic)
 
     def abort(self, ids: list[int]) -> None:
         """Tells the core to end requests; one that is away has none."""

@@ -7,7 +7,7 @@ A full answer is the fold of its events; every dialect encodes the same ones. Or
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
 import msgspec
@@ -114,12 +114,16 @@ Event = Started | PromptScored | PooledPart | Delta | Ended
 class Engine(Protocol):
     """What front/server, LLM, bench and chat use. Implemented by front/client/engine.py: AsyncLLM."""
 
-    def generate(self, generation: Generation) -> AsyncIterator[Event]:
+    def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """Checks and runs one generation. Closing the iterator aborts whatever still runs of it.
 
         Raises RequestError for what the caller did wrong (before the first event), OverloadError when full or
         draining, EngineError when the engine failed.
         """
+        ...
+
+    def check_room(self) -> None:
+        """Raises Unavailable where one more request would surely be refused, before any work is done for it."""
         ...
 
     async def explain(self, label: str) -> dict[str, object]:

@@ -6,7 +6,7 @@ caller's seed, the others seeds derived from it, so that a seed reproduces all o
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import msgspec
 
@@ -43,8 +43,8 @@ class _Answer(msgspec.Struct):
 
 
 async def best_of(
-    events: AsyncIterator[Event], *, n: int, candidates: int, keep_scores: bool
-) -> AsyncIterator[Event]:
+    events: AsyncGenerator[Event, None], *, n: int, candidates: int, keep_scores: bool
+) -> AsyncGenerator[Event, None]:
     """The `n` answers with the highest mean log-probability out of `candidates`, in that order, once all have ended."""
     answers = [_Answer() for _ in range(candidates)]
     async for event in events:

@@ -20,8 +20,10 @@ from headrace.base.wire.grammar import GATE, Constraint, pack
 from headrace.base.wire.params import (
     BOUNDS,
     LOGPROBS_MODES,
+    ROW_BOUNDS,
     Bound,
     RowSampling,
+    SamplingNumbers,
     SamplingParams,
     StopRules,
     StructuredOutputs,
@@ -34,6 +36,7 @@ from headrace.front.text.tokenizer import Tokenizer
 
 _SEED_MASK = (1 << 63) - 1
 _INT32 = (-(1 << 31), (1 << 31) - 1)
+_NUMBERS = SamplingNumbers.__struct_fields__
 
 
 class Widths(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,33 +95,19 @@ class InputChecker:
         )
 
     def _row_sampling(self, params: SamplingParams, stop: StopRules) -> RowSampling:
+        numbers: dict[str, Any] = {name: getattr(params, name) for name in _NUMBERS}
+        numbers |= {name: float(numbers[name]) for name in ROW_BOUNDS}
+        numbers["top_k"] = max(params.top_k, 0)
+        numbers["logit_bias"] = {int(k): float(v) for k, v in params.logit_bias.items()}
         dry = params.dry_multiplier > 0
         return RowSampling(
-            temperature=float(params.temperature),
-            top_k=max(params.top_k, 0),
-            top_p=float(params.top_p),
-            min_p=float(params.min_p),
-            typical_p=float(params.typical_p),
-            repetition_penalty=float(params.repetition_penalty),
-            presence_penalty=float(params.presence_penalty),
-            frequency_penalty=float(params.frequency_penalty),
-            dry_multiplier=float(params.dry_multiplier),
-            dry_base=float(params.dry_base),
-            dry_allowed_length=params.dry_allowed_length,
-            dry_range=params.dry_range,
+            **numbers,
             dry_breaker_ids=self._breakers(params.dry_sequence_breakers) if dry else (),
-            xtc_probability=float(params.xtc_probability),
-            xtc_threshold=float(params.xtc_threshold),
-            min_tokens=params.min_tokens,
             suppressed_ids=stop.stop_ids if params.min_tokens else (),
             bad_words=self._bad_words(params.bad_words),
             allowed_ids=params.allowed_token_ids,
-            logit_bias={int(k): float(v) for k, v in params.logit_bias.items()},
             seed=secrets.randbits(63) if params.seed is None else params.seed & _SEED_MASK,
-            logprobs=params.logprobs,
-            prompt_logprobs=params.prompt_logprobs,
             logprob_ids=params.logprob_token_ids,
-            logprobs_mode=params.logprobs_mode,
         )
 
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
@@ -263,20 +252,21 @@ def _check_lists(params: SamplingParams, limits: Limits, widths: Widths) -> None
 def _check_logprobs(params: SamplingParams, limits: Limits, widths: Widths) -> None:
     if params.logprobs_mode not in LOGPROBS_MODES:
         raise bad("logprobs_mode", params.logprobs_mode, f"one of {', '.join(LOGPROBS_MODES)}")
-    for field, given, most in (
-        ("logprobs", params.logprobs, limits.max_logprobs),
-        ("prompt_logprobs", params.prompt_logprobs, limits.max_prompt_logprobs),
-    ):
-        if given is None:
-            continue
-        wanted = widths.logits_width if given == -1 else given
-        _integer(field, given, -1, most)
-        if wanted > most:
-            raise bad(field, given, f"at most {most} (-1 means all {widths.logits_width})")
+    _num_logprobs("logprobs", params.logprobs, limits.max_logprobs, widths)
+    _num_logprobs("prompt_logprobs", params.prompt_logprobs, limits.max_prompt_logprobs, widths)
     if params.logprob_token_ids and params.logprobs is None:
         raise InvalidRequest(
             "logprob_token_ids: need logprobs (0 gives no alternatives)", field="logprob_token_ids"
         )
+
+
+def _num_logprobs(field: str, given: int | None, most: int, widths: Widths) -> None:
+    if given is None:
+        return
+    wanted = widths.logits_width if given == -1 else given
+    _integer(field, given, -1, most)
+    if wanted > most:
+        raise bad(field, given, f"at most {most} (-1 means all {widths.logits_width})")
 
 
 def _check_prompt(generation: Generation, widths: Widths) -> None:
@@ -329,24 +319,23 @@ def _encodable(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _texts(field: str, given: Any, most: int, most_chars: int) -> None:
+def _entries(field: str, given: Any, most: int, kind: str) -> None:
     if not isinstance(given, tuple | list):
-        raise bad(field, given, "a list of texts")
+        raise bad(field, given, f"a list of {kind}")
     if len(given) > most:
         raise InvalidRequest(
             f"{field}: {len(given)} entries; at most {most} are allowed", field=field
         )
+
+
+def _texts(field: str, given: Any, most: int, most_chars: int) -> None:
+    _entries(field, given, most, "texts")
     for text in given:
         if not isinstance(text, str) or not 0 < len(text) <= most_chars or not _encodable(text):
             raise bad(field, text, f"a text of 1 to {most_chars} characters")
 
 
 def _ids(field: str, given: Any, most: int, width: int) -> None:
-    if not isinstance(given, tuple | list):
-        raise bad(field, given, "a list of token ids")
-    if len(given) > most:
-        raise InvalidRequest(
-            f"{field}: {len(given)} entries; at most {most} are allowed", field=field
-        )
+    _entries(field, given, most, "token ids")
     for token_id in given:
         _integer(field, token_id, 0, width - 1)

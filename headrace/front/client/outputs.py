@@ -7,6 +7,7 @@ reader gets fewer, larger deltas; `pending_bytes` says how much waits for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
 
 from headrace.base.errors import HeadraceError, from_wire
 from headrace.base.wire.params import SamplingParams, StopRules
@@ -28,66 +29,48 @@ _SCORE_BYTES = 300
 _TOKEN_BYTES = 40
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Answer:
     """One answer (choice) while it is made.
 
     `done`: nothing more will be taken in. `queued` belongs to the stream that reads the answer.
     """
 
-    __slots__ = (
-        "_cumulative",
-        "_detokenizer",
-        "_ended",
-        "_ids",
-        "_include_stop",
-        "_num_output",
-        "_num_scores",
-        "_params",
-        "_pooled",
-        "_prompt",
-        "_scores",
-        "_stop_ids",
-        "_stops",
-        "_text",
-        "_tokenizer",
-        "done",
-        "error",
-        "index",
-        "queued",
-    )
+    index: int
+    tokenizer: InitVar[Tokenizer]
+    params: SamplingParams
+    stop: InitVar[StopRules]
+    pieces: InitVar[Mapping[int, str | bytes] | None] = None
+    queued: bool = field(init=False, default=False)
+    done: bool = field(init=False, default=False)
+    error: HeadraceError | None = field(init=False, default=None)
+    _tokenizer: Tokenizer = field(init=False)
+    _detokenizer: Detokenizer = field(init=False)
+    _stops: StopStrings | None = field(init=False, default=None)
+    _stop_ids: frozenset[int] = field(init=False)
+    _text: str = field(init=False, default="")
+    _ids: list[int] = field(init=False, default_factory=list)
+    _scores: list[ScoredToken] | None = field(init=False, default=None)
+    _cumulative: float = field(init=False, default=0.0)
+    _num_output: int = field(init=False, default=0)
+    _num_scores: int = field(init=False, default=0)
+    _prompt: dict[int, ScoredToken] | None = field(init=False, default=None)
+    _pooled: list[Event] = field(init=False, default_factory=list)
+    _ended: Ended | None = field(init=False, default=None)
 
-    def __init__(
-        self,
-        *,
-        index: int,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        stop: StopRules,
-        pieces: Mapping[int, str | bytes] | None = None,
+    def __post_init__(
+        self, tokenizer: Tokenizer, stop: StopRules, pieces: Mapping[int, str | bytes] | None
     ) -> None:
-        self.index = index
-        self.queued = False
-        self.done = False
-        self.error: HeadraceError | None = None
+        params = self.params
         self._tokenizer = tokenizer
-        self._params = params
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens, pieces=pieces
         )
-        self._include_stop = params.include_stop_str_in_output
-        self._stops = StopStrings(params.stop, include=self._include_stop) if params.stop else None
+        if params.stop:
+            self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._stop_ids = frozenset(stop.stop_ids)
-        self._text = ""
-        self._ids: list[int] = []
-        self._scores: list[ScoredToken] | None = [] if params.logprobs is not None else None
-        self._cumulative = 0.0
-        self._num_output = 0
-        self._num_scores = 0
-        self._prompt: dict[int, ScoredToken] | None = (
-            {} if params.prompt_logprobs is not None else None
-        )
-        self._pooled: list[Event] = []
-        self._ended: Ended | None = None
+        self._scores = None if params.logprobs is None else []
+        self._prompt = None if params.prompt_logprobs is None else {}
 
     @property
     def pending_bytes(self) -> int:
@@ -100,11 +83,11 @@ class Answer:
         self._num_output += 1
         if self._scores is not None and scored is not None:
             self._add_score(scored)
-        stops = token_id in self._stop_ids and self._num_output > self._params.min_tokens
-        if stops and not self._include_stop:
+        stops = token_id in self._stop_ids and self._num_output > self.params.min_tokens
+        if stops and not self.params.include_stop_str_in_output:
             return False
         text = self._detokenizer.push((token_id,))
-        if self._stops is None or self._num_output <= self._params.min_tokens:
+        if self._stops is None or self._num_output <= self.params.min_tokens:
             self._text += text
             return False
         return self._watch(text)
@@ -195,7 +178,7 @@ class Answer:
     def _scored(self, ids: list[int], values: list[float], rank: int | None) -> ScoredToken:
         """Entry 0 is the token, the last are the named ids, between them the alternatives."""
         entries = [self._score(i, value) for i, value in zip(ids, values, strict=True)]
-        named = len(self._params.logprob_token_ids)
+        named = len(self.params.logprob_token_ids)
         split = max(len(entries) - named, 1)
         token = self._score(ids[0], values[0], rank)
         return ScoredToken(token=token, top=entries[1:split], named=entries[split:])

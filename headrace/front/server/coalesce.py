@@ -5,8 +5,8 @@ first (API-17). The first delta of a choice and its last go out at once; joined,
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 import msgspec
 
@@ -54,13 +54,11 @@ class _Choice:
 
 
 async def paced(
-    events: AsyncIterator[Event], pace: Pace, *, clock: Callable[[], float] = time.monotonic
+    events: AsyncGenerator[Event, None], pace: Pace, *, clock: Callable[[], float] = time.monotonic
 ) -> AsyncGenerator[Event, None]:
     """The events with deltas joined. Closing it closes `events`."""
     choices: dict[int, _Choice] = {}
-    async with AsyncExitStack() as stack:
-        if isinstance(events, AsyncGenerator):
-            await stack.enter_async_context(aclosing(events))
+    async with aclosing(events):
         async for event in events:
             if isinstance(event, Delta):
                 choice = choices.setdefault(event.index, _Choice())

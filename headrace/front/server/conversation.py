@@ -9,7 +9,7 @@ wrong with a translated request is told in the words of the request as it was se
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,7 +196,7 @@ def generate(
         grammar_field=structure.field,
         reasoning=structure.reasoning,
     )
-    events: AsyncIterator[Event] = services.engine.generate(generation)
+    events = services.engine.generate(generation)
     if request.stream_options is not None and (pace := _pace(request.stream_options)) is not None:
         events = paced(events, pace)
     if answers is not None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Delta, Ended, Event, Started
 from headrace.front.server.exchange import Exchange
-from headrace.front.server.timing import timeline
+from headrace.front.server.timing import Timeline, timeline
 from headrace.front.server.tracing import CoreTrace
 
 _QUEUED_EVENTS = 64
 
 
-async def measured(events: AsyncIterator[Event], exchange: Exchange) -> AsyncGenerator[Event, None]:
+async def measured(
+    events: AsyncGenerator[Event, None], exchange: Exchange
+) -> AsyncGenerator[Event, None]:
     """Passes the events on; closing this generator closes `events`, which aborts what still runs."""
     watch = _Watch(exchange)
-    async with AsyncExitStack() as stack:
-        if isinstance(events, AsyncGenerator):
-            await stack.enter_async_context(aclosing(events))
+    async with aclosing(events):
         try:
             async for event in events:
                 match event:
@@ -65,15 +65,13 @@ class _Watch:
 
     def ended(self, event: Ended) -> None:
         now, first = time.monotonic(), self._first.get(event.index)
-        _count_end(event, self._metrics, arrival=self._exchange.arrival, first=first, now=now)
-        self._exchange.timeline = timeline(
-            event,
-            arrival=self._exchange.arrival,
-            handed=self._handed,
-            first=first,
-            now=now,
-            num_prompt=self._num_prompt,
-        )
+        times = (self._exchange.arrival, self._handed, first, now)
+        found = timeline(event, *times, num_prompt=self._num_prompt)
+        self._exchange.timeline = found
+        _count_end(event, found, self._metrics)
+        if first is not None and event.num_output > 1:
+            gap_s = (now - first) / (event.num_output - 1)
+            self._metrics.observe("headrace_inter_token_latency_seconds", gap_s)
         if self._span is not None and event.index == 0:
             self._span.finished(event, num_prompt=self._num_prompt)
 
@@ -82,26 +80,19 @@ class _Watch:
             self._span.lost(reason)
 
 
-def _count_end(
-    event: Ended, metrics: Metrics, *, arrival: float, first: float | None, now: float
-) -> None:
+def _count_end(event: Ended, found: Timeline, metrics: Metrics) -> None:
     metrics.add("headrace_request_success_total", finished_reason=event.reason)
     metrics.add("headrace_generation_tokens_total", event.num_output)
     metrics.observe("headrace_request_generation_tokens", event.num_output)
-    metrics.observe("headrace_e2e_request_latency_seconds", now - arrival)
+    metrics.observe("headrace_e2e_request_latency_seconds", found.total_s)
     if event.index == 0:
         metrics.add("headrace_cached_prompt_tokens_total", event.num_cached)
     if event.queued_s is not None:
-        metrics.observe("headrace_request_queue_time_seconds", event.queued_s)
-    if event.queued_s is not None and event.total_s is not None:
-        begun = event.total_s if event.first_token_s is None else event.first_token_s
-        metrics.observe("headrace_request_prefill_time_seconds", begun - event.queued_s)
-        metrics.observe("headrace_request_decode_time_seconds", event.total_s - begun)
-        metrics.observe("headrace_request_inference_time_seconds", event.total_s - event.queued_s)
-    if first is not None and event.num_output > 1:
-        metrics.observe(
-            "headrace_inter_token_latency_seconds", (now - first) / (event.num_output - 1)
-        )
+        metrics.observe("headrace_request_queue_time_seconds", found.queue_s)
+        metrics.observe("headrace_request_prefill_time_seconds", found.prefill_s)
+        metrics.observe("headrace_request_decode_time_seconds", found.decode_s)
+        inference_s = found.prefill_s + found.decode_s
+        metrics.observe("headrace_request_inference_time_seconds", inference_s)
 
 
 async def joined(

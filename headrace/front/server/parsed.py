@@ -6,8 +6,8 @@ so that a full answer and its stream cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 
 import msgspec
 
@@ -41,15 +41,16 @@ class ParsedEnded(Ended, frozen=True, kw_only=True):
 class ParsedAnswer:
     """One choice while it is parsed."""
 
+    over = False
+    _num_output = 0
+    _num_spans = 0
+    _num_earlier = 0
+    _num_reasoning = 0
+
     def __init__(self, parser: OutputParser, pieces: Mapping[int, str | bytes]) -> None:
-        self.over = False
         self.pieces = pieces
         self._parser = parser
         self._tokens = ReasoningTokens(pieces)
-        self._num_output = 0
-        self._num_spans = 0
-        self._num_earlier = 0
-        self._num_reasoning = 0
 
     def take(self, event: Delta | Ended) -> list[Event]:
         """The parsed events of `event`; none once the choice is over."""
@@ -66,14 +67,8 @@ class ParsedAnswer:
     def _delta(self, event: Delta, parts: list[Part]) -> ParsedDelta:
         self._num_output += len(event.token_ids)
         self._count(event.token_ids)
-        return ParsedDelta(
-            index=event.index,
-            text=event.text,
-            token_ids=event.token_ids,
-            scores=event.scores,
-            parts=parts,
-            num_reasoning=self._num_reasoning,
-        )
+        fields = msgspec.structs.asdict(event)
+        return ParsedDelta(**fields, parts=parts, num_reasoning=self._num_reasoning)
 
     def _count(self, token_ids: Sequence[int]) -> None:
         """Counts the reasoning tokens; those of earlier stretches of reasoning are known already."""
@@ -99,23 +94,18 @@ class ParsedAnswer:
         if parts:
             found.append(last)
         fields = msgspec.structs.asdict(event)
-        calls = self._parser.num_calls
-        return [
-            *found,
-            ParsedEnded(**fields, num_reasoning=self._num_reasoning, num_calls=calls),
-        ]
+        fields |= {"num_reasoning": self._num_reasoning, "num_calls": self._parser.num_calls}
+        return [*found, ParsedEnded(**fields)]
 
 
 async def parsed(
-    events: AsyncIterator[Event], answers: Sequence[ParsedAnswer]
+    events: AsyncGenerator[Event, None], answers: Sequence[ParsedAnswer]
 ) -> AsyncGenerator[Event, None]:
     """The events with parsed deltas and ends; `answers` are indexed as the choices are.
 
     It ends, and with it what still runs, once every choice is over. Closing it closes `events`.
     """
-    async with AsyncExitStack() as stack:
-        if isinstance(events, AsyncGenerator):
-            await stack.enter_async_context(aclosing(events))
+    async with aclosing(events):
         async for event in events:
             if isinstance(event, Delta | Ended):
                 for made in answers[event.index].take(event):

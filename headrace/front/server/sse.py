@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -68,33 +69,23 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
+@dataclass(eq=False)
 class EventStream(Response):
     """A streaming answer: whole encoded events, of which `first` (see `started`) may still be on its way."""
 
     media_type = "text/event-stream"
+    status_code = 200
+    background = None
 
-    def __init__(
-        self,
-        first: asyncio.Future[bytes],
-        rest: AsyncGenerator[bytes, None],
-        *,
-        request_id: str,
-        abandon: asyncio.Event,
-        ping_s: float,
-        shape: Shape = OPENAI,
-        last_comment: Callable[[], bytes] | None = None,
-    ) -> None:
-        self.last_comment = last_comment
-        self.first = first
-        self.rest = rest
-        self.request_id = request_id
-        self.abandon = abandon
-        self.ping_s = ping_s
-        self.shape = shape
-        self.status_code = 200
-        self.background = None
-        self.raw_headers = list(_HEADERS)
-        self._wrote_at = time.monotonic()
+    first: asyncio.Future[bytes]
+    rest: AsyncGenerator[bytes, None]
+    request_id: str = field(kw_only=True)
+    abandon: asyncio.Event = field(kw_only=True)
+    ping_s: float = field(kw_only=True)
+    shape: Shape = field(kw_only=True, default=OPENAI)
+    last_comment: Callable[[], bytes] | None = field(kw_only=True, default=None)
+    raw_headers: list[tuple[bytes, bytes]] = field(init=False, default_factory=_HEADERS.copy)
+    _wrote_at: float = field(init=False, default_factory=time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream; every way it can end closes the generator, which aborts what still runs."""

@@ -22,7 +22,7 @@ from headrace.front.server.batches import routes as batches
 from headrace.front.server.exchange import Exchange, exchange_of
 from headrace.front.server.failures import OPENAI, Shape
 from headrace.front.server.limits import read_json
-from headrace.front.server.native import admin, health, requests, tokenize
+from headrace.front.server.native import admin, health, plane, requests, tokenize
 from headrace.front.server.native.tokenize import (
     DetokenizeRequest,
     TokenizeChatRequest,
@@ -66,14 +66,16 @@ def table() -> list[ApiRoute]:
 def _generation() -> list[ApiRoute]:
     """What answers in words, by dialect, and batches of it."""
     return [
-        _posts("/v1/chat/completions", openai.post_chat, ChatRequest),
-        _posts("/v1/chat/completions/batch", batch.post_batch, batch.BatchChatRequest),
-        _posts("/v1/completions", openai.post_completions, CompletionRequest),
-        _posts("/v1/messages", anthropic.post_messages, MessagesRequest),
+        _posts("/v1/chat/completions", openai.post_chat, ChatRequest, queued=True),
+        _posts("/v1/chat/completions/batch", batch.post_batch, batch.BatchChatRequest, queued=True),
+        _posts("/v1/completions", openai.post_completions, CompletionRequest, queued=True),
+        _posts("/v1/messages", anthropic.post_messages, MessagesRequest, queued=True),
         _posts("/v1/messages/count_tokens", anthropic.post_count_tokens, CountTokensRequest),
-        _posts("/v1/responses", responses.post_responses, ResponsesRequest, sockets=True),
+        _posts(
+            "/v1/responses", responses.post_responses, ResponsesRequest, sockets=True, queued=True
+        ),
         _posts("/v1/responses/input_tokens", responses.post_input_tokens, InputRequest),
-        _posts("/v1/responses/compact", compact.post_compact, InputRequest),
+        _posts("/v1/responses/compact", compact.post_compact, InputRequest, queued=True),
         _route("/v1/responses/{id}", responses.get_response),
         _route("/v1/responses/{id}", responses.delete_response, "DELETE"),
         _route("/v1/responses/{id}/cancel", responses.post_cancel, "POST"),
@@ -85,23 +87,31 @@ def _generation() -> list[ApiRoute]:
 def _pooling() -> list[ApiRoute]:
     """What answers in vectors, classes and scores."""
     return [
-        _posts("/v1/embeddings", pooling.post_embeddings, EmbeddingRequest),
-        _posts("/v2/embed", pooling.post_cohere_embed, CohereEmbedRequest),
-        _posts("/pooling", pooling.post_pooling, PoolingRequest),
-        _posts("/classify", pooling.post_classify, ClassifyRequest),
-        *(_posts(path, scoring.post_score, ScoreRequest) for path in ("/score", "/v1/score")),
+        _posts("/v1/embeddings", pooling.post_embeddings, EmbeddingRequest, queued=True),
+        _posts("/v2/embed", pooling.post_cohere_embed, CohereEmbedRequest, queued=True),
+        _posts("/pooling", pooling.post_pooling, PoolingRequest, queued=True),
+        _posts("/classify", pooling.post_classify, ClassifyRequest, queued=True),
         *(
-            _posts(path, scoring.post_rerank, RerankRequest)
+            _posts(path, scoring.post_score, ScoreRequest, queued=True)
+            for path in ("/score", "/v1/score")
+        ),
+        *(
+            _posts(path, scoring.post_rerank, RerankRequest, queued=True)
             for path in ("/rerank", "/v1/rerank", "/v2/rerank")
         ),
-        _posts("/generative_scoring", scoring.post_generative_scoring, GenerativeScoringRequest),
+        _posts(
+            "/generative_scoring",
+            scoring.post_generative_scoring,
+            GenerativeScoringRequest,
+            queued=True,
+        ),
     ]
 
 
 def _tokens() -> list[ApiRoute]:
     """Tokens in, tokens out."""
     return [
-        _posts("/inference/v1/generate", generate.post_generate, GenerateRequest),
+        _posts("/inference/v1/generate", generate.post_generate, GenerateRequest, queued=True),
         _posts("/v1/chat/completions/render", render.post_render_chat, ChatRequest),
         _posts("/v1/chat/completions/derender", render.post_derender_chat, DerenderRequest),
         _posts("/v1/completions/render", render.post_render_completion, CompletionRequest),
@@ -144,6 +154,27 @@ def _house() -> list[ApiRoute]:
     ]
 
 
+def plane_table() -> list[ApiRoute]:
+    """The administrative plane."""
+    at = plane.PREFIX
+    return [
+        _route(f"{at}/health", plane.get_health),
+        _route(f"{at}/models", plane.get_models),
+        _route(f"{at}/config", plane.get_config),
+        _route(f"{at}/queue", plane.get_queue),
+        _route(f"{at}/ledger", plane.get_ledger),
+        _route(f"{at}/requests/{{id}}", requests.get_request),
+        _posts(f"{at}/pause", plane.post_pause, plane.PauseRequest),
+        _posts(f"{at}/drain", plane.post_pause, plane.PauseRequest),
+        _posts(f"{at}/resume", plane.post_resume),
+        _posts(f"{at}/reload_model", plane.post_reload, plane.ReloadRequest),
+        _posts(f"{at}/sleep", plane.post_sleep, plane.SleepRequest),
+        _posts(f"{at}/wake", plane.post_wake),
+        _posts(f"{at}/reset_prefix_cache", plane.post_reset),
+        _posts(f"{at}/log_level", plane.post_log_level, plane.LogLevelRequest),
+    ]
+
+
 def _route(path: str, handler: Reader, *methods: str) -> ApiRoute:
     """A route without a body."""
 
@@ -165,13 +196,20 @@ def _uploads(path: str, handler: Reader) -> ApiRoute:
 
 
 def _posts(
-    path: str, handler: Writer, *bodies: type[msgspec.Struct], sockets: bool = False
+    path: str,
+    handler: Writer,
+    *bodies: type[msgspec.Struct],
+    sockets: bool = False,
+    queued: bool = False,
 ) -> ApiRoute:
-    """A route with a JSON body: read under its limits first, then handled until done or the client leaves."""
+    """A route with a JSON body: read under its limits first, then handled until done or the client leaves. `queued`:
+    it needs a place in the engine's queue, and is refused by its headers while that is full."""
 
     async def endpoint(request: Request) -> Response:
         exchange = exchange_of(request)
         spec = exchange.services.server
+        if queued:
+            exchange.services.engine.check_room()
         document = await read_json(
             request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s
         )

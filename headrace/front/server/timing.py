@@ -61,13 +61,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def timeline(
-    end: Ended,
-    *,
-    arrival: float,
-    handed: float,
-    first: float | None,
-    now: float,
-    num_prompt: int,
+    end: Ended, arrival: float, handed: float, first: float | None, now: float, *, num_prompt: int
 ) -> Timeline:
     """From the monotonic times of arrival, hand-over, first token seen and end, and what the engine told."""
     total, front = now - arrival, handed - arrival

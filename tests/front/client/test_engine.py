@@ -332,3 +332,19 @@ async def test_a_core_that_answers_no_more_is_not_alive(connect):
         while llm.alive:
             await asyncio.sleep(0)
         assert llm.ready  # it may come back: requests are still taken
+
+
+async def test_a_full_core_is_refused_at_the_door(connect):
+    """Reliability 1.2: known before the body is read; the wait grows with those already told to come back."""
+    async with connect(max_running=1, max_in_flight=2) as (llm, core):
+        core.flow.clear()
+        runs = [asyncio.ensure_future(run_one(llm, generation(max_tokens=2))) for _ in range(2)]
+        await core.until(lambda: core.num_running == 2)
+        with pytest.raises(
+            Unavailable, match="2 requests run or wait already, at most 2"
+        ) as caught:
+            llm.check_room()
+        assert 1 <= caught.value.retry_after_s <= 1.25
+        core.flow.set()
+        await asyncio.gather(*runs)
+        llm.check_room()

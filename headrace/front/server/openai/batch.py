@@ -49,7 +49,7 @@ async def post_batch(exchange: Exchange, document: Any) -> Response:
                 prompt_ids, events = await begin(exchange, request, label=f"{label}-{number}")
             streams.append(events)
             replies.append(
-                chat.ChatReply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
+                chat.ChatReply(id=label, model=model, request=request, prompt_ids=prompt_ids)
             )
     except BaseException:
         for events in streams:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -49,16 +49,9 @@ class ChatReply:
 
     id: str
     model: str
-    created: int
     request: ChatRequest
     prompt_ids: list[int]
-
-    @staticmethod
-    def now(*, id: str, model: str, request: ChatRequest, prompt_ids: list[int]) -> ChatReply:
-        """A reply created at this second."""
-        return ChatReply(
-            id=id, model=model, created=int(time.time()), request=request, prompt_ids=prompt_ids
-        )
+    created: int = field(default_factory=lambda: int(time.time()))
 
 
 def to_params(
@@ -172,12 +165,7 @@ def _event(
 
 
 def _role(reply: ChatReply, index: int) -> dict[str, Any]:
-    choice: dict[str, Any] = {
-        "index": index,
-        "delta": {"role": "assistant", "content": ""},
-        "logprobs": None,
-        "finish_reason": None,
-    }
+    choice = _plain_choice(index, {"role": "assistant", "content": ""})
     if reply.request.return_token_ids:
         choice["prompt_token_ids"] = reply.prompt_ids
     return choice
@@ -221,13 +209,8 @@ def _deltas(reply: ChatReply, event: Delta) -> list[dict[str, Any]]:
 
 
 def _end(event: Ended) -> dict[str, Any]:
-    return {
-        "index": event.index,
-        "delta": {},
-        "logprobs": None,
-        "finish_reason": finish_reason(event),
-        "stop_reason": event.stop,
-    }
+    choice = _plain_choice(event.index, {})
+    return choice | {"finish_reason": finish_reason(event), "stop_reason": event.stop}
 
 
 async def to_answer(events: AsyncGenerator[Event, None], reply: ChatReply) -> bytes:

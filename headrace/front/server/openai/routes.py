@@ -25,7 +25,7 @@ async def post_chat(exchange: Exchange, document: Any) -> Response:
     model = services.model_name(request.model)
     label = completion_id("chatcmpl")
     prompt_ids, events = await begin(exchange, request, label=label)
-    reply = chat.ChatReply.now(id=label, model=model, request=request, prompt_ids=prompt_ids)
+    reply = chat.ChatReply(id=label, model=model, request=request, prompt_ids=prompt_ids)
     if request.stream:
         return await streamed(exchange, chat.to_chunks(events, reply))
     return Response(await chat.to_answer(events, reply), media_type="application/json")

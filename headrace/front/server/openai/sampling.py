@@ -11,18 +11,12 @@ from headrace.base.errors import InvalidRequest
 from headrace.base.wire.params import SamplingParams
 from headrace.front.server.openai.schema import Common, logit_bias
 
-_PLAIN = (
+_GIVEN = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "length_penalty", "dry_multiplier", "dry_base"),
     *("dry_allowed_length", "dry_range", "xtc_probability", "xtc_threshold", "min_tokens"),
     *("include_stop_str_in_output", "ignore_eos", "seed", "prompt_logprobs", "skip_special_tokens"),
-    "logprobs_mode",
-)
-_LISTS = (
-    "dry_sequence_breakers",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
+    *("logprobs_mode", "dry_sequence_breakers", "stop_token_ids", "bad_words", "allowed_token_ids"),
     "logprob_token_ids",
 )
 
@@ -41,10 +35,9 @@ def sampling_params(
     _check(request, n=n, best_of=best_of, max_n=max_n, max_tokens=max_tokens)
     # The model's defaults are about sampling: beam search, which refuses such fields, does not get them.
     fields: dict[str, Any] = {} if request.use_beam_search else dict(defaults)
-    fields |= {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
-    fields |= {
-        name: tuple(value) for name in _LISTS if (value := getattr(request, name)) is not None
-    }
+    for name in _GIVEN:
+        if (value := getattr(request, name)) is not None:
+            fields[name] = tuple(value) if isinstance(value, list) else value
     if request.use_beam_search:
         fields["beam_width"] = max(n, best_of or n)
         best_of = None

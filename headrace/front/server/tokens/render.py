@@ -96,7 +96,7 @@ async def post_derender_chat(exchange: Exchange, document: Any) -> Response:
     if answers is not None:
         events = parsed(events, answers)
     model = exchange.services.model_name(request.model)
-    reply = chat.ChatReply.now(
+    reply = chat.ChatReply(
         id=completion_id("chatcmpl"), model=model, request=request, prompt_ids=ids
     )
     return Response(await chat.to_answer(events, reply), media_type="application/json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -119,35 +120,36 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class OutputParser:
     """Parses one answer. `schemas` None: no tools are offered, so nothing is a call."""
 
-    def __init__(
-        self,
-        *,
-        reasoning: ReasoningTags | None = None,
-        inside: bool = False,
-        tools: ToolGrammar | None = None,
-        schemas: Schemas | None = None,
-        only_one_call: bool = False,
-        prompt_tail: str = "",
-        marked: bool = False,
-        new_id: Callable[[], str] = call_id,
-    ) -> None:
-        self._sink = Sink(new_id, only_one_call=only_one_call, marked=marked)
+    reasoning: ReasoningTags | None = None
+    inside: bool = False
+    tools: ToolGrammar | None = None
+    schemas: Schemas | None = None
+    only_one_call: bool = False
+    prompt_tail: str = ""
+    marked: bool = False
+    new_id: Callable[[], str] = call_id
+    _reasoning: ReasoningState | Harmony | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        reasoning, tools = self.reasoning, self.tools
+        self._sink = Sink(self.new_id, only_one_call=self.only_one_call, marked=self.marked)
         self._engine = Engine(self._sink)
-        self._reasoning: ReasoningState | Harmony | None = None
         if isinstance(tools, HarmonyTags) or (reasoning is not None and reasoning.harmony):
-            self._reasoning = self._harmony(reasoning, tools, schemas, prompt_tail)
+            self._reasoning = self._harmony(reasoning, tools, self.schemas, self.prompt_tail)
             self._engine.become(self._reasoning)
             return
         frame = () if reasoning is None else reasoning.frame
-        state = _grammar_state(self._sink, None if schemas is None else tools, schemas or {}, frame)
+        tools = None if self.schemas is None else tools
+        state = _grammar_state(self._sink, tools, self.schemas or {}, frame)
         if reasoning is not None and reasoning.kept:
-            if inside:
+            if self.inside:
                 self._sink.add(Content(reasoning.open))
         elif reasoning is not None:
-            self._reasoning = ReasoningState(self._engine, reasoning, state, inside=inside)
+            self._reasoning = ReasoningState(self._engine, reasoning, state, inside=self.inside)
         self._engine.become(self._reasoning or state)
 
     def push(self, text: str) -> list[Part]:

@@ -7,6 +7,7 @@ contiguous indices from 0; a later call never goes back to an earlier one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeAlias
 
@@ -58,19 +59,17 @@ def unmarked(text: str) -> str:
 Part: TypeAlias = Reasoning | Content | CallBegin | CallArguments | CallEnd
 
 
+@dataclass(eq=False)
 class Sink:
     """Collects parts. With `only_one_call` all that follows the end of the first call is dropped. `marked`: the text
     has marks (marks.py), which no part keeps."""
 
-    def __init__(
-        self, new_id: Callable[[], str], *, only_one_call: bool = False, marked: bool = False
-    ) -> None:
-        self.num_calls = 0
-        self.closed = False
-        self._new_id = new_id
-        self._only_one_call = only_one_call
-        self._marked = marked
-        self._parts: list[Part] = []
+    new_id: Callable[[], str]
+    only_one_call: bool = field(kw_only=True, default=False)
+    marked: bool = field(kw_only=True, default=False)
+    num_calls: int = field(init=False, default=0)
+    closed: bool = field(init=False, default=False)
+    _parts: list[Part] = field(init=False, default_factory=list)
 
     def add(self, part: Part) -> None:
         """One more part."""
@@ -80,7 +79,7 @@ class Sink:
     def begin(self, name: str, call_id: str = "") -> None:
         """A new call, with the id that the model wrote if it wrote one."""
         if not self.closed:
-            self._parts.append(CallBegin(self.num_calls, call_id or self._new_id(), name))
+            self._parts.append(CallBegin(self.num_calls, call_id or self.new_id(), name))
             self.num_calls += 1
 
     def arguments(self, text: str) -> None:
@@ -91,12 +90,12 @@ class Sink:
     def end(self) -> None:
         """The open call is complete."""
         self.add(CallEnd(self.num_calls - 1))
-        self.closed = self._only_one_call
+        self.closed = self.only_one_call
 
     def take(self) -> list[Part]:
         """The parts since the last call, neighbours of one kind joined."""
         parts, self._parts = self._parts, []
-        return _unmarked(joined(parts)) if self._marked else joined(parts)
+        return _unmarked(joined(parts)) if self.marked else joined(parts)
 
 
 def _unmarked(parts: list[Part]) -> list[Part]:

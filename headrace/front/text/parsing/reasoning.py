@@ -43,16 +43,17 @@ class ReasoningState:
     """Reads the reasoning, then hands over to `then`. `spans`: where it stands in the answer, in characters; its end
     is None while it is open. `over`: no more of it can come."""
 
+    over = False
+    _leading = True
+
     def __init__(self, engine: Engine, tags: ReasoningTags, then: State, *, inside: bool) -> None:
         self.spans: list[tuple[int, int | None]] = [(0, None)] if inside else []
-        self.over = False
         self._engine = engine
         self._tags = tags
         self._then = then
         self._closing = Tags([tags.close])
         self._inside = inside
         self._mode = self._begin
-        self._leading = True
         self._breaks: list[str] = []
 
     def step(self, text: str, at: int) -> int:
