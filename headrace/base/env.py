@@ -49,6 +49,12 @@ VARIABLES: tuple[Variable, ...] = (
         default="1",
     ),
     Variable(
+        name="HEADRACE_ISA",
+        doc="Instruction set of the native CPU kernels at most (debugging): portable, avx2, avx512, avx512dot, amx, "
+        "armdot, armbf16.",
+        default="the best this CPU runs",
+    ),
+    Variable(
         name="CXX",
         doc="C++ compiler that builds the native CPU kernels.",
         default="g++, clang++ or c++, the first found",

@@ -85,10 +85,8 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
     """The resolved tree; ConfigError where options contradict each other, the model or the machine."""
     choose = Chooser()
     where = _device(options, device, choose)
-    dtype = choose.pick(
-        "--dtype", options.model.dtype, _dtype(model, where), "the checkpoint's type"
-    )
-    quantization = _quantization(options, model, where, dtype, choose)
+    dtype = choose.pick("--dtype", options.model.dtype, model.dtype, "the checkpoint's type")
+    quantization = _quantization(options, model, where, choose)
     text = text_spec(options, model, choose)
     max_model_len, names = text.max_model_len, text.model_names
     scheduler = _scheduler(options, model, where, max_model_len, choose)
@@ -105,6 +103,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
             config=model.config,
             seed=options.model.seed,
             quantization=quantization,
+            kv_dtype=_kv_dtype(options, model, where, choose),
             head=model.head,
             bare=model.bare,
             num_labels=model.num_labels,
@@ -193,13 +192,8 @@ def _gpu_bytes(
     return room
 
 
-def _dtype(model: ModelFacts, where: DeviceSpec) -> str:
-    """float16 has no fast path on a CPU and less range than the sums need: float32 instead."""
-    return "float32" if where.device == "cpu" and model.dtype == "float16" else model.dtype
-
-
 def _quantization(
-    options: Options, model: ModelFacts, where: DeviceSpec, dtype: str, choose: Chooser
+    options: Options, model: ModelFacts, where: DeviceSpec, choose: Chooser
 ) -> str | None:
     """The scheme by name; ConfigError where no kernel could serve it."""
     given = options.model.quantization
@@ -207,10 +201,6 @@ def _quantization(
         return None
     if where.device != "cpu":
         raise ConfigError(f"--quantization {given} runs on the CPU only, not on {where.device}")
-    if dtype == "float16":
-        raise ConfigError(
-            f"--quantization {given}: --dtype float16 has no kernels; use bfloat16 or float32"
-        )
     if model.family == FALLBACK:
         raise ConfigError(
             f"--quantization {given} needs a model family of headrace; {model.architecture} runs "
@@ -221,6 +211,24 @@ def _quantization(
     choose.note(
         "--quantization", given, f"{bits:g} bits a weight", f"{size:.2f}GiB, packed while loading"
     )
+    return given
+
+
+def _kv_dtype(
+    options: Options, model: ModelFacts, where: DeviceSpec, choose: Chooser
+) -> str | None:
+    """The type of the KV cache where it is not that of the activations."""
+    given = options.kv.kv_dtype
+    if given == "auto":
+        return None
+    if where.device != "cpu":
+        raise ConfigError(f"--kv-dtype {given} runs on the CPU only, not on {where.device}")
+    if model.family == FALLBACK:
+        raise ConfigError(
+            f"--kv-dtype {given} needs a model family of headrace; {model.architecture} runs "
+            "by the transformers fallback"
+        )
+    choose.note("--kv-dtype", given, "codes with a scale per token and head", "as asked")
     return given
 
 

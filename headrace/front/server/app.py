@@ -158,18 +158,18 @@ def _template(path: str) -> str:
 class _Wire:
     """receive and send of one exchange: marks the answer with its ids and knows whether the body was read."""
 
+    status = 500
+    _started = False
+
     def __init__(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         self.scope = scope
         self.exchange = exchange
-        self.status = 500
         self._receive = receive
         self._send = send
-        self._started = False
         self.headers = headers = dict(scope["headers"])
         self._body_pending = (
             headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         )
-        self._expects_continue = b"expect" in headers
         ident = exchange.request_id.encode()
         self._marks = [(b"x-request-id", ident), (b"request-id", ident)]
         label = client_label(headers.get(b"x-request-id"))
@@ -204,7 +204,7 @@ class _Wire:
             return
         headers = [(b"content-type", b"application/json"), *failure.headers()]
         if self._body_pending:
-            if not self._expects_continue:
+            if b"expect" not in self.headers:
                 await self._discard()
             if self._body_pending and not self.exchange.services.draining:
                 headers.append((b"connection", b"close"))
