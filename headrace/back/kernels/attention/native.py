@@ -28,8 +28,7 @@ def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
         num_blocks, _, kv_heads, block_tokens, _ = kv.shape
         assert kv.stride()[3:] == (width, 1) and q_THD.stride(2) == 1, (kv.stride(),)
         starts, lengths, table = plan.query_start_R1, plan.kv_len_R, plan.block_table_RB
-        assert starts.dtype == lengths.dtype == table.dtype == torch.int32
-        assert table.stride(1) == 1 and starts.is_contiguous() and lengths.is_contiguous()
+        assert all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in (starts, lengths, table))
         out_THD = q_THD.new_empty(q_THD.shape)
         assert plan.max_kv_len <= table.shape[1] * block_tokens, (plan.max_kv_len, table.shape)
         num_tokens, rows = q_THD.shape[0], lengths.shape[0]
@@ -40,12 +39,10 @@ def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
             if computed < num_tokens:
                 out_THD[computed:] = 0
         kernel(
-            q_THD.data_ptr(), kv.data_ptr(), out_THD.data_ptr(),
-            starts.data_ptr(), lengths.data_ptr(), table.data_ptr(),
-            rows, table.stride(0), num_tokens, num_blocks,
-            heads, kv_heads, head_dim, block_tokens,
-            q_THD.stride(0), q_THD.stride(1), kv.stride(0), kv.stride(1), kv.stride(2),
-            window, scale, softcap, code, int(problem.coded),
+            *(tensor.data_ptr() for tensor in (q_THD, kv, out_THD, starts, lengths, table)),
+            rows, table.stride(0), num_tokens, num_blocks, heads, kv_heads, head_dim, block_tokens,
+            *(*q_THD.stride()[:2], *kv.stride()[:3]), window, scale, softcap, code,
+            int(problem.coded),
         )  # fmt: skip
         return out_THD
 
