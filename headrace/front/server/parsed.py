@@ -93,8 +93,8 @@ class ParsedAnswer:
         last = self._delta(Delta(index=event.index, text=""), parts)
         if parts:
             found.append(last)
-        counts = {"num_reasoning": self._num_reasoning, "num_calls": self._parser.num_calls}
-        return [*found, ParsedEnded(**msgspec.structs.asdict(event), **counts)]
+        fields = msgspec.structs.asdict(event) | {"num_reasoning": self._num_reasoning}
+        return [*found, ParsedEnded(**fields, num_calls=self._parser.num_calls)]
 
 
 async def parsed(
