@@ -24,6 +24,7 @@ SUMMARIES = {
     "plan": "whether a model fits a device, and how fast it would run",
     "build-kernels": "compile a model's GPU kernels ahead, and measure its products",
     "doctor": "check this machine and say what to mend",
+    "admin": "ask or change a running server: pause, reload, sleep, queue, config",
     "env": "versions, devices and environment variables",
 }
 

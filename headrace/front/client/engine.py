@@ -147,14 +147,10 @@ class AsyncLLM:
         stream = _Stream(self._least_loaded(), num_prompt, most_bytes)
         self._labels.setdefault(generation.label, []).append(stream)
         try:
-            self._launch(stream, generation, widths, range(1))
-            together = num_prompt < _SHARED_PROMPT_TOKENS
-            rest = range(1, generation.params.n)
-            if together:
-                self._launch(stream, generation, widths, rest)
+            at_once = generation.params.n if num_prompt < _SHARED_PROMPT_TOKENS else 1
+            self._launch(stream, generation, widths, range(at_once))
             events = await stream.next_events()
-            if not together:
-                self._launch(stream, generation, widths, rest)
+            self._launch(stream, generation, widths, range(at_once, generation.params.n))
             yield Started(num_prompt)
             while events:
                 for event in events:
@@ -270,6 +266,8 @@ class _Stream:
         answer = self.running[end.id]
         answer.finish(end)
         self._remove(end.id)
+        if end.error is None:
+            self.core.room.ended()
         self.wake(answer)
 
     def wake(self, answer: Answer) -> None:
@@ -291,7 +289,6 @@ class _Stream:
 
     def _remove(self, request_id: int) -> Answer:
         self.core.running.pop(request_id, None)
-        self.core.room.ended()
         return self.running.pop(request_id)
 
 

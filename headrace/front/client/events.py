@@ -101,7 +101,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     num_output: int = 0
     num_cached: int = 0
     cumulative_logprob: float | None = None
-    queued_s: float | None = None
+    scheduled_s: float | None = None
     first_token_s: float | None = None
     total_s: float | None = None
     num_preemptions: int = 0

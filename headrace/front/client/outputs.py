@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 from headrace.base.errors import HeadraceError, from_wire
 from headrace.base.wire.params import SamplingParams, StopRules
@@ -25,6 +26,7 @@ from headrace.front.text.detokenizer import Detokenizer
 from headrace.front.text.stop_strings import StopMatch, StopStrings
 from headrace.front.text.tokenizer import Tokenizer
 
+_TOLD = ("num_cached", "scheduled_s", "first_token_s", "total_s", "num_preemptions", "preempted_s")
 _SCORE_BYTES = 300
 _TOKEN_BYTES = 40
 
@@ -154,18 +156,16 @@ class Answer:
 
     def _end(self, reason: str, stop: str | int | None, finished: Finished | None) -> None:
         self.done = True
+        told: dict[str, Any] = {}
+        if finished is not None:
+            told = {name: getattr(finished, name) for name in _TOLD}
         self._ended = Ended(
             index=self.index,
             reason=reason,
             stop=stop,
             num_output=self._num_output,
-            num_cached=finished.num_cached if finished else 0,
             cumulative_logprob=None if self._scores is None else self._cumulative,
-            queued_s=finished.scheduled_s if finished else None,
-            first_token_s=finished.first_token_s if finished else None,
-            total_s=finished.total_s if finished else None,
-            num_preemptions=finished.num_preemptions if finished else 0,
-            preempted_s=finished.preempted_s if finished else (),
+            **told,
         )
 
     def _add_score(self, scored: TokenLogprobs) -> None:

@@ -11,7 +11,6 @@ from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Delta, Ended, Event, Started
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.timing import Timeline, timeline
-from headrace.front.server.tracing import CoreTrace
 
 _QUEUED_EVENTS = 64
 
@@ -42,15 +41,14 @@ async def measured(
 class _Watch:
     """One generation: its metrics, its timeline and its spans."""
 
+    _num_prompt = 0
+
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._metrics = exchange.services.metrics
         self._handed = time.monotonic()
         self._first: dict[int, float] = {}
-        self._num_prompt = 0
-        self._span: CoreTrace | None = None
-        if exchange.trace is not None:
-            self._span = exchange.trace.begin_core()
+        self._span = None if exchange.trace is None else exchange.trace.begin_core()
 
     def started(self, event: Started) -> None:
         self._num_prompt = event.num_prompt
@@ -87,7 +85,7 @@ def _count_end(event: Ended, found: Timeline, metrics: Metrics) -> None:
     metrics.observe("headrace_e2e_request_latency_seconds", found.total_s)
     if event.index == 0:
         metrics.add("headrace_cached_prompt_tokens_total", event.num_cached)
-    if event.queued_s is not None:
+    if event.scheduled_s is not None:
         metrics.observe("headrace_request_queue_time_seconds", found.queue_s)
         metrics.observe("headrace_request_prefill_time_seconds", found.prefill_s)
         metrics.observe("headrace_request_decode_time_seconds", found.decode_s)

@@ -93,8 +93,9 @@ class ParsedAnswer:
         last = self._delta(Delta(index=event.index, text=""), parts)
         if parts:
             found.append(last)
-        fields = msgspec.structs.asdict(event) | {"num_reasoning": self._num_reasoning}
-        return [*found, ParsedEnded(**fields, num_calls=self._parser.num_calls)]
+        fields = msgspec.structs.asdict(event)
+        fields |= {"num_reasoning": self._num_reasoning, "num_calls": self._parser.num_calls}
+        return [*found, ParsedEnded(**fields)]
 
 
 async def parsed(

@@ -31,11 +31,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float
     decode_s: float
     delivery_s: float
-    reason: str
-    num_prompt: int = 0
-    num_cached: int = 0
-    num_output: int = 0
-    num_preemptions: int = 0
+    end: Ended
+    num_prompt: int
 
     @property
     def total_s(self) -> float:
@@ -48,15 +45,18 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         found: dict[str, object] = {
             f"{part}_ms": round(1e3 * getattr(self, f"{part}_s"), 3) for part in parts
         }
-        for name in ("reason", "num_prompt", "num_cached", "num_output", "num_preemptions"):
-            found[name] = getattr(self, name)
-        return found
+        for name in ("reason", "num_cached", "num_output", "num_preemptions"):
+            found[name] = getattr(self.end, name)
+        return found | {"num_prompt": self.num_prompt}
 
     def server_timing(self) -> str:
         """The value of a Server-Timing header (W3C)."""
         parts = ("front", "queue", "prefill", "decode", "delivery", "total")
         told = [f"{part};dur={1e3 * getattr(self, f'{part}_s'):.3f}" for part in parts]
-        told += [f'preemptions;desc="{self.num_preemptions}"', f'cached;desc="{self.num_cached}"']
+        told += [
+            f'preemptions;desc="{self.end.num_preemptions}"',
+            f'cached;desc="{self.end.num_cached}"',
+        ]
         return ", ".join(told)
 
 
@@ -66,7 +66,7 @@ def timeline(
     """From the monotonic times of arrival, hand-over, first token seen and end, and what the engine told."""
     total, front = now - arrival, handed - arrival
     if end.total_s is not None:
-        queue = end.queued_s or 0.0
+        queue = end.scheduled_s or 0.0
         prefill = (end.total_s if end.first_token_s is None else end.first_token_s) - queue
         decode = end.total_s - queue - prefill
     else:
@@ -79,11 +79,8 @@ def timeline(
         prefill_s=prefill,
         decode_s=decode,
         delivery_s=max(0.0, total - front - queue - prefill - decode),
-        reason=end.reason,
+        end=end,
         num_prompt=num_prompt,
-        num_cached=end.num_cached,
-        num_output=end.num_output,
-        num_preemptions=end.num_preemptions,
     )
 
 

@@ -108,8 +108,8 @@ class CoreTrace:
     def finished(self, end: Ended, *, num_prompt: int) -> None:
         """The first choice has ended; the engine's times become events."""
         began = self._began_ns
-        if end.queued_s is not None:
-            self._span.add_event("journey.SCHEDULED", timestamp=began + int(end.queued_s * NS))
+        if end.scheduled_s is not None:
+            self._span.add_event("journey.SCHEDULED", timestamp=began + int(end.scheduled_s * NS))
         for after_s in end.preempted_s:
             self._span.add_event("journey.PREEMPTED", timestamp=began + int(after_s * NS))
         if end.first_token_s is not None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
+from headrace.back.kernels.kv_write.coded import SCALE_BYTES
 from headrace.back.kernels.native.library import FLOAT, INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
 MAX_HEAD_DIM = 256
-_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 14, FLOAT, FLOAT, INT32)
+_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 14, FLOAT, FLOAT, INT32, INT32)
 
 
 def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
@@ -19,10 +20,13 @@ def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
     heads, head_dim, code = problem.heads, problem.head_dim, DTYPES[problem.dtype]
     window, scale, softcap = problem.window or 0, problem.scale, problem.softcap or 0.0
 
+    cache_dtype = torch.int8 if problem.coded else problem.dtype
+    width = head_dim + SCALE_BYTES if problem.coded else head_dim
+
     def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
-        assert q_THD.dtype == kv.dtype == problem.dtype, (q_THD.dtype, kv.dtype)
+        assert q_THD.dtype == problem.dtype and kv.dtype == cache_dtype, (q_THD.dtype, kv.dtype)
         num_blocks, _, kv_heads, block_tokens, _ = kv.shape
-        assert kv.stride()[3:] == (head_dim, 1) and q_THD.stride(2) == 1, (kv.stride(),)
+        assert kv.stride()[3:] == (width, 1) and q_THD.stride(2) == 1, (kv.stride(),)
         starts, lengths, table = plan.query_start_R1, plan.kv_len_R, plan.block_table_RB
         assert starts.dtype == lengths.dtype == table.dtype == torch.int32
         assert table.stride(1) == 1 and starts.is_contiguous() and lengths.is_contiguous()
@@ -41,7 +45,7 @@ def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
             rows, table.stride(0), num_tokens, num_blocks,
             heads, kv_heads, head_dim, block_tokens,
             q_THD.stride(0), q_THD.stride(1), kv.stride(0), kv.stride(1), kv.stride(2),
-            window, scale, softcap, code,
+            window, scale, softcap, code, int(problem.coded),
         )  # fmt: skip
         return out_THD
 

@@ -20,6 +20,7 @@ from headrace.front.client.events import Delta, Ended, Event, Started
 from headrace.front.server.openai.fold import (
     Choice,
     Fold,
+    Tally,
     chat_logprobs,
     finish_reason,
     scores_by_id,
@@ -97,15 +98,15 @@ async def to_chunks(
     options = request.stream_options
     with_usage = options is not None and options.include_usage
     continuous = options is not None and options.continuous_usage_stats
-    fold = Fold(request.n or 1)
+    tally = Tally(request.n or 1)
     plain = not (
         request.logprobs or request.logprob_token_ids or request.return_token_ids or continuous
     )
-    heads = [_delta_head(reply, index) for index in range(fold.num_choices)]
+    heads = [_delta_head(reply, index) for index in range(tally.num_choices)]
     tail = _delta_tail(with_usage)
     async with aclosing(events):
         async for event in events:
-            fold.take(event)
+            tally.take(event)
             match event:
                 case ParsedDelta() if plain:
                     for part in event.parts:
@@ -113,20 +114,20 @@ async def to_chunks(
                             yield heads[event.index] + orjson.dumps(part.text) + tail
                         elif shown := part_delta(part):
                             choice = _plain_choice(event.index, shown)
-                            yield _event(reply, choice, fold, with_usage, continuous)
+                            yield _event(reply, choice, tally, with_usage, continuous)
                 case Delta() if plain:
                     if event.text:
                         yield heads[event.index] + orjson.dumps(event.text) + tail
                 case Delta():
                     for choice in _deltas(reply, event):
-                        yield _event(reply, choice, fold, with_usage, continuous)
+                        yield _event(reply, choice, tally, with_usage, continuous)
                 case Ended():
-                    yield _event(reply, _end(event), fold, with_usage, continuous)
+                    yield _event(reply, _end(event), tally, with_usage, continuous)
                 case Started():
-                    for index in range(fold.num_choices):
-                        yield _event(reply, _role(reply, index), fold, with_usage, continuous)
+                    for index in range(tally.num_choices):
+                        yield _event(reply, _role(reply, index), tally, with_usage, continuous)
     if with_usage:
-        yield b"data: " + orjson.dumps(_envelope(reply, []) | {"usage": usage([fold])}) + b"\n\n"
+        yield b"data: " + orjson.dumps(_envelope(reply, []) | {"usage": usage([tally])}) + b"\n\n"
     yield DONE
 
 
@@ -154,11 +155,11 @@ def _delta_tail(with_usage: bool) -> bytes:
 
 
 def _event(
-    reply: ChatReply, choice: dict[str, Any], fold: Fold, with_usage: bool, continuous: bool
+    reply: ChatReply, choice: dict[str, Any], tally: Tally, with_usage: bool, continuous: bool
 ) -> bytes:
     document = _envelope(reply, [choice])
     if continuous:
-        document["usage"] = usage([fold])
+        document["usage"] = usage([tally])
     elif with_usage:
         document["usage"] = None
     return b"data: " + orjson.dumps(document) + b"\n\n"

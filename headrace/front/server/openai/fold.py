@@ -7,6 +7,7 @@ that texts, finish reasons and usage cannot differ between them.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.front.client.events import (
@@ -25,6 +26,36 @@ LOWEST = -9999.0
 """Stands for minus infinity and NaN, which JSON does not have."""
 
 
+class Tally:
+    """What the usage of one request is made of: all that a stream must keep of what went by."""
+
+    num_prompt = 0
+    num_hit = 0
+
+    def __init__(self, num_choices: int) -> None:
+        self.num_choices = num_choices
+        self.output = [0] * num_choices
+        self.reasoning = [0] * num_choices
+
+    def take(self, event: Event) -> None:
+        """Adds one event."""
+        match event:
+            case Delta():
+                self.output[event.index] += len(event.token_ids)
+                if isinstance(event, ParsedDelta):
+                    self.reasoning[event.index] = event.num_reasoning
+            case Ended():  # the engine's own count
+                self.output[event.index] = event.num_output
+                self.num_hit = max(self.num_hit, event.num_cached)
+            case Started():
+                self.num_prompt = event.num_prompt
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens found in the cache, counted once like the prompt itself."""
+        return min(self.num_hit, self.num_prompt)
+
+
 @dataclass
 class Call:
     """One tool call as far as it has come."""
@@ -41,7 +72,6 @@ class Choice:
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    num_reasoning: int = 0
     token_ids: list[int] = field(default_factory=list)
     scores: list[ScoredToken] = field(default_factory=list)
     ended: Ended | None = None
@@ -60,25 +90,22 @@ class Choice:
                 self.calls[part.index].arguments.append(part.text)
 
 
-@dataclass
-class Fold:
-    """The state of one request's stream. `choices` is indexed by the events' `index` and made up front."""
+class Fold(Tally):
+    """The whole of one request's answers. `choices` is indexed by the events' `index` and made up front."""
 
-    num_choices: int
-    num_prompt: int = 0
     prompt_scores: list[ScoredToken | None] | None = None
-    choices: list[Choice] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.choices = [Choice() for _ in range(self.num_choices)]
+    def __init__(self, num_choices: int) -> None:
+        super().__init__(num_choices)
+        self.choices = [Choice() for _ in range(num_choices)]
 
     def take(self, event: Event) -> None:
         """Adds one event."""
+        super().take(event)
         match event:
             case Delta():
                 choice = self.choices[event.index]
                 if isinstance(event, ParsedDelta):
-                    choice.num_reasoning = event.num_reasoning
                     for part in event.parts:
                         choice.add(part)
                 else:
@@ -89,40 +116,19 @@ class Fold:
                 self.choices[event.index].ended = event
             case PromptScored():
                 self.prompt_scores = event.scores
-            case Started():
-                self.num_prompt = event.num_prompt
-
-    @property
-    def num_output(self) -> int:
-        """Tokens generated so far, all choices; the engine's own count where a choice has ended."""
-        return sum(
-            len(choice.token_ids) if choice.ended is None else choice.ended.num_output
-            for choice in self.choices
-        )
-
-    @property
-    def num_reasoning(self) -> int:
-        """Reasoning tokens among them."""
-        return sum(choice.num_reasoning for choice in self.choices)
-
-    @property
-    def num_cached(self) -> int:
-        """Prompt tokens found in the cache, counted once like the prompt itself."""
-        ended = [choice.ended.num_cached for choice in self.choices if choice.ended is not None]
-        return min(max(ended, default=0), self.num_prompt)
 
 
-def usage(folds: list[Fold]) -> dict[str, object]:
+def usage(folds: Sequence[Tally]) -> dict[str, object]:
     """Usage over the prompts of a request: prompt + completion == total, cached <= prompt."""
     prompt = sum(fold.num_prompt for fold in folds)
-    completion = sum(fold.num_output for fold in folds)
+    completion = sum(sum(fold.output) for fold in folds)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(fold.num_cached for fold in folds)},
         "completion_tokens_details": {
-            "reasoning_tokens": sum(fold.num_reasoning for fold in folds)
+            "reasoning_tokens": sum(sum(fold.reasoning) for fold in folds)
         },
     }
 

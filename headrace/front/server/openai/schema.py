@@ -165,11 +165,9 @@ REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 def parse(document: Any, kind: type[R]) -> R:
     """The typed request; InvalidRequest with field, value and what is allowed otherwise."""
-    if not isinstance(document, dict):
-        raise InvalidRequest("the body must be a JSON object")
     refused = REFUSED_IN_CHAT if issubclass(kind, ChatRequest) else REFUSED
     for field, (asked, why) in refused.items():
-        if field in document and asked(document[field]):
+        if isinstance(document, dict) and field in document and asked(document[field]):
             raise InvalidRequest(f"{field}: {why}", field=field)
     return typed(document, kind)
 

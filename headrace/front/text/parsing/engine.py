@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from headrace.front.text.parsing.parts import Content, Part, Sink
@@ -160,6 +161,12 @@ class Tags:
             if any(tag.startswith(tail) for tag in self._tags):
                 return place
         return len(text)
+
+
+@lru_cache(maxsize=256)
+def only(tag: str) -> Tags:
+    """Finds one tag; made once for all answers."""
+    return Tags([tag])
 
 
 def skip_space(text: str, at: int) -> int:

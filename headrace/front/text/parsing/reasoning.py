@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.front.text.parsing.engine import Engine, State, Tags, literal, skip_space
+from headrace.front.text.parsing.engine import Engine, State, literal, only, skip_space
 from headrace.front.text.parsing.harmony import HarmonyTags
 from headrace.front.text.parsing.parts import Reasoning, unmarked
 
@@ -51,7 +51,7 @@ class ReasoningState:
         self._engine = engine
         self._tags = tags
         self._then = then
-        self._closing = Tags([tags.close])
+        self._closing = only(tags.close)
         self._inside = inside
         self._mode = self._begin
         self._breaks: list[str] = []
