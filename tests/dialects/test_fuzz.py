@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.front.server.table import table
 from headrace.front.server.auth import PUBLIC
+from headrace.front.server.table import table
 from tests.api.serving import Served, serving
 
 KEY = "fuzz-key"

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Ended, Event, Started
-from headrace.front.server.anthropic.stream import MessageStream
-from headrace.front.server.anthropic.stream import MessageReply
+from headrace.front.server.anthropic.stream import MessageReply, MessageStream
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
 from headrace.front.server.responses.document import Reply
 from headrace.front.server.responses.schema import ResponsesRequest
