@@ -16,10 +16,10 @@ DEV    := $(VENV)/.installed-dev
 NATIVE := $(VENV)/.native
 SOURCES := $(wildcard headrace/back/kernels/*/*.cpp headrace/back/kernels/*/*.h headrace/back/kernels/native/build.py)
 
-.PHONY: serve test lint types unit slow test-gpu docs native clean help
+.PHONY: serve test lint types unit slow test-gpu bench-cpu docs native clean help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -5; echo "targets: serve test lint types unit slow test-gpu docs native clean"
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5; echo "targets: serve test lint types unit slow test-gpu bench-cpu docs native clean"
 
 $(BIN)/python:
 	@echo "==> making $(VENV) with $(PYTHON)"
@@ -68,6 +68,10 @@ slow: $(DEV)
 test-gpu:
 	@python3 -c 'import msgspec, pytest, safetensors, torch; print("torch", torch.__version__, "CUDA", torch.cuda.is_available())'
 	@python3 -m pytest -p no:cacheprovider $$(grep -rl "mark.gpu" tests --include="test_*.py") $(ARGS)
+
+# PEER_PYTHON and GGUF name an interpreter with llama-cpp-python and the files of make_gguf.py, if there are any.
+bench-cpu: $(NATIVE)
+	@$(BIN)/python -m benchmarks.cpu.run --write $(ARGS)
 
 docs: $(RUN)
 	@$(BIN)/python -m headrace.cli.docs docs

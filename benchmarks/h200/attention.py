@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.h200.timing import each_us
 from headrace.back.kernels.attention import triton_attention as kernels
 from headrace.back.kernels.attention.op import AttentionProblem, SamplePlan, sample_plan
 from headrace.back.kernels.attention.triton_attention import Tiles
+from headrace.back.kernels.triton.timing import each_us
 
 MODELS = {"8B": (32, 8), "0.6B": (16, 8)}
 DECODE = [(1, 256), (1, 8192), (8, 256), (32, 256), (32, 1024), (256, 256), (256, 1024)]

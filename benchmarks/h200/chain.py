@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from benchmarks.h200.timing import graph_of, replay_us
 from headrace.back.kernels.attention import triton_attention
 from headrace.back.kernels.attention.op import AttentionProblem, sample_plan
 from headrace.back.kernels.fused_linear import triton_fused_linear
@@ -29,6 +28,7 @@ from headrace.back.kernels.qk_rope_write.op import QKRopeWriteProblem
 from headrace.back.kernels.rms_norm import triton_rms_norm
 from headrace.back.kernels.rms_norm.op import RMSNormProblem
 from headrace.back.kernels.triton import wrap
+from headrace.back.kernels.triton.timing import graph_of, replay_us
 
 CUDA = {"device": "cuda", "dtype": torch.bfloat16}
 VOCABULARY = 151936

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.h200 import attention, chain, correct, products
-from benchmarks.h200.timing import each_us, read_rate
+from benchmarks.h200.timing import read_rate
 from headrace.back.kernels.gated_act import triton_gated_act
 from headrace.back.kernels.gated_act.op import GatedActProblem
 from headrace.back.kernels.greedy import triton_greedy
@@ -29,6 +29,7 @@ from headrace.back.kernels.qk_rope_write import triton_qk_rope_write
 from headrace.back.kernels.qk_rope_write.op import QKRopeWriteProblem
 from headrace.back.kernels.rms_norm import triton_rms_norm
 from headrace.back.kernels.rms_norm.op import RMSNormProblem
+from headrace.back.kernels.triton.timing import each_us
 
 CUDA = {"device": "cuda", "dtype": torch.bfloat16}
 SIZES = [(1, 256), (8, 256), (32, 256), (128, 256), (256, 256), (256, 1024)]

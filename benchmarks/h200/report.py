@@ -70,6 +70,20 @@ def steps_table() -> str:
     return markdown_table(header, rows)
 
 
+def two_devices_table() -> str:
+    """Tensor parallelism over two devices, sums by NCCL inside the graphs."""
+    one, two = load("offline", SHAPES[0]), load("offline", f"{SHAPES[0]}-tp2")
+    rows: list[tuple[object, ...]] = [
+        (f"decode step {a['batch']} x {a['prompt']}, ms", a["step_ms"], b["step_ms"])
+        for a, b in zip(one["steps"], two["steps"], strict=True)
+    ]
+    rows += [
+        (f"prefill {a['batch']} x {a['prompt']}, tok/s", f"{a['tok_s']:,.0f}", f"{b['tok_s']:,.0f}")
+        for a, b in zip(one["prefill"], two["prefill"], strict=True)
+    ]
+    return markdown_table((SHAPES[0], "one H200", "two"), rows)
+
+
 def rates_table() -> str:
     """Prefill and throughput, tokens per second."""
     rows: list[tuple[object, ...]] = []
@@ -135,6 +149,8 @@ def main() -> None:
         steps_table(),
         "## Prefill and throughput",
         rates_table(),
+        "## Two devices",
+        two_devices_table(),
         "## Server",
         "1024 random tokens in (+-50 %), 128 out, after one uncounted request per user.",
         server_table(),

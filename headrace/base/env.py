@@ -35,6 +35,10 @@ VARIABLES: tuple[Variable, ...] = (
         doc="Key of the administrative routes; the same as --admin-key.",
     ),
     Variable(
+        name="HEADRACE_ADMIN",
+        doc="Where `headrace admin` asks: PORT, HOST:PORT or unix:FILE, as the server's --admin-listen.",
+    ),
+    Variable(
         name="HEADRACE_RUNTIME_DIR",
         doc="Folder for the Unix sockets between the processes. Created with mode 0700.",
         default="a fresh folder under the system's temporary folder",
@@ -43,6 +47,12 @@ VARIABLES: tuple[Variable, ...] = (
         name="HEADRACE_NATIVE",
         doc="0 turns the native CPU kernels off (debugging); a path loads that library instead.",
         default="1",
+    ),
+    Variable(
+        name="HEADRACE_ISA",
+        doc="Instruction set of the native CPU kernels at most (debugging): portable, avx2, avx512, avx512dot, amx, "
+        "armdot, armbf16.",
+        default="the best this CPU runs",
     ),
     Variable(
         name="CXX",

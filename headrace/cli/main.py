@@ -22,13 +22,15 @@ SUMMARIES = {
     "eval": "score a model on the demo model's held-out tasks",
     "bench": "measure: serve, latency, throughput, startup",
     "plan": "whether a model fits a device, and how fast it would run",
+    "build-kernels": "compile a model's GPU kernels ahead, and measure its products",
     "doctor": "check this machine and say what to mend",
+    "admin": "ask or change a running server: pause, reload, sleep, queue, config",
     "env": "versions, devices and environment variables",
 }
 
 Command = Callable[[Sequence[str]], int]
 COMMANDS: Registry[Command] = Registry(
-    "command", {name: f"headrace.cli.{name}:main" for name in SUMMARIES}
+    "command", {name: f"headrace.cli.{name.replace('-', '_')}:main" for name in SUMMARIES}
 )
 
 
@@ -40,7 +42,7 @@ def usage() -> str:
         "usage: headrace COMMAND [options]",
         "",
     ]
-    lines += [f"  {name:10} {summary}" for name, summary in SUMMARIES.items()]
+    lines += [f"  {name:14} {summary}" for name, summary in SUMMARIES.items()]
     return "\n".join([*lines, "", "headrace COMMAND --help shows a command's options."])
 
 

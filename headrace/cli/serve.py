@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from headrace.base.errors import StartError
 from headrace.base.telemetry import log as logs
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.launch.facts import resolve_options
-from headrace.launch.supervisor import Seat, Supervisor, bind
+from headrace.launch.supervisor import Seat, Supervisor, bind, bind_admin
 from headrace.launch.topology import RuntimeFolder
 
 
@@ -39,6 +40,8 @@ def run(options: Options) -> int:
     try:
         resolved = resolve_options(options)
         listener = bind(resolved.server.host, resolved.server.port)
+        address = resolved.server.admin_listen
+        admin = None if address is None else bind_admin(address)
     except StartError as error:
         print(f"headrace: {error.message}", file=sys.stderr, flush=True)
         return 2
@@ -49,14 +52,24 @@ def run(options: Options) -> int:
         show_start(resolved, seats, seconds=time.monotonic() - began)
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"headrace is ready: {address}", flush=True)
+        if admin is not None:
+            print(f"administration: {_shown(admin)}", flush=True)
         if resolved.server.log_level != "error":
             print(what_to_try(resolved, address), flush=True)
 
     try:
-        return Supervisor(resolved, folder, listener, announce).run()
+        return Supervisor(resolved, folder, listener, announce, admin=admin).run()
     finally:
         folder.close()
         listener.close()
+        if admin is not None:
+            admin.close()
+
+
+def _shown(admin: socket.socket) -> str:
+    """The address of the administrative plane, with the port that was found."""
+    name = admin.getsockname()
+    return f"unix:{name}" if isinstance(name, str) else f"http://{name[0]}:{name[1]}/v1/admin/"
 
 
 def what_to_try(resolved: Resolved, address: str) -> str:

@@ -54,12 +54,20 @@ class Control:
             "resume": lambda call: self._resume(),
             "drain": self._drain,
             "reset_prefix_cache": lambda call: self._reset_prefix_cache(),
+            "reload": core.swap.reload,
+            "sleep": core.swap.sleep,
+            "wake": core.swap.wake,
         }
 
     @property
     def frozen(self) -> bool:
         """Whether nothing may be planned."""
-        return self.pause is Pause.KEEP
+        return self.pause is Pause.KEEP or self._core.swap.asleep
+
+    @property
+    def is_still(self) -> bool:
+        """Whether nothing runs and nothing can begin: a pause of mode wait or abort is complete."""
+        return self.pause in (Pause.WAIT, Pause.ABORT) and self._pause_is_complete()
 
     def call(self, call: Call) -> Reply | None:
         """Runs an operation; None if its reply comes later. A bad call is answered with an error."""
@@ -117,6 +125,8 @@ class Control:
         return True
 
     def _resume(self) -> Document:
+        if self._core.swap.asleep:
+            raise Conflict("the engine is asleep: wake it first")
         self.pause = None
         self._core.scheduler.admit_new = True
         early = to_wire(Conflict("resumed before the pause was complete"))
@@ -244,6 +254,7 @@ class Control:
             "capacity_tokens": core.kv.capacity_tokens,
             "paused": self._mode(),
             "draining": self.draining,
+            "asleep": self._core.swap.asleep,
             "tokens_per_s": core.counters.rate,
             **self._metrics(),
         }

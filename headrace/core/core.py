@@ -31,12 +31,13 @@ from headrace.core.counters import Counters
 from headrace.core.kv.manager import KVManager
 from headrace.core.landing import Landing
 from headrace.core.outbox import Outbox, StepOutput
-from headrace.core.ports import Executor, Gate, Pending, StatsSink
+from headrace.core.ports import Executor, ExecutorSource, Gate, Pending, StatsSink
 from headrace.core.request import TOKEN_BYTES, Request, State
 from headrace.core.rows import RowTable
 from headrace.core.scheduler.draft import Flight
 from headrace.core.scheduler.gates import Gates
 from headrace.core.scheduler.scheduler import Scheduler
+from headrace.core.swap import Swap
 
 GATE_POLL_S = 0.002
 
@@ -56,32 +57,55 @@ class EngineCore:
         *,
         gates: Sequence[Gate] = (),
         stats: StatsSink | None = None,
+        source: ExecutorSource | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec.scheduler
-        self.executor = executor
-        self.facts = executor.facts
         self.clock = clock
         self.gates = Gates(gates)
-        self.kv = KVManager(
-            self.facts,
-            prefix_caching=spec.kv.prefix_caching,
-            chunk_tokens=self.spec.max_step_tokens,
-        )
-        num_rows = min(self.spec.max_running, self.facts.max_rows)
-        self.rows = RowTable(num_rows, self.facts.block_tokens)
-        self.scheduler = Scheduler(self.spec, self.kv, self.rows, self.gates, clock)
         self.requests: dict[int, Request] = {}
         self.counters = Counters(clock())
         self.outbox = Outbox()
+        self.swap = Swap(self, source)
+        self._kv_spec = spec.kv
+        self._build(executor)
         self.control = Control(self)
-        self._landing = Landing(self.rows, self.kv, self.gates, self.outbox, self.end)
         self._stats = stats
         self._flights: deque[tuple[Flight, Pending]] = deque()
         self._depth = 1 if self.spec.overlap else 0
         self._deadlines: list[tuple[float, int]] = []
         self._arrivals = 0
         self._stalled_at: float | None = None
+
+    def _build(self, executor: Executor) -> None:
+        """Everything whose size follows from what the executor states."""
+        self.executor = executor
+        self.facts = executor.facts
+        self.kv = KVManager(
+            self.facts,
+            prefix_caching=self._kv_spec.prefix_caching,
+            chunk_tokens=self.spec.max_step_tokens,
+        )
+        num_rows = min(self.spec.max_running, self.facts.max_rows)
+        self.rows = RowTable(num_rows, self.facts.block_tokens)
+        self.scheduler = Scheduler(self.spec, self.kv, self.rows, self.gates, self.clock)
+        self._landing = Landing(self.rows, self.kv, self.gates, self.outbox, self.end)
+
+    def install(self, executor: Executor) -> None:
+        """Goes on with another executor while nothing runs. Requests that wait keep their order; one that the new
+        executor could never run ends with the reason."""
+        waiting = list(self.scheduler.queue)
+        admit_new = self.scheduler.admit_new
+        self._build(executor)
+        self.scheduler.admit_new = admit_new
+        for request in waiting:
+            request.chain.clear()
+            request.chain_start = b""
+            self.scheduler.enqueue(request)
+            try:
+                request.length_limit = check_request(request.wire, self.facts, self.kv)
+            except HeadraceError as error:
+                self.end(request, "error", error=to_wire(error))
 
     def hello(self) -> Hello:
         """What fronts must know to check requests."""

@@ -62,6 +62,19 @@ class Executor(Protocol):
         ...
 
 
+class ExecutorSource(Protocol):
+    """Makes executors for other weights of the same model."""
+
+    def check(self, model: str) -> None:
+        """Refuses weights that do not fit this engine, by what their headers say; nothing is loaded."""
+        ...
+
+    def make(self, model: str) -> Executor:
+        """An executor over the weights at `model`; "": those that were made last, or at start. Once it is made, a
+        restarted core begins with them too."""
+        ...
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """A gate's answer: "yes", "not_now" or "never", with the reason people are shown."""
 

@@ -26,6 +26,7 @@ import psutil
 
 from headrace.back.executor.choose import make_executor
 from headrace.base.config.resolved import EngineSpec
+from headrace.base.config.tree import ModelOptions
 from headrace.base.errors import ConfigError, EngineError, StartError
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.request import (
@@ -39,8 +40,10 @@ from headrace.base.wire.request import (
 from headrace.core.core import EngineCore
 from headrace.core.grammar.gate import GrammarGate
 from headrace.core.outbox import StepOutput
-from headrace.core.ports import Gate
+from headrace.core.ports import Executor, Gate
 from headrace.launch.fronts import FrontGone, Fronts, Incoming
+from headrace.launch.locate import locate
+from headrace.launch.model_facts import read_model_facts
 from headrace.launch.topology import Report, report, tie_to_parent
 from headrace.launch.vocabulary import vocabulary_of
 
@@ -236,7 +239,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
     executor = make_executor(spec)
     parts |= executor.facts.start_s
     parts["imports"] = time.monotonic() - began - sum(executor.facts.start_s.values())
-    core = EngineCore(spec, executor, gates=gates_of(spec))
+    core = EngineCore(spec, executor, gates=gates_of(spec), source=Weights(spec, Path(spec_path)))
     fronts = Fronts(socket_path, core.hello(), status)
     facts = executor.facts
     memory = {
@@ -247,6 +250,59 @@ def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
     }
     report(status, Report(ready=True, memory=memory, start_s=parts, decisions=facts.decisions))
     return CoreLoop(core, fronts, Watchdog(spec.scheduler.step_timeout_s, status))
+
+
+class Weights:
+    """Implements `core.ports.ExecutorSource`: executors over other weights of the model the engine was started with.
+
+    What was made last is written to the spec, so that a core that is started anew after a crash begins with it.
+    """
+
+    def __init__(self, spec: EngineSpec, spec_path: Path) -> None:
+        self._spec = spec
+        self._spec_path = spec_path
+
+    def check(self, model: str) -> None:
+        """See ExecutorSource."""
+        self._for(model)
+
+    def make(self, model: str) -> Executor:
+        """See ExecutorSource."""
+        spec = self._for(model)
+        executor = make_executor(spec)
+        if spec is not self._spec:
+            self._spec = spec
+            draft = self._spec_path.with_suffix(f".{os.getpid()}")
+            draft.write_bytes(msgspec.json.encode(spec))
+            draft.replace(self._spec_path)
+        return executor
+
+    def _for(self, model: str) -> EngineSpec:
+        if not model:
+            return self._spec
+        given = self._spec.model
+        if given.format == "dummy":
+            raise ConfigError("--load-format dummy: there are no weights to reload", field="model")
+        facts = read_model_facts(locate(ModelOptions(model=model)), family=given.family)
+        config = facts.config
+        differs = [name for name in _SAME if config.get(name) != given.config.get(name)]
+        if differs or facts.logits_width != given.logits_width:
+            named = differs[0] if differs else "vocab_size"
+            raise ConfigError(
+                f"model: {named} is {config.get(named)!r} there and {given.config.get(named)!r} here; "
+                "only weights of the same architecture and sizes can be swapped in",
+                field="model",
+            )
+        swapped = msgspec.structs.replace(
+            given, path=facts.path, format=facts.format, config=facts.config
+        )
+        return msgspec.structs.replace(self._spec, model=swapped)
+
+
+_SAME = (
+    *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "eos_token_id"),
+)
 
 
 def gates_of(spec: EngineSpec) -> list[Gate]:

@@ -85,10 +85,8 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
     """The resolved tree; ConfigError where options contradict each other, the model or the machine."""
     choose = Chooser()
     where = _device(options, device, choose)
-    dtype = choose.pick(
-        "--dtype", options.model.dtype, _dtype(model, where), "the checkpoint's type"
-    )
-    quantization = _quantization(options, model, where, dtype, choose)
+    dtype = choose.pick("--dtype", options.model.dtype, model.dtype, "the checkpoint's type")
+    quantization = _quantization(options, model, where, choose)
     text = text_spec(options, model, choose)
     max_model_len, names = text.max_model_len, text.model_names
     scheduler = _scheduler(options, model, where, max_model_len, choose)
@@ -105,6 +103,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
             config=model.config,
             seed=options.model.seed,
             quantization=quantization,
+            kv_dtype=_kv_dtype(options, model, where, choose),
             head=model.head,
             bare=model.bare,
             num_labels=model.num_labels,
@@ -193,13 +192,8 @@ def _gpu_bytes(
     return room
 
 
-def _dtype(model: ModelFacts, where: DeviceSpec) -> str:
-    """float16 has no fast path on a CPU and less range than the sums need: float32 instead."""
-    return "float32" if where.device == "cpu" and model.dtype == "float16" else model.dtype
-
-
 def _quantization(
-    options: Options, model: ModelFacts, where: DeviceSpec, dtype: str, choose: Chooser
+    options: Options, model: ModelFacts, where: DeviceSpec, choose: Chooser
 ) -> str | None:
     """The scheme by name; ConfigError where no kernel could serve it."""
     given = options.model.quantization
@@ -207,10 +201,6 @@ def _quantization(
         return None
     if where.device != "cpu":
         raise ConfigError(f"--quantization {given} runs on the CPU only, not on {where.device}")
-    if dtype == "float16":
-        raise ConfigError(
-            f"--quantization {given}: --dtype float16 has no kernels; use bfloat16 or float32"
-        )
     if model.family == FALLBACK:
         raise ConfigError(
             f"--quantization {given} needs a model family of headrace; {model.architecture} runs "
@@ -221,6 +211,24 @@ def _quantization(
     choose.note(
         "--quantization", given, f"{bits:g} bits a weight", f"{size:.2f}GiB, packed while loading"
     )
+    return given
+
+
+def _kv_dtype(
+    options: Options, model: ModelFacts, where: DeviceSpec, choose: Chooser
+) -> str | None:
+    """The type of the KV cache where it is not that of the activations."""
+    given = options.kv.kv_dtype
+    if given == "auto":
+        return None
+    if where.device != "cpu":
+        raise ConfigError(f"--kv-dtype {given} runs on the CPU only, not on {where.device}")
+    if model.family == FALLBACK:
+        raise ConfigError(
+            f"--kv-dtype {given} needs a model family of headrace; {model.architecture} runs "
+            "by the transformers fallback"
+        )
+    choose.note("--kv-dtype", given, "codes with a scale per token and head", "as asked")
     return given
 
 
@@ -419,6 +427,8 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         trust_request_chat_template=given.trust_request_chat_template,
         public_metrics=given.public_metrics,
         log_level=given.log_level,
+        admin_listen=_admin_address(given),
+        admin_readonly=given.admin_readonly,
         metrics_names=given.metrics_names,
         log_slow_s=given.log_slow_s,
         otlp_endpoint=_url(given.otlp_endpoint),
@@ -431,6 +441,23 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         response_ttl_s=given.response_ttl_s,
         max_websockets=given.max_websockets,
     )
+
+
+def _admin_address(given: ServerOptions) -> str | None:
+    """HOST:PORT or unix:FILE. Where others could reach it, it needs a key."""
+    address = given.admin_listen
+    if address is None or address.startswith("unix:"):
+        return address
+    host, _, port = address.rpartition(":")
+    host = host or "127.0.0.1"
+    if not port.isdigit() or int(port) > 65535:
+        raise ConfigError(
+            f"--admin-listen {address}: PORT, HOST:PORT or unix:FILE is expected",
+            field="admin_listen",
+        )
+    if given.admin_key is None and not _is_loopback(host):
+        raise ConfigError(f"--admin-listen {address}: others can reach it; set --admin-key")
+    return f"{host}:{port}"
 
 
 def _url(given: str | None) -> str | None:

@@ -19,12 +19,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
+from pathlib import Path
 
 from headrace.base.config.resolved import Resolved
 from headrace.base.errors import ConfigError
 from headrace.launch import api_process
 from headrace.launch.api_process import ApiSpec
-from headrace.launch.topology import DRAIN_SIGNAL, Child, Report, RuntimeFolder, spawn
+from headrace.launch.topology import (
+    DRAIN_SIGNAL,
+    Child,
+    Report,
+    RuntimeFolder,
+    core_environment,
+    spawn,
+)
 
 log = logging.getLogger(__name__)
 CRASH_LIMIT = 5
@@ -69,7 +78,8 @@ class Seat:
 
 
 class Supervisor:
-    """Runs the process tree. `on_ready(seats)` is called once, when everything is up."""
+    """Runs the process tree. `on_ready(seats)` is called once, when everything is up. The first API process serves
+    the administrative plane on `admin`."""
 
     def __init__(
         self,
@@ -77,6 +87,8 @@ class Supervisor:
         folder: RuntimeFolder,
         listener: socket.socket,
         on_ready: Callable[[list[Seat]], None],
+        *,
+        admin: socket.socket | None = None,
     ) -> None:
         self.state = State.STARTING
         self.exit_status = 0
@@ -88,7 +100,10 @@ class Supervisor:
         self._stop_at: float | None = None
         self._turned_at = time.monotonic()
         self._signals_in, self._signals_out = socket.socketpair()
-        self._seats = [*_core_seats(resolved, folder), *_api_seats(resolved, folder, listener)]
+        self._seats = [
+            *_core_seats(resolved, folder),
+            *_api_seats(resolved, folder, listener, admin),
+        ]
 
     def run(self) -> int:
         """Serves until it is told to stop, or cannot go on; returns the exit status."""
@@ -251,23 +266,36 @@ class Supervisor:
 def _core_seats(resolved: Resolved, folder: RuntimeFolder) -> list[Seat]:
     spec = folder.write_spec("core", resolved.engine)
     return [
-        Seat(f"engine core {index}", _core_starter(spec, folder.socket_path(index)), is_core=True)
+        Seat(
+            f"engine core {index}",
+            _core_starter(spec, folder.socket_path(index), core_environment(resolved, index)),
+            is_core=True,
+        )
         for index in range(resolved.replicas)
     ]
 
 
-def _core_starter(spec: str, socket_path: str) -> Callable[[], Child]:
+def _core_starter(spec: str, socket_path: str, environment: dict[str, str]) -> Callable[[], Child]:
     arguments = ("--spec", spec, "--socket", socket_path)
-    return lambda: spawn("core", CORE_MODULE, *arguments, die_with_thread=True)
+    return lambda: spawn(
+        "core", CORE_MODULE, *arguments, die_with_thread=True, environment=environment
+    )
 
 
-def _api_seats(resolved: Resolved, folder: RuntimeFolder, listener: socket.socket) -> list[Seat]:
+def _api_seats(
+    resolved: Resolved,
+    folder: RuntimeFolder,
+    listener: socket.socket,
+    admin: socket.socket | None,
+) -> list[Seat]:
     paths = [folder.socket_path(index) for index in range(resolved.replicas)]
     spec = ApiSpec(
         text=resolved.text,
         server=resolved.server,
         socket_paths=paths,
         heartbeat_timeout_s=SILENCE_S,
+        engine=resolved.engine,
+        decisions=resolved.decisions,
     )
     path = folder.write_spec("api", spec)
     count = resolved.server.api_servers
@@ -277,19 +305,24 @@ def _api_seats(resolved: Resolved, folder: RuntimeFolder, listener: socket.socke
         metrics.mkdir(mode=0o700)
         environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
 
-    def start() -> Child:
-        fd = listener.fileno()
-        arguments = ("--spec", path, "--listen-fd", str(fd))
+    def start(index: int) -> Child:
+        fds = [listener.fileno()]
+        arguments = ["--spec", path, "--listen-fd", str(fds[0])]
+        if admin is not None and index == 0:
+            fds.append(admin.fileno())
+            arguments += ["--admin-fd", str(fds[1])]
         return spawn(
             "api",
             api_process.MODULE,
             *arguments,
-            pass_fds=(fd,),
+            pass_fds=tuple(fds),
             die_with_thread=True,
             environment=environment,
         )
 
-    return [Seat(f"API process {index}", start, is_core=False) for index in range(count)]
+    return [
+        Seat(f"API process {index}", partial(start, index), is_core=False) for index in range(count)
+    ]
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -303,4 +336,25 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     listener.listen(2048)
+    return listener
+
+
+def bind_admin(address: str) -> socket.socket:
+    """The listening socket of the administrative plane: "HOST:PORT", or "unix:FILE" with mode 0600."""
+    if not address.startswith("unix:"):
+        host, _, port = address.rpartition(":")
+        return bind(host, int(port))
+    path = Path(address.removeprefix("unix:"))
+    if path.is_socket():
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {address}: {error.strerror or error}") from None
+    finally:
+        os.umask(mask)
+    listener.listen(64)
     return listener

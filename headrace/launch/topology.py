@@ -20,7 +20,9 @@ from pathlib import Path
 import msgspec
 
 from headrace.back.platforms.detect import detect
+from headrace.back.platforms.facts import visible_devices
 from headrace.base import env
+from headrace.base.config.resolved import Resolved
 from headrace.launch.resolve import DeviceFacts
 
 PR_SET_PDEATHSIG = 1
@@ -67,6 +69,17 @@ class Child:
         *lines, rest = bytes(self.pending).split(b"\n")
         self.pending = bytearray(rest)
         return [msgspec.json.decode(line, type=Report) for line in lines]
+
+
+def core_environment(resolved: Resolved, index: int) -> dict[str, str]:
+    """What core `index` is told of the GPUs: each of several replicas sees its share, in the user's order."""
+    device = resolved.engine.device
+    if device.device != "cuda" or resolved.replicas == 1:
+        return {}
+    begin, end = index * device.tensor_parallel, (index + 1) * device.tensor_parallel
+    given = visible_devices(env.get("CUDA_VISIBLE_DEVICES"), env.get("HIP_VISIBLE_DEVICES"))
+    seen = given or tuple(str(number) for number in range(end))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[begin:end])}
 
 
 def spawn(

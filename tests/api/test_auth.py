@@ -18,7 +18,7 @@ GUARDED = [
     *("/metrics", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/x"),
     *("/v1/responses/input_tokens", "/v1/responses/compact", "/v1/responses/x/cancel"),
-    *("/v1/responses/x/input_items", "/", "/docs", "/openapi.json", "/v2/anything"),
+    *("/v1/responses/x/input_items", "/docs", "/openapi.json", "/v2/anything"),
 ]
 ADMIN_ROUTES = ["/is_paused", "/pause", "/resume", "/reset_prefix_cache"]
 MUTATIONS = [

@@ -143,6 +143,20 @@ def test_a_batch_survives_a_drain_and_a_kill(
         assert served.stop() == 0
 
 
+def test_answers_that_find_no_room_end_the_batch_and_are_kept(
+    model: Path, tmp_path: Path, write_lines: Write
+) -> None:
+    options = ("--file-store", str(tmp_path / "store"), "--file-store-bytes", "200KiB")
+    path = write_lines([chat_line(i, max_tokens=64) for i in range(200)])
+    with serving(model, *options) as served, client_of(served) as client:
+        batch = finished(client, start(client, path).id)
+        assert batch.status == "failed" and batch.errors is not None and batch.errors.data
+        assert "no room" in (batch.errors.data[0].message or "")
+        found = answers(client, batch.output_file_id)
+        assert batch.request_counts is not None
+        assert 0 < len(found) == batch.request_counts.completed < 200
+
+
 def test_two_api_processes_run_a_batch_once(
     model: Path, tmp_path: Path, write_lines: Write
 ) -> None:

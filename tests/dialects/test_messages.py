@@ -10,7 +10,7 @@ import anthropic
 import httpx
 import pytest
 
-from tests.api.serving import Served, eventually
+from tests.api.serving import Served, eventually, serving
 from tests.dialects import agent
 from tests.dialects.conftest import KEY, OTHER
 
@@ -363,3 +363,20 @@ def test_leaving_a_stream_ends_the_work(bundled: Served) -> None:
 def _at_rest(bundled: Served) -> bool:
     core = bundled.get("/v1/requests", **{"x-api-key": KEY}).json()["engines"][0]
     return bool(core["running"] == 0 and core["held_blocks"] == 0)
+
+
+def test_a_stream_that_waits_gets_pings_of_its_dialect_and_an_end_that_is_an_error(
+    model: Any,
+) -> None:
+    """The status goes out with the first ping; a server that ends says so in an error event."""
+    options = ("--ping-interval-s", "0.1", "--shutdown-timeout-s", "0")
+    with serving(model, *options, step_s=0.6) as served:
+        body = {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 500, "stream": True}
+        with httpx.stream("POST", served.url + "/v1/messages", json=body, timeout=20) as response:
+            lines = response.iter_lines()
+            assert [next(lines) for _ in range(2)] == ["event: ping", 'data: {"type":"ping"}']
+            served.process.terminate()
+            rest = list(lines)
+        assert rest[-3] == "event: error" and "overloaded_error" in rest[-2]
+        assert "message_stop" not in "".join(rest)
+        served.process.wait(20)

@@ -141,10 +141,19 @@ def test_quantization_is_refused_by_name_where_no_kernel_could_serve_it() -> Non
     given = options(model={"quantization": "int8"})
     with pytest.raises(ConfigError, match="--quantization int8 needs a model family"):
         resolve(given, msgspec.structs.replace(MODEL, family="transformers"), CPU)
-    with pytest.raises(ConfigError, match="--quantization int8: --dtype float16"):
-        resolved(model={"quantization": "int8", "dtype": "float16"})
     with pytest.raises(ConfigError, match="--quantization int8 runs on the CPU only"):
         resolved(CUDA, model={"quantization": "int8"})
+
+
+def test_an_int8_kv_cache_is_refused_by_name_where_no_kernel_could_serve_it() -> None:
+    """QNT-18."""
+    given = options(kv={"kv_dtype": "int8"})
+    assert resolve(given, MODEL, CPU).engine.model.kv_dtype == "int8"
+    assert resolved().engine.model.kv_dtype is None
+    with pytest.raises(ConfigError, match="--kv-dtype int8 needs a model family"):
+        resolve(given, msgspec.structs.replace(MODEL, family="transformers"), CPU)
+    with pytest.raises(ConfigError, match="--kv-dtype int8 runs on the CPU only"):
+        resolve(given, MODEL, CUDA)
 
 
 @pytest.mark.parametrize(("running", "tokens"), [("auto", 256), (300, 300)])

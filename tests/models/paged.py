@@ -14,10 +14,20 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from headrace.back.attention.kv_layer import KVLayer
 from headrace.back.attention.plan import AttentionPlan, Batch
+from headrace.back.kernels.kv_write.coded import codes_and_scales
 from headrace.back.models.protocol import CausalModel
 
 Schedule = list[list[tuple[int, int]]]
+
+
+def _poisoned(shape: tuple[int, ...], dtype: torch.dtype, layer: KVLayer) -> torch.Tensor:
+    if not layer.coded:
+        return torch.full(shape, float("nan"), dtype=dtype)
+    kv = torch.full(shape, 77, dtype=torch.int8)
+    codes_and_scales(kv.view(-1, *shape[-4:]))[1].fill_(float("nan"))
+    return kv
 
 
 class PagedRun:
@@ -39,10 +49,8 @@ class PagedRun:
         random.Random(5).shuffle(self.free)
         self.tables = np.zeros((len(self.windows), len(rows), longest), np.int32)
         self.kv = tuple(
-            torch.full(
-                (num_blocks, 2, layer.kv_heads, block_tokens, layer.head_dim),
-                float("nan"),
-                dtype=dtype,
+            _poisoned(
+                (num_blocks, 2, layer.kv_heads, block_tokens, layer.token_width), dtype, layer
             )
             for layer in model.kv_layers
         )
@@ -112,7 +120,8 @@ class PagedRun:
                         self.free.append(block)
                         for layer, owner in enumerate(self.group_of_layer):
                             if owner == group:
-                                self.kv[layer][block] = float("nan")
+                                kv = self.kv[layer][block]
+                                kv.copy_(_poisoned(kv.shape, kv.dtype, self.model.kv_layers[layer]))
 
 
 def teacher_forced(

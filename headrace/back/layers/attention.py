@@ -94,6 +94,7 @@ class Attention:
             kv_heads=self._kv_heads,
             head_dim=self._spec.head_dim,
             window=self._spec.window,
+            coded=self._scope.kv_coded,
         )
 
     @property
@@ -149,7 +150,7 @@ class Attention:
         }
         self._fused = self._bind_fused(shape)
         if self._fused is None:
-            self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape))
+            self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape, coded=scope.kv_coded))
         self._attend = scope.bind(
             ATTENTION,
             AttentionProblem(
@@ -158,13 +159,14 @@ class Attention:
                 scale=spec.scale,
                 window=spec.window,
                 softcap=spec.softcap,
+                coded=scope.kv_coded,
             ),
         )
 
     def _bind_fused(self, shape: dict[str, Any]) -> QKRopeWrite | None:
         """Norm, rotation and KV write in one kernel, if there is one for this layer."""
         spec, rope = self._spec, self._spec.rope
-        if spec.qk_norm == "width":
+        if spec.qk_norm == "width" or self._scope.kv_coded:
             return None
         normed = spec.qk_norm == "head"
         problem = QKRopeWriteProblem(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.embedding.op import OP, Embedding, EmbeddingProblem
+from headrace.back.kernels.embedding_blocks.op import OP as OP_BLOCKS
+from headrace.back.kernels.embedding_blocks.op import EmbeddingBlocksProblem
 from headrace.back.kernels.embedding_quant.op import OP as OP_QUANT
 from headrace.back.kernels.embedding_quant.op import EmbeddingQuantProblem
+from headrace.back.kernels.linear_blocks.layout import BlockWeight
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_reduce
@@ -15,19 +18,19 @@ from headrace.back.parallel.shard import Part, Shard
 
 class TokenEmbedding:
     """ids_T -> x_TE, scaled by `scale`. `weight_VE` (local rows) is there after loading, for a tied
-    output head. Only a table that is `tied` to a head is quantized: by itself it costs no reading.
+    output head. Only a table that is `tied` to a head is quantized here: by itself it costs no reading.
     """
 
     def __init__(
         self, scope: Scope, vocabulary: int, width: int, *, scale: float = 1.0, tied: bool = False
     ) -> None:
         self.lookup: Embedding = not_loaded
-        self.weight_VE: torch.Tensor | PackedWeight | None = None
+        self.weight_VE: torch.Tensor | PackedWeight | BlockWeight | None = None
         self.shard = Shard(axis="tp", dim=0, parts=(vocabulary_part(vocabulary),))
         self._scope = scope
         self._scale = scale
         weight = scope.param("weight", (vocabulary, width), shard=self.shard)
-        self._weight = scope.quantized(weight) if tied else weight
+        self._weight = scope.quantized(weight, read_whole=tied)
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
@@ -47,13 +50,17 @@ class TokenEmbedding:
 
         self.lookup = split if axis.size > 1 else (local if scale == 1.0 else whole)
 
-    def _bind(self, weight_VE: torch.Tensor | PackedWeight) -> tuple[Embedding, int]:
+    def _bind(self, weight_VE: torch.Tensor | PackedWeight | BlockWeight) -> tuple[Embedding, int]:
         """The lookup in this rank's rows, and their number."""
         new = {"device": self._scope.device.type, "dtype": self._scope.dtype}
         if isinstance(weight_VE, PackedWeight):
             rows, width = weight_VE.outputs, weight_VE.inputs
             packed = EmbeddingQuantProblem(**new, bits=weight_VE.bits, rows=rows, width=width)
             return self._scope.bind(OP_QUANT, packed, weight_VE), rows
+        if isinstance(weight_VE, BlockWeight):
+            ((coding, rows),) = weight_VE.kinds
+            blocks = EmbeddingBlocksProblem(**new, coding=coding, rows=rows, width=weight_VE.inputs)
+            return self._scope.bind(OP_BLOCKS, blocks, weight_VE), rows
         rows, width = weight_VE.shape
         problem = EmbeddingProblem(**new, rows=rows, width=width)
         return self._scope.bind(OP, problem, weight_VE), rows

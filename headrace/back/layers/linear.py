@@ -13,6 +13,9 @@ import torch
 from headrace.back.kernels.fused_linear.op import OP as OP_FUSED
 from headrace.back.kernels.fused_linear.op import FusedLinear, FusedLinearProblem
 from headrace.back.kernels.linear.op import OP, Linear, LinearProblem
+from headrace.back.kernels.linear_blocks.layout import BlockWeight
+from headrace.back.kernels.linear_blocks.op import OP as OP_BLOCKS
+from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import OP as OP_QUANT
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
@@ -130,7 +133,7 @@ class RowLinear:
 
 def bind_fused(
     scope: Scope,
-    weight_OI: torch.Tensor | PackedWeight,
+    weight_OI: torch.Tensor | PackedWeight | BlockWeight,
     bias_O: torch.Tensor | None,
     *,
     norm: RMSNorm | None = None,
@@ -138,7 +141,7 @@ def bind_fused(
     add: bool = False,
 ) -> FusedLinear | None:
     """The product with what is around it in one kernel, if there is one."""
-    if isinstance(weight_OI, PackedWeight):
+    if isinstance(weight_OI, PackedWeight | BlockWeight):
         return None
     outputs, inputs = weight_OI.shape
     problem = FusedLinearProblem(
@@ -157,7 +160,7 @@ def bind_fused(
 
 def bind_linear(
     scope: Scope,
-    weight_OI: torch.Tensor | PackedWeight,
+    weight_OI: torch.Tensor | PackedWeight | BlockWeight,
     bias_O: torch.Tensor | None,
     *,
     shared: bool = False,
@@ -167,6 +170,8 @@ def bind_linear(
     be float32."""
     if isinstance(weight_OI, PackedWeight):
         return _bind_packed(scope, weight_OI, bias_O, wide=wide)
+    if isinstance(weight_OI, BlockWeight):
+        return _bind_blocks(scope, weight_OI, bias_O, wide=wide)
     outputs, inputs = weight_OI.shape
     problem = LinearProblem(
         device=scope.device.type,
@@ -178,6 +183,20 @@ def bind_linear(
         wide=wide,
     )
     return scope.bind(OP, problem, weight_OI, bias_O)
+
+
+def _bind_blocks(
+    scope: Scope, weight: BlockWeight, bias_O: torch.Tensor | None, *, wide: bool
+) -> Linear:
+    problem = LinearBlocksProblem(
+        device=scope.device.type,
+        dtype=scope.dtype,
+        inputs=weight.inputs,
+        kinds=weight.kinds,
+        bias=bias_O is not None,
+        wide=wide,
+    )
+    return scope.bind(OP_BLOCKS, problem, weight, bias_O)
 
 
 def _bind_packed(

@@ -20,6 +20,7 @@ from headrace.back.parallel.shard import Shard
 from headrace.back.platforms import huge_pages
 from headrace.back.quant.online import OnlineWeight
 from headrace.back.quant.scheme import Scheme
+from headrace.back.quant.stored import Stored, StoredWeight, kept_blocks
 from headrace.base.config.resolved import Decision
 
 P = TypeVar("P")
@@ -62,7 +63,9 @@ class Head:
 @dataclass(frozen=True, kw_only=True)
 class Scope:
     """The place of one layer. `path` is its checkpoint name; `block_tokens` and `max_positions`
-    come from the engine. `scheme` says how weights of linear layers are quantized; None: they are not."""
+    come from the engine. `scheme` says how weights of linear layers are quantized; None: they are not.
+    `kv_coded`: the KV cache holds int8 codes.
+    `stored` names the checkpoint's tensors that are quantized already and stay so."""
 
     ledger: Ledger
     mesh: Mesh
@@ -71,6 +74,8 @@ class Scope:
     block_tokens: int
     max_positions: int
     scheme: Scheme | None = None
+    kv_coded: bool = False
+    stored: Stored = field(default_factory=dict)
     head: Head = Head()
     path: str = ""
 
@@ -117,10 +122,16 @@ class Scope:
             huge_pages.advise(tensor.data_ptr(), tensor.nbytes)
         return tensor
 
-    def quantized(self, weight: Param) -> Param | OnlineWeight:
-        """The weight of a product [outputs, inputs], quantized while it loads if the scope says
-        so."""
-        return weight if self.scheme is None else OnlineWeight(weight, self.scheme)
+    def quantized(
+        self, weight: Param, *, read_whole: bool = True
+    ) -> Param | OnlineWeight | StoredWeight:
+        """The weight of a product [outputs, inputs]: quantized while it loads if the scope says so, else as the
+        checkpoint holds it. A table that is not `read_whole` each step gains nothing from the former."""
+        if self.scheme is not None and read_whole:
+            return OnlineWeight(weight, self.scheme)
+        if self.stored and kept_blocks(weight, self.stored):
+            return StoredWeight(weight, self.stored, meta=self.device.type == "meta")
+        return weight
 
     def on_finish(self, finish: Callable[[], None]) -> None:
         """Puts `finish` off until the weights are loaded."""

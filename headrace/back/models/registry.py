@@ -14,6 +14,7 @@ from headrace.back.models.families import ARCHITECTURES, FALLBACK, family_of
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.quant.scheme import SCHEMES
+from headrace.back.quant.stored import Stored
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import ModelSpec
 from headrace.base.registry import Registry
@@ -36,12 +37,18 @@ DTYPES = {
 
 
 def build_model(
-    spec: ModelSpec, *, mesh: Mesh, device: torch.device, block_tokens: int
+    spec: ModelSpec,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    block_tokens: int,
+    stored: Stored | None = None,
 ) -> LoadableModel:
     """An empty model on `device`: its weights are to be loaded (`model.weights`), then
     `finish_load` makes it ready.
 
-    `block_tokens` is the KV block size, which attention kernels are chosen for.
+    `block_tokens` is the KV block size, which attention kernels are chosen for; `stored` the tensors that stay in the
+    quantized blocks of their checkpoint.
     """
     scope = Scope(
         ledger=Ledger(),
@@ -52,5 +59,7 @@ def build_model(
         max_positions=spec.max_model_len,
         head=Head(kind=spec.head, num_labels=spec.num_labels, bare=spec.bare),
         scheme=None if spec.quantization is None else SCHEMES[spec.quantization],
+        stored=stored or {},
+        kv_coded=spec.kv_dtype == "int8",
     )
     return FAMILIES.load(spec.family)(scope, ConfigReader(spec.config, "config.json"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from headrace.back.parallel.shard import Shard, Span
@@ -28,6 +29,15 @@ class Piece:
     offset: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class StoredRows:
+    """A tensor as its checkpoint holds it, in quantized blocks: `data` uint8 [rows, bytes]; row i of the tensor is
+    data[order[i]] (int64), which is how a format's own order of rows is undone."""
+
+    data: np.ndarray
+    order: np.ndarray
+
+
 @dataclass(kw_only=True, eq=False)
 class Param:
     """A parameter of a built model on this rank.
@@ -40,6 +50,8 @@ class Param:
     init      what `--load-format dummy` puts there: "normal" (times init_scale), "ones" or "zeros"
     optional  the checkpoint may lack all its pieces; then `init` is applied
     tensor    where the loader writes; None once it has been packed (so that it is held once)
+    on_blocks takes stored blocks instead of floats: (copy, rows) -> the first row of the tensor with a scale that is
+              no finite number, or None; such a parameter has no tensor
     on_filled   what the layer wants done as soon as the last piece is written; see `filled`
     packed_bytes  what this rank's weight takes once on_filled has packed it; 0: it is kept as it is
     """
@@ -54,6 +66,7 @@ class Param:
     init: str = "normal"
     init_scale: float = 0.02
     optional: bool = False
+    on_blocks: Callable[[Copy, StoredRows], int | None] | None = field(default=None, repr=False)
     on_filled: Callable[[], None] | None = field(default=None, repr=False)
     packed_bytes: int = 0
 

@@ -17,6 +17,7 @@ from headrace.back.platforms.facts import DeviceFacts
 
 CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
+SYSTEM = Path("/sys/devices/system/cpu")
 
 
 def cpu_facts(*, cgroup: Path = CGROUP, cpuinfo: Path = CPUINFO) -> DeviceFacts:
@@ -40,16 +41,22 @@ def cpu_facts(*, cgroup: Path = CGROUP, cpuinfo: Path = CPUINFO) -> DeviceFacts:
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Cores this process may run on: the affinity mask, cut by the cgroup's CPU quota (rounded up),
-    at least 1."""
+    """Cores this process may run on: the physical ones of its affinity mask, cut by the cgroup's CPU
+    quota (rounded up), at least 1."""
     if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+        cores = physical_cores(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
     quota, _, period = _text(cgroup / "cpu.max").partition(" ")
     if quota.isdigit() and period.strip().isdigit():
         cores = min(cores, -(-int(quota) // int(period)))
     return max(1, cores)
+
+
+def physical_cores(cpus: set[int], root: Path = SYSTEM) -> int:
+    """Cores behind logical CPUs: two threads of one core share its vector units, and a second one
+    only takes the first one's cache."""
+    return len({_text(root / f"cpu{cpu}/topology/core_cpus_list").strip() or cpu for cpu in cpus})
 
 
 def memory_limit(cgroup: Path = CGROUP) -> int | None:

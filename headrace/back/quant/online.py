@@ -15,6 +15,7 @@ from headrace.back.kernels.linear_quant.layout import (
     packed_bytes,
     write_panels,
 )
+from headrace.back.kernels.linear_quant.quantize import quantize
 from headrace.back.parallel.param import Param
 from headrace.back.quant.scheme import Scheme
 
@@ -49,6 +50,8 @@ def pack(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight:
     """The quantized weight, made some panels at a time."""
     outputs, inputs = weight_OI.shape
     packed = empty(scheme.bits, outputs, inputs)
+    if quantize(weight_OI, packed):
+        return packed
     panels = max(1, CHUNK_ELEMENTS // (PANEL * inputs))
     for first in range(0, -(-outputs // PANEL), panels):
         rows = weight_OI[first * PANEL : (first + panels) * PANEL]

@@ -321,8 +321,14 @@ class _Message:
         self._problem = problem
         self._shape = tables.blocks_GMB.shape
         self.words = torch.zeros(problem.updates_at + 2 * updates, dtype=torch.int32, device=device)
-        self._slots = _host_buffer((RING, self.words.numel()), device)
-        self._host = self._slots.numpy()
+        self._slots: torch.Tensor | None = None
+        if device.type == "cpu":
+            # The step has run when the next message is written: it is written where the step reads it. Besides, each
+            # small operation of torch gives up the interpreter's lock and may wait long to get it back.
+            self._host = [self.words.numpy()] * RING
+        else:
+            self._slots = _host_buffer((RING, self.words.numel()), device)
+            self._host = list(self._slots.numpy())
         self._slot = 0
 
     def section(self, index: int, count: int) -> torch.Tensor:
@@ -355,7 +361,8 @@ class _Message:
             pairs = words[self._problem.updates_at : end]
             pairs[0::2] = at + plan.block_index[:updates]
             pairs[1::2] = plan.block_id[:updates]
-        self.words[:end].copy_(self._slots[slot, :end], non_blocking=True)
+        if self._slots is not None:
+            self.words[:end].copy_(self._slots[slot, :end], non_blocking=True)
         return slot
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from headrace.back.attention.kv_layer import KVLayer
+from headrace.back.kernels.kv_write.coded import codes_and_scales
 from headrace.base.config.resolved import KVSpec
 from headrace.base.errors import ConfigError
 from headrace.base.wire.step import KVGroup
@@ -75,9 +76,12 @@ class KVLayout:
 
 
 def lay_out(layers: Sequence[KVLayer], *, block_tokens: int, dtype: torch.dtype) -> KVLayout:
-    """The layout of the KV cache for these layers."""
+    """The layout of the KV cache for these layers; `dtype` is that of those that are not coded."""
     groups = group_layers(layers)
-    numel = {layer.layer: 2 * layer.kv_heads * block_tokens * layer.head_dim for layer in layers}
+    assert len({layer.coded for layer in layers}) <= 1, "either all layers are coded or none"
+    if any(layer.coded for layer in layers):
+        dtype = torch.int8
+    numel = {layer.layer: 2 * layer.kv_heads * block_tokens * layer.token_width for layer in layers}
     size = max((len(group.layers) for group in groups), default=0)
     elements = tuple(
         max(numel[group.layers[i]] for group in groups if i < len(group.layers))
@@ -135,7 +139,8 @@ def fit_kv(profile: Profile, *, budget: int, wanted: int, least: int) -> int:
 
 
 class KVMemory:
-    """The KV tensors. `layers[l]` is layer l's view [num_blocks, 2, kv_heads, block_tokens, head_dim].
+    """The KV tensors. `layers[l]` is layer l's view [num_blocks, 2, kv_heads, block_tokens, head_dim] (of coded
+    layers the token width in place of head_dim).
 
     Zeroed at start: a masked position may be multiplied by an attention weight of zero but never be NaN.
     """
@@ -163,9 +168,18 @@ class KVMemory:
     def scrub(self, blocks: torch.Tensor) -> None:
         """Replaces what is not finite in these blocks by 0 and leaves every finite value, so that a failed row leaves
         nothing behind for the blocks' next owner (reliability 1.15). `blocks` int64 [B]."""
+        if self.tensors and self.tensors[0].dtype == torch.int8:
+            self._scrub_scales(blocks)
+            return
         for tensor in self.tensors:
             clean = tensor.index_select(0, blocks).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             tensor.index_copy_(0, blocks, clean)
+
+    def _scrub_scales(self, blocks: torch.Tensor) -> None:
+        """The same for codes: only scales can be anything but finite."""
+        for layer in self.layers:
+            scales = codes_and_scales(layer)[1]
+            scales[blocks] = scales[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _zeros(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -177,6 +191,6 @@ def _zeros(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device)
 
 
 def _view(tensor: torch.Tensor, layer: KVLayer, block_tokens: int) -> torch.Tensor:
-    shape = (2, layer.kv_heads, block_tokens, layer.head_dim)
-    numel = 2 * layer.kv_heads * block_tokens * layer.head_dim
+    shape = (2, layer.kv_heads, block_tokens, layer.token_width)
+    numel = 2 * layer.kv_heads * block_tokens * layer.token_width
     return tensor[:, :numel].unflatten(1, shape)

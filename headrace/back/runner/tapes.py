@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from headrace.back.kernels.native.library import NativeLibrary
@@ -70,12 +71,12 @@ class Tapes:
         if found is not None:
             found.tape.replay()
             return found.outputs
-        if not bucket.decode or bucket.rows > MOST_ROWS or self.foreign:
-            return step(bucket)
-        if bucket not in self._seen:
+        small = bucket.decode and bucket.rows <= MOST_ROWS and not self.foreign
+        if small and bucket in self._seen:
+            return self._record(bucket, step)
+        if small:
             self._seen.add(bucket)
-            return step(bucket)
-        return self._record(bucket, step)
+        return step(bucket)
 
     def _record(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
         """Runs the step and keeps what it did, unless an operation of torch had a part in it."""
@@ -95,7 +96,7 @@ class Tapes:
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See Replay."""
-        target.copy_(source)
+        np.copyto(target.numpy(), source.numpy())
 
     def moment(self) -> Moment:
         """See Replay."""

@@ -25,6 +25,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `config` is config.json as read (for GGUF: rebuilt from its metadata with the same keys). `family` names a row of
     `back/models/registry.py`. `dtype`: float32, bfloat16 or float16. `logits_width` bounds every token id.
+    `kv_dtype`: int8 codes with a scale per token and head in the KV cache; None: `dtype`.
     `quantization`: int8 or int4 weights, made from the checkpoint's while it loads; None: as they are. `head`: "lm",
     "sequence" (one class per text) or "token" (one per token) with `num_labels`, or "none"; `bare`: tensor names have
     no prefix of the whole model around them (checkpoints of a base model).
@@ -41,6 +42,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     seed: int = 0
     quantization: str | None = None
+    kv_dtype: str | None = None
     head: str = "lm"
     bare: bool = False
     num_labels: int = 0
@@ -161,6 +163,8 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool
     public_metrics: bool
     log_level: str
+    admin_listen: str | None = None
+    admin_readonly: bool = False
     metrics_names: str = "headrace"
     log_slow_s: float | None = None
     otlp_endpoint: str | None = None

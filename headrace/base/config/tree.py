@@ -95,6 +95,13 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: Annotated[
         Literal[8, 16, 32, 64, 128], Meta(description="Tokens in a KV block.")
     ] = 16
+    kv_dtype: Annotated[
+        Literal["auto", "int8"],
+        Meta(
+            description="Type of the KV cache; auto takes that of the activations. int8 keeps codes with a scale per "
+            "token and head: about half the memory. CPU only."
+        ),
+    ] = "auto"
     prefix_caching: Annotated[
         bool,
         Meta(description="Reuse the KV of prompts that begin alike (within one tenant and salt)."),
@@ -191,6 +198,16 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(description="Keys clients must show; none: no key is asked for (loopback only)."),
     ] = ()
+    admin_listen: Annotated[
+        str | None,
+        Meta(
+            description="Serve the administrative plane (/v1/admin/) apart from the API: PORT on the loopback "
+            "interface, HOST:PORT, or unix:FILE; none: it is off."
+        ),
+    ] = None
+    admin_readonly: Annotated[
+        bool, Meta(description="The administrative plane answers questions and changes nothing.")
+    ] = False
     admin_key: Annotated[
         str | None, Meta(description="Key of the administrative routes; none: they are off.")
     ] = None

@@ -63,6 +63,7 @@ class Trial:
             [sys.executable, "-m", "headrace.core.grammar.trial"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a grammar that kills it would fill the log
             start_new_session=True,
             env=env.child_environment(HEADRACE_API_KEYS="", HEADRACE_ADMIN_KEY=""),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.routing import Router
@@ -20,10 +21,11 @@ from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services
 from headrace.front.server.failures import Failure, failure_of
 from headrace.front.server.ids import client_label, request_id
 from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s
+from headrace.front.server.native.plane import PlaneKeeper
 from headrace.front.server.responses import websocket
 from headrace.front.server.sockets import SocketShell
 from headrace.front.server.sse import ClientGone, SlowReader
-from headrace.front.server.table import shape_of, table
+from headrace.front.server.table import plane_table, shape_of, table
 from headrace.front.server.timing import log_slow
 
 DRAIN_RETRY_S = 5.0
@@ -35,26 +37,46 @@ log = logging.getLogger(__name__)
 
 def make_app(services: Services) -> ASGIApp:
     """The application over `services`."""
-    return Shell(services, Router(table(), redirect_slashes=False))
+    spec = services.server
+    keeper = Gatekeeper(
+        api_key_digests=spec.api_key_digests,
+        admin_key_digest=spec.admin_key_digest,
+        public_metrics=spec.public_metrics,
+    )
+    sockets = SocketShell(services, keeper, {"/v1/responses": websocket.serve})
+    return Shell(services, Router(table(), redirect_slashes=False), keeper, sockets)
+
+
+def make_plane(services: Services) -> ASGIApp:
+    """The administrative plane over `services`; it answers while the server drains too."""
+    spec = services.server
+    keeper = PlaneKeeper(spec.admin_key_digest, readonly=spec.admin_readonly)
+    router = Router(plane_table(), redirect_slashes=False)
+    return Shell(services, router, keeper, None)
+
+
+class Keeper(Protocol):
+    """Who may ask: see Gatekeeper."""
+
+    def tenant(self, scope: Scope) -> str:
+        """The tenant of the request, or why it is refused."""
+        ...
 
 
 class Shell:
     """The outermost layer of every exchange."""
 
-    def __init__(self, services: Services, inner: ASGIApp) -> None:
+    def __init__(
+        self, services: Services, inner: ASGIApp, keeper: Keeper, sockets: SocketShell | None
+    ) -> None:
         self.services = services
         self.inner = inner
-        spec = services.server
-        self.gatekeeper = Gatekeeper(
-            api_key_digests=spec.api_key_digests,
-            admin_key_digest=spec.admin_key_digest,
-            public_metrics=spec.public_metrics,
-        )
-        self.sockets = SocketShell(services, self.gatekeeper, {"/v1/responses": websocket.serve})
+        self.keeper = keeper
+        self.sockets = sockets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one exchange, whatever happens inside."""
-        if scope["type"] == "websocket":
+        if scope["type"] == "websocket" and self.sockets is not None:
             await self.sockets(scope, receive, send)
             return
         assert scope["type"] == "http", f"no handler for {scope['type']}"
@@ -67,7 +89,7 @@ class Shell:
         metrics = self.services.metrics
         metrics.add("headrace_http_requests_in_flight")
         try:
-            exchange.tenant = self.gatekeeper.tenant(scope)
+            exchange.tenant = self.keeper.tenant(scope)
             self._refuse_while_draining(scope)
             exchange.tells_timing = TIMING_HEADER in wire.headers
             if self.services.tracer is not None:
@@ -95,7 +117,8 @@ class Shell:
             )
 
     def _refuse_while_draining(self, scope: Scope) -> None:
-        if self.services.draining and scope["path"] not in PUBLIC | {"/metrics"}:
+        asked_of_api = self.sockets is not None  # administration goes on while the API drains
+        if asked_of_api and self.services.draining and scope["path"] not in PUBLIC | {"/metrics"}:
             raise Unavailable("the server is shutting down", retry_after_s=DRAIN_RETRY_S)
 
     def _count_rejection(self, error: Exception) -> None:

@@ -40,11 +40,11 @@ class Gatekeeper:
         path = scope["path"]
         if path in PUBLIC or (self.public_metrics and path == "/metrics"):
             return ""
-        presented = _presented(scope)
+        presented = presented_digest(scope)
         if path in ADMIN:
             return self._admin(presented)
         if not self.api_key_digests:
-            _check_host(scope)
+            check_host(scope)
             return ""
         if presented is None:
             raise Unauthorized(
@@ -77,7 +77,7 @@ class Gatekeeper:
         return any(matches)
 
 
-def _presented(scope: Scope) -> str | None:
+def presented_digest(scope: Scope) -> str | None:
     """The digest of the key in the headers: `Authorization: Bearer KEY` (scheme in any case) or `x-api-key: KEY`."""
     bearer = api_key = None
     for name, value in scope["headers"]:
@@ -90,7 +90,15 @@ def _presented(scope: Scope) -> str | None:
     return hashlib.sha256(key).hexdigest() if key else None
 
 
-def _check_host(scope: Scope) -> None:
+def digest_matches(presented: str | None, known: str) -> None:
+    """Unauthorized unless the key in the headers is the one with this digest."""
+    if presented is None:
+        raise Unauthorized("this route needs the admin key")
+    if not hmac.compare_digest(presented, known):
+        raise Unauthorized("the admin key is not valid")
+
+
+def check_host(scope: Scope) -> None:
     """Without keys only loopback names are served: a rebound DNS name in a browser is refused."""
     for name, value in scope["headers"]:
         if name == b"host" and not is_loopback(value.decode("latin-1")):

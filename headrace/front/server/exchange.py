@@ -55,6 +55,7 @@ class Services:
     shares: KeyShares
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     tracer: Tracer | None = None
+    config: dict[str, object] = field(default_factory=dict)
     sealer: Sealer = field(default_factory=lambda: Sealer(secrets.token_bytes(SECRET_BYTES)))
     stores: tuple[FileStore, BatchStore] | None = None
     store: ResponseStore | None = None

@@ -93,9 +93,9 @@ class ParsedAnswer:
         last = self._delta(Delta(index=event.index, text=""), parts)
         if parts:
             found.append(last)
-        calls, fields = self._parser.num_calls, msgspec.structs.asdict(event)
-        ended = ParsedEnded(**fields, num_reasoning=self._num_reasoning, num_calls=calls)
-        return [*found, ended]
+        fields = msgspec.structs.asdict(event)
+        fields |= {"num_reasoning": self._num_reasoning, "num_calls": self._parser.num_calls}
+        return [*found, ParsedEnded(**fields)]
 
 
 async def parsed(

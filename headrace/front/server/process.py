@@ -20,16 +20,17 @@ from pathlib import Path
 
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp
 
 from headrace.base import env
-from headrace.base.config.resolved import ServerSpec, TextSpec
+from headrace.base.config.resolved import Decision, ServerSpec, TextSpec
 from headrace.base.errors import HeadraceError, StartError
 from headrace.base.telemetry import log as logs
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Engine
 from headrace.front.client.limits import Limits
-from headrace.front.server.app import make_app
+from headrace.front.server.app import make_app, make_plane
 from headrace.front.server.batches.batch import BatchStore
 from headrace.front.server.batches.files import FileStore, private_folder
 from headrace.front.server.batches.runner import BatchRunner
@@ -149,11 +150,19 @@ def make_store(spec: ServerSpec) -> ResponseStore | None:
     )
 
 
-async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -> None:
+async def serve(
+    spec: ApiSpec,
+    listener: socket.socket,
+    status: socket.socket,
+    admin: socket.socket | None = None,
+) -> None:
     """Serves until the drain is over or the parent is gone."""
     services, engine = make_services(spec)
     services.stores = open_stores(spec.text, spec.server)
-    server = http_server(services)
+    services.config = msgspec.to_builtins(
+        {"engine": spec.engine, "decisions": [_told(one) for one in spec.decisions]}
+    )
+    server = http_server(services, make_app(services))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(DRAIN_SIGNAL, server.begin_drain)
     loop.add_reader(status.fileno(), _parent_spoke, status, server)
@@ -162,12 +171,18 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
     working = [connecting]
     if services.stores is not None:
         working.append(asyncio.ensure_future(BatchRunner(services, *services.stores).run()))
+    plane = None
+    if admin is not None:
+        plane = http_server(services, make_plane(services))
+        working.append(asyncio.ensure_future(plane._serve([admin])))
     try:
         await server._serve([listener])
     finally:
+        if plane is not None:
+            plane.should_exit = True
         for task in working:
             task.cancel()
-        await asyncio.gather(*working, return_exceptions=True)
+        await asyncio.gather(*working, *services.background, return_exceptions=True)
         with contextlib.suppress(HeadraceError):
             await engine.close()
         services.template.close()
@@ -178,14 +193,23 @@ async def serve(spec: ApiSpec, listener: socket.socket, status: socket.socket) -
             await asyncio.to_thread(services.tracer.close)
 
 
-def http_server(services: Services) -> Server:
-    """The HTTP server over `services`."""
+def _told(decision: Decision) -> dict[str, str]:
+    return {
+        "field": decision.field,
+        "given": decision.given,
+        "chosen": decision.chosen,
+        "why": decision.why,
+    }
+
+
+def http_server(services: Services, app: ASGIApp) -> Server:
+    """The HTTP server over `app`."""
     spec = services.server
     limits = ConnectionLimits(
         max_connections=spec.max_connections, header_timeout_s=spec.header_timeout_s
     )
     config = uvicorn.Config(
-        make_app(services),
+        app,
         http=guarded_protocol(limits, services.metrics),
         ws="websockets-sansio",
         ws_max_size=spec.max_body_bytes,
@@ -242,12 +266,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", required=True)
     parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--admin-fd", type=int)
     parser.add_argument("--status-fd", type=int, required=True)
     parser.add_argument("--parent", type=int)
     given = parser.parse_args()
     tie_to_parent(given.parent)
     status = socket.socket(fileno=given.status_fd)
     listener = socket.socket(fileno=given.listen_fd)
+    admin = None if given.admin_fd is None else socket.socket(fileno=given.admin_fd)
     spec = msgspec.json.decode(Path(given.spec).read_bytes(), type=ApiSpec)
     logs.configure("api", spec.server.log_level)
     import uvloop
@@ -256,7 +282,7 @@ def main() -> int:
     sys.setswitchinterval(SWITCH_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(spec, listener, status))
+            runner.run(serve(spec, listener, status, admin))
     except StartError as error:
         report(status, Report(error=error.message))
         return 2

@@ -47,6 +47,8 @@ class Sealer:
 
         try:
             data = base64.b64decode(sealed.removeprefix(_SEALED), b"-_", validate=True)
+            if base64.urlsafe_b64encode(data).decode() != sealed.removeprefix(_SEALED):
+                return None  # padding bits were altered
             nonce, body = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
             text = AESGCM(self._seal_key).decrypt(nonce, body, _bound(owner, purpose))
         except (binascii.Error, ValueError, InvalidTag):

@@ -22,7 +22,7 @@ from headrace.front.server.batches import routes as batches
 from headrace.front.server.exchange import Exchange, exchange_of
 from headrace.front.server.failures import OPENAI, Shape
 from headrace.front.server.limits import read_json
-from headrace.front.server.native import admin, health, requests, tokenize
+from headrace.front.server.native import admin, health, plane, requests, tokenize
 from headrace.front.server.native.tokenize import (
     DetokenizeRequest,
     TokenizeChatRequest,
@@ -152,6 +152,27 @@ def _house() -> list[ApiRoute]:
         _route("/resume", admin.post_resume, "POST"),
         _route("/is_paused", admin.get_is_paused),
         _route("/reset_prefix_cache", admin.post_reset_prefix_cache, "POST"),
+    ]
+
+
+def plane_table() -> list[ApiRoute]:
+    """The administrative plane."""
+    at = plane.PREFIX
+    return [
+        _route(f"{at}/health", plane.get_health),
+        _route(f"{at}/models", plane.get_models),
+        _route(f"{at}/config", plane.get_config),
+        _route(f"{at}/queue", plane.get_queue),
+        _route(f"{at}/ledger", plane.get_ledger),
+        _route(f"{at}/requests/{{id}}", requests.get_request),
+        _posts(f"{at}/pause", plane.post_pause, plane.PauseRequest),
+        _posts(f"{at}/drain", plane.post_pause, plane.PauseRequest),
+        _posts(f"{at}/resume", plane.post_resume),
+        _posts(f"{at}/reload_model", plane.post_reload, plane.ReloadRequest),
+        _posts(f"{at}/sleep", plane.post_sleep, plane.SleepRequest),
+        _posts(f"{at}/wake", plane.post_wake),
+        _posts(f"{at}/reset_prefix_cache", plane.post_reset),
+        _posts(f"{at}/log_level", plane.post_log_level, plane.LogLevelRequest),
     ]
 
 

@@ -14,6 +14,7 @@ from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import NotServed
 from headrace.base.optional import require
 from headrace.front.client.events import Event, Generation
+from headrace.front.server.app import make_app
 from headrace.front.server.exchange import Services
 from headrace.front.server.process import http_server, services_over
 from headrace.front.text.tokenizer import load_tokenizer
@@ -61,7 +62,7 @@ async def serve_texts(
     """Serves until SIGTERM or SIGINT; `announce` is called with the gRPC port once requests are taken."""
     if services.template.source is not None:
         await asyncio.to_thread(services.template.warm_up)
-    server = http_server(services)
+    server = http_server(services, make_app(services))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.begin_drain)

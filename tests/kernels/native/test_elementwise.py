@@ -14,10 +14,10 @@ from headrace.back.kernels.rope import native as rope
 from headrace.back.kernels.rope import op as rope_op
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 3, 16, 40, 129, 1024]
 # Float32 arithmetic in another order, rounded once: one unit in the last place of the dtype.
-BOUND = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
+BOUND = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 def values(*shape, dtype, seed=0):

@@ -17,7 +17,7 @@ def table(dtype, bits, rows, width):
     return asked, random_weight(shape, torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rows, width", [(1, 1), (64, 32), (131, 70), (200, 257)])
 def test_equals_the_definition(library, dtype, bits, rows, width):

@@ -125,3 +125,14 @@ def test_a_library_that_anyone_may_have_written_is_not_loaded(
     digest = library_path.name.split("-")[1]
     monkeypatch.setattr(build, "source_digest", lambda: digest)
     assert "is writable by everyone" in fresh_load()
+
+
+def test_an_instruction_set_can_be_capped_and_one_that_is_not_there_is_refused_by_name(
+    library_path, monkeypatch, fresh_load
+):
+    monkeypatch.setenv("HEADRACE_NATIVE", str(library_path))
+    monkeypatch.setenv("HEADRACE_ISA", "portable")
+    assert fresh_load().isa == "portable"
+    monkeypatch.setenv("HEADRACE_ISA", "avx1024")
+    with pytest.raises(StartError, match="'avx1024' is not among portable"):
+        fresh_load()

@@ -5,12 +5,20 @@ import pytest
 import torch
 
 from headrace.back.kernels.linear_quant import op
-from headrace.back.kernels.linear_quant.layout import OFFSETS, PackedWeight
+from headrace.back.kernels.linear_quant.layout import (
+    OFFSETS,
+    PackedWeight,
+    empty,
+    read_rows,
+    write_panels,
+)
 from headrace.back.kernels.linear_quant.native import KERNEL, MAX_INPUTS, bind_with
 from headrace.back.kernels.linear_quant.op import OP, LinearQuantProblem
+from headrace.back.kernels.linear_quant.quantize import quantize_with
+from headrace.back.quant.scheme import SCHEMES
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BITS = [8, 4]
 # rows, outputs, inputs: below, at and above every tile, panel, group and block width
 SIZES = [(1, 1, 1), (1, 63, 7), (1, 64, 64), (2, 65, 33), (3, 130, 31), (5, 37, 100), (7, 128, 96),
@@ -38,7 +46,7 @@ def defined(asked, weight, bias, x):
 
 
 def close(ours, exact, dtype):
-    bound = {torch.float32: 2e-6, torch.bfloat16: 4e-3}[dtype]
+    bound = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}[dtype]
     error = (ours.double() - exact.double()).abs().max() / exact.double().abs().max()
     assert error <= bound, error
 
@@ -114,7 +122,7 @@ def test_zero_rows_give_the_bias_and_outliers_their_column(library, dtype, bits)
     weight, bias = weight_for(asked), values(70, dtype=dtype, seed=2)
     x = torch.zeros(3, 64, dtype=dtype)
     x[1] = values(64, dtype=dtype) * 1e-3
-    x[1, 5], x[2] = 1e6, 1e-35
+    x[1, 5], x[2] = 1e3 if dtype is torch.float16 else 1e6, 1e-35
     y = bind_with(library, asked, weight, bias)(x)
     assert torch.equal(y[0], bias) and torch.equal(y[2], bias)
     close(y, defined(asked, weight, bias, x), dtype)
@@ -134,5 +142,34 @@ def test_the_self_check_accepts_it(newest, dtype, bits):
 
 
 def test_what_it_cannot_do_is_refused_with_the_reason(newest):
-    assert "float16" in KERNEL.supports(problem(torch.float16, 8, 4, 4))
+    assert "float64" in KERNEL.supports(problem(torch.float64, 8, 4, 4))
     assert "65536" in KERNEL.supports(problem(torch.float32, 8, 4, 65537))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("outputs, inputs", [(1, 1), (63, 33), (64, 64), (130, 100), (70, 257)])
+def test_the_native_quantizer_packs_what_the_scheme_says(library, dtype, bits, outputs, inputs):
+    weight = values(outputs, inputs + 3, dtype=dtype)[:, 1 : inputs + 1]
+    weight[0] = 0
+    scheme = SCHEMES[f"int{bits}"]
+    expected, packed = empty(bits, outputs, inputs), empty(bits, outputs, inputs)
+    write_panels(expected, 0, *scheme.quantize(weight))
+    packed.panels.fill_(7)
+    quantize_with(library, weight, packed)
+    rows = torch.arange(outputs)
+    for ours, theirs in zip(read_rows(packed, rows), read_rows(expected, rows), strict=True):
+        assert torch.equal(ours, theirs)
+    if bits == 8:  # int4: a scale of zero may be +0 or -0
+        assert torch.equal(packed.panels, expected.panels)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_damaged_weight_gives_nan_where_it_is_and_nowhere_else(newest, bits):
+    asked = problem(torch.float32, bits, 70, 64, bias=False)
+    weight = values(70, 64, dtype=torch.float32)
+    weight[3, 5], weight[66, 1] = float("nan"), float("inf")
+    packed = empty(bits, 70, 64)
+    quantize_with(newest, weight, packed)
+    lost = bind_with(newest, asked, packed, None)(torch.ones(1, 64)).isnan()[0]
+    assert lost.nonzero()[:, 0].tolist() == [3, 66]

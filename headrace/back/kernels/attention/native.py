@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
+from headrace.back.kernels.kv_write.coded import SCALE_BYTES
 from headrace.back.kernels.native.library import FLOAT, INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
 MAX_HEAD_DIM = 256
-_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 14, FLOAT, FLOAT, INT32)
+_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 14, FLOAT, FLOAT, INT32, INT32)
 
 
 def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
@@ -19,13 +20,15 @@ def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
     heads, head_dim, code = problem.heads, problem.head_dim, DTYPES[problem.dtype]
     window, scale, softcap = problem.window or 0, problem.scale, problem.softcap or 0.0
 
+    cache_dtype = torch.int8 if problem.coded else problem.dtype
+    width = head_dim + SCALE_BYTES if problem.coded else head_dim
+
     def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
-        assert q_THD.dtype == kv.dtype == problem.dtype, (q_THD.dtype, kv.dtype)
+        assert q_THD.dtype == problem.dtype and kv.dtype == cache_dtype, (q_THD.dtype, kv.dtype)
         num_blocks, _, kv_heads, block_tokens, _ = kv.shape
-        assert kv.stride()[3:] == (head_dim, 1) and q_THD.stride(2) == 1, (kv.stride(),)
+        assert kv.stride()[3:] == (width, 1) and q_THD.stride(2) == 1, (kv.stride(),)
         starts, lengths, table = plan.query_start_R1, plan.kv_len_R, plan.block_table_RB
-        assert starts.dtype == lengths.dtype == table.dtype == torch.int32
-        assert table.stride(1) == 1 and starts.is_contiguous() and lengths.is_contiguous()
+        assert all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in (starts, lengths, table))
         out_THD = q_THD.new_empty(q_THD.shape)
         assert plan.max_kv_len <= table.shape[1] * block_tokens, (plan.max_kv_len, table.shape)
         num_tokens, rows = q_THD.shape[0], lengths.shape[0]
@@ -36,12 +39,10 @@ def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
             if computed < num_tokens:
                 out_THD[computed:] = 0
         kernel(
-            q_THD.data_ptr(), kv.data_ptr(), out_THD.data_ptr(),
-            starts.data_ptr(), lengths.data_ptr(), table.data_ptr(),
-            rows, table.stride(0), num_tokens, num_blocks,
-            heads, kv_heads, head_dim, block_tokens,
-            q_THD.stride(0), q_THD.stride(1), kv.stride(0), kv.stride(1), kv.stride(2),
-            window, scale, softcap, code,
+            *(tensor.data_ptr() for tensor in (q_THD, kv, out_THD, starts, lengths, table)),
+            rows, table.stride(0), num_tokens, num_blocks, heads, kv_heads, head_dim, block_tokens,
+            *(*q_THD.stride()[:2], *kv.stride()[:3]), window, scale, softcap, code,
+            int(problem.coded),
         )  # fmt: skip
         return out_THD
 

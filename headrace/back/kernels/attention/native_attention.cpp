@@ -5,6 +5,10 @@
 // Gimelshein 2018; Dao et al. 2022, algorithm 1). A decode row longer than kSplit is cut at fixed positions and the
 // parts are merged in order, so a row's result depends neither on the other rows nor on the number of threads.
 // Only positions a tile can see are touched: what lies in freed or unused places may be NaN.
+//
+// The cache holds the queries' type T, or int8 codes with a float32 scale per token and head (S, its element, is then
+// int8_t): a block's head is [block_tokens][head_dim] codes, then [block_tokens] scales. Codes are exact in T, so keys
+// are widened four at a time on the way into the same products, and scales are put on scores and weights.
 
 #include "../native/amx_attention.h"
 #include "../native/dot_tile.h"
@@ -36,12 +40,48 @@ struct Task {
   int64_t part;
 };
 
+template <class S>
+constexpr bool kCoded = sizeof(S) == 1;
+template <class T>
+constexpr bool kIsBf16 = false;
+template <>
+constexpr bool kIsBf16<bf16> = true;
+
 // Where a KV token's vector lies.
 template <class T>
 HR_INLINE const T* kv_at(const Attention& p, int64_t row, int64_t kv_head, int64_t position, int64_t half) {
   const int64_t block = p.block_table[row * p.table_stride + position / p.block_tokens];
   return static_cast<const T*>(p.kv) + block * p.block_stride + half * p.value_offset + kv_head * p.head_stride +
          position % p.block_tokens * p.head_dim;
+}
+
+// A scale for each of the KV positions [low, low + count).
+HR_INLINE void kv_scales(const Attention& p, int64_t row, int64_t kv_head, int64_t low, int64_t count, int64_t half,
+                         float* scales) {
+  for (int64_t j = 0; j < count;) {
+    const int64_t offset = (low + j) % p.block_tokens, run = smaller(count - j, p.block_tokens - offset);
+    const int8_t* base = kv_at<int8_t>(p, row, kv_head, low + j - offset, half);
+    __builtin_memcpy(scales + j, base + p.block_tokens * p.head_dim + offset * 4, size_t(run) * 4);
+    j += run;
+  }
+}
+
+// `count` floats of each of `rows` rows of scores or weights times a scale per column.
+HR_INLINE void scale_columns(float* values, int64_t rows, int64_t count, const float* scales) {
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t j = 0; j < count; ++j) values[m * kTokens + j] *= scales[j];
+}
+
+// NB keys in the type of the queries: where they lie, or widened into `wide`.
+template <class T, int NB>
+HR_INLINE const T* keys_as(const T* k, int64_t, T*) { return k; }
+template <class T, int NB>
+HR_INLINE const T* keys_as(const int8_t* k, int64_t head_dim, T* wide) {
+  const int64_t count = NB * head_dim;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(wide + i, load(k + i));
+  if (i < count) store_part(wide + i, load_part(k + i, count - i), count - i);
+  return wide;
 }
 
 template <class T, int MB, int NB>
@@ -75,22 +115,23 @@ HR_INLINE void fetch_ahead(const T* from, int64_t count) {
 
 // Scores of all query rows against the KV positions [low, low + count). Blocks lie anywhere, so the hardware does not see
 // them coming: the values of these positions and the keys of the next tile are fetched ahead (1.9x at 33 MB of KV).
-template <class T>
+template <class T, class S>
 HR_INLINE void score(const Attention& p, const Task& task, int64_t kv_head, const char* panels, int64_t rows, int64_t low,
                      int64_t count, float* scores) {
   const int64_t D = p.head_dim;
+  alignas(64) T wide[kCoded<S> ? 4 * kMaxHead : 1];
   for (int64_t j = 0; j < count;) {
     const int64_t run = smaller(count - j, p.block_tokens - (low + j) % p.block_tokens);
-    const T* k = kv_at<T>(p, task.row, kv_head, low + j, 0);
-    const T* v = kv_at<T>(p, task.row, kv_head, low + j, 1);
-    const T* next = low + j + kTokens < task.high ? kv_at<T>(p, task.row, kv_head, low + j + kTokens, 0) : v;
+    const S* k = kv_at<S>(p, task.row, kv_head, low + j, 0);
+    const S* v = kv_at<S>(p, task.row, kv_head, low + j, 1);
+    const S* next = low + j + kTokens < task.high ? kv_at<S>(p, task.row, kv_head, low + j + kTokens, 0) : v;
     int64_t i = 0;
     for (; i + 4 <= run; i += 4) {
       fetch_ahead(v + i * D, 4 * D);
       fetch_ahead(next + i * D, 4 * D);
-      score_keys<T, 4>(panels, k + i * D, rows, D, scores + j + i);
+      score_keys<T, 4>(panels, keys_as<T, 4>(k + i * D, D, wide), rows, D, scores + j + i);
     }
-    for (; i < run; ++i) score_keys<T, 1>(panels, k + i * D, rows, D, scores + j + i);
+    for (; i < run; ++i) score_keys<T, 1>(panels, keys_as<T, 1>(k + i * D, D, wide), rows, D, scores + j + i);
     j += run;
   }
 }
@@ -214,7 +255,7 @@ HR_INLINE void finish(const Attention& p, const Task& task, const float* max, co
   }
 }
 
-template <class T>
+template <class T, class S>
 void attend(void* context, int64_t i) {
   const Attention& p = *static_cast<const Attention*>(context);
   const Task& task = p.tasks[i];
@@ -231,14 +272,21 @@ void attend(void* context, int64_t i) {
   }
   for (int64_t low = task.low; low < task.high; low += kTokens) {
     const int64_t count = smaller<int64_t>(kTokens, task.high - low);
-    score<T>(p, task, kv_head, panels, rows, low, count, scores);
+    score<T, S>(p, task, kv_head, panels, rows, low, count, scores);
+    float scales[kTokens];
+    if (kCoded<S>) {
+      kv_scales(p, task.row, kv_head, low, count, 0, scales);
+      scale_columns(scores, rows, count, scales);
+      kv_scales(p, task.row, kv_head, low, count, 1, scales);
+    }
     for (int64_t m = 0; m < rows; ++m) {
       const int64_t position = first + m / task.heads;
       const int64_t from = smaller(larger<int64_t>(position - p.window + 1 - low, 0), count);
       const int64_t to = smaller(larger<int64_t>(position + 1 - low, 0), count);
       factors[m] = soften(p, scores + m * kTokens, from, to, count, max[m], total[m]);
     }
-    mix_all<T>(p, task, kv_head, rows, low, count, scores, factors, sums);
+    if (kCoded<S>) scale_columns(scores, rows, count, scales);
+    mix_all<S>(p, task, kv_head, rows, low, count, scores, factors, sums);
   }
   finish<T>(p, task, max, total, sums);
 }
@@ -374,7 +422,7 @@ HR_INLINE bool sound(const Attention& p, int64_t num_blocks, int64_t num_tokens)
   return true;
 }
 
-template <class T>
+template <class T, class S = T>
 int32_t run(Attention& p) {
   const Counts n = plan(p, nullptr, nullptr);
   const int64_t bytes = n.tasks * int64_t(sizeof(Task)) + n.merges * int64_t(sizeof(Merge)) + n.part_floats * 4;
@@ -385,9 +433,9 @@ int32_t run(Attention& p) {
   p.parts = reinterpret_cast<float*>(merges + n.merges);
   p.tasks = tasks;
   plan(p, tasks, merges);
-  HrTask task = attend<T>;
+  HrTask task = attend<T, S>;
 #if defined(HR_AMX)
-  if (sizeof(T) == sizeof(bf16) && fits_tiles(p)) task = attend_in_tiles;
+  if (kIsBf16<T> && kIsBf16<S> && fits_tiles(p)) task = attend_in_tiles;
 #endif
   hr_parallel(task, &p, n.tasks);
   Merges all{&p, merges};
@@ -399,20 +447,28 @@ int32_t run(Attention& p) {
 
 // q [num_tokens, heads, head_dim] with strides in elements and contiguous head_dim; out the same, contiguous.
 // kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
-// t * head_dim. window 0: all positions. softcap 0: none.
+// t * head_dim, strides in elements of the cache. window 0: all positions. softcap 0: none. coded: the cache holds int8.
 HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
                                        const int32_t* kv_len, const int32_t* block_table, int64_t rows,
                                        int64_t table_stride, int64_t num_tokens, int64_t num_blocks, int64_t heads,
                                        int64_t kv_heads, int64_t head_dim, int64_t block_tokens, int64_t q_token_stride,
                                        int64_t q_head_stride, int64_t block_stride, int64_t value_offset,
-                                       int64_t head_stride, int64_t window, float scale, float softcap, int32_t dtype) {
+                                       int64_t head_stride, int64_t window, float scale, float softcap, int32_t dtype,
+                                       int32_t coded) {
   if (head_dim < 1 || head_dim > kMaxHead || kv_heads < 1 || heads < 1 || heads % kv_heads || block_tokens < 1)
     return HR_BAD_SHAPE;
   Attention p{q, kv, out, query_start, kv_len, block_table, rows, table_stride, heads, kv_heads, head_dim,
               block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
               window > 0 ? window : INT32_MAX, scale, softcap, nullptr, nullptr};
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
+  if (coded != 0) {
+    if (dtype == HR_BF16) return run<bf16, int8_t>(p);
+    if (dtype == HR_F16) return run<fp16, int8_t>(p);
+    if (dtype == HR_F32) return run<float, int8_t>(p);
+    return HR_BAD_DTYPE;
+  }
   if (dtype == HR_BF16) return run<bf16>(p);
+  if (dtype == HR_F16) return run<fp16>(p);
   if (dtype == HR_F32) return run<float>(p);
   return HR_BAD_DTYPE;
 }

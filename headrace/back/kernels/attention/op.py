@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.attention.reference import bind_reference
+from headrace.back.kernels.kv_write.coded import codes_and_scales, random_cache
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -54,8 +55,8 @@ Attention = Callable[[torch.Tensor, torch.Tensor, Plan], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
-    """`dtype` is that of q, the cache and the output. `window` and `softcap` are None where the
-    layer has none."""
+    """`dtype` is that of q, the output and, unless it is `coded` (int8 codes and scales,
+    kernels/kv_write/coded.py), the cache. `window` and `softcap` are None where the layer has none."""
 
     device: str
     dtype: torch.dtype
@@ -66,6 +67,7 @@ class AttentionProblem:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    coded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +134,13 @@ def _sample(problem: AttentionProblem) -> Sample:
     generator = sample_generator()
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     q_THD = random_tensor(10, problem.heads, problem.head_dim, **new)
-    kv = random_tensor(
-        num_blocks, 2, problem.kv_heads, problem.block_tokens, problem.head_dim, **new
-    )
-    kv[0] = float("nan")
+    shape = (num_blocks, problem.kv_heads, problem.block_tokens, problem.head_dim)
+    if problem.coded:
+        kv = random_cache(shape, generator=generator, device=problem.device)
+        codes_and_scales(kv)[1][0] = float("nan")
+    else:
+        kv = random_tensor(shape[0], 2, *shape[1:], **new)
+        kv[0] = float("nan")
     return Sample(problem=problem, weights=(), arguments=(q_THD, kv, plan))
 
 

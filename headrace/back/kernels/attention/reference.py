@@ -11,10 +11,13 @@ B blocks, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+
+from headrace.back.kernels.kv_write.coded import widen
 
 if TYPE_CHECKING:
     from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
@@ -28,6 +31,8 @@ def bind_reference(problem: AttentionProblem) -> Attention:
     """The reference."""
 
     def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
+        if problem.coded:
+            kv, plan = _widened(problem, kv, plan)
         out_THD = torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         for start, end in _decode_groups(problem, plan):
             out_THD[start:end] = _decode(problem, q_THD, kv, plan, start, end)
@@ -36,6 +41,14 @@ def bind_reference(problem: AttentionProblem) -> Attention:
         return out_THD
 
     return attention
+
+
+def _widened(problem: AttentionProblem, kv: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Plan]:
+    """The blocks of the plan in the dtype of the queries, and the plan with their new numbers."""
+    blocks = plan.block_table_RB.unique()
+    table_RB = torch.searchsorted(blocks, plan.block_table_RB).to(plan.block_table_RB.dtype)
+    narrow: Any = plan
+    return widen(kv[blocks.long()], problem.dtype), replace(narrow, block_table_RB=table_RB)
 
 
 def _lowest(problem: AttentionProblem, position: int) -> int:

@@ -62,6 +62,8 @@ HR_PUBLIC int32_t HR_EXPORT(embedding_quant)(const int64_t* ids, const void* tab
   Lookup p{ids, static_cast<const uint8_t*>(table), x, T, V, E, 0};
   if (dtype == HR_BF16 && bits == 8) return run<bf16, 8>(p);
   if (dtype == HR_BF16 && bits == 4) return run<bf16, 4>(p);
+  if (dtype == HR_F16 && bits == 8) return run<fp16, 8>(p);
+  if (dtype == HR_F16 && bits == 4) return run<fp16, 4>(p);
   if (dtype == HR_F32 && bits == 8) return run<float, 8>(p);
   if (dtype == HR_F32 && bits == 4) return run<float, 4>(p);
   return HR_BAD_DTYPE;

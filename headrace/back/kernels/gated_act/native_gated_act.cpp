@@ -66,6 +66,7 @@ HR_PUBLIC int32_t HR_EXPORT(gated_act)(const void* x, void* y, int64_t rows, int
   if (rows < 0 || width < 1) return HR_BAD_SHAPE;
   Gated p{x, y, width, x_stride, smaller(width, kChunkElements)};
   if (dtype == HR_BF16) return run<bf16>(p, rows, activation);
+  if (dtype == HR_F16) return run<fp16>(p, rows, activation);
   if (dtype == HR_F32) return run<float>(p, rows, activation);
   return HR_BAD_DTYPE;
 }

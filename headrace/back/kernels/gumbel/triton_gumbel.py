@@ -1,8 +1,15 @@
-"""The draw in Triton: every score in float64, rows cut into chunks; the program that finishes a row's last chunk
-compares them. The noise is that of noise.py.
+"""The draw in Triton: the reference's choice, with two logarithms in float64 for a few tokens only.
 
-log1p(-u) is taken as log(w) * -u / (w - 1) with w = 1 - u, exact to a few units in the last place (Kahan; Goldberg
-1991, "What every computer scientist should know about floating-point arithmetic", theorem 4).
+Rows are cut into chunks. A chunk's scores are taken in float32 first; only tokens within its error of the best are
+scored exactly, in the order of their ids. The program that finishes a row's last chunk compares the chunks. The noise
+is that of noise.py.
+
+Error of a float32 score: the logarithm of the exponential noise is within 3e-5 (an approximate logarithm of at least
+0.01, or a series below), z within 2^-22 of its size; z is the score less at most 64. MARGIN and MARGIN_RELATIVE are
+twice that.
+
+Exactly, log1p(-u) is taken as log(w) * -u / (w - 1) with w = 1 - u, good to a few units in the last place (Kahan;
+Goldberg 1991, "What every computer scientist should know about floating-point arithmetic", theorem 4).
 """
 
 from __future__ import annotations
@@ -22,33 +29,44 @@ from headrace.back.kernels.triton.wrap import (
     unsupported,
 )
 
-CHUNK = 2048
+CHUNK = 8192
+MARGIN = tl.constexpr(1e-4)
+MARGIN_RELATIVE = tl.constexpr(1e-6)
 
 
 @triton.jit
-def mix(b_x):
-    """The finaliser of SplitMix64 on uint64."""
+def random_bits(key, o_id):
+    """The upper 63 bits of the noise of ids, int64; `key` int64 holds the bits of a uint64 (SplitMix64)."""
+    G: tl.constexpr = 0x9E3779B97F4A7C15
+    b_x = key.to(tl.uint64, bitcast=True) + (o_id.to(tl.uint64) + 1) * G
     b_x = (b_x ^ (b_x >> 30)) * 0xBF58476D1CE4E5B9
     b_x = (b_x ^ (b_x >> 27)) * 0x94D049BB133111EB
-    return b_x ^ (b_x >> 31)
+    return ((b_x ^ (b_x >> 31)) >> 1).to(tl.int64, bitcast=True)
 
 
 @triton.jit
-def gumbel_noise(key, o_id):
-    """-log(exponential noise) of ids, float64; `key` int64 holds the bits of a uint64."""
-    G: tl.constexpr = 0x9E3779B97F4A7C15
-    b_bits = mix(key.to(tl.uint64, bitcast=True) + (o_id.to(tl.uint64) + 1) * G) >> 1
-    b_u = (b_bits.to(tl.int64, bitcast=True).to(tl.float64) + 0.5) * 1.0842021724855044e-19
-    b_u = tl.minimum(b_u, 0.9999999999999999)
-    b_w = 1.0 - b_u
-    b_log = tl.where(b_w == 1.0, -b_u, tl.log(b_w) * b_u / (1.0 - b_w))
-    return -tl.log(-b_log)
+def quick_noise(key, o_id):
+    """-log(exponential noise) in float32."""
+    b_bits = random_bits(key, o_id)
+    b_u = (b_bits.to(tl.float32) + 0.5) * 1.0842021724855044e-19
+    b_w = ((0x7FFFFFFFFFFFFFFF - b_bits).to(tl.float32) + 0.5) * 1.0842021724855044e-19
+    b_series = b_u * (1.0 + b_u * (0.5 + b_u * (0.3333333333 + b_u * 0.25)))
+    return -tl.log(tl.where(b_u < 0.01, b_series, -tl.log(b_w)))
+
+
+@triton.jit
+def exact_noise(key, o_id):
+    """-log(exponential noise) in float64."""
+    u = (random_bits(key, o_id).to(tl.float64) + 0.5) * 1.0842021724855044e-19
+    u = tl.minimum(u, 0.9999999999999999)
+    w = 1.0 - u
+    log = tl.where(w == 1.0, -u, tl.log(w) * u / (1.0 - w))
+    return -tl.log(-log)
 
 
 @triton.jit
 def first_best(b_score, o_id, NONE: tl.constexpr):
-    """(greatest score, lowest id that has it); a NaN is greater than any number."""
-    b_score = tl.where(b_score != b_score, float("inf"), b_score)
+    """(greatest score, lowest id that has it)."""
     best = tl.max(b_score, axis=0)
     return best, tl.min(tl.where(b_score == best, o_id, NONE), axis=0)
 
@@ -70,18 +88,32 @@ def gumbel_kernel(
     CHUNKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (rows, chunks); `score` float64 and `best` int32, both [rows, chunks]."""
+    """Grid (rows, chunks); `score` float64 and `best` int32, both [rows, chunks]. A NaN counts as infinite."""
     i_row = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1)
     NONE: tl.constexpr = 0x7FFFFFFF
     enter(DEPENDENT)
     o_v = i_chunk * CHUNK + tl.arange(0, CHUNK)
-    b_x = tl.load(logits + i_row * row_stride + o_v, mask=o_v < width, other=float("-inf"))
-    heat = tl.load(temperature + i_row)
-    b_z = b_x.to(tl.float64) / heat
-    b_score = b_z + gumbel_noise(tl.load(key + i_row), o_v)
-    top, i_best = first_best(b_score, tl.where(o_v < width, o_v, NONE), NONE)
-    tl.store(score + i_row * chunks + i_chunk, top)
+    p_row = logits + i_row * row_stride
+    b_x = tl.load(p_row + o_v, mask=o_v < width, other=float("-inf"))
+    heat, row_key = tl.load(temperature + i_row), tl.load(key + i_row)
+    b_quick = b_x * (1.0 / heat).to(tl.float32) + quick_noise(row_key, o_v)
+    b_quick = tl.where(b_quick != b_quick, float("inf"), b_quick)
+    top = tl.max(b_quick, axis=0)
+    margin = MARGIN + MARGIN_RELATIVE * (tl.abs(top) + 64.0)
+    least = tl.where(tl.abs(top) == float("inf"), top, top - margin)
+    left = b_quick >= least
+    candidates = tl.where(top > float("-inf"), tl.sum(left.to(tl.int32), axis=0), 0)
+    highest = heat * 0.0 + float("-inf")
+    i_best = i_chunk * CHUNK
+    for _ in range(0, candidates):
+        i_next = tl.min(tl.where(left, o_v, NONE), axis=0)
+        exact = tl.load(p_row + i_next).to(tl.float64) / heat + exact_noise(row_key, i_next)
+        exact = tl.where(exact != exact, float("inf"), exact)
+        i_best = tl.where(exact > highest, i_next, i_best)
+        highest = tl.maximum(exact, highest)
+        left = left & (o_v != i_next)
+    tl.store(score + i_row * chunks + i_chunk, highest)
     tl.store(best + i_row * chunks + i_chunk, i_best)
     tl.debug_barrier()
     if tl.atomic_add(counters + i_row, 1, sem="acq_rel") == chunks - 1:
@@ -90,9 +122,9 @@ def gumbel_kernel(
         p_c = i_row * chunks + o_c
         b_top = tl.load(score + p_c, mask=o_c < chunks, other=float("-inf"), cache_modifier=".cg")
         b_best = tl.load(best + p_c, mask=o_c < chunks, other=NONE, cache_modifier=".cg")
-        top, i_token = first_best(b_top, b_best, NONE)
+        _best, i_token = first_best(b_top, b_best, NONE)
         tl.store(token + i_row, i_token.to(tl.int64))
-        tl.store(z + i_row, tl.load(logits + i_row * row_stride + i_token).to(tl.float64) / heat)
+        tl.store(z + i_row, tl.load(p_row + i_token).to(tl.float64) / heat)
 
 
 def bind(problem: GumbelProblem) -> Gumbel:

@@ -1,19 +1,23 @@
-"""KV write by the native kernel: one copy per token, head and half."""
+"""KV write by the native kernel: one copy per token, head and half, or int8 codes and a scale."""
 
 from __future__ import annotations
 
 import torch
 
+from headrace.back.kernels.kv_write.coded import SCALE_BYTES
 from headrace.back.kernels.kv_write.op import KVWrite, KVWriteProblem
-from headrace.back.kernels.native.library import INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import loaded, unsupported
+from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
+from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
+MAX_CODED_HEAD = 256
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 12)
 
 
 def bind_with(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
     """The kernel of one library."""
+    if problem.coded:
+        return _bind_coded(library, problem)
     kernel = library.bind("kv_write", *_ARGUMENTS)
     size = problem.dtype.itemsize
     head_bytes, block_tokens = problem.head_dim * size, problem.block_tokens
@@ -40,8 +44,40 @@ def bind_with(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
     return kv_write
 
 
+def _bind_coded(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
+    kernel = library.bind("kv_write_int8", *_ARGUMENTS, INT32)
+    head_dim, block_tokens, code = problem.head_dim, problem.block_tokens, DTYPES[problem.dtype]
+
+    def kv_write(
+        k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: torch.Tensor, slot_T: torch.Tensor
+    ) -> None:
+        assert k_TKD.dtype == v_TKD.dtype == problem.dtype and kv.dtype == torch.int8, kv.dtype
+        assert k_TKD.shape == v_TKD.shape and slot_T.shape[0] == k_TKD.shape[0], (
+            k_TKD.shape,
+            slot_T.shape,
+        )
+        assert k_TKD.stride(2) == v_TKD.stride(2) == 1
+        assert slot_T.dtype == torch.int64 and slot_T.is_contiguous()
+        width = head_dim + SCALE_BYTES
+        assert kv.shape[3:] == (block_tokens, width) and kv.stride()[3:] == (width, 1), kv.stride()
+        kernel(
+            k_TKD.data_ptr(), v_TKD.data_ptr(), kv.data_ptr(), slot_T.data_ptr(),
+            k_TKD.shape[0], k_TKD.shape[1], head_dim, block_tokens, kv.shape[0],
+            k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1),
+            kv.stride(0), kv.stride(1), kv.stride(2), code,
+        )  # fmt: skip
+
+    return kv_write
+
+
+def _supports(problem: KVWriteProblem) -> str | None:
+    if problem.coded and problem.head_dim > MAX_CODED_HEAD:
+        return f"codes heads of at most {MAX_CODED_HEAD}, not {problem.head_dim}"
+    return unsupported(problem.device, problem.dtype)
+
+
 KERNEL = Kernel(
     name="native",
-    supports=lambda problem: unsupported(problem.device, problem.dtype),
+    supports=_supports,
     bind=lambda problem: bind_with(loaded(), problem),
 )

@@ -4,7 +4,7 @@
 D] (0 = keys, 1 = values), T tokens, K KV heads, D head_dim. slot_T int64, never negative: block *
 block_tokens + offset. k and v may be strided views; their last dimension is contiguous. Slots of
 one step are distinct, except that padding may hit block 0 many times (the null block, whose content
-means nothing).
+means nothing). A `coded` cache holds int8 codes and scales (`coded.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.back.kernels.kv_write.coded import codes_and_scales, quantize, random_cache
 from headrace.back.kernels.op import Kernel, Op, Sample, random_tensor, sample_generator
 
 KVWrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -21,13 +22,14 @@ KVWrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Non
 
 @dataclass(frozen=True, kw_only=True)
 class KVWriteProblem:
-    """`dtype` is that of k, v and the cache."""
+    """`dtype` is that of k, v and, unless it is `coded`, the cache."""
 
     device: str
     dtype: torch.dtype
     kv_heads: int
     head_dim: int
     block_tokens: int
+    coded: bool = False
 
 
 def bind_reference(problem: KVWriteProblem) -> KVWrite:
@@ -39,8 +41,14 @@ def bind_reference(problem: KVWriteProblem) -> KVWrite:
     ) -> None:
         block_T = torch.div(slot_T, block_tokens, rounding_mode="floor")
         offset_T = slot_T - block_T * block_tokens
-        kv[block_T, 0, :, offset_T] = k_TKD
-        kv[block_T, 1, :, offset_T] = v_TKD
+        for half, x_TKD in enumerate((k_TKD, v_TKD)):
+            if problem.coded:
+                codes, scales = codes_and_scales(kv)
+                codes_TKD, scales_TK = quantize(x_TKD)
+                codes[block_T, half, :, offset_T] = codes_TKD
+                scales[block_T, half, :, offset_T] = scales_TK
+            else:
+                kv[block_T, half, :, offset_T] = x_TKD
 
     return kv_write
 
@@ -50,7 +58,11 @@ def _sample(problem: KVWriteProblem) -> Sample:
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     heads, head_dim, block_tokens = problem.kv_heads, problem.head_dim, problem.block_tokens
     both = random_tensor(3, 2 * heads, head_dim, **new)
-    kv = random_tensor(3, 2, heads, block_tokens, head_dim, **new)
+    if problem.coded:
+        shape = (3, heads, block_tokens, head_dim)
+        kv = random_cache(shape, generator=generator, device=problem.device)
+    else:
+        kv = random_tensor(3, 2, heads, block_tokens, head_dim, **new)
     slot = torch.tensor(
         [block_tokens, 2 * block_tokens - 1, 3 * block_tokens - 1], device=problem.device
     )

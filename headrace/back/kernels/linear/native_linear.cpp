@@ -122,6 +122,8 @@ HR_PUBLIC int32_t HR_EXPORT(linear)(const void* x, const void* w, const void* bi
   Linear p{nullptr, w, bias, y, M, N, K, w_stride, y_stride, 0};
   if (dtype == HR_BF16 && y_dtype == HR_BF16) return run<bf16, bf16>(p, x, x_stride);
   if (dtype == HR_BF16 && y_dtype == HR_F32) return run<bf16, float>(p, x, x_stride);
+  if (dtype == HR_F16 && y_dtype == HR_F16) return run<fp16, fp16>(p, x, x_stride);
+  if (dtype == HR_F16 && y_dtype == HR_F32) return run<fp16, float>(p, x, x_stride);
   if (dtype == HR_F32 && y_dtype == HR_F32) return run<float, float>(p, x, x_stride);
   return HR_BAD_DTYPE;
 }

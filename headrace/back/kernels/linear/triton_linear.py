@@ -24,7 +24,10 @@ def bind(problem: LinearProblem, weight_OI: torch.Tensor, bias_O: torch.Tensor |
         run(x_TI, y_TO)
         return y_TO
 
-    return linear
+    def wide(x_TI: torch.Tensor) -> torch.Tensor:
+        return linear(x_TI).float()
+
+    return wide if problem.wide else linear
 
 
 def _supports(problem: LinearProblem) -> str | None:

@@ -9,6 +9,7 @@
 // the accumulator starts at -offset * sum(x), which takes it out again exactly.
 
 #include "../native/amx.h"
+#include "../native/int8.h"
 
 namespace {
 
@@ -26,103 +27,6 @@ struct Quantized {
   const int32_t* sums;   // of codes, the same shape
   int64_t stride, groups;
 };
-
-// Round to nearest, ties to even. As an instruction where there is one: the addition below could be fused with the
-// product before it, and round that product a second time less than the definition does.
-HR_INLINE I round_int(F x) {
-#if defined(__AVX512F__)
-  return (I)_mm512_cvtps_epi32((__m512)x);
-#elif defined(__AVX2__)
-  return (I)_mm256_cvtps_epi32((__m256)x);
-#elif defined(__SSE2__)
-  return (I)_mm_cvtps_epi32((__m128)x);
-#else
-  return (I)(x + 12582912.0f) - 0x4b400000;  // |x| < 2^22
-#endif
-}
-
-// count <= stride values as codes, zeros after. A NaN or Inf makes the scale NaN: the row (the group) is lost, no other.
-template <class T>
-HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* codes, float* scale, int32_t* sum) {
-  F most{};
-  I finite = most == 0.0f;
-  for (int64_t k = 0; k < count; k += kLanes) {
-    F v = k + kLanes <= count ? load(x + k) : load_part(x + k, count - k);
-    F size = (F)((U)v & 0x7fffffffu);
-    most = select(size > most, size, most);
-    finite &= size < __builtin_inff();
-  }
-  bool good = true;
-  for (int i = 0; i < kLanes; ++i) good = good && finite[i];
-#if defined(__AVX512F__)
-  const float top = _mm512_reduce_max_ps((__m512)most);  // NaN is kept out by `size > most`
-#else
-  const float top = largest(most);
-#endif
-  const float inverse = good && top > 1e-30f ? 127.0f / top : 0.0f;
-  *scale = good ? top / 127.0f : __builtin_nanf("");
-  typedef int8_t B __attribute__((vector_size(kLanes)));
-  I total{};
-  for (int64_t k = 0; k < padded; k += kLanes) {
-    I code{};
-    if (good && k < count) {
-      F v = k + kLanes <= count ? load(x + k) : load_part(x + k, count - k);
-      code = round_int(v * inverse);
-    }
-    total += code;
-    B bytes = __builtin_convertvector(code, B);
-    __builtin_memcpy(codes + k, &bytes, sizeof bytes);
-  }
-#if defined(__AVX512F__)
-  *sum = _mm512_reduce_add_epi32((__m512i)total);
-#else
-  int32_t all = 0;
-  for (int i = 0; i < kLanes; ++i) all += total[i];
-  *sum = all;
-#endif
-}
-
-HR_INLINE I broadcast(const int8_t* four) {
-  int32_t v;
-  __builtin_memcpy(&v, four, 4);
-  return I{} + v;
-}
-
-// acc[lane] += the sum over 4 bytes of w (unsigned) * x (signed). Small: w is below 16. Where the instruction set has no
-// such product, int8 codes are turned signed first and need no compensation (kOffset8 is 0).
-#if defined(__AVX512VNNI__)
-constexpr int32_t kOffset8 = 128;
-HR_INLINE I dot8(I acc, I w, I x) { return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x); }
-HR_INLINE I dot4(I acc, I w, I x) { return dot8(acc, w, x); }
-#elif defined(__AVX512BW__)
-constexpr int32_t kOffset8 = 0;
-HR_INLINE I dot4(I acc, I w, I x) {
-  __m512i pairs = _mm512_maddubs_epi16((__m512i)w, (__m512i)x);
-  return acc + (I)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-}
-HR_INLINE I dot8(I acc, I w, I x) {
-  __m512i s = (__m512i)(w ^ (int32_t)0x80808080), v = (__m512i)x;
-  v = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(s), _mm512_setzero_si512(), v);
-  return dot4(acc, (I)_mm512_abs_epi8(s), (I)v);  // both at most 127: pairs stay below 2^15
-}
-#elif defined(__AVX2__)
-constexpr int32_t kOffset8 = 0;
-HR_INLINE I dot4(I acc, I w, I x) {
-  __m256i pairs = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
-  return acc + (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
-HR_INLINE I dot8(I acc, I w, I x) {
-  __m256i s = (__m256i)(w ^ (int32_t)0x80808080);
-  return dot4(acc, (I)_mm256_abs_epi8(s), (I)_mm256_sign_epi8((__m256i)x, s));
-}
-#else
-constexpr int32_t kOffset8 = 0;
-HR_INLINE I dot4(I acc, I w, I x) {
-  HR_UNROLL for (int b = 0; b < 4; ++b) acc += ((w << (24 - 8 * b)) >> 24) * ((x << (24 - 8 * b)) >> 24);
-  return acc;
-}
-HR_INLINE I dot8(I acc, I w, I x) { return dot4(acc, w ^ (int32_t)0x80808080, x); }
-#endif
 
 struct Product {
   Quantized x;
@@ -486,6 +390,8 @@ HR_PUBLIC int32_t HR_EXPORT(linear_quant)(const void* x, const void* w, const vo
   const bool eight = bits == 8;
   if (dtype == HR_BF16 && y_dtype == HR_BF16) return eight ? run<bf16, bf16, 8>(p) : run<bf16, bf16, 4>(p);
   if (dtype == HR_BF16 && y_dtype == HR_F32 && bias == nullptr) return eight ? run<bf16, float, 8>(p) : run<bf16, float, 4>(p);
+  if (dtype == HR_F16 && y_dtype == HR_F16) return eight ? run<fp16, fp16, 8>(p) : run<fp16, fp16, 4>(p);
+  if (dtype == HR_F16 && y_dtype == HR_F32 && bias == nullptr) return eight ? run<fp16, float, 8>(p) : run<fp16, float, 4>(p);
   if (dtype == HR_F32 && y_dtype == HR_F32) return eight ? run<float, float, 8>(p) : run<float, float, 4>(p);
   return HR_BAD_DTYPE;
 }

@@ -57,7 +57,8 @@ def quantize_activations(x_TI: torch.Tensor, *, bits: int) -> tuple[torch.Tensor
     lost = ~padded.isfinite().all(-1, keepdim=True)
     padded = padded.masked_fill(lost, 0)
     top = padded.abs().amax(-1, keepdim=True)
-    inverse = torch.where(top > 1e-30, 127.0 / top, 0)
+    # A number divided by a tensor is its reciprocal's product to torch: rounded twice.
+    inverse = torch.where(top > 1e-30, top.new_tensor(127.0) / top, 0)
     codes = (padded * inverse).round().view(tokens, -1)[:, :inputs]
     return codes.double(), (top / 127.0).masked_fill(lost, torch.nan)[..., 0]
 

@@ -43,6 +43,7 @@ class Isa:
     only: str = ""
 
 
+_ARM = ("aarch64", "arm64")
 _V4 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 _DOT = (*_V4, "-mavx512bf16", "-mavx512vnni")
 # Worst first; the position is the bit in hr_cpu_isas(). "portable" compiles on every machine.
@@ -57,6 +58,8 @@ ISAS: tuple[Isa, ...] = (
         flags=(*_DOT, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
         only="native/amx",
     ),
+    Isa(name="armdot", machines=_ARM, flags=("-march=armv8.2-a+dotprod",)),
+    Isa(name="armbf16", machines=_ARM, flags=("-march=armv8.6-a+dotprod+bf16",)),
 )
 
 

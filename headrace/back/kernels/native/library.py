@@ -122,12 +122,12 @@ def load() -> NativeLibrary | str:
     if chosen == "0":
         return "native kernels are turned off (HEADRACE_NATIVE=0)"
     if chosen != "1":
-        return NativeLibrary(Path(chosen))
+        return NativeLibrary(Path(chosen), isa=env.get("HEADRACE_ISA"))
     for folder in (build.FOLDER, _cache_folder()):
         for path in sorted(folder.glob(f"libheadrace_native-{build.source_digest()}-*.so")):
             if reason := _unsafe(path):
                 return reason
-            return NativeLibrary(path)
+            return NativeLibrary(path, isa=env.get("HEADRACE_ISA"))
     return "native kernels are not built; run: python -m headrace.back.kernels.native.build"
 
 

@@ -27,6 +27,8 @@
 #endif
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace {
@@ -255,6 +257,10 @@ HR_PUBLIC uint32_t hr_cpu_isas() {
   if (v4) found |= 4;
   if (dot) found |= 8;
   if (dot && may_use_tiles()) found |= 16;
+#elif defined(__aarch64__) && defined(__linux__)
+  const bool products = getauxval(AT_HWCAP) & 1ul << 20, bf16 = getauxval(AT_HWCAP2) & 1ul << 14;  // ASIMDDP, BF16
+  if (products) found |= 32;
+  if (products && bf16) found |= 64;
 #endif
   return found;
 }

@@ -14,7 +14,7 @@
 #endif
 
 // Element types as the wrappers number them.
-enum HrDtype : int32_t { HR_F32 = 0, HR_BF16 = 1 };
+enum HrDtype : int32_t { HR_F32 = 0, HR_BF16 = 1, HR_F16 = 2 };
 
 // What a kernel returns: 0, or why it refused. The wrappers turn these into exceptions.
 enum HrStatus : int32_t { HR_OK = 0, HR_BAD_DTYPE = 1, HR_BAD_SHAPE = 2, HR_BAD_INDEX = 3, HR_NO_MEMORY = 4 };

@@ -73,6 +73,9 @@ typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
 struct bf16 {
   uint16_t bits;
 };
+struct fp16 {
+  uint16_t bits;
+};
 
 template <class V, class T>
 HR_INLINE V load_raw(const T* p) {
@@ -86,8 +89,9 @@ template <class V, class T>
 HR_INLINE V load_raw_part(const T* p, int64_t n) {
   V v{};
 #if defined(__AVX512BW__)
-  if (sizeof(V) == 64 && sizeof(T) == 4) return (V)_mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1), p);
-  if (sizeof(V) == 64 && sizeof(T) == 2)
+  if constexpr (sizeof(V) == 64 && sizeof(T) == 4)
+    return (V)_mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1), p);
+  if constexpr (sizeof(V) == 64 && sizeof(T) == 2)
     return (V)_mm512_maskz_loadu_epi16((__mmask32)((1ull << n) - 1), p);
 #endif
   __builtin_memcpy(&v, p, size_t(n) * sizeof(T));
@@ -135,12 +139,75 @@ HR_INLINE void put(bf16* p, float x) {
   p->bits = x != x ? uint16_t(bits >> 16 | 0x40) : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// Halves to floats, exactly.
+HR_INLINE F widen_half(H h) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+  return (F)_mm256_cvtph_ps((__m128i)h);
+#elif defined(__aarch64__)
+  return (F)vcvt_f32_f16((float16x4_t)h);
+#else
+  U bits = __builtin_convertvector(h, U);
+  U size = (bits & 0x7fff) << 13;
+  // The exponent moves from 15 to 127 by a product, which makes normal numbers of denormals too.
+  F v = (F)size * 0x1p112f;
+  U special = (U)((I)size >= 0x0f800000) & 0x7f800000;  // Inf and NaN keep their mantissa
+  return (F)((U)v | special | (bits & 0x8000) << 16);
+#endif
+}
+// Floats to halves: to nearest, ties to even.
+HR_INLINE H narrow_half(F v) {
+#if defined(__AVX512F__)
+  return (H)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  return (H)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+  return (H)vcvt_f16_f32((float32x4_t)v);
+#else
+  U bits = (U)v, sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  U normal = (size + 0xfff + (size >> 13 & 1) - 0x38000000) >> 13;
+  U denormal = (U)((F)size + 0.5f) - 0x3f000000;  // the sum rounds to units of 2^-24
+  U half = (I)size < 0x38800000 ? denormal : normal;
+  half = (I)size >= 0x477ff000 ? U{} + 0x7c00 : half;
+  half = (I)size > 0x7f800000 ? U{} + 0x7e00 : half;
+  return __builtin_convertvector(half | sign, H);
+#endif
+}
+
+HR_INLINE float to_float(fp16 x) {
+  H h{};
+  h[0] = x.bits;
+  return widen_half(h)[0];
+}
+HR_INLINE void put(fp16* p, float x) { p->bits = narrow_half(x - F{})[0]; }
+
 // kLanes elements as floats.
 HR_INLINE F load(const float* p) { return load_raw<F>(p); }
+HR_INLINE F load(const fp16* p) { return widen_half(load_raw<H>(p)); }
 HR_INLINE F load(const bf16* p) {
   return (F)(__builtin_convertvector(load_raw<H>(p), U) << 16);
 }
+// As intrinsics: the compiler's own conversion of bytes goes lane by lane.
+HR_INLINE F load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__aarch64__)
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return (F)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
+#else
+  typedef int8_t B __attribute__((vector_size(kLanes)));
+  return __builtin_convertvector(load_raw<B>(p), F);
+#endif
+}
 HR_INLINE void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
+HR_INLINE void store(fp16* p, F v) {
+  H h = narrow_half(v);
+  __builtin_memcpy(p, &h, sizeof h);
+}
 HR_INLINE void store(bf16* p, F v) {
 #if defined(__AVX512BF16__)
   __m256bh h = _mm512_cvtneps_pbh((__m512)v);  // the same rounding; denormals become 0
@@ -156,8 +223,13 @@ HR_INLINE void store(bf16* p, F v) {
 template <class T>
 HR_INLINE F load_part(const T* p, int64_t n) {
 #if defined(__AVX512BW__)
-  if (sizeof(T) == 4) return load_raw_part<F>(p, n);
-  return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p)), 16);
+  if constexpr (sizeof(T) == 1) {
+    const __m128i bytes = _mm_maskz_loadu_epi8((__mmask16)((1u << n) - 1), p);
+    return load(reinterpret_cast<const T*>(&bytes));
+  }
+  if constexpr (sizeof(T) == 4) return load_raw_part<F>(p, n);
+  const __m256i half = _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
+  return load(reinterpret_cast<const T*>(&half));
 #else
   T part[kLanes] = {};
   for (int64_t i = 0; i < n; ++i) part[i] = p[i];
@@ -230,11 +302,20 @@ struct Dot<bf16> {
   HR_INLINE F add(F acc, V a, V b) {
 #if defined(__AVX512BF16__)
     return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (F)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
     acc = fma((F)(a << 16), (F)(b << 16), acc);
     return fma((F)(a & 0xffff0000u), (F)(b & 0xffff0000u), acc);
 #endif
   }
+};
+
+template <>
+struct Dot<fp16> {
+  using V = H;
+  static constexpr int step = kLanes;
+  HR_INLINE F add(F acc, V a, V b) { return fma(widen_half(a), widen_half(b), acc); }
 };
 
 // e^x, saturating at x = 88.7; below -87.3 the result is 0; NaN stays. Cephes' polynomial; relative error below 2e-7.

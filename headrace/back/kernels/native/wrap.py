@@ -6,7 +6,7 @@ import torch
 
 from headrace.back.kernels.native.library import NativeLibrary, load
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def unsupported(device: str, dtype: torch.dtype) -> str | None:

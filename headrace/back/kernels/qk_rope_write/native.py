@@ -27,23 +27,18 @@ def bind_with(
     eps, columns = problem.eps or 0.0, (heads + 2 * kv_heads) * head_dim
 
     def qk_rope_write(
-        qkv_TC: torch.Tensor,
-        positions_T: torch.Tensor,
-        table_PR: torch.Tensor,
-        kv: torch.Tensor,
-        slot_T: torch.Tensor,
-    ) -> torch.Tensor:
+        qkv_TC: torch.Tensor, positions_T: torch.Tensor, table_PR: torch.Tensor,
+        kv: torch.Tensor, slot_T: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
         tokens = qkv_TC.shape[0]
         assert qkv_TC.dtype == kv.dtype == problem.dtype and qkv_TC.shape[1] == columns
         assert qkv_TC.stride(1) == 1 and kv.stride()[3:] == (head_dim, 1), kv.stride()
-        assert positions_T.dtype == slot_T.dtype == torch.int64
+        assert all(t.dtype == torch.int64 and t.is_contiguous() for t in (positions_T, slot_T))
         assert positions_T.shape[0] == slot_T.shape[0] == tokens
-        assert positions_T.is_contiguous() and slot_T.is_contiguous()
         assert rotary == 0 or (table_PR.shape[1] == rotary and table_PR.is_contiguous())
         kernel(
             qkv_TC.data_ptr(), positions_T.data_ptr(), table_PR.data_ptr(), kv.data_ptr(), slot_T.data_ptr(),
-            None if q_weight is None else q_weight.data_ptr(),
-            None if k_weight is None else k_weight.data_ptr(),
+            *(None if weight is None else weight.data_ptr() for weight in (q_weight, k_weight)),
             tokens, qkv_TC.stride(0), heads, kv_heads, head_dim, rotary,
             table_PR.shape[0] if rotary else 0, kv.shape[3], kv.shape[0],
             kv.stride(0), kv.stride(1), kv.stride(2), eps, pairs, code,

@@ -112,6 +112,7 @@ HR_PUBLIC int32_t HR_EXPORT(qk_rope_write)(void* qkv, const int64_t* positions, 
          block_tokens, block_stride, value_offset, head_stride, ceil_div(kChunkElements, per_token), eps, pairs != 0};
   const int64_t chunks = ceil_div(tokens, p.tokens_per_chunk);
   if (dtype == HR_BF16) hr_parallel(chunk<bf16>, &p, chunks);
+  else if (dtype == HR_F16) hr_parallel(chunk<fp16>, &p, chunks);
   else if (dtype == HR_F32) hr_parallel(chunk<float>, &p, chunks);
   else return HR_BAD_DTYPE;
   return HR_OK;

@@ -75,6 +75,7 @@ HR_PUBLIC int32_t HR_EXPORT(rms_norm)(const void* x, void* residual, const float
          ceil_div(kChunkElements, width), eps};
   const int64_t chunks = ceil_div(rows, p.rows_per_chunk);
   if (dtype == HR_BF16) hr_parallel(chunk<bf16>, &p, chunks);
+  else if (dtype == HR_F16) hr_parallel(chunk<fp16>, &p, chunks);
   else if (dtype == HR_F32) hr_parallel(chunk<float>, &p, chunks);
   else return HR_BAD_DTYPE;
   return HR_OK;

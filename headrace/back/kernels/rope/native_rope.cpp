@@ -80,6 +80,7 @@ HR_PUBLIC int32_t HR_EXPORT(rope)(void* q, void* k, const int64_t* positions, co
   Rope p{q, k, positions, table, tokens, heads, kv_heads, rotary_dim / 2, q_token_stride, q_head_stride,
          k_token_stride, k_head_stride, ceil_div(kChunkElements, per_token)};
   if (dtype == HR_BF16) run<bf16>(p, pairs);
+  else if (dtype == HR_F16) run<fp16>(p, pairs);
   else if (dtype == HR_F32) run<float>(p, pairs);
   else return HR_BAD_DTYPE;
   return HR_OK;

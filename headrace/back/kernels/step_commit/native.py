@@ -19,15 +19,12 @@ def bind_with(library: NativeLibrary, problem: StepInputsProblem) -> StepCommit:
     max_rows = problem.max_rows
 
     def step_commit(
-        words: torch.Tensor,
-        token_R: torch.Tensor,
-        value_R: torch.Tensor,
-        tokens_MC: torch.Tensor,
-        ring_SRM: torch.Tensor,
-    ) -> None:
+        words: torch.Tensor, token_R: torch.Tensor, value_R: torch.Tensor,
+        tokens_MC: torch.Tensor, ring_SRM: torch.Tensor,
+    ) -> None:  # fmt: skip
         assert token_R.dtype == torch.int64 and value_R.dtype == torch.float32, token_R.dtype
-        assert ring_SRM.shape[1:] == (2, max_rows) and ring_SRM.is_contiguous(), ring_SRM.shape
-        assert token_R.is_contiguous() and value_R.is_contiguous() and tokens_MC.is_contiguous()
+        assert ring_SRM.shape[1:] == (2, max_rows), ring_SRM.shape
+        assert all(t.is_contiguous() for t in (token_R, value_R, tokens_MC, ring_SRM))
         kernel(
             words.data_ptr(), token_R.data_ptr(), value_R.data_ptr(), tokens_MC.data_ptr(), ring_SRM.data_ptr(),
             token_R.shape[0], max_rows, tokens_MC.shape[1], ring_SRM.shape[0],

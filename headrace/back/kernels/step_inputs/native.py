@@ -27,12 +27,10 @@ def bind_with(library: NativeLibrary, problem: StepInputsProblem) -> StepInputs:
         groups, rows, columns = blocks_GMB.shape
         assert rows == tokens_MC.shape[0] == max_rows + 1, (rows, tokens_MC.shape, max_rows)
         assert words.numel() >= problem.updates_at + 2 * out.updates, (words.numel(), out.updates)
-        for tensor in (words, tokens_MC, blocks_GMB, out.token_ids_T, out.positions_T,
-                       out.slots_GT, out.tables_GRB, out.last_R):  # fmt: skip
-            assert tensor.is_contiguous(), tensor.stride()
+        made = (out.token_ids_T, out.positions_T, out.slots_GT, out.tables_GRB, out.last_R)
+        assert all(tensor.is_contiguous() for tensor in (words, tokens_MC, blocks_GMB, *made))
         kernel(
-            words.data_ptr(), tokens_MC.data_ptr(), blocks_GMB.data_ptr(), out.token_ids_T.data_ptr(),
-            out.positions_T.data_ptr(), out.slots_GT.data_ptr(), out.tables_GRB.data_ptr(), out.last_R.data_ptr(),
+            words.data_ptr(), tokens_MC.data_ptr(), blocks_GMB.data_ptr(), *(tensor.data_ptr() for tensor in made),
             max_rows, tokens_MC.shape[1], groups, columns, out.token_ids_T.shape[0], out.last_R.shape[0],
             out.updates, block_tokens,
         )  # fmt: skip

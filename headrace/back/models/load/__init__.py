@@ -7,6 +7,7 @@ on a model built without memory, so that a wrong checkpoint is refused before a 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from headrace.back.kernels.native.wrap import unsupported
 from headrace.back.models.load.dummy import DummyWeights
 from headrace.back.models.load.fill import check, fill
 from headrace.back.models.load.gguf import GGUFSource
@@ -21,8 +23,9 @@ from headrace.back.models.load.manifest import verify_manifest
 from headrace.back.models.load.safetensors import SafetensorsSource
 from headrace.back.models.load.source import Source
 from headrace.back.models.protocol import LoadableModel
-from headrace.back.models.registry import build_model
+from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.parallel.mesh import Mesh
+from headrace.back.quant.stored import Stored
 from headrace.base.config.resolved import Decision, ModelSpec
 from headrace.base.errors import CheckpointError
 
@@ -67,8 +70,8 @@ def load_model(
     """This rank's model, ready to run, and how the load went. A flaw of the checkpoint is a CheckpointError."""
     report = LoadReport()
 
-    def build(where: torch.device) -> LoadableModel:
-        return build_model(spec, mesh=mesh, device=where, block_tokens=block_tokens)
+    def build(where: torch.device, stored: Stored | None = None) -> LoadableModel:
+        return build_model(spec, mesh=mesh, device=where, block_tokens=block_tokens, stored=stored)
 
     if spec.format == "dummy":
         with report.phase("build"):
@@ -86,7 +89,7 @@ def load_model(
 
 def _load(
     spec: ModelSpec,
-    build: Callable[[torch.device], LoadableModel],
+    build: Callable[[torch.device, Stored], LoadableModel],
     device: torch.device,
     options: LoadOptions,
     report: LoadReport,
@@ -96,13 +99,37 @@ def _load(
             report.decisions += (_verified(options.manifest, Path(spec.path)),)
         source = open_source(spec)
     with closing(source):
+        stored, why = stored_blocks(spec, source, device)
         with report.phase("check"):
-            check(build(torch.device("meta")).weights, source)
+            check(build(torch.device("meta"), stored).weights, source)
         with report.phase("build"):
-            model = build(device)
+            model = build(device, stored)
+        if why:
+            report.decisions += (_kept(model, source, why),)
         with report.phase("weights"):
             fill(model.weights, source, scan_finite=options.scan_finite)
     return model
+
+
+def stored_blocks(spec: ModelSpec, source: Source, device: torch.device) -> tuple[Stored, str]:
+    """The tensors whose quantized blocks are kept, and why those or none; the text is empty if nothing is quantized."""
+    stored = {name: entry.dtype for name, entry in source.entries.items() if entry.blocks}
+    if not stored:
+        return {}, ""
+    if spec.quantization is not None:
+        return stored, f"linear weights become {spec.quantization} (--quantization)"
+    reason = unsupported(device.type, DTYPES[spec.dtype])
+    if reason is not None:
+        return {}, f"widened to {spec.dtype}: the kernel that reads blocks {reason}"
+    return stored, "read as the file holds them"
+
+
+def _kept(model: LoadableModel, source: Source, why: str) -> Decision:
+    """How many tensors of which type stay quantized; fused ones of which a part is plain, and small ones, do not."""
+    kept = [param for param in model.weights.params if param.on_blocks is not None]
+    types = Counter(source.entries[piece.name].dtype for param in kept for piece in param.pieces)
+    count = ", ".join(f"{number} {name}" for name, number in sorted(types.items()))
+    return Decision("weights", "auto", count or "floats", why)
 
 
 def open_source(spec: ModelSpec) -> Source:

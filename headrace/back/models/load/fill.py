@@ -62,17 +62,12 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
 
     def one(pair: tuple[Param, Copy]) -> int:
         param, copy = pair
-        assert param.tensor is not None, param.name
-        target = param.tensor[copy.target]
-        source.copy(copy.name, copy.shape, copy.source, target)
-        if scan_finite:
-            _scan(copy.name, source, target)
+        write = _write_floats if param.on_blocks is None else _write_blocks
+        num_bytes = write(param, copy, source, scan_finite)
         with lock:
             left[id(param)] -= 1
             last = left[id(param)] == 0
-        num_bytes = target.nbytes
         if last:
-            del target  # what follows may let go of the tensor
             param.filled()
         return num_bytes
 
@@ -80,6 +75,30 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
     threads = COPY_THREADS if on_host else DEVICE_COPY_THREADS
     with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
         return sum(pool.map(one, work))
+
+
+def _write_floats(param: Param, copy: Copy, source: Source, scan_finite: bool) -> int:
+    assert param.tensor is not None, param.name
+    target = param.tensor[copy.target]
+    source.copy(copy.name, copy.shape, copy.source, target)
+    if scan_finite:
+        _scan(copy.name, source, target)
+    return target.nbytes
+
+
+def _write_blocks(param: Param, copy: Copy, source: Source, scan_finite: bool) -> int:
+    """Packing looks at every scale anyway, so a damaged one is refused always: codes and multipliers are whole
+    numbers, which cannot be NaN."""
+    assert param.on_blocks is not None, param.name
+    rows = source.blocks(copy.name)
+    bad = param.on_blocks(copy, rows)
+    if bad is not None:
+        entry = source.entries[copy.name]
+        raise CheckpointError(
+            f"{entry.where}: tensor {copy.name!r} holds NaN or Inf (a scale of its {entry.dtype} blocks, in row {bad} "
+            f"of the file's {len(rows.data)}; the tensor starts at byte {entry.order[1]})"
+        )
+    return rows.data.nbytes * len(range(*copy.source[0].indices(len(rows.data)))) // len(rows.data)
 
 
 def absent(param: Param, source: Source) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
 from headrace.back.models.load.source import Entry
+from headrace.back.parallel.param import StoredRows
 from headrace.base.config.gguf import GGUFFile, GGUFTensor, read_gguf
 from headrace.base.config.gguf_config import ARCHITECTURES, gguf_config
 from headrace.base.errors import CheckpointError
@@ -117,6 +118,14 @@ class GGUFSource:
         columns = shape[-1]
         rows_of = rows_of.reshape(-1, columns // tensor.type.block, tensor.type.size)
         self._copy_rows(tensor, rows_of[source[0]], source[-1], target)
+
+    def blocks(self, name: str) -> StoredRows:
+        """The rows of the map; those of interleaved projections in their new order."""
+        data = self._blocks(self._tensors[name])
+        order = np.arange(len(data))
+        if heads := self._interleaved_heads(name):
+            order = _deinterleaved(order, heads)
+        return StoredRows(data, order)
 
     def close(self) -> None:
         """Drops the maps."""

@@ -14,6 +14,7 @@ import torch
 
 from headrace.back.models.load.pinned import PinnedReaders
 from headrace.back.models.load.source import Entry
+from headrace.back.parallel.param import StoredRows
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import WeightFiles, find_weight_files
 from headrace.base.errors import CheckpointError
@@ -78,6 +79,10 @@ class SafetensorsSource:
         if stored.offset % dtype.itemsize:
             data = data.clone()
         target.copy_(data.view(dtype).view(shape)[source])
+
+    def blocks(self, name: str) -> StoredRows:
+        """There are none in this format."""
+        raise AssertionError(f"{name} is not stored in blocks")
 
     def close(self) -> None:
         """Drops the maps and closes the files."""

@@ -12,6 +12,11 @@ from typing import Protocol
 
 import torch
 
+from headrace.back.parallel.param import StoredRows
+
+PLAIN = ("F64", "F32", "F16", "BF16")
+"""Types that hold plain floats."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -27,6 +32,11 @@ class Entry:
     order: tuple[int, int] = (0, 0)
     widened: bool = False
     squeezed: bool = False
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the source can give the stored blocks (`Source.blocks`)."""
+        return self.widened and self.dtype not in PLAIN
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether this is the tensor a model wants as `shape`."""
@@ -45,6 +55,10 @@ class Source(Protocol):
         self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
     ) -> None:
         """Writes `tensor[source]` to `target`, in target's dtype; `shape` is the whole shape the model states."""
+        ...
+
+    def blocks(self, name: str) -> StoredRows:
+        """The tensor's blocks as they are stored, without a copy; only where the entry has `blocks`."""
         ...
 
     def close(self) -> None:

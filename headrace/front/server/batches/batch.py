@@ -7,6 +7,7 @@ answers end. A wish to cancel is a file beside it, so that any process can expre
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -34,6 +35,7 @@ Status = Literal[
 ]
 OVER: frozenset[str] = frozenset({"failed", "completed", "expired", "cancelled"})
 MAX_BATCHES = 1000
+log = logging.getLogger(__name__)
 
 
 class LineError(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +113,7 @@ class BatchStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = private_folder(folder)
+        self._over: set[str] = set()
 
     def put(self, batch: Batch) -> None:
         """Writes the state."""
@@ -131,10 +134,16 @@ class BatchStore:
 
     def unfinished(self) -> list[Batch]:
         """What is still to be done, oldest first."""
-        return sorted(
-            (batch for batch in self._all(raw=True) if batch.status not in OVER),
-            key=lambda batch: batch.created_at,
-        )
+        found = []
+        for entry in self._folder.glob("batch_*.json"):
+            if entry.name in self._over:  # what is over stays over, and is not read again
+                continue
+            batch = self._read(entry, raw=True)
+            if batch is not None and batch.status in OVER:
+                self._over.add(entry.name)
+            elif batch is not None:
+                found.append(batch)
+        return sorted(found, key=lambda batch: batch.created_at)
 
     def forget_old(self, owner: str) -> bool:
         """Removes the owner's oldest finished batches until there is room; whether there is."""
@@ -174,9 +183,9 @@ class BatchStore:
         finally:
             os.close(descriptor)
 
-    def _all(self, *, raw: bool = False) -> Iterator[Batch]:
+    def _all(self) -> Iterator[Batch]:
         for entry in self._folder.glob("batch_*.json"):
-            found = self._read(entry, raw=raw)
+            found = self._read(entry)
             if found is not None:
                 yield found
 
@@ -184,6 +193,9 @@ class BatchStore:
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Batch)
         except FileNotFoundError:
+            return None
+        except msgspec.DecodeError:
+            log.error("%s is no batch", path.name)
             return None
         if not raw and found.status in ("validating", "in_progress") and self.asked_cancel(found):
             return msgspec.structs.replace(found, status="cancelling")

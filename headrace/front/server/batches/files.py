@@ -7,6 +7,7 @@ only stored. Several processes may share the folder.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -21,6 +22,7 @@ from headrace.base.errors import ConfigError, InvalidRequest, NotFound, TooLarge
 
 MAX_FILES = 10_000
 STALE_UPLOAD_S = 3600.0
+log = logging.getLogger(__name__)
 _ID = re.compile(r"file-[0-9a-f]{32}\Z")
 
 
@@ -132,6 +134,9 @@ class FileStore:
             return msgspec.json.decode(path.read_bytes(), type=FileInfo)
         except FileNotFoundError:
             return None
+        except msgspec.DecodeError:
+            log.error("%s describes no file", path.name)
+            return None
 
 
 class Upload:
@@ -148,17 +153,22 @@ class Upload:
     def write(self, data: bytes) -> None:
         """More of it; TooLarge as soon as it does not fit, before it is written (P9)."""
         self._size += len(data)
+        self._check()
+        self._file.write(data)
+
+    def _check(self) -> None:
         if self._size > self._room:
             raise TooLarge(
                 f"file: the file store has room for {max(0, self._room)} more bytes of this key; "
                 "delete files that are not needed",
                 field="file",
             )
-        self._file.write(data)
 
     def finish(self, *, filename: str, purpose: str, expires_s: int | None) -> FileInfo:
         """The complete file."""
         self._file.close()
+        self._room = self._store.room(self._owner)  # other uploads may have ended meanwhile
+        self._check()
         now = int(time.time())
         info = FileInfo(
             id=new_file_id(),

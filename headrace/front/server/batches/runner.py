@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, TooLarge
 from headrace.front.server.batches.batch import Batch, BatchStore, Counts, LineError
 from headrace.front.server.batches.files import FileInfo, FileStore, new_file_id
 from headrace.front.server.batches.lines import answered_ids, check_lines, run_lines
@@ -43,8 +43,11 @@ class BatchRunner:
         """Looks for batches nobody runs, for ever; ends what it runs when it is cancelled."""
         try:
             while True:
-                if self._services.ready:
-                    await self._take_up()
+                try:
+                    if self._services.ready:
+                        await self._take_up()
+                except OSError:
+                    log.exception("the folder of batches cannot be read")
                 await asyncio.sleep(POLL_S)
         finally:
             tasks = list(self._running.values())
@@ -71,12 +74,10 @@ class BatchRunner:
                 await self._through(batch)
             except HeadraceError as error:
                 log.warning("batch %s failed: %s", batch.id, error.message)
-                wrong = LineError(code="batch_failed", line=0, message=error.message)
-                self._batches.put(batch.now("failed", errors=[wrong]))
+                self._fail(batch, error.message)
             except Exception:
                 log.exception("batch %s failed", batch.id)
-                wrong = LineError(code="batch_failed", line=0, message="internal error")
-                self._batches.put(batch.now("failed", errors=[wrong]))
+                self._fail(batch, "internal error")
 
     async def _through(self, batch: Batch) -> None:
         info = self._files.get(batch.input_file_id, batch.owner)
@@ -121,8 +122,12 @@ class BatchRunner:
                 max_line_bytes=self._services.server.max_body_bytes,
             )
             written = time.monotonic()
+            room = self._files.room(batch.owner) - output.stat().st_size - errors.stat().st_size
             async with contextlib.aclosing(_watched(answers, lambda: self._stop(batch))) as found:
                 async for answered in found:
+                    room -= len(answered.written)
+                    if room < 0:
+                        raise TooLarge("the file store has no room for more answers of this key")
                     sink = good if answered.ok else bad
                     sink.write(answered.written)
                     sink.flush()
@@ -135,6 +140,11 @@ class BatchRunner:
                         written = time.monotonic()
                         self._batches.put(msgspec.structs.replace(batch, counts=counts))
         return msgspec.structs.replace(batch, counts=counts)
+
+    def _fail(self, batch: Batch, message: str) -> None:
+        wrong = LineError(code="batch_failed", line=0, message=message)
+        counted = self._counted(batch)
+        self._finish(msgspec.structs.replace(counted, errors=[wrong]), "failed")
 
     def _stop(self, batch: Batch) -> bool:
         return (

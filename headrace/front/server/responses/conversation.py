@@ -106,5 +106,9 @@ def _text(text: TextConfig | None, document: Json) -> Json:
         )
     if kind == "json_object":
         return {**found, "response_format": {"type": kind}}
+    if not isinstance(form.get("schema"), dict):
+        raise InvalidRequest(
+            "text.format.schema: an object (JSON schema) is needed", field="text.format.schema"
+        )
     schema = {key: value for key, value in form.items() if key != "type"}
     return {**found, "response_format": {"type": kind, "json_schema": schema}}

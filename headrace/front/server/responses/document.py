@@ -18,7 +18,7 @@ from headrace.front.server.responses.tools import Offered
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class ResponseReply:
     """What is known of a response before it is made. `seal` encrypts reasoning for its owner."""
 
     id: str
@@ -48,7 +48,7 @@ class Reply:
         return LOGPROBS in (self.request.include or ()) or bool(self.request.top_logprobs)
 
 
-def new_response(reply: Reply, *, status: str) -> Json:
+def new_response(reply: ResponseReply, *, status: str) -> Json:
     """The response before anything has been said."""
     request = reply.request
     text = {"format": {"type": "text"}, "verbosity": "medium"}

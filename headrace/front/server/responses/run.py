@@ -7,9 +7,10 @@ response before it tells that it is complete, so that the next turn finds it.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import orjson
@@ -21,16 +22,24 @@ from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import response_id
 from headrace.front.server.openai.schema import ChatRequest
 from headrace.front.server.responses.conversation import to_request
-from headrace.front.server.responses.document import Reply
+from headrace.front.server.responses.document import ResponseReply
 from headrace.front.server.responses.items import response_of, with_ids
 from headrace.front.server.responses.schema import InputRequest, Json, ResponsesRequest
 from headrace.front.server.responses.stream import TERMINAL, ResponseStream
 from headrace.front.server.responses.tools import offered
-from headrace.front.server.state.store import Record
+from headrace.front.server.state.store import MAX_CHAIN, Record
 
 PURPOSE = "reasoning"
+MAX_REFERRED = 64
 _ROOM_SHARE = 8
-Recall = Callable[[str], Awaitable[list[Json] | None]]
+
+
+class Recall(Protocol):
+    """Finds the items of earlier responses."""
+
+    def __call__(self, ident: str, *, alone: bool = False) -> Awaitable[list[Json] | None]:
+        """The items of a response and of those before it, or its own `alone`; None if it is not there."""
+        ...
 
 
 class PreviousResponseNotFound(InvalidRequest):
@@ -44,7 +53,7 @@ class Prepared:
     """A checked request. `history` are the items before it, `given` its own."""
 
     exchange: Exchange
-    reply: Reply
+    reply: ResponseReply
     history: list[Json]
     given: list[Json]
     translated: Translated
@@ -66,7 +75,7 @@ async def prepare(
     chat = translated.typed()
     if request.truncation == "auto":
         translated, chat = await _fitting(exchange, translated, chat)
-    reply = Reply(
+    reply = ResponseReply(
         id=ident,
         model=services.model_name(request.model),
         created=int(time.time()),
@@ -125,14 +134,17 @@ async def _resolved(given: str | Sequence[Json] | None, recall: Recall) -> str |
     if given is None or isinstance(given, str):
         return given
     made = []
+    known: dict[str | None, list[Json]] = {None: []}
     for i, item in enumerate(given):
         if item.get("type") != "item_reference":
             made.append(item)
             continue
         ident = item.get("id")
         owner = response_of(ident) if isinstance(ident, str) else None
-        stored = None if owner is None else await recall(owner)
-        found = next((each for each in stored or [] if each.get("id") == ident), None)
+        if owner not in known:
+            _check_referred(len(known), f"input[{i}].id")
+            known[owner] = await recall(owner or "", alone=True) or []
+        found = next((each for each in known[owner] if each.get("id") == ident), None)
         if found is None:
             raise InvalidRequest(
                 f"input[{i}].id: no item {ident!r:.80} is stored; send the item itself",
@@ -140,6 +152,14 @@ async def _resolved(given: str | Sequence[Json] | None, recall: Recall) -> str |
             )
         made.append(found)
     return made
+
+
+def _check_referred(count: int, field: str) -> None:
+    if count > MAX_REFERRED:
+        raise InvalidRequest(
+            f"{field}: items of more than {MAX_REFERRED} responses are referred to; send them",
+            field=field,
+        )
 
 
 async def _fitting(
@@ -211,11 +231,15 @@ async def store(prepared: Prepared, *, running: bool = False) -> None:
 
 
 def recall_from(exchange: Exchange) -> Recall:
-    """Reads the items of a stored response and of those before it."""
+    """Reads them from the store; a conversation may be as large as a body."""
+    most = exchange.services.server.max_body_bytes
 
-    async def recall(ident: str) -> list[Json] | None:
+    async def recall(ident: str, *, alone: bool = False) -> list[Json] | None:
         kept = exchange.services.store
-        records = [] if kept is None else await kept.chain(ident, exchange.tenant)
+        if kept is None:
+            return None
+        depth = 1 if alone else MAX_CHAIN
+        records = await kept.chain(ident, exchange.tenant, depth=depth, max_bytes=most)
         if not records or records[-1].running:
             return None
         found: list[Json] = []

@@ -16,7 +16,7 @@ from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Start
 from headrace.front.server.failures import Failure
 from headrace.front.server.openai.fold import chat_logprobs
 from headrace.front.server.parsed import parts_of
-from headrace.front.server.responses.document import Reply, error_of, new_response, usage
+from headrace.front.server.responses.document import ResponseReply, error_of, new_response, usage
 from headrace.front.server.responses.items import item_id
 from headrace.front.server.responses.schema import Json
 from headrace.front.server.responses.tools import CUSTOM_ARGUMENT
@@ -36,7 +36,7 @@ TERMINAL = frozenset({"response.completed", "response.incomplete", "response.fai
 class ResponseStream:
     """Turns events into events; `response` is the response as far as it has come. `warm`: no output is wanted."""
 
-    reply: Reply
+    reply: ResponseReply
     status: str = "in_progress"
     number: int = 0
     warm: bool = False

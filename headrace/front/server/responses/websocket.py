@@ -206,9 +206,9 @@ class Session:
             prepared.stream.warm = True
         return prepared
 
-    async def _recall(self, ident: str) -> list[Json] | None:
+    async def _recall(self, ident: str, *, alone: bool = False) -> list[Json] | None:
         found = self._memory.get(ident)
-        return await self._stored(ident) if found is None else found
+        return await self._stored(ident, alone=alone) if found is None else found
 
     def _remember(self, prepared: Prepared) -> None:
         output = prepared.stream.response["output"]

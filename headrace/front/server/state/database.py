@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from headrace.base.errors import ConfigError, Unavailable
+from headrace.base.errors import ConfigError, HeadraceError, Unavailable
 from headrace.base.optional import require
 
 T = TypeVar("T")
@@ -90,7 +90,9 @@ class Database:
             found = work(self)
             self._connection.commit()
             return found
-        except ConfigError:
+        except HeadraceError:
+            if self._connection is not None:
+                self._connection.rollback()
             raise
         except Exception as error:  # the libraries have trees of their own; each of them ends here
             log.error("the response store failed: %s: %s", type(error).__name__, error)
@@ -123,7 +125,7 @@ def _sqlite(path: Path) -> Connection:
             field="response_store",
         ) from None
     connection: Any = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
-    connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+    connection.execute("PRAGMA secure_delete=ON")  # what is forgotten is gone from the file too
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
     opened: Connection = connection

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from headrace.base.errors import ContextTooLong
 from headrace.front.server.sealing import SECRET_BYTES
 from headrace.front.server.state.database import Database
 
@@ -118,12 +119,16 @@ class ResponseStore:
         found = await self.chain(ident, owner, depth=1)
         return found[-1] if found else None
 
-    async def chain(self, ident: str, owner: str, *, depth: int = MAX_CHAIN) -> list[Record]:
-        """A response and those before it, oldest first; [] if one of them is not there (any more)."""
+    async def chain(
+        self, ident: str, owner: str, *, depth: int = MAX_CHAIN, max_bytes: int | None = None
+    ) -> list[Record]:
+        """A response and those before it, oldest first; [] if one of them is not there (any more). ContextTooLong if
+        they hold more than `max_bytes`: that many are never in memory."""
         now = self._clock()
 
         def work(db: Database) -> list[Record]:
             found: list[Record] = []
+            size = 0
             after: str | None = ident
             while after is not None and len(found) < depth:
                 rows = db.rows(
@@ -133,6 +138,13 @@ class ResponseStore:
                 if not rows:
                     return []
                 found.append(_record(rows[0]))
+                size += len(found[-1].response) + len(found[-1].input)
+                if max_bytes is not None and size > max_bytes:
+                    raise ContextTooLong(
+                        f"previous_response_id: the conversation has more than {max_bytes} bytes; "
+                        "compact it, or begin another one",
+                        field="previous_response_id",
+                    )
                 db.execute("UPDATE responses SET used = ? WHERE id = ?", now, after)
                 after = found[-1].previous
             return found[::-1]

@@ -13,7 +13,7 @@ from headrace.base.errors import Unavailable
 from headrace.front.client.events import Ended, Event, Started
 from headrace.front.server.anthropic.stream import MessageReply, MessageStream
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
-from headrace.front.server.responses.document import Reply
+from headrace.front.server.responses.document import ResponseReply
 from headrace.front.server.responses.schema import ResponsesRequest
 from headrace.front.server.responses.stream import TERMINAL, ResponseStream, custom_input
 from headrace.front.server.responses.tools import offered
@@ -69,7 +69,7 @@ def events(parts: list[Part], reason: str, group: int) -> list[Event]:
 def response_stream() -> ResponseStream:
     request = ResponsesRequest(input="x", tools=TOOLS)
     return ResponseStream(
-        Reply(
+        ResponseReply(
             id="resp_" + "0" * 32,
             model="m",
             created=1,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, ContextTooLong
 from headrace.base.optional import available
 from headrace.front.server.state.database import open_database
 from headrace.front.server.state.store import BEAT_TIMEOUT_S, Record, ResponseStore
@@ -75,6 +75,15 @@ async def test_without_one_of_its_responses_a_chain_is_gone(store: ResponseStore
     assert await store.chain("r2", "a") == []
     found = await store.get("r2", "a")
     assert found is not None and found.input == b"r2"
+
+
+async def test_a_conversation_too_large_to_read_is_refused(store: ResponseStore) -> None:
+    await store.put(record("r1", size=900))
+    await store.put(record("r2", previous="r1", size=900))
+    assert len(await store.chain("r2", "a", max_bytes=2000)) == 2
+    with pytest.raises(ContextTooLong, match="more than 1000 bytes"):
+        await store.chain("r2", "a", max_bytes=1000)
+    assert len(await store.chain("r2", "a", depth=1, max_bytes=1000)) == 1
 
 
 async def test_what_is_not_used_expires_and_what_is_used_does_not(

@@ -1,0 +1,141 @@
+"""Measures small products on this machine's GPU and finds the plans that table.py keeps.
+
+Every launch of a chain reads another weight. A product is timed with what a decoder layer puts around it: the norm
+before (one token only), the activation and the addition after; the library's figure is of the product and the
+addition alone, so that the launches it needs besides are counted in its favour as SPARED_US each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from headrace.back.kernels.linear.table import Measured, ProductPlan, shape_name
+from headrace.back.kernels.linear.triton_small import Product, launcher
+from headrace.back.kernels.triton.timing import copies, each_us
+
+SWEEPS = {1: (1,), 8: (2, 4, 8, 16), 32: (32,), 64: (64,)}
+"""Numbers of tokens that share a sweep (of the first one), since the kernel pads them to one size."""
+SPARED_US = 2.0
+FINALISTS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One product of a model. `outputs` counts gates too, if it is `gated`."""
+
+    outputs: int
+    inputs: int
+    norm: bool = False
+    gated: bool = False
+    add: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name in tables."""
+        return shape_name(self.outputs, self.inputs, gated=self.gated)
+
+
+def candidates(shape: Shape, tokens: int) -> Iterator[ProductPlan]:
+    """The plans that are tried."""
+    if tokens == 1:
+        ks = (1024, 2048, 4096)
+        for n, k, warps, ahead in itertools.product((2, 4, 8), ks, (4, 8), (0, 1)):
+            values = n * k // (32 * warps)
+            if k <= 2 * shape.inputs and 8 <= values <= 64 and (not ahead or 2 * k <= shape.inputs):
+                yield ProductPlan(kernel="gemv", n=n, k=k, warps=warps, stages=1, prefetch=ahead)
+        return
+    splits = (1,) if shape.outputs > 8192 else (1, 2, 4)
+    for n, k, split, stages in itertools.product((32, 64), (128, 256), splits, (3, 5)):
+        tiles = (shape.outputs // (2 if shape.gated else 1)) / n
+        tile_bytes = (2 if shape.gated else 1) * n * k * 2 + max(16, tokens) * k * 2
+        if stages * tile_bytes > 200_000 or shape.inputs / split < 2 * k:
+            continue
+        if tiles * split < 60 or (split > 1 and tiles * split > 600):
+            continue
+        yield ProductPlan(
+            kernel="skinny", n=n, k=k, warps=4, stages=stages, split=split, prefetch=2
+        )
+
+
+class Trial:
+    """The tensors of one shape, and the chains to be timed."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, *, count: int | None = None) -> None:
+        self.shape = shape
+        number = count or copies(dtype.itemsize * shape.outputs * shape.inputs)
+        scale = shape.inputs**-0.5
+
+        def random(*sizes: int) -> torch.Tensor:
+            return torch.randn(*sizes, device="cuda", dtype=dtype)
+
+        self._weights = [random(shape.outputs, shape.inputs).mul_(scale) for _ in range(number)]
+        self._norm = torch.rand(shape.inputs, device="cuda") + 0.5 if shape.norm else None
+        self._x = random(64, shape.inputs)
+        self._y = random(64, shape.outputs // (2 if shape.gated else 1))
+
+    def ours(self, plan: ProductPlan, tokens: int) -> list[Callable[[], object]]:
+        """A chain by a plan."""
+        x, y = self._x[:tokens], self._y[:tokens]
+        around = Product(
+            weight_OI=self._weights[0],
+            norm_I=self._norm if tokens == 1 else None,
+            eps=1e-6,
+            activation="silu" if self.shape.gated else "",
+            add=self.shape.add,
+        )
+        padded = 1 << (tokens - 1).bit_length()
+        runs = [launcher(replace(around, weight_OI=w), plan, padded) for w in self._weights]
+        return [lambda run=run: run(x, y) for run in runs]
+
+    def library(self, tokens: int) -> list[Callable[[], object]]:
+        """The same chain by the library."""
+        x, y = self._x[:tokens], self._y[:tokens]
+        if self.shape.add:
+            return [lambda w=w: y.addmm_(x, w.t()) for w in self._weights]
+        return [lambda w=w: F.linear(x, w) for w in self._weights]
+
+    def tried(self, tokens: int) -> list[tuple[float, ProductPlan]]:
+        """Every candidate by rising microseconds."""
+        found = []
+        for plan in candidates(self.shape, tokens):
+            try:
+                found.append((each_us(self.ours(plan, tokens), replays=3), plan))
+            except Exception as error:
+                if "out of resource" not in str(error):
+                    raise
+        return sorted(found, key=lambda pair: pair[0])
+
+    def best(
+        self, tokens: int, tried: list[tuple[float, ProductPlan]]
+    ) -> tuple[float, list[tuple[float, ProductPlan]], ProductPlan | None]:
+        """The library's microseconds, the finalists', and the plan to keep (None: the library's)."""
+        library_us = each_us(self.library(tokens))
+        plans = [plan for _, plan in tried[:FINALISTS]]
+        if tokens > 1:
+            plans.append(replace(plans[0], prefetch=0))
+        finals = sorted(
+            ((each_us(self.ours(plan, tokens)), plan) for plan in plans), key=lambda pair: pair[0]
+        )
+        spared = SPARED_US * (self.shape.gated + (self.shape.norm and tokens == 1))
+        return library_us, finals, finals[0][1] if finals[0][0] < library_us + spared else None
+
+
+def tune(shapes: Iterable[Shape], dtype: torch.dtype, say: Callable[[str], None]) -> Measured:
+    """The plans of these shapes on the current GPU; `say` hears of each."""
+    found: Measured = {}
+    for shape in shapes:
+        trial = Trial(shape, dtype)
+        plans = found.setdefault(shape.key, {})
+        for swept, sizes in SWEEPS.items():
+            tried = trial.tried(swept)
+            for tokens in sizes:
+                library_us, finals, plans[tokens] = trial.best(tokens, tried)
+                say(
+                    f"{shape.key}, {tokens} tokens: {finals[0][0]:.1f} us (library {library_us:.1f})"
+                )
+    return found

@@ -1,0 +1,183 @@
+"""How block-quantized weights lie in memory: panels of 64 outputs, one stream of bytes each.
+
+A value is code * scale - minimum. Blocks of 32 or 256 inputs carry a float16 scale (and minimum); where a block has
+256, each 16 or 32 inputs have a small whole number that scale (and minimum) are multiplied by. All bits of a
+checkpoint's blocks are kept as they are, only moved: 6-bit multipliers become bytes, so
+panels of 256-input blocks take 2 to 4 % more (Q2_K 19 %), the others nothing.
+
+Per panel, for every block of inputs:
+  [64] float16 scale; with minima [64] float16 minimum
+  for every 32 inputs of the block:
+    with two levels [32 / part][64] int8 multipliers of the scale, then as many of the minimum
+    planes of 64 words (32 bits, one per output): byte b of step s is input 4 s + b, s = 0 .. 7
+      8 bits: plane s holds step s                 4 bits: plane r holds steps 2 r (low half) and 2 r + 1
+      2 bits: plane r holds steps 4 r .. 4 r + 3, lowest bits first
+      a fifth (or third) bit: one plane more, bit s of each byte; a fifth and sixth: two planes, as for 2 bits
+Codes are stored unsigned, plus `offset`; codings with a table store the index of a level. Outputs are padded
+with zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+PANEL, GROUP = 64, 32
+LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coding:
+    """A way to code weights. `number` is that of the native kernels; a block of `block` inputs takes `size` bytes in a
+    checkpoint; `part` inputs share a scale."""
+
+    name: str
+    number: int
+    block: int
+    size: int
+    part: int
+    bits: int
+    offset: int = 0
+    minimum: bool = False
+    table: bool = False
+
+    @property
+    def two_level(self) -> bool:
+        """Whether parts of a block have multipliers of their own."""
+        return self.block > GROUP
+
+    @property
+    def header_bytes(self) -> int:
+        """Scales (and minima) of a block, in a panel."""
+        return PANEL * 2 * (2 if self.minimum else 1)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Multipliers of 32 inputs, in a panel."""
+        return GROUP // self.part * PANEL * (2 if self.minimum else 1) if self.two_level else 0
+
+    @property
+    def block_bytes(self) -> int:
+        """A block of inputs in a panel."""
+        return self.header_bytes + self.block // GROUP * (self.scale_bytes + self.bits * PANEL * 4)
+
+    def panel_bytes(self, inputs: int) -> int:
+        """A panel of that many inputs."""
+        assert inputs % self.block == 0, (self.name, inputs)
+        return inputs // self.block * self.block_bytes
+
+    def packed_bytes(self, outputs: int, inputs: int) -> int:
+        """What such a weight takes in memory, padding included."""
+        return -(-outputs // PANEL) * self.panel_bytes(inputs)
+
+
+def _coding(number: int, name: str, block: int, size: int, part: int, bits: int, offset: int = 0, *,
+            minimum: bool = False, table: bool = False) -> Coding:  # fmt: skip
+    return Coding(name=name, number=number, block=block, size=size, part=part, bits=bits, offset=offset,
+                  minimum=minimum, table=table)  # fmt: skip
+
+
+CODINGS: dict[str, Coding] = {
+    coding.name: coding
+    for coding in (
+        _coding(0, "Q8_0", 32, 34, 32, 8, 128),
+        _coding(1, "Q4_0", 32, 18, 32, 4, 8),
+        _coding(2, "Q4_1", 32, 20, 32, 4, minimum=True),
+        _coding(3, "Q5_0", 32, 22, 32, 5, 16),
+        _coding(4, "Q5_1", 32, 24, 32, 5, minimum=True),
+        _coding(5, "Q2_K", 256, 84, 16, 2, minimum=True),
+        _coding(6, "Q3_K", 256, 110, 16, 3, 4),
+        _coding(7, "Q4_K", 256, 144, 32, 4, minimum=True),
+        _coding(8, "Q5_K", 256, 176, 32, 5, minimum=True),
+        _coding(9, "Q6_K", 256, 210, 16, 6, 32),
+        _coding(10, "IQ4_NL", 32, 18, 32, 4, table=True),
+        _coding(11, "IQ4_XS", 256, 136, 32, 4, table=True),
+    )
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Some outputs of one coding; `panels` is uint8 [ceil(outputs / 64), bytes of a panel]."""
+
+    coding: Coding
+    outputs: int
+    panels: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockWeight:
+    """A weight [outputs, inputs] made of segments that lie side by side along the outputs."""
+
+    inputs: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of all segments."""
+        return sum(segment.outputs for segment in self.segments)
+
+    @property
+    def kinds(self) -> tuple[tuple[str, int], ...]:
+        """(coding, outputs) of each segment: what a kernel is chosen by."""
+        return tuple((segment.coding.name, segment.outputs) for segment in self.segments)
+
+
+def empty_segment(coding: Coding, outputs: int, inputs: int) -> Segment:
+    """A segment of zeros, to be packed into."""
+    shape = (-(-outputs // PANEL), coding.panel_bytes(inputs))
+    return Segment(coding, outputs, torch.zeros(shape, dtype=torch.uint8))
+
+
+def read_rows(
+    segment: Segment, rows_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Of some outputs: codes without their offset (int16 [N, I]), scales and minima (float32 [N, I / part]; minima None
+    where the coding has none)."""
+    coding = segment.coding
+    blocks = segment.panels[rows_N // PANEL].view(len(rows_N), -1, coding.block_bytes)
+    header = blocks[..., : coding.header_bytes].contiguous().view(torch.float16)
+    groups = blocks[..., coding.header_bytes :].unflatten(2, (coding.block // GROUP, -1))
+    column_N = rows_N % PANEL
+    scale = _column(header.unflatten(2, (-1, PANEL)), column_N).float()
+    small = groups[..., : coding.scale_bytes].contiguous().view(torch.int8)
+    parts = coding.block // coding.part
+    scales = scale[..., 0, None].expand(-1, -1, parts)
+    minima = scale[..., -1, None].expand(-1, -1, parts) if coding.minimum else None
+    if coding.two_level:
+        of_group = _column(small.unflatten(3, (2 if coding.minimum else 1, -1, PANEL)), column_N)
+        scales = scales * of_group[..., 0, :].flatten(2).float()
+        minima = minima * of_group[..., 1, :].flatten(2).float() if minima is not None else None
+    planes = groups[..., coding.scale_bytes :].unflatten(3, (-1, PANEL, 4))
+    words = planes[torch.arange(len(rows_N)), :, :, :, column_N]
+    codes = _codes(coding, words).flatten(1)
+    return codes, scales.flatten(1), None if minima is None else minima.flatten(1)
+
+
+def _column(values: torch.Tensor, column_N: torch.Tensor) -> torch.Tensor:
+    """values [N, ..., 64] -> [N, ...] at each row's column."""
+    index = column_N.view(-1, *[1] * (values.dim() - 1)).expand(*values.shape[:-1], 1)
+    return values.gather(-1, index)[..., 0]
+
+
+def _codes(coding: Coding, words: torch.Tensor) -> torch.Tensor:
+    """Planes [..., bits, 4] of one output each -> codes int16 [..., 32]."""
+    base = {3: 2, 5: 4, 6: 4}.get(coding.bits, coding.bits)
+    low = [words[..., :base, :] >> shift & (1 << base) - 1 for shift in range(0, 8, base)]
+    codes = torch.stack(low, -2).flatten(-3).to(torch.int16)
+    if extra := coding.bits - base:
+        high = [words[..., base:, :] >> shift & (1 << extra) - 1 for shift in range(0, 8, extra)]
+        codes |= torch.stack(high, -2).flatten(-3).to(torch.int16) << base
+    if coding.table:
+        return torch.tensor(LEVELS, dtype=torch.int16)[codes.long()]
+    return codes - coding.offset
+
+
+def dequantize_rows(segment: Segment, rows_N: torch.Tensor) -> torch.Tensor:
+    """float32 [N, I] of some outputs, in the order of operations of the format: code * scale, less the minimum."""
+    codes, scales, minima = read_rows(segment, rows_N)
+    values = codes.float() * scales.repeat_interleave(segment.coding.part, 1)
+    if minima is not None:
+        values -= minima.repeat_interleave(segment.coding.part, 1)
+    return values

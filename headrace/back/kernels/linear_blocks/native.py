@@ -1,0 +1,95 @@
+"""Linear with block-quantized weights by the native kernel, and the packing of a checkpoint's blocks into its panels.
+
+A result depends neither on the rows beside it nor on the number of threads. T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from headrace.back.kernels.linear_blocks.layout import BlockWeight, Segment
+from headrace.back.kernels.linear_blocks.op import Linear, LinearBlocksProblem
+from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
+from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.op import Kernel
+
+_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, INT32, INT32)
+_PACK_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 7)
+MAX_SEGMENTS = 8
+
+
+def bind_with(
+    library: NativeLibrary,
+    problem: LinearBlocksProblem,
+    weight: BlockWeight,
+    bias_O: torch.Tensor | None,
+) -> Linear:
+    """The kernel of one library; keeps the weight and the bias."""
+    assert (weight.inputs, weight.kinds) == (problem.inputs, problem.kinds), problem
+    assert all(segment.panels.is_contiguous() for segment in weight.segments)
+    assert bias_O is None or (bias_O.dtype == problem.dtype and bias_O.is_contiguous())
+    kernel = library.bind("linear_blocks", *_ARGUMENTS)
+    inputs, outputs, code = problem.inputs, weight.outputs, DTYPES[problem.dtype]
+    out = torch.float32 if problem.wide else problem.dtype
+    table = np.array(
+        [(s.panels.data_ptr(), s.outputs, s.coding.number) for s in weight.segments], np.int64
+    )
+    segments, count = table.ctypes.data, len(table)
+
+    def linear(x_TI: torch.Tensor) -> torch.Tensor:
+        rows, width = x_TI.shape
+        assert width == inputs and x_TI.dtype == problem.dtype, (x_TI.shape, x_TI.dtype)
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        y_TO = x_TI.new_empty(rows, outputs, dtype=out)
+        kernel(
+            x_TI.data_ptr(), segments, None if bias_O is None else bias_O.data_ptr(),
+            y_TO.data_ptr(), rows, inputs, x_TI.stride(0), outputs, count, code, DTYPES[out],
+        )  # fmt: skip
+        return y_TO
+
+    linear.__dict__["kept"] = (weight, table)  # the kernel holds their addresses
+    return linear
+
+
+def pack_rows(
+    library: NativeLibrary,
+    segment: Segment,
+    first: int,
+    source: np.ndarray,
+    rows: np.ndarray,
+) -> int | None:
+    """Packs `source[rows]` as outputs first, first + 1, ... of the segment.
+
+    source uint8 [R, bytes] with contiguous rows, whose first bytes are the blocks of the segment's inputs; rows int64.
+    Returns the first row with a scale that is NaN or Inf, None if all are finite.
+    """
+    coding = segment.coding
+    blocks = segment.panels.shape[1] // coding.block_bytes
+    assert source.dtype == np.uint8 and source.strides[1] == 1 and source.ndim == 2
+    assert blocks * coding.size <= source.shape[1], (blocks, coding.name, source.shape)
+    assert rows.dtype == np.int64 and rows.flags.c_contiguous
+    assert first + len(rows) <= segment.outputs, (first, len(rows), segment.outputs)
+    pack = library.bind("pack_blocks", *_PACK_ARGUMENTS)
+    bad = ctypes.c_int64(-1)
+    pack(
+        source.ctypes.data, rows.ctypes.data, segment.panels.data_ptr(), ctypes.addressof(bad),
+        source.shape[0], source.strides[0], len(rows), first, blocks, coding.size, coding.number,
+    )  # fmt: skip
+    return None if bad.value < 0 else bad.value
+
+
+def _supports(problem: LinearBlocksProblem) -> str | None:
+    if len(problem.kinds) > MAX_SEGMENTS:
+        return f"takes at most {MAX_SEGMENTS} segments, not {len(problem.kinds)}"
+    return unsupported(problem.device, problem.dtype)
+
+
+KERNEL = Kernel(
+    name="native",
+    supports=_supports,
+    bind=lambda problem, weight, bias_O: bind_with(loaded(), problem, weight, bias_O),
+)

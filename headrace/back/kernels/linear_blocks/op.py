@@ -1,0 +1,129 @@
+"""y = x W^T + b with block-quantized weights and activations quantized on the way to int8, 32 inputs at a time.
+
+`bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. Activations are those of
+int4 weights (linear_quant/op.py): code = round(x * 127 / m), m the largest magnitude of a token's 32 inputs. Products
+of codes are summed exactly within a part of 16 or 32 inputs; scales and the sum over parts are float32. A NaN or Inf in
+x makes all outputs of its token NaN, and of no other. T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from headrace.back.kernels.linear_blocks.layout import (
+    CODINGS,
+    GROUP,
+    PANEL,
+    BlockWeight,
+    Coding,
+    Segment,
+    empty_segment,
+    read_rows,
+)
+from headrace.back.kernels.linear_quant.op import quantize_activations
+from headrace.back.kernels.op import (
+    Kernel,
+    Op,
+    Sample,
+    float_tolerance,
+    random_tensor,
+    sample_generator,
+)
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+_ROWS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearBlocksProblem:
+    """`kinds`: (name of the coding, outputs) of each segment. `wide`: the result is float32, and there is no bias."""
+
+    device: str
+    dtype: torch.dtype
+    inputs: int
+    kinds: tuple[tuple[str, int], ...]
+    bias: bool = False
+    wide: bool = False
+
+
+def bind_reference(
+    problem: LinearBlocksProblem, weight: BlockWeight, bias_O: torch.Tensor | None
+) -> Linear:
+    """The definition, some outputs at a time; products of codes in float64 are exact."""
+
+    def linear(x_TI: torch.Tensor) -> torch.Tensor:
+        codes, scales = quantize_activations(x_TI, bits=4)
+        parts = [
+            _product(segment, torch.arange(row, min(row + _ROWS, segment.outputs)), codes, scales)
+            for segment in weight.segments
+            for row in range(0, segment.outputs, _ROWS)
+        ]
+        y_TO = torch.cat(parts, 1)
+        y_TO = y_TO if bias_O is None else y_TO + bias_O.float()
+        return y_TO if problem.wide else y_TO.to(x_TI.dtype)
+
+    return linear
+
+
+def _product(
+    segment: Segment, rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    weight_codes, weight_scales, minima = read_rows(segment, rows)
+    part = segment.coding.part
+    y_TO = torch.zeros(len(codes), len(rows))
+    for i in range(weight_scales.shape[1]):
+        cut = slice(i * part, (i + 1) * part)
+        scale_T1 = scales[:, i * part // GROUP, None]
+        dots = (codes[:, cut] @ weight_codes[:, cut].double().T).float()
+        y_TO += dots * (scale_T1 * weight_scales[:, i])
+        if minima is not None:
+            y_TO -= codes[:, cut].sum(1, keepdim=True).float() * scale_T1 * minima[:, i]
+    return y_TO
+
+
+def _sample(problem: LinearBlocksProblem) -> Sample:
+    problem = replace(
+        problem,
+        inputs=min(problem.inputs, 512),
+        kinds=tuple((name, min(size, PANEL + size % PANEL)) for name, size in problem.kinds),
+    )
+    generator = sample_generator()
+    new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
+    outputs = sum(size for _, size in problem.kinds)
+    bias = random_tensor(outputs, **new) if problem.bias else None
+    weight = random_weight(problem, generator)
+    x_TI = random_tensor(5, problem.inputs, **new)
+    return Sample(problem=problem, weights=(weight, bias), arguments=(x_TI,))
+
+
+def random_weight(problem: LinearBlocksProblem, generator: torch.Generator) -> BlockWeight:
+    """Codes and multipliers over their whole range, scales in 0 .. 1."""
+    segments = tuple(
+        random_segment(CODINGS[name], size, problem.inputs, generator)
+        for name, size in problem.kinds
+    )
+    return BlockWeight(problem.inputs, segments)
+
+
+def random_segment(
+    coding: Coding, outputs: int, inputs: int, generator: torch.Generator
+) -> Segment:
+    """See random_weight. Outputs beyond the last are random too: no kernel may show them."""
+    segment = empty_segment(coding, outputs, inputs)
+    segment.panels.random_(0, 256, generator=generator)
+    blocks = segment.panels.view(-1, coding.block_bytes)
+    header = blocks[:, : coding.header_bytes].view(torch.float16)
+    header.copy_(torch.rand(header.shape, generator=generator) / 64)
+    return segment
+
+
+OP: Op[LinearBlocksProblem] = Op(
+    name="linear_blocks",
+    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    kernels=("headrace.back.kernels.linear_blocks.native:KERNEL",),
+    sample=_sample,
+    tolerance=lambda problem: float_tolerance(problem.dtype),
+)

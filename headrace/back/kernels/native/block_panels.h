@@ -1,0 +1,126 @@
+// Block-quantized weights in panels of 64 outputs: the native twin of layout.py, which describes the bytes.
+#pragma once
+
+#include "int8.h"
+
+namespace {
+
+constexpr int64_t kPanel = 64, kPlane = kPanel * 4;  // one plane: a 32-bit word of each output
+
+// One way to code a weight. `wide`: codes are whole bytes, stored plus 128, or levels of a table.
+template <int NUMBER, int BLOCK, int SUB, int BITS, int OFFSET, bool MINIMUM, bool TWO_LEVEL, bool TABLE = false>
+struct Coding {
+  static constexpr int number = NUMBER, block = BLOCK, sub = SUB, bits = BITS, offset = OFFSET;
+  static constexpr bool minimum = MINIMUM, two_level = TWO_LEVEL, table = TABLE, wide = BITS == 8 || TABLE;
+};
+using Q8_0 = Coding<0, 32, 32, 8, 128, false, false>;
+using Q4_0 = Coding<1, 32, 32, 4, 8, false, false>;
+using Q4_1 = Coding<2, 32, 32, 4, 0, true, false>;
+using Q5_0 = Coding<3, 32, 32, 5, 16, false, false>;
+using Q5_1 = Coding<4, 32, 32, 5, 0, true, false>;
+using Q2_K = Coding<5, 256, 16, 2, 0, true, true>;
+using Q3_K = Coding<6, 256, 16, 3, 4, false, true>;
+using Q4_K = Coding<7, 256, 32, 4, 0, true, true>;
+using Q5_K = Coding<8, 256, 32, 5, 0, true, true>;
+using Q6_K = Coding<9, 256, 16, 6, 32, false, true>;
+using IQ4_NL = Coding<10, 32, 32, 4, 128, false, false, true>;
+using IQ4_XS = Coding<11, 256, 32, 4, 128, false, true, true>;
+
+// Calls f with the coding of that number; 0 if there is none.
+template <class Function>
+HR_INLINE bool with_coding(int64_t number, Function f) {
+  switch (number) {
+    case 0: f(Q8_0{}); return true;
+    case 1: f(Q4_0{}); return true;
+    case 2: f(Q4_1{}); return true;
+    case 3: f(Q5_0{}); return true;
+    case 4: f(Q5_1{}); return true;
+    case 5: f(Q2_K{}); return true;
+    case 6: f(Q3_K{}); return true;
+    case 7: f(Q4_K{}); return true;
+    case 8: f(Q5_K{}); return true;
+    case 9: f(Q6_K{}); return true;
+    case 10: f(IQ4_NL{}); return true;
+    case 11: f(IQ4_XS{}); return true;
+    default: return false;
+  }
+}
+
+HR_INLINE int64_t block_of(int64_t number) {
+  int64_t block = 0;
+  with_coding(number, [&](auto coding) { block = decltype(coding)::block; });
+  return block;
+}
+
+template <class C>
+constexpr int64_t header_bytes() { return kPanel * 2 * (C::minimum ? 2 : 1); }
+template <class C>
+constexpr int64_t scale_bytes() { return C::two_level ? 32 / C::sub * kPanel * (C::minimum ? 2 : 1) : 0; }
+template <class C>
+constexpr int64_t group_bytes() { return scale_bytes<C>() + C::bits * kPlane; }
+template <class C>
+constexpr int64_t super_bytes() { return header_bytes<C>() + C::block / 32 * group_bytes<C>(); }
+
+// The levels of table codings (-127, -104, ... 113), plus 128.
+alignas(16) constexpr uint8_t kLevels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+HR_INLINE I look_up(I codes) {
+#if defined(__AVX512BW__)
+  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)));
+  return (I)_mm512_shuffle_epi8(table, (__m512i)codes);
+#elif defined(__AVX2__)
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)));
+  return (I)_mm256_shuffle_epi8(table, (__m256i)codes);
+#elif defined(__aarch64__)
+  return (I)vqtbl1q_u8(vld1q_u8(kLevels), (uint8x16_t)codes);
+#else
+  uint8_t bytes[sizeof(I)];
+  __builtin_memcpy(bytes, &codes, sizeof codes);
+  for (uint8_t& byte : bytes) byte = kLevels[byte & 15];
+  I levels;
+  __builtin_memcpy(&levels, bytes, sizeof levels);
+  return levels;
+#endif
+}
+
+// kLanes int8 as floats.
+HR_INLINE F small_floats(const uint8_t* p) { return load(reinterpret_cast<const int8_t*>(p)); }
+
+// The unsigned codes of a group of 32 inputs, of kLanes outputs from `column` on: b[s] holds inputs 4 s .. 4 s + 3.
+template <class C>
+HR_INLINE void load_codes(const uint8_t* planes, int64_t column, I (&b)[8]) {
+  const uint8_t* w = planes + column * 4;
+  constexpr int base = C::bits == 3 ? 2 : C::bits == 5 || C::bits == 6 ? 4 : C::bits;
+  if constexpr (base == 8) {
+    HR_UNROLL for (int s = 0; s < 8; ++s) b[s] = load_raw<I>(w + s * kPlane);
+  } else if constexpr (base == 4) {
+    HR_UNROLL for (int r = 0; r < 4; ++r) {
+      const I both = load_raw<I>(w + r * kPlane);
+      b[2 * r] = both & 0x0f0f0f0f;
+      b[2 * r + 1] = (both >> 4) & 0x0f0f0f0f;
+    }
+  } else {
+    HR_UNROLL for (int r = 0; r < 2; ++r) {
+      const I four = load_raw<I>(w + r * kPlane);
+      HR_UNROLL for (int s = 0; s < 4; ++s) b[4 * r + s] = (four >> (2 * s)) & 0x03030303;
+    }
+  }
+  const uint8_t* high = w + base * kPlane;
+  if constexpr (C::bits - base == 1) {
+    const I bits = load_raw<I>(high);
+    HR_UNROLL for (int s = 0; s < 8; ++s) {
+      const I bit = s < base ? bits << (base - s) : bits >> (s - base);
+      b[s] |= bit & (0x01010101 << base);
+    }
+  }
+  if constexpr (C::bits - base == 2) {
+    HR_UNROLL for (int s = 0; s < 8; ++s) {
+      const I pairs = load_raw<I>(high + s / 4 * kPlane);
+      const I pair = s % 4 < 2 ? pairs << (4 - s % 4 * 2) : pairs >> (s % 4 * 2 - 4);
+      b[s] |= pair & 0x30303030;
+    }
+  }
+  if constexpr (C::table) HR_UNROLL for (int s = 0; s < 8; ++s) b[s] = look_up(b[s]);
+}
+
+}  // namespace

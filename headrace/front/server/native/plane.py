@@ -1,0 +1,190 @@
+"""The administrative plane on a listener of its own: /v1/admin/ (API-20). Off unless `--admin-listen` names a place.
+
+Behind the admin key, if there is one; without one the listener is a Unix socket or loopback, and only loopback names
+are answered. Nothing of the API is served here, and nothing here is served there. Read-only mode refuses every POST.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from headrace import __version__
+from headrace.base.errors import Forbidden, HeadraceError
+from headrace.front.server.auth import check_host, digest_matches, presented_digest
+from headrace.front.server.exchange import Exchange, json_response
+from headrace.front.server.native import requests
+from headrace.front.server.openai.schema import parse
+
+PREFIX = "/v1/admin"
+
+
+class PauseRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`mode`: abort ends what runs, wait lets it finish, keep freezes it."""
+
+    mode: Literal["abort", "wait", "keep"] = "wait"
+    clear_cache: bool = True
+
+
+class ReloadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A folder or GGUF file with weights of the same architecture; none: the present ones, read again."""
+
+    model: Annotated[str, Meta(max_length=4096)] = ""
+    mode: Literal["abort", "wait"] = "wait"
+
+
+class SleepRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Both levels give everything back; weights are read again on waking."""
+
+    level: Literal[1, 2] = 1
+
+
+class LogLevelRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The level of this server process's log."""
+
+    level: Literal["debug", "info", "warning", "error"]
+
+
+class PlaneKeeper:
+    """Decides who may ask here."""
+
+    def __init__(self, admin_key_digest: str | None, *, readonly: bool) -> None:
+        self._digest = admin_key_digest
+        self._readonly = readonly
+
+    def tenant(self, scope: Scope) -> str:
+        """ "admin"; Unauthorized without the key, Forbidden for a change in read-only mode."""
+        if self._digest is None:
+            check_host(scope)
+        else:
+            digest_matches(presented_digest(scope), self._digest)
+        if self._readonly and scope["method"] not in ("GET", "HEAD"):
+            raise Forbidden("the administrative plane is read-only here (--admin-readonly)")
+        return "admin"
+
+
+async def get_health(exchange: Exchange, request: Request) -> Response:
+    """Whether the engine runs, is paused, or asleep; 503 when it is dead."""
+    services = exchange.services
+    alive = services.engine.ready and services.engine.alive
+    engines: list[Any] = await services.engine.call("status") if alive else []
+    document = {
+        "status": "ok" if alive else "unavailable",
+        "version": __version__,
+        "is_running": alive,
+        "is_paused": bool(engines) and all(engine["paused"] for engine in engines),
+        "is_asleep": bool(engines) and all(engine["asleep"] for engine in engines),
+        "is_draining": services.draining,
+    }
+    return json_response(document, status=200 if alive else 503)
+
+
+async def get_models(exchange: Exchange, request: Request) -> Response:
+    """The names that are served, and what is behind them."""
+    services = exchange.services
+    engine = services.config.get("engine")
+    model = engine["model"] if isinstance(engine, dict) else {}
+    wanted = ("path", "family", "format", "dtype", "quantization", "max_model_len")
+    facts = {name: model.get(name) for name in wanted}
+    return json_response({"models": [{"id": name, **facts} for name in services.text.model_names]})
+
+
+async def get_config(exchange: Exchange, request: Request) -> Response:
+    """The resolved configuration, without keys, and every decision that was made for the user."""
+    return json_response(exchange.services.config)
+
+
+async def get_queue(exchange: Exchange, request: Request) -> Response:
+    """Who runs, who waits, and why."""
+    engines: list[Any] = await exchange.services.engine.call("status")
+    wanted = (
+        *("running", "waiting", "waiting_tokens", "waiting_by_reason", "waiting_by_tenant"),
+        *("free_rows", "total_rows", "free_blocks", "total_blocks", "tokens_per_s"),
+    )
+    told = [{name: engine[name] for name in wanted} for engine in engines]
+    load = exchange.services.shares.total
+    return json_response({"server_load": load, "engines": told})
+
+
+async def get_ledger(exchange: Exchange, request: Request) -> Response:
+    """Everything that could leak, in numbers; at rest all of it is back where it was."""
+    return await requests.get_ledger(exchange, request)
+
+
+async def post_pause(exchange: Exchange, document: Any) -> Response:
+    """Pauses every core; answers once the pause is complete."""
+    wish = parse(document, PauseRequest)
+    await exchange.services.engine.call("pause", mode=wish.mode, clear_cache=wish.clear_cache)
+    return json_response({"status": "paused", "mode": wish.mode})
+
+
+async def post_resume(exchange: Exchange, document: Any) -> Response:
+    """Lets every core run again."""
+    await exchange.services.engine.call("resume")
+    return json_response({"status": "resumed"})
+
+
+async def post_reload(exchange: Exchange, document: Any) -> Response:
+    """Drains, swaps the weights in, clears the caches, goes on. What fails is rolled back, and serving goes on."""
+    wish = parse(document, ReloadRequest)
+    engine = exchange.services.engine
+    await engine.call("pause", mode=wish.mode, clear_cache=True)
+    try:
+        told = await engine.call("reload", model=wish.model)
+    except HeadraceError:
+        if wish.model:  # a core that had swapped already goes back: all serve the same
+            await engine.call("reload", model=_model_path(exchange))
+        raise
+    finally:
+        await engine.call("resume")
+    if wish.model:
+        _remember(exchange, wish.model)
+    return json_response({"status": "reloaded", "engines": told})
+
+
+async def post_sleep(exchange: Exchange, document: Any) -> Response:
+    """Lets what runs finish, then gives the memory back; new requests wait until `wake`."""
+    wish = parse(document, SleepRequest)
+    engine = exchange.services.engine
+    await engine.call("pause", mode="wait", clear_cache=True)
+    await engine.call("sleep", level=wish.level)
+    return json_response({"status": "asleep", "level": wish.level})
+
+
+async def post_wake(exchange: Exchange, document: Any) -> Response:
+    """Loads the weights again and goes on."""
+    engine = exchange.services.engine
+    await engine.call("wake")
+    await engine.call("resume")
+    return json_response({"status": "awake"})
+
+
+async def post_reset(exchange: Exchange, document: Any) -> Response:
+    """Forgets every cached prefix that no running request holds."""
+    await exchange.services.engine.call("reset_prefix_cache")
+    return json_response({"status": "reset"})
+
+
+async def post_log_level(exchange: Exchange, document: Any) -> Response:
+    """Changes what this server process logs."""
+    wish = parse(document, LogLevelRequest)
+    logging.getLogger().setLevel(wish.level.upper())
+    return json_response({"status": "set", "level": wish.level})
+
+
+def _model_path(exchange: Exchange) -> str:
+    engine = exchange.services.config["engine"]
+    assert isinstance(engine, dict)
+    return str(engine["model"]["path"])
+
+
+def _remember(exchange: Exchange, model: str) -> None:
+    engine = exchange.services.config["engine"]
+    assert isinstance(engine, dict)
+    engine["model"]["path"] = model

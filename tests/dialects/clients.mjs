@@ -1,0 +1,91 @@
+// The official clients of Node against a running server: both dialects, streamed and whole, with tools and errors.
+// Prints one line per check and ends with status 1 at the first that fails.
+import assert from "node:assert/strict";
+import Anthropic from "@anthropic-ai/sdk";
+import OpenAI from "openai";
+
+const [url, key] = process.argv.slice(2);
+const claude = new Anthropic({ baseURL: url, apiKey: key, maxRetries: 0 });
+const gpt = new OpenAI({ baseURL: `${url}/v1`, apiKey: key, maxRetries: 0 });
+const model = "demo";
+const parameters = {
+  type: "object",
+  properties: { city: { type: "string", description: "The name of the city" } },
+  required: ["city"],
+};
+const description = "Get the current weather in a city";
+const result = JSON.stringify({ city: "Paris", temperature: 18, condition: "sunny" });
+
+const checks = {
+  async chat() {
+    const asked = { model, temperature: 0, max_tokens: 100, messages: [{ role: "user", content: "What is 17 + 25?" }] };
+    const whole = await gpt.chat.completions.create(asked);
+    assert.match(whole.choices[0].message.content, /42/);
+    const folded = await gpt.chat.completions.stream(asked).finalChatCompletion();
+    assert.equal(folded.choices[0].message.content, whole.choices[0].message.content);
+  },
+  async messages() {
+    const asked = { model, max_tokens: 2000, temperature: 0, messages: [{ role: "user", content: "What is 17 + 25?" }], thinking: { type: "enabled", budget_tokens: 1024 } };
+    const whole = await claude.messages.create(asked);
+    const folded = await claude.messages.stream(asked).finalMessage();
+    assert.deepEqual(folded.content, whole.content);
+    assert.equal(folded.stop_reason, "end_turn");
+    assert.equal((await claude.messages.countTokens({ model, messages: asked.messages })).input_tokens > 5, true);
+    const models = await claude.models.list();
+    assert.equal(models.data[0].id, model);
+  },
+  async messagesAgent() {
+    const tools = [{ name: "get_weather", description, input_schema: parameters }];
+    const messages = [{ role: "user", content: "What is the weather in Paris?" }];
+    const asked = { model, max_tokens: 300, temperature: 0, tools };
+    const first = await claude.messages.stream({ ...asked, messages }).finalMessage();
+    const call = first.content.find((block) => block.type === "tool_use");
+    assert.deepEqual(call.input, { city: "Paris" });
+    messages.push({ role: "assistant", content: first.content });
+    messages.push({ role: "user", content: [{ type: "tool_result", tool_use_id: call.id, content: result }] });
+    const last = await claude.messages.create({ ...asked, messages });
+    assert.equal(last.stop_reason, "end_turn");
+    assert.match(last.content[0].text, /18/);
+  },
+  async responses() {
+    const asked = { model, temperature: 0, input: "What is 17 + 25?" };
+    const whole = await gpt.responses.create(asked);
+    const kinds = [];
+    const stream = gpt.responses.stream(asked).on("event", (event) => kinds.push(event.type));
+    const folded = await stream.finalResponse();
+    assert.equal(folded.output_text, whole.output_text);
+    assert.deepEqual([kinds[0], kinds.at(-1)], ["response.created", "response.completed"]);
+    assert.equal((await gpt.responses.retrieve(whole.id)).output_text, whole.output_text);
+    await gpt.responses.delete(whole.id);
+    await assert.rejects(gpt.responses.retrieve(whole.id), OpenAI.NotFoundError);
+  },
+  async responsesAgent() {
+    const tools = [{ type: "function", name: "get_weather", description, parameters, strict: false }];
+    const asked = { model, temperature: 0, tools };
+    const first = await gpt.responses.create({ ...asked, input: "What is the weather in Paris?" });
+    const call = first.output.find((item) => item.type === "function_call");
+    const output = { type: "function_call_output", call_id: call.call_id, output: result };
+    const last = await gpt.responses.create({ ...asked, input: [output], previous_response_id: first.id });
+    assert.match(last.output_text, /18/);
+  },
+  async errors() {
+    const bad = { model, max_tokens: -1, messages: [] };
+    await assert.rejects(claude.messages.create(bad), Anthropic.BadRequestError);
+    const stranger = new Anthropic({ baseURL: url, apiKey: "wrong", maxRetries: 0 });
+    await assert.rejects(stranger.models.list(), Anthropic.AuthenticationError);
+    await assert.rejects(gpt.responses.create({ model: "other", input: "x" }), OpenAI.NotFoundError);
+    await assert.rejects(gpt.responses.create({ model, input: "x", temperature: 9 }), OpenAI.BadRequestError);
+  },
+  async leaving() {
+    const asked = { model, max_tokens: 4000, messages: [{ role: "user", content: "Tell me a story." }] };
+    const stream = claude.messages.stream(asked);
+    await new Promise((resolve) => stream.on("text", resolve));
+    stream.abort();
+    await assert.rejects(stream.finalMessage(), Anthropic.APIUserAbortError);
+  },
+};
+
+for (const [name, check] of Object.entries(checks)) {
+  await check();
+  console.log(`ok ${name}`);
+}

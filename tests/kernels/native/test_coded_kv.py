@@ -1,0 +1,149 @@
+"""The int8 KV cache: write and attention against their references, and against the unquantized cache (QNT-18)."""
+
+import pytest
+import torch
+
+from headrace.back.kernels.attention import native as attention_native
+from headrace.back.kernels.attention.op import OP as ATTENTION
+from headrace.back.kernels.attention.op import AttentionProblem, sample_plan
+from headrace.back.kernels.attention.reference import bind_reference
+from headrace.back.kernels.kv_write import native as write_native
+from headrace.back.kernels.kv_write.coded import SCALE_BYTES, codes_and_scales, quantize, widen
+from headrace.back.kernels.kv_write.op import OP as KV_WRITE
+from headrace.back.kernels.kv_write.op import KVWriteProblem
+from headrace.back.kernels.kv_write.op import bind_reference as bind_write
+from headrace.back.kernels.native.library import NativeError
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = [(1, 1), (1, 37), (1, 1100), (3, 3), (40, 95), (2, 130)]
+# heads, KV heads, head_dim, block_tokens, window, soft cap
+SHAPES = [
+    (1, 1, 16, 8, None, None),
+    (4, 2, 40, 8, 3, None),
+    (6, 1, 64, 16, None, 5.0),
+    (7, 7, 72, 16, 20, 2.0),
+    (8, 2, 128, 64, 50, None),
+    (2, 1, 256, 16, None, None),
+]
+
+
+def write_problem(dtype, kv_heads, head_dim, block_tokens):
+    return KVWriteProblem(
+        device="cpu", dtype=dtype, kv_heads=kv_heads, head_dim=head_dim,
+        block_tokens=block_tokens, coded=True,
+    )  # fmt: skip
+
+
+def empty_cache(blocks, kv_heads, block_tokens, head_dim):
+    """Codes of anything, scales of NaN: what nobody has written must not be read."""
+    kv = torch.full(
+        (blocks, 2, kv_heads, block_tokens, head_dim + SCALE_BYTES), 77, dtype=torch.int8
+    )
+    codes_and_scales(kv)[1].fill_(float("nan"))
+    return kv
+
+
+def case(dtype, heads, kv_heads, head_dim, block_tokens, window, softcap, rows):
+    """A problem, queries, the plain cache in float32, the coded one, and the plan."""
+    problem = AttentionProblem(
+        device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, coded=True,
+        block_tokens=block_tokens, scale=head_dim**-0.5, window=window, softcap=softcap,
+    )  # fmt: skip
+    plan, blocks = sample_plan(rows, block_tokens=block_tokens, window=window, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(queries for queries, _ in rows)
+    q = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
+    plain = torch.randn(blocks, 2, kv_heads, block_tokens, head_dim, generator=generator)
+    coded = empty_cache(blocks, kv_heads, block_tokens, head_dim)
+    codes, scales = codes_and_scales(coded)
+    for row, length in enumerate(plan.host_kv_len):
+        for position in range(length):
+            at = int(plan.block_table_RB[row, position // block_tokens]), position % block_tokens
+            if at[0]:
+                codes[at[0], :, :, at[1]], scales[at[0], :, :, at[1]] = quantize(
+                    plain[at[0], :, :, at[1]]
+                )
+    return problem, q, plain, coded, plan
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_equals_the_reference_and_reads_no_unused_place(library, dtype, shape):
+    problem, q, _, coded, plan = case(dtype, *shape, ROWS)
+    out = attention_native.bind_with(library, problem)(q, coded, plan)
+    wide = AttentionProblem(**{**vars(problem), "dtype": torch.float32, "coded": False})
+    expected = bind_reference(wide)(q.float(), widen(coded, torch.float32), plan)
+    bound = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
+    assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
+
+
+def test_attention_is_near_that_over_the_plain_cache(newest):
+    problem, q, plain, coded, plan = case(torch.float32, 8, 2, 64, 16, None, None, ROWS)
+    out = attention_native.bind_with(newest, problem)(q, coded, plan)
+    wide = AttentionProblem(**{**vars(problem), "coded": False})
+    expected = bind_reference(wide)(q, plain, plan)
+    assert 0 < (out - expected).norm() / expected.norm() < 0.02
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 40, 72, 128, 256])
+def test_write_is_the_reference_bit_for_bit_and_leaves_the_rest(library, dtype, head_dim):
+    problem = write_problem(dtype, 3, head_dim, 16)
+    both = torch.randn(5, 6, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    both[1, 0] = 0
+    both[2, 4, 3], both[3, 1, head_dim - 1] = float("nan"), float("-inf")
+    slots = torch.tensor([0, 15, 16, 33, 79])
+    caches = []
+    for write in (write_native.bind_with(library, problem), bind_write(problem)):
+        kv = empty_cache(5, 3, 16, head_dim)
+        write(both[:, :3], both[:, 3:], kv, slots)
+        caches.append(kv)
+    ours, scales = codes_and_scales(caches[0])
+    theirs, expected = codes_and_scales(caches[1])
+    assert torch.equal(ours, theirs) and torch.equal(scales.isnan(), expected.isnan())
+    torch.testing.assert_close(scales.nan_to_num(), expected.nan_to_num(), rtol=2e-7, atol=0)
+    assert scales[1, 1, 1, 0].isnan() and scales[2, 0, 1, 1].isnan()
+
+
+def test_a_slot_outside_the_cache_is_refused(newest):
+    write = write_native.bind_with(newest, write_problem(torch.float32, 1, 16, 8))
+    x = torch.ones(1, 1, 16)
+    for slot in (-1, 16):
+        with pytest.raises(NativeError, match="index out of range"):
+            write(x, x, empty_cache(2, 1, 8, 16), torch.tensor([slot]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_self_checks_accept_it(newest, dtype):
+    for shape in SHAPES:
+        problem = case(dtype, *shape, [(1, 1)])[0]
+        assert ATTENTION.error(attention_native.KERNEL, problem) <= ATTENTION.tolerance(problem)
+        asked = write_problem(dtype, shape[1], shape[2], shape[3])
+        assert KV_WRITE.error(write_native.KERNEL, asked) <= 1e-6
+
+
+def test_memory_is_about_half(newest):
+    from headrace.back.attention.kv_layer import KVLayer
+    from headrace.back.runner.memory import lay_out
+
+    def block_bytes(coded, head_dim):
+        layers = [KVLayer(layer=i, kv_heads=8, head_dim=head_dim, coded=coded) for i in range(4)]
+        return lay_out(layers, block_tokens=16, dtype=torch.bfloat16).block_bytes
+
+    assert block_bytes(False, 64) / block_bytes(True, 64) == pytest.approx(128 / 68)
+    assert block_bytes(False, 128) / block_bytes(True, 128) == pytest.approx(256 / 132)
+
+
+def test_a_failed_rows_blocks_are_clean_for_their_next_owner():
+    from headrace.back.attention.kv_layer import KVLayer
+    from headrace.back.runner.memory import KVMemory, lay_out
+
+    layers = [KVLayer(layer=0, kv_heads=2, head_dim=16, coded=True)]
+    layout = lay_out(layers, block_tokens=8, dtype=torch.bfloat16)
+    memory = KVMemory(layers, layout, num_blocks=4, device=torch.device("cpu"))
+    scales = codes_and_scales(memory.layers[0])[1]
+    scales[1:3] = float("nan")
+    scales[2, 0, 0, 0] = 5.0
+    memory.scrub(torch.tensor([2]))
+    assert scales[1].isnan().all() and scales[2].isfinite().all() and scales[2, 0, 0, 0] == 5.0

@@ -1,0 +1,33 @@
+"""What the processes are told of the machine."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from headrace.base.config.resolved import Resolved
+from headrace.launch.topology import core_environment
+from tests.launch.test_resolve import CUDA, resolved
+
+
+def on_cuda(*, replicas: int, tensor_parallel: int) -> Resolved:
+    count = replicas * tensor_parallel
+    device = {"device": "cuda", "replicas": replicas, "tensor_parallel": tensor_parallel}
+    return resolved(msgspec.structs.replace(CUDA, count=count), device=device)
+
+
+def test_replicas_share_the_devices_and_one_core_sees_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    two = on_cuda(replicas=2, tensor_parallel=2)
+    seen = [core_environment(two, index)["CUDA_VISIBLE_DEVICES"] for index in range(2)]
+    assert seen == ["0,1", "2,3"]
+    assert core_environment(on_cuda(replicas=1, tensor_parallel=2), 0) == {}
+
+
+def test_the_users_order_of_devices_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,3")
+    two = on_cuda(replicas=2, tensor_parallel=1)
+    assert core_environment(two, 0) == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert core_environment(two, 1) == {"CUDA_VISIBLE_DEVICES": "3"}

@@ -1,0 +1,27 @@
+"""A model over the int8 KV cache: logits near those over the plain one, in chunks and step by step (QNT-18)."""
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
+from tests.models.paged import PagedRun, random_rows
+from tests.models.test_parity import tiny_config
+
+
+def logits(folder, kv_dtype, steps):
+    model = load_ours(replace(model_spec(folder), kv_dtype=kv_dtype))
+    run = PagedRun(model, random_rows(97, (30, 12)), block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    return torch.cat([part for chunks in steps for part in run.step(chunks)])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "olmo2"])
+def test_logits_are_near_those_over_the_plain_cache(tmp_path, family):
+    save_oracle(tiny_config(family), tmp_path)
+    whole = [[(0, 30), (1, 12)]]
+    plain, coded = logits(tmp_path, None, whole), logits(tmp_path, "int8", whole)
+    assert 0 < (coded - plain).norm() / plain.norm() < 0.03
+    pieces = [[(0, 20), (1, 3)], *([(0, 1), (1, 1)] for _ in range(9)), [(0, 1)]]
+    rows = logits(tmp_path, "int8", pieces)
+    assert torch.isfinite(rows).all()
+    torch.testing.assert_close(rows[-1], coded[29], rtol=1e-3, atol=1e-3)
