@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import psutil
-from serving import BYSTANDER_PROMPTS, at_rest, bystander, children, resident_mib, server
+from serving import BYSTANDER_PROMPTS, at_rest, bystander, children, resident_by_role, server
 
 ROUNDS = 10
 CALM_S = 3.0
@@ -262,7 +262,7 @@ async def run(base: str, supervisor: Any, cases: int, seed: int) -> dict[str, An
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(base, timeout=timeout, connector=connector) as session:
         golden = [(await bystander(session, i))[0] for i in range(len(BYSTANDER_PROMPTS))]
-        before, memory = children(supervisor), resident_mib(supervisor)
+        before, memory = children(supervisor), [resident_by_role(supervisor)]
         rest_before = await at_rest(session)
         seen: Counter[str] = Counter()
         problems: list[str] = []
@@ -279,6 +279,7 @@ async def run(base: str, supervisor: Any, cases: int, seed: int) -> dict[str, An
             attack_s += time.monotonic() - start
             seen.update(told["seen"])
             problems += told["problems"]
+            memory.append(resident_by_role(supervisor))
         streams.done = True
         await watching
         attacker.close()
@@ -296,7 +297,8 @@ async def run(base: str, supervisor: Any, cases: int, seed: int) -> dict[str, An
             "bystander_p99_gap_ratio": round(float(np.percentile(attacked, 99) / np.percentile(calm, 99)), 2),
             "free_blocks": [rest_before.get("free_blocks"), rest.get("free_blocks"), rest.get("total_blocks")],
             "running_waiting": [rest.get("running"), rest.get("waiting")],
-            "rss_mib": [round(memory), round(resident_mib(supervisor))],
+            "rss_mib_after_waves": [sum(roles.values()) for roles in memory],
+            "rss_mib_by_role": {"before": memory[0], "after": memory[-1]},
         }  # fmt: skip
 
 

@@ -4,7 +4,9 @@
 
 The null executor's time per step is fixed, so the capacity is known: ROWS requests of TOKENS tokens at STEP_S a step.
 Requests come at random times whatever becomes of them. `ledger` is sent = ok + refused + failed + lost; `retried` is
-the stock client's success within three tries at 1.2 times the capacity.
+the stock client's success within three tries at 1.2 times the capacity. Two controls tell the server from the machine:
+`client_lag_p99_ms` is how late the client itself woke from short sleeps meanwhile (it cannot see an answer sooner), and
+`api_cpu_ms_per_request` what a request cost the API process.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 import openai
-from serving import at_rest, null_model, resident_mib, server
+import psutil
+from serving import at_rest, children, null_model, resident_mib, server
 
 STEP_S, ROWS, TOKENS, QUEUE = 0.05, 4, 8, 8
 CAPACITY = ROWS / (TOKENS * STEP_S)  # requests a second
@@ -63,9 +66,29 @@ class Tally:
             self.outcomes["lost"] += 1
 
 
-async def at_level(session: aiohttp.ClientSession, level: float, seconds: float) -> dict[str, Any]:
+async def lag_ms(found: list[float]) -> None:
+    """How late this process wakes from a sleep, over and over."""
+    while True:
+        due = time.perf_counter() + 0.005
+        await asyncio.sleep(0.005)
+        found.append(1000 * (time.perf_counter() - due))
+
+
+def api_cpu_s(supervisor: psutil.Process) -> float:
+    """Processor seconds of the API process so far."""
+    (pid,) = (pid for pid, line in children(supervisor).items() if "server.process" in line)
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+async def at_level(
+    session: aiohttp.ClientSession, level: float, seconds: float, supervisor: psutil.Process
+) -> dict[str, Any]:
     """Poisson arrivals at `level` times the capacity; the figures of it."""
     random_, tally, tasks = random.Random(level), Tally(), []
+    lags: list[float] = []
+    lagging = asyncio.create_task(lag_ms(lags))
+    cpu_s = api_cpu_s(supervisor)
     begin = time.perf_counter()
     due = 0.0
     while (due := due + random_.expovariate(level * CAPACITY)) < seconds:
@@ -73,11 +96,14 @@ async def at_level(session: aiohttp.ClientSession, level: float, seconds: float)
         tasks.append(asyncio.create_task(tally.one(session, random_.choice(KEYS))))
     await asyncio.gather(*tasks)
     wall = time.perf_counter() - begin
+    lagging.cancel()
     shares = np.array([tally.ok_by_key[key] for key in KEYS], float)
     return {
         "level": level, "sent": tally.sent, "ledger": dict(tally.outcomes),
         "goodput_req_s": round(tally.outcomes["ok"] / wall, 2),
         "refused_p99_ms": round(float(np.percentile(tally.refused_ms, 99)), 1) if tally.refused_ms else None,
+        "client_lag_p99_ms": round(float(np.percentile(lags, 99)), 1),
+        "api_cpu_ms_per_request": round(1000 * (api_cpu_s(supervisor) - cpu_s) / max(tally.sent, 1), 2),
         "refused_with_retry_after": tally.with_retry_after,
         "jain": round(float(shares.sum() ** 2 / (len(shares) * (shares**2).sum())), 3),
     }  # fmt: skip
@@ -116,7 +142,7 @@ async def run(base: str, supervisor: Any, seconds: float) -> dict[str, Any]:
         async with aiohttp.ClientSession(base, headers=headers) as asking:
             await at_rest(asking)
             for level in LEVELS:
-                levels.append(await at_level(session, level, seconds))
+                levels.append(await at_level(session, level, seconds, supervisor))
                 await at_rest(asking)
                 memory.append(round(resident_mib(supervisor), 1))
             retried = await with_retries(base, seconds)

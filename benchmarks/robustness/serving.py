@@ -81,6 +81,27 @@ def resident_mib(supervisor: psutil.Process) -> float:
     )
 
 
+ROLES = {
+    "core_process": "core",
+    "server.process": "api",
+    "template_worker": "templates",
+    "grammar.trial": "grammar trials",
+}
+
+
+def resident_by_role(supervisor: psutil.Process) -> dict[str, int]:
+    """Resident MiB of the processes of each kind; a kind may have several."""
+    found: dict[str, float] = {}
+    for process in [supervisor, *supervisor.children(recursive=True)]:
+        try:
+            line, mib = " ".join(process.cmdline()), process.memory_info().rss / 2**20
+        except psutil.NoSuchProcess:
+            continue  # template workers are made to be killed
+        role = next((role for part, role in ROLES.items() if part in line), "supervisor")
+        found[role] = found.get(role, 0.0) + mib
+    return {role: round(mib) for role, mib in sorted(found.items())}
+
+
 async def bystander(
     session: aiohttp.ClientSession,
     number: int,

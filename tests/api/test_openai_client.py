@@ -334,7 +334,15 @@ def test_metrics_move_by_what_was_served(server: Served) -> None:
     assert figure("headrace_engine_total_blocks") > 0
 
 
+def test_the_deep_probe_runs_a_token_through_the_whole_engine(server: Served) -> None:
+    """Reliability 1.5."""
+    answer = server.get("/health/generate")
+    assert (answer.status_code, answer.json()) == (200, {"status": "generated"})
+
+
 def test_series_do_not_grow_with_what_clients_ask_for(server: Served) -> None:
+    """P20; 100,000 of them: tests/base/telemetry."""
+
     def names() -> set[str]:
         lines = server.get("/metrics").text.splitlines()
         return {line.split(" ")[0] for line in lines if not line.startswith("#")}

@@ -91,7 +91,7 @@ def test_a_wrong_key_is_refused_by_name(key: str, value: object) -> None:
 
 
 def test_code_in_the_checkpoint_is_refused_only_if_the_model_would_need_it() -> None:
-    remote = {"AutoModelForCausalLM": "modeling_evil.Evil"}
+    remote = {"AutoModelForCausalLM": "modeling_evil.Evil"}  # P13
     assert facts(auto_map=remote).family == "llama"
     with pytest.raises(CheckpointError, match=r"auto_map.*never run"):
         facts(architectures=["EvilForCausalLM"], auto_map=remote)

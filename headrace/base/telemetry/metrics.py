@@ -62,6 +62,7 @@ ROUTES = (
     *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank"),
     *("/v1/rerank", "/v2/rerank", "/generative_scoring"),
     *("/tokenize", "/detokenize", "/health", "/health/live", "/health/ready", "/health/startup"),
+    "/health/generate",
     *(
         "/",
         "/ui/style.css",

@@ -60,6 +60,7 @@ class Services:
     stores: tuple[FileStore, BatchStore] | None = None
     store: ResponseStore | None = None
     background: set[asyncio.Task[None]] = field(default_factory=set)
+    probe: asyncio.Future[bool] | None = None
     warm: bool = False
     leaving: bool = False
     draining: bool = False

@@ -142,6 +142,7 @@ def _house() -> list[ApiRoute]:
         _route("/health/live", health.get_live),
         _route("/health/ready", health.get_ready),
         _route("/health/startup", health.get_startup),
+        _route("/health/generate", health.get_generate),
         _route("/ping", health.get_health, "GET", "POST"),
         _route("/version", health.get_version),
         _route("/load", health.get_load),

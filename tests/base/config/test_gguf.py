@@ -196,11 +196,12 @@ def mutated(whole: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_five_thousand_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_files", [1000, pytest.param(5000, marks=pytest.mark.slow)])
+def test_damaged_files_are_read_or_refused(tmp_path: Path, num_files: int) -> None:
     """No other exception, and every tensor that is accepted lies inside the file."""
     whole = write(tmp_path / "m.gguf", tensors=4, **{"tokenizer.ggml.model": "gpt2"}).read_bytes()
     path, rng, num_refused = tmp_path / "damaged.gguf", random.Random(20), 0
-    for _ in range(5000):
+    for _ in range(num_files):
         data = mutated(whole, rng)
         path.write_bytes(data)
         try:
@@ -211,4 +212,4 @@ def test_five_thousand_damaged_files_are_read_or_refused(tmp_path: Path) -> None
         except CheckpointError as error:
             assert str(tmp_path) in error.message
             num_refused += 1
-    assert num_refused > 2500
+    assert num_refused > num_files // 2

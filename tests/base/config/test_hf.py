@@ -152,6 +152,7 @@ def test_any_bytes_parse_or_are_refused(data: bytes) -> None:
 
 
 def test_remote_code_is_found_at_any_depth_and_refused_by_key() -> None:
+    """P13."""
     raw = {
         "auto_map": {"AutoModel": "evil.py"},
         "vision_config": {"auto_map": {}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import aclosing
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,9 +12,13 @@ from starlette.responses import Response
 from headrace import __version__
 from headrace.base.errors import HeadraceError
 from headrace.base.telemetry.vllm_names import vllm_text
-from headrace.front.server.exchange import Exchange, json_response
+from headrace.base.wire.params import SamplingParams
+from headrace.front.client.events import Ended, Generation
+from headrace.front.server.exchange import Exchange, Services, json_response
 
 SCRAPE_TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 20.0
+LOWEST_PRIORITY = 2**31 - 1
 
 
 async def get_live(exchange: Exchange, request: Request) -> Response:
@@ -49,6 +54,35 @@ def _answer(status: str, *, healthy: bool) -> Response:
     if not healthy:
         response.headers["retry-after"] = "1"
     return response
+
+
+async def get_generate(exchange: Exchange, request: Request) -> Response:
+    """The deep probe: one token through the whole engine, at the lowest priority; 503 when it does not come in time.
+    It needs a key where there are keys, and at most one runs at a time in a process: others get its answer."""
+    services = exchange.services
+    if services.probe is None or services.probe.done():
+        services.probe = asyncio.ensure_future(_probe(services))
+    came = await asyncio.shield(services.probe)
+    return _answer("generated" if came else "stuck", healthy=came)
+
+
+async def _probe(services: Services) -> bool:
+    generation = Generation(
+        prompt_ids=[0],
+        params=SamplingParams(max_tokens=1, temperature=0.0),
+        label="health",
+        tenant="health",
+        priority=LOWEST_PRIORITY,
+        deadline_s=PROBE_TIMEOUT_S,
+    )
+    try:
+        async with (
+            asyncio.timeout(PROBE_TIMEOUT_S),
+            aclosing(services.engine.generate(generation)) as events,
+        ):
+            return any([isinstance(event, Ended) async for event in events])
+    except (HeadraceError, TimeoutError):
+        return False
 
 
 async def get_version(exchange: Exchange, request: Request) -> Response:
