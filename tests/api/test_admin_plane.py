@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.api.serving import Served, eventually, serving
+from tests.api.serving import NO_TLS, Served, eventually, serving
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 KEY = "admin-key-1"
@@ -34,7 +34,9 @@ def plane(*options: str, key: str | None = KEY) -> Iterator[tuple[Served, httpx.
         eventually(lambda: any("administration:" in line for line in served.lines), within_s=5)
         base = next(found[1] for line in served.lines if (found := PLACE.search(line)))
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        with httpx.Client(base_url=base + "/v1/admin", headers=headers, timeout=60) as client:
+        with httpx.Client(
+            base_url=base + "/v1/admin", headers=headers, timeout=60, verify=NO_TLS
+        ) as client:
             yield served, client
 
 

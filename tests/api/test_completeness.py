@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.api.serving import Served
+from tests.api.serving import NO_TLS, Served
 
 MESSAGES: Any = [{"role": "user", "content": "the quick brown fox"}]
 
@@ -138,7 +138,9 @@ def test_a_client_that_leaves_takes_its_grammar_along(server: Served) -> None:
         "messages": MESSAGES, "stream": True, "max_tokens": 1500,
         "structured_outputs": {"regex": "[a-z ]{1400,}"},
     }  # fmt: skip
-    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as response:
+    with httpx.stream(
+        "POST", server.url + "/v1/chat/completions", json=body, verify=NO_TLS
+    ) as response:
         next(response.iter_lines())
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
     from tests.api.serving import eventually

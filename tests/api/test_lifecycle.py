@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.api.serving import Served, eventually, launch, serving, slowed
+from tests.api.serving import NO_TLS, Served, eventually, launch, serving, slowed
 
 STREAM = {"prompt": "fox", "stream": True, "max_tokens": 60, "min_tokens": 60}
 
@@ -35,7 +35,7 @@ class Reader:
     def _read(self) -> None:
         url, body = self._ask
         try:
-            with httpx.stream("POST", url, json=body, timeout=30) as response:
+            with httpx.stream("POST", url, json=body, timeout=30, verify=NO_TLS) as response:
                 for text in response.iter_text():
                     self.text += text
                     self.begun.set()
@@ -74,8 +74,8 @@ def begun(served: Served, count: int, **changes: object) -> list[Reader]:
 
 def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(model: Path) -> None:
     with serving(model, "--shutdown-timeout-s", "20", step_s=0.02) as served:
-        readers = begun(served, 8)
-        with httpx.Client(base_url=served.url) as kept:
+        readers = begun(served, 8, max_tokens=200, min_tokens=200)
+        with httpx.Client(base_url=served.url, verify=NO_TLS) as kept:
             assert kept.get("/health/ready").status_code == 200
             served.process.send_signal(signal.SIGTERM)
             eventually(lambda: kept.get("/health/ready").status_code == 503, within_s=1)
@@ -253,7 +253,9 @@ def test_a_pause_through_one_api_process_is_seen_through_the_other(model: Path) 
         admin = {"x-api-key": "root"}
 
         def ask(method: str, path: str) -> tuple[str, Any]:
-            with httpx.Client(base_url=served.url, headers=admin, timeout=10) as client:
+            with httpx.Client(
+                base_url=served.url, headers=admin, timeout=10, verify=NO_TLS
+            ) as client:
                 return str(client.get("/v1/requests").status_code), client.request(
                     method, path
                 ).json()

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.api.serving import Served, eventually, serving
+from tests.api.serving import NO_TLS, Served, eventually, serving
 
 PATH = "/v1/completions"
 LONG = {"prompt": "fox", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -33,7 +33,9 @@ def held(served: Served, count: int = 1) -> Iterator[None]:
     """`count` requests that run or wait, until the context ends."""
     with ExitStack() as stack:
         for number in range(count):
-            client = stack.enter_context(httpx.Client(base_url=served.url, timeout=20))
+            client = stack.enter_context(
+                httpx.Client(base_url=served.url, timeout=20, verify=NO_TLS)
+            )
             stack.enter_context(client.stream("POST", PATH, json=LONG))
             core = {"running": 1, "waiting": number}
             eventually(
@@ -47,7 +49,9 @@ def held(served: Served, count: int = 1) -> Iterator[None]:
 def test_a_waiting_stream_gets_its_headers_and_comments_and_then_its_events(narrow: Served) -> None:
     with ExitStack() as busy:
         busy.enter_context(held(narrow))
-        with httpx.stream("POST", narrow.url + PATH, json=SHORT, timeout=20) as response:
+        with httpx.stream(
+            "POST", narrow.url + PATH, json=SHORT, timeout=20, verify=NO_TLS
+        ) as response:
             assert response.status_code == 200
             lines = response.iter_lines()
             assert [next(lines) for _ in range(4)] == [": ping", "", ": ping", ""]
@@ -126,7 +130,7 @@ def test_prompt_tokens_that_wait_are_bounded_too(model: Path) -> None:
     with (
         serving(model, *limits, step_s=0.01) as served,
         held(served),
-        httpx.stream("POST", served.url + PATH, json=sixty) as first,
+        httpx.stream("POST", served.url + PATH, json=sixty, verify=NO_TLS) as first,
     ):
         assert first.status_code == 200
         refused = served.post(PATH, sixty)
@@ -137,7 +141,7 @@ def test_prompt_tokens_that_wait_are_bounded_too(model: Path) -> None:
 def test_every_unready_probe_says_when_to_come_back(model: Path) -> None:
     with (
         serving(model, step_s=0.01) as served,
-        httpx.stream("POST", served.url + PATH, json=LONG),
+        httpx.stream("POST", served.url + PATH, json=LONG, verify=NO_TLS),
     ):
         served.process.terminate()
         eventually(lambda: served.get("/health/ready").status_code == 503, within_s=5)

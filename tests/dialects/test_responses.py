@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -402,6 +403,10 @@ def test_state_survives_a_restart_and_a_crash_in_the_background_is_told(
         first = served.post("/v1/responses", {"input": "fox", "max_output_tokens": 3}).json()
         asked = {"input": "fox", "background": True, "max_output_tokens": 2000, "ignore_eos": True}
         lost = served.post("/v1/responses", asked).json()
+        children = served.children
+        served.process.send_signal(signal.SIGSTOP)  # or it would have the others end in order
+        for child in children:
+            child.kill()
         served.process.kill()
     import sqlite3
 
