@@ -56,7 +56,13 @@ def test_add_norm_equals_the_reference_and_updates_the_residual(library, dtype, 
 def test_norm_of_zeros_large_values_and_nan(library, dtype):
     problem = rms_norm_op.RMSNormProblem(device="cpu", dtype=dtype, width=33, eps=1e-6)
     weight = torch.ones(33)
-    x = torch.stack([torch.zeros(33), torch.full((33,), min(1e18, torch.finfo(dtype).max / 2)), torch.full((33,), float("nan"))])
+    x = torch.stack(
+        [
+            torch.zeros(33),
+            torch.full((33,), min(1e18, torch.finfo(dtype).max / 2)),
+            torch.full((33,), float("nan")),
+        ]
+    )
     y = rms_norm.bind_norm_with(library, problem, weight)(x.to(dtype))
     assert not y[0].any() and y[2].isnan().all()
     assert_close(y[1], torch.ones(33).to(dtype))
