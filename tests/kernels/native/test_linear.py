@@ -73,7 +73,8 @@ def test_a_row_of_nan_or_inf_stays_in_its_row(library, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keeps_the_largest_and_the_smallest_values(library, dtype):
     weight = torch.eye(40, dtype=dtype)
-    x = torch.tensor([[3e38, -3e38, 1e-30, 1.0, -1e-30] * 8]).to(dtype)
+    largest, smallest = min(3e38, torch.finfo(dtype).max), max(1e-30, torch.finfo(dtype).tiny)
+    x = torch.tensor([[largest, -largest, smallest, 1.0, -smallest] * 8]).to(dtype)
     assert torch.equal(bind_with(library, problem(dtype, 40, 40, False), weight, None)(x), x)
 
 
