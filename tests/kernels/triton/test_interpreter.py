@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.timeout(400)
 def test_every_kernel_agrees_with_its_reference_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "tests/kernels/triton/test_kernels.py", "-x", "-q"]
+    command = [sys.executable, "-m", "pytest", "tests/kernels/triton/test_kernels.py", "-x"]
     done = subprocess.run(
         [*command, "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider"],
         env=env.child_environment(TRITON_INTERPRET="1", OMP_NUM_THREADS="1"),
