@@ -98,6 +98,7 @@ HR_PUBLIC int32_t HR_EXPORT(quantize)(const void* w, uint8_t* panels, int64_t N,
            bits == 8 ? kPanel * 4 + ceil_div(K, int64_t(4)) * kStepBytes : ceil_div(K, kGroup) * kGroupBytes};
   const int64_t chunks = ceil_div(N, kPanel);
   if (dtype == HR_BF16) hr_parallel(bits == 8 ? panel_of<bf16, 8> : panel_of<bf16, 4>, &p, chunks);
+  else if (dtype == HR_F16) hr_parallel(bits == 8 ? panel_of<fp16, 8> : panel_of<fp16, 4>, &p, chunks);
   else if (dtype == HR_F32) hr_parallel(bits == 8 ? panel_of<float, 8> : panel_of<float, 4>, &p, chunks);
   else return HR_BAD_DTYPE;
   return HR_OK;
