@@ -236,7 +236,8 @@ def test_a_grammar_that_takes_too_long_is_killed_and_nobody_waits() -> None:
     driver.finish(1)
     error = driver.finished[1].error
     assert error is not None and error.kind == "InvalidRequest"
-    assert "longer than 4 s" in error.message or "too much memory" in error.message
+    bounds = ("longer than 4 s", "too much memory", "too big")  # whichever this machine meets first
+    assert any(bound in error.message for bound in bounds), error.message
     text, _ = driver.run_one(constrained(3, Literal("after")))
     assert text == "after"
 
