@@ -25,6 +25,7 @@ from headrace.front.client.pooling import (
     probabilities,
 )
 from headrace.front.client.spoken import Listener, ToolCall
+from headrace.front.client.together import all_of
 from headrace.front.text.chat import ChatTemplate
 
 if TYPE_CHECKING:
@@ -276,12 +277,7 @@ async def run_all(
             advance(num_output(answer))
             return answer
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(generation)) for generation in generations]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
+        return await all_of(one(generation) for generation in generations)
 
 
 def num_output(answer: object) -> int:

@@ -6,7 +6,7 @@ ends all. Nothing is run before everything was tokenized and checked.
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
@@ -16,6 +16,7 @@ import msgspec
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.params import RowPooling
 from headrace.front.client.pooling import PooledAnswer, fold_pooled, pooling_generation
+from headrace.front.client.together import all_of
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import completion_id
 from headrace.front.server.measure import measured
@@ -99,12 +100,7 @@ async def pooled(
             await stack.enter_async_context(aclosing(counted))
             return await fold_pooled(counted, num_prompt=len(given.ids))
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(*numbered)) for numbered in enumerate(inputs)]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
+    return await all_of(one(*numbered) for numbered in enumerate(inputs))
 
 
 def usage_of(answers: Sequence[PooledAnswer]) -> dict[str, Any]:
@@ -116,4 +112,23 @@ def usage_of(answers: Sequence[PooledAnswer]) -> dict[str, Any]:
         "total_tokens": prompt,
         "completion_tokens": 0,
         "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
+    }
+
+
+def listed(
+    exchange: Exchange,
+    model: str | None,
+    data: list[dict[str, Any]],
+    usage: dict[str, Any],
+    *,
+    kind: str,
+) -> dict[str, Any]:
+    """The envelope of an answer that is a list; `kind` begins its id."""
+    return {
+        "id": completion_id(kind),
+        "object": "list",
+        "created": int(time.time()),
+        "model": exchange.services.model_name(model),
+        "data": data,
+        "usage": usage,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from headrace.front.server.openai.schema import ChatRequest, parse
 from headrace.front.server.pooling.engine import (
     PoolInput,
     PoolJob,
+    listed,
     pooled,
     shortened,
     tokenized,
@@ -51,7 +51,7 @@ async def post_embeddings(exchange: Exchange, document: Any) -> Response:
         {"object": "embedding", "index": i, "embedding": encoded(v, request.encoding_format)}
         for i, v in enumerate(vectors)
     ]
-    return json_response(_listed(exchange, request.model, data, answers, kind="embd"))
+    return json_response(listed(exchange, request.model, data, usage_of(answers), kind="embd"))
 
 
 async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
@@ -101,7 +101,7 @@ async def post_pooling(exchange: Exchange, document: Any) -> Response:
         }
         for i, row in enumerate(rows)
     ]
-    return json_response(_listed(exchange, request.model, data, answers, kind="pool"))
+    return json_response(listed(exchange, request.model, data, usage_of(answers), kind="pool"))
 
 
 async def post_classify(exchange: Exchange, document: Any) -> Response:
@@ -121,7 +121,7 @@ async def post_classify(exchange: Exchange, document: Any) -> Response:
                 "num_classes": len(spec.labels),
             }
         )
-    return json_response(_listed(exchange, request.model, data, answers, kind="classify"))
+    return json_response(listed(exchange, request.model, data, usage_of(answers), kind="classify"))
 
 
 def _how(exchange: Exchange, request: PoolingRequest, task: str) -> str:
@@ -250,21 +250,3 @@ def _told(
 def _scores(exchange: Exchange, logits: Float32, use_activation: bool | None) -> Float32:
     activation = exchange.services.text.pooling.activation
     return probabilities(logits, "none" if use_activation is False else activation)
-
-
-def _listed(
-    exchange: Exchange,
-    model: str | None,
-    data: list[dict[str, Any]],
-    answers: list[PooledAnswer],
-    *,
-    kind: str,
-) -> dict[str, Any]:
-    return {
-        "id": completion_id(kind),
-        "object": "list",
-        "created": int(time.time()),
-        "model": exchange.services.model_name(model),
-        "data": data,
-        "usage": usage_of(answers),
-    }

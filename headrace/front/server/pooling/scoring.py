@@ -7,7 +7,6 @@ compares the embeddings by cosine (bi-encoder), or their token vectors by MaxSim
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from headrace.front.client.pooling import (
     max_sim,
     probabilities,
 )
+from headrace.front.client.together import all_of
 from headrace.front.server.exchange import Exchange, json_response
 from headrace.front.server.ids import completion_id
 from headrace.front.server.measure import measured
@@ -30,6 +30,7 @@ from headrace.front.server.openai.schema import parse
 from headrace.front.server.pooling.engine import (
     PoolInput,
     PoolJob,
+    listed,
     pooled,
     shortened,
     tokenized,
@@ -78,7 +79,7 @@ async def post_score(exchange: Exchange, document: Any) -> Response:
     )
     scores, answers = await _scored(exchange, wish)
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-    return json_response(_listed("score", model, data) | {"usage": usage_of(answers)})
+    return json_response(listed(exchange, model, data, usage_of(answers), kind="score"))
 
 
 async def post_rerank(exchange: Exchange, document: Any) -> Response:
@@ -225,19 +226,15 @@ async def post_generative_scoring(exchange: Exchange, document: Any) -> Response
         chances = np.exp(logs - logs.max()) if request.apply_softmax else np.exp(logs)
         return float(chances[0] / chances.sum() if request.apply_softmax else chances[0])
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(*numbered)) for numbered in enumerate(prompts)]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    data = [{"index": i, "object": "score", "score": t.result()} for i, t in enumerate(tasks)]
+    scores = await all_of(one(*numbered) for numbered in enumerate(prompts))
+    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
     num = sum(len(ids) for ids in prompts)
     used = {
         "prompt_tokens": num,
         "total_tokens": num + len(prompts),
         "completion_tokens": len(prompts),
     }
-    return json_response(_listed("score", model, data) | {"usage": used})
+    return json_response(listed(exchange, model, data, used, kind="score"))
 
 
 async def _judged_prompts(exchange: Exchange, request: GenerativeScoringRequest) -> list[list[int]]:
@@ -261,13 +258,3 @@ async def _judged_prompts(exchange: Exchange, request: GenerativeScoringRequest)
         most = services.text.max_model_len - 1
         prompts.append(shortened(ids, None, most=most, field="items"))
     return prompts
-
-
-def _listed(kind: str, model: str, data: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "id": completion_id(kind),
-        "object": "list",
-        "created": int(time.time()),
-        "model": model,
-        "data": data,
-    }
