@@ -14,6 +14,7 @@ from typing import Any, TypedDict, Unpack
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.front.text.chat_messages import protect_tree, template_messages, text_size
 from headrace.front.text.guard import MARK, unguard
+from headrace.front.text.template_loop import LoopRenderer
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
 from headrace.front.text.tokenizer import Tokenizer
 
@@ -41,6 +42,9 @@ _RESERVED = frozenset(
     ]
 )
 MAX_TOOLS = 1024
+SHORT_CHARS = 8192
+"""So much text is rendered and encoded without a thread."""
+_SHORT_PARTS = 512
 
 
 class RenderOptions(TypedDict, total=False):
@@ -70,6 +74,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._limits = limits or TemplateLimits()
         self._pool = pool or TemplatePool(self._limits)
+        self._short = LoopRenderer(self._pool)
         self._max_tokens = max_tokens
         self._names: frozenset[str] | None = None
 
@@ -77,15 +82,20 @@ class ChatTemplate:
         self, messages: Sequence[dict[str, Any]], **options: Unpack[RenderOptions]
     ) -> list[int]:
         """The prompt as ids."""
-        rendered = self._render(messages, options)
-        self._tokenizer.check_length(rendered, self._max_tokens)
-        return self._tokenizer.encode_guarded(rendered)
+        return self._encoded(self._render(messages, options))
 
     async def render_async(
         self, messages: Sequence[dict[str, Any]], **options: Unpack[RenderOptions]
     ) -> list[int]:
-        """`render` in a thread, so that other requests go on meanwhile."""
-        return await asyncio.to_thread(self.render, messages, **options)
+        """`render`, in a thread where there is much text, so that other requests go on meanwhile."""
+        if self._names is None or not _is_short([messages, options]):
+            return await asyncio.to_thread(self.render, messages, **options)
+        source, variables = self._prepared(messages, options)
+        rendered = await self._short.render(source, variables)
+        rendered = _cut(rendered) if options.get("continue_final_message") else rendered
+        if len(rendered) > SHORT_CHARS:
+            return await asyncio.to_thread(self._encoded, rendered)
+        return self._encoded(rendered)
 
     def render_text(
         self, messages: Sequence[dict[str, Any]], **options: Unpack[RenderOptions]
@@ -101,7 +111,18 @@ class ChatTemplate:
         """Ends the processes."""
         self._pool.close()
 
+    def _encoded(self, rendered: str) -> list[int]:
+        self._tokenizer.check_length(rendered, self._max_tokens)
+        return self._tokenizer.encode_guarded(rendered)
+
     def _render(self, messages: Sequence[dict[str, Any]], options: RenderOptions) -> str:
+        rendered = self._pool.render(*self._prepared(messages, options))
+        return _cut(rendered) if options.get("continue_final_message") else rendered
+
+    def _prepared(
+        self, messages: Sequence[dict[str, Any]], options: RenderOptions
+    ) -> tuple[str, dict[str, Any]]:
+        """The template and its variables, checked and guarded."""
         add_generation_prompt = options.get("add_generation_prompt", True)
         continue_final_message = options.get("continue_final_message", False)
         tools, kwargs = options.get("tools"), options.get("kwargs") or {}
@@ -123,8 +144,7 @@ class ChatTemplate:
             "tools": self._tools(tools),
             "add_generation_prompt": add_generation_prompt,
         }
-        rendered = self._pool.render(source, variables)
-        return _cut(rendered) if continue_final_message else rendered
+        return source, variables
 
     def _source(self) -> str:
         if self.source is None:
@@ -194,6 +214,27 @@ def _check_tool(tool: dict[str, Any], field: str) -> None:
         raise InvalidRequest(
             f"{field}.function.name: a text is needed", field=f"{field}.function.name"
         )
+
+
+def _is_short(given: Any) -> bool:
+    """Whether a tree of values is little work; looks at no more than so much of it."""
+    left, parts, stack = SHORT_CHARS, _SHORT_PARTS, [given]
+    while stack:
+        one = stack.pop()
+        parts -= 1
+        if isinstance(one, str):
+            left -= len(one)
+        elif isinstance(one, Mapping):
+            parts -= len(one)
+            if parts > 0:
+                stack += one.values()
+        elif isinstance(one, list | tuple):
+            parts -= len(one)
+            if parts > 0:
+                stack += one
+        if left < 0 or parts <= 0:
+            return False
+    return True
 
 
 def _cut(rendered: str) -> str:

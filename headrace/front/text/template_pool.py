@@ -27,7 +27,9 @@ from headrace.base.errors import EngineError, InvalidRequest, Unavailable
 _LENGTH = struct.Struct("<I")
 _SCRIPT = Path(__file__).with_name("template_worker.py")
 _START_S = 60.0
-_PIPE_BYTES = 32_768
+_MAX_SOURCES = 32
+PIPE_BYTES = 60_000
+"""What an empty pipe takes at once, so that a write of it cannot block."""
 
 
 class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,20 +44,39 @@ class TemplatePool:
     """At most `size` processes, started when they are first needed. Safe to use from several threads."""
 
     def __init__(self, limits: TemplateLimits, *, size: int = 2) -> None:
-        self._limits = limits
-        self._slots: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        self.limits = limits
+        self._slots: queue.LifoQueue[Worker | None] = queue.LifoQueue()
         for _ in range(size):
             self._slots.put(None)
 
     def names(self, source: str) -> list[str]:
         """The variables a template reads; one that cannot be compiled is refused."""
-        names: list[str] = self._ask(source, None)["names"]
+        names: list[str] = _checked(self._ask(source, None))["names"]
         return names
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
         """The rendered template; InvalidRequest if it fails or exceeds a limit."""
-        text: str = self._ask(source, variables)["text"]
+        return self.text_of(self._ask(source, variables))
+
+    def text_of(self, reply: dict[str, Any]) -> str:
+        """The rendered template of a reply; InvalidRequest if it says what went wrong."""
+        text: str = _checked(reply)["text"]
         return text
+
+    def borrow(self) -> Worker | None:
+        """An idle process that runs, if there is one; the caller gives it back."""
+        try:
+            worker = self._slots.get_nowait()
+        except queue.Empty:
+            return None
+        if worker is None or not worker.alive:
+            self._slots.put(worker)
+            return None
+        return worker
+
+    def give(self, worker: Worker | None) -> None:
+        """Gives back what was borrowed, None for a process that was ended."""
+        self._slots.put(worker)
 
     def close(self) -> None:
         """Ends idle processes; the pool may be used again."""
@@ -67,16 +88,17 @@ class TemplatePool:
                 self._slots.put(None)
 
     def _ask(self, source: str, variables: dict[str, Any] | None) -> dict[str, Any]:
-        limits = self._limits
-        request = {"source": source, "variables": variables, "max_chars": limits.max_chars}
+        limits = self.limits
         try:
             worker = self._slots.get(timeout=limits.seconds)
         except queue.Empty:
             raise Unavailable("all chat template processes are busy", retry_after_s=1.0) from None
         try:
             if worker is None or not worker.alive:
-                worker = _Worker(limits.memory_bytes)
-            reply = worker.ask(request, limits.seconds)
+                worker = Worker(limits.memory_bytes)
+            frame = worker.frame(source, variables, limits)
+            worker.sent(source)
+            return worker.ask(frame, limits.seconds)
         except BaseException:
             if worker is not None:
                 worker.close()
@@ -84,13 +106,28 @@ class TemplatePool:
             raise
         finally:
             self._slots.put(worker)
-        if "error" in reply:
-            raise InvalidRequest(f"messages: chat template: {reply['error']}", field="messages")
-        return reply
 
 
-class _Worker:
-    """One process. Its two pipes carry one request at a time."""
+def reply_in(buffer: bytearray) -> dict[str, Any] | None:
+    """Takes the first whole reply off the front of `buffer`."""
+    if len(buffer) < _LENGTH.size:
+        return None
+    end = _LENGTH.size + _LENGTH.unpack_from(buffer)[0]
+    if len(buffer) < end:
+        return None
+    reply: dict[str, Any] = json.loads(buffer[_LENGTH.size : end])
+    del buffer[:end]
+    return reply
+
+
+def _checked(reply: dict[str, Any]) -> dict[str, Any]:
+    if "error" in reply:
+        raise InvalidRequest(f"messages: chat template: {reply['error']}", field="messages")
+    return reply
+
+
+class Worker:
+    """One process. Its two pipes carry the requests one after the other."""
 
     def __init__(self, memory_bytes: int) -> None:
         self._process = subprocess.Popen(
@@ -103,6 +140,7 @@ class _Worker:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
+        self._sources: dict[str, int] = {}
         self._end = weakref.finalize(self, _end, self._process)
         if self._read(1, time.monotonic() + _START_S) != b"!":
             self.close()
@@ -110,17 +148,44 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
+        """Whether the process runs."""
         return self._process.poll() is None
 
-    def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    def frame(
+        self, source: str, variables: dict[str, Any] | None, limits: TemplateLimits
+    ) -> bytes:
+        """One request: length and JSON. A template goes along until one was `sent`. Without variables it asks for the
+        names of those there are."""
+        request: dict[str, Any] = {
+            "variables": variables,
+            "max_chars": limits.max_chars,
+            "limit_s": limits.seconds + 1,
+        }
+        number = self._sources.get(source)
+        if number is None:
+            request["source"] = source
+            number = len(self._sources) if len(self._sources) < _MAX_SOURCES else None
+        request["number"] = number
+        body = json.dumps(request).encode()
+        return _LENGTH.pack(len(body)) + body
+
+    def sent(self, source: str) -> None:
+        """The process has been told of this template."""
+        if source not in self._sources and len(self._sources) < _MAX_SOURCES:
+            self._sources[source] = len(self._sources)
+
+    @property
+    def output(self) -> int:
+        """The descriptor that replies come from."""
+        return self._output.fileno()
+
+    def ask(self, frame: bytes, limit_s: float) -> dict[str, Any]:
         """Sends one request; a process that is too slow or dies over it costs the request InvalidRequest."""
-        body = json.dumps({**request, "limit_s": limit_s + 1}).encode()
         deadline = time.monotonic() + limit_s
-        frame = _LENGTH.pack(len(body)) + body
-        if len(frame) < _PIPE_BYTES:  # fits into the empty pipe: the write cannot block
-            self._write(frame)
+        if len(frame) < PIPE_BYTES:
+            self.write(frame)
         else:
-            threading.Thread(target=self._write, args=(frame,)).start()
+            threading.Thread(target=self.write, args=(frame,)).start()
         try:
             size = _LENGTH.unpack(self._read(_LENGTH.size, deadline))[0]
             reply: dict[str, Any] = json.loads(self._read(size, deadline))
@@ -135,7 +200,8 @@ class _Worker:
             raise
         return reply
 
-    def _write(self, frame: bytes) -> None:
+    def write(self, frame: bytes) -> None:
+        """Sends a request without waiting for its reply."""
         with contextlib.suppress(OSError):
             self._input.write(frame)
             self._input.flush()
@@ -153,6 +219,7 @@ class _Worker:
         return bytes(found)
 
     def close(self) -> None:
+        """Ends the process."""
         self._end()
 
 

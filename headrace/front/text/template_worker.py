@@ -27,6 +27,7 @@ import jinja2.sandbox
 BREAK = "\ufdd0"
 MAX_REPEAT = 1_000_000
 _LENGTH = struct.Struct("<I")
+_SOURCES: dict[int, str] = {}
 
 
 class Refused(Exception):
@@ -105,7 +106,7 @@ def compiled(source: str) -> tuple[jinja2.Template, list[str]]:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Compiles, and renders if there are variables to render with."""
     try:
-        template, names = compiled(request["source"])
+        template, names = compiled(_source(request))
         if request["variables"] is None:
             return {"names": names}
         return {"text": _render(template, request["variables"], request["max_chars"])}
@@ -117,6 +118,17 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": "the template recurses too deeply"}
     except Exception as error:  # whatever else a template can raise is the template's failure
         return {"error": f"{type(error).__name__}: {error}"[:1000]}
+
+
+def _source(request: dict[str, Any]) -> str:
+    """The template of a request; one that was numbered is known from then on."""
+    number = request["number"]
+    source: str | None = request.get("source")
+    if source is None:
+        return _SOURCES[number]
+    if number is not None:
+        _SOURCES[number] = source
+    return source
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:

@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.front.text.parsing.families import TOOL_FAMILIES, tool_family
+from headrace.front.text.parsing.families import (
+    REASONING_FAMILIES,
+    TOOL_FAMILIES,
+    reasoning_family,
+    tool_family,
+)
 from headrace.front.text.parsing.parts import CallArguments, CallEnd, Content
 from headrace.front.text.parsing.writing import write_calls
 from tests.front.text.parsing.golden import GOLDEN, SCHEMAS, Golden, meaning, parse, parser_of
@@ -20,6 +25,7 @@ from tests.front.text.parsing.golden import GOLDEN, SCHEMAS, Golden, meaning, pa
 EXAMPLES = settings(max_examples=150, deadline=None)
 SOME = settings(max_examples=40, deadline=None)  # where each family has its own
 FAMILIES = [family.name for family in TOOL_FAMILIES]
+THOUGHTS = [family.name for family in REASONING_FAMILIES]
 WORDS = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>", "<function=f>"),
     *("</function>", "<parameter=s>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>"),
@@ -217,11 +223,11 @@ ADVERSARIAL: list[Callable[[int], str]] = [
 ]  # fmt: skip
 
 
-def _seconds(family: str, text: str, size: int) -> float:
+def _seconds(family: str, text: str, size: int, think: str) -> float:
     pieces = cut(text, [size])
 
     def once() -> float:
-        parser = parser_of(family)
+        parser = parser_of(family, think)
         begin = time.process_time()
         for piece in pieces:
             parser.push(piece)
@@ -242,12 +248,25 @@ def _mangled(family: str) -> list[Callable[[int], str]]:
     return [*made, lambda n: call[:-1] * (n // len(call)), lambda n: whole * (n // len(whole))]
 
 
-def _assert_linear(family: str, makes: list[Callable[[int], str]], length: int, size: int) -> None:
+def _thought(family: str) -> list[Callable[[int], str]]:
+    """What a family's reasoning becomes when a piece of it is written for ever."""
+    row = reasoning_family(family)
+    assert row is not None
+    tags = row.tags
+    pieces = [tags.open, tags.close, tags.open[:-1], tags.close[:-1], tags.open[0], "\n", *tags.frame]
+    pieces += [tags.open + "x" + tags.close, tags.close + "\n" + tags.open]
+    begun = [lambda n, end=end: tags.open + end * (n // len(end)) for end in pieces]
+    return [*begun, *(lambda n, end=end: end * (n // len(end)) for end in pieces)]
+
+
+def _assert_linear(
+    family: str, makes: list[Callable[[int], str]], length: int, size: int, think: str = "qwen3"
+) -> None:
     """T12: t(2n) / t(n) <= 2.3; what is too short to be measured gets 4 ms."""
     for make in makes:
         ratio_holds = False
         for _ in range(4):  # a shared machine: the best of a few tries
-            once, twice = (_seconds(family, make(n), size) for n in (length // 2, length))
+            once, twice = (_seconds(family, make(n), size, think) for n in (length // 2, length))
             ratio_holds = ratio_holds or twice <= 2.3 * once + 0.004
             if ratio_holds:
                 break
@@ -264,6 +283,29 @@ def test_time_is_linear_in_any_text(family: str, size: int) -> None:
 def test_time_is_linear_in_a_mangled_call(family: str) -> None:
     _assert_linear(family, _mangled(family), 1 << 16, 1 << 20)
     _assert_linear(family, _mangled(family), 1 << 13, 7)
+
+
+@pytest.mark.parametrize("think", THOUGHTS)
+def test_time_is_linear_in_mangled_reasoning(think: str) -> None:
+    tools = "gpt_oss" if think == "gpt_oss" else "none"
+    _assert_linear(tools, _thought(think), 1 << 16, 1 << 20, think)
+    _assert_linear(tools, _thought(think), 1 << 13, 7, think)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("think", THOUGHTS)
+def test_time_is_linear_in_mangled_reasoning_of_1_mb(think: str) -> None:
+    tools = "gpt_oss" if think == "gpt_oss" else "none"
+    for size in (1 << 20, 7):
+        _assert_linear(tools, _thought(think), 1 << 20, size, think)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_time_is_linear_in_any_text_of_1_mb_for_every_format(family: str) -> None:
+    _assert_linear(family, ADVERSARIAL, 1 << 20, 1 << 20)
 
 
 @pytest.mark.slow

@@ -1,0 +1,87 @@
+"""Renders without a thread (P11): the same answers as the pool's, and one that is slow or deadly is alone with it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.base.errors import InvalidRequest
+from headrace.front.text.template_loop import LoopRenderer
+from headrace.front.text.template_pool import TemplateLimits, TemplatePool
+
+LIMITS = TemplateLimits(seconds=1.0, max_chars=100_000, memory_bytes=512 << 20)
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def pool() -> Iterator[TemplatePool]:
+    made = TemplatePool(LIMITS, size=2)
+    assert made.render("warm", {}) == "warm"
+    yield made
+    made.close()
+
+
+def idle(pool: TemplatePool) -> int:
+    return pool._slots.qsize()
+
+
+async def test_many_at_once_are_each_answered_with_their_own(pool: TemplatePool) -> None:
+    short = LoopRenderer(pool)
+    asked = [short.render("{{ i }}" + "x" * (i % 7), {"i": i}) for i in range(300)]
+    assert await asyncio.gather(*asked) == [f"{i}" + "x" * (i % 7) for i in range(300)]
+    assert idle(pool) == 2
+
+
+async def test_an_answer_longer_than_the_pipe_comes_whole(pool: TemplatePool) -> None:
+    text = await LoopRenderer(pool).render("{{ 'é' * 90000 }}", {})
+    assert text == "é" * 90_000
+
+
+async def test_a_template_that_raises_fails_its_own_request(pool: TemplatePool) -> None:
+    short = LoopRenderer(pool)
+    found = await asyncio.gather(
+        *(short.render(s, {}) for s in ("a", "{{ raise_exception('no') }}", "b")),
+        return_exceptions=True,
+    )
+    assert found[0] == "a" and found[2] == "b"
+    assert isinstance(found[1], InvalidRequest) and "no" in found[1].message
+
+
+async def test_nobody_waits_behind_an_endless_one(pool: TemplatePool) -> None:
+    short = LoopRenderer(pool)
+    slow = asyncio.ensure_future(short.render(ENDLESS, {}))
+    await asyncio.sleep(0)
+    behind = [short.render("{{ i }}", {"i": i}) for i in range(10)]
+    began = time.monotonic()
+    assert await asyncio.gather(*behind) == [str(i) for i in range(10)]
+    assert time.monotonic() - began < LIMITS.seconds and not slow.done()
+    with pytest.raises(InvalidRequest, match="longer than 1 s"):
+        await slow
+    assert await short.render("again", {}) == "again" and idle(pool) == 2
+
+
+async def test_a_process_that_dies_costs_only_the_request_it_was_at(pool: TemplatePool) -> None:
+    short = LoopRenderer(pool)
+    slow = asyncio.ensure_future(short.render(ENDLESS, {}))
+    other = asyncio.ensure_future(short.render("b", {}))
+    await asyncio.sleep(0)
+    assert short._worker is not None
+    short._worker._process.kill()
+    with pytest.raises(InvalidRequest, match="ended the process"):
+        await slow
+    assert await other == "b" and idle(pool) == 2
+
+
+async def test_a_request_that_is_given_up_leaves_the_order_of_the_others(
+    pool: TemplatePool,
+) -> None:
+    short = LoopRenderer(pool)
+    tasks = [asyncio.ensure_future(short.render("{{ i }}", {"i": i})) for i in range(6)]
+    await asyncio.sleep(0)
+    tasks[2].cancel()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [found[i] for i in (0, 1, 3, 4, 5)] == ["0", "1", "3", "4", "5"]
+    assert isinstance(found[2], asyncio.CancelledError)
