@@ -36,7 +36,13 @@ STREAMED = {**CHAT, "stream": True, "ignore_eos": True}
 ADDED_MS, TOKENS_S, REQUESTS_S = 3.0, 40_000, 1_500
 STREAMS = 64
 TOKENS = 1024
-HEADER = ("what", "measured", "by the wall clock", "per second of the API's processor time", "wanted")
+HEADER = (
+    "what",
+    "measured",
+    "by the wall clock",
+    "per second of the API's processor time",
+    "wanted",
+)
 Row = tuple[str, str, str, str, str]
 
 

@@ -66,6 +66,39 @@ def test_each_line_gets_the_answer_of_its_route(client: openai.OpenAI, write_lin
     assert batch.id in [item.id for item in client.batches.list(limit=5).data]
 
 
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/responses": ({"input": "What is 3 plus 2?", "temperature": 0}, "output"),
+    "/v1/messages": (
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+        "content",
+    ),
+    "/v1/completions": ({"prompt": "Once", "max_tokens": 4}, "choices"),
+    "/v1/embeddings": ({"input": "Once"}, "data"),
+    "/v1/score": ({"text_1": "Once", "text_2": "Twice"}, "data"),
+    "/v1/rerank": ({"query": "Once", "documents": ["a", "b"]}, "results"),
+}
+
+
+@pytest.mark.parametrize("endpoint", OTHERS)
+def test_every_route_that_answers_whole_can_stand_in_a_batch(
+    client: openai.OpenAI, write_lines: Write, endpoint: str
+) -> None:
+    body, field = OTHERS[endpoint]
+    line = {"method": "POST", "url": endpoint}
+    lines = [
+        {**line, "custom_id": "good", "body": body},
+        {**line, "custom_id": "bad", "body": {**body, "background": True}},
+        {**line, "custom_id": "none", "body": {"model": "no-such-model", **body}},
+    ]
+    batch = finished(client, start(client, write_lines(lines), endpoint).id)
+    good, bad = answers(client, batch.output_file_id), answers(client, batch.error_file_id)
+    assert good.keys() == {"good"} and bad.keys() == {"bad", "none"}
+    assert good["good"]["body"][field]
+    assert bad["bad"]["body"]["error"]["type"] == "invalid_request_error"
+    assert bad["none"]["status_code"] == 404
+    assert (bad["none"]["body"].get("type") == "error") == (endpoint == "/v1/messages")
+
+
 def test_a_file_with_mistakes_fails_with_their_lines(
     client: openai.OpenAI, write_lines: Write
 ) -> None:

@@ -24,6 +24,43 @@ const checks = {
     const folded = await gpt.chat.completions.stream(asked).finalChatCompletion();
     assert.equal(folded.choices[0].message.content, whole.choices[0].message.content);
   },
+  async completions() {
+    const asked = { model, temperature: 0, max_tokens: 20, prompt: "Once upon" };
+    const whole = await gpt.completions.create(asked);
+    let text = "";
+    for await (const chunk of await gpt.completions.create({ ...asked, stream: true })) text += chunk.choices[0].text;
+    assert.equal(text, whole.choices[0].text);
+  },
+  async embeddings() {
+    const coded = await gpt.embeddings.create({ model, input: ["one", "two"] });
+    const plain = await gpt.embeddings.create({ model, input: ["one", "two"], encoding_format: "float" });
+    coded.data.forEach((row, i) => row.embedding.forEach((x, k) => assert.ok(Math.abs(x - plain.data[i].embedding[k]) < 1e-5)));
+  },
+  async models() {
+    assert.deepEqual((await gpt.models.list()).data.map((one) => one.id), [model]);
+    assert.equal((await gpt.models.retrieve(model)).id, model);
+    await assert.rejects(gpt.models.retrieve("other"), OpenAI.NotFoundError);
+    assert.equal((await claude.models.retrieve(model)).id, model);
+  },
+  async filesAndBatches() {
+    const line = { custom_id: "a", method: "POST", url: "/v1/completions", body: { prompt: "Once", max_tokens: 2 } };
+    const text = JSON.stringify(line) + "\n";
+    const given = await gpt.files.create({ file: await OpenAI.toFile(Buffer.from(text), "in.jsonl"), purpose: "batch" });
+    assert.equal(await (await gpt.files.content(given.id)).text(), text);
+    assert.equal((await gpt.files.retrieve(given.id)).bytes, text.length);
+    assert.ok((await gpt.files.list()).data.some((one) => one.id === given.id));
+    const asked = { input_file_id: given.id, endpoint: "/v1/completions", completion_window: "24h" };
+    let batch = await gpt.batches.create(asked);
+    assert.ok((await gpt.batches.list()).data.some((one) => one.id === batch.id));
+    for (let i = 0; i < 600 && batch.status !== "completed"; i++) {
+      await new Promise((resolve) => setTimeout(resolve, 100));
+      batch = await gpt.batches.retrieve(batch.id);
+    }
+    const answer = JSON.parse(await (await gpt.files.content(batch.output_file_id)).text());
+    assert.equal(answer.response.body.object, "text_completion");
+    await assert.rejects(gpt.batches.cancel(batch.id), OpenAI.APIError);
+    assert.equal((await gpt.files.delete(given.id)).deleted, true);
+  },
   async messages() {
     const asked = { model, max_tokens: 2000, temperature: 0, messages: [{ role: "user", content: "What is 17 + 25?" }], thinking: { type: "enabled", budget_tokens: 1024 } };
     const whole = await claude.messages.create(asked);
@@ -56,6 +93,15 @@ const checks = {
     assert.equal(folded.output_text, whole.output_text);
     assert.deepEqual([kinds[0], kinds.at(-1)], ["response.created", "response.completed"]);
     assert.equal((await gpt.responses.retrieve(whole.id)).output_text, whole.output_text);
+    const items = await gpt.responses.inputItems.list(whole.id);
+    assert.equal(items.data[0].content[0].text, asked.input);
+    assert.ok((await gpt.responses.inputTokens.count({ model, input: asked.input })).input_tokens > 5);
+    const background = await gpt.responses.create({ ...asked, background: true });
+    const seen = [];
+    for await (const event of await gpt.responses.retrieve(background.id, { stream: true })) seen.push(event.type);
+    assert.equal(seen.at(-1), "response.completed");
+    assert.equal((await gpt.responses.cancel(background.id)).id, background.id);
+    assert.equal((await gpt.responses.compact({ model, input: asked.input })).object, "response.compaction");
     await gpt.responses.delete(whole.id);
     await assert.rejects(gpt.responses.retrieve(whole.id), OpenAI.NotFoundError);
   },
@@ -75,6 +121,8 @@ const checks = {
     await assert.rejects(stranger.models.list(), Anthropic.AuthenticationError);
     await assert.rejects(gpt.responses.create({ model: "other", input: "x" }), OpenAI.NotFoundError);
     await assert.rejects(gpt.responses.create({ model, input: "x", temperature: 9 }), OpenAI.BadRequestError);
+    await assert.rejects(gpt.moderations.create({ input: "x" }), OpenAI.NotFoundError);
+    await assert.rejects(claude.messages.batches.list(), Anthropic.NotFoundError);
   },
   async leaving() {
     const asked = { model, max_tokens: 4000, messages: [{ role: "user", content: "Tell me a story." }] };

@@ -42,6 +42,7 @@ def test_the_clients_of_node_are_served(folder: Path, bundled: Served) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == [
-        *("ok chat", "ok messages", "ok messagesAgent", "ok responses", "ok responsesAgent"),
+        *("ok chat", "ok completions", "ok embeddings", "ok models", "ok filesAndBatches"),
+        *("ok messages", "ok messagesAgent", "ok responses", "ok responsesAgent"),
         *("ok errors", "ok leaving"),
     ]

@@ -74,6 +74,51 @@ def test_it_renders_what_the_server_with_the_model_renders(
     assert answer.status_code == 200 and answer.json()["object"] == "chat.completion"
 
 
+QUESTION = "What is 17 + 25?"
+DIALECTS: dict[str, dict[str, Any]] = {
+    "/v1/messages": {
+        "max_tokens": 20,
+        "system": "Be brief.",
+        "messages": [{"role": "user", "content": QUESTION}],
+    },
+    "/v1/responses": {
+        "max_output_tokens": 20,
+        "instructions": "Be brief.",
+        "input": [{"role": "user", "content": QUESTION}],
+    },
+}
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_the_other_dialects_render_to_the_same_prompt(
+    renderer: Renderer, bundled: Served, path: str
+) -> None:
+    """The same conversation has the same ids, here and on the server with the model, which counts as many."""
+    body = DIALECTS[path]
+    made = httpx.post(renderer.url + path + "/render", json=body).json()
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+    chat = {"messages": messages, "max_tokens": 20}
+    wanted = httpx.post(renderer.url + "/v1/chat/completions/render", json=chat).json()
+    assert made["token_ids"] == wanted["token_ids"]
+    assert made["sampling_params"]["max_tokens"] == 20
+    generated = post(bundled, "/inference/v1/generate", made)
+    assert generated["usage"]["prompt_tokens"] == len(made["token_ids"])
+    counting = {"/v1/messages": "count_tokens", "/v1/responses": "input_tokens"}[path]
+    counted = httpx.post(f"{bundled.url}{path}/{counting}", json=body).json()
+    assert counted["input_tokens"] == len(made["token_ids"])
+
+
+def test_what_is_wrong_with_another_dialect_is_told_in_its_words(renderer: Renderer) -> None:
+    body = {**DIALECTS["/v1/responses"], "previous_response_id": "resp_x"}
+    answer = httpx.post(renderer.url + "/v1/responses/render", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "previous_response_id"
+    body = {**DIALECTS["/v1/messages"], "messages": [{"role": "user", "content": 3}]}
+    answer = httpx.post(renderer.url + "/v1/messages/render", json=body)
+    assert answer.status_code == 400 and answer.json()["type"] == "error"
+    assert "messages[0]" in answer.json()["error"]["message"]
+
+
 def test_what_needs_a_model_is_answered_with_501(renderer: Renderer) -> None:
     messages = [{"role": "user", "content": "hi"}]
     for path, body in (

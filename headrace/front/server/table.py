@@ -47,7 +47,7 @@ from headrace.front.server.responses import compact
 from headrace.front.server.responses import routes as responses
 from headrace.front.server.responses.schema import InputRequest, ResponsesRequest
 from headrace.front.server.sse import until_gone
-from headrace.front.server.tokens import generate, render
+from headrace.front.server.tokens import dialects, generate, render
 from headrace.front.server.tokens.schema import DerenderRequest, GenerateRequest
 from headrace.front.server.webui import routes as webui
 from headrace.front.server.webui.pages import PAGES
@@ -114,6 +114,8 @@ def _tokens() -> list[ApiRoute]:
         _posts("/inference/v1/generate", generate.post_generate, GenerateRequest, queued=True),
         _posts("/v1/chat/completions/render", render.post_render_chat, ChatRequest),
         _posts("/v1/chat/completions/derender", render.post_derender_chat, DerenderRequest),
+        _posts("/v1/messages/render", dialects.post_render_messages, MessagesRequest),
+        _posts("/v1/responses/render", dialects.post_render_responses, ResponsesRequest),
         _posts("/v1/completions/render", render.post_render_completion, CompletionRequest),
         _posts("/v1/completions/derender", render.post_derender_completion, DerenderRequest),
         _route("/tokenizer_info", tokenize.get_tokenizer_info),

@@ -105,8 +105,7 @@ class LoopRenderer:
         assert self._loop is not None
         self._late = True
         limit_s = self._pool.limits.seconds
-        first, *others = self._sent
-        for sent in others:
+        for sent in list(self._sent)[1:]:
             if not sent.answer.done():
                 sent.answer.set_result(None)
         message = f"messages: the chat template takes longer than {limit_s:g} s"

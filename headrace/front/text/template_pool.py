@@ -151,9 +151,7 @@ class Worker:
         """Whether the process runs."""
         return self._process.poll() is None
 
-    def frame(
-        self, source: str, variables: dict[str, Any] | None, limits: TemplateLimits
-    ) -> bytes:
+    def frame(self, source: str, variables: dict[str, Any] | None, limits: TemplateLimits) -> bytes:
         """One request: length and JSON. A template goes along until one was `sent`. Without variables it asks for the
         names of those there are."""
         request: dict[str, Any] = {

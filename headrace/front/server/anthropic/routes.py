@@ -30,8 +30,8 @@ async def post_messages(exchange: Exchange, document: Any) -> Response:
     """POST /v1/messages."""
     request = parse_messages(document)
     services = exchange.services
-    translated = _translated(exchange, request)
-    chat = translated.typed()
+    asked = translated(exchange, request)
+    chat = asked.typed()
     thinking = request.thinking
     show = thinking is None or thinking.display != "omitted"
     seal = services.sealer.sign if show else services.sealer.seal
@@ -44,9 +44,9 @@ async def post_messages(exchange: Exchange, document: Any) -> Response:
         managed=request.context_management is not None,
     )
     try:
-        events = await begin_translated(exchange, translated, chat, label=reply.id)
+        events = await begin_translated(exchange, asked, chat, label=reply.id)
     except InvalidRequest as error:
-        raise _about_roles(error, translated) from None
+        raise _about_roles(error, asked) from None
     if request.stream:
         return await streamed(exchange, stream.to_chunks(events, reply), shape=SHAPE)
     return json_response(await stream.to_message(events, reply))
@@ -56,17 +56,18 @@ async def post_count_tokens(exchange: Exchange, document: Any) -> Response:
     """POST /v1/messages/count_tokens: the prompt's length; the engine is not asked."""
     request = parse_prompt(document)
     exchange.services.model_name(request.model)
-    translated = _translated(exchange, request)
-    chat = translated.typed()
+    asked = translated(exchange, request)
+    chat = asked.typed()
     try:
-        with as_sent(translated):
+        with as_sent(asked):
             ids = await render(exchange, chat)
     except InvalidRequest as error:
-        raise _about_roles(error, translated) from None
+        raise _about_roles(error, asked) from None
     return json_response({"input_tokens": len(ids)})
 
 
-def _translated(exchange: Exchange, request: CountTokensRequest) -> Translated:
+def translated(exchange: Exchange, request: CountTokensRequest) -> Translated:
+    """The request as the house's conversation."""
     services = exchange.services
 
     def unseal(sealed: str) -> str | None:
@@ -75,12 +76,12 @@ def _translated(exchange: Exchange, request: CountTokensRequest) -> Translated:
     return to_request(request, unseal=unseal, max_model_len=services.text.max_model_len)
 
 
-def _about_roles(error: InvalidRequest, translated: Translated) -> InvalidRequest:
+def _about_roles(error: InvalidRequest, asked: Translated) -> InvalidRequest:
     """A template that refuses a system message inside the conversation is reported in the words that clients know:
     they fold the message into the user's turn and ask again."""
     inside = [
         place
-        for place, message in zip(translated.places, translated.document["messages"], strict=True)
+        for place, message in zip(asked.places, asked.document["messages"], strict=True)
         if message["role"] == "system" and place != "system"
     ]
     if not inside or "chat template" not in error.message:

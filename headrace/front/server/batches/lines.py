@@ -19,22 +19,31 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from headrace.base.errors import EngineError, HeadraceError, InvalidRequest, OverloadError
+from headrace.front.server.anthropic import routes as messages
+from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.batches.batch import LineError
 from headrace.front.server.exchange import Exchange, Services
-from headrace.front.server.failures import failure_of
+from headrace.front.server.failures import OPENAI, failure_of
 from headrace.front.server.ids import request_id
 from headrace.front.server.json_body import parse_json
 from headrace.front.server.openai import routes
 from headrace.front.server.openai.schema import parse
 from headrace.front.server.pooling import routes as pooling
+from headrace.front.server.pooling import scoring
+from headrace.front.server.responses import routes as responses
 
 Lines = Iterator[tuple[int, bytes]]
 Handler = Callable[[Exchange, Any], Awaitable[Response]]
 HANDLERS: Mapping[str, Handler] = {
     "/v1/chat/completions": routes.post_chat,
     "/v1/completions": routes.post_completions,
+    "/v1/responses": responses.post_responses,
+    "/v1/messages": messages.post_messages,
     "/v1/embeddings": pooling.post_embeddings,
+    "/v1/score": scoring.post_score,
+    "/v1/rerank": scoring.post_rerank,
 }
+_SHAPES = {"/v1/messages": ANTHROPIC}
 MAX_LINES = 50_000
 MAX_ENGINE_TRIES = 3
 RETRY_S = 0.5
@@ -119,8 +128,9 @@ async def answer(services: Services, tenant: str, line: Line) -> Answered:
         exchange = Exchange(services=services, request_id=request_id(), tenant=tenant)
         try:
             with contextlib.closing(exchange.held):
-                if body.get("stream"):
-                    raise InvalidRequest("stream: a batch has no streams", field="stream")
+                for field in ("stream", "background"):
+                    if body.get(field):
+                        raise InvalidRequest(f"{field}: not in a batch", field=field)
                 response = await HANDLERS[line.url](exchange, body)
             return _answered(line, exchange, response.status_code, bytes(response.body))
         except OverloadError as error:
@@ -138,7 +148,8 @@ async def answer(services: Services, tenant: str, line: Line) -> Answered:
 
 def _failed(line: Line, exchange: Exchange, error: Exception) -> Answered:
     failure = failure_of(error, request_id=exchange.request_id)
-    return _answered(line, exchange, failure.status, failure.body())
+    body = _SHAPES.get(line.url, OPENAI).body(failure, exchange.request_id)
+    return _answered(line, exchange, failure.status, body)
 
 
 def _answered(line: Line, exchange: Exchange, status: int, body: bytes) -> Answered:

@@ -253,7 +253,15 @@ def _thought(family: str) -> list[Callable[[int], str]]:
     row = reasoning_family(family)
     assert row is not None
     tags = row.tags
-    pieces = [tags.open, tags.close, tags.open[:-1], tags.close[:-1], tags.open[0], "\n", *tags.frame]
+    pieces = [
+        tags.open,
+        tags.close,
+        tags.open[:-1],
+        tags.close[:-1],
+        tags.open[0],
+        "\n",
+        *tags.frame,
+    ]
     pieces += [tags.open + "x" + tags.close, tags.close + "\n" + tags.open]
     begun = [lambda n, end=end: tags.open + end * (n // len(end)) for end in pieces]
     return [*begun, *(lambda n, end=end: end * (n // len(end)) for end in pieces)]
