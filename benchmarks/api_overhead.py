@@ -2,11 +2,12 @@
 
     python -m benchmarks.api_overhead [--write]
 
-One API process over the null executor, whose step takes no time of its own; so all that is seen is the way through HTTP,
-template, tokenizer, socket, scheduler, detokenizer and back. The clients, another process, only count. Where a machine
-has fewer cores than there are processes the wall clock measures the machine: tokens and requests are therefore also told
-per second of the API process's own processor time, which is what one core can do. `tokens a chunk` is 1 where nothing
-was merged; the paced row offers tokens at the wanted rate, so that falling behind would show there.
+One API process over the null executor, whose step takes no time of its own; so all that is seen is the way through
+HTTP, template, tokenizer, socket, scheduler, detokenizer and back. The clients, another process, only count. Where a
+machine has fewer cores than there are processes the wall clock measures the machine: tokens and requests are
+therefore also told per second of the API process's own processor time, which is what one core can do. `tokens a
+chunk` is 1 where nothing was merged; the paced row offers tokens at the wanted rate, so that falling behind would
+show there.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
+import msgspec
+
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.front.text.chat_messages import protect_tree, template_messages, text_size
 from headrace.front.text.guard import MARK, unguard
@@ -42,9 +44,8 @@ _RESERVED = frozenset(
     ]
 )
 MAX_TOOLS = 1024
-SHORT_CHARS = 8192
-"""So much text is rendered and encoded without a thread."""
-_SHORT_PARTS = 512
+SHORT_BYTES = 8192
+"""So much is rendered and encoded without a thread."""
 
 
 class RenderOptions(TypedDict, total=False):
@@ -88,12 +89,12 @@ class ChatTemplate:
         self, messages: Sequence[dict[str, Any]], **options: Unpack[RenderOptions]
     ) -> list[int]:
         """`render`, in a thread where there is much text, so that other requests go on meanwhile."""
-        if self._names is None or not _is_short([messages, options]):
+        if self._names is None or len(msgspec.json.encode([messages, options])) > SHORT_BYTES:
             return await asyncio.to_thread(self.render, messages, **options)
         source, variables = self._prepared(messages, options)
         rendered = await self._short.render(source, variables)
         rendered = _cut(rendered) if options.get("continue_final_message") else rendered
-        if len(rendered) > SHORT_CHARS:
+        if len(rendered) > SHORT_BYTES:
             return await asyncio.to_thread(self._encoded, rendered)
         return self._encoded(rendered)
 
@@ -109,6 +110,7 @@ class ChatTemplate:
 
     def close(self) -> None:
         """Ends the processes."""
+        self._short.close()
         self._pool.close()
 
     def _encoded(self, rendered: str) -> list[int]:
@@ -214,27 +216,6 @@ def _check_tool(tool: dict[str, Any], field: str) -> None:
         raise InvalidRequest(
             f"{field}.function.name: a text is needed", field=f"{field}.function.name"
         )
-
-
-def _is_short(given: Any) -> bool:
-    """Whether a tree of values is little work; looks at no more than so much of it."""
-    left, parts, stack = SHORT_CHARS, _SHORT_PARTS, [given]
-    while stack:
-        one = stack.pop()
-        parts -= 1
-        if isinstance(one, str):
-            left -= len(one)
-        elif isinstance(one, Mapping):
-            parts -= len(one)
-            if parts > 0:
-                stack += one.values()
-        elif isinstance(one, list | tuple):
-            parts -= len(one)
-            if parts > 0:
-                stack += one
-        if left < 0 or parts <= 0:
-            return False
-    return True
 
 
 def _cut(rendered: str) -> str:

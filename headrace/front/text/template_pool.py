@@ -43,7 +43,7 @@ class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
 class TemplatePool:
     """At most `size` processes, started when they are first needed. Safe to use from several threads."""
 
-    def __init__(self, limits: TemplateLimits, *, size: int = 2) -> None:
+    def __init__(self, limits: TemplateLimits, *, size: int = 3) -> None:
         self.limits = limits
         self._slots: queue.LifoQueue[Worker | None] = queue.LifoQueue()
         for _ in range(size):
@@ -96,9 +96,7 @@ class TemplatePool:
         try:
             if worker is None or not worker.alive:
                 worker = Worker(limits.memory_bytes)
-            frame = worker.frame(source, variables, limits)
-            worker.sent(source)
-            return worker.ask(frame, limits.seconds)
+            return worker.ask(source, worker.frame(source, variables, limits), limits.seconds)
         except BaseException:
             if worker is not None:
                 worker.close()
@@ -152,7 +150,7 @@ class Worker:
         return self._process.poll() is None
 
     def frame(self, source: str, variables: dict[str, Any] | None, limits: TemplateLimits) -> bytes:
-        """One request: length and JSON. A template goes along until one was `sent`. Without variables it asks for the
+        """One request: length and JSON. A template goes along until it was sent once. Without variables it asks for the
         names of those there are."""
         request: dict[str, Any] = {
             "variables": variables,
@@ -167,23 +165,18 @@ class Worker:
         body = json.dumps(request).encode()
         return _LENGTH.pack(len(body)) + body
 
-    def sent(self, source: str) -> None:
-        """The process has been told of this template."""
-        if source not in self._sources and len(self._sources) < _MAX_SOURCES:
-            self._sources[source] = len(self._sources)
-
     @property
     def output(self) -> int:
         """The descriptor that replies come from."""
         return self._output.fileno()
 
-    def ask(self, frame: bytes, limit_s: float) -> dict[str, Any]:
+    def ask(self, source: str, frame: bytes, limit_s: float) -> dict[str, Any]:
         """Sends one request; a process that is too slow or dies over it costs the request InvalidRequest."""
         deadline = time.monotonic() + limit_s
         if len(frame) < PIPE_BYTES:
-            self.write(frame)
+            self.write(frame, source)
         else:
-            threading.Thread(target=self.write, args=(frame,)).start()
+            threading.Thread(target=self.write, args=(frame, source)).start()
         try:
             size = _LENGTH.unpack(self._read(_LENGTH.size, deadline))[0]
             reply: dict[str, Any] = json.loads(self._read(size, deadline))
@@ -198,8 +191,10 @@ class Worker:
             raise
         return reply
 
-    def write(self, frame: bytes) -> None:
-        """Sends a request without waiting for its reply."""
+    def write(self, frame: bytes, source: str) -> None:
+        """Sends a request without waiting for its reply; the process knows its template from then on."""
+        if source not in self._sources and len(self._sources) < _MAX_SOURCES:
+            self._sources[source] = len(self._sources)
         with contextlib.suppress(OSError):
             self._input.write(frame)
             self._input.flush()
