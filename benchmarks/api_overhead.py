@@ -137,6 +137,8 @@ async def one_stream(url: str, repeats: int) -> Row:
 async def one_paced(url: str, step_s: float) -> Row:
     """What a stream adds to its tokens: the time between them less that of a step."""
     client = await connected(url, {**STREAMED, "max_tokens": 256})
+    await client.ask()
+    client.arrived.clear()
     began = time.perf_counter()
     await client.ask()
     first = (client.arrived[1] - began) * 1000

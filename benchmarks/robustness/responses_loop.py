@@ -1,6 +1,6 @@
 """Time to the first event of each turn of a growing conversation over Responses: HTTP against WebSocket (API-13).
 
-    python benchmarks/robustness/responses_loop.py --turns 40
+    python benchmarks/robustness/responses_loop.py --turns 40 [--write]
 
 HTTP as coding agents use it sends the whole history with each turn (store: false); with stored state it sends what is
 new and the id of the turn before, as the WebSocket does, whose connection remembers by itself. The null executor
@@ -21,6 +21,8 @@ from typing import Any
 import httpx
 from serving import null_model, server
 from websockets.sync.client import ClientConnection, connect
+
+from headrace.bench.report import versions
 
 NEW = "word " * 60
 ANSWER = {"max_output_tokens": 8, "ignore_eos": True, "temperature": 0}
@@ -77,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
@@ -94,6 +97,9 @@ def main() -> None:
     table = {way: round(statistics.median(spent) * 1000, 2) for way, spent in found.items()}
     told = {"turns": given.turns, "rounds": given.rounds, "first_event_p50_ms": table}
     print(json.dumps(told, indent=2))
+    if given.write:
+        path = Path(__file__).with_suffix(".json")
+        path.write_text(json.dumps({**told, "versions": versions()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

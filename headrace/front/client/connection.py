@@ -45,6 +45,7 @@ class Connection:
         self._calls: dict[int, asyncio.Future[object]] = {}
         self._next_call = 0
         self._heard_s = 0.0
+        self._unsent = bytearray()
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.hello: Hello | None = None
@@ -55,6 +56,7 @@ class Connection:
 
     async def close(self) -> None:
         """Ends the connection for good."""
+        self._flush()
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -79,9 +81,18 @@ class Connection:
         if self.hello is None or self._frames is None or self._frames.transport is None:
             raise Unavailable("the engine is starting; try again soon", retry_after_s=1.0)
         transport = self._frames.transport
-        if transport.get_write_buffer_size() > self._limits.max_unsent_bytes:
+        waiting = transport.get_write_buffer_size() + len(self._unsent)
+        if waiting > self._limits.max_unsent_bytes:
             raise Unavailable("the engine does not take requests now", retry_after_s=1.0)
-        transport.write(self._codec.frame(message))
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent += self._codec.frame(message)
+
+    def _flush(self) -> None:
+        """Sends what one turn of the loop brought together: a write wakes the core, and costs more than a request."""
+        unsent, self._unsent = self._unsent, bytearray()
+        if unsent and self._frames is not None and self._frames.transport is not None:
+            self._frames.transport.write(unsent)
 
     async def call(self, operation: str, **arguments: object) -> object:
         """A control call; its result, or the error the core answered with."""
@@ -153,6 +164,7 @@ class Connection:
     def _lost(self) -> None:
         self.hello = None
         self._frames = None
+        self._unsent.clear()
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDead("the engine process ended", retry_after_s=1.0))

@@ -114,7 +114,8 @@ async def _read_body(request: Request, *, max_bytes: int, idle_s: float) -> byte
     stream = request.stream()
     while True:
         try:
-            chunk = await asyncio.wait_for(anext(stream, None), idle_s)
+            async with asyncio.timeout(idle_s):
+                chunk = await anext(stream, None)
         except TimeoutError:
             raise BodyTimeout(f"the body paused for more than {idle_s:g} s") from None
         if chunk is None:

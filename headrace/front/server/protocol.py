@@ -59,6 +59,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
+    _header_bytes = 0
     _in_head = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -88,6 +89,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A further request on a kept connection: its header block gets a clock of its own."""
         super().on_message_begin()
+        self._header_bytes = 0
         self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]
         if not self._in_head:
             self._start_head()
@@ -95,10 +97,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Counts complete headers (trailers of a chunked body too)."""
         super().on_header(name, value)
-        if (
-            len(self.headers) > MAX_HEADERS
-            or sum(len(n) + len(v) + 4 for n, v in self.headers) > MAX_HEAD_BYTES
-        ):
+        self._header_bytes += len(name) + len(value) + 4
+        if len(self.headers) > MAX_HEADERS or self._header_bytes > MAX_HEAD_BYTES:
             self.refuse(_head_too_large())
 
     def on_headers_complete(self) -> None:
