@@ -23,11 +23,12 @@ from headrace.back.models.families import (
 from headrace.base.config.gguf import GGUFFile, read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.hf import ConfigReader, read_json, refuse_quantization, refuse_remote_code
-from headrace.base.config.resolved import PoolingSpec
+from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import find_weight_files
 from headrace.launch.locate import LocatedModel
 from headrace.launch.pooling_facts import labels_of, read_pooling
+from headrace.launch.pooling_modules import read_modules
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_POSITIONS: Final = 1 << 24
@@ -72,6 +73,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     encodes: bool = False
     num_labels: int = 0
     pooling: PoolingSpec = PoolingSpec()
+    dense: tuple[DenseSpec, ...] = ()
+    unattended_expansion: bool = False
 
 
 def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFacts:
@@ -123,6 +126,7 @@ def describe(
     dtype = _dtype(reader, stored)
     encodes = chosen in ENCODERS
     labels = labels_of(reader) if named.head in ("sequence", "token") else ()
+    modules = read_modules(located.path)
     num_params = (
         stored.num_params
         if stored
@@ -154,7 +158,9 @@ def describe(
         bare=named.bare,
         encodes=encodes,
         num_labels=len(labels),
-        pooling=read_pooling(located.path, reader, head=named.head, labels=labels, encodes=encodes),
+        pooling=read_pooling(modules, reader, head=named.head, labels=labels, encodes=encodes),
+        dense=() if modules is None else modules.dense,
+        unattended_expansion=modules is not None and modules.unattended,
     )
 
 

@@ -1,28 +1,13 @@
-"""What a checkpoint says about pooling: sentence-transformers' `modules.json` and pooling folder, and the labels and
-problem type of a classifier's config.json."""
+"""What a checkpoint says about pooling: its modules (pooling_modules.py), and the labels and problem type of a
+classifier's config.json."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
-from headrace.base.config.hf import ConfigReader, read_json
+from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import PoolingSpec
-from headrace.base.errors import CheckpointError
+from headrace.launch.pooling_modules import Modules
 
 MAX_LABELS = 65_536
-_HOW = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-}
-_OTHER = (
-    "pooling_mode_max_tokens",
-    "pooling_mode_mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens",
-)
-_NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 
 
 def labels_of(config: ConfigReader) -> tuple[str, ...]:
@@ -39,7 +24,12 @@ def labels_of(config: ConfigReader) -> tuple[str, ...]:
 
 
 def read_pooling(
-    path: Path, config: ConfigReader, *, head: str, labels: tuple[str, ...], encodes: bool
+    modules: Modules | None,
+    config: ConfigReader,
+    *,
+    head: str,
+    labels: tuple[str, ...],
+    encodes: bool,
 ) -> PoolingSpec:
     """Decoders pool their last token and encoders their mean, unless the checkpoint says otherwise; classifiers by
     the token they were trained on."""
@@ -47,13 +37,11 @@ def read_pooling(
     if head == "sequence":
         how = config.choice("classifier_pooling", ("cls", "mean"), "cls") if encodes else "last"
         return PoolingSpec(how=how, head=head, labels=labels, activation=activation)
-    how, normalize = ("mean", True) if encodes else ("last", True)
-    modules = path / "modules.json"
-    if path.is_dir() and modules.is_file():
-        how, normalize = _sentence_transformers(path)
+    said = modules or Modules(how="mean" if encodes else "last", normalize=True)
     return PoolingSpec(
-        how=how,
-        normalize=normalize,
+        how=said.how,
+        normalize=said.normalize,
+        late=said.late,
         head=head,
         labels=labels,
         activation=activation,
@@ -79,58 +67,6 @@ def _activation(config: ConfigReader, head: str, labels: tuple[str, ...]) -> str
     if len(labels) == 1 or named == "multi_label_classification":
         return "sigmoid"
     return "none" if named == "regression" else "softmax"
-
-
-def _sentence_transformers(folder: Path) -> tuple[str, bool]:
-    """How the modules after the transformer pool, and whether they normalize; others are refused by name."""
-    where = f"{folder}/modules.json"
-    modules = _list(folder / "modules.json")
-    how, normalize = "mean", False
-    for module in modules:
-        kind = str(module.get("type", "")).rsplit(".", 1)[-1] if _is_map(module) else ""
-        if kind == "Pooling":
-            inner = folder / str(module.get("path", "")) / "config.json"
-            how = _pooling_mode(inner, folder)
-        elif kind == "Normalize":
-            normalize = True
-        elif kind != "Transformer":
-            raise CheckpointError(
-                f"{where}: module {kind or module!r} is not supported (known: Transformer, Pooling, Normalize)",
-                field="type",
-            )
-    return how, normalize
-
-
-def _pooling_mode(path: Path, folder: Path) -> str:
-    if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
-        raise CheckpointError(f"{folder}/modules.json: its pooling folder has no config.json")
-    given = read_json(path)
-    named = given.get("pooling_mode")
-    if isinstance(named, str):
-        if named in _NAMES:
-            return _NAMES[named]
-        raise CheckpointError(
-            f"{path}: pooling_mode {named!r} is not one of {', '.join(_NAMES)}",
-            field="pooling_mode",
-        )
-    on = [key for key in (*_HOW, *_OTHER) if given.get(key)]
-    if len(on) != 1 or on[0] not in _HOW:
-        raise CheckpointError(
-            f"{path}: pooling modes {', '.join(on) or 'none'}; exactly one of {', '.join(_HOW)} is supported",
-            field="pooling_mode",
-        )
-    return _HOW[on[0]]
-
-
-def _list(path: Path) -> list[Any]:
-
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    if not isinstance(found, list) or len(found) > 64:
-        raise CheckpointError(f"{path}: a list of at most 64 modules is expected")
-    return found
 
 
 def _is_map(value: object) -> bool:

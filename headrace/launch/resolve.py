@@ -107,6 +107,8 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
             head=model.head,
             bare=model.bare,
             num_labels=model.num_labels,
+            dense=model.dense,
+            dense_per_token=model.pooling.late is not None,
         ),
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
@@ -124,6 +126,9 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
 
 def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
     """The front's part, which needs no device."""
+    if model.unattended_expansion:
+        why = "expansion tokens that nothing attends to are not supported here"
+        choose.note("query expansion", "on", "off", why)
     return TextSpec(
         tokenizer_path=options.model.tokenizer or model.tokenizer_path,
         chat_template=model.chat_template,

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import openai
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -19,7 +20,8 @@ from tests.api.serving import Served, serving
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-WORDS = [*SPECIAL, "the", "mill", "wheel", "turns", "in", "a", "fox", "jumps", "over", "dog"]
+LATE = ["[MASK]", "[Q] ", "[D] ", "."]
+WORDS = [*SPECIAL, *LATE, "the", "mill", "wheel", "turns", "in", "a", "fox", "jumps", "over", "dog"]
 SIZES = {
     "vocab_size": len(WORDS),
     "hidden_size": 32,
@@ -41,7 +43,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
-    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_special_tokens([*SPECIAL, *LATE[:3]])
     tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer
 
@@ -72,18 +74,105 @@ def embedder(
 ) -> Iterator[tuple[Served, torch.nn.Module, Tokenizer]]:
     folder = tmp_path_factory.mktemp("embedder")
     oracle, tokenizer = write_bert(folder, "BertModel", matryoshka_dimensions=[8, 16])
-    modules = ["Transformer", "Pooling", "Normalize"]
-    listed = [
-        {"idx": i, "name": str(i), "path": f"{i}_{m}" if i else "", "type": f"st.models.{m}"}
-        for i, m in enumerate(modules)
-    ]
-    (folder / "modules.json").write_text(json.dumps(listed))
+    write_modules(folder, ["Transformer", "Pooling", "Normalize"])
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(
         json.dumps({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
     )
     with serving(None, str(folder), "--threads", "1") as served:
         yield served, oracle, tokenizer
+
+
+def write_modules(folder: Path, modules: list[str]) -> None:
+    listed = [
+        {"idx": i, "name": str(i), "path": f"{i}_{m}" if i else "", "type": f"st.models.{m}"}
+        for i, m in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+
+
+def write_dense(folder: Path, outputs: int, *, bias: bool, activation: str) -> torch.nn.Module:
+    folder.mkdir()
+    layer = torch.nn.Linear(SIZES["hidden_size"], outputs, bias=bias)
+    torch.nn.init.normal_(layer.weight, std=0.4)
+    tensors = {f"linear.{name}": value for name, value in layer.state_dict().items()}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    config = {
+        "in_features": SIZES["hidden_size"],
+        "out_features": outputs,
+        "bias": bias,
+        "activation_function": f"torch.nn.modules.activation.{activation}",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return layer.eval()
+
+
+@pytest.mark.parametrize("mode", ["cls", "mean", "lasttoken"])
+def test_a_dense_module_follows_the_pooling(mode: str, tmp_path: Path) -> None:
+    """sentence-transformers' order: pooling, dense, norm; the vectors of single tokens stay what they are."""
+    oracle, tokenizer = write_bert(tmp_path, "BertModel")
+    write_modules(tmp_path, ["Transformer", "Pooling", "Dense", "Normalize"])
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": mode}))
+    dense = write_dense(tmp_path / "2_Dense", 12, bias=True, activation="Tanh")
+    ids = tokenizer.encode(QUERY).ids
+    with torch.inference_mode():
+        hidden = oracle(torch.tensor([ids])).last_hidden_state[0]
+        pooled = {"cls": hidden[0], "mean": hidden.mean(0), "lasttoken": hidden[-1]}[mode]
+        wanted = torch.tanh(dense(pooled)).numpy()
+    with serving(None, str(tmp_path), "--threads", "1") as served:
+        found = served_vector(served, {"input": QUERY})
+        np.testing.assert_allclose(found, wanted / np.linalg.norm(wanted), atol=1e-4)
+        body = {"input": QUERY, "task": "token_embed", "normalize": False}
+        tokens = served.post("/pooling", body).json()["data"][0]["data"]
+        np.testing.assert_allclose(tokens, hidden.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_a_colbert_checkpoint_scores_as_it_was_trained(attends: bool, tmp_path: Path) -> None:
+    """Prefixes, expansion by mask tokens, skipped punctuation, a projection of every token, MaxSim (MUL-09)."""
+    oracle, tokenizer = write_bert(tmp_path, "BertModel")
+    write_modules(tmp_path, ["Transformer", "Dense"])
+    dense = write_dense(tmp_path / "1_Dense", 8, bias=False, activation="Identity")
+    said = {
+        "query_prefix": "[Q] ",
+        "document_prefix": "[D] ",
+        "query_length": 10,
+        "document_length": 7,
+        "do_query_expansion": True,
+        "attend_to_expansion_tokens": attends,
+        "skiplist_words": [".", "!"],
+    }
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(said))
+
+    def vectors(ids: list[int]) -> np.ndarray:
+        with torch.inference_mode():
+            found = dense(oracle(torch.tensor([ids])).last_hidden_state[0]).numpy()
+        return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+    def ids_of(text: str, prefix: str, most: int) -> list[int]:
+        ids = tokenizer.encode(text).ids
+        ids = ids if len(ids) < most else [*ids[: most - 2], ids[-1]]
+        return [ids[0], WORDS.index(prefix), *ids[1:]]
+
+    query = ids_of(QUERY, "[Q] ", 10)
+    if attends:
+        query += [WORDS.index("[MASK]")] * (10 - len(query))
+    texts = [*DOCUMENTS, "the mill . turns . ."]
+    wanted = []
+    for text in texts:
+        ids = ids_of(text, "[D] ", 7)
+        kept = [i for i, token in enumerate(ids) if token != WORDS.index(".")]
+        wanted.append((vectors(query) @ vectors(ids)[kept].T).max(1).sum())
+    with serving(None, str(tmp_path), "--threads", "1") as served:
+        answer = served.post("/score", {"text_1": QUERY, "text_2": texts}).json()
+        np.testing.assert_allclose([d["score"] for d in answer["data"]], wanted, atol=1e-3)
+        ranked = served.post("/rerank", {"query": QUERY, "documents": texts}).json()["results"]
+        assert [r["index"] for r in ranked] == np.argsort(-np.array(wanted)).tolist()
+        tokens = served.post("/pooling", {"input": [query]}).json()["data"][0]["data"]
+        np.testing.assert_allclose(tokens, vectors(query), atol=1e-4)
+        refused = served.post("/v1/embeddings", {"input": QUERY})
+        assert refused.status_code == 400 and "every token" in refused.json()["error"]["message"]
 
 
 @pytest.fixture(scope="module")

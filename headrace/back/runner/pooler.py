@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import torch
 
 from headrace.back.kernels.upload import to_host
+from headrace.back.layers.pooling import Projection
 from headrace.back.runner.batch import StepShape
 from headrace.base.errors import HeadraceError, NonFiniteLogits
 from headrace.base.wire.params import RowPooling
@@ -47,6 +49,14 @@ class Vectors:
         return pooled
 
 
+class _Kind(Enum):
+    """What becomes of a row's vectors."""
+
+    HIDDEN = "hidden"
+    PROJECTED = "projected"
+    CLASSES = "classes"
+
+
 class _Row:
     """One row that is pooled; `total_E` is the sum so far, for the mean."""
 
@@ -79,8 +89,9 @@ class _Row:
 class Pooler:
     """The rows that are pooled."""
 
-    def __init__(self, classify: Classify) -> None:
+    def __init__(self, classify: Classify, projection: Projection | None = None) -> None:
         self._classify = classify
+        self._projection = projection
         self._rows: dict[int, _Row] = {}
 
     @property
@@ -99,8 +110,8 @@ class Pooler:
             self._rows.pop(row, None)
 
     def pool(self, shape: StepShape, hidden_TE: torch.Tensor) -> list[Vectors]:
-        """What the step gives: one entry with the head, one without, where there are any."""
-        taken: dict[bool, list[tuple[int, int, torch.Tensor]]] = {False: [], True: []}
+        """What the step gives: one entry of each kind there is."""
+        taken: dict[_Kind, list[tuple[int, int, torch.Tensor]]] = {kind: [] for kind in _Kind}
         for index, row in enumerate(shape.rows.tolist()):
             owner = self._rows.get(row)
             if owner is None:
@@ -110,13 +121,26 @@ class Pooler:
             found = owner.take(hidden_TE[begin:end], first)
             if found is not None:
                 start = first if owner.asked.how == "tokens" else 0
-                taken[owner.asked.head].append((index, start, found))
-        return [self._sent(parts, head=head) for head, parts in taken.items() if parts]
+                taken[self._kind(owner.asked)].append((index, start, found))
+        return [self._sent(parts, kind) for kind, parts in taken.items() if parts]
 
-    def _sent(self, parts: list[tuple[int, int, torch.Tensor]], *, head: bool) -> Vectors:
+    def _kind(self, asked: RowPooling) -> _Kind:
+        if asked.head:
+            return _Kind.CLASSES
+        dense = self._projection
+        wanted = dense is not None and (dense.per_token or asked.how != "tokens")
+        return _Kind.PROJECTED if wanted else _Kind.HIDDEN
+
+    def _sent(self, parts: list[tuple[int, int, torch.Tensor]], kind: _Kind) -> Vectors:
         """All vectors of one kind, on their way to the host."""
-        own = [vectors if head else vectors.float() for _, _, vectors in parts]
-        values = self._classify(torch.cat(own)) if head else torch.cat(own)
+        values = torch.cat(
+            [each if kind is _Kind.CLASSES else each.float() for _, _, each in parts]
+        )
+        if kind is _Kind.CLASSES:
+            values = self._classify(values)
+        elif kind is _Kind.PROJECTED:
+            assert self._projection is not None
+            values = self._projection.project(values)
         counts = [vectors.shape[0] for _, _, vectors in parts]
         return Vectors(
             index=[index for index, _, _ in parts],

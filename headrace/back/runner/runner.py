@@ -21,6 +21,7 @@ import torch
 from msgspec.structs import replace
 
 from headrace.back.kernels.upload import to_device, to_host
+from headrace.back.models.load.dense import load_projection
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
 from headrace.back.runner.devices import MakeSteps, make_steps, profile_step
@@ -89,7 +90,7 @@ class Runner:
         self._state = state or STATES[model.state](max_rows, device)
         self._sampler = Sampler(max_rows=max_rows, logits_width=model.logits_width, device=device)
         self._prompts = PromptScorer(logits_width=model.logits_width, device=device)
-        self._pooler = Pooler(model.classify)
+        self._pooler = Pooler(model.classify, load_projection(spec.model, device))
         self._device = device
         self._lost: deque[np.ndarray] = deque()
         machine = Machine(

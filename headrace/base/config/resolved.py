@@ -46,6 +46,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     head: str = "lm"
     bare: bool = False
     num_labels: int = 0
+    dense: tuple[DenseSpec, ...] = ()
+    dense_per_token: bool = False
+
+
+class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One dense module behind the encoder: its folder below the checkpoint, and its sizes."""
+
+    path: str
+    inputs: int
+    outputs: int
+    bias: bool = True
+    activation: str = "identity"
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,12 +118,25 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     grammar: GrammarSpec | None = None
 
 
+class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How queries and documents become tokens for late interaction (ColBERT): a prefix token behind the first one,
+    a greatest length; queries filled up with mask tokens (`expands`), documents without the tokens of `skipped`."""
+
+    query_prefix: str = ""
+    document_prefix: str = ""
+    query_tokens: int = 32
+    document_tokens: int = 300
+    expands: bool = False
+    skipped: tuple[str, ...] = ()
+
+
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What pooled answers of this model are made of, from sentence-transformers' files and config.json.
 
     `how` and `normalize` are the defaults of embeddings. `labels` name the logits of the classification head, empty
     without one; `head` says per what they are ("sequence", "token"), `activation` what makes them scores: sigmoid,
-    softmax or none. `matryoshka`: lengths an embedding may be cut to, empty for any, None for no cutting.
+    softmax or none. `matryoshka`: lengths an embedding may be cut to, empty for any, None for no cutting. `late`: the
+    model has a vector per token (`how` is "tokens") and compares them one by one.
     """
 
     how: str = "last"
@@ -120,6 +145,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     activation: str = "none"
     matryoshka: tuple[int, ...] | None = None
+    late: LateSpec | None = None
 
 
 class TextSpec(msgspec.Struct, frozen=True, kw_only=True):

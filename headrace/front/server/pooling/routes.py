@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
+from headrace.base.config.resolved import PoolingSpec
 from headrace.base.errors import InvalidRequest
 from headrace.front.client.pooling import (
     Float32,
@@ -38,13 +39,14 @@ from headrace.front.server.pooling.schema import (
 from headrace.front.server.pooling.vectors import cohere_forms, encoded
 
 _TASKS = {"embed": False, "classify": True, "token_embed": False, "token_classify": True}
+_EMBED = ("embed", "token_embed")
 _PER_TOKEN = {"token_embed", "token_classify"}
 
 
 async def post_embeddings(exchange: Exchange, document: Any) -> Response:
     """POST /v1/embeddings."""
     request = parse(document, EmbeddingRequest)
-    spec = exchange.services.text.pooling
+    spec = _one_vector(exchange)
     answers = await _pooled_texts(exchange, request, how=spec.how, head=False)
     vectors = _finished(exchange, answers, request.dimensions, request.normalize)
     data = [
@@ -59,6 +61,7 @@ async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
     request = parse(document, CohereEmbedRequest)
     services = exchange.services
     services.model_name(request.model)
+    _one_vector(exchange)
     exchange.hold_place()
     truncate = None if request.truncate == "NONE" else -1
     ids = [await tokenized(exchange, t, field="texts", truncate=truncate) for t in request.texts]
@@ -83,7 +86,7 @@ async def post_pooling(exchange: Exchange, document: Any) -> Response:
     """POST /pooling: any task, vectors as they come."""
     request = parse(document, PoolingRequest)
     spec = exchange.services.text.pooling
-    task = request.task or ("classify" if spec.labels else "embed")
+    task = request.task or ("classify" if spec.labels else _EMBED[spec.how == "tokens"])
     head, how = _TASKS[task], _how(exchange, request, task)
     if request.pooling == "step" and request.step_tag_id is None:
         raise InvalidRequest("step_tag_id: needed with pooling step", field="step_tag_id")
@@ -133,6 +136,17 @@ def _how(exchange: Exchange, request: PoolingRequest, task: str) -> str:
             f"pooling: {given!r} given; task {task} takes all or step", field="pooling"
         )
     return given or exchange.services.text.pooling.how
+
+
+def _one_vector(exchange: Exchange) -> PoolingSpec:
+    """The model's pooling; refused where there is a vector per token and none for a text."""
+    spec = exchange.services.text.pooling
+    if spec.how == "tokens":
+        raise InvalidRequest(
+            "the model has a vector for every token and none for a text; use /pooling, /score or /rerank",
+            field="model",
+        )
+    return spec
 
 
 def _need_head(exchange: Exchange) -> None:

@@ -1,7 +1,8 @@
 """POST /score, /rerank and /generative_scoring: how well texts go together.
 
 A model with a sequence-classification head of one label judges pairs (cross-encoder); any other embeds both sides and
-compares the embeddings by cosine (bi-encoder), or their token vectors by MaxSim where `late_interaction` is asked for.
+compares the embeddings by cosine (bi-encoder), or their token vectors by MaxSim: where `late_interaction` is asked for,
+and always where the checkpoint was made for it (late.py).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from headrace.front.server.pooling.engine import (
     tokenized,
     usage_of,
 )
+from headrace.front.server.pooling.late import Sides
 from headrace.front.server.pooling.schema import (
     GenerativeScoringRequest,
     RerankRequest,
@@ -170,21 +172,27 @@ async def _crossed(exchange: Exchange, wish: _Wish) -> tuple[list[float], list[P
 
 async def _compared(exchange: Exchange, wish: _Wish) -> tuple[list[float], list[PooledAnswer]]:
     spec = exchange.services.text.pooling
+    tokens = wish.late or spec.late is not None
+    sides = Sides(exchange.services.tokenizer, spec.late)
     inputs = []
     for texts, field in zip((wish.queries, wish.documents), wish.fields, strict=True):
+        is_document = field == wish.fields[1]
+        truncate = sides.truncate(wish.truncate, is_document=is_document)
         for text in texts:
-            ids = await tokenized(exchange, text, field=field, truncate=wish.truncate)
-            if field == wish.fields[1] and wish.document_tokens is not None:
+            ids = await tokenized(exchange, text, field=field, truncate=truncate)
+            if is_document and wish.document_tokens is not None:
                 ids = ids[: wish.document_tokens]
-            inputs.append(PoolInput(ids=ids))
-    how = "tokens" if wish.late else spec.how
+            inputs.append(PoolInput(ids=sides.prepared(ids, is_document=is_document)))
+    how = "tokens" if tokens else spec.how
     answers = await pooled(exchange, inputs, PoolJob(how=how, timeout_s=wish.timeout_s))
     vectors = [
         finish_embedding(answer.values, dimensions=None, normalize=True) for answer in answers
     ]
+    for i in range(len(wish.queries), len(vectors)):
+        vectors[i] = vectors[i][sides.compared(inputs[i].ids)] if tokens else vectors[i]
     queries, documents = vectors[: len(wish.queries)], vectors[len(wish.queries) :]
     pairs = zip(queries * len(documents) if len(queries) == 1 else queries, documents, strict=True)
-    if wish.late:
+    if tokens:
         return [max_sim(query, text) for query, text in pairs], answers
     return [float(np.dot(query[0], text[0])) for query, text in pairs], answers
 

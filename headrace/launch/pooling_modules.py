@@ -1,0 +1,136 @@
+"""The modules of a sentence-transformers folder: `modules.json`, the pooling folder, dense layers, and what ColBERT
+checkpoints say of queries and documents (config_sentence_transformers.json)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.base.config.hf import ConfigReader, read_json
+from headrace.base.config.resolved import DenseSpec, LateSpec
+from headrace.base.errors import CheckpointError
+
+_HOW = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+_OTHER = (
+    "pooling_mode_max_tokens",
+    "pooling_mode_mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens",
+)
+_NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid", "silu")
+_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
+MAX_WIDTH = 65_536
+
+
+class Modules(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows the transformer. `late`: nothing pools, so that every token keeps its vector. `unattended`: the
+    checkpoint expands queries by tokens that nothing attends to."""
+
+    how: str
+    normalize: bool
+    dense: tuple[DenseSpec, ...] = ()
+    late: LateSpec | None = None
+    unattended: bool = False
+
+
+def read_modules(folder: Path) -> Modules | None:
+    """The modules, None for a checkpoint without modules.json; an unknown one is refused by name."""
+    if not (folder.is_dir() and (folder / "modules.json").is_file()):
+        return None
+    how, normalize = None, False
+    dense: list[DenseSpec] = []
+    for module in _listed(folder / "modules.json"):
+        given = module if isinstance(module, dict) else {}
+        kind = str(given.get("type", "")).rsplit(".", 1)[-1]
+        if kind == "Pooling":
+            how = _pooling_mode(_config(folder, given), folder)
+        elif kind == "Dense":
+            dense.append(_dense(_config(folder, given), str(given["path"])))
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Transformer":
+            raise CheckpointError(
+                f"{folder}/modules.json: module {kind or module!r:.80} is not supported (known: {', '.join(_KNOWN)})",
+                field="type",
+            )
+    if how is not None or not dense:
+        return Modules(how=how or "mean", normalize=normalize, dense=tuple(dense))
+    late, unattended = _late(folder)
+    return Modules(how="tokens", normalize=True, dense=tuple(dense), late=late, unattended=unattended)  # fmt: skip
+
+
+def _config(folder: Path, module: dict[str, Any]) -> Path:
+    """The config.json of a module, inside the checkpoint's folder."""
+    path = folder / str(module.get("path", "")) / "config.json"
+    if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
+        raise CheckpointError(f"{folder}/modules.json: a module's folder has no config.json")
+    return path
+
+
+def _pooling_mode(path: Path, folder: Path) -> str:
+    given = read_json(path)
+    named = given.get("pooling_mode")
+    if isinstance(named, str):
+        if named in _NAMES:
+            return _NAMES[named]
+        raise CheckpointError(
+            f"{path}: pooling_mode {named!r} is not one of {', '.join(_NAMES)}",
+            field="pooling_mode",
+        )
+    on = [key for key in (*_HOW, *_OTHER) if given.get(key)]
+    if len(on) != 1 or on[0] not in _HOW:
+        raise CheckpointError(
+            f"{path}: pooling modes {', '.join(on) or 'none'}; exactly one of {', '.join(_HOW)} is supported",
+            field="pooling_mode",
+        )
+    return _HOW[on[0]]
+
+
+def _dense(path: Path, inside: str) -> DenseSpec:
+    config = ConfigReader(read_json(path), str(path))
+    named = str(config.raw.get("activation_function", "Identity")).rsplit(".", 1)[-1].lower()
+    if named not in _ACTIVATIONS:
+        raise config.wrong("activation_function", f"one of {', '.join(_ACTIVATIONS)}")
+    if config.bool("use_residual", False):
+        raise config.wrong("use_residual", "false: residual dense modules are not supported")
+    return DenseSpec(
+        path=inside,
+        inputs=config.int("in_features", ge=1, le=MAX_WIDTH),
+        outputs=config.int("out_features", ge=1, le=MAX_WIDTH),
+        bias=config.bool("bias", True),
+        activation=named,
+    )
+
+
+def _late(folder: Path) -> tuple[LateSpec, bool]:
+    """How texts become tokens, and whether queries would be expanded by tokens that nothing attends to."""
+    path = folder / "config_sentence_transformers.json"
+    config = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
+    expands = config.bool("do_query_expansion", True)
+    attends = config.bool("attend_to_expansion_tokens", False)
+    late = LateSpec(
+        query_prefix=str(config.raw.get("query_prefix") or ""),
+        document_prefix=str(config.raw.get("document_prefix") or ""),
+        query_tokens=config.int("query_length", 32, ge=4, le=1 << 20),
+        document_tokens=config.int("document_length", 180, ge=4, le=1 << 20),
+        expands=expands and attends,
+        skipped=config.list("skiplist_words", (), of=str) or (),
+    )
+    return late, expands and not attends
+
+
+def _listed(path: Path) -> list[Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    if not isinstance(found, list) or len(found) > 64:
+        raise CheckpointError(f"{path}: a list of at most 64 modules is expected")
+    return found
