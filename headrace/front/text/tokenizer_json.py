@@ -188,7 +188,23 @@ class _Suffixed:
         return token.encode()
 
 
-def _decoder_kind(decoder: dict[str, Any] | None) -> _ByteLevel | _SentencePiece | _Suffixed:
+class _WordPiece:
+    """WordPiece (BERT): a token begins a word unless it has the prefix; so punctuation has a space before it."""
+
+    drop_first_space = True
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def token_bytes(self, token: str) -> bytes:
+        if token.startswith(self._prefix):
+            return token.removeprefix(self._prefix).encode()
+        return f" {token}".encode()
+
+
+def _decoder_kind(
+    decoder: dict[str, Any] | None,
+) -> _ByteLevel | _SentencePiece | _WordPiece | _Suffixed:
     """Which of the known ways turns tokens into text; another one is refused by name."""
     steps = [] if decoder is None else decoder.get("decoders", [decoder])
     kinds = {step["type"] for step in steps}
@@ -202,11 +218,13 @@ def _decoder_kind(decoder: dict[str, Any] | None) -> _ByteLevel | _SentencePiece
     if kinds & {"Replace", "ByteFallback"}:
         strips = any(s["type"] == "Strip" and s.get("start", 0) > 0 for s in steps)
         return _SentencePiece(drop_first_space=strips, byte_fallback="ByteFallback" in kinds)
+    if "WordPiece" in kinds:
+        return _WordPiece(next(s.get("prefix", "##") for s in steps if s["type"] == "WordPiece"))
     if "BPEDecoder" in kinds:
         return _Suffixed(next(s.get("suffix", "</w>") for s in steps if s["type"] == "BPEDecoder"))
     if kinds - {"Fuse"}:
         raise CheckpointError(
             f"tokenizer.json: decoder {', '.join(sorted(kinds))} is not supported "
-            "(known: ByteLevel, Metaspace, Replace, ByteFallback, BPEDecoder)"
+            "(known: ByteLevel, Metaspace, Replace, ByteFallback, WordPiece, BPEDecoder)"
         )
     return _Suffixed("")

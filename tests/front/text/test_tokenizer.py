@@ -3,9 +3,11 @@ import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import sentencepiece
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -200,3 +202,19 @@ def test_an_unknown_decoder_is_refused_by_name():
     }
     with pytest.raises(CheckpointError, match="decoder CTC is not supported"):
         vocabularies.JsonTokenizer(json.dumps(document), vocabularies.FACTS)
+
+
+def test_word_pieces_join_to_words(tmp_path: Path) -> None:
+    """BERT's vocabularies: the ids of the library, and a text whose words are whole again."""
+    words = ["[UNK]", "[CLS]", "[SEP]", "head", "##race", "mill", "##s", "."]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    library.decoder = tokenizers.decoders.WordPiece(cleanup=False)
+    library.enable_padding(length=64)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    ids = tokenizer.encode("headrace mills.")
+    assert ids == [3, 4, 5, 6, 7]
+    assert tokenizer.decode(ids) == library.decode(ids) == "headrace mills ."
