@@ -113,6 +113,75 @@ def test_an_answer_can_be_stopped(page: Any) -> None:
     page.locator(".message.assistant .actions", has_text="stopped").wait_for()
 
 
+WEATHER = {
+    "name": "get_weather",
+    "description": "Get the current weather in a city",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "description": "The name of the city"}},
+        "required": ["city"],
+    },
+}
+
+
+def test_a_tool_call_is_shown_answered_and_shared(page: Any) -> None:
+    page.fill("#temperature", "0")
+    page.fill("#tools", json.dumps([{"type": "function", "function": WEATHER}]))
+    say(page, "What is the weather in Paris?")
+    call = page.locator(".call")
+    assert call.locator("strong").inner_text() == "get_weather"
+    assert json.loads(call.locator("pre").inner_text()) == {"city": "Paris"}
+    assert "000 tok/s" not in page.locator(".actions").last.inner_text()
+    call.locator("textarea").fill('{"city": "Paris", "temperature": 18, "condition": "sunny"}')
+    call.get_by_text("Give result").click()
+    page.locator(".message.assistant .actions").nth(1).wait_for(timeout=60_000)
+    assert "Paris" in page.locator(".message.assistant .body").last.inner_text()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("#copy-python")
+    code = page.evaluate("navigator.clipboard.readText()")
+    compile(code, "copied", "exec")
+    assert "tools=" in code and "tool_call_id" in code
+
+
+def test_the_keyboard_reaches_everything(page: Any) -> None:
+    """Tab goes from the skip link over every control, none of which is a trap, and all of which have a name."""
+    seen = []
+    page.evaluate("document.activeElement.blur()")
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        seen.append(
+            page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()")
+        )
+    for wanted in (
+        "Skip to the message field",
+        "Chat",
+        "Engine",
+        "model",
+        "theme",
+        "composer-text",
+        "copy-curl",
+    ):
+        assert wanted in seen, wanted
+    nameless = page.evaluate(
+        """[...document.querySelectorAll("button, input, textarea, select")].filter((e) => e.offsetParent &&
+          !(e.textContent.trim() || e.getAttribute("aria-label") || e.labels?.length)).map((e) => e.outerHTML)"""
+    )
+    assert nameless == []
+
+
+def test_several_models_can_be_chosen(browser: Any) -> None:
+    with serving(None, "--threads", "1", "--served-model-name", "one,two") as served:
+        opened = browser.new_page()
+        opened.goto(served.url + "/")
+        opened.locator("#model option").nth(1).wait_for(state="attached")
+        assert opened.locator("#model option").all_inner_texts() == ["one", "two"]
+        opened.select_option("#model", "two")
+        with opened.expect_request("**/v1/chat/completions") as asked:
+            say(opened, "What is 2 + 2?")
+        assert asked.value.post_data_json["model"] == "two"
+        opened.close()
+
+
 def test_what_a_model_writes_never_becomes_markup(page: Any) -> None:
     text = "<img src=x onerror=alert(1)> [x](javascript:alert(1)) **<script>bad()</script>**"
     found = page.evaluate(
@@ -144,5 +213,8 @@ def test_it_fits_a_phone(browser: Any, served: Served) -> None:
         phone.click(f"[data-view={view}]")
         assert phone.evaluate("document.documentElement.scrollWidth") <= 360
     phone.click("[data-view=chat]")
+    name = phone.locator("#model option").first.inner_text()
+    wide = phone.locator("#model").bounding_box()["width"]
+    assert wide > 9 * min(len(name), 12), "the model's name is cut"
     assert phone.locator("#send").bounding_box()["y"] + 30 < 640
     context.close()

@@ -255,7 +255,8 @@ function summary(message) {
   if (message.first !== undefined) told.push(`first token ${Math.round(message.first)} ms`);
   if (out && message.seconds !== undefined) {
     const decode = message.seconds - (message.first ?? 0) / 1000;
-    told.push(`${out} tokens`, ...(out > 1 && decode > 0 ? [`${((out - 1) / decode).toFixed(0)} tok/s`] : []));
+    const streamed = decode > 0.05; // an answer that came in one piece tells no rate
+    told.push(`${out} tokens`, ...(out > 1 && streamed ? [`${((out - 1) / decode).toFixed(0)} tok/s`] : []));
   }
   const cached = message.usage?.prompt_tokens_details?.cached_tokens;
   if (cached) told.push(`${cached} of ${message.usage.prompt_tokens} prompt tokens cached`);
