@@ -380,3 +380,45 @@ def test_a_stream_that_waits_gets_pings_of_its_dialect_and_an_end_that_is_an_err
         assert rest[-3] == "event: error" and "overloaded_error" in rest[-2]
         assert "message_stop" not in "".join(rest)
         served.process.wait(20)
+
+
+def test_an_agents_turn_with_parallel_calls_an_error_and_its_thinking(
+    claude: anthropic.Anthropic,
+) -> None:
+    """Signed thinking before two calls, one of which failed; their results as a text, as blocks and with is_error."""
+    asked: Any = {"max_tokens": 2000, "tools": agent.for_messages(), "thinking": THINK}
+    first = ask(claude, WEATHER, **asked)
+    calls = [block for block in first.content if block.type == "tool_use"]
+    assert first.content[0].type == "thinking" and first.content[0].signature and calls
+    second: Any = {"type": "tool_use", "id": "toolu_2", "name": "get_time", "input": {"city": "Rome"}}  # fmt: skip
+    result = agent.carry_out(calls[0].name, dict(calls[0].input))
+    results: Any = [
+        {"type": "tool_result", "tool_use_id": calls[0].id, "content": [{"type": "text", "text": result}]},
+        {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no such city", "is_error": True},
+    ]  # fmt: skip
+    history = [
+        *WEATHER,
+        {"role": "assistant", "content": [*first.content, second]},
+        {"role": "user", "content": [*results, {"type": "text", "text": "Go on."}]},
+    ]
+    answer = ask(claude, history, **asked)
+    assert answer.stop_reason == "end_turn" and any(b.type == "text" for b in answer.content)
+    plain = count(claude, history, tools=agent.for_messages())
+    results[1]["content"] = ""
+    assert count(claude, history, tools=agent.for_messages()) < plain, "the error is in the prompt"
+
+
+def test_an_image_in_a_tools_result_is_refused_by_its_place(claude: anthropic.Anthropic) -> None:
+    image = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+    history: Any = [
+        *WEATHER,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "image", "source": image}]}
+        ]},
+    ]  # fmt: skip
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        ask(claude, history, tools=agent.for_messages())
+    body: Any = caught.value.body
+    assert body["error"]["message"].startswith("messages[2].content[0].content[0]"), body
+    assert "image" in body["error"]["message"]

@@ -491,3 +491,61 @@ def test_leaving_a_stream_ends_the_work(slow: Served) -> None:
         assert next(lines) == "event: response.created"
         assert not slow.at_rest()
     eventually(slow.at_rest, within_s=3)
+
+
+def test_an_agents_turn_with_parallel_calls_and_an_error(gpt: openai.OpenAI) -> None:
+    """Sealed reasoning before two calls, one of which failed; outputs as a text and as parts."""
+    asked: Any = {
+        "tools": agent.for_responses(),
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "low"},
+    }
+    first = ask(gpt, WEATHER, **asked)
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    result = agent.carry_out(call.name, json.loads(call.arguments))
+    second = {
+        "type": "function_call",
+        "call_id": "c2",
+        "name": "get_time",
+        "arguments": '{"city": "Rome"}',
+    }
+    outputs: list[Any] = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": [{"type": "input_text", "text": result}]},
+        {"type": "function_call_output", "call_id": "c2", "output": "error: no such city"},
+    ]  # fmt: skip
+    said = [item.model_dump(exclude_none=True, mode="json") for item in first.output]
+    history = [{"role": "user", "content": WEATHER}, *said, second, *outputs]
+    assert ask(gpt, history, **asked).output_text
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
+    outputs[0]["output"] = [picture]
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(gpt, history, **asked)
+    assert "image" in caught.value.message and str(caught.value.param).startswith("input[")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("conversation", "conv_1"), ("prompt", {"id": "pmpt_1"})]
+)
+def test_what_is_not_kept_here_is_refused_with_what_to_send_instead(
+    gpt: openai.OpenAI, field: str, value: Any
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(gpt, extra_body={field: value})
+    assert caught.value.param == field and "send" in caught.value.message
+
+
+def test_a_hosted_tool_is_passed_over_and_cannot_be_forced(gpt: openai.OpenAI) -> None:
+    """Clients always offer some (P25): nothing runs, and nothing goes out."""
+    hosted: Any = [
+        {"type": kind}
+        for kind in ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
+    ]
+    assert "42" in ask(gpt, ADD, tools=hosted).output_text
+    for forced in ("required", {"type": "web_search"}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(gpt, ADD, tools=hosted, tool_choice=forced)
+        assert str(caught.value.param).startswith("tool_choice")
+    with pytest.raises(openai.BadRequestError) as unknown:
+        ask(gpt, ADD, tools=[{"type": "telepathy"}])
+    assert unknown.value.param == "tools[0].type"
