@@ -16,6 +16,8 @@ import pytest
 
 from tests.api.serving import NO_TLS, Served, eventually, launch, serving, slowed
 
+pytestmark = pytest.mark.serial
+
 STREAM = {"prompt": "fox", "stream": True, "max_tokens": 60, "min_tokens": 60}
 
 

@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.api.model_folder import write_model_folder
-from tests.api.serving import Served, eventually, serving
+from tests.api.serving import NO_TLS, Served, eventually, serving
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -128,6 +128,7 @@ def test_a_client_that_leaves_ends_its_trace_once(served: Served, collector: Any
         served.url + "/v1/chat/completions",
         json={**CHAT, "max_tokens": 500, "stream": True},
         headers={"traceparent": f"00-{trace}-{PARENT}-01"},
+        verify=NO_TLS,
     ) as response:
         next(response.iter_bytes())
     eventually(lambda: len(spans_of(collector, trace)) == 2, within_s=15)
