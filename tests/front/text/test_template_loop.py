@@ -12,7 +12,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.front.text.template_loop import LoopRenderer
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
 
-LIMITS = TemplateLimits(seconds=1.0, max_chars=100_000, memory_bytes=512 << 20)
+LIMITS = TemplateLimits(seconds=3.0, max_chars=100_000, memory_bytes=512 << 20)
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -51,6 +51,7 @@ async def test_a_template_that_raises_fails_its_own_request(short: LoopRenderer)
     assert isinstance(found[1], InvalidRequest) and "no" in found[1].message
 
 
+@pytest.mark.serial
 async def test_nobody_waits_behind_an_endless_one(short: LoopRenderer) -> None:
     slow = asyncio.ensure_future(short.render(ENDLESS, {}))
     await asyncio.sleep(0)
@@ -58,7 +59,7 @@ async def test_nobody_waits_behind_an_endless_one(short: LoopRenderer) -> None:
     began = time.monotonic()
     assert await asyncio.gather(*behind) == [str(i) for i in range(10)]
     assert time.monotonic() - began < LIMITS.seconds and not slow.done()
-    with pytest.raises(InvalidRequest, match="longer than 1 s"):
+    with pytest.raises(InvalidRequest, match="longer than 3 s"):
         await slow
     assert await short.render("again", {}) == "again"
 

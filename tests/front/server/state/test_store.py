@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import stat
-from collections.abc import AsyncIterator
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,20 +39,49 @@ def clock() -> Clock:
     return Clock()
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URL of a PostgreSQL server: the one that is named, else one of our own where its programs are installed."""
+    if not available("psycopg"):
+        pytest.skip("psycopg is not installed")
+    if POSTGRES:
+        yield POSTGRES
+        return
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    if not programs:
+        pytest.skip("no PostgreSQL here, and HEADRACE_TEST_POSTGRES names none")
+    owner = "postgres" if os.geteuid() == 0 else None  # it refuses to run as root
+    folder = Path(tempfile.mkdtemp(prefix="headrace-postgres-"))
+    if owner is not None:
+        shutil.chown(folder, owner)
+
+    def run(program: str, *words: str) -> None:
+        command = [str(programs[-1].with_name(program)), "-D", str(folder / "data"), *words]
+        done = subprocess.run(command, user=owner, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    run("initdb", "-U", "headrace", "--auth=trust", "--no-sync")
+    options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"
+    run("pg_ctl", "-w", "-l", str(folder / "log"), "-o", options, "start")
+    try:
+        yield f"postgresql://headrace@/postgres?host={folder}"
+    finally:
+        run("pg_ctl", "-m", "immediate", "stop")
+        shutil.rmtree(folder)
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 async def store(
     request: pytest.FixtureRequest, tmp_path: Path, clock: Clock
 ) -> AsyncIterator[ResponseStore]:
     where = "sqlite"
     if request.param == "postgresql":
-        if not POSTGRES or not available("psycopg"):
-            pytest.skip("HEADRACE_TEST_POSTGRES names no server, or psycopg is not installed")
-        where = POSTGRES
+        where = request.getfixturevalue("postgres")
     made = ResponseStore(
         open_database(where, folder=tmp_path), max_bytes=64_000, ttl_s=100, clock=clock
     )
     await made.start()
-    if where == POSTGRES:
+    if where != "sqlite":
         for table in ("responses", "response_events"):
             await made._database.run(lambda db, t=table: db.execute(f"DELETE FROM {t}"))  # type: ignore[misc]
     yield made
