@@ -114,12 +114,11 @@ class LoopRenderer:
         if self._timer is not None:
             self._timer.cancel()
         self.close()
-        first, *others = [answer for _, answer in self._sent] or [None]
-        if first is not None and not first.done():
-            first.set_exception(InvalidRequest(message, field="messages"))
-        for answer in others:
-            assert answer is not None
-            _settle(answer, None)
+        for i, (_, answer) in enumerate(self._sent):
+            if i:
+                _settle(answer, None)
+            elif not answer.done():
+                answer.set_exception(InvalidRequest(message, field="messages"))
         self._sent.clear()
         self._buffer.clear()
         self._replies += 1
