@@ -358,6 +358,7 @@ def served_vector(served: Served, body: dict[str, object]) -> list[float]:
 
 
 def test_generative_scoring_equals_the_whole_softmax(bundled: Served) -> None:
+    """API-18, REG-106."""
     oracle = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     query, items, labels = [50, 60, 70], [[80, 81], [90]], [100, 200, 300]
     body = {"query": query, "items": items, "label_token_ids": labels}
@@ -368,6 +369,7 @@ def test_generative_scoring_equals_the_whole_softmax(bundled: Served) -> None:
             chances = oracle(torch.tensor([query + item])).logits[0, -1].softmax(-1)
         assert abs(score - float(chances[100] / chances[labels].sum())) < 1e-4
         assert abs(chance["score"] - float(chances[100])) < 1e-5
-    assert (
-        bundled.post("/generative_scoring", {**body, "label_token_ids": [10**9]}).status_code == 400
-    )
+    for wrong in ([10**9], [-1], [], [1] * 129):
+        refused = bundled.post("/generative_scoring", {**body, "label_token_ids": wrong})
+        assert refused.status_code == 400, wrong
+        assert refused.json()["error"]["param"].startswith("label_token_ids")

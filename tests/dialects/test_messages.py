@@ -1,4 +1,5 @@
-"""Anthropic Messages with the official client, over real sockets, against the bundled model (API-04, API-14)."""
+"""Anthropic Messages with the official client, over real sockets, against the bundled model (API-04, API-14,
+REG-103)."""
 
 from __future__ import annotations
 

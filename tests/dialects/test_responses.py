@@ -1,4 +1,5 @@
-"""Responses with the official client, over real sockets, against the bundled model (API-03, API-12, contract 4)."""
+"""Responses with the official client, over real sockets, against the bundled model (API-03, API-12, REG-102,
+contract 4)."""
 
 from __future__ import annotations
 

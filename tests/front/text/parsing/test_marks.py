@@ -1,4 +1,4 @@
-"""P28: a control token is structure, the same characters as text are text; harmony is read by its tokens."""
+"""P28, REG-098, REG-099: a control token is structure, the same characters as text are text; harmony is read by its tokens."""
 
 # ruff: noqa: E501 - a golden text reads best in one line
 
