@@ -228,7 +228,8 @@ def table(seconds: float) -> str:
         rows.insert(1, uvloop.run(one_paced(url, 0.01)))
     about = (
         f"One API process, null executor, {processor_name()}, {psutil.cpu_count()} cores for server and clients "
-        f"together, load {os.getloadavg()[0]:.0f} while it ran, Python {platform.python_version()}. Made by `python -m benchmarks.api_overhead --write`.\n\n"
+        f"together, load {os.getloadavg()[0]:.0f} while it ran, Python {platform.python_version()}. "
+        "Made by `python -m benchmarks.api_overhead --write`.\n\n"
     )
     return f"# What the API process costs\n\n{about}{markdown_table(HEADER, rows)}\n"
 

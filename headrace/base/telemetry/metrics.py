@@ -80,7 +80,7 @@ ROUTES = (
     *("/tokenizer_info", "/inference/v1/generate"),
     *("/v1/chat/completions/render", "/v1/chat/completions/derender"),
     *("/v1/completions/render", "/v1/completions/derender"),
-    *("/v1/messages/render", "/v1/responses/render"),
+    *("/v1/messages/render", "/v1/responses/render", "/invocations"),
     *("/v1/messages", "/v1/messages/count_tokens", "/api/hello", "/openapi.json"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
     *("/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items"),

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from headrace.front.server import openapi
+from headrace.front.server import invocations, openapi
 from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest
@@ -80,6 +80,7 @@ def _generation() -> list[ApiRoute]:
         _route("/v1/responses/{id}", responses.delete_response, "DELETE"),
         _route("/v1/responses/{id}/cancel", responses.post_cancel, "POST"),
         _route("/v1/responses/{id}/input_items", responses.get_input_items),
+        _posts("/invocations", invocations.post_invocations, *invocations.BODIES, queued=True),
         _route("/api/hello", anthropic.get_hello),
     ]
 
