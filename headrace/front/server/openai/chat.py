@@ -17,7 +17,9 @@ import orjson
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Delta, Ended, Event, Started
+from headrace.front.server.openai.custom import CustomBegin, CustomInput, custom_input
 from headrace.front.server.openai.fold import (
+    Call,
     Choice,
     Fold,
     Tally,
@@ -176,6 +178,13 @@ def part_delta(part: Part) -> dict[str, Any] | None:
     """The `delta` of one part. The first fragment of a call has its id and name, later ones only index and arguments:
     clients join the texts of all fragments."""
     match part:
+        case CustomBegin():
+            custom = {"name": part.name, "input": ""}
+            call = {"index": part.index, "id": part.id, "type": "custom", "custom": custom}
+            return {"tool_calls": [call]}
+        case CustomInput():
+            custom = {"input": custom_input(part.text)}
+            return {"tool_calls": [{"index": part.index, "custom": custom}]}
         case Content():
             return {"content": part.text}
         case Reasoning():
@@ -249,15 +258,17 @@ def _message(choice: Choice) -> dict[str, Any]:
     if choice.reasoning:
         message["reasoning"] = message["reasoning_content"] = "".join(choice.reasoning)
     if choice.calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": "".join(call.arguments)},
-            }
-            for call in choice.calls
-        ]
+        message["tool_calls"] = [_call(call) for call in choice.calls]
     return message
+
+
+def _call(call: Call) -> dict[str, Any]:
+    arguments = "".join(call.arguments)
+    if call.custom:
+        custom = {"name": call.name, "input": custom_input(arguments)}
+        return {"id": call.id, "type": "custom", "custom": custom}
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def choice_of(reply: ChatReply, fold: Fold, index: int) -> dict[str, Any]:

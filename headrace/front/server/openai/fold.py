@@ -19,6 +19,7 @@ from headrace.front.client.events import (
     Started,
     TokenScore,
 )
+from headrace.front.server.openai.custom import CustomBegin
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
@@ -62,6 +63,7 @@ class Call:
 
     id: str
     name: str
+    custom: bool = False
     arguments: list[str] = field(default_factory=list)
 
 
@@ -85,7 +87,7 @@ class Choice:
                 self.reasoning.append(part.text)
             case CallBegin():
                 assert part.index == len(self.calls), "calls have contiguous indices"
-                self.calls.append(Call(part.id, part.name))
+                self.calls.append(Call(part.id, part.name, isinstance(part, CustomBegin)))
             case CallArguments():
                 self.calls[part.index].arguments.append(part.text)
 

@@ -12,6 +12,7 @@ from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import completion_id
 from headrace.front.server.measure import joined
 from headrace.front.server.openai import chat, completions
+from headrace.front.server.openai.custom import customized, with_functions
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, CompletionRequest, parse
 from headrace.front.server.structured import plain_structure
@@ -20,11 +21,12 @@ from headrace.front.text.fim import between
 
 async def post_chat(exchange: Exchange, document: Any) -> Response:
     """POST /v1/chat/completions."""
-    request = parse(document, ChatRequest)
+    request, custom = with_functions(parse(document, ChatRequest))
     services = exchange.services
     model = services.model_name(request.model)
     label = completion_id("chatcmpl")
     prompt_ids, events = await begin(exchange, request, label=label)
+    events = customized(events, custom) if custom else events
     reply = chat.ChatReply(id=label, model=model, request=request, prompt_ids=prompt_ids)
     if request.stream:
         return await streamed(exchange, chat.to_chunks(events, reply))

@@ -13,8 +13,9 @@ from typing import Any
 import orjson
 
 from headrace.base.errors import InvalidRequest
+from headrace.front.server.openai.custom import CUSTOM_ARGUMENT
 from headrace.front.server.responses.schema import Json
-from headrace.front.server.responses.tools import CUSTOM_ARGUMENT, Offered
+from headrace.front.server.responses.tools import Offered
 
 Unseal = Callable[[str], str | None]
 SUMMARY = "A summary of the conversation so far:\n"

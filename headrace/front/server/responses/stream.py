@@ -14,12 +14,12 @@ import orjson
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started
 from headrace.front.server.failures import Failure
+from headrace.front.server.openai.custom import custom_input
 from headrace.front.server.openai.fold import chat_logprobs
 from headrace.front.server.parsed import parts_of
 from headrace.front.server.responses.document import ResponseReply, error_of, new_response, usage
 from headrace.front.server.responses.items import item_id
 from headrace.front.server.responses.schema import Json
-from headrace.front.server.responses.tools import CUSTOM_ARGUMENT
 from headrace.front.text.parsing.parts import (
     CallArguments,
     CallBegin,
@@ -264,16 +264,6 @@ class ResponseStream:
             "usage": usage(self._num_prompt, ended),
         }
         return [*made, self._about(f"response.{self.response['status']}")]
-
-
-def custom_input(arguments: str) -> str:
-    """The free text inside a custom tool's arguments; what is no such object is the text itself."""
-    try:
-        found = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
-    text = found.get(CUSTOM_ARGUMENT) if isinstance(found, dict) else None
-    return text if isinstance(text, str) else arguments
 
 
 def _logprobs(scores: list[ScoredToken]) -> list[Json]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.base.errors import InvalidRequest
+from headrace.front.server.openai.custom import custom_function
 from headrace.front.server.responses.schema import Json
 
-CUSTOM_ARGUMENT = "input"
 HOSTED = (
     *("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "local_shell"),
     *("shell", "apply_patch", "tool_search", "computer", "programmatic_tool_calling"),
@@ -56,12 +56,10 @@ class Offered:
                 raise _bad(f"{at}.parameters", "an object (JSON schema) is needed")
             self._function(tool, at, namespace, parameters=parameters, strict=tool.get("strict"))
         elif kind == "custom":
-            schema = {
-                "type": "object",
-                "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
-                "required": [CUSTOM_ARGUMENT],
-            }
-            self._function(tool, at, namespace, parameters=schema, custom=True)
+            made = custom_function(_name(tool, at), tool.get("description"), tool.get("format"))
+            self._function(
+                {**tool, **made}, at, namespace, parameters=made["parameters"], custom=True
+            )
         elif isinstance(kind, str) and kind.startswith(HOSTED):
             log.warning("%s: tools of type %s are not run by this server; passed over", at, kind)
         else:
@@ -88,10 +86,11 @@ class Offered:
         flat = self.function_of(name, namespace)
         if flat in self.names:
             raise _bad(f"{at}.name", f"{flat!r:.80} is offered twice")
-        description = tool.get("description")
-        if custom and isinstance(tool.get("format"), dict) and tool["format"].get("definition"):
-            description = f"{description or ''}\nThe input follows this grammar:\n{tool['format']['definition']}"
-        function = {"name": flat, "description": description, "parameters": parameters}
+        function = {
+            "name": flat,
+            "description": tool.get("description"),
+            "parameters": parameters,
+        }
         if isinstance(strict, bool):
             function["strict"] = strict
         given = {key: value for key, value in function.items() if value is not None}

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Ended, Event, Started
 from headrace.front.server.anthropic.stream import MessageReply, MessageStream
+from headrace.front.server.openai.custom import custom_input
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
 from headrace.front.server.responses.document import ResponseReply
 from headrace.front.server.responses.schema import ResponsesRequest
-from headrace.front.server.responses.stream import TERMINAL, ResponseStream, custom_input
+from headrace.front.server.responses.stream import TERMINAL, ResponseStream
 from headrace.front.server.responses.tools import offered
 from headrace.front.text.parsing.parts import (
     CallArguments,

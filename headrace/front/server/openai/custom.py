@@ -1,0 +1,162 @@
+"""Custom tools: the model is given a function with one text argument; the client sees the text alone.
+
+Their input goes out whole: it is a text inside JSON, and known once the JSON is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import orjson
+
+from headrace.base.errors import InvalidRequest
+from headrace.front.client.events import Event
+from headrace.front.server.openai.schema import ChatRequest
+from headrace.front.server.parsed import ParsedDelta, ParsedEnded
+from headrace.front.text.parsing.parts import CallArguments, CallBegin, CallEnd, Part
+
+CUSTOM_ARGUMENT = "input"
+Json = dict[str, Any]
+
+
+class CustomBegin(CallBegin, frozen=True):
+    """A call of a custom tool begins."""
+
+
+class CustomInput(CallArguments, frozen=True):
+    """The whole input of a custom tool's call; `text` is still the JSON around it."""
+
+
+def custom_function(name: str, description: str | None, form: Any) -> Json:
+    """The function that stands for a custom tool; a grammar of its input is told in words."""
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        form = form.get("grammar") or form
+    if isinstance(form, dict) and form.get("definition"):
+        description = (
+            f"{description or ''}\nThe input follows this grammar:\n{form['definition']}".strip()
+        )
+    schema = {
+        "type": "object",
+        "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+        "required": [CUSTOM_ARGUMENT],
+    }
+    made = {"name": name, "description": description, "parameters": schema}
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def custom_input(arguments: str) -> str:
+    """The free text inside a custom tool's arguments; what is no such object is the text itself."""
+    try:
+        found = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    text = found.get(CUSTOM_ARGUMENT) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def with_functions(request: ChatRequest) -> tuple[ChatRequest, frozenset[str]]:
+    """The request with functions in the place of custom tools and of their earlier calls, and the tools' names."""
+    if request.tools is None:
+        return request, frozenset()
+    tools = [_as_function(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    names = frozenset(
+        made["function"]["name"]
+        for made, tool in zip(tools, request.tools, strict=True)
+        if made is not tool
+    )
+    if not names:
+        return request, names
+    choice = request.tool_choice
+    if isinstance(choice, dict):
+        choice = _as_choice(choice)
+    messages = [_as_message(message) for message in request.messages]
+    made = msgspec.structs.replace(request, tools=tools, tool_choice=choice, messages=messages)
+    return made, names
+
+
+def _as_function(tool: Json, at: str) -> Json:
+    given = tool.get("custom")
+    if tool.get("type") != "custom" or not isinstance(given, dict):
+        return tool
+    name = given.get("name")
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"{at}.custom.name: a text is needed", field=f"{at}.custom.name")
+    function = custom_function(name, given.get("description"), given.get("format"))
+    return {"type": "function", "function": function}
+
+
+def _as_choice(choice: Json) -> Json:
+    if choice.get("type") == "custom" and isinstance(choice.get("custom"), dict):
+        return {"type": "function", "function": {"name": choice["custom"].get("name")}}
+    allowed = choice.get("allowed_tools")
+    if isinstance(allowed, dict) and isinstance(allowed.get("tools"), list):
+        tools = [_as_choice(tool) if isinstance(tool, dict) else tool for tool in allowed["tools"]]
+        return {**choice, "allowed_tools": {**allowed, "tools": tools}}
+    return choice
+
+
+def _as_message(message: Json) -> Json:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_as_call(call) for call in calls]}
+
+
+def _as_call(call: Any) -> Any:
+    given = call.get("custom") if isinstance(call, dict) else None
+    if not isinstance(given, dict) or not isinstance(given.get("input"), str):
+        return call
+    arguments = orjson.dumps({CUSTOM_ARGUMENT: given["input"]}).decode()
+    function = {"name": given.get("name"), "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+async def customized(
+    events: AsyncGenerator[Event, None], names: Collection[str]
+) -> AsyncGenerator[Event, None]:
+    """The events with the calls of custom tools marked as such, each with its input in one part."""
+    held: dict[int, _Held] = {}
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, ParsedDelta):
+                mine = held.setdefault(event.index, _Held(names))
+                event = msgspec.structs.replace(event, parts=mine.take(event.parts))
+            elif isinstance(event, ParsedEnded) and event.index in held:
+                rest, thought = held.pop(event.index).rest(), event.num_reasoning
+                yield ParsedDelta(index=event.index, text="", parts=rest, num_reasoning=thought)
+            yield event
+
+
+class _Held:
+    """The open call of one choice, if it is a custom tool's."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._call: int | None = None
+        self._texts: list[str] = []
+
+    def take(self, parts: list[Part]) -> list[Part]:
+        """The parts as they go out."""
+        made: list[Part] = []
+        for part in parts:
+            if isinstance(part, CallBegin):
+                made += self.rest()
+                if part.name in self._names:
+                    self._call = part.index
+                    part = CustomBegin(part.index, part.id, part.name)
+            elif isinstance(part, CallEnd):
+                made += self.rest()
+            elif isinstance(part, CallArguments) and part.index == self._call:
+                self._texts.append(part.text)
+                continue
+            made.append(part)
+        return made
+
+    def rest(self) -> list[Part]:
+        """What was held back."""
+        call, text = self._call, "".join(self._texts)
+        self._call, self._texts = None, []
+        return [] if call is None else [CustomInput(call, text)]
