@@ -127,11 +127,8 @@ def describe(
     encodes = chosen in ENCODERS
     labels = labels_of(reader) if named.head in ("sequence", "token") else ()
     modules = read_modules(located.path)
-    num_params = (
-        stored.num_params
-        if stored
-        else _count_params(reader, layers, hidden, heads, kv_heads, head_dim)
-    )
+    sizes = (layers, hidden, heads, kv_heads, head_dim)
+    num_params = stored.num_params if stored else _count_params(reader, *sizes)
     return ModelFacts(
         path=str(located.path),
         name=located.name,

@@ -81,8 +81,7 @@ class Connection:
         if self.hello is None or self._frames is None or self._frames.transport is None:
             raise Unavailable("the engine is starting; try again soon", retry_after_s=1.0)
         transport = self._frames.transport
-        waiting = transport.get_write_buffer_size() + len(self._unsent)
-        if waiting > self._limits.max_unsent_bytes:
+        if transport.get_write_buffer_size() + len(self._unsent) > self._limits.max_unsent_bytes:
             raise Unavailable("the engine does not take requests now", retry_after_s=1.0)
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)

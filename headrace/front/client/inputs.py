@@ -37,6 +37,7 @@ from headrace.front.text.tokenizer import Tokenizer
 _SEED_MASK = (1 << 63) - 1
 _INT32 = (-(1 << 31), (1 << 31) - 1)
 _NUMBERS = SamplingNumbers.__struct_fields__
+_CARRIED = ("label", "tenant", "weight", "priority", "deadline_s", "cache_salt", "pooling")
 
 
 class Widths(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,14 +75,8 @@ class InputChecker:
             prompt=np.asarray(generation.prompt_ids, dtype="<i4").tobytes(),
             stop=stop,
             sampling=self._row_sampling(params, stop),
-            label=generation.label,
-            tenant=generation.tenant,
-            weight=generation.weight,
-            priority=generation.priority,
-            deadline_s=generation.deadline_s,
-            cache_salt=generation.cache_salt,
             gates=_gates(generation),
-            pooling=generation.pooling,
+            **{name: getattr(generation, name) for name in _CARRIED},
         )
 
     def _stop_rules(self, generation: Generation, widths: Widths) -> StopRules:

@@ -13,6 +13,7 @@ from headrace.front.server.exchange import Exchange
 from headrace.front.server.timing import Timeline, timeline
 
 _QUEUED_EVENTS = 64
+_PARTS = ("queue", "prefill", "decode")
 
 
 async def measured(
@@ -86,9 +87,8 @@ def _count_end(event: Ended, found: Timeline, metrics: Metrics) -> None:
     if event.index == 0:
         metrics.add("headrace_cached_prompt_tokens_total", event.num_cached)
     if event.scheduled_s is not None:
-        metrics.observe("headrace_request_queue_time_seconds", found.queue_s)
-        metrics.observe("headrace_request_prefill_time_seconds", found.prefill_s)
-        metrics.observe("headrace_request_decode_time_seconds", found.decode_s)
+        for part in _PARTS:
+            metrics.observe(f"headrace_request_{part}_time_seconds", getattr(found, f"{part}_s"))
         inference_s = found.prefill_s + found.decode_s
         metrics.observe("headrace_request_inference_time_seconds", inference_s)
 

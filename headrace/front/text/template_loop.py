@@ -58,7 +58,7 @@ class LoopRenderer:
         worker = self._worker or self._join(loop)
         if worker is None or self._late_at == self._replies or self._loop is not loop:
             return None
-        frame = worker.frame(source, variables, self._pool.limits)
+        frame = worker.frame(source, variables)
         if self._bytes + len(frame) > PIPE_BYTES:
             return None
         worker.write(frame, source)
@@ -87,7 +87,8 @@ class LoopRenderer:
             size, answer = self._sent.popleft()
             self._bytes -= size
             self._replies += 1
-            _settle(answer, reply)
+            if not answer.done():  # else the client left, or it went another way
+                answer.set_result(reply)
 
     def _check(self) -> None:
         """No reply since the last look: the first one takes long, and nobody waits behind it; at last it is ended."""

@@ -60,8 +60,7 @@ class TemplatePool:
 
     def text_of(self, reply: dict[str, Any]) -> str:
         """The rendered template of a reply; InvalidRequest if it says what went wrong."""
-        text: str = _checked(reply)["text"]
-        return text
+        return str(_checked(reply)["text"])
 
     def borrow(self) -> Worker | None:
         """An idle process that runs, if there is one; the caller gives it back."""
@@ -95,8 +94,8 @@ class TemplatePool:
             raise Unavailable("all chat template processes are busy", retry_after_s=1.0) from None
         try:
             if worker is None or not worker.alive:
-                worker = Worker(limits.memory_bytes)
-            return worker.ask(source, worker.frame(source, variables, limits), limits.seconds)
+                worker = Worker(limits)
+            return worker.ask(source, worker.frame(source, variables), limits.seconds)
         except BaseException:
             if worker is not None:
                 worker.close()
@@ -127,9 +126,10 @@ def _checked(reply: dict[str, Any]) -> dict[str, Any]:
 class Worker:
     """One process. Its two pipes carry the requests one after the other."""
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self, limits: TemplateLimits) -> None:
+        bounds = [str(each) for each in (limits.memory_bytes, limits.max_chars, limits.seconds + 1)]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-X", "utf8", str(_SCRIPT), str(memory_bytes)],
+            [sys.executable, "-P", "-X", "utf8", str(_SCRIPT), *bounds],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -149,19 +149,13 @@ class Worker:
         """Whether the process runs."""
         return self._process.poll() is None
 
-    def frame(self, source: str, variables: dict[str, Any] | None, limits: TemplateLimits) -> bytes:
+    def frame(self, source: str, variables: dict[str, Any] | None) -> bytes:
         """One request: length and JSON. A template goes along until it was sent once. Without variables it asks for the
         names of those there are."""
-        request: dict[str, Any] = {
-            "variables": variables,
-            "max_chars": limits.max_chars,
-            "limit_s": limits.seconds + 1,
-        }
-        number = self._sources.get(source)
-        if number is None:
+        new = len(self._sources) % _MAX_SOURCES
+        request: dict[str, Any] = {"variables": variables, "number": self._sources.get(source, new)}
+        if source not in self._sources:
             request["source"] = source
-            number = len(self._sources) if len(self._sources) < _MAX_SOURCES else None
-        request["number"] = number
         body = json.dumps(request).encode()
         return _LENGTH.pack(len(body)) + body
 
@@ -193,7 +187,9 @@ class Worker:
 
     def write(self, frame: bytes, source: str) -> None:
         """Sends a request without waiting for its reply; the process knows its template from then on."""
-        if source not in self._sources and len(self._sources) < _MAX_SOURCES:
+        if source not in self._sources:
+            if len(self._sources) == _MAX_SOURCES:
+                self._sources.clear()  # their numbers are given anew
             self._sources[source] = len(self._sources)
         with contextlib.suppress(OSError):
             self._input.write(frame)

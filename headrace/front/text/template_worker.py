@@ -103,13 +103,15 @@ def compiled(source: str) -> tuple[jinja2.Template, list[str]]:
     return env.from_string(source), sorted(jinja2.meta.find_undeclared_variables(env.parse(source)))
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any], max_chars: int) -> dict[str, Any]:
     """Compiles, and renders if there are variables to render with."""
     try:
-        template, names = compiled(_source(request))
+        # a template comes once, with a number that it is known by from then on
+        source = _SOURCES[request["number"]] = request.get("source") or _SOURCES[request["number"]]
+        template, names = compiled(source)
         if request["variables"] is None:
             return {"names": names}
-        return {"text": _render(template, request["variables"], request["max_chars"])}
+        return {"text": _render(template, request["variables"], max_chars)}
     except Refused as error:
         return {"error": str(error)[:1000]}
     except MemoryError:
@@ -118,17 +120,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": "the template recurses too deeply"}
     except Exception as error:  # whatever else a template can raise is the template's failure
         return {"error": f"{type(error).__name__}: {error}"[:1000]}
-
-
-def _source(request: dict[str, Any]) -> str:
-    """The template of a request; one that was numbered is known from then on."""
-    number = request["number"]
-    source: str | None = request.get("source")
-    if source is None:
-        return _SOURCES[number]
-    if number is not None:
-        _SOURCES[number] = source
-    return source
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
@@ -141,13 +132,19 @@ def _render(template: jinja2.Template, variables: dict[str, Any], max_chars: int
     return "".join(pieces)
 
 
-def serve(source: BinaryIO, sink: BinaryIO, answer_one: Callable[[dict[str, Any]], Any]) -> None:
-    """Answers requests until the other end closes."""
+def serve(
+    source: BinaryIO,
+    sink: BinaryIO,
+    answer_one: Callable[[dict[str, Any]], Any],
+    *,
+    limit_s: float,
+) -> None:
+    """Answers requests until the other end closes; one that takes longer than `limit_s` ends the process."""
     sink.write(b"!")
     sink.flush()
     while len(head := source.read(_LENGTH.size)) == _LENGTH.size:
         request = json.loads(source.read(_LENGTH.unpack(head)[0]))
-        signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
         body = json.dumps(answer_one(request)).encode()
         signal.setitimer(signal.ITIMER_REAL, 0)
         sink.write(_LENGTH.pack(len(body)) + body)
@@ -155,7 +152,12 @@ def serve(source: BinaryIO, sink: BinaryIO, answer_one: Callable[[dict[str, Any]
 
 
 if __name__ == "__main__":
-    memory_bytes = int(sys.argv[1])
+    memory_bytes, most = int(sys.argv[1]), int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    serve(sys.stdin.buffer, sys.stdout.buffer, answer)
+    serve(
+        sys.stdin.buffer,
+        sys.stdout.buffer,
+        lambda request: answer(request, most),
+        limit_s=float(sys.argv[3]),
+    )

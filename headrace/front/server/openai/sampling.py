@@ -42,16 +42,10 @@ def sampling_params(
         fields["beam_width"] = max(n, best_of or n)
         best_of = None
     stop = request.stop or ()
-    return msgspec.structs.replace(
-        SamplingParams(),
-        **fields,
-        n=n,
-        best_of=best_of,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        logit_bias=logit_bias(request),
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-    )
+    fields |= {"n": n, "best_of": best_of, "max_tokens": max_tokens, "logprobs": logprobs}
+    fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    fields["logit_bias"] = logit_bias(request)
+    return msgspec.structs.replace(SamplingParams(), **fields)
 
 
 def _check(
