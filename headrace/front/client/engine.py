@@ -98,13 +98,10 @@ class AsyncLLM:
     def widths(self) -> Widths:
         """What bounds a request, by the model and by every core that is connected."""
         hellos = [c.connection.hello for c in self._cores if c.connection.hello is not None]
-        text = self.text
         lengths = [min(hello.max_model_len, hello.capacity_tokens) for hello in hellos]
-        return Widths(
-            logits_width=min([text.logits_width, *(hello.logits_width for hello in hellos)]),
-            context_tokens=min([text.max_model_len, *lengths]),
-            eos_ids=text.eos_ids,
-        )
+        width = min([self.text.logits_width, *(hello.logits_width for hello in hellos)])
+        context = min([self.text.max_model_len, *lengths])
+        return Widths(logits_width=width, context_tokens=context, eos_ids=self.text.eos_ids)
 
     def check(self, generation: Generation) -> None:
         """Refuses a generation that `generate` would refuse for what the caller did wrong."""

@@ -121,10 +121,8 @@ async def _read_body(request: Request, *, max_bytes: int, idle_s: float) -> byte
         if chunk is None:
             break
         received += len(chunk)
-        if received > max_bytes:
-            raise _too_large(max_bytes)
         body += chunk if inflater is None else _inflate(inflater, chunk, room=max_bytes - len(body))
-        if len(body) > max_bytes:
+        if max(received, len(body)) > max_bytes:
             raise _too_large(max_bytes)
     if inflater is not None and not inflater.finished:
         raise InvalidRequest("the compressed body ends too early")

@@ -16,7 +16,7 @@ from typing import Any
 from headrace.base.errors import InvalidRequest
 from headrace.front.text.template_pool import PIPE_BYTES, TemplatePool, Worker, reply_in
 
-PATIENCE_S = 0.1
+PATIENCE_S = 0.5
 _READ_BYTES = 1 << 18
 _Answer = asyncio.Future[dict[str, Any] | None]
 

@@ -59,12 +59,11 @@ def custom_input(arguments: str) -> str:
 
 def with_functions(request: ChatRequest) -> tuple[ChatRequest, frozenset[str]]:
     """The request with functions in the place of custom tools and of their earlier calls, and the tools' names."""
-    if request.tools is None:
-        return request, frozenset()
-    tools = [_as_function(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    given = request.tools or []
+    tools = [_as_function(tool, f"tools[{i}]") for i, tool in enumerate(given)]
     names = frozenset(
         made["function"]["name"]
-        for made, tool in zip(tools, request.tools, strict=True)
+        for made, tool in zip(tools, given, strict=True)
         if made is not tool
     )
     if not names:

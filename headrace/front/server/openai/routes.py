@@ -21,7 +21,8 @@ from headrace.front.text.fim import between
 
 async def post_chat(exchange: Exchange, document: Any) -> Response:
     """POST /v1/chat/completions."""
-    request, custom = with_functions(parse(document, ChatRequest))
+    request = parse(document, ChatRequest)
+    request, custom = with_functions(request) if request.tools else (request, ())
     services = exchange.services
     model = services.model_name(request.model)
     label = completion_id("chatcmpl")
