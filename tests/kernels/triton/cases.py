@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from headrace.back.kernels.attention import op as attention
+from headrace.back.kernels.draw import op as draw
 from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.greedy import op as greedy
 from headrace.back.kernels.gumbel import op as gumbel
@@ -107,6 +108,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("skinny split add", _product(SPLIT, 64, add=True)),
     ("step_inputs", _call(step_inputs.OP, "step_inputs.triton_step:KERNEL", STEP)),
     ("step_commit", _call(step_commit.OP, "step_commit.triton_commit:KERNEL", STEP)),
+    ("draw", _call(draw.OP, "draw.triton_draw:KERNEL", draw.DrawProblem(device="cpu"))),
     (
         "nucleus",
         _call(nucleus.OP, "nucleus.triton_nucleus:KERNEL", nucleus.NucleusProblem(device="cpu")),
