@@ -148,6 +148,8 @@ EVERYTHING = (
     RowSampling(seed=3, xtc_probability=0.5, dry_multiplier=0.8, dry_breaker_ids=(7,)),
     RowSampling(seed=4, bad_words=((400,), (1, 2)), min_tokens=9, suppressed_ids=(0, 1)),
     RowSampling(seed=5, allowed_ids=tuple(range(300, 900)), presence_penalty=0.5),
+    RowSampling(seed=6, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01),
+    RowSampling(seed=7, temperature=1.2),
     RowSampling(temperature=0.0, prompt_logprobs=2, logprobs=2, logprobs_mode="processed"),
 )
 
@@ -193,6 +195,30 @@ def test_replayed_steps_give_the_tokens_of_launched_ones() -> None:
     assert replay.num_graphs > 3
     for one, two, three in zip(first, second, third, strict=True):
         assert one.outputs == two.outputs == three.outputs
+    executor.close()
+
+
+DRAWN = RowSampling(temperature=0.8, top_p=0.9, top_k=40, min_p=0.001, seed=5)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_random_rows_are_drawn_by_replayed_steps(reference: InlineExecutor) -> None:
+    """The whole draw is part of the graph: no step goes through the sampler, and the tokens are the CPU's (KRN-02)."""
+    executor = bundled("cuda", "float32")
+    sampler = executor._runner._sampler
+
+    def never(*arguments: object, **more: object) -> None:
+        raise AssertionError("a step went through the sampler")
+
+    sampler.sample = never  # type: ignore[method-assign]
+    runs = [generate(executor, DRAWN, chunk=6) for _ in range(3)]
+    theirs = generate(reference, DRAWN, chunk=6)
+    for ours in runs:
+        same = [one.outputs == other.outputs for one, other in zip(ours, theirs, strict=True)]
+        assert sum(same) >= len(same) - 1, same
+    replay = executor._runner._steps._replay  # type: ignore[attr-defined]
+    assert any(bucket.draws for bucket in replay._graphs)
     executor.close()
 
 

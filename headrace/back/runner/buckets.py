@@ -146,6 +146,10 @@ class Replay(Protocol):
         """See Steps."""
         ...
 
+    def compiling(self) -> AbstractContextManager[object] | None:
+        """See Steps."""
+        ...
+
     def run(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
         """Runs the bucket's step on the message that was copied last."""
         ...
@@ -214,6 +218,10 @@ class BucketSteps:
         """See Steps."""
         self._kv = kv
         self._frames.clear()
+
+    def compiling(self) -> AbstractContextManager[object] | None:
+        """See Steps."""
+        return self._replay.compiling()
 
     def run(self, plan: StepPlan, shape: StepShape, *, draws: bool) -> Ran:
         """See Steps."""

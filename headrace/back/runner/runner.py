@@ -103,6 +103,11 @@ class Runner:
         )
         self._steps = steps(machine, spec, num_groups=len(layout.groups))
         began = time.perf_counter()
+        if (ahead := self._steps.compiling()) is not None:
+            with ahead:
+                warm_up(self, spec, model.logits_width, device)
+        compile_s = time.perf_counter() - began
+        began = time.perf_counter()
         if spec.kv.fit:
             num_blocks = self._fit(spec, layout)
         profile_s = time.perf_counter() - began
@@ -117,7 +122,12 @@ class Runner:
             generates=model.generates,
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
-            start_s={**(start_s or {}), "profile": profile_s, "warmup": warmup_s},
+            start_s={
+                **(start_s or {}),
+                "compile": compile_s,
+                "profile": profile_s,
+                "warmup": warmup_s,
+            },
             decisions=[
                 (d.field, d.given, d.chosen, d.why)
                 for d in (*decisions, *self._sampler.decisions, *self._steps.decisions)
@@ -128,6 +138,11 @@ class Runner:
     def common_rows(self) -> tuple[int, ...]:
         """See Steps."""
         return self._steps.common_rows
+
+    @property
+    def draws(self) -> bool:
+        """Whether steps draw the tokens of random rows themselves."""
+        return bool(self._steps.common_rows) and self._sampler.drawn is not None
 
     def _fit(self, spec: EngineSpec, layout: KVLayout) -> int:
         """Runs the largest step, then makes the KV cache of what the device has left; the number of blocks."""

@@ -113,6 +113,11 @@ class Steps(Protocol):
         """The KV cache from now on; before the first real step."""
         ...
 
+    def compiling(self) -> AbstractContextManager[object] | None:
+        """Within it steps compile their kernels, many at a time, and compute nothing; what they tell is made up. None:
+        there is nothing to compile."""
+        ...
+
     def run(self, plan: StepPlan, shape: StepShape, *, draws: bool) -> Ran:
         """Takes the plan's changes over and launches its step. `draws`: the rows' tokens are drawn, where steps can; else
         the greedy picks are told."""
@@ -144,6 +149,9 @@ class ExactSteps:
     def use_kv(self, kv: tuple[torch.Tensor, ...]) -> None:
         """See Steps."""
         self._kv = kv
+
+    def compiling(self) -> None:
+        """See Steps."""
 
     def run(self, plan: StepPlan, shape: StepShape, *, draws: bool) -> Ran:
         """See Steps."""

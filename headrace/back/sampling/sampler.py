@@ -24,17 +24,20 @@ op `draw` does is part of the step itself. A feature costs its own rows only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from headrace.back.kernels.draw.op import OP as DRAW
+from headrace.back.kernels.draw.op import DrawProblem
 from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.gumbel.op import OP as GUMBEL
 from headrace.back.kernels.gumbel.op import GumbelProblem
 from headrace.back.kernels.nucleus.op import OP as NUCLEUS
 from headrace.back.kernels.nucleus.op import NucleusProblem
-from headrace.back.kernels.op import decisions
+from headrace.back.kernels.op import Choice, decisions
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.allowed import AllowedIds
 from headrace.back.sampling.bad_words import BadWords
@@ -83,6 +86,17 @@ def failures(best_N: np.ndarray, left_N: np.ndarray | None) -> dict[int, Headrac
     return failed | {int(i): NonFiniteLogits(message) for i in np.flatnonzero(~np.isfinite(best_N))}
 
 
+def choose_kernels(device: torch.device) -> tuple[Choice[Any], ...]:
+    """What samplers are made of on a device: greedy, gumbel, nucleus, and draw where it is used."""
+    drawn = () if device.type == "cpu" else (DRAW.choose(DrawProblem(device=device.type)),)
+    return (
+        GREEDY.choose(GreedyProblem(device=device.type)),
+        GUMBEL.choose(GumbelProblem(device=device.type)),
+        NUCLEUS.choose(NucleusProblem(device=device.type)),
+        *drawn,
+    )
+
+
 class Sampler:
     """Samples one token per row; holds what the rows asked for."""
 
@@ -99,12 +113,11 @@ class Sampler:
         self._numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._processed: set[int] = set()
-        greedy = GREEDY.choose(GreedyProblem(device=device.type))
-        gumbel = GUMBEL.choose(GumbelProblem(device=device.type))
+        choices = choose_kernels(device)[:3]
+        greedy, gumbel, _ = choices
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
         self._quieten = _quieten_host if device.type == "cpu" else _quieten_device
-        nucleus = NUCLEUS.choose(NucleusProblem(device=device.type))
-        self.decisions = decisions((greedy, gumbel, nucleus))
+        self.decisions = decisions(choices)
         self.drawn: DrawnRows | None = None
         if on_device if on_device is not None else device.type != "cpu":
             self.drawn = DrawnRows(self._numbers, device)

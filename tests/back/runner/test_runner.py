@@ -33,6 +33,9 @@ class Calls:
     def scope(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def compiling(self) -> None:
+        return None
+
     def run(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
         return step(bucket)
 

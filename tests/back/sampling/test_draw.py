@@ -109,7 +109,10 @@ def test_the_op_of_devices_chooses_the_same_token(kind: str, width: int) -> None
     positions = rng.integers(1, 9999, len(rows))
     value, token = torch.from_numpy(logits).max(dim=1)
     found, z = drawn.draw(
-        torch.from_numpy(logits), (token, value), torch.from_numpy(rows), torch.from_numpy(positions)
+        torch.from_numpy(logits),
+        (token, value),
+        torch.from_numpy(rows),
+        torch.from_numpy(positions),
     )
     picked = Picked(
         rows=rows,

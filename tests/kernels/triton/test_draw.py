@@ -47,16 +47,24 @@ SETTINGS = [
 ]
 
 
-def case(kind: str, width: int) -> tuple[torch.Tensor, tuple, torch.Tensor, torch.Tensor, torch.Tensor]:
+def case(
+    kind: str, width: int
+) -> tuple[torch.Tensor, tuple, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The op's arguments: every setting COPIES times, rows of the table in any order, rows of logits with a gap."""
     rng = np.random.default_rng(width)
-    heat, top_k, top_p, min_p = (np.array(column * COPIES) for column in zip(*SETTINGS, strict=True))
+    heat, top_k, top_p, min_p = (
+        np.array(column * COPIES) for column in zip(*SETTINGS, strict=True)
+    )
     count = len(heat)
     logits = np.full((count, width + 3), np.nan, np.float32)
     logits[:, :width] = LOGITS[kind](rng, (count, width))
     logits[:, 0] = np.where(np.isfinite(logits[:, :width]).any(1), logits[:, 0], 0.0)
     rows = op.numbers(
-        heat=heat, seed=rng.integers(0, 1 << 63, count).astype(np.uint64), top_k=top_k, top_p=top_p, min_p=min_p
+        heat=heat,
+        seed=rng.integers(0, 1 << 63, count).astype(np.uint64),
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
     )
     row = rng.permutation(count).astype(np.int32)
     position = rng.integers(1, 100_000, count).astype(np.int32)
@@ -70,9 +78,15 @@ def undecided(logits_KV: torch.Tensor, rows: torch.Tensor, row_K: torch.Tensor) 
     """bool [K]: whether the sum of some most likely tokens lies within 1e-6 of top_p: either side of it is right."""
     of_K5 = rows[row_K.long()]
     heat_K1, _, _, p_K1, _ = of_K5.view(torch.float64).split(1, dim=1)
-    z_KV = (logits_KV.double() / heat_K1.masked_fill(heat_K1 == 0, 1.0)).sort(1, descending=True).values
+    z_KV = (
+        (logits_KV.double() / heat_K1.masked_fill(heat_K1 == 0, 1.0))
+        .sort(1, descending=True)
+        .values
+    )
     k_K1 = of_K5[:, op.TOP_K : op.TOP_K + 1]
-    kth_K1 = z_KV.gather(1, torch.where((k_K1 <= 0) | (k_K1 > z_KV.shape[1]), z_KV.shape[1], k_K1) - 1)
+    kth_K1 = z_KV.gather(
+        1, torch.where((k_K1 <= 0) | (k_K1 > z_KV.shape[1]), z_KV.shape[1], k_K1) - 1
+    )
     sums_KV = z_KV.masked_fill(z_KV < kth_K1, -torch.inf).softmax(1).cumsum(1)
     border = torch.cat((z_KV[:, :-1] > z_KV[:, 1:], torch.ones_like(p_K1, dtype=torch.bool)), 1)
     near = ((sums_KV - p_K1).abs() < 1e-6) & border & (p_K1 < 1.0)
@@ -97,16 +111,26 @@ def test_the_draws_of_one_row_follow_its_distribution() -> None:
     count, kept = (400 if interpreted() else 40_000), 5
     logits = torch.tensor([[2.0, 1.5, 1.0, 0.5, 0.0, -0.1, -3.0]], device=DEVICE).repeat(count, 1)
     one = np.ones(count)
-    numbers = op.numbers(heat=0.8 * one, seed=np.full(count, 11, np.uint64), top_k=6 * one, top_p=0.95 * one, min_p=0 * one)
+    numbers = op.numbers(
+        heat=0.8 * one,
+        seed=np.full(count, 11, np.uint64),
+        top_k=6 * one,
+        top_p=0.95 * one,
+        min_p=0 * one,
+    )
     value, token = logits.max(dim=1)
     row = torch.arange(count, device=DEVICE)
-    found, _ = triton_draw.bind(PROBLEM)(logits, (token, value), torch.from_numpy(numbers).to(DEVICE), row, row + 1)
+    found, _ = triton_draw.bind(PROBLEM)(
+        logits, (token, value), torch.from_numpy(numbers).to(DEVICE), row, row + 1
+    )
     counts = found.bincount(minlength=7).cpu().double()
     probs = (logits[0, :6].cpu().double() / 0.8).softmax(0)
     assert (probs.cumsum(0) < 0.95).sum() == kept - 1, "the test means to cut off the sixth token"
     probs = probs[:kept] / probs[:kept].sum()
     assert counts[kept:].sum() == 0
-    assert (((counts[:kept] - count * probs) ** 2) / (count * probs)).sum() < 23.5, counts  # p = 1e-4, 4 degrees
+    assert (((counts[:kept] - count * probs) ** 2) / (count * probs)).sum() < 23.5, (
+        counts
+    )  # p = 1e-4, 4 degrees
 
 
 def test_rows_that_are_not_finite_end_and_touch_no_other() -> None:

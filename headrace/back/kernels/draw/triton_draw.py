@@ -109,7 +109,9 @@ def _least_by_min_p(top, heat, log_min_p):
     least_z = top.to(tl.float64) / heat + log_min_p
     near = _order((least_z * heat).to(tl.float32)) + tl.arange(0, 8) - 4
     b_value = _value(near)
-    found = tl.min(tl.where(b_value.to(tl.float64) / heat >= least_z, b_value, float("inf")), axis=0)
+    found = tl.min(
+        tl.where(b_value.to(tl.float64) / heat >= least_z, b_value, float("inf")), axis=0
+    )
     return tl.where(log_min_p == float("-inf"), float("-inf"), tl.minimum(found, top))
 
 
