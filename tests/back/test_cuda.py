@@ -53,7 +53,7 @@ def bundled_spec(device: str, dtype: str, *, tensor_parallel: int = 1) -> Engine
     return EngineSpec(
         model=model,
         kv=KVSpec(block_tokens=16, prefix_caching=False, num_blocks=128),
-        scheduler=SchedulerSpec(max_step_tokens=256, max_running=8),
+        scheduler=SchedulerSpec(max_step_tokens=256, max_running=10),
         device=DeviceSpec(device=device, executor=executor, tensor_parallel=tensor_parallel),
     )
 

@@ -105,7 +105,7 @@ class Runner:
         began = time.perf_counter()
         if (ahead := self._steps.compiling()) is not None:
             with ahead:
-                warm_up(self, spec, model.logits_width, device)
+                warm_up(self, spec, model.logits_width, device, times=1)
         compile_s = time.perf_counter() - began
         began = time.perf_counter()
         if spec.kv.fit:

@@ -42,7 +42,14 @@ class Executes(Protocol):
         ...
 
 
-def warm_up(runner: Executes, spec: EngineSpec, logits_width: int, device: torch.device) -> float:
+def warm_up(
+    runner: Executes,
+    spec: EngineSpec,
+    logits_width: int,
+    device: torch.device,
+    *,
+    times: int = 2,
+) -> float:
     """Runs one prefill and one decode step of the largest size, then the sizes of decode that are common, twice: where
     steps are recorded, the second one is; all again with random rows, where those are steps of their own. Returns the
     seconds.
@@ -51,7 +58,7 @@ def warm_up(runner: Executes, spec: EngineSpec, logits_width: int, device: torch
     """
     began = time.perf_counter()
     num_rows, length = _largest(spec, device)
-    common = [rows for rows in runner.common_rows if rows <= num_rows for _ in range(2)]
+    common = [rows for rows in runner.common_rows if rows <= num_rows for _ in range(times)]
     decodes = [_decode(rows, length) for rows in common] or [_decode(num_rows, length)]
     generates = spec.model.head == "lm"
     for sampling in (GREEDY, *((RANDOM,) if generates and runner.draws else ())):

@@ -144,3 +144,16 @@ def test_rows_that_are_not_finite_end_and_touch_no_other() -> None:
     others = [i for i in range(len(found)) if i not in bad]
     assert found[others].tolist() == clean[others].tolist()
     assert found.min() >= 0 and found.max() < logits.shape[1]
+
+
+def test_more_tokens_than_there_is_room_for_are_looked_at_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """top_p behind a top_k that leaves few tokens, many, and ties without end."""
+    monkeypatch.setattr(triton_draw, "MOST_KEPT", 16)
+    for kind in ("usual", "flat"):
+        logits, picks, rows, row, position = case(kind, 1200)
+        found, _ = triton_draw.bind(PROBLEM)(logits, picks, rows, row, position)
+        wanted, _ = op.bind_reference(PROBLEM)(logits, picks, rows, row, position)
+        clear = ~undecided(logits, rows, row)
+        assert found[clear].tolist() == wanted[clear].tolist()

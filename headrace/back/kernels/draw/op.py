@@ -99,7 +99,7 @@ def _truncated(
 
 def _sample(problem: DrawProblem) -> Sample:
     generator = sample_generator()
-    logits = random_tensor(7, 1003, dtype=torch.float32, device="cpu", generator=generator) * 3
+    logits = random_tensor(7, 1008, dtype=torch.float32, device="cpu", generator=generator) * 3
     logits[3] = logits[3].round()
     logits[4, 5:] = -torch.inf
     rows = numbers(

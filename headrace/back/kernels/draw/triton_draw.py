@@ -25,7 +25,8 @@ from headrace.back.kernels.triton.wrap import (
     unsupported,
 )
 
-TILE, PIVOTS = 1024, 8
+TILE, RUN, PIVOTS = 1024, 16, 8
+MOST_KEPT = 4096
 MOST_PASSES = 40
 _LOWEST = tl.constexpr(-2139095041)
 """The order of -Inf."""
@@ -68,10 +69,10 @@ def _pivots(low, high, heat, P: tl.constexpr):
 @triton.jit
 def _last_kept(
     p_row, width, low, top, heat, target, MASS: tl.constexpr, PASSES: tl.constexpr,
-    TILE: tl.constexpr, P: tl.constexpr,
+    TILE: tl.constexpr, RUN: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """The order of the greatest logit at which the weight of all that reach it is at least `target` (float64). Among
-    those of order `low` and above, whose weight is."""
+    those of order `low` and above, whose weight is. Sums are single precision over RUN tokens, then double."""
     per_nat = (1.4426950408889634 / heat).to(tl.float32)
     high = _order(top).to(tl.int64) + 1
     passes = tl.full([], 0, tl.int32)
@@ -80,17 +81,20 @@ def _last_kept(
         b_weight = tl.zeros([P, TILE], tl.float64)
         b_least = tl.full([TILE], 0x7FFFFFFF, tl.int32)
         b_most = tl.full([TILE], -0x7FFFFFFF, tl.int32)
-        for start in range(0, width, TILE):
-            o_v = start + tl.arange(0, TILE)
-            m_v = o_v < width
-            b_x = tl.load(p_row + o_v, mask=m_v, other=float("-inf"))
-            b_order = _order(b_x)
-            b_one = _weights(b_x, m_v, top, per_nat, MASS)
-            reaches = b_order[None, :] >= b_pivot.to(tl.int32)[:, None]
-            b_weight += tl.where(reaches, b_one[None, :], 0.0).to(tl.float64)
-            inside = m_v & (b_order >= low) & (b_order < high)
-            b_least = tl.minimum(b_least, tl.where(inside, b_order, 0x7FFFFFFF))
-            b_most = tl.maximum(b_most, tl.where(inside, b_order, -0x7FFFFFFF))
+        for begin in range(0, width, RUN * TILE):
+            b_part = tl.zeros([P, TILE], tl.float32)
+            for start in range(begin, tl.minimum(begin + RUN * TILE, width), TILE):
+                o_v = start + tl.arange(0, TILE)
+                m_v = o_v < width
+                b_x = tl.load(p_row + o_v, mask=m_v, other=float("-inf"))
+                b_order = _order(b_x)
+                b_one = _weights(b_x, m_v, top, per_nat, MASS)
+                reaches = b_order[None, :] >= b_pivot.to(tl.int32)[:, None]
+                b_part += tl.where(reaches, b_one[None, :], 0.0)
+                inside = m_v & (b_order >= low) & (b_order < high)
+                b_least = tl.minimum(b_least, tl.where(inside, b_order, 0x7FFFFFFF))
+                b_most = tl.maximum(b_most, tl.where(inside, b_order, -0x7FFFFFFF))
+            b_weight += b_part.to(tl.float64)
         enough = tl.sum(b_weight, axis=1) >= target
         least = tl.min(b_least, axis=0).to(tl.int64)
         most = tl.max(b_most, axis=0).to(tl.int64)
@@ -101,6 +105,22 @@ def _last_kept(
         high = tl.minimum(above, most + 1)
         passes = tl.where(one, PASSES, passes + 1)
     return low
+
+
+@triton.jit
+def _gather(p_row, width, low, p_kept, MOST: tl.constexpr, TILE: tl.constexpr):
+    """Copies the logits of order `low` and above to `p_kept`, at most MOST; returns how many there are."""
+    count = tl.full([], 0, tl.int32)
+    for start in range(0, width, TILE):
+        o_v = start + tl.arange(0, TILE)
+        b_x = tl.load(p_row + o_v, mask=o_v < width, other=float("-inf"))
+        kept = (o_v < width) & (_order(b_x) >= low)
+        number = tl.sum(kept.to(tl.int32), axis=0)
+        if number > 0:
+            o_to = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+            tl.store(p_kept + o_to, b_x, mask=kept & (o_to < MOST))
+        count += number
+    return count
 
 
 @triton.jit
@@ -122,15 +142,19 @@ def cut_kernel(
     rows,
     row,
     cut,
+    kept,
     row_stride,
     width,
     NUMBERS: tl.constexpr,
+    MOST: tl.constexpr,
     PASSES: tl.constexpr,
     TILE: tl.constexpr,
+    RUN: tl.constexpr,
     P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (rows of the step); `cut` float32: the least logit that each keeps."""
+    """Grid (rows of the step); `cut` float32: the least logit that each keeps. What few tokens top_k leaves lies in `kept`
+    float32 [rows of the step, MOST] while top_p looks at them."""
     i_k = tl.program_id(0).to(tl.int64)
     enter(DEPENDENT)
     p_numbers = rows + tl.load(row + i_k).to(tl.int64) * NUMBERS
@@ -141,20 +165,28 @@ def cut_kernel(
     highest = tl.load(top + i_k)
     p_row = logits + i_k * row_stride
     low = tl.full([], _LOWEST, tl.int64)
-    if (heat > 0.0) & (top_k > 0) & (top_k < width):
+    random = heat > 0.0
+    p_from, count = p_row, width
+    if random & (top_k > 0) & (top_k < width):
         low = _last_kept(
-            p_row, width, low, highest, heat, top_k.to(tl.float64), False, PASSES, TILE, P
+            p_row, width, low, highest, heat, top_k.to(tl.float64), False, PASSES, TILE, RUN, P
         )
-    if (heat > 0.0) & (top_p < 1.0):
+        if top_p < 1.0:
+            p_kept = kept + i_k * MOST
+            number = _gather(p_row, width, low, p_kept, MOST, TILE)
+            tl.debug_barrier()
+            if number <= MOST:
+                p_from, count = p_kept, number
+    if random & (top_p < 1.0):
         per_nat = (1.4426950408889634 / heat).to(tl.float32)
         b_mass = tl.zeros([TILE], tl.float64)
-        for start in range(0, width, TILE):
+        for start in range(0, count, TILE):
             o_v = start + tl.arange(0, TILE)
-            b_x = tl.load(p_row + o_v, mask=o_v < width, other=float("-inf"))
-            m_v = (o_v < width) & (_order(b_x) >= low)
+            b_x = tl.load(p_from + o_v, mask=o_v < count, other=float("-inf"))
+            m_v = (o_v < count) & (_order(b_x) >= low)
             b_mass += _weights(b_x, m_v, highest, per_nat, True).to(tl.float64)
         target = tl.sum(b_mass, axis=0) * top_p
-        low = _last_kept(p_row, width, low, highest, heat, target, True, PASSES, TILE, P)
+        low = _last_kept(p_from, count, low, highest, heat, target, True, PASSES, TILE, RUN, P)
     least = _value(low)
     if heat > 0.0:
         least = tl.maximum(least, _least_by_min_p(highest, heat, log_min_p))
@@ -215,9 +247,11 @@ def cuts(
     """The least logit that each row keeps, float32 [K]; `top_K` is its greatest."""
     count, width = logits_KV.shape
     cut_K = torch.empty(count, dtype=torch.float32, device=logits_KV.device)
+    kept = torch.empty(count * MOST_KEPT, dtype=torch.float32, device=logits_KV.device)
     cut_kernel[(count,)](
-        logits_KV, top_K, rows, row_K, cut_K, logits_KV.stride(0), width, NUMBERS=NUMBERS,
-        PASSES=MOST_PASSES, TILE=TILE, P=PIVOTS, num_warps=16, **launch(logits_KV.device),
+        logits_KV, top_K, rows, row_K, cut_K, kept, logits_KV.stride(0), width, NUMBERS=NUMBERS,
+        MOST=MOST_KEPT, PASSES=MOST_PASSES, TILE=TILE, RUN=RUN, P=PIVOTS, num_warps=16,
+        **launch(logits_KV.device),
     )  # fmt: skip
     return cut_K
 
