@@ -5,6 +5,7 @@ The same comparison runs with the CPU on both sides, in other chunks: so it is k
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import warnings
@@ -195,6 +196,47 @@ def test_replayed_steps_give_the_tokens_of_launched_ones() -> None:
     assert replay.num_graphs > 3
     for one, two, three in zip(first, second, third, strict=True):
         assert one.outputs == two.outputs == three.outputs
+    executor.close()
+
+
+def everything_left() -> list[torch.Tensor]:
+    """All that the allocator still gives out on this stream, down to its smallest piece."""
+    taken = []
+    for size in (1 << bits for bits in range(26, 8, -1)):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    return taken
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_step_for_which_the_device_has_no_memory_fails_alone() -> None:
+    """The device's allocator itself refuses: a chunk of a new size cannot be run, decodes in flight go on."""
+    executor = bundled("cuda", "bfloat16")
+    driver = Driver(executor.facts)
+    running, refused, later = (driver.add(prompts()[4] * 3, GREEDY, request=i) for i in range(3))
+
+    def step(*rows: Sequence) -> None:
+        runs = [(row, row.length - row.num_computed) for row in rows]
+        driver.read(executor.submit(driver.plan(runs)).result(60))
+
+    for _ in range(4):
+        step(running)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    with executor._runner._steps.scope():
+        taken = everything_left()
+    try:
+        step(refused)
+    finally:
+        taken.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert refused.error == "EngineError" and not refused.outputs
+    driver.release(refused)
+    step(running, later)
+    assert len(running.outputs) == 5 and len(later.outputs) == 1
     executor.close()
 
 

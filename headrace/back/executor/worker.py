@@ -106,8 +106,8 @@ def build_runner(
 
 
 def load_checked(load: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Loads on a GPU, the sampler's kernels included, with all self-checks put off to the end, where their kernels compile
-    beside each other; if one fails, loads again, so that another kernel is chosen."""
+    """Loads on a GPU, the sampler's kernels included, with all self-checks put off to the end, where their kernels
+    compile beside each other; if one fails, loads again, so that another kernel is chosen."""
     with PutOff() as checks:
         loaded = load()
         choose_kernels(torch.device("cuda"))

@@ -175,8 +175,8 @@ _put_off: list[tuple[Op[Any], Kernel[Any], Any]] | None = None
 
 
 class PutOff:
-    """Self-checks that are made together, once all is chosen, so that their kernels compile beside each other: while it is
-    entered, `choose` takes the first kernel that supports a problem. One at a time in a process."""
+    """Self-checks that are made together, once all is chosen, so that their kernels compile beside each other: while
+    it is entered, `choose` takes the first kernel that supports a problem. One at a time in a process."""
 
     def __init__(self) -> None:
         self._checks: list[tuple[Op[Any], Kernel[Any], Any]] = []
@@ -192,8 +192,8 @@ class PutOff:
         _put_off = None
 
     def passed(self, compiling: AbstractContextManager[object]) -> bool:
-        """Makes the checks, after their kernels have been compiled within `compiling`. If one fails, all choices made are
-        forgotten: what was bound is to be made anew, and then each check decides."""
+        """Makes the checks, after their kernels have been compiled within `compiling`. If one fails, all choices made
+        are forgotten: what was bound is to be made anew, and then each check decides."""
         with compiling:
             for op, kernel, problem in self._checks:
                 op._run(kernel, op.sample(problem))

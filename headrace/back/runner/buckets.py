@@ -41,8 +41,8 @@ MIXED_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `draws`: tokens are
-    drawn as their rows ask, not picked."""
+    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `draws`: tokens
+    are drawn as their rows ask, not picked."""
 
     tokens: int
     rows: int

@@ -12,7 +12,7 @@ import gc
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -97,8 +97,11 @@ class Graphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = step(bucket)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # says only that the recording is broken
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         # The pool may give the outputs' memory to the next graph that is recorded: they are read before it runs.
         aliases = Outputs(
             hidden_TE=_alias(outputs.hidden_TE),

@@ -241,8 +241,8 @@ class Runner:
     def _draw(
         self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied, *, draws: bool
     ) -> Draws:
-        """Samples the rows that the plan wants sampled and stores their tokens for the next step. `draws`: what the step
-        has told was drawn."""
+        """Samples the rows that the plan wants sampled and stores their tokens for the next step. `draws`: what the
+        step has told was drawn."""
         told = draws or not (plan.late or self._sampler.uses(shape.sampled_row))
         if ran.told is not None and told:
             return Draws(tokens=ran.told[0], best=ran.told[1], index=shape.sampled)

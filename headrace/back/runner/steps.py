@@ -58,8 +58,8 @@ class Ran:
     logits, picks   of the N sampled rows, or of all rows of the step and padding, of which `index` [N] are sampled;
                     picks are the greedy choice. None if no row is sampled
     told            (tokens int32, values float32) on the host, index by row of the step, to be read behind
-                    `Steps.moment`: the tokens drawn, if that was asked for, else picked, and the picks' values. The rows
-                    have these tokens already. None: neither
+                    `Steps.moment`: the tokens drawn, if that was asked for, else picked, and the picks' values. The
+                    rows have these tokens already. None: neither
     """
 
     hidden_TE: torch.Tensor
@@ -85,8 +85,8 @@ class Ran:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV group. draw: logits, picks,
-    rows and positions -> tokens (drawn_rows.py); None: this device's steps only pick."""
+    """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV group. draw: logits,
+    picks, rows and positions -> tokens (drawn_rows.py); None: this device's steps only pick."""
 
     model: CausalModel
     state: ModelState
@@ -119,8 +119,8 @@ class Steps(Protocol):
         ...
 
     def run(self, plan: StepPlan, shape: StepShape, *, draws: bool) -> Ran:
-        """Takes the plan's changes over and launches its step. `draws`: the rows' tokens are drawn, where steps can; else
-        the greedy picks are told."""
+        """Takes the plan's changes over and launches its step. `draws`: the rows' tokens are drawn, where steps can;
+        else the greedy picks are told."""
         ...
 
     def moment(self) -> Moment:

@@ -1,5 +1,5 @@
-"""The numbers of all rows on the device, as op `draw` reads them, so that a step with random rows needs no word from the
-host: they are written once, before the first step after the row has started."""
+"""The numbers of all rows on the device, as op `draw` reads them, so that a step with random rows needs no word from
+the host: they are written once, before the first step after the row has started."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@
 Penalties come before the bias, so that a bias of +-100 stays what the user wrote; masks come last, so that nothing
 lifts them. Temperature comes before truncation: top_p is over the tempered distribution.
 
-Cost: a step whose rows are all greedy and ask for nothing is one argmax; on a device, one whose rows ask for no more than
-op `draw` does is part of the step itself. A feature costs its own rows only.
+Cost: a step whose rows are all greedy and ask for nothing is one argmax; on a device, one whose rows ask for no more
+than op `draw` does is part of the step itself. A feature costs its own rows only.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def by_buckets(machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps:
 
 @pytest.fixture(params=["exact", "buckets", "drawn"], autouse=True)
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test of this file runs every way of running steps (ENG-21): exact ones, buckets, and buckets that draw random
-    rows themselves, as on a GPU."""
+    """Every test of this file runs every way of running steps (ENG-21): exact ones, buckets, and buckets that draw
+    random rows themselves, as on a GPU."""
     made = make_steps if request.param == "exact" else by_buckets
     monkeypatch.setattr("tests.back.runner.test_runner.STEPS", made)
     if request.param == "drawn":

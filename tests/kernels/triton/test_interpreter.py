@@ -1,5 +1,5 @@
-"""The tests of test_kernels.py and test_draw.py in Triton's interpreter: in a process of their own, since a process either interprets
-kernels or compiles them."""
+"""The tests of test_kernels.py and test_draw.py in Triton's interpreter: in a process of their own, since a process
+either interprets kernels or compiles them."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@
     row_K        int32 or int64: the row of each of the K; position_K, likewise: the position of the token to be drawn
     token_K      int64; z_K float64: logit / temperature of the token, of a greedy row the pick's value
 
-Order and meaning are those of sampling/draw.py: top_k, top_p over what top_k leaves, min_p, then argmax of z - log E with
-the noise of kernels/gumbel/noise.py. Tokens whose logits equal the last one kept stay. What top_p adds up may be single
-precision: it is off by at most 1e-6.
+Order and meaning are those of sampling/draw.py: top_k, top_p over what top_k leaves, min_p, then argmax of z - log E
+with the noise of kernels/gumbel/noise.py. Tokens whose logits equal the last one kept stay. What top_p adds up may be
+single precision: it is off by at most 1e-6.
 """
 
 from __future__ import annotations

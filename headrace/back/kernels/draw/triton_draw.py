@@ -1,10 +1,10 @@
 """The draw in two launches, without a sort: what each row keeps ends at one logit, found by narrowing down the range in
 which it lies (one program per row); then noise and argmax over what is kept, as kernels/gumbel does it.
 
-A pass over a row weighs what reaches each of PIVOTS logits of the range: as a count for top_k, as probability for top_p.
-The pivots divide the range between its least and greatest token evenly, but for one, which halves its bits: a row takes
-about six passes at 150 thousand tokens, 33 at worst, and ties end it at once. Logits are compared as integers of the
-same order. Rows that truncate nothing end early.
+A pass over a row weighs what reaches each of PIVOTS logits of the range: as a count for top_k, as probability for
+top_p. The pivots divide the range between its least and greatest token evenly, but for one, which halves its bits: a
+row takes about six passes at 150 thousand tokens, 33 at worst, and ties end it at once. Logits are compared as
+integers of the same order. Rows that truncate nothing end early.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def cut_kernel(
     P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (rows of the step); `cut` float32: the least logit that each keeps. What few tokens top_k leaves lies in `kept`
-    float32 [rows of the step, MOST] while top_p looks at them."""
+    """Grid (rows of the step); `cut` float32: the least logit that each keeps. What few tokens top_k leaves lies in
+    `kept` float32 [rows of the step, MOST] while top_p looks at them."""
     i_k = tl.program_id(0).to(tl.int64)
     enter(DEPENDENT)
     p_numbers = rows + tl.load(row + i_k).to(tl.int64) * NUMBERS

@@ -16,8 +16,8 @@ MOST_THREADS = 16
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Within it Triton kernels are compiled, beside each other, and none is launched: what they would have written holds
-    whatever it held. On leaving, all are compiled; the first launch of each loads it."""
+    """Within it Triton kernels are compiled, beside each other, and none is launched: what they would have written
+    holds whatever it held. On leaving, all are compiled; the first launch of each loads it."""
     run = JITFunction.run
 
     def compile_only(
