@@ -105,7 +105,7 @@ class Runner:
         began = time.perf_counter()
         if (ahead := self._steps.compiling()) is not None:
             with ahead:
-                warm_up(self, spec, model.logits_width, device, times=1)
+                warm_up(self, spec, model.logits_width, device, compiling=True)
         compile_s = time.perf_counter() - began
         began = time.perf_counter()
         if spec.kv.fit:

@@ -48,23 +48,31 @@ def warm_up(
     logits_width: int,
     device: torch.device,
     *,
-    times: int = 2,
+    compiling: bool = False,
 ) -> float:
     """Runs one prefill and one decode step of the largest size, then the sizes of decode that are common, twice: where
     steps are recorded, the second one is; all again with random rows, where those are steps of their own. Returns the
-    seconds.
+    seconds. `compiling`: nothing is computed, so each size once is enough and what comes out means nothing.
 
     Raises CheckpointError if the model's logits are not finite.
     """
     began = time.perf_counter()
     num_rows, length = _largest(spec, device)
-    common = [rows for rows in runner.common_rows if rows <= num_rows for _ in range(times)]
+    common = [
+        rows
+        for rows in runner.common_rows
+        if rows <= num_rows
+        for _ in range(1 if compiling else 2)
+    ]
     decodes = [_decode(rows, length) for rows in common] or [_decode(num_rows, length)]
     generates = spec.model.head == "lm"
     for sampling in (GREEDY, *((RANDOM,) if generates and runner.draws else ())):
         prompt = _prompt(length, logits_width)
         prefill = _prefill(num_rows, prompt, generates=generates, sampling=sampling)
-        _run(runner, spec, [prefill, *(decodes if generates else ()), _end(num_rows)])
+        plans = [prefill, *(decodes if generates else ()), _end(num_rows)]
+        results = [runner.execute(plan) for plan in plans]
+        if not compiling:
+            _check(spec, results)
     return time.perf_counter() - began
 
 
@@ -75,7 +83,7 @@ def run_largest(
     num_rows, length = _largest(spec, device)
     generates = spec.model.head == "lm"
     prefill = _prefill(num_rows, _prompt(length, logits_width), generates=generates)
-    _run(runner, spec, [prefill, _end(num_rows)])
+    _check(spec, [runner.execute(plan) for plan in (prefill, _end(num_rows))])
 
 
 def _largest(spec: EngineSpec, device: torch.device) -> tuple[int, int]:
@@ -91,9 +99,8 @@ def _prompt(length: int, logits_width: int) -> np.ndarray:
     return np.arange(length, dtype=np.int32) % logits_width
 
 
-def _run(runner: Executes, spec: EngineSpec, plans: list[StepPlan]) -> None:
-    for plan in plans:
-        result = runner.execute(plan)
+def _check(spec: EngineSpec, results: list[StepResult]) -> None:
+    for result in results:
         if result.failed:
             raise CheckpointError(
                 "the model's logits for a made-up prompt are not finite: the checkpoint is damaged, or its values do "
