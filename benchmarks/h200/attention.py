@@ -6,20 +6,31 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from unittest.mock import patch
 
 import torch
 
+from headrace.back.kernels.attention import hopper
 from headrace.back.kernels.attention import triton_attention as kernels
+from headrace.back.kernels.attention.hopper import HopperTiles
 from headrace.back.kernels.attention.op import AttentionProblem, SamplePlan, sample_plan
 from headrace.back.kernels.attention.triton_attention import Tiles
 from headrace.back.kernels.triton.timing import each_us
 
 MODELS = {"8B": (32, 8), "0.6B": (16, 8)}
 DECODE = [(1, 256), (1, 8192), (8, 256), (32, 256), (32, 1024), (256, 256), (256, 1024)]
-PREFILL = [(1, 8192), (16, 1024), (1, 1024)]
+PREFILL = {
+    "1 x 8192": [(8192, 8192)],
+    "16 x 1024": [(1024, 1024)] * 16,
+    "1 x 1024": [(1024, 1024)],
+    "2048 of 8192": [(2048, 8192)],
+    "2048 beside 64 x 1024": [(1, 1024)] * 64 + [(1024, 1024)] * 2,
+    "2048 beside 256 x 1024": [(1, 1024)] * 256 + [(1024, 1024)] * 2,
+}
+"""Rows of (query tokens, KV length)."""
 DECODE_TILES = [
     Tiles(m=16, n=n, num_warps=warps, num_stages=stages)
     for n, warps, stages in (
@@ -34,9 +45,15 @@ DECODE_TILES = [
 PREFILL_TILES = [
     Tiles(m=m, n=n, num_warps=warps, num_stages=stages)
     for m, n, warps, stages in (
-        (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (256, 64, 16, 3), (256, 128, 16, 3), (256, 64, 8, 3),
+        (128, 64, 8, 3), (128, 128, 8, 3), (256, 64, 8, 3),
     )
 ]  # fmt: skip
+HOPPER_TILES = [
+    HopperTiles(n=128, stages=2, fence=False),
+    HopperTiles(n=128, stages=2, fence=True),
+    HopperTiles(n=128, stages=3, fence=True),
+    HopperTiles(n=64, stages=4, fence=True),
+]
 PIECES = [(2, 256), (2, 128), (4, 128), (8, 64)]
 """(programs per multiprocessor, least positions of a piece)."""
 
@@ -105,59 +122,69 @@ def decode(rate: float) -> list[dict[str, object]]:
 
 
 def prefill() -> list[dict[str, object]]:
-    """Prefill rows: microseconds and TFLOP/s (causal half counted), every variant, and torch's attention on dense KV."""
+    """Steps with long rows: microseconds and TFLOP/s (what is seen, counted), every variant; and torch's attention on
+    dense keys and values where all rows are alike."""
     found = []
-    for model, (rows, length) in itertools.product(MODELS, PREFILL):
+    for model, (name, rows) in itertools.product(MODELS, PREFILL.items()):
         case = problem(model)
-        flops = 4 * rows * length * (length + 1) / 2 * case.heads * 128
+        seen = sum(count * (2 * length - count + 1) / 2 for count, length in rows)
+        flops = 4 * seen * case.heads * 128
         tried = []
-        for tiles in PREFILL_TILES:
-            with _patched(tiles, "prefill_tiles"):
-                us = each_us(calls(case, [(length, length)] * rows, 4), replays=3)
-            tried.append(
-                (
-                    round(us, 1),
-                    round(flops / us / 1e6),
-                    tiles.m,
-                    tiles.n,
-                    tiles.num_warps,
-                    tiles.num_stages,
-                )
-            )
+        for variant in (*PREFILL_TILES, *HOPPER_TILES):
+            with variant_of(variant):
+                us = each_us(calls(case, rows, 4), replays=3)
+            tried.append((round(us, 1), round(flops / us / 1e6), str(variant)))
         tried.sort()
-        dense = {}
-        if rows * length <= 16384:
-            q, k = (
-                torch.randn(rows, h, length, 128, device="cuda", dtype=torch.bfloat16)
-                for h in (case.heads, case.kv_heads)
-            )
-            for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
-                try:
-                    with torch.nn.attention.sdpa_kernel(
-                        getattr(torch.nn.attention.SDPBackend, name)
-                    ):
-                        us = each_us(
-                            [
-                                lambda: torch.nn.functional.scaled_dot_product_attention(
-                                    q, k, k, is_causal=True, enable_gqa=True
-                                )
-                            ]
-                            * 4,
-                            replays=3,
-                        )
-                    dense[name] = (round(us, 1), round(flops / us / 1e6))
-                except Exception as error:
-                    dense[name] = str(error)[:80]
-        row = {"model": model, "rows": rows, "length": length, "tried": tried, "torch_dense": dense}
+        row = {
+            "model": model,
+            "rows": name,
+            "tried": tried,
+            "torch_dense": dense(case, rows, flops),
+        }
         found.append(row)
         print(row, flush=True)
     return found
 
 
-def _compile(task: tuple[str, str, Tiles, int]) -> None:
+def variant_of(variant: Tiles | HopperTiles) -> AbstractContextManager[object]:
+    """The prefill kernel with these sizes of tiles."""
+    if isinstance(variant, HopperTiles):
+        return patch.object(hopper, "TILES", variant)
+    stack = ExitStack()
+    stack.enter_context(patch.object(hopper, "unfit", lambda case: "another is measured"))
+    stack.enter_context(_patched(variant, "prefill_tiles"))
+    return stack
+
+
+def dense(
+    case: AttentionProblem, rows: list[tuple[int, int]], flops: float
+) -> dict[str, tuple[float, int] | str]:
+    """What torch's own kernels take, and TFLOP/s, where all rows are alike and new."""
+    count, length = rows[0]
+    if len(set(rows)) > 1 or count != length:
+        return {}
+    q, k = (
+        torch.randn(len(rows), heads, length, 128, device="cuda", dtype=torch.bfloat16)
+        for heads in (case.heads, case.kv_heads)
+    )
+    attend = partial(
+        torch.nn.functional.scaled_dot_product_attention, q, k, k, is_causal=True, enable_gqa=True
+    )
+    found: dict[str, tuple[float, int] | str] = {}
+    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
+        try:
+            with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, name)):
+                us = each_us([attend] * 4, replays=3)
+            found[name] = (round(us, 1), round(flops / us / 1e6))
+        except Exception as error:
+            found[name] = str(error)[:80]
+    return found
+
+
+def _compile(task: tuple[str, str, Tiles | HopperTiles, int]) -> None:
     model, name, tiles, rows = task
     queries = 1 if name == "decode_tiles" else 40
-    with _patched(tiles, name):
+    with variant_of(tiles) if name == "prefill" else _patched(tiles, name):
         try:
             calls(problem(model), [(queries, 40)] * rows, 1)[0]()
         except Exception as error:
@@ -165,15 +192,21 @@ def _compile(task: tuple[str, str, Tiles, int]) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(processes: int = 14) -> None:
+def compile_all(*, decodes: bool = True, processes: int = 14) -> None:
     """Fills Triton's cache by many processes."""
     tasks = [
-        (model, "decode_tiles", tiles, rows)
+        (model, "prefill", tiles, rows)
         for model in MODELS
-        for tiles in DECODE_TILES
-        for rows in (1, 32, 256)
+        for tiles in (*HOPPER_TILES, *PREFILL_TILES)
+        for rows in (1, 66, 258)
     ]
-    tasks += [(model, "prefill_tiles", tiles, 1) for model in MODELS for tiles in PREFILL_TILES]
+    if decodes:
+        tasks += [
+            (model, "decode_tiles", tiles, rows)
+            for model in MODELS
+            for tiles in DECODE_TILES
+            for rows in (1, 32, 256)
+        ]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.map(_compile, tasks, chunksize=2)
 

@@ -1,4 +1,4 @@
-"""The tests of test_kernels.py in Triton's interpreter: in a process of their own, since a process either interprets
+"""The tests of test_kernels.py and test_prefill.py in Triton's interpreter: in a process of their own, since a process either interprets
 kernels or compiles them."""
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import pytest
 from headrace.base import env
 
 pytest.importorskip("triton")
+FILES = [f"tests/kernels/triton/test_{name}.py" for name in ("kernels", "prefill")]
 
 
 @pytest.mark.timeout(400)
 def test_every_kernel_agrees_with_its_reference_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "tests/kernels/triton/test_kernels.py", "-x"]
+    command = [sys.executable, "-m", "pytest", *FILES, "-x"]
     done = subprocess.run(
         [*command, "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider"],
         env=env.child_environment(TRITON_INTERPRET="1", OMP_NUM_THREADS="1"),

@@ -7,19 +7,19 @@ its shape; lengths are read on the device. Padding rows have no query tokens; pa
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 import triton
 
+from headrace.back.kernels.attention import hopper
 from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
 from headrace.back.kernels.attention.triton_decode import (
     PIECE_FIELDS,
     decode_kernel,
     pieces_kernel,
 )
+from headrace.back.kernels.attention.triton_lists import Launch, lists, row_bucket
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.wrap import (
@@ -32,14 +32,9 @@ from headrace.back.kernels.triton.wrap import (
 )
 
 MAX_HEAD_DIM = 256
-ROW_BUCKETS = (16, 64, 256, 1024, 4096)
-"""Rows a program reads; few sizes, so that few kernels are compiled."""
 PROGRAMS_PER_SM = 2
 """Pieces the decode kernel cuts the cache into, per multiprocessor."""
 MIN_PIECE = 256
-
-Launch = Callable[[torch.Tensor, torch.Tensor, Plan, torch.Tensor], None]
-"""f(q_THD, kv, plan, out_THD)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +77,7 @@ def bind(problem: AttentionProblem) -> Attention:
         "SOFTCAP": problem.softcap is not None,
     }
     decode, prefill = _bind_decode(problem, shared), _bind_prefill(problem, shared)
+    prefill_hopper = _bind_hopper(problem)
 
     def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
         assert q_THD.dtype == kv.dtype == problem.dtype, (q_THD.dtype, kv.dtype)
@@ -90,7 +86,8 @@ def bind(problem: AttentionProblem) -> Attention:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         decode(q_THD, kv, plan, out_THD)
         if plan.max_query_len > 1:
-            prefill(q_THD, kv, plan, out_THD)
+            run = prefill_hopper if prefill_hopper is not None and kv.is_contiguous() else prefill
+            run(q_THD, kv, plan, out_THD)
         return out_THD
 
     return attention
@@ -104,35 +101,6 @@ def _strides(
         q_THD.stride(0), q_THD.stride(1), problem.heads * problem.head_dim, *kv.stride()[:3],
         plan.block_table_RB.stride(0), problem.scale, problem.softcap or 0.0,
     )  # fmt: skip
-
-
-def _row_bucket(num_rows: int) -> int:
-    return next(size for size in ROW_BUCKETS if size >= num_rows)
-
-
-class PieceLists:
-    """The lists of pieces of the plans in use. The first layer that asks for a plan makes its list, and makes it anew
-    whenever it asks again (the next step, or the same step while it is captured); the layers after it read it."""
-
-    def __init__(self) -> None:
-        self._lists: dict[Hashable, tuple[object, torch.Tensor]] = {}
-
-    def get(
-        self, plan: Plan, sizes: Hashable, owner: object, make: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, bool]:
-        """The list, and whether it was made for this call."""
-        key = (id(plan), sizes)
-        maker, pieces = self._lists.get(key, (owner, None))
-        if maker is not owner and pieces is not None:
-            return pieces, False
-        if pieces is None:
-            weakref.finalize(plan, self._lists.pop, key, None)
-        pieces = make()
-        self._lists[key] = (owner, pieces)
-        return pieces, True
-
-
-_LISTS = PieceLists()
 
 
 def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str]) -> Launch:
@@ -150,7 +118,7 @@ def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str])
         pieces = torch.empty(most * PIECE_FIELDS, dtype=torch.int32, device=device)
         pieces_kernel[(most,)](
             plan.query_start_R1, plan.kv_len_R, pieces, num_rows, wanted, **sizes,
-            ROWS=_row_bucket(num_rows), num_warps=4, **launch(device),
+            ROWS=row_bucket(num_rows), num_warps=4, **launch(device),
         )  # fmt: skip
         return pieces
 
@@ -160,7 +128,7 @@ def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str])
         wanted = max(1, num_sms(device) * PROGRAMS_PER_SM // kv_heads)
         most = num_rows + wanted
         key = (*sizes.values(), most)
-        pieces, is_new = _LISTS.get(plan, key, decode, lambda: make(plan, most, wanted))
+        pieces, is_new = lists.get(plan, key, decode, lambda: make(plan, most, wanted))
         partial = torch.empty(
             most * kv_heads * tiles.m * (depth + 2), dtype=torch.float32, device=device
         )
@@ -190,11 +158,18 @@ def _bind_prefill(problem: AttentionProblem, shared: dict[str, int | bool | str]
         prefill_kernel[(kv_heads, most)](
             q_THD, kv, out_THD, plan.query_start_R1, plan.kv_len_R, plan.block_table_RB,
             num_rows, *_strides(problem, q_THD, kv, plan),
-            MIN_QUERIES=few + 1, M=tiles.m, N=tiles.n, ROWS=_row_bucket(num_rows), **shared,
+            MIN_QUERIES=few + 1, M=tiles.m, N=tiles.n, ROWS=row_bucket(num_rows), **shared,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch(q_THD.device),
         )  # fmt: skip
 
     return prefill
+
+
+def _bind_hopper(problem: AttentionProblem) -> Launch | None:
+    if hopper.unfit(problem) is not None:
+        return None
+    few = decode_tiles(problem).m // (problem.heads // problem.kv_heads)
+    return hopper.bind_prefill(problem, min_queries=few + 1)
 
 
 def _supports(problem: AttentionProblem) -> str | None:
