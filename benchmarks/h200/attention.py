@@ -1,6 +1,5 @@
 """Paged attention: tiles and pieces tried, against the memory's floor (decode) and the matrix units' rate (prefill)."""
 
-# ruff: noqa: B023, E501
 from __future__ import annotations
 
 import itertools

@@ -1,4 +1,4 @@
-"""The tests of test_kernels.py and test_prefill.py in Triton's interpreter: in a process of their own, since a process either interprets
+"""The tests of the kernels in Triton's interpreter: in a process of their own, since a process either interprets
 kernels or compiles them."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The list of tiles of a step's long rows, in the interpreter and on a GPU; and the kernel of Hopper that takes its work
-from it, which needs the copy engine and so a GPU."""
+"""The list of tiles of a step's long rows, in the interpreter and on a GPU; and the kernel of Hopper that takes its
+work from it, which needs the copy engine and so a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When and how the prefill kernel of Hopper (triton_prefill_hopper.py) is launched, from the list of triton_tiles.py."""
+"""When and how the kernel of triton_prefill_hopper.py is launched: from the list that triton_tiles.py makes."""
 
 from __future__ import annotations
 

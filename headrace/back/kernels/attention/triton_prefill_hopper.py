@@ -60,7 +60,8 @@ def _fetch(
                 first_block = (num_tiles - 1 - i_back) * BLOCKS
                 blocks = ()
                 for i in gl.static_range(BLOCKS):
-                    blocks = blocks + (gl.load(p_table + gl.minimum(first_block + i, last_block)),)
+                    i_block = gl.minimum(first_block + i, last_block)
+                    blocks = blocks + (gl.load(p_table + i_block),)  # noqa: RUF005 (Triton knows no unpacking)
                 stage = count % STAGES
                 phase = (count // STAGES & 1) ^ 1
                 mbarrier.wait(k_free.index(stage), phase)
@@ -226,7 +227,7 @@ def _attend(
             gl.thread_barrier()
             mbarrier.arrive(k_free.index(stage), count=1)
             b_max = gl.full([PAIRS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-            b_w, b_shrink, b_max = _weigh(b_s, b_max, factor, b_position, start, True, S_LAYOUT)
+            b_w, _, b_max = _weigh(b_s, b_max, factor, b_position, start, True, S_LAYOUT)
             b_sum = gl.sum(b_w, axis=1)
             b_p = gl.convert_layout(b_w.to(dtype), P_LAYOUT)
             b_acc = gl.zeros([PAIRS, D], gl.float32, O_LAYOUT)
@@ -243,7 +244,7 @@ def _attend(
                     S_LAYOUT, O_LAYOUT, P_LAYOUT, N, BARRIER,
                 )  # fmt: skip
                 count += 1
-            for i_tile in range(0, seen_by_all):
+            for _ in range(0, seen_by_all):
                 b_acc, b_p, b_max, b_sum = _step(
                     b_acc, b_p, b_max, b_sum, count, 0, mine, keys, values,
                     k_ready, k_free, v_ready, v_free, b_position, factor, STAGES, False,
