@@ -17,6 +17,8 @@ from headrace.back.kernels.attention import triton_attention as kernels
 from headrace.back.kernels.attention.hopper import HopperTiles
 from headrace.back.kernels.attention.op import AttentionProblem, SamplePlan, sample_plan
 from headrace.back.kernels.attention.triton_attention import Tiles
+from headrace.back.kernels.kv_write.coded import random_cache
+from headrace.back.kernels.op import sample_generator
 from headrace.back.kernels.triton.timing import each_us
 
 MODELS = {"8B": (32, 8), "0.6B": (16, 8)}
@@ -53,27 +55,36 @@ HOPPER_TILES = [
     HopperTiles(n=128, stages=3, fence=True),
     HopperTiles(n=64, stages=4, fence=True),
 ]
+CODED = [(1, 8192), (32, 1024), (256, 1024)]
+CODED_TILES = [
+    Tiles(m=16, n=n, num_warps=warps, num_stages=stages)
+    for n, warps, stages in ((64, 4, 3), (128, 4, 3), (128, 8, 3), (128, 4, 5), (256, 8, 3))
+]
 PIECES = [(2, 256), (2, 128), (4, 128), (8, 64)]
 """(programs per multiprocessor, least positions of a piece)."""
 
 
-def problem(model: str) -> AttentionProblem:
+def problem(model: str, coded: str | None = None) -> AttentionProblem:
     """A layer of the model."""
     heads, kv_heads = MODELS[model]
     return AttentionProblem(
         device="cuda", dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=128,
-        block_tokens=16, scale=128**-0.5,
+        block_tokens=16, scale=128**-0.5, coded=coded,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def _tensors(
-    heads: int, kv_heads: int, rows: tuple[tuple[int, int], ...], layers: int
+    heads: int, kv_heads: int, rows: tuple[tuple[int, int], ...], layers: int, coded: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor], SamplePlan]:
     plan, num_blocks = sample_plan(list(rows), block_tokens=16, window=None, device="cuda")
     new = {"device": "cuda", "dtype": torch.bfloat16}
     q = torch.randn(sum(queries for queries, _ in rows), heads, 128, **new)
-    one = torch.randn(num_blocks, 2, kv_heads, 16, 128, **new)
+    if coded:
+        shape = (num_blocks, kv_heads, 16, 128)
+        one = random_cache(shape, generator=sample_generator(), device="cuda")
+    else:
+        one = torch.randn(num_blocks, 2, kv_heads, 16, 128, **new)
     return q, [one, *(one.clone() for _ in range(layers - 1))], plan
 
 
@@ -81,7 +92,9 @@ def calls(
     case: AttentionProblem, rows: list[tuple[int, int]], layers: int
 ) -> list[Callable[[], object]]:
     """One call per layer, each with its own cache."""
-    q, caches, plan = _tensors(case.heads, case.kv_heads, tuple(rows), layers)
+    q, caches, plan = _tensors(
+        case.heads, case.kv_heads, tuple(rows), layers, case.coded is not None
+    )
     attends = [kernels.bind(case) for _ in caches]
     return [
         lambda attend=attend, kv=kv: attend(q, kv, plan)
@@ -145,6 +158,31 @@ def prefill() -> list[dict[str, object]]:
     return found
 
 
+def codes(rate: float) -> list[dict[str, object]]:
+    """Decode rows and a long prompt over caches of codes: microseconds."""
+    found = []
+    for coded, (rows, length) in itertools.product(("int8", "fp8"), CODED):
+        case = problem("8B", coded)
+        kv_bytes = rows * length * 2 * case.kv_heads * 132
+        layers = max(2, min(16, (400 << 20) // kv_bytes + 1))
+        tried = []
+        for tiles in CODED_TILES:
+            with _patched(tiles, "decode_tiles"):
+                us = each_us(calls(case, [(1, length)] * rows, layers), replays=5)
+            tried.append((round(us, 2), str(tiles)))
+        tried.sort()
+        floor = round(kv_bytes / rate * 1e6, 2)
+        found.append(
+            {"coded": coded, "rows": rows, "length": length, "floor_us": floor, "tried": tried}
+        )
+        print(found[-1], flush=True)
+    for coded in ("int8", "fp8"):
+        us = each_us(calls(problem("8B", coded), [(8192, 8192)], 2), replays=3)
+        found.append({"coded": coded, "rows": "prefill 1 x 8192", "us": round(us, 1)})
+        print(found[-1], flush=True)
+    return found
+
+
 def variant_of(variant: Tiles | HopperTiles) -> AbstractContextManager[object]:
     """The prefill kernel with these sizes of tiles."""
     if isinstance(variant, HopperTiles):
@@ -182,10 +220,11 @@ def dense(
 
 def _compile(task: tuple[str, str, Tiles | HopperTiles, int]) -> None:
     model, name, tiles, rows = task
-    queries = 1 if name == "decode_tiles" else 40
-    with variant_of(tiles) if name == "prefill" else _patched(tiles, name):
+    queries = 1 if name != "prefill" else 40
+    coded = name if name in ("int8", "fp8") else None
+    with variant_of(tiles) if name == "prefill" else _patched(tiles, "decode_tiles"):
         try:
-            calls(problem(model), [(queries, 40)] * rows, 1)[0]()
+            calls(problem(model, coded), [(queries, 40)] * rows, 1)[0]()
         except Exception as error:
             print("compile", task, type(error).__name__, str(error)[:100], flush=True)
     torch.cuda.synchronize()
@@ -206,6 +245,12 @@ def compile_all(*, decodes: bool = True, processes: int = 14) -> None:
             for tiles in DECODE_TILES
             for rows in (1, 32, 256)
         ]
+    tasks += [
+        ("8B", coded, tiles, rows)
+        for coded in ("int8", "fp8")
+        for tiles in CODED_TILES
+        for rows in (1, 32, 256)
+    ]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.map(_compile, tasks, chunksize=2)
 

@@ -11,7 +11,7 @@ import pytest
 from headrace.base import env
 
 pytest.importorskip("triton")
-FILES = [f"tests/kernels/triton/test_{name}.py" for name in ("kernels", "prefill")]
+FILES = [f"tests/kernels/triton/test_{name}.py" for name in ("kernels", "prefill", "codes")]
 
 
 @pytest.mark.timeout(400)

@@ -31,16 +31,16 @@ TILES = HopperTiles()
 
 def unfit(problem: AttentionProblem) -> str | None:
     """Why this kernel does not serve a problem."""
-    if interpreted() or torch.version.hip is not None:
-        return "asks for the copy engine of Hopper"
+    if problem.device != "cuda" or interpreted() or torch.version.hip is not None:
+        return "runs on NVIDIA's GPUs only"
     if torch.cuda.get_device_capability() != (9, 0):
-        return "asks for the copy engine of Hopper"
+        return "asks for the copy engine and the matrix instructions of compute capability 9.0"
     if problem.dtype not in (torch.bfloat16, torch.float16) or problem.coded:
         return f"knows bfloat16 and float16, not {problem.dtype}"
     if problem.head_dim not in (64, 128):
         return f"knows heads of 64 and 128, not {problem.head_dim}"
-    if problem.window is not None or problem.softcap is not None:
-        return "knows no windows and no soft cap"
+    if problem.window is not None or problem.softcap is not None or problem.sinks:
+        return "knows no windows, no soft cap and no sinks"
     if problem.block_tokens < 8 or TILES.n % problem.block_tokens:
         return f"blocks of {problem.block_tokens} tokens do not fill tiles of {TILES.n}"
     if problem.heads // problem.kv_heads > PAIRS:

@@ -21,6 +21,7 @@ from headrace.back.kernels.attention.triton_decode import (
 )
 from headrace.back.kernels.attention.triton_lists import Launch, lists, row_bucket
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
+from headrace.back.kernels.kv_write.coded import SCALE_BYTES, typed
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
@@ -29,6 +30,7 @@ from headrace.back.kernels.triton.wrap import (
     num_sms,
     power_of_two,
     unsupported,
+    unsupported_codes,
 )
 
 MAX_HEAD_DIM = 256
@@ -65,8 +67,9 @@ def prefill_tiles(problem: AttentionProblem) -> Tiles:
     return Tiles(m=max(least, 128), n=128, num_warps=8, num_stages=3)
 
 
-def bind(problem: AttentionProblem) -> Attention:
+def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Attention:
     """The kernels for one layer's heads."""
+    assert (sinks_H is not None) == problem.sinks, problem
     group = problem.heads // problem.kv_heads
     shared = {
         "GROUP": group,
@@ -75,13 +78,18 @@ def bind(problem: AttentionProblem) -> Attention:
         "BLOCK_TOKENS": problem.block_tokens,
         "WINDOW": problem.window or 0,
         "SOFTCAP": problem.softcap is not None,
+        "CODED": problem.coded is not None,
+        "SINKS": problem.sinks,
     }
-    decode, prefill = _bind_decode(problem, shared), _bind_prefill(problem, shared)
+    cached = torch.int8 if problem.coded else problem.dtype
+    width = problem.head_dim + (SCALE_BYTES if problem.coded else 0)
+    decode = _bind_decode(problem, shared, sinks_H)
+    prefill = _bind_prefill(problem, shared, sinks_H)
     prefill_hopper = _bind_hopper(problem)
 
     def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
-        assert q_THD.dtype == kv.dtype == problem.dtype, (q_THD.dtype, kv.dtype)
-        assert kv.stride()[3:] == (problem.head_dim, 1) and q_THD.stride(2) == 1, (kv.stride(),)
+        assert q_THD.dtype == problem.dtype and kv.dtype == cached, (q_THD.dtype, kv.dtype)
+        assert kv.stride()[3:] == (width, 1) and q_THD.stride(2) == 1, (kv.stride(),)
         assert plan.block_table_RB.stride(1) == 1 or plan.block_table_RB.shape[1] == 1
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         decode(q_THD, kv, plan, out_THD)
@@ -103,7 +111,9 @@ def _strides(
     )  # fmt: skip
 
 
-def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str]) -> Launch:
+def _bind_decode(
+    problem: AttentionProblem, shared: dict[str, int | bool | str], sinks_H: torch.Tensor | None
+) -> Launch:
     tiles, kv_heads = decode_tiles(problem), problem.kv_heads
     group, depth = problem.heads // kv_heads, power_of_two(problem.head_dim, least=16)
     sizes = {
@@ -136,7 +146,7 @@ def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str])
         if is_new and "launch_pdl" in options:
             options["launch_pdl"] = False  # it reads the list before it waits
         decode_kernel[(most, kv_heads)](
-            q_THD, kv, out_THD, plan.block_table_RB, pieces, partial, counters(device),
+            q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.block_table_RB, pieces, partial, counters(device),
             *_strides(problem, q_THD, kv, plan), KV_HEADS=kv_heads,
             GROUP_PADDED=power_of_two(group), M=tiles.m, N=tiles.n,
             COMBINED=max(2, min(16, 16 * 1024 // (power_of_two(group) * depth))),
@@ -147,7 +157,9 @@ def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str])
     return decode
 
 
-def _bind_prefill(problem: AttentionProblem, shared: dict[str, int | bool | str]) -> Launch:
+def _bind_prefill(
+    problem: AttentionProblem, shared: dict[str, int | bool | str], sinks_H: torch.Tensor | None
+) -> Launch:
     tiles, kv_heads = prefill_tiles(problem), problem.kv_heads
     group = problem.heads // kv_heads
     few = decode_tiles(problem).m // group
@@ -156,7 +168,7 @@ def _bind_prefill(problem: AttentionProblem, shared: dict[str, int | bool | str]
         num_rows = len(plan.kv_len_R)
         most = triton.cdiv(len(q_THD), tiles.m // group) + num_rows
         prefill_kernel[(kv_heads, most)](
-            q_THD, kv, out_THD, plan.query_start_R1, plan.kv_len_R, plan.block_table_RB,
+            q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.query_start_R1, plan.kv_len_R, plan.block_table_RB,
             num_rows, *_strides(problem, q_THD, kv, plan),
             MIN_QUERIES=few + 1, M=tiles.m, N=tiles.n, ROWS=row_bucket(num_rows), **shared,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch(q_THD.device),
@@ -177,7 +189,9 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
-    return unsupported(problem.device, problem.dtype)
+    return unsupported(problem.device, problem.dtype) or unsupported_codes(
+        problem.coded, problem.head_dim
+    )
 
 
 KERNEL = Kernel(name="triton", supports=_supports, bind=bind)

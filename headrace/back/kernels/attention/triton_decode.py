@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
+from headrace.back.kernels.attention.triton_rows import capped, code_scales, pick, row_spans
 from headrace.back.kernels.triton.grid import enter
 
 PIECE_FIELDS = 8
@@ -69,6 +69,8 @@ def pieces_kernel(
 def decode_kernel(
     q,
     kv,
+    scales,
+    sinks,
     out,
     table,
     pieces,
@@ -93,6 +95,8 @@ def decode_kernel(
     BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CODED: tl.constexpr,
+    SINKS: tl.constexpr,
     COMBINED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -132,6 +136,10 @@ def decode_kernel(
     b_max = tl.full([M], float("-inf"), tl.float32)
     b_sum = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, D], tl.float32)
+    if SINKS:  # noqa: SIM102 (known when it is compiled, unlike the other)
+        if i_piece == first_piece:
+            b_max = tl.load(sinks + o_query_head, mask=m_m, other=0.0) * 1.4426950408889634
+            b_sum = b_sum + 1.0
     scale_log2 = scale * 1.4426950408889634
     for start in range(begin, end, N):
         o_n = start + tl.arange(0, N)
@@ -144,7 +152,15 @@ def decode_kernel(
         )
         b_k = tl.load(p_k, mask=m_n[:, None] & m_d[None, :], other=0.0)
         b_v = tl.load(p_k + kind_stride, mask=m_n[:, None] & m_d[None, :], other=0.0)
+        if CODED:
+            p_scale = code_scales(
+                scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS, HEAD_DIM
+            )
+            b_k = b_k.to(b_q.dtype)
+            b_v = b_v.to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if CODED:
+            b_s = b_s * tl.load(p_scale, mask=m_n, other=0.0)[None, :]
         if SOFTCAP:
             b_s = capped(b_s * scale, softcap, SOFTCAP) * 1.4426950408889634
         else:
@@ -159,6 +175,8 @@ def decode_kernel(
         b_shrink = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
         b_acc = b_acc * b_shrink[:, None]
+        if CODED:
+            b_p = b_p * tl.load(p_scale + kind_stride // 4, mask=m_n, other=0.0)[None, :]
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_max = b_higher
 

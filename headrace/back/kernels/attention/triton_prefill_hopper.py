@@ -24,6 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+try:
+    from triton.experimental.gluon.language import thread_barrier
+except ImportError:  # Triton 3.7 calls it so
+    from triton.experimental.gluon.language import barrier as thread_barrier
+
 PAIRS = gl.constexpr(64)
 """Query-head pairs of a group of warps: rows of one matrix instruction."""
 
@@ -95,7 +100,7 @@ def _clear(values, first, N: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.conste
             seen = (i * ROWS + o_n < first)[:, None]
             piece.store(gl.where(seen, b_v, gl.zeros_like(b_v)))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -160,11 +165,11 @@ def _step(
     if BARRIER:
         b_added = _meet(b_added, BARRIER)
     else:
-        gl.thread_barrier()
+        thread_barrier()
     mbarrier.arrive(k_free.index(stage), count=1)
     b_sum = b_sum * b_shrink + b_added
     b_acc = warpgroup_mma_wait(0, deps=[weighed])
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(v_free.index(before), count=1)
     b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
     b_p = gl.convert_layout(b_next.to(b_p.dtype), P_LAYOUT)
@@ -212,7 +217,7 @@ def _attend(
             b_q = gl.load(p_q[:, None] + o_d[None, :], mask=m_m[:, None], other=0.0)
             mine.store(b_q)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
 
             lowest = first_position + HALF * Q
             b_position = gl.minimum(lowest + o_pair // GROUP, end - 1)
@@ -224,7 +229,7 @@ def _attend(
                 mine, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
             b_s = warpgroup_mma_wait(0, deps=[scores])
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(k_free.index(stage), count=1)
             b_max = gl.full([PAIRS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
             b_w, _, b_max = _weigh(b_s, b_max, factor, b_position, start, True, S_LAYOUT)
@@ -256,7 +261,7 @@ def _attend(
             mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
             weighed = warpgroup_mma(b_p, values.index(before), b_acc, is_async=True)
             b_acc = warpgroup_mma_wait(0, deps=[weighed])
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(v_free.index(before), count=1)
             b_total = gl.convert_layout(b_sum, gl.SliceLayout(1, O_LAYOUT))
             mine.store((b_acc / b_total[:, None]).to(dtype))

@@ -46,6 +46,19 @@ def unsupported(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
+def unsupported_codes(coded: str | None, head_dim: int) -> str | None:
+    """The reason for kernels of a KV cache of codes (kernels/kv_write/coded.py)."""
+    if coded is None:
+        return None
+    if head_dim % 16:
+        return f"takes codes of heads of a multiple of 16, not {head_dim}"
+    if coded == "fp8" and not interpreted() and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
+            return f"fp8 needs compute capability 8.9, not {capability[0]}.{capability[1]}"
+    return None
+
+
 @cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of the device."""
