@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 import torch
 
-from headrace.back.kernels.attention import hopper
+from headrace.back.kernels.attention import cascade, hopper
 from headrace.back.kernels.attention import triton_attention as kernels
 from headrace.back.kernels.attention.hopper import HopperTiles
 from headrace.back.kernels.attention.op import AttentionProblem, SamplePlan, sample_plan
-from headrace.back.kernels.attention.triton_attention import Tiles
+from headrace.back.kernels.attention.triton_lists import Tiles
 from headrace.back.kernels.kv_write.coded import random_cache
 from headrace.back.kernels.op import sample_generator
 from headrace.back.kernels.triton.timing import each_us
@@ -183,6 +183,40 @@ def codes(rate: float) -> list[dict[str, object]]:
     return found
 
 
+def shared() -> list[dict[str, object]]:
+    """Decode rows that begin with the same tokens and have 256 of their own: microseconds with and without cascade; and
+    what looking for shared prefixes costs where there are none."""
+    found = []
+    for rows, prefix in itertools.product((64, 128, 256), (0, 2048, 4096, 8192)):
+        own = 256 if prefix else 1024
+        case = problem("8B")
+        plan, blocks = sample_plan([(1, own)] * rows, block_tokens=16, window=None, device="cuda")
+        count = prefix // 16
+        first = torch.arange(blocks, blocks + count, device="cuda", dtype=torch.int32)
+        plan = replace(
+            plan,
+            block_table_RB=torch.cat((first.expand(rows, -1), plan.block_table_RB), 1).contiguous(),
+            kv_len_R=plan.kv_len_R + prefix,
+        )
+        new = {"device": "cuda", "dtype": torch.bfloat16}
+        q = torch.randn(rows, case.heads, 128, **new)
+        caches = [torch.randn(blocks + count, 2, case.kv_heads, 16, 128, **new) for _ in range(2)]
+        row: dict[str, object] = {"rows": rows, "prefix": prefix, "own": own}
+        for name, least in (("alone", 1 << 20), ("cascade", 1)):
+            with patch.object(cascade, "LEAST_ROWS", least):
+                attends = [kernels.bind(case) for _ in range(8)]
+                row[name] = round(
+                    each_us(
+                        [partial(f, q, caches[i % 2], plan) for i, f in enumerate(attends)],
+                        replays=5,
+                    ),
+                    1,
+                )
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
 def variant_of(variant: Tiles | HopperTiles) -> AbstractContextManager[object]:
     """The prefill kernel with these sizes of tiles."""
     if isinstance(variant, HopperTiles):
@@ -245,6 +279,7 @@ def compile_all(*, decodes: bool = True, processes: int = 14) -> None:
             for tiles in DECODE_TILES
             for rows in (1, 32, 256)
         ]
+    tasks += [("8B", "decode_tiles", Tiles(m=16, n=128, num_warps=4, num_stages=3), 64)]
     tasks += [
         ("8B", coded, tiles, rows)
         for coded in ("int8", "fp8")

@@ -103,6 +103,8 @@ def compiled(names: list[str], only: str = "") -> Iterator[dict[str, Any]]:
                 if "DEPENDENT" in values:
                     dependent = target.backend == "cuda" and target.arch >= 90
                     values["DEPENDENT"] = dependent
+                    if "BITS" in values:
+                        values["BITS"] = dependent and values["CODED"]
                 options.pop("launch_pdl", None)
                 binary = triton.compile(source(function, values), target=target, options=options)
                 assembly = binary.asm["ptx" if target.backend == "cuda" else "amdgcn"]

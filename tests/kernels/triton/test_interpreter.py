@@ -11,7 +11,9 @@ import pytest
 from headrace.base import env
 
 pytest.importorskip("triton")
-FILES = [f"tests/kernels/triton/test_{name}.py" for name in ("kernels", "prefill", "codes")]
+FILES = [
+    f"tests/kernels/triton/test_{name}.py" for name in ("kernels", "prefill", "codes", "cascade")
+]
 
 
 @pytest.mark.timeout(400)

@@ -7,25 +7,24 @@ its shape; lengths are read on the device. Padding rows have no query tokens; pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 
-from headrace.back.kernels.attention import hopper
+from headrace.back.kernels.attention import cascade, hopper
 from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
 from headrace.back.kernels.attention.triton_decode import (
     PIECE_FIELDS,
     decode_kernel,
     pieces_kernel,
 )
-from headrace.back.kernels.attention.triton_lists import Launch, lists, row_bucket
+from headrace.back.kernels.attention.triton_lists import Launch, Tiles, lists, numbers, row_bucket
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
 from headrace.back.kernels.kv_write.coded import SCALE_BYTES, typed
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
+    has_bfloat_pairs,
     launch,
     num_sms,
     power_of_two,
@@ -37,16 +36,6 @@ MAX_HEAD_DIM = 256
 PROGRAMS_PER_SM = 2
 """Pieces the decode kernel cuts the cache into, per multiprocessor."""
 MIN_PIECE = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """Sizes of a kernel's tiles: query-head pairs (at least), positions, and how it is compiled."""
-
-    m: int
-    n: int
-    num_warps: int
-    num_stages: int
 
 
 def decode_tiles(problem: AttentionProblem) -> Tiles:
@@ -79,6 +68,9 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
         "WINDOW": problem.window or 0,
         "SOFTCAP": problem.softcap is not None,
         "CODED": problem.coded is not None,
+        "BITS": problem.coded is not None
+        and problem.dtype is torch.bfloat16
+        and has_bfloat_pairs(),
         "SINKS": problem.sinks,
     }
     cached = torch.int8 if problem.coded else problem.dtype
@@ -101,16 +93,6 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
     return attention
 
 
-def _strides(
-    problem: AttentionProblem, q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan
-) -> tuple[int | float, ...]:
-    """The numbers both kernels take: strides of queries, output, cache and table, scale, soft cap."""
-    return (
-        q_THD.stride(0), q_THD.stride(1), problem.heads * problem.head_dim, *kv.stride()[:3],
-        plan.block_table_RB.stride(0), problem.scale, problem.softcap or 0.0,
-    )  # fmt: skip
-
-
 def _bind_decode(
     problem: AttentionProblem, shared: dict[str, int | bool | str], sinks_H: torch.Tensor | None
 ) -> Launch:
@@ -123,12 +105,14 @@ def _bind_decode(
         "MIN_PIECE": MIN_PIECE,
     }
 
-    def make(plan: Plan, most: int, wanted: int) -> torch.Tensor:
+    prefix = cascade.bind_prefix(problem, shared, prefill_tiles(problem))
+
+    def make(plan: Plan, most: int, wanted: int, joins: torch.Tensor | None) -> torch.Tensor:
         num_rows, device = len(plan.kv_len_R), plan.kv_len_R.device
         pieces = torch.empty(most * PIECE_FIELDS, dtype=torch.int32, device=device)
         pieces_kernel[(most,)](
-            plan.query_start_R1, plan.kv_len_R, pieces, num_rows, wanted, **sizes,
-            ROWS=row_bucket(num_rows), num_warps=4, **launch(device),
+            plan.query_start_R1, plan.kv_len_R, joins, pieces, num_rows, wanted, **sizes,
+            SHARED=joins is not None, ROWS=row_bucket(num_rows), num_warps=4, **launch(device),
         )  # fmt: skip
         return pieces
 
@@ -137,8 +121,11 @@ def _bind_decode(
         assert num_rows * kv_heads <= COUNTERS, (num_rows, kv_heads)
         wanted = max(1, num_sms(device) * PROGRAMS_PER_SM // kv_heads)
         most = num_rows + wanted
+        common = prefix(q_THD, kv, plan) if cascade.serves(problem, plan) else cascade.NONE
         key = (*sizes.values(), most)
-        pieces, is_new = lists.get(plan, key, decode, lambda: make(plan, most, wanted))
+        pieces, is_new = lists.get(
+            plan, key, decode, lambda: make(plan, most, wanted, common.joins)
+        )
         partial = torch.empty(
             most * kv_heads * tiles.m * (depth + 2), dtype=torch.float32, device=device
         )
@@ -146,11 +133,12 @@ def _bind_decode(
         if is_new and "launch_pdl" in options:
             options["launch_pdl"] = False  # it reads the list before it waits
         decode_kernel[(most, kv_heads)](
-            q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.block_table_RB, pieces, partial, counters(device),
-            *_strides(problem, q_THD, kv, plan), KV_HEADS=kv_heads,
+            q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.block_table_RB, pieces, partial, common.joins,
+            common.partial, counters(device),
+            *numbers(problem, q_THD, kv, plan), KV_HEADS=kv_heads,
             GROUP_PADDED=power_of_two(group), M=tiles.m, N=tiles.n,
             COMBINED=max(2, min(16, 16 * 1024 // (power_of_two(group) * depth))),
-            **shared,
+            SHARED=common.joins is not None, PREFIX_M=common.m, **shared,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
         )  # fmt: skip
 
@@ -169,7 +157,7 @@ def _bind_prefill(
         most = triton.cdiv(len(q_THD), tiles.m // group) + num_rows
         prefill_kernel[(kv_heads, most)](
             q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.query_start_R1, plan.kv_len_R, plan.block_table_RB,
-            num_rows, *_strides(problem, q_THD, kv, plan),
+            num_rows, *numbers(problem, q_THD, kv, plan),
             MIN_QUERIES=few + 1, M=tiles.m, N=tiles.n, ROWS=row_bucket(num_rows), **shared,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch(q_THD.device),
         )  # fmt: skip

@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.attention.triton_rows import capped, code_scales, pick, row_spans
+from headrace.back.kernels.attention.triton_codes import code_scales, widened
+from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
 from headrace.back.kernels.triton.grid import enter
 
 
@@ -21,7 +22,7 @@ def _step(
     b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end, b_position, scale, softcap,
     block_stride, kind_stride, head_stride,
     N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CODED: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CODED: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Takes positions start .. start + N into the running result; below `lowest` and from `end` on nothing is read."""
     o_n = start + tl.arange(0, N)
@@ -44,7 +45,7 @@ def _step(
         p_scale = code_scales(
             scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS, HEAD_DIM
         )
-        b_k = b_k.to(b_q.dtype)
+        b_k = widened(b_k, b_q.dtype, True, BITS)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if CODED:
         if MASKED:
@@ -78,7 +79,7 @@ def _step(
     else:
         b_v = tl.load(p_v)
     if CODED:
-        b_v = b_v.to(b_q.dtype)
+        b_v = widened(b_v, b_q.dtype, False, BITS)
         p_scale = p_scale + kind_stride // 4
         if MASKED:
             b_p = b_p * tl.load(p_scale, mask=m_n, other=0.0)[None, :]
@@ -119,6 +120,7 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     CODED: tl.constexpr,
+    BITS: tl.constexpr,
     SINKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -170,13 +172,13 @@ def prefill_kernel(
             b_acc, b_max, b_sum = _step(
                 b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end, b_position,
                 scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP,
-                CODED, False,
+                CODED, BITS, False,
             )  # fmt: skip
     for start in range(unmasked, end, N):
         b_acc, b_max, b_sum = _step(
             b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end, b_position,
             scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP,
-            CODED, True,
+            CODED, BITS, True,
         )  # fmt: skip
     b_out = (b_acc / b_sum[:, None]).to(out.dtype.element_ty)
     p_out = (

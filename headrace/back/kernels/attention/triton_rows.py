@@ -37,14 +37,3 @@ def capped(b_scores, softcap, SOFTCAP: tl.constexpr):
     if SOFTCAP:
         b_scores = softcap * (2.0 * tl.sigmoid(2.0 * b_scores / softcap) - 1.0)
     return b_scores
-
-
-@triton.jit
-def code_scales(
-    scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):  # fmt: skip
-    """Where the scales of the keys' codes at positions `o_n` are (kernels/kv_write/coded.py); strides count bytes."""
-    p_head = scales + i_head.to(tl.int64) * (head_stride // 4)
-    p_block = p_head + b_block * (block_stride // 4)
-    return p_block + BLOCK_TOKENS * HEAD_DIM // 4 + o_n % BLOCK_TOKENS

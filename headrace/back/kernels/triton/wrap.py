@@ -75,6 +75,14 @@ def has_dependent_launch(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def has_bfloat_pairs() -> bool:
+    """Whether assembly of NVIDIA's, with arithmetic on pairs of bfloat16 (compute capability 9.0), may be used."""
+    if interpreted() or not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
 def launch(device: torch.device) -> dict[str, bool]:
     """The keywords every launch passes: the kernel's own constant and the launcher's option."""
     dependent = has_dependent_launch(device)
