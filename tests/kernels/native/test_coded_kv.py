@@ -73,7 +73,7 @@ def test_attention_equals_the_reference_and_reads_no_unused_place(library, dtype
     problem, q, _, coded, plan = case(dtype, *shape, ROWS)
     out = attention_native.bind_with(library, problem)(q, coded, plan)
     wide = AttentionProblem(**{**vars(problem), "dtype": torch.float32, "coded": None})
-    expected = bind_reference(wide)(q.float(), widen(coded, torch.float32), plan)
+    expected = bind_reference(wide)(q.float(), widen(coded, torch.float32, "int8"), plan)
     bound = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
     assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
 
@@ -131,8 +131,8 @@ def test_memory_is_about_half(newest):
         layers = [KVLayer(layer=i, kv_heads=8, head_dim=head_dim, coded=coded) for i in range(4)]
         return lay_out(layers, block_tokens=16, dtype=torch.bfloat16).block_bytes
 
-    assert block_bytes(False, 64) / block_bytes(True, 64) == pytest.approx(128 / 68)
-    assert block_bytes(False, 128) / block_bytes(True, 128) == pytest.approx(256 / 132)
+    assert block_bytes(None, 64) / block_bytes("int8", 64) == pytest.approx(128 / 68)
+    assert block_bytes(None, 128) / block_bytes("int8", 128) == pytest.approx(256 / 132)
 
 
 def test_a_failed_rows_blocks_are_clean_for_their_next_owner():
