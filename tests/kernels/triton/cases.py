@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 
@@ -51,6 +52,14 @@ def _hopper() -> object:
     return None
 
 
+def _shared() -> object:
+    """A step that looks for shared prefixes, with all the kernels that takes."""
+    from headrace.back.kernels.attention import cascade
+
+    with patch.multiple(cascade, LEAST_ROWS=1, MIN_TOKENS=16):
+        return _call(attention.OP, _ATTENTION, _attention(32, 8, 128))()
+
+
 def _qk(heads: int, kv_heads: int, head_dim: int, rotary: int, **more: object) -> object:
     return qk_rope_write.QKRopeWriteProblem(
         device="cpu", dtype=BF16, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
@@ -96,6 +105,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         _call(attention.OP, _ATTENTION, _attention(32, 8, 128, coded="fp8", sinks=True)),
     ),
     ("attention Hopper", _hopper),
+    ("attention shared", _shared),
     ("attention 80", _call(attention.OP, _ATTENTION, _attention(32, 32, 80))),
     ("qk_rope_write norm", _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6))),
     (

@@ -75,7 +75,7 @@ def _lists(problem: AttentionProblem, plan: Plan, tiles: Tiles) -> _Lists:
     made = _Lists(
         joins=torch.empty(num_rows * JOIN_FIELDS, **new),
         packed=torch.empty(num_rows, **new),
-        items=torch.empty(most * ITEM_FIELDS, **new),
+        items=torch.empty((most + 1) * ITEM_FIELDS, **new),
         num_items=most,
     )
     sizes: Any = {"ROWS": row_bucket(num_rows), **launch(device)}
@@ -106,6 +106,7 @@ def bind_prefix(
     }
 
     def prefix(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> Shared:
+        programs = max(1, num_sms(q_THD.device) // kv_heads)
         key = ("shared", lanes, tiles.n, kv_heads)
         made, _ = lists.get(plan, key, prefix, lambda: _lists(problem, plan, tiles))
         partial = torch.empty(
@@ -113,10 +114,10 @@ def bind_prefix(
             dtype=torch.float32,
             device=q_THD.device,
         )
-        prefix_kernel[(made.num_items, kv_heads)](
+        prefix_kernel[(min(programs, made.num_items), kv_heads)](
             q_THD, *typed(kv, problem.coded), plan.block_table_RB, plan.query_start_R1, made.packed,
             made.items, partial, *numbers(problem, q_THD, kv, plan),
-            KV_HEADS=kv_heads, LANES=lanes, M=tiles.m, N=tiles.n, **constants,
+            KV_HEADS=kv_heads, M=tiles.m, N=tiles.n, **constants,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch(q_THD.device),
         )  # fmt: skip
         return Shared(joins=made.joins, partial=partial, m=tiles.m)

@@ -122,7 +122,7 @@ def _bind_decode(
         wanted = max(1, num_sms(device) * PROGRAMS_PER_SM // kv_heads)
         most = num_rows + wanted
         common = prefix(q_THD, kv, plan) if cascade.serves(problem, plan) else cascade.NONE
-        key = (*sizes.values(), most)
+        key = (*sizes.values(), most, common.joins is not None)
         pieces, is_new = lists.get(
             plan, key, decode, lambda: make(plan, most, wanted, common.joins)
         )

@@ -61,12 +61,14 @@ def code_scales(
 def widened(b_codes, dtype: tl.constexpr, MOVES: tl.constexpr, BITS: tl.constexpr):
     """The codes as numbers. `BITS`: by the sequences above, which make bfloat16 of them."""
     if not BITS:
-        return b_codes.to(dtype)
-    if b_codes.dtype == tl.int8:
-        return tl.inline_asm_elementwise(
+        b_wide = b_codes.to(dtype)
+    elif b_codes.dtype == tl.int8:
+        b_wide = tl.inline_asm_elementwise(
             INT8, "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=MOVES, pack=4
         )
-    b_codes = b_codes.to(tl.int8, bitcast=True)
-    return tl.inline_asm_elementwise(
-        FP8, "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=MOVES, pack=4
-    )
+    else:
+        b_codes = b_codes.to(tl.int8, bitcast=True)
+        b_wide = tl.inline_asm_elementwise(
+            FP8, "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=MOVES, pack=4
+        )
+    return b_wide

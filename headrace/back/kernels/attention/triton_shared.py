@@ -11,8 +11,9 @@ A group below MIN_ROWS rows or MIN_BLOCKS blocks shares nothing: its rows are re
 
 groups int32 [5, R]: leader (R: none), blocks in common, and of leaders: rows of the group, its first place among
 `packed`, tokens shared. packed int32 [R]: rows, group by group. Record r of `joins` int32 [R, 4] tells row r: tokens
-shared, its first item, how many items, its lane. Item i of `items` int32 [items at most, 6]: row whose table is read,
-first place among `packed`, rows (0: no item), first position, position after the last.
+shared, its first item, how many items, its lane. `items` int32 [items at most + 1, 6] begins with how many there are;
+item i, from 6 (i + 1) on: row whose table is read, first place among `packed`, rows, first position, position after the
+last.
 
 R rows, K KV heads, D head_dim, N positions of a tile.
 """
@@ -116,6 +117,8 @@ def items_kernel(
     piece = tl.cdiv(piece, N) * N
     b_pieces = tl.cdiv(b_tokens, piece)
     b_until = tl.cumsum(b_chunks * b_pieces, axis=0)
+    if i_one == 0:
+        tl.store(items, tl.sum(b_chunks * b_pieces, axis=0))
     if i_one < num_items:
         leader = tl.sum((b_until <= i_one).to(tl.int32), axis=0)
         here = o_r == leader
@@ -125,7 +128,7 @@ def items_kernel(
         begin = (within - chunk * pieces) * piece
         base = tl.load(groups + 3 * num_rows + leader, mask=leader < num_rows, other=0)
         rows = tl.minimum(pick(b_count, here) - chunk * LANES, LANES)
-        p_item = items + i_one * 6
+        p_item = items + (i_one + 1) * 6
         tl.store(p_item, tl.minimum(leader, num_rows - 1))
         tl.store(p_item + 1, base + chunk * LANES)
         tl.store(p_item + 2, tl.where(leader < num_rows, rows, 0))
@@ -145,19 +148,33 @@ def items_kernel(
 def prefix_kernel(
     q, kv, scales, table, starts, packed, items, partial, q_token_stride, q_head_stride,
     out_token_stride, block_stride, kind_stride, head_stride, table_stride, scale, softcap,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SOFTCAP: tl.constexpr,
-    CODED: tl.constexpr, BITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SOFTCAP: tl.constexpr, CODED: tl.constexpr,
+    BITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items at most, K); `partial` float32 [items at most, K, M, D+2]: sums, maxima, totals. M = LANES * GROUP
-    query-head pairs, padded."""
-    i_item = tl.program_id(0)
-    i_head = tl.program_id(1)
+    """Grid (any number, K), each program takes item after item; `partial` float32 [items at most, K, M, D+2]: sums,
+    maxima, totals. M = LANES * GROUP query-head pairs, padded."""
     enter_late(DEPENDENT)
-    p_item = items + i_item * 6
+    for i_item in range(tl.program_id(0), tl.load(items), tl.num_programs(0)):
+        _attend(
+            i_item, q, kv, scales, table, starts, packed, items, partial, q_token_stride,
+            q_head_stride, block_stride, kind_stride, head_stride, table_stride, scale, softcap,
+            KV_HEADS, GROUP, M, N, HEAD_DIM, D, BLOCK_TOKENS, SOFTCAP, CODED, BITS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    i_item, q, kv, scales, table, starts, packed, items, partial, q_token_stride, q_head_stride,
+    block_stride, kind_stride, head_stride, table_stride, scale, softcap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SOFTCAP: tl.constexpr, CODED: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """The partial result of one item."""
+    i_head = tl.program_id(1)
+    p_item = items + (i_item + 1) * 6
     rows = tl.load(p_item + 2)
-    if rows == 0:
-        return
     i_row = tl.load(p_item).to(tl.int64)
     first = tl.load(p_item + 1)
     begin = tl.load(p_item + 3)
