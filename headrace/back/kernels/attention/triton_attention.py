@@ -133,7 +133,7 @@ def _bind_decode(
         if is_new and "launch_pdl" in options:
             options["launch_pdl"] = False  # it reads the list before it waits
         decode_kernel[(most, kv_heads)](
-            q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.block_table_RB, pieces, partial, common.joins,
+            q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.block_table_RB, pieces, partial,
             common.partial, counters(device),
             *numbers(problem, q_THD, kv, plan), KV_HEADS=kv_heads,
             GROUP_PADDED=power_of_two(group), M=tiles.m, N=tiles.n,

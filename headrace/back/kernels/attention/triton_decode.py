@@ -20,9 +20,10 @@ from headrace.back.kernels.attention.triton_codes import code_scales, widened
 from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
 from headrace.back.kernels.triton.grid import enter
 
-PIECE_FIELDS = 8
+PIECE_FIELDS = 12
 """int32 values of a piece: row, first position, end, the row's first piece and number of pieces (0: no work), KV
-length, query tokens, first query token."""
+length, query tokens, first query token; and where there may be shared prefixes, the row's first item, how many items,
+and its lane (triton_shared.py)."""
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def pieces_kernel(
     SHARED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (pieces at most). `num_pieces`: pieces wanted over all rows; `pieces` int32 [pieces at most, 8]. If SHARED,
+    """Grid (pieces at most). `num_pieces`: pieces wanted over all rows; `pieces` int32 [pieces at most, 12]. If SHARED,
     rows begin behind their prefixes (`joins`: triton_shared.py)."""
     i_piece = tl.program_id(0)
     enter(DEPENDENT)
@@ -60,7 +61,7 @@ def pieces_kernel(
     length = pick(b_length, here)
     begin = pick(b_first, here) + (i_piece - first) * piece
     i_row = tl.minimum(i_row, num_rows - 1)
-    p_piece = pieces + i_piece * 8
+    p_piece = pieces + i_piece * 12
     tl.store(p_piece, i_row)
     tl.store(p_piece + 1, begin)
     tl.store(p_piece + 2, tl.minimum(begin + piece, length))
@@ -69,6 +70,10 @@ def pieces_kernel(
     tl.store(p_piece + 5, length)
     tl.store(p_piece + 6, pick(b_queries, here))
     tl.store(p_piece + 7, tl.load(starts + i_row))
+    if SHARED:
+        tl.store(p_piece + 8, tl.load(joins + i_row * 4 + 1))
+        tl.store(p_piece + 9, tl.load(joins + i_row * 4 + 2))
+        tl.store(p_piece + 10, tl.load(joins + i_row * 4 + 3))
 
 
 @triton.jit
@@ -81,7 +86,6 @@ def decode_kernel(
     table,
     pieces,
     partial,
-    joins,
     prefix,
     counters,
     q_token_stride,
@@ -115,7 +119,7 @@ def decode_kernel(
     before the kernel that this one waits for (enter_late)."""
     i_piece = tl.program_id(0)
     i_head = tl.program_id(1)
-    p_piece = pieces + i_piece * 8
+    p_piece = pieces + i_piece * 12
     i_row = tl.load(p_piece)
     begin = tl.load(p_piece + 1)
     end = tl.load(p_piece + 2)
@@ -126,9 +130,9 @@ def decode_kernel(
     first_token = tl.load(p_piece + 7).to(tl.int64)
     prefix_pieces = 0
     if SHARED:
-        first_item = tl.load(joins + i_row * 4 + 1)
-        prefix_pieces = tl.load(joins + i_row * 4 + 2)
-        lane = tl.load(joins + i_row * 4 + 3)
+        first_item = tl.load(p_piece + 8)
+        prefix_pieces = tl.load(p_piece + 9)
+        lane = tl.load(p_piece + 10)
     p_head = kv + i_head.to(tl.int64) * head_stride
     p_table = table + i_row.to(tl.int64) * table_stride
     if DEPENDENT:

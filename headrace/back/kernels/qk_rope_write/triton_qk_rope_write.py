@@ -54,9 +54,9 @@ def _three_bits(b_x):
 
 
 @triton.jit
-def _stored(b_x, dtype: tl.constexpr, LARGEST: tl.constexpr):
+def _stored(b_x, dtype: tl.constexpr, CODED: tl.constexpr, LARGEST: tl.constexpr):
     """Values as the cache keeps them; of codes, to the nearest one, ties to even. A lost head's are 0."""
-    if LARGEST:
+    if CODED:
         b_x = tl.where(b_x == b_x, b_x, 0.0)
         b_x = tl.minimum(tl.maximum(b_x, -LARGEST), LARGEST)
         if dtype == tl.int8:
@@ -89,6 +89,7 @@ def qk_rope_write_kernel(
     ROTARY: tl.constexpr,
     PAIRS: tl.constexpr,
     NORM: tl.constexpr,
+    CODED: tl.constexpr,
     LARGEST: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     HALF_PADDED: tl.constexpr,
@@ -148,7 +149,7 @@ def qk_rope_write_kernel(
     tl.store(p_in + o_b, b_b.to(dtype), mask=is_query & m_pair)
     if REST:
         tl.store(p_in + o_c, b_c.to(dtype), mask=is_query & m_c)
-    if LARGEST:
+    if CODED:
         b_a, b_b, b_c = (
             b_a.to(dtype).to(tl.float32),
             b_b.to(dtype).to(tl.float32),
@@ -166,10 +167,12 @@ def qk_rope_write_kernel(
         p_scale = p_scale + tl.where(is_value, kind_stride // 4, 0) + o_cached * (head_stride // 4)
         b_scale = tl.where(b_top < float("inf"), b_top / LARGEST, float("nan"))
         tl.store(p_scale, b_scale[:, None], mask=m_cached)
-    tl.store(p_out + o_a, _stored(b_a, kv.dtype.element_ty, LARGEST), mask=m_cached & m_pair)
-    tl.store(p_out + o_b, _stored(b_b, kv.dtype.element_ty, LARGEST), mask=m_cached & m_pair)
+    tl.store(p_out + o_a, _stored(b_a, kv.dtype.element_ty, CODED, LARGEST), mask=m_cached & m_pair)
+    tl.store(p_out + o_b, _stored(b_b, kv.dtype.element_ty, CODED, LARGEST), mask=m_cached & m_pair)
     if REST:
-        tl.store(p_out + o_c, _stored(b_c, kv.dtype.element_ty, LARGEST), mask=m_cached & m_c)
+        tl.store(
+            p_out + o_c, _stored(b_c, kv.dtype.element_ty, CODED, LARGEST), mask=m_cached & m_c
+        )
 
 
 def bind(
@@ -189,7 +192,8 @@ def bind(
         "ROTARY": problem.rotary_dim,
         "PAIRS": problem.layout == "pairs",
         "NORM": problem.eps is not None,
-        "LARGEST": LARGEST[problem.coded] if problem.coded else 0,
+        "CODED": problem.coded is not None,
+        "LARGEST": LARGEST[problem.coded] if problem.coded else 0.0,
         "TILE_HEADS": tile_heads,
         "HALF_PADDED": power_of_two(split // 2),
         "REST_PADDED": power_of_two(head_dim - split),
