@@ -39,10 +39,17 @@ from headrace.launch.facts import resolve_options
 OUTPUT = 256
 
 
-def make_engine(folder: Path, *, tensor_parallel: int = 1) -> OfflineEngine:
+def make_engine(
+    folder: Path, *, tensor_parallel: int = 1, deterministic: bool = False
+) -> OfflineEngine:
     """The engine under test: the peers' limits."""
     options = Options(
-        model=ModelOptions(model=str(folder), load_format="dummy", max_model_len=8448),
+        model=ModelOptions(
+            model=str(folder),
+            load_format="dummy",
+            max_model_len=8448,
+            deterministic=deterministic,
+        ),
         kv=KVOptions(prefix_caching=False),
         scheduler=SchedulerOptions(max_running=512, max_step_tokens=16384),
         device=DeviceOptions(tensor_parallel=tensor_parallel),

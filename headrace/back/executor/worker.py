@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, Failed, Ready
+from headrace.back.kernels.all_reduce.op import with_sums
 from headrace.back.kernels.native.library import use_threads
+from headrace.back.models.registry import DTYPES
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
 from headrace.back.platforms.detect import detect
 from headrace.back.runner.results import Launched
@@ -79,6 +81,7 @@ def build_runner(
     mesh = mesh or Mesh()
     began = time.perf_counter()
     device = choose_device(spec.device.device, mesh)
+    mesh, summing = with_sums(mesh, device, DTYPES[spec.model.dtype])
     ready_s = time.perf_counter() - began
     try:
         model, report = load_model(
@@ -90,7 +93,7 @@ def build_runner(
             model,
             device=device,
             weight_bytes=report.weight_bytes,
-            decisions=report.decisions,
+            decisions=(*report.decisions, *summing),
             start_s={"device": ready_s, "load": load_s},
         )
     except torch.OutOfMemoryError as error:
@@ -130,7 +133,7 @@ def join_mesh(begin: Begin) -> Mesh:
         rank=begin.rank,
         world_size=begin.world_size,
     )
-    return tensor_parallel_mesh()
+    return tensor_parallel_mesh(ordered=begin.spec.model.deterministic)
 
 
 def serve(channel: Channel) -> None:

@@ -95,6 +95,8 @@ def compiled(names: list[str], only: str = "") -> Iterator[dict[str, Any]]:
                 if "DEPENDENT" in values:
                     dependent = target.backend == "cuda" and target.arch >= 90
                     values["DEPENDENT"] = dependent
+                if "TRAP" in values:
+                    values["TRAP"] = target.backend == "cuda"
                 options.pop("launch_pdl", None)
                 binary = triton.compile(source(function, values), target=target, options=options)
                 assembly = binary.asm["ptx" if target.backend == "cuda" else "amdgcn"]

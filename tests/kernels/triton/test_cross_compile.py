@@ -14,11 +14,12 @@ from headrace.base import env
 
 pytest.importorskip("triton")
 TARGETS = [
-    *("cuda:80", "cuda:90", "cuda:100", "cuda:120"),
+    *("cuda:80", "cuda:89", "cuda:90", "cuda:100", "cuda:120"),
     *("hip:gfx942", "hip:gfx950", "hip:gfx1100", "hip:gfx1201"),
 ]
 MATRIX = {
     "cuda:80": "mma.sync",
+    "cuda:89": "mma.sync",
     "cuda:90": "wgmma",
     "cuda:100": "tcgen05.mma",
     "cuda:120": "mma.sync",

@@ -80,4 +80,5 @@ KERNEL = Kernel(
     name="native",
     supports=_supports,
     bind=lambda problem: bind_with(loaded(), problem),
+    invariant=True,
 )

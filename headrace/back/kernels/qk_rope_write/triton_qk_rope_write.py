@@ -166,4 +166,9 @@ def _supports(problem: QKRopeWriteProblem) -> str | None:
     return unsupported(problem.device, problem.dtype)
 
 
-KERNEL = Kernel(name="triton", supports=_supports, bind=bind)
+KERNEL = Kernel(
+    name="triton",
+    supports=_supports,
+    bind=bind,
+    invariant=True,
+)

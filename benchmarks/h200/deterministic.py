@@ -1,0 +1,148 @@
+"""What deterministic mode costs on one H200: products one by one, then decode steps and prefill with it off and on.
+
+    python -m benchmarks.h200.deterministic --out results.json [--shape qwen3-8b] [--parts products,engine]
+
+Products: microseconds of the kernel that is taken otherwise (with what is fused around it), and of the fixed order in
+several tiles, in graphs over weights that no cache holds. Engine: `headrace bench latency`, as in offline.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.h200.offline import make_engine
+from benchmarks.h200.shapes import write_model
+from headrace.back.kernels.fused_linear import op as fused_linear
+from headrace.back.kernels.linear import op as linear
+from headrace.back.kernels.linear.triton_fixed import FixedTile, fixed, tile_for
+from headrace.back.kernels.linear.triton_small import Product
+from headrace.back.kernels.triton.timing import copies, each_us
+from headrace.bench.latency import latency
+from headrace.bench.report import markdown_table, versions
+
+PRODUCTS = {
+    "qkv": (6144, 4096, ""), "o": (4096, 4096, ""), "gate_up": (24576, 4096, "silu"),
+    "down": (4096, 12288, ""), "head": (151936, 4096, ""),
+}  # fmt: skip
+TOKENS = (1, 64, 128, 256, 2048)
+BATCHES = ((1, 128), (8, 128), (64, 128), (256, 128), (64, 1024))
+FEW = (
+    FixedTile(m=64, n=64, k=64, warps=4, stages=6),
+    FixedTile(m=64, n=128, k=64, warps=4, stages=4),
+    FixedTile(m=64, n=128, k=64, warps=4, stages=6),
+    FixedTile(m=64, n=128, k=128, warps=4, stages=3),
+    FixedTile(m=64, n=64, k=128, warps=4, stages=4),
+)
+MANY = (
+    FixedTile(m=64, n=128, k=64, warps=4, stages=4),
+    FixedTile(m=128, n=128, k=64, warps=4, stages=4),
+    FixedTile(m=128, n=128, k=64, warps=8, stages=3),
+    FixedTile(m=128, n=256, k=64, warps=8, stages=3),
+    FixedTile(m=128, n=64, k=64, warps=4, stages=4),
+)
+
+
+def products(tokens: tuple[int, ...]) -> list[dict[str, Any]]:
+    """A row per product and number of tokens."""
+    rows = []
+    for name, (outputs, inputs, activation) in PRODUCTS.items():
+        count = copies(2 * outputs * inputs, most=16)
+        weights = [
+            torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) / inputs**0.5
+            for _ in range(count)
+        ]
+        for num in tokens if name != "head" else tokens[:2]:
+            rows.append(_product(name, weights, activation, num))
+            print(json.dumps(rows[-1]), flush=True)
+        del weights
+    return rows
+
+
+def _product(
+    name: str, weights: list[torch.Tensor], activation: str, tokens: int
+) -> dict[str, Any]:
+    outputs, inputs = weights[0].shape
+    new = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(tokens, inputs, **new)
+    y = torch.empty(tokens, outputs // (2 if activation else 1), **new)
+    if activation:
+        problem = fused_linear.FusedLinearProblem(
+            device="cuda",
+            dtype=torch.bfloat16,
+            inputs=inputs,
+            outputs=outputs,
+            activation=activation,
+        )
+        usual = [fused_linear.OP.choose(problem).bind(w, None, None) for w in weights]
+        calls = [lambda f=f: f(x, None) for f in usual]
+    else:
+        plain = linear.LinearProblem(
+            device="cuda", dtype=torch.bfloat16, inputs=inputs, outputs=outputs
+        )
+        calls = [lambda f=linear.OP.choose(plain).bind(w, None): f(x) for w in weights]
+    times = {"usual": each_us(calls)}
+    chosen = tile_for(tokens, torch.bfloat16, gated=bool(activation))
+    for tile in {chosen: None, **dict.fromkeys(FEW if tokens <= 64 else MANY)}:
+        if activation and tile.n == 256:
+            continue
+        runs = [fixed(Product(weight_OI=w, activation=activation), tile=tile) for w in weights]
+        label = f"{tile.m}x{tile.n}x{tile.k} w{tile.warps} s{tile.stages}"
+        try:
+            us = each_us([lambda run=run: run(x, y) for run in runs])
+        except Exception as error:  # a tile that does not fit is a figure too
+            us, label = None, f"{label} ({type(error).__name__})"
+        times[label + (" *" if tile == chosen else "")] = us
+    floor = 1e6 * max(outputs * inputs * 2 / 4.3e12, 2 * tokens * outputs * inputs / 780e12)
+    return {"product": name, "tokens": tokens, "floor_us": floor, **times}
+
+
+def engine(shape: str, batches: tuple[tuple[int, int], ...]) -> list[dict[str, Any]]:
+    """Steps and prefill with it off and on."""
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    for deterministic in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            made = make_engine(write_model(Path(folder), shape), deterministic=deterministic)
+        mode = "on" if deterministic else "off"
+        for line in made.executor.facts.decisions if deterministic else ():
+            print(line, flush=True)
+        for batch, prompt in batches:
+            found = latency(
+                made, batch_size=batch, input_len=prompt, output_len=96, iterations=1, warmup=1
+            )
+            row = rows.setdefault((batch, prompt), {"batch": batch, "prompt": prompt})
+            row[f"step_ms {mode}"] = found["decode_step_ms"]
+            row[f"prefill tok/s {mode}"] = found["prefill_tok_s"]
+            print(json.dumps(row), flush=True)
+        made.close()
+        del made
+        torch.cuda.empty_cache()
+    for row in rows.values():
+        row["cost"] = f"{100 * (row['step_ms on'] / row['step_ms off'] - 1):.1f} %"
+    return list(rows.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--parts", default="products,engine")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    result: dict[str, Any] = {"versions": versions(), "shape": given.shape}
+    if "products" in given.parts:
+        result["products"] = products(TOKENS)
+    if "engine" in given.parts:
+        result["engine"] = engine(given.shape, BATCHES)
+        header = list(result["engine"][0])
+        print(markdown_table(header, [[row[h] for h in header] for row in result["engine"]]))
+    if given.out:
+        given.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
