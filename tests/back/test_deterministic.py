@@ -26,7 +26,11 @@ MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 DTYPES = ["float32", "bfloat16"]
-WINDOWS = {"sliding_window": 48, "layer_types": ["full_attention", "sliding_attention"] * 4}
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 48,
+    "layer_types": ["full_attention", "sliding_attention"] * 4,
+}
 SAMPLINGS = (
     RowSampling(temperature=0.0, logprobs=3),
     RowSampling(temperature=0.0, logprobs=0, repetition_penalty=1.2, logprobs_mode="processed"),

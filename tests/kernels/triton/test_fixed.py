@@ -42,10 +42,10 @@ def close(ours: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> boo
     return error <= float_tolerance(dtype) * expected.double().abs().max().item()
 
 
-WIDE = [(512, 1024, ""), (320, 1100 // 8 * 8, ""), (96, 72, ""), (256, 640, "silu")]
+WIDE = [(128, 1024, ""), (96, 72, ""), (64, 136, "silu")]
 if not interpreted():
-    WIDE += [(4096, 4096, ""), (4096, 12288, ""), (6144, 4096, ""), (12288, 4096, "silu")]
-COUNTS = (1, 3, 17, 64, 65, 130) if interpreted() else (1, 2, 7, 31, 64, 65, 128, 200, 513, 2048)
+    WIDE += [(320, 1096, ""), (4096, 4096, ""), (4096, 12288, ""), (12288, 4096, "silu")]
+COUNTS = (1, 17, 64, 65, 130) if interpreted() else (1, 2, 7, 31, 64, 65, 128, 200, 513, 2048)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,7 +70,9 @@ def test_a_product_gives_a_row_the_same_bits_among_any_number(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs, inputs", [(512, 4096), (70, 136), (4096, 512)])
+@pytest.mark.parametrize(
+    "outputs, inputs", [(512, 4096), (70, 136)] if not interpreted() else [(70, 136), (64, 520)]
+)
 def test_a_product_agrees_with_the_reference(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     for bias in (False, True):
         problem = LinearProblem(
@@ -101,7 +103,7 @@ def problem_of(dtype: torch.dtype, **more: object) -> attention.AttentionProblem
     )
 
 
-ATTENTION = [{}, {"window": 40}, {"softcap": 30.0}, {"heads": 6, "head_dim": 80, "window": 700}]
+ATTENTION = [{}, {"heads": 6, "head_dim": 80, "window": 700, "softcap": 30.0}, {"window": 40}]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,7 +120,7 @@ def test_attention_gives_a_position_the_same_bits_in_any_step(
 ) -> None:
     """ENG-05, ENG-17, REG-010: one prompt whole, in chunks, and token by token, beside others or alone."""
     problem = problem_of(dtype, **more)
-    length = 1100 if interpreted() else 5000
+    length = 1040 if interpreted() else 5000
     begin = length - 70
     attend = fixed_attention.bind(problem)
     whole_plan, blocks = attention.sample_plan(
@@ -141,7 +143,7 @@ def test_attention_gives_a_position_the_same_bits_in_any_step(
         fill = random(others, problem.heads, problem.head_dim, dtype=dtype, seed=6)
         return attend(torch.cat([fill, q[first:last]]), kv, plan)[others:]
 
-    for first, last, others in [(0, 1, 0), (69, 70, 3), (3, 20, 0), (20, 70, 2), (33, 34, 40)]:
+    for first, last, others in [(0, 1, 0), (69, 70, 3), (3, 20, 0), (20, 70, 2), (33, 34, 7)]:
         ours = part(first, last, others)
         assert torch.equal(ours, whole[first:last]), (first, last, others)
 

@@ -170,11 +170,13 @@ class FixedTile:
 
 
 def tile_for(tokens: int, dtype: torch.dtype, *, gated: bool) -> FixedTile:
-    """The tile for a number of tokens."""
+    """The tile for a number of tokens, as measured on an H200 (benchmarks/h200/deterministic.py)."""
     if dtype is torch.float32:
         return FixedTile(m=64, n=32, k=32, warps=4, stages=2)
     if tokens <= FEW:
-        return FixedTile(m=64, n=64 if gated else 128, k=64, warps=4, stages=4)
+        return FixedTile(m=64, n=64 if gated else 128, k=64, warps=4, stages=6)
+    if gated and 128 < tokens <= 512:
+        return FixedTile(m=64, n=128, k=64, warps=4, stages=4)
     return FixedTile(m=128, n=128, k=64, warps=8, stages=3 if gated else 4)
 
 
