@@ -103,6 +103,17 @@ def _product(
     return {"product": name, "tokens": tokens, "floor_us": floor, **times}
 
 
+PAGE = """# Deterministic mode on one H200
+
+`python -m benchmarks.h200.deterministic --out RESULT`, then `--write RESULT`. With `--deterministic` a row's bits do
+not depend on what runs beside it (tests/kernels/triton/test_fixed.py, tests/back/test_deterministic.py).
+
+What the cost is made of: at 64 rows products are about 10 % slower (one instruction for every number of rows, so 64
+rows are computed where there are fewer; shares of the inputs fixed by the shape), attention the rest. The bar of 12 %
+at batch 64 is missed by little with short contexts and by far with long ones: attention computes 64 query-head pairs
+for the 4 that a decode has, since a chunk of a prompt must take the same instruction. Not tried yet: a tile of 16 for
+decodes, whose instruction may well give the same bits; whether it does is for the device to say.
+"""
 MODES = {"both": (False, True), "on": (True,), "off": (False,)}
 
 
@@ -133,13 +144,52 @@ def engine(shape: str, modes: str, batches: tuple[tuple[int, int], ...]) -> list
     return list(rows.values())
 
 
+def table(result: dict[str, Any]) -> str:
+    """The page of a result."""
+    engine, measured = result["engine"], result["products"]
+    steps = markdown_table(
+        [
+            "batch",
+            "prompt",
+            "step off, ms",
+            "step on, ms",
+            "cost",
+            "prefill off, tok/s",
+            "prefill on, tok/s",
+        ],
+        [
+            [
+                *(row["batch"], row["prompt"], row["step_ms off"], row["step_ms on"], row["cost"]),
+                *(row["prefill tok/s off"], row["prefill tok/s on"]),
+            ]
+            for row in engine
+        ],
+    )
+    known = ("product", "tokens", "floor_us", "usual")
+    rows = []
+    for row in measured:
+        best = min((us, tile) for tile, us in row.items() if tile not in known and us is not None)
+        rows.append([row["product"], row["tokens"], row["floor_us"], row["usual"], *best])
+    header = ["product", "tokens", "floor, us", "usual, us", "fixed order, us", "best tile"]
+    name = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
+    return (
+        f"{PAGE}\nOne NVIDIA H200; {name}; shape {result['shape']}, bfloat16, dummy weights.\n\n## Engine\n\n{steps}"
+        f"\n\n## Products\n\nWith the activation where there is one; the best of the tiles tried.\n\n"
+        f"{markdown_table(header, rows)}\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--parts", default="products,engine")
     parser.add_argument("--modes", default="both", choices=MODES)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--write", type=Path, help="results of an earlier run: writes the page")
     given = parser.parse_args()
+    if given.write:
+        Path(__file__).with_suffix(".md").write_text(table(json.loads(given.write.read_text())))
+        return
     result: dict[str, Any] = {"versions": versions(), "shape": given.shape}
     if "products" in given.parts:
         result["products"] = products(TOKENS)

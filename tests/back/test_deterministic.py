@@ -41,7 +41,7 @@ Answer = tuple[list[int], list[bytes]]
 
 
 def spec_of(device: str, dtype: str, **more: object) -> EngineSpec:
-    """The bundled model. `more`: num_blocks, max_running, max_step_tokens, prefix_caching, overlap, config."""
+    """The bundled model. `more`: num_blocks, max_running, max_step_tokens, prefix_caching, overlap, ranks, config."""
     config = {**json.loads((MODEL / "config.json").read_text()), **more.get("config", {})}
     model = ModelSpec(
         path=str(MODEL),
@@ -67,7 +67,11 @@ def spec_of(device: str, dtype: str, **more: object) -> EngineSpec:
             max_running=more.get("max_running", 12),
             overlap=bool(more.get("overlap", False)),
         ),
-        device=DeviceSpec(device=device, executor="inline"),
+        device=DeviceSpec(
+            device=device,
+            executor="inline" if more.get("ranks", 1) == 1 else "processes",
+            tensor_parallel=more.get("ranks", 1),
+        ),
     )
 
 
@@ -149,6 +153,19 @@ def test_every_answer_is_that_of_the_request_alone(device: str, dtype: str, conf
             assert mixed[id] == answer, (seed, id)
         total = {key: total[key] + seen[key] for key in total}
     assert total["cached"] > 3 and total["preempted"] > 0, total
+
+
+@pytest.mark.timeout(400)
+def test_sums_over_four_ranks_do_not_depend_on_the_batch() -> None:
+    """A library cuts a message by its size and sums the pieces in different orders."""
+    made = requests(6)[:7]
+    spec = spec_of("cpu", "float32", ranks=4, num_blocks=110, max_step_tokens=97, overlap=True)
+    executor = make_executor(spec)
+    alone, _ = answers(executor, spec, made, None)
+    order = random.Random(1)
+    mixed, _ = answers(executor, spec, order.sample(made, len(made)), order)
+    executor.close()
+    assert mixed == alone
 
 
 def test_what_has_no_kernel_of_one_order_is_refused_by_name() -> None:

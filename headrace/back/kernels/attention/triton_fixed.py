@@ -23,6 +23,7 @@ from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
 from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
+from headrace.back.kernels.triton.room import shared_bytes
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
@@ -229,12 +230,15 @@ def bind(problem: AttentionProblem) -> Attention:
     depth = power_of_two(problem.head_dim, least=16)
     wide = problem.dtype is torch.float32
     m = power_of_two(group, least=32 if wide else 64)
+    n = 32 if wide or depth > 128 else 64
+    room = shared_bytes() - m * (depth + n) * problem.dtype.itemsize
+    stages = max(1, min(1 if wide else 3, 1 + room // (2 * n * depth * problem.dtype.itemsize)))
     constants = {
-        "KV_HEADS": kv_heads, "GROUP": group, "M": m, "N": 32 if wide or depth > 128 else 64,
+        "KV_HEADS": kv_heads, "GROUP": group, "M": m, "N": n,
         "SPLIT": SPLIT, "MOST_PARTS": MOST_PARTS, "HEAD_DIM": problem.head_dim, "D": depth,
         "BLOCK_TOKENS": problem.block_tokens, "WINDOW": problem.window or 0,
         "SOFTCAP": problem.softcap is not None, "num_warps": 8 if depth > 128 else 4,
-        "num_stages": 1 if wide else 3 if depth <= 128 else 2,
+        "num_stages": stages if depth <= 128 else min(stages, 2),
     }  # fmt: skip
 
     def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:

@@ -22,6 +22,7 @@ from headrace.back.kernels.linear.op import Linear, LinearProblem
 from headrace.back.kernels.linear.triton_small import Launch, Product, refusal
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
+from headrace.back.kernels.triton.room import fitting_stages
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
@@ -209,6 +210,8 @@ def fixed(product: Product, *, tile: FixedTile | None = None) -> Launch:
         size = tile or tile_for(num_tokens, dtype, gated=gated)
         tiles = triton.cdiv(num_tokens, size.m) * triton.cdiv(product.results, size.n)
         side_by_side = split > 1 and tiles <= min(COUNTERS, num_sms(device))
+        rows = size.m + size.n * (2 if gated else 1)
+        stages = fitting_stages(size.stages, rows * size.k * dtype.itemsize)
         partial = x_TI
         if side_by_side:
             parts = tiles * split * size.m * size.n
@@ -216,7 +219,7 @@ def fixed(product: Product, *, tile: FixedTile | None = None) -> Launch:
         fixed_kernel[(tiles, split if side_by_side else 1)](
             x_TI, product.weight_OI, product.bias_O, y_TY, partial, counters(device), num_tokens,
             x_TI.stride(0), y_TY.stride(0), **shared, PARALLEL=side_by_side, M=size.m, N=size.n,
-            K=size.k, num_warps=size.warps, num_stages=size.stages, **launch(device),
+            K=size.k, num_warps=size.warps, num_stages=stages, **launch(device),
         )  # fmt: skip
 
     return run
