@@ -21,9 +21,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, Failed, Ready
-from headrace.back.kernels.all_reduce.op import with_sums
 from headrace.back.kernels.native.library import use_threads
-from headrace.back.models.registry import DTYPES
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
 from headrace.back.platforms.detect import detect
 from headrace.back.runner.results import Launched
@@ -81,7 +79,6 @@ def build_runner(
     mesh = mesh or Mesh()
     began = time.perf_counter()
     device = choose_device(spec.device.device, mesh)
-    mesh, summing = with_sums(mesh, device, DTYPES[spec.model.dtype])
     ready_s = time.perf_counter() - began
     try:
         model, report = load_model(
@@ -93,7 +90,7 @@ def build_runner(
             model,
             device=device,
             weight_bytes=report.weight_bytes,
-            decisions=(*report.decisions, *summing),
+            decisions=report.decisions,
             start_s={"device": ready_s, "load": load_s},
         )
     except torch.OutOfMemoryError as error:
