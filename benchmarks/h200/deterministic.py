@@ -1,6 +1,6 @@
 """What deterministic mode costs on one H200: products one by one, then decode steps and prefill with it off and on.
 
-    python -m benchmarks.h200.deterministic --out results.json [--shape qwen3-8b] [--parts products,engine]
+    python -m benchmarks.h200.deterministic --out results.json [--shape qwen3-8b] [--parts products,attention,engine]
 
 Products: microseconds of the kernel that is taken otherwise (with what is fused around it), and of the fixed order in
 several tiles, in graphs over weights that no cache holds. Engine: `headrace bench latency`, as in offline.py.
@@ -19,6 +19,9 @@ import torch
 
 from benchmarks.h200.offline import make_engine
 from benchmarks.h200.shapes import write_model
+from headrace.back.kernels.attention import op as attention
+from headrace.back.kernels.attention.triton_fixed import FixedTile as FixedAttention
+from headrace.back.kernels.attention.triton_fixed import bind as fixed_attention
 from headrace.back.kernels.fused_linear import op as fused_linear
 from headrace.back.kernels.linear import op as linear
 from headrace.back.kernels.linear.triton_fixed import FixedTile, fixed, tile_for
@@ -114,6 +117,52 @@ at batch 64 is missed by little with short contexts and by far with long ones: a
 for the 4 that a decode has, since a chunk of a prompt must take the same instruction. Not tried yet: a tile of 16 for
 decodes, whose instruction may well give the same bits; whether it does is for the device to say.
 """
+CONTEXTS = ((64, 192), (64, 1152), (256, 192), (1, 8192))
+DECODE_TILES = (
+    FixedAttention(m=64, n=64, warps=4, stages=3),
+    FixedAttention(m=64, n=64, warps=4, stages=2),
+    FixedAttention(m=16, n=64, warps=1, stages=2),
+    FixedAttention(m=16, n=64, warps=1, stages=3),
+    FixedAttention(m=16, n=64, warps=2, stages=2),
+)
+
+
+def attention_decodes() -> list[dict[str, Any]]:
+    """Decodes by the usual kernel and in tiles of 64 and 16 query-head pairs, and whether these give the same bits: then
+    a decode could take the small one and a prompt the large one."""
+    problem = attention.AttentionProblem(
+        device="cuda", dtype=torch.bfloat16, heads=32, kv_heads=8, head_dim=128, block_tokens=16,
+        scale=128**-0.5,
+    )  # fmt: skip
+    found = []
+    for rows, context in CONTEXTS:
+        plan, blocks = attention.sample_plan(
+            [(1, context - i % 50) for i in range(rows)],
+            block_tokens=16,
+            window=None,
+            device="cuda",
+        )
+        caches = [
+            torch.randn(blocks, 2, 8, 16, 128, device="cuda").bfloat16()
+            for _ in range(copies(2 * rows * context * 2048, most=8))
+        ]
+        q = torch.randn(rows, 32, 128, device="cuda").bfloat16()
+        usual = attention.OP.choose(problem).bind()
+        row: dict[str, Any] = {"rows": rows, "context": context}
+        row["usual"] = each_us([lambda kv=kv: usual(q, kv, plan) for kv in caches])
+        first = None
+        for tile in DECODE_TILES:
+            run = fixed_attention(problem, tile=tile)
+            label = f"{tile.m}x{tile.n} w{tile.warps} s{tile.stages}"
+            out = run(q, caches[0], plan)
+            first = out if first is None else first
+            row[label] = each_us([lambda run=run, kv=kv: run(q, kv, plan) for kv in caches])
+            row[f"{label} same bits"] = torch.equal(out, first)
+        found.append(row)
+        print(json.dumps(row), flush=True)
+    return found
+
+
 MODES = {"both": (False, True), "on": (True,), "off": (False,)}
 
 
@@ -182,7 +231,7 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--parts", default="products,engine")
+    parser.add_argument("--parts", default="products,attention,engine")
     parser.add_argument("--modes", default="both", choices=MODES)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--write", type=Path, help="results of an earlier run: writes the page")
@@ -193,6 +242,8 @@ def main() -> None:
     result: dict[str, Any] = {"versions": versions(), "shape": given.shape}
     if "products" in given.parts:
         result["products"] = products(TOKENS)
+    if "attention" in given.parts:
+        result["attention"] = attention_decodes()
     if "engine" in given.parts:
         result["engine"] = engine(given.shape, given.modes, BATCHES)
         header = list(result["engine"][0])

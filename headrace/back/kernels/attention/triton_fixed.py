@@ -15,6 +15,8 @@ H query heads, K KV heads, D head_dim, N positions of a tile, R rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -224,22 +226,40 @@ def fixed_kernel(
             tl.store(p_out[:, None] + o_d[None, :], b_out, mask=m_out)
 
 
-def bind(problem: AttentionProblem) -> Attention:
-    """The kernel for one layer's heads."""
-    group, kv_heads = problem.heads // problem.kv_heads, problem.kv_heads
-    depth = power_of_two(problem.head_dim, least=16)
-    wide = problem.dtype is torch.float32
-    m = power_of_two(group, least=32 if wide else 64)
+@dataclass(frozen=True, kw_only=True)
+class FixedTile:
+    """Query-head pairs and positions of a tile, and how it is compiled. Bits depend on `n`, and may on the matrix
+    instruction that `m` and `warps` lead to: so there is one tile for all rows of a problem."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+def tile_of(problem: AttentionProblem) -> FixedTile:
+    """The tile of a problem; its stages as shared memory allows."""
+    depth, wide = power_of_two(problem.head_dim, least=16), problem.dtype is torch.float32
+    m = power_of_two(problem.heads // problem.kv_heads, least=32 if wide else 64)
     n = 32 if wide or depth > 128 else 64
     room = shared_bytes() - m * (depth + n) * problem.dtype.itemsize
-    stages = max(1, min(1 if wide else 3, 1 + room // (2 * n * depth * problem.dtype.itemsize)))
+    most = 1 if wide else 3 if depth <= 128 else 2
+    stages = max(1, min(most, 1 + room // (2 * n * depth * problem.dtype.itemsize)))
+    return FixedTile(m=m, n=n, warps=8 if depth > 128 else 4, stages=stages)
+
+
+def bind(problem: AttentionProblem, *, tile: FixedTile | None = None) -> Attention:
+    """The kernel for one layer's heads; `tile` for measurements."""
+    group, kv_heads = problem.heads // problem.kv_heads, problem.kv_heads
+    depth = power_of_two(problem.head_dim, least=16)
+    tile = tile or tile_of(problem)
     constants = {
-        "KV_HEADS": kv_heads, "GROUP": group, "M": m, "N": n,
-        "SPLIT": SPLIT, "MOST_PARTS": MOST_PARTS, "HEAD_DIM": problem.head_dim, "D": depth,
+        "KV_HEADS": kv_heads, "GROUP": group, "M": tile.m, "N": tile.n, "SPLIT": SPLIT,
+        "MOST_PARTS": MOST_PARTS, "HEAD_DIM": problem.head_dim, "D": depth,
         "BLOCK_TOKENS": problem.block_tokens, "WINDOW": problem.window or 0,
-        "SOFTCAP": problem.softcap is not None, "num_warps": 8 if depth > 128 else 4,
-        "num_stages": stages if depth <= 128 else min(stages, 2),
+        "SOFTCAP": problem.softcap is not None, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
+    programs_per_sm = PROGRAMS_PER_SM * max(1, 4 // tile.warps)
 
     def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
         assert q_THD.dtype == kv.dtype == problem.dtype, (q_THD.dtype, kv.dtype)
@@ -251,7 +271,7 @@ def bind(problem: AttentionProblem) -> Attention:
         partial = torch.empty(
             MOST_PARTS * problem.heads * (depth + 2), dtype=torch.float32, device=device
         )
-        programs = num_sms(device) * PROGRAMS_PER_SM
+        programs = num_sms(device) * programs_per_sm
         fixed_kernel[(programs,)](
             q_THD, kv, out_THD, plan.query_start_R1, plan.kv_len_R, plan.block_table_RB, partial,
             counters(device), num_rows, q_THD.stride(0), q_THD.stride(1),
