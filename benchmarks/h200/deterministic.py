@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,8 @@ DECODE_TILES = (
 
 
 def attention_decodes() -> list[dict[str, Any]]:
-    """Decodes by the usual kernel and in tiles of 64 and 16 query-head pairs, and whether these give the same bits: then
-    a decode could take the small one and a prompt the large one."""
+    """Decodes by the usual kernel and in tiles of 64 and 16 query-head pairs, and whether these give the same bits:
+    then a decode could take the small one and a prompt the large one."""
     problem = attention.AttentionProblem(
         device="cuda", dtype=torch.bfloat16, heads=32, kv_heads=8, head_dim=128, block_tokens=16,
         scale=128**-0.5,
@@ -149,14 +150,14 @@ def attention_decodes() -> list[dict[str, Any]]:
         q = torch.randn(rows, 32, 128, device="cuda").bfloat16()
         usual = attention.OP.choose(problem).bind()
         row: dict[str, Any] = {"rows": rows, "context": context}
-        row["usual"] = each_us([lambda kv=kv: usual(q, kv, plan) for kv in caches])
+        row["usual"] = each_us([partial(usual, q, kv, plan) for kv in caches])
         first = None
         for tile in DECODE_TILES:
             run = fixed_attention(problem, tile=tile)
             label = f"{tile.m}x{tile.n} w{tile.warps} s{tile.stages}"
             out = run(q, caches[0], plan)
             first = out if first is None else first
-            row[label] = each_us([lambda run=run, kv=kv: run(q, kv, plan) for kv in caches])
+            row[label] = each_us([partial(run, q, kv, plan) for kv in caches])
             row[f"{label} same bits"] = torch.equal(out, first)
         found.append(row)
         print(json.dumps(row), flush=True)
