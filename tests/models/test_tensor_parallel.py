@@ -20,11 +20,16 @@ from tests.models.test_parity import CASES, compare, tiny_config
 NAMES = ("llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "one-kv-head")
 
 
-def configuration(name: str) -> Any:
-    if name in CASES:
-        return tiny_config(name)
-    config = tiny_config("olmo2")
-    config.num_key_value_heads = 1
+def configuration(name: str, count: int) -> Any:
+    config = tiny_config(name if name in CASES else "olmo2")
+    if name not in CASES:
+        config.num_key_value_heads = 1
+    if (
+        count == 4
+    ):  # heads of half the size, so that they can be divided; KV heads are held twice or four times
+        config.num_attention_heads *= 2
+        if getattr(config, "head_dim", None):
+            config.head_dim //= 2
     return config
 
 
@@ -33,7 +38,7 @@ def configuration(name: str) -> Any:
 def test_ranks_give_the_logits_of_one(count: int, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in NAMES]
     for name, folder in zip(NAMES, folders, strict=True):
-        save_oracle(configuration(name), folder)
+        save_oracle(configuration(name, count), folder)
     command = [sys.executable, "-m", "tests.models.tensor_parallel_rank"]
     ranks = [
         subprocess.Popen(

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 MOST_BYTES = 32 << 10
-CALLS = 4
+CALLS = 3
 WIDTH = 96
 
 
@@ -43,7 +43,7 @@ def rank_main(rank: int, ranks: int, folder: str, dtype_name: str) -> None:
 
 def message(rank: int, call: int, dtype: torch.dtype, *, other: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + 100 * other + call)
-    rows = 1 + call * 7
+    rows = 1 + call * 5
     return torch.randn(rows * WIDTH, generator=generator).to(dtype)
 
 
@@ -55,9 +55,7 @@ def norm(total: torch.Tensor, call: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "ranks, dtype", [(2, torch.float16), (4, torch.float32), (4, torch.float16)]
-)
+@pytest.mark.parametrize("ranks, dtype", [(2, torch.float16), (4, torch.float32)])
 def test_ranks_agree_to_the_bit_and_with_the_sum(
     ranks: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
