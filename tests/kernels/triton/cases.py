@@ -59,8 +59,9 @@ def _product(plan: ProductPlan, tokens: int, **more: object) -> Callable[[], obj
     """A product of 4096 inputs and 512 results, with all there is around it."""
     gated = bool(more.get("activation"))
     weight = torch.zeros(1024 if gated else 512, 4096, dtype=BF16)
-    run = launcher(Product(weight_OI=weight, **more), plan, tokens)
-    return lambda: run(torch.zeros(tokens, 4096, dtype=BF16), torch.zeros(tokens, 512, dtype=BF16))
+    product = Product(weight_OI=weight, **more)
+    x, y = torch.zeros(tokens, 4096, dtype=BF16), torch.zeros(tokens, 512, dtype=BF16)
+    return lambda: launcher(product, plan, tokens)(x, y)
 
 
 def _fixed(tokens: int, **more: object) -> Callable[[], object]:
