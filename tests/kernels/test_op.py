@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headrace.back.kernels.op import Kernel, Op, Sample, load_kernel
+from headrace.base.errors import ConfigError
 
 Double = Callable[[torch.Tensor], torch.Tensor]
 
@@ -104,3 +105,14 @@ def test_infinities_must_lie_where_the_reference_has_them(op_of: Any) -> None:
     op = op_of(fast=kernel(infinite))
     assert op.error(kernel(infinite), 2) == 0.0
     assert op.error(kernel(infinite), 3) == float("inf")
+
+
+def test_where_rows_must_be_invariant_only_kernels_that_say_so_are_taken(op_of: Any) -> None:
+    """ENG-17: a quicker kernel is passed over by name, and without any the op does not serve."""
+    fixed = Kernel(name="fixed", supports=lambda problem: None, bind=reference, invariant=True)
+    op = op_of(quick=kernel(reference), slow=fixed)
+    choice = op.choose(3, invariant=True)
+    assert choice.kernel is fixed and "depend on the batch" in choice.rejected[0][1]
+    assert op.choose(3).kernel.name == "fast" and len(op.choices()) == 2
+    with pytest.raises(ConfigError, match="--deterministic: no kernel of double"):
+        op_of(quick=kernel(reference)).choose(3, invariant=True)
