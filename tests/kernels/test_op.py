@@ -115,4 +115,4 @@ def test_where_rows_must_be_invariant_only_kernels_that_say_so_are_taken(op_of: 
     assert choice.kernel is fixed and "depend on the batch" in choice.rejected[0][1]
     assert op.choose(3).kernel.name == "fast" and len(op.choices()) == 2
     with pytest.raises(ConfigError, match="--deterministic: no kernel of double"):
-        op_of(quick=kernel(reference)).choose(3, invariant=True)
+        op_of(lone=kernel(reference)).choose(3, invariant=True)
