@@ -40,11 +40,23 @@ from headrace.launch.facts import resolve_options
 OUTPUT = 256
 
 
-def make_engine(folder: Path, *, tensor_parallel: int = 1) -> OfflineEngine:
+def make_engine(
+    folder: Path,
+    *,
+    tensor_parallel: int = 1,
+    kv_dtype: Any = "auto",
+    kv_memory: Any = "auto",
+    deterministic: bool = False,
+) -> OfflineEngine:
     """The engine under test: the peers' limits."""
     options = Options(
-        model=ModelOptions(model=str(folder), load_format="dummy", max_model_len=8448),
-        kv=KVOptions(prefix_caching=False),
+        model=ModelOptions(
+            model=str(folder),
+            load_format="dummy",
+            max_model_len=8448,
+            deterministic=deterministic,
+        ),
+        kv=KVOptions(prefix_caching=False, kv_dtype=kv_dtype, kv_memory=kv_memory),
         scheduler=SchedulerOptions(max_running=512, max_step_tokens=16384),
         device=DeviceOptions(tensor_parallel=tensor_parallel),
     )
@@ -216,17 +228,21 @@ def main() -> None:
         "--gap-batches", default="64", help="batches whose gap and kernels are profiled"
     )
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     extra = [tuple(map(int, one.split("x"))) for one in given.extra.split(",") if one]
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(
-            write_model(Path(folder), given.shape), tensor_parallel=given.tensor_parallel
+            write_model(Path(folder), given.shape),
+            tensor_parallel=given.tensor_parallel,
+            kv_dtype=given.kv_dtype,
         )
     facts = engine.executor.facts
     result: dict[str, Any] = {
         "versions": versions(),
         "tensor_parallel": given.tensor_parallel,
+        "kv_dtype": given.kv_dtype,
         "start_s": engine.start_s,
         "start_parts_s": facts.start_s,
         "kv_bytes": facts.kv_bytes,

@@ -46,6 +46,19 @@ def unsupported(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
+def unsupported_codes(coded: str | None, head_dim: int) -> str | None:
+    """The reason for kernels of a KV cache of codes (kernels/kv_write/coded.py)."""
+    if coded is None:
+        return None
+    if head_dim % 16:
+        return f"takes codes of heads of a multiple of 16, not {head_dim}"
+    if coded == "fp8" and not interpreted() and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
+            return f"fp8 needs compute capability 8.9, not {capability[0]}.{capability[1]}"
+    return None
+
+
 @cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of the device."""
@@ -60,6 +73,14 @@ def has_dependent_launch(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def has_bfloat_pairs() -> bool:
+    """Whether assembly of NVIDIA's, with arithmetic on pairs of bfloat16 (compute capability 9.0), may be used."""
+    if interpreted() or not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
 
 
 def launch(device: torch.device) -> dict[str, bool]:
