@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,7 @@ async def attack_in_waves(base: str, cases: int, seed: int) -> None:
             await asyncio.to_thread(sys.stdin.readline)
             wave = every[number * cases // ROUNDS : (number + 1) * cases // ROUNDS]
             tally = await attack(session, wave, f"{seed}/{number}")
-            print(json.dumps(asdict(tally)), flush=True)
+            print(json.dumps(vars(tally)), flush=True)
 
 
 class Bystanders:
@@ -249,7 +249,9 @@ class Attacker:
         """One wave; what became of it."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
-        told = json.loads(await asyncio.to_thread(next, self._answers))
+        line = await asyncio.to_thread(next, self._answers, "")
+        assert line, "the attacking process ended before its attack"
+        told = json.loads(line)
         return Tally(Counter(told["statuses"]), Counter(told["rows"]), told["problems"])
 
     def close(self) -> None:
