@@ -104,6 +104,7 @@ def test_an_endless_chunked_body_is_refused_without_growing(strict: Served) -> N
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd"])
 def test_compressed_bodies_are_read_and_bombs_are_refused(strict: Served, encoding: str) -> None:
+    """PLT-20, REG-126."""
     squeeze = gzip.compress if encoding == "gzip" else zstandard.ZstdCompressor().compress
     header = f"Content-Encoding: {encoding}"
     small = squeeze(json.dumps(BODY).encode())

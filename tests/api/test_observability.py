@@ -109,6 +109,7 @@ def finishes(span: Any) -> list[str]:
 
 
 def test_one_trace_leads_from_the_caller_to_the_engine(served: Served, collector: Any) -> None:
+    """OBS-01, REG-115."""
     served.post("/v1/chat/completions", CHAT, traceparent=f"00-{TRACE}-{PARENT}-01")
     eventually(lambda: len(spans_of(collector, TRACE)) == 2, within_s=15)
     spans = spans_of(collector, TRACE)
@@ -121,6 +122,7 @@ def test_one_trace_leads_from_the_caller_to_the_engine(served: Served, collector
 
 
 def test_a_client_that_leaves_ends_its_trace_once(served: Served, collector: Any) -> None:
+    """OBS-01, REG-116."""
     trace = "1" * 32
     with httpx.stream(
         "POST",

@@ -49,6 +49,7 @@ def _one_start() -> float:
 
 
 def test_its_modules_import_no_torch() -> None:
+    """API-23."""
     check = (
         "import sys, headrace.cli.render, headrace.front.server.grpc.service;"
         "sys.exit('torch' in sys.modules)"

@@ -22,6 +22,7 @@ from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMSNorm, SplitRMSNorm
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.shard import Part, local_units
 
 
@@ -100,11 +101,11 @@ class Attention:
     @property
     def norms(self) -> bool:
         """Whether the norm before is part of it."""
-        return self._qkv.fused
+        return self._qkv.norms
 
     def forward_into(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | Partial | None:
         """y_TE, to be added to the residual; None if that was done."""
         plan, kv = batch.plan_of(self._layer), batch.kv[self._layer]
         qkv_TC = self._qkv.project(x_TE)
@@ -166,7 +167,7 @@ class Attention:
     def _bind_fused(self, shape: dict[str, Any]) -> QKRopeWrite | None:
         """Norm, rotation and KV write in one kernel, if there is one for this layer."""
         spec, rope = self._spec, self._spec.rope
-        if spec.qk_norm == "width" or self._scope.kv_coded:
+        if spec.qk_norm == "width":
             return None
         normed = spec.qk_norm == "head"
         problem = QKRopeWriteProblem(
@@ -175,6 +176,7 @@ class Attention:
             rotary_dim=rope.rotary_dim if rope else 0,
             layout=rope.layout if rope else "half",
             eps=spec.qk_norm_eps if normed else None,
+            coded=self._scope.kv_coded,
         )
         weights = [norm.weight_E if normed else None for norm in (self._q_norm, self._k_norm)]
         return self._scope.bind_fused(QK_ROPE_WRITE, problem, *weights)

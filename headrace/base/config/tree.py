@@ -71,6 +71,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str | None, Meta(description="A file with a Jinja chat template that replaces the model's.")
     ] = None
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="A request gets the same tokens and log-probabilities, bit for bit, whatever runs beside it "
+            "and however its prompt is cut, cached or computed again after a preemption. Costs some speed."
+        ),
+    ] = False
     seed: Annotated[Natural, Meta(description="Seed of dummy weights.")] = 0
     family: Annotated[
         str,
@@ -96,10 +103,10 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
         Literal[8, 16, 32, 64, 128], Meta(description="Tokens in a KV block.")
     ] = 16
     kv_dtype: Annotated[
-        Literal["auto", "int8"],
+        Literal["auto", "int8", "fp8"],
         Meta(
-            description="Type of the KV cache; auto takes that of the activations. int8 keeps codes with a scale per "
-            "token and head: about half the memory. CPU only."
+            description="Type of the KV cache; auto takes that of the activations. int8 and fp8 (e4m3) keep codes with "
+            "a scale per token and head: about half the memory."
         ),
     ] = "auto"
     prefix_caching: Annotated[
