@@ -133,7 +133,7 @@ def make_case(random_: random.Random) -> Case:
 
 @dataclass
 class Tally:
-    """What became of requests: how many got which answer, how many of each row got any, and what may not be."""
+    """What became of requests: how many got which answer, how many went to each row, and what may not be."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     rows: Counter[str] = field(default_factory=Counter)
@@ -143,7 +143,6 @@ class Tally:
         """An answer; what may not happen is kept in words."""
         status = response.status
         self.statuses[str(status)] += 1
-        self.rows[case.row] += 1
         shown = f"{case.method} {case.path} {case.body[:200]!r} -> {status} {text[:200]!r}"
         clean = (status == 503 and "Retry-After" in response.headers) or (
             status == 504 and b'"timeout_s"' in case.body  # it asked for half a second
@@ -168,6 +167,7 @@ async def attack(session: aiohttp.ClientSession, wave: list[Case], seed: str) ->
         own = random.Random(f"{seed}/{number}")
         for case in todo:
             url = URL(case.path, encoded=True)
+            tally.rows[case.row] += 1
             try:
                 async with (
                     asyncio.timeout(own.choice([0.02, 30, 30, 30, 30, 30])),
@@ -303,7 +303,7 @@ async def run(base: str, supervisor: Any, cases: int, seed: int, calm_s: float) 
             "cases": cases, "seed": seed, "attack_s": round(attack_s, 1),
             "load_average": [round(load, 1) for load in psutil.getloadavg()],
             "statuses": dict(sorted(tally.statuses.items())),
-            "answers_by_row": dict(sorted(tally.rows.items())),
+            "requests_by_row": dict(sorted(tally.rows.items())),
             "problems": tally.problems[:10], "num_problems": len(tally.problems),
             "restarts": len(gone(before, children(supervisor))),
             "bystander_streams": streams.count, "bystander_mismatches": len(streams.wrong),

@@ -40,7 +40,7 @@ def test_hostile_requests_do_no_harm_to_bystanders_or_the_server() -> None:
     before, after, total = report["free_blocks"]
     assert before == after == total
     assert report["statuses"]["400"] > 250 and report["statuses"]["200"] > 30
-    assert routes().keys() <= report["answers_by_row"].keys(), "every row of the table"
+    assert routes().keys() <= report["requests_by_row"].keys(), "every row of the table"
 
 
 def test_a_soak_with_aborts_leaves_nothing_behind() -> None:
