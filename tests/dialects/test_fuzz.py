@@ -39,6 +39,8 @@ ROUTES = routes()
 WITH_BODY = [row for row, route in ROUTES.items() if route.bodies]
 FIRST_WITH_ITS_FIELDS = {tuple(fields_of(ROUTES[row])): row for row in reversed(WITH_BODY)}.values()
 """Rows whose body no row before has. The others get a quarter of the bad values, each field other ones."""
+SIZES = ("--max-model-len", "384", "--max-queued-requests", "4096")
+"""Two thousand documents of one request find room in the queue, however slow this machine is."""
 PLANE = re.compile(r"administration: http://127\.0\.0\.1:(\d+)/")
 LEAK = re.compile(r"0x[0-9a-f]{6,}|Traceback|/work/|/usr/|site-packages")
 
@@ -80,8 +82,9 @@ class Wire:
 def guarded(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("fuzz")
     options = ("--api-keys", KEY, "--admin-key", ADMIN, "--file-store", str(folder / "files"))
-    options += ("--no-public-metrics", "--max-model-len", "384")
-    with serving(model, *options, HEADRACE_CACHE_DIR=str(folder)) as served:
+    with serving(
+        model, *options, "--no-public-metrics", *SIZES, HEADRACE_CACHE_DIR=str(folder)
+    ) as served:
         yield served
         _assert_unharmed(served)
 
@@ -93,7 +96,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
     (folder / "config.json").write_text(json.dumps(config))
-    with serving(folder, "--api-keys", KEY, "--max-model-len", "384") as served:
+    with serving(folder, "--api-keys", KEY, *SIZES) as served:
         yield served
         _assert_unharmed(served)
 
