@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.back.executor.null_pooling import NullPooling
 from headrace.base import splitmix
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead, EngineError, NonFiniteLogits, WireError, to_wire
 from headrace.base.wire.grammar import GATE, unpack_masks
-from headrace.base.wire.request import PromptLogprobs
+from headrace.base.wire.request import Pooled, PromptLogprobs
 from headrace.base.wire.step import (
     KVGroup,
     RowLogprobs,
@@ -94,6 +95,7 @@ class _Row:
     start: RowStart
     computed: int
     seen: list[int]
+    pooling: NullPooling | None
 
 
 class NullExecutor:
@@ -108,6 +110,7 @@ class NullExecutor:
         groups: Sequence[KVGroup] | None = None,
         check: bool = False,
     ) -> None:
+        self._model = spec.model
         config = spec.model.config
         self.behaviour = behaviour or NullBehaviour(
             eos_rate=float(config.get("null_eos_rate", 0.0)),
@@ -196,7 +199,9 @@ class NullExecutor:
         assert self._rows[row] is None, f"row {row} is taken twice"
         assert 0 <= start.num_computed < known and 0 < start.num_prompt <= known
         seen = start.tokens[: start.num_computed].tolist() if self._check else []
-        self._rows[row] = _Row(start, start.num_computed, seen)
+        asked = start.pooling
+        pooling = asked and NullPooling(self._model, asked, start.num_prompt)
+        self._rows[row] = _Row(start, start.num_computed, seen, pooling)
         self._computed[row] = start.num_computed
         sampling = start.sampling
         self._seed[row] = 0 if sampling.greedy else splitmix.mix(sampling.seed)
@@ -229,6 +234,7 @@ class NullExecutor:
     def _run(self, plan: StepPlan, payloads: dict[str, bytes]) -> StepResult:
         rows = plan.rows
         prompts: list[tuple[int, PromptLogprobs]] = []
+        pooled: list[tuple[int, Pooled]] = []
         decoding = plan.num_tokens == 1
         for index in np.flatnonzero(decoding).tolist():
             row = int(rows[index])
@@ -236,7 +242,7 @@ class NullExecutor:
                 decoding[index] = False
         self._decode(rows[decoding], plan.num_computed[decoding])
         for index in np.flatnonzero(~decoding).tolist():
-            self._prefill(index, plan, prompts)
+            self._prefill(index, plan, prompts, pooled)
         self._computed[rows] = plan.num_computed + plan.num_tokens
         tokens, logprobs, failed = self._sample(plan, payloads.get(GATE, b""))
         return StepResult(
@@ -244,6 +250,7 @@ class NullExecutor:
             tokens=tokens,
             logprobs=logprobs,
             prompt_logprobs=prompts,
+            pooled=pooled,
             failed=failed,
         )
 
@@ -261,7 +268,11 @@ class NullExecutor:
                 self._owner(row).seen.append(token)
 
     def _prefill(
-        self, index: int, plan: StepPlan, prompts: list[tuple[int, PromptLogprobs]]
+        self,
+        index: int,
+        plan: StepPlan,
+        prompts: list[tuple[int, PromptLogprobs]],
+        pooled: list[tuple[int, Pooled]],
     ) -> None:
         row, first = int(plan.rows[index]), int(plan.num_computed[index])
         owner, end = self._owner(row), first + int(plan.num_tokens[index])
@@ -276,6 +287,8 @@ class NullExecutor:
             self._kv[blocks, position % self._block_tokens] = states ^ np.uint64(mark)
         if self._check:
             owner.seen.extend(tokens.tolist())
+        if owner.pooling is not None and (found := owner.pooling.take(states, first)) is not None:
+            pooled.append((index, found))
         self._score_prompt(index, owner, first, end, prompts)
 
     def _score_prompt(

@@ -26,6 +26,7 @@ from headrace.base.wire.grammar import (
 from headrace.base.wire.params import RowSampling
 from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.gate import GrammarGate
+from headrace.front.text.structure.requested import MAX_CHOICES
 from tests.core.grammar.constrained import (
     EOS,
     GrammarDriver,
@@ -240,6 +241,13 @@ def test_a_grammar_that_takes_too_long_is_killed_and_nobody_waits() -> None:
     assert any(bound in error.message for bound in bounds), error.message
     text, _ = driver.run_one(constrained(3, Literal("after")))
     assert text == "after"
+
+
+def test_as_many_choices_as_a_request_may_have_are_followed(gate: GrammarGate) -> None:
+    """The library's own bound of 2,000 items in a row of its parser ended these with an error of ours (P7)."""
+    many = Either(tuple(Literal(f"{i}") for i in range(MAX_CHOICES)))
+    text, end = GrammarDriver(gate=gate).run_one(constrained(1, many))
+    assert end.reason == "stop" and 0 <= int(text) < MAX_CHOICES
 
 
 def test_the_cache_is_bounded_in_bytes(gate: GrammarGate) -> None:

@@ -26,6 +26,7 @@ LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
+    "max_items_in_row": 20_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,
     "verbose_errors": False,
