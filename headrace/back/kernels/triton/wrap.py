@@ -89,10 +89,21 @@ def launch(device: torch.device) -> dict[str, bool]:
     return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
 
 
-@cache
 def counters(device: torch.device) -> torch.Tensor:
-    """int32 [COUNTERS], all zero between kernels: whoever counts up sets back to zero. One stream at a time."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    """int32 [COUNTERS], all zero between kernels: whoever counts up sets back to zero. Each stream has its own, since
+    kernels of two streams may run at once; a recording on a stream that has none takes the device's."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    found = _counters.get((device, stream))
+    if found is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        found = _counters.get((device, 0))
+    if found is None:
+        for key in {(device, 0), (device, stream)} - _counters.keys():
+            _counters[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        found = _counters[device, stream]
+    return found
+
+
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def power_of_two(number: int, *, least: int = 1) -> int:
