@@ -30,7 +30,7 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class Outbox:
-    """Collects between two steps. At most one step is landed per call, so that `tokens` is set at most once."""
+    """Collects between two steps."""
 
     _ids: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_IDS)
     _tokens: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
@@ -53,9 +53,15 @@ class Outbox:
         tokens: npt.NDArray[np.int32],
         logprobs: list[TokenLogprobs | None],
     ) -> None:
-        """The tokens of one landed step; `logprobs` is empty or parallel to them."""
-        assert not len(self._ids), "two steps landed in one call"
-        self._ids, self._tokens, self._logprobs = ids, tokens, logprobs
+        """Tokens, behind those that are there; `logprobs` is empty or parallel to them."""
+        if not len(self._ids):
+            self._ids, self._tokens, self._logprobs = ids, tokens, logprobs
+            return
+        if self._logprobs or logprobs:
+            before = self._logprobs or [None] * len(self._ids)
+            self._logprobs = [*before, *(logprobs or [None] * len(ids))]
+        self._ids = np.concatenate([self._ids, ids])
+        self._tokens = np.concatenate([self._tokens, tokens])
 
     def add_prompt_logprobs(self, request_id: int, scores: PromptLogprobs) -> None:
         """Log-probabilities of a stretch of a prompt."""

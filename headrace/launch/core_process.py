@@ -45,7 +45,7 @@ from headrace.launch.fronts import FrontGone, Fronts, Incoming
 from headrace.launch.locate import locate
 from headrace.launch.model_facts import read_model_facts
 from headrace.launch.topology import Report, report, tie_to_parent
-from headrace.launch.vocabulary import vocabulary_of
+from headrace.launch.vocabulary import encoder_of, vocabulary_of
 
 log = logging.getLogger(__name__)
 FLUSH_S = 1.0
@@ -310,7 +310,8 @@ def gates_of(spec: EngineSpec) -> list[Gate]:
     if spec.grammar is None:
         return []
     load = partial(vocabulary_of, spec.grammar.tokenizer_path, spec.model)
-    return [GrammarGate(load, backend=spec.grammar.backend)]
+    encoder = partial(encoder_of, spec.grammar.tokenizer_path)
+    return [GrammarGate(load, backend=spec.grammar.backend, encoder=encoder)]
 
 
 if __name__ == "__main__":

@@ -111,7 +111,9 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
         device=where,
-        grammar=GrammarSpec(tokenizer_path=text.tokenizer_path),
+        grammar=GrammarSpec(
+            tokenizer_path=text.tokenizer_path, backend=options.scheduler.grammar_backend
+        ),
     )
     return Resolved(
         engine=engine,

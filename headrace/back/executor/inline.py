@@ -87,7 +87,7 @@ class InlineExecutor:
         self.check()
         return InlinePending(self._thread.submit(self._run, plan), self._fail, plan.step)
 
-    def supply(self, step: int, payloads: dict[str, bytes]) -> None:
+    def supply(self, step: int, payloads: dict[str, memoryview]) -> None:
         """See Executor."""
         self._supplies.put(Supply(step, payloads))
 
@@ -115,7 +115,7 @@ class InlineExecutor:
         except Exception as error:
             raise self._fail(plan.step, error) from error
 
-    def _supplied(self, step: int) -> dict[str, bytes]:
+    def _supplied(self, step: int) -> dict[str, memoryview]:
         supply = self._supplies.get()
         if supply is None:
             raise EngineDead("the executor is closed")

@@ -133,7 +133,7 @@ class ProcessExecutor:
         self._send(frame)
         return pending
 
-    def supply(self, step: int, payloads: dict[str, bytes]) -> None:
+    def supply(self, step: int, payloads: dict[str, memoryview]) -> None:
         """See Executor."""
         self._send(TO_WORKER.frame(Supply(step, payloads)))
 

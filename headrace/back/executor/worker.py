@@ -147,7 +147,7 @@ def serve(channel: Channel) -> None:
     supplies: SimpleQueue[Supply] = SimpleQueue()
     launched: SimpleQueue[Launched] = SimpleQueue()
 
-    def supplied(step: int) -> dict[str, bytes]:
+    def supplied(step: int) -> dict[str, memoryview]:
         supply = supplies.get()
         assert supply.step == step, (supply.step, step)
         return supply.gates

@@ -215,6 +215,7 @@ class BucketSteps:
     def run(self, plan: StepPlan, shape: StepShape) -> Ran:
         """See Steps."""
         self.rows.start(plan.starts)
+        self.rows.feed(plan.feeds)
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)

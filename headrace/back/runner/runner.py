@@ -35,16 +35,16 @@ from headrace.back.sampling.prompt_logprobs import PromptScorer, Scored
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import EngineError, HeadraceError
-from headrace.base.wire.grammar import GATE
+from headrace.base.wire.grammar import GATE, NOTHING
 from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
 
 log = logging.getLogger(__name__)
 
-Supplied = Callable[[int], dict[str, bytes]]
+Supplied = Callable[[int], dict[str, memoryview]]
 """From the number of a step to its late payloads."""
 
 
-def no_supply(step: int) -> dict[str, bytes]:
+def no_supply(step: int) -> dict[str, memoryview]:
     """For callers whose plans have no late gates."""
     raise AssertionError(f"step {step} waits for gates, but nobody supplies them")
 
@@ -234,7 +234,7 @@ class Runner:
             rows=shape.sampled_row,
             positions=shape.sampled_position,
             tokens=rows.data,
-            masks=late.get(GATE, b""),
+            masks=late.get(GATE, NOTHING),
         )
         token_N = sampled.token_N.to(torch.int32)
         rows.put(shape.sampled_row, shape.sampled_position, token_N)

@@ -143,6 +143,13 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_tokens: Annotated[
         Natural, Meta(description="Prompt tokens that may wait in all; more are refused with 503.")
     ] = 4_000_000
+    grammar_backend: Annotated[
+        Literal["llguidance", "xgrammar"],
+        Meta(
+            description="Library behind structured output. xgrammar is an extra (headrace[xgrammar]), compiles "
+            "more slowly, and refuses parts of JSON schema that it would not hold."
+        ),
+    ] = "llguidance"
     overlap: Annotated[
         bool, Meta(description="Plan the next step while the device runs this one.")
     ] = True

@@ -63,11 +63,20 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     pooling: RowPooling | None = None
 
 
+class RowFeed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Tokens (int32) of a running row at positions from `start` on, which the core has decided itself."""
+
+    row: int
+    start: int
+    tokens: np.ndarray
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
-    """One step. Applied in this order: `ends`, `starts`, block updates, then the rows run.
+    """One step. Applied in this order: `ends`, `starts`, `feeds`, block updates, then the rows run.
 
     ends [E]             rows given back
     starts               rows taken
+    feeds                tokens of rows, in the place of what was sampled there
     block_group/row/index/id [U]   block_table[group][row, index] = id
     rows [R]             rows that run; those with exactly one token come first
     num_tokens [R]       query tokens of each (>= 1)
@@ -89,15 +98,16 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     num_tokens: np.ndarray
     num_computed: np.ndarray
     sample: np.ndarray
+    feeds: list[RowFeed] = []
     gates: dict[str, bytes] = {}
     late: tuple[str, ...] = ()
 
 
 class Supply(msgspec.Struct, frozen=True, tag="supply"):
-    """The late payloads of a step, by gate name."""
+    """The late payloads of a step, by gate name; decoded they lie in the frame they came in."""
 
     step: int
-    gates: dict[str, bytes]
+    gates: dict[str, memoryview]
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
