@@ -54,6 +54,7 @@ class Control:
             "resume": lambda call: self._resume(),
             "drain": self._drain,
             "reset_prefix_cache": lambda call: self._reset_prefix_cache(),
+            "profile": self._profile,
             "reload": core.swap.reload,
             "sleep": core.swap.sleep,
             "wake": core.swap.wake,
@@ -177,6 +178,15 @@ class Control:
         for number in numbers:
             self._core.outbox.add_reply(_reply(number, result))
         numbers.clear()
+
+    def _profile(self, call: Call) -> Document:
+        """Starts (`folder`) or stops (no folder) a trace of the workers' steps."""
+        folder = call.arguments.get("folder")
+        if folder is not None and not isinstance(folder, str):
+            raise InvalidRequest(f"folder is {folder!r}, a path is wanted", field="folder")
+        if self._core.swap.asleep:
+            raise Conflict("the engine is asleep: wake it first")
+        return {"places": self._core.executor.profile(folder)}
 
     # reports
 

@@ -54,6 +54,11 @@ class Executor(Protocol):
         """
         ...
 
+    def profile(self, folder: str | None) -> list[str]:
+        """Starts tracing the workers' steps (a folder), or stops and writes the traces (None); the folder, or the
+        files. Conflict if it runs already, or does not."""
+        ...
+
     def check(self) -> None:
         """Raises EngineDead if a worker has died."""
         ...

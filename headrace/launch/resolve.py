@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -431,6 +432,7 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         log_level=given.log_level,
         admin_listen=_admin_address(given),
         admin_readonly=given.admin_readonly,
+        profile_dir=_absolute(given.profile_dir),
         metrics_names=given.metrics_names,
         log_slow_s=given.log_slow_s,
         otlp_endpoint=_url(given.otlp_endpoint),
@@ -460,6 +462,10 @@ def _admin_address(given: ServerOptions) -> str | None:
     if given.admin_key is None and not _is_loopback(host):
         raise ConfigError(f"--admin-listen {address}: others can reach it; set --admin-key")
     return f"{host}:{port}"
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())
 
 
 def _url(given: str | None) -> str | None:

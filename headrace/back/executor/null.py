@@ -21,7 +21,14 @@ import numpy.typing as npt
 
 from headrace.base import splitmix
 from headrace.base.config.resolved import EngineSpec
-from headrace.base.errors import EngineDead, EngineError, NonFiniteLogits, WireError, to_wire
+from headrace.base.errors import (
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    NonFiniteLogits,
+    WireError,
+    to_wire,
+)
 from headrace.base.wire.grammar import GATE, NOTHING, unpack_masks
 from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import (
@@ -141,6 +148,10 @@ class NullExecutor:
     def facts(self) -> WorkerFacts:
         """See Executor."""
         return self._facts
+
+    def profile(self, folder: str | None) -> list[str]:
+        """See Executor."""
+        raise InvalidRequest("the null executor has no workers to profile")
 
     def check(self) -> None:
         """See Executor."""

@@ -165,6 +165,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     admin_listen: str | None = None
     admin_readonly: bool = False
+    profile_dir: str | None = None
     metrics_names: str = "headrace"
     log_slow_s: float | None = None
     otlp_endpoint: str | None = None

@@ -215,6 +215,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin_readonly: Annotated[
         bool, Meta(description="The administrative plane answers questions and changes nothing.")
     ] = False
+    profile_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder for traces of the workers' steps (`headrace admin profile start`, then stop); "
+            "none: profiling is off."
+        ),
+    ] = None
     admin_key: Annotated[
         str | None, Meta(description="Key of the administrative routes; none: they are off.")
     ] = None
