@@ -58,6 +58,9 @@ class Landing:
         for index, pooled in result.pooled:
             if live[index]:
                 self._outbox.add_pooled(self._rows.owner(int(flight.rows[index])).id, pooled)
+        for index, captured in result.captured:
+            if live[index]:
+                self._outbox.add_captured(self._rows.owner(int(flight.rows[index])).id, captured)
         if result.failed:
             self._end_failed(flight, result, live)
         self._name_full_blocks(flight, live)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.wire.request import (
+    Captured,
     Finished,
     Pooled,
     PromptLogprobs,
@@ -37,6 +38,7 @@ class Outbox:
     _logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     _prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
     _pooled: list[tuple[int, Pooled]] = field(default_factory=list)
+    _captured: list[tuple[int, Captured]] = field(default_factory=list)
     _finished: list[Finished] = field(default_factory=list)
     _replies: list[Reply] = field(default_factory=list)
 
@@ -45,7 +47,8 @@ class Outbox:
 
     @property
     def _has_tokens(self) -> bool:
-        return bool(len(self._ids) or self._prompt_logprobs or self._pooled or self._finished)
+        told = (self._prompt_logprobs, self._pooled, self._captured, self._finished)
+        return bool(len(self._ids)) or any(told)
 
     def add_tokens(
         self,
@@ -71,6 +74,10 @@ class Outbox:
         """Hidden states of a request after pooling."""
         self._pooled.append((request_id, pooled))
 
+    def add_captured(self, request_id: int, captured: Captured) -> None:
+        """Attention weights of a request."""
+        self._captured.append((request_id, captured))
+
     def add_finished(self, finished: Finished) -> None:
         """The end of a request."""
         self._finished.append(finished)
@@ -91,6 +98,7 @@ class Outbox:
                 logprobs=self._logprobs,
                 prompt_logprobs=self._prompt_logprobs,
                 pooled=self._pooled,
+                captured=self._captured,
                 finished=self._finished,
             )
         output = StepOutput(tokens, self._replies)

@@ -181,7 +181,9 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
     for end in batch.finished:
         ends.setdefault(owner.get(end.id, -1), []).append(end)
     present = {*np.unique(fronts).tolist(), *ends}
-    present |= {owner.get(i, -1) for i, _ in (*batch.prompt_logprobs, *batch.pooled)}
+    present |= {
+        owner.get(i, -1) for i, _ in (*batch.prompt_logprobs, *batch.pooled, *batch.captured)
+    }
     if len(present) == 1 and -1 not in present:
         return {present.pop(): batch}
     return {
@@ -197,6 +199,7 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
                 entry for entry in batch.prompt_logprobs if owner.get(entry[0]) == front
             ],
             pooled=[entry for entry in batch.pooled if owner.get(entry[0]) == front],
+            captured=[entry for entry in batch.captured if owner.get(entry[0]) == front],
             finished=ends.get(front, []),
         )
         for front in sorted(present - {-1})

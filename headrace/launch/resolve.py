@@ -108,6 +108,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
             head=model.head,
             bare=model.bare,
             num_labels=model.num_labels,
+            attention_capture=options.model.attention_capture,
         ),
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,

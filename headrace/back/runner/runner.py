@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
+from headrace.back.runner.capture import Taps
 from headrace.back.runner.devices import MakeSteps, make_steps, profile_step
 from headrace.back.runner.memory import KVLayout, KVMemory, count_blocks, fit_kv, lay_out
 from headrace.back.runner.pooler import Pooler
@@ -90,6 +91,7 @@ class Runner:
         self._sampler = Sampler(max_rows=max_rows, logits_width=model.logits_width, device=device)
         self._prompts = PromptScorer(logits_width=model.logits_width, device=device)
         self._pooler = Pooler(model.classify)
+        self._taps = Taps()
         self._device = device
         self._lost: deque[np.ndarray] = deque()
         machine = Machine(
@@ -105,6 +107,7 @@ class Runner:
         if spec.kv.fit:
             num_blocks = self._fit(spec, layout)
         profile_s = time.perf_counter() - began
+        tapped = spec.model.attention_capture and spec.device.tensor_parallel == 1
         warmup_s = warm_up(self, spec, model.logits_width, device)
         self.facts = WorkerFacts(
             num_blocks=num_blocks,
@@ -114,6 +117,8 @@ class Runner:
             max_rows=max_rows,
             max_model_len=spec.model.max_model_len,
             generates=model.generates,
+            capture_layers=len(model.kv_layers) if model.attention_heads and tapped else 0,
+            capture_heads=model.attention_heads,
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
             start_s={**(start_s or {}), "profile": profile_s, "warmup": warmup_s},
@@ -188,7 +193,8 @@ class Runner:
             return Launched(plan=plan, refused=dict.fromkeys(range(plan.rows.size), full))
 
     def _run(self, plan: StepPlan, shape: StepShape, supplied: Supplied) -> Launched:
-        ran = self._steps.run(plan, shape)
+        tap = self._taps.of(shape)
+        ran = self._steps.run(plan, shape, tap)
         prompts, refused = (
             ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.hidden_TE)
         )
@@ -205,6 +211,7 @@ class Runner:
             draws=draws,
             prompts=prompts,
             pooled=() if self._pooler.idle else self._pooler.pool(shape, ran.hidden_TE),
+            captured=() if tap is None else tap.pieces,
             refused=refused,
             lost=self._lost.append,
         )
@@ -215,11 +222,13 @@ class Runner:
             self._sampler.end(plan.ends)
             self._prompts.end(plan.ends)
             self._pooler.end(plan.ends)
+            self._taps.end(plan.ends)
         for start in plan.starts:
             self._state.start(start)
             self._sampler.start(start)
             self._prompts.start(start)
             self._pooler.start(start)
+            self._taps.start(start)
 
     def _draw(self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied) -> Draws:
         """Samples the rows that the plan wants sampled and stores their tokens for the next step."""

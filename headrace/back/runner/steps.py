@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from headrace.back.attention.plan import Tap
 from headrace.back.kernels.greedy.op import Greedy
 from headrace.back.kernels.upload import to_device
 from headrace.back.models.protocol import CausalModel
@@ -109,8 +110,8 @@ class Steps(Protocol):
         """The KV cache from now on; before the first real step."""
         ...
 
-    def run(self, plan: StepPlan, shape: StepShape) -> Ran:
-        """Takes the plan's changes over and launches its step."""
+    def run(self, plan: StepPlan, shape: StepShape, tap: Tap | None = None) -> Ran:
+        """Takes the plan's changes over and launches its step. With a tap the step is exact."""
         ...
 
     def moment(self) -> Moment:
@@ -140,12 +141,14 @@ class ExactSteps:
         """See Steps."""
         self._kv = kv
 
-    def run(self, plan: StepPlan, shape: StepShape) -> Ran:
+    def run(self, plan: StepPlan, shape: StepShape, tap: Tap | None = None) -> Ran:
         """See Steps."""
         machine = self._machine
         self.rows.apply(plan)
         self.rows.tokens.reserve(shape.max_kv_len + 1)
-        batch = build_batch(shape, self.rows, kv=self._kv, group_of_layer=machine.group_of_layer)
+        batch = build_batch(
+            shape, self.rows, kv=self._kv, group_of_layer=machine.group_of_layer, tap=tap
+        )
         batch = machine.state.prepare(batch, row_T=shape.row_T, gates=plan.gates)
         hidden_TE = machine.model.forward(batch)
         machine.state.after(batch, hidden_TE)

@@ -46,6 +46,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     head: str = "lm"
     bare: bool = False
     num_labels: int = 0
+    attention_capture: bool = False
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,6 +72,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None, Meta(description="A file with a Jinja chat template that replaces the model's.")
     ] = None
     seed: Annotated[Natural, Meta(description="Seed of dummy weights.")] = 0
+    attention_capture: Annotated[
+        bool,
+        Meta(
+            description="Requests may ask for attention weights (attn_capture): for looking into a model, not for "
+            "serving many."
+        ),
+    ] = False
     family: Annotated[
         str,
         Meta(

@@ -101,6 +101,7 @@ class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprobs_mode: str = "raw"
+    capture_layers: tuple[int, ...] = ()
 
 
 class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True):
@@ -167,7 +168,8 @@ class RowSampling(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True
     def forgetful(self) -> bool:
         """Whether nothing is told or counted of the single tokens, so that some need not be sampled."""
         counts = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return self.logprobs is None and self.prompt_logprobs is None and counts == (1.0, 0.0, 0.0)
+        told = (self.logprobs, self.prompt_logprobs, self.capture_layers)
+        return told == (None, None, ()) and counts == (1.0, 0.0, 0.0)
 
 
 POOLINGS = ("cls", "last", "mean", "tokens")

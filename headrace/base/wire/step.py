@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.base.errors import WireError
 from headrace.base.wire.params import RowPooling, RowSampling
-from headrace.base.wire.request import Pooled, PromptLogprobs
+from headrace.base.wire.request import Captured, Pooled, PromptLogprobs
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers state once they are loaded. Block 0 is the null block and belongs to nobody.
 
     `groups` is empty for encoders, which keep no KV. `generates`: there is a language-model head; without one
-    requests can only be pooled.
+    requests can only be pooled. Attention weights can be had of `capture_layers` layers with `capture_heads` heads; 0
+    where they cannot.
     """
 
     num_blocks: int
@@ -41,6 +42,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int
     max_model_len: int
     generates: bool = True
+    capture_layers: int = 0
+    capture_heads: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
     start_s: dict[str, float] = {}
@@ -131,4 +134,5 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     logprobs: list[RowLogprobs] = []
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
     pooled: list[tuple[int, Pooled]] = []
+    captured: list[tuple[int, Captured]] = []
     failed: list[tuple[int, WireError]] = []

@@ -316,6 +316,9 @@ class _Core:
         for request_id, pooled in batch.pooled:
             if (stream := running.get(request_id)) is not None:
                 stream.running[request_id].add_pooled(pooled)
+        for request_id, captured in batch.captured:
+            if (stream := running.get(request_id)) is not None:
+                stream.running[request_id].add_captured(captured)
         tokens: list[int] = batch.tokens.tolist()
         for i, request_id in enumerate(batch.ids.tolist()):
             stream = running.get(request_id)

@@ -78,6 +78,11 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    attn_capture: Literal[0, 1] | None = None
+    attn_capture_layers: (
+        Annotated[str, Meta(max_length=1024, pattern=r"^\d{1,4}(,\d{1,4})*$")] | None
+    ) = None
+    attn_capture_dtype: Literal["float16", "float32"] | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     truncation_side: Literal["left", "right"] | None = None

@@ -1,0 +1,83 @@
+"""Attention weights of the rows that ask for them: seen in the layers' forward, a chunk at a time, and told with the
+step's result. Nothing of it is there in steps without such a row. Rows are captured from their first position on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from headrace.back.attention.plan import AttentionPlan
+from headrace.back.kernels.attention.op import AttentionProblem
+from headrace.back.kernels.attention.weights import attention_weights
+from headrace.back.kernels.upload import to_host
+from headrace.back.runner.batch import StepShape
+from headrace.base.wire.request import Captured
+from headrace.base.wire.step import RowStart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """The weights of a row's queries in one layer on their way to the host, float32 [Q, H, S]."""
+
+    index: int
+    layer: int
+    start: int
+    values: torch.Tensor
+
+    def read(self) -> tuple[int, Captured]:
+        """Behind the step's moment: index into the plan's rows, and what is told."""
+        return self.index, Captured(self.layer, self.start, self.values.numpy())
+
+
+@dataclass(eq=False)
+class Tap:
+    """What a step's forward hands its queries to. `wanted`: layer -> indices of rows."""
+
+    wanted: dict[int, list[int]]
+    pieces: list[Piece] = field(default_factory=list)
+
+    def see(
+        self,
+        layer: int,
+        problem: AttentionProblem,
+        q_THD: torch.Tensor,
+        kv: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> None:
+        """A layer has its queries, rotated, and has written its keys."""
+        for index in self.wanted.get(layer, ()):
+            weights_QHS = attention_weights(problem, q_THD, kv, plan, index)
+            start = weights_QHS.shape[2] - weights_QHS.shape[0]
+            values = to_host(weights_QHS.contiguous())
+            self.pieces.append(Piece(index=index, layer=layer, start=start, values=values))
+
+
+class Taps:
+    """The rows that want to be captured."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[int, ...]] = {}
+
+    def start(self, start: RowStart) -> None:
+        """A row starts, or starts again."""
+        if start.sampling.capture_layers:
+            self._layers[start.row] = start.sampling.capture_layers
+
+    def end(self, rows: np.ndarray) -> None:
+        """Rows were given back."""
+        if self._layers:
+            for row in rows.tolist():
+                self._layers.pop(row, None)
+
+    def of(self, shape: StepShape) -> Tap | None:
+        """The tap of a step; None if no row of it is captured."""
+        if not self._layers:
+            return None
+        wanted: dict[int, list[int]] = {}
+        for index, row in enumerate(shape.rows.tolist()):
+            for layer in self._layers.get(row, ()):
+                wanted.setdefault(layer, []).append(index)
+        return Tap(wanted) if wanted else None
