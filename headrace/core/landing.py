@@ -92,9 +92,7 @@ class Landing:
         """A row whose tail has become a whole block: flush and name it, before the new token overwrites the tail."""
         count = flight.num_decodes
         full = (flight.position[:count] % self._kv.block_tokens == 0) & live[:count]
-        full &= flight.sample[
-            :count
-        ]  # void ones have been flushed, and are named with the chunk that follows
+        full &= flight.sample[:count]  # tails of void ones are flushed; the next chunk names them
         rows = flight.rows[:count][full]
         if not len(rows):
             return

@@ -101,7 +101,9 @@ class Scheduler:
         )
         draft = Draft(self.rows)
         decoding = self.rows.to_decode()
-        self._resume(draft, budget)
+        if self._resuming:
+            self._resume(draft, budget)
+            decoding = decoding[self.rows.decoding[decoding]]  # some may have lost their row
         self._decode(draft, budget, decoding)
         self._go_on_with_prefills(draft, budget)
         self._admit_waiting(draft, budget)
@@ -150,7 +152,7 @@ class Scheduler:
 
     def _decode(self, draft: Draft, budget: StepBudget, decoding: Intp) -> None:
         """Those that decoded before this step began and still have their row."""
-        rows = self._affordable(decoding[self.rows.decoding[decoding]], budget.left)
+        rows = self._affordable(decoding, budget.left)
         if not len(rows):
             return
         planned = self.rows.planned[rows]

@@ -10,43 +10,16 @@ from typing import Any
 
 from headrace.base.errors import InvalidRequest
 
-TEXTS = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "$schema",
-        "$id",
-        "$comment",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$defs",
-        "definitions",
-    ]
-)
-CHOICES = frozenset(["anyOf", "enum", "const", "$ref", "allOf"])
-HELD = frozenset(
-    [
-        "type",
-        "properties",
-        "required",
-        "additionalProperties",
-        "items",
-        "prefixItems",
-        "minItems",
-        "maxItems",
-        "minLength",
-        "maxLength",
-        "pattern",
-        "format",
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
-    ]
-)
+TEXTS = frozenset({
+    "title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated",
+    "readOnly", "writeOnly", "$defs", "definitions",
+})  # fmt: skip
+CHOICES = frozenset({"anyOf", "enum", "const", "$ref", "allOf"})
+HELD = frozenset({
+    "type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems",
+    "maxItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum",
+    "exclusiveMinimum", "exclusiveMaximum",
+})  # fmt: skip
 _LENGTHS = ("minLength", "maxLength")
 
 
