@@ -47,7 +47,8 @@ def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> 
     check_sampling(request.sampling, facts.logits_width)
     _check_pooling(request, facts)
     length = _length_limit(len(prompt), request.stop.max_tokens, facts, kv)
-    _check_capture(request.sampling.capture_layers, length, facts)
+    if request.sampling.capture_layers:
+        _check_capture(request.sampling.capture_layers, length, facts)
     return length
 
 
@@ -112,8 +113,6 @@ def check_sampling(sampling: RowSampling, width: int) -> None:
 
 
 def _check_capture(layers: tuple[int, ...], length: int, facts: WorkerFacts) -> None:
-    if not layers:
-        return
     field = "attn_capture"
     if not facts.capture_layers:
         raise InvalidRequest(

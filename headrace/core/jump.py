@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from headrace.base.wire.params import RowSampling
 from headrace.core.landing import End
 from headrace.core.outbox import Outbox
 from headrace.core.request import Request, State
@@ -21,6 +22,13 @@ from headrace.core.scheduler.gates import Gates
 from headrace.core.scheduler.scheduler import Scheduler
 
 LEAST = 2  # a single forced token comes out of the step in flight anyway
+
+
+def _is_forgetful(sampling: RowSampling) -> bool:
+    """Whether nothing is told or counted of the single tokens, so that some need not be sampled."""
+    counts = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    told = (sampling.logprobs, sampling.prompt_logprobs, sampling.capture_layers)
+    return told == (None, None, ()) and counts == (1.0, 0.0, 0.0)
 
 
 class Jumps:
@@ -59,7 +67,7 @@ class Jumps:
         row = request.row
         if request.state is not State.DECODE or not self._rows.decoding[row]:
             return False
-        if not request.wire.sampling.forgetful:
+        if not _is_forgetful(request.wire.sampling):
             return False
         place = flight.rows == row
         return bool((place & (flight.epochs == self._rows.epoch[row]) & flight.sample).any())

@@ -47,8 +47,8 @@ class Outbox:
 
     @property
     def _has_tokens(self) -> bool:
-        told = (self._prompt_logprobs, self._pooled, self._captured, self._finished)
-        return bool(len(self._ids)) or any(told)
+        parts = (self._ids, self._prompt_logprobs, self._pooled, self._captured, self._finished)
+        return any(map(len, parts))
 
     def add_tokens(
         self,
@@ -57,9 +57,16 @@ class Outbox:
         logprobs: list[TokenLogprobs | None],
     ) -> None:
         """Tokens, behind those that are there; `logprobs` is empty or parallel to them."""
-        if not len(self._ids):
-            self._ids, self._tokens, self._logprobs = ids, tokens, logprobs
-            return
+        if len(self._ids):
+            return self._append_tokens(ids, tokens, logprobs)
+        self._ids, self._tokens, self._logprobs = ids, tokens, logprobs
+
+    def _append_tokens(
+        self,
+        ids: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32],
+        logprobs: list[TokenLogprobs | None],
+    ) -> None:
         if self._logprobs or logprobs:
             before = self._logprobs or [None] * len(self._ids)
             self._logprobs = [*before, *(logprobs or [None] * len(ids))]

@@ -181,9 +181,8 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
     for end in batch.finished:
         ends.setdefault(owner.get(end.id, -1), []).append(end)
     present = {*np.unique(fronts).tolist(), *ends}
-    present |= {
-        owner.get(i, -1) for i, _ in (*batch.prompt_logprobs, *batch.pooled, *batch.captured)
-    }
+    others = (*batch.prompt_logprobs, *batch.pooled, *batch.captured)
+    present |= {owner.get(i, -1) for i, _ in others}
     if len(present) == 1 and -1 not in present:
         return {present.pop(): batch}
     return {

@@ -219,7 +219,8 @@ class BucketSteps:
         if tap is not None:
             return self._exact.run(plan, shape, tap)
         self.rows.start(plan.starts)
-        self.rows.feed(plan.feeds)
+        if plan.feeds:
+            self.rows.feed(plan.feeds)
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)

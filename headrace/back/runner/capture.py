@@ -5,6 +5,7 @@ step's result. Nothing of it is there in steps without such a row. Rows are capt
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +16,9 @@ from headrace.back.kernels.attention.weights import attention_weights
 from headrace.back.kernels.upload import to_host
 from headrace.back.runner.batch import StepShape
 from headrace.base.wire.request import Captured
-from headrace.base.wire.step import RowStart
+
+LayersOfRow: TypeAlias = dict[int, tuple[int, ...]]
+"""The rows that want to be captured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,29 +58,16 @@ class Tap:
             self.pieces.append(Piece(index=index, layer=layer, start=start, values=values))
 
 
-class Taps:
-    """The rows that want to be captured."""
+def forget_rows(layers: LayersOfRow, rows: np.ndarray) -> None:
+    """Rows were given back."""
+    for row in rows.tolist():
+        layers.pop(row, None)
 
-    def __init__(self) -> None:
-        self._layers: dict[int, tuple[int, ...]] = {}
 
-    def start(self, start: RowStart) -> None:
-        """A row starts, or starts again."""
-        if start.sampling.capture_layers:
-            self._layers[start.row] = start.sampling.capture_layers
-
-    def end(self, rows: np.ndarray) -> None:
-        """Rows were given back."""
-        if self._layers:
-            for row in rows.tolist():
-                self._layers.pop(row, None)
-
-    def of(self, shape: StepShape) -> Tap | None:
-        """The tap of a step; None if no row of it is captured."""
-        if not self._layers:
-            return None
-        wanted: dict[int, list[int]] = {}
-        for index, row in enumerate(shape.rows.tolist()):
-            for layer in self._layers.get(row, ()):
-                wanted.setdefault(layer, []).append(index)
-        return Tap(wanted) if wanted else None
+def tap_of(layers: LayersOfRow, shape: StepShape) -> Tap | None:
+    """The tap of a step; None if no row of it is captured."""
+    wanted: dict[int, list[int]] = {}
+    for index, row in enumerate(shape.rows.tolist()):
+        for layer in layers.get(row, ()):
+            wanted.setdefault(layer, []).append(index)
+    return Tap(wanted) if wanted else None

@@ -79,7 +79,8 @@ class Rows:
     def apply(self, plan: StepPlan) -> None:
         """Takes over the plan's starts and block updates."""
         self.start(plan.starts)
-        self.feed(plan.feeds)
+        if plan.feeds:
+            self.feed(plan.feeds)
         if plan.block_id.size:
             self.update(plan)
 
@@ -92,8 +93,6 @@ class Rows:
 
     def feed(self, feeds: list[RowFeed]) -> None:
         """Tokens that were not sampled here are stored where they stand."""
-        if not feeds:
-            return
         sizes = [feed.tokens.size for feed in feeds]
         row_K = np.repeat(np.array([feed.row for feed in feeds], np.int64), sizes)
         position_K = np.concatenate(

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
-from headrace.back.runner.capture import Taps
+from headrace.back.runner.capture import LayersOfRow, forget_rows, tap_of
 from headrace.back.runner.devices import MakeSteps, make_steps, profile_step
 from headrace.back.runner.memory import KVLayout, KVMemory, count_blocks, fit_kv, lay_out
 from headrace.back.runner.pooler import Pooler
@@ -91,7 +91,7 @@ class Runner:
         self._sampler = Sampler(max_rows=max_rows, logits_width=model.logits_width, device=device)
         self._prompts = PromptScorer(logits_width=model.logits_width, device=device)
         self._pooler = Pooler(model.classify)
-        self._taps = Taps()
+        self._captured: LayersOfRow = {}
         self._device = device
         self._lost: deque[np.ndarray] = deque()
         machine = Machine(
@@ -193,7 +193,7 @@ class Runner:
             return Launched(plan=plan, refused=dict.fromkeys(range(plan.rows.size), full))
 
     def _run(self, plan: StepPlan, shape: StepShape, supplied: Supplied) -> Launched:
-        tap = self._taps.of(shape)
+        tap = tap_of(self._captured, shape) if self._captured else None
         ran = self._steps.run(plan, shape, tap)
         prompts, refused = (
             ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.hidden_TE)
@@ -220,15 +220,21 @@ class Runner:
         if plan.ends.size:
             self._state.end(plan.ends)
             self._sampler.end(plan.ends)
-            self._prompts.end(plan.ends)
-            self._pooler.end(plan.ends)
-            self._taps.end(plan.ends)
+            if not self._prompts.idle:
+                self._prompts.end(plan.ends)
+            if not self._pooler.idle:
+                self._pooler.end(plan.ends)
+            if self._captured:
+                forget_rows(self._captured, plan.ends)
         for start in plan.starts:
             self._state.start(start)
             self._sampler.start(start)
-            self._prompts.start(start)
-            self._pooler.start(start)
-            self._taps.start(start)
+            if start.sampling.prompt_logprobs is not None:
+                self._prompts.start(start)
+            if start.pooling is not None:
+                self._pooler.start(start)
+            if start.sampling.capture_layers:
+                self._captured[start.row] = start.sampling.capture_layers
 
     def _draw(self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied) -> Draws:
         """Samples the rows that the plan wants sampled and stores their tokens for the next step."""

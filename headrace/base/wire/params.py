@@ -164,13 +164,6 @@ class RowSampling(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True
         """Whether the token is the argmax of the processed logits."""
         return self.temperature == 0.0
 
-    @property
-    def forgetful(self) -> bool:
-        """Whether nothing is told or counted of the single tokens, so that some need not be sampled."""
-        counts = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        told = (self.logprobs, self.prompt_logprobs, self.capture_layers)
-        return told == (None, None, ()) and counts == (1.0, 0.0, 0.0)
-
 
 POOLINGS = ("cls", "last", "mean", "tokens")
 

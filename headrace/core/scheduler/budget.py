@@ -22,21 +22,15 @@ class StepBudget:
     chunked: bool = field(kw_only=True, default=True)
     prefill_tokens: int = field(init=False, default=0)
     _allowance: int = field(init=False)
-    _whole: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._allowance = self._whole = self.left
+        self._allowance = self.left
 
     def spend_decodes(self, count: int) -> None:
         """`count` rows decode."""
         assert count <= self.left, (count, self.left)
         self.left -= count
         self._allowance = self.pace.allowance(count)
-
-    @property
-    def resume_left(self) -> int:
-        """Tokens that rows which resume may have: they come before decodes and leave them half."""
-        return max(1, self._whole // 2) - (self._whole - self.left)
 
     def spend_resumed(self, tokens: int) -> None:
         """A row that decodes runs a chunk of tokens."""

@@ -100,11 +100,9 @@ class Scheduler:
             chunked=self.spec.chunked,
         )
         draft = Draft(self.rows)
-        decoding = self.rows.to_decode()
+        self._decode(draft, budget)
         if self._resuming:
             self._resume(draft, budget)
-            decoding = decoding[self.rows.decoding[decoding]]  # some may have lost their row
-        self._decode(draft, budget, decoding)
         self._go_on_with_prefills(draft, budget)
         self._admit_waiting(draft, budget)
         if not draft.num_rows:
@@ -131,7 +129,7 @@ class Scheduler:
         for request, row, epoch in waiting:
             if self.rows.epoch[row] != epoch:
                 continue  # it has ended, or was preempted
-            if budget.resume_left <= 0 or not self._run_resumed(draft, budget, request):
+            if not budget.left or not self._run_resumed(draft, budget, request):
                 self._resuming.append((request, row, epoch))
 
     def _run_resumed(self, draft: Draft, budget: StepBudget, request: Request) -> bool:
@@ -141,7 +139,7 @@ class Scheduler:
         draft.add_updates(request, self.kv.trim(request, start))
         if not self._room_to_go_on(draft, request, start):
             return False
-        tokens = self.kv.fit(request, start=start, want=min(known - start, budget.resume_left))
+        tokens = self.kv.fit(request, start=start, want=min(known - start, budget.left))
         budget.spend_resumed(tokens)
         self.queue.charge(np.full(tokens, row, np.intp))
         given = np.frombuffer(request.token_bytes(start, start + tokens), "<i4")
@@ -150,9 +148,9 @@ class Scheduler:
 
     # decodes
 
-    def _decode(self, draft: Draft, budget: StepBudget, decoding: Intp) -> None:
-        """Those that decoded before this step began and still have their row."""
-        rows = self._affordable(decoding, budget.left)
+    def _decode(self, draft: Draft, budget: StepBudget) -> None:
+        """All that decode; a token is left to those that resume, so that these come to decode again."""
+        rows = self._affordable(self.rows.to_decode(), budget.left - bool(self._resuming))
         if not len(rows):
             return
         planned = self.rows.planned[rows]
