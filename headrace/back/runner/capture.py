@@ -14,7 +14,9 @@ from headrace.back.attention.plan import AttentionPlan
 from headrace.back.kernels.attention.op import AttentionProblem
 from headrace.back.kernels.attention.weights import attention_weights
 from headrace.back.kernels.upload import to_host
+from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape
+from headrace.base.config.resolved import EngineSpec
 from headrace.base.wire.request import Captured
 
 LayersOfRow: TypeAlias = dict[int, tuple[int, ...]]
@@ -56,6 +58,12 @@ class Tap:
             start = weights_QHS.shape[2] - weights_QHS.shape[0]
             values = to_host(weights_QHS.contiguous())
             self.pieces.append(Piece(index=index, layer=layer, start=start, values=values))
+
+
+def num_capturable(model: CausalModel, spec: EngineSpec) -> int:
+    """Layers whose attention can be told: all, or none."""
+    wanted = spec.model.attention_capture and spec.device.tensor_parallel == 1
+    return len(model.kv_layers) if wanted and model.attention_heads else 0
 
 
 def forget_rows(layers: LayersOfRow, rows: np.ndarray) -> None:

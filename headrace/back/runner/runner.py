@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
-from headrace.back.runner.capture import LayersOfRow, forget_rows, tap_of
+from headrace.back.runner.capture import LayersOfRow, forget_rows, num_capturable, tap_of
 from headrace.back.runner.devices import MakeSteps, make_steps, profile_step
 from headrace.back.runner.memory import KVLayout, KVMemory, count_blocks, fit_kv, lay_out
 from headrace.back.runner.pooler import Pooler
@@ -107,7 +107,6 @@ class Runner:
         if spec.kv.fit:
             num_blocks = self._fit(spec, layout)
         profile_s = time.perf_counter() - began
-        tapped = spec.model.attention_capture and spec.device.tensor_parallel == 1
         warmup_s = warm_up(self, spec, model.logits_width, device)
         self.facts = WorkerFacts(
             num_blocks=num_blocks,
@@ -117,7 +116,7 @@ class Runner:
             max_rows=max_rows,
             max_model_len=spec.model.max_model_len,
             generates=model.generates,
-            capture_layers=len(model.kv_layers) if model.attention_heads and tapped else 0,
+            capture_layers=num_capturable(model, spec),
             capture_heads=model.attention_heads,
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
