@@ -277,6 +277,7 @@ class Control:
             "rows": counters.rows,
             "tokens": counters.tokens,
             "output_tokens": counters.output_tokens,
+            "jumped_tokens": counters.jumped_tokens,
             "preemptions": core.scheduler.num_preemptions,
             "prefix_query_tokens": kv.num_queries,
             "prefix_hit_tokens": kv.num_hits,

@@ -25,10 +25,15 @@ from headrace.base.wire.grammar import (
 )
 from headrace.core.grammar.backends.keywords import check_keywords
 
-MAX_SPACES = 40
-"""White space in a row inside of JSON: a weak model that may write any may never write anything else."""
-_BOUNDED = r"[^\"\\\r\n]"  # in texts of bounded length the library allows control characters, which JSON does not
-_BOUNDED_JSON = r"[^\0-\x1f\"\\\r\n]"
+MANY = 39_017
+"""How the library is asked for any white space; this number finds it again in the grammar, where a space, or a line
+break and an indentation, take its place: a weak model that may write any white space may never write anything else."""
+_CHARACTER = re.compile(r'^(\w+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.M)
+_JSON_CHARACTER = r'\1 ::= (([^\\0-\\x1f\\"\\\\]))'
+"""In texts of bounded length the library allows control characters, which JSON does not."""
+_SPACES = re.compile(rf"\b(whitespace(?:_\d+)?)\{{0, {MANY}\}}")
+_SPACE = re.compile(r"^(whitespace(?:_\d+)?) ::= .*$", re.M)
+_JSON_SPACE = r'\1 ::= ((" ") | ("\\n" [ ]{0,40}))'
 Format: TypeAlias = dict[str, Any]
 
 
@@ -90,10 +95,11 @@ class Tags:
             node.schema,
             any_whitespace=not node.compact,
             separators=(", ", ": ") if node.compact else None,
-            max_whitespace_cnt=None if node.compact else MAX_SPACES,
+            max_whitespace_cnt=None if node.compact else MANY,
             strict_mode=False,
         )
-        return _grammar(str(grammar).replace(_BOUNDED, _BOUNDED_JSON))
+        text = _CHARACTER.sub(_JSON_CHARACTER, str(grammar))
+        return _grammar(_SPACE.sub(_JSON_SPACE, _SPACES.sub(r"\1{0, 1}", text)))
 
     def _end(self, text: str) -> Any:
         token = self._special.get(text)
