@@ -106,6 +106,13 @@ def test_every_answer_under_ten_thousand_schemas_validates(
     check(gate, schema, seed, compact)
 
 
+@pytest.mark.parametrize("text", ["\x800x", "\\x80", "\u08000", "a\\", "\U0001f600f"])
+def test_a_constant_is_itself_whatever_stands_behind_its_characters(
+    gate: GrammarGate, text: str
+) -> None:
+    assert check(gate, {"const": text}, 7, True) == "stop"
+
+
 def test_most_answers_come_to_their_end(gate: GrammarGate) -> None:
     """Or else the property would hold of nothing."""
     schema = {"type": "object", "properties": {"a": {"enum": ["x", 1]}}, "required": ["a"]}

@@ -29,8 +29,11 @@ MANY = 39_017
 """How the library is asked for any white space; this number finds it again in the grammar, where a space, or a line
 break and an indentation, take its place: a weak model that may write any white space may never write anything else."""
 _CHARACTER = re.compile(r'^(\w+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.M)
-_JSON_CHARACTER = r'\1 ::= (([^\\0-\\x1f\\"\\\\]))'
+_JSON_CHARACTER = r'\1 ::= (([^\\0-\\u001f\\"\\\\]))'
 """In texts of bounded length the library allows control characters, which JSON does not."""
+_HEX = re.compile(r"(?<!\\)((?:\\\\)*)\\x([0-9a-f]{2})")
+_FOUR_DIGITS = r"\1\\u00\2"
+"""The library writes a character as two digits, and reads as many digits as there are behind it."""
 _SPACES = re.compile(rf"\b(whitespace(?:_\d+)?)\{{0, {MANY}\}}")
 _SPACE = re.compile(r"^(whitespace(?:_\d+)?) ::= .*$", re.M)
 _JSON_SPACE = r'\1 ::= ((" ") | ("\\n" [ ]{0,40}))'
@@ -60,7 +63,7 @@ class Tags:
             case Regex():
                 return {"type": "regex", "pattern": node.pattern}
             case Lark():
-                return _grammar(str(self._library.Grammar.from_lark(node.text)))
+                return _grammar(_text_of(self._library.Grammar.from_lark(node.text)))
             case Ebnf():
                 return _grammar(node.text)
             case Until():
@@ -98,7 +101,7 @@ class Tags:
             max_whitespace_cnt=None if node.compact else MANY,
             strict_mode=False,
         )
-        text = _CHARACTER.sub(_JSON_CHARACTER, str(grammar))
+        text = _CHARACTER.sub(_JSON_CHARACTER, _text_of(grammar))
         return _grammar(_SPACE.sub(_JSON_SPACE, _SPACES.sub(r"\1{0, 1}", text)))
 
     def _end(self, text: str) -> Any:
@@ -151,6 +154,11 @@ def _trigger(tag: Tag, triggers: tuple[str, ...]) -> str:
     """What makes a tag begin; one that no trigger stands for is its own."""
     found = (t for t in sorted(triggers, key=len) if tag.begin.startswith(t))
     return next(found, tag.begin)
+
+
+def _text_of(grammar: Any) -> str:
+    """A grammar as text that is read as the same grammar."""
+    return _HEX.sub(_FOUR_DIGITS, str(grammar))
 
 
 def _text(text: str) -> Format:
