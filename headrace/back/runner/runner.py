@@ -98,11 +98,17 @@ class Runner:
             model=model,
             state=self._state,
             greedy=self._sampler.greedy,
+            draw=None if self._sampler.drawn is None else self._sampler.drawn.draw,
             kv=self._kv.layers,
             group_of_layer=tuple(groups[layer] for layer in range(len(groups))),
             device=device,
         )
         self._steps = steps(machine, spec, num_groups=len(layout.groups))
+        began = time.perf_counter()
+        if (ahead := self._steps.compiling()) is not None:
+            with ahead:
+                warm_up(self, spec, model.logits_width, device, compiling=True)
+        compile_s = time.perf_counter() - began
         began = time.perf_counter()
         if spec.kv.fit:
             num_blocks = self._fit(spec, layout)
@@ -120,7 +126,12 @@ class Runner:
             capture_heads=model.attention_heads,
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
-            start_s={**(start_s or {}), "profile": profile_s, "warmup": warmup_s},
+            start_s={
+                **(start_s or {}),
+                "compile": compile_s,
+                "profile": profile_s,
+                "warmup": warmup_s,
+            },
             decisions=[
                 (d.field, d.given, d.chosen, d.why)
                 for d in (*decisions, *self._sampler.decisions, *self._steps.decisions)
@@ -131,6 +142,11 @@ class Runner:
     def common_rows(self) -> tuple[int, ...]:
         """See Steps."""
         return self._steps.common_rows
+
+    @property
+    def draws(self) -> bool:
+        """Whether steps draw the tokens of random rows themselves."""
+        return bool(self._steps.common_rows) and self._sampler.drawn is not None
 
     def _fit(self, spec: EngineSpec, layout: KVLayout) -> int:
         """Runs the largest step, then makes the KV cache of what the device has left; the number of blocks."""
@@ -193,21 +209,22 @@ class Runner:
 
     def _run(self, plan: StepPlan, shape: StepShape, supplied: Supplied) -> Launched:
         tap = tap_of(self._captured, shape) if self._captured else None
-        ran = self._steps.run(plan, shape, tap)
+        draws = not plan.late and self._sampler.draws(shape.sampled_row)
+        ran = self._steps.run(plan, shape, draws=draws, tap=tap)
         prompts, refused = (
             ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.hidden_TE)
         )
         if shape.sampled.size:
-            draws = self._draw(plan, shape, ran, supplied)
+            sampled = self._draw(plan, shape, ran, supplied, draws=draws)
         else:
-            draws = None
+            sampled = None
             if plan.late:
                 supplied(plan.step)
         return Launched(
             plan=plan,
             moment=self._steps.moment(),
             shape=shape,
-            draws=draws,
+            draws=sampled,
             prompts=prompts,
             pooled=() if self._pooler.idle else self._pooler.pool(shape, ran.hidden_TE),
             captured=() if tap is None else tap.pieces,
@@ -235,9 +252,13 @@ class Runner:
             if start.sampling.capture_layers:
                 self._captured[start.row] = start.sampling.capture_layers
 
-    def _draw(self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied) -> Draws:
-        """Samples the rows that the plan wants sampled and stores their tokens for the next step."""
-        if ran.told is not None and not plan.late and not self._sampler.uses(shape.sampled_row):
+    def _draw(
+        self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied, *, draws: bool
+    ) -> Draws:
+        """Samples the rows that the plan wants sampled and stores their tokens for the next step. `draws`: what the
+        step has told was drawn."""
+        told = draws or not (plan.late or self._sampler.uses(shape.sampled_row))
+        if ran.told is not None and told:
             return Draws(tokens=ran.told[0], best=ran.told[1], index=shape.sampled)
         logits_NV, picks = ran.wanted()
         late = supplied(plan.step) if plan.late else {}

@@ -17,6 +17,7 @@ def attention_weights(
 ) -> torch.Tensor:
     """softmax(q k^T scale) of one row's queries over every position, [Q, H, S]; 0 where a query does not look. `kv`
     holds this step's keys already; the plan has host copies."""
+    assert not problem.sinks, "no model with sinks is tapped yet"
     if problem.coded:
         kv, plan = widened(problem, kv, plan)
     assert plan.host_query_start is not None and plan.host_kv_len is not None
