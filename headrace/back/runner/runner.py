@@ -104,16 +104,7 @@ class Runner:
             device=device,
         )
         self._steps = steps(machine, spec, num_groups=len(layout.groups))
-        began = time.perf_counter()
-        if (ahead := self._steps.compiling()) is not None:
-            with ahead:
-                warm_up(self, spec, model.logits_width, device, compiling=True)
-        compile_s = time.perf_counter() - began
-        began = time.perf_counter()
-        if spec.kv.fit:
-            num_blocks = self._fit(spec, layout)
-        profile_s = time.perf_counter() - began
-        warmup_s = warm_up(self, spec, model.logits_width, device)
+        num_blocks, spent_s = self._make_ready(spec, layout, num_blocks)
         self.facts = WorkerFacts(
             num_blocks=num_blocks,
             block_tokens=spec.kv.block_tokens,
@@ -126,17 +117,29 @@ class Runner:
             capture_heads=model.attention_heads,
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
-            start_s={
-                **(start_s or {}),
-                "compile": compile_s,
-                "profile": profile_s,
-                "warmup": warmup_s,
-            },
+            start_s={**(start_s or {}), **spent_s},
             decisions=[
                 (d.field, d.given, d.chosen, d.why)
                 for d in (*decisions, *self._sampler.decisions, *self._steps.decisions)
             ],
         )
+
+    def _make_ready(
+        self, spec: EngineSpec, layout: KVLayout, num_blocks: int
+    ) -> tuple[int, dict[str, float]]:
+        """Compiles, sizes the KV cache and warms up; the number of blocks, and where the time went."""
+        width = self._model.logits_width
+        began = time.perf_counter()
+        if (ahead := self._steps.compiling()) is not None:
+            with ahead:
+                warm_up(self, spec, width, self._device, compiling=True)
+        compile_s = time.perf_counter() - began
+        began = time.perf_counter()
+        if spec.kv.fit:
+            num_blocks = self._fit(spec, layout)
+        profile_s = time.perf_counter() - began
+        warmup_s = warm_up(self, spec, width, self._device)
+        return num_blocks, {"compile": compile_s, "profile": profile_s, "warmup": warmup_s}
 
     @property
     def common_rows(self) -> tuple[int, ...]:
