@@ -47,8 +47,8 @@ class Outbox:
 
     @property
     def _has_tokens(self) -> bool:
-        parts = (self._ids, self._prompt_logprobs, self._pooled, self._captured, self._finished)
-        return any(map(len, parts))
+        told = (self._prompt_logprobs, self._pooled, self._captured, self._finished)
+        return len(self._ids) > 0 or any(told)
 
     def add_tokens(
         self,
