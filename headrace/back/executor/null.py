@@ -15,17 +15,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headrace.back.executor.null_pooling import NullPooling
 from headrace.base import splitmix
 from headrace.base.config.resolved import EngineSpec
-from headrace.base.errors import EngineDead, EngineError, NonFiniteLogits, WireError, to_wire
-from headrace.base.wire.grammar import GATE, unpack_masks
+from headrace.base.errors import (
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    NonFiniteLogits,
+    WireError,
+    to_wire,
+)
+from headrace.base.wire.grammar import GATE, NOTHING, unpack_masks
 from headrace.base.wire.request import Pooled, PromptLogprobs
 from headrace.base.wire.step import (
     KVGroup,
+    RowFeed,
     RowLogprobs,
     RowStart,
     StepPlan,
@@ -143,6 +152,10 @@ class NullExecutor:
         """See Executor."""
         return self._facts
 
+    def profile(self, folder: str | None) -> list[str]:
+        """See Executor."""
+        raise InvalidRequest("the null executor has no workers to profile")
+
     def check(self) -> None:
         """See Executor."""
         if self._dead is not None:
@@ -171,7 +184,7 @@ class NullExecutor:
             self._held = plan, pending
         return pending
 
-    def supply(self, step: int, payloads: dict[str, bytes]) -> None:
+    def supply(self, step: int, payloads: dict[str, memoryview]) -> None:
         """See Executor."""
         assert self._held is not None and self._held[0].step == step, "nothing waits for this"
         (plan, pending), self._held = self._held, None
@@ -186,6 +199,8 @@ class NullExecutor:
             self._table[:, row] = 0
         for start in plan.starts:
             self._start(start)
+        for feed in plan.feeds:
+            self._feed(feed)
         if len(plan.block_id):
             assert plan.block_id.min() >= 0 and plan.block_id.max() < self._facts.num_blocks
             for row in np.unique(plan.block_row).tolist():
@@ -211,6 +226,15 @@ class NullExecutor:
             or sampling.logprobs is not None
         )
 
+    def _feed(self, feed: RowFeed) -> None:
+        """The row knows its tokens up to the end of these; what it sampled before them is only known here."""
+        owner = self._owner(feed.row)
+        assert self._computed[feed.row] == feed.start, "a feed begins where the KV ends"
+        gap = feed.start - len(owner.start.tokens)
+        known = np.concatenate([owner.start.tokens, np.zeros(max(gap, 0), np.int32)])
+        tokens = np.concatenate([known[: feed.start], feed.tokens])
+        owner.start = msgspec.structs.replace(owner.start, tokens=tokens)
+
     def _state_at(self, row: int, position: int) -> int:
         """The state before `position`, read from the KV cache as a kernel would."""
         if position == 0:
@@ -231,7 +255,7 @@ class NullExecutor:
 
     # running
 
-    def _run(self, plan: StepPlan, payloads: dict[str, bytes]) -> StepResult:
+    def _run(self, plan: StepPlan, payloads: dict[str, memoryview]) -> StepResult:
         rows = plan.rows
         prompts: list[tuple[int, PromptLogprobs]] = []
         pooled: list[tuple[int, Pooled]] = []
@@ -244,7 +268,7 @@ class NullExecutor:
         for index in np.flatnonzero(~decoding).tolist():
             self._prefill(index, plan, prompts, pooled)
         self._computed[rows] = plan.num_computed + plan.num_tokens
-        tokens, logprobs, failed = self._sample(plan, payloads.get(GATE, b""))
+        tokens, logprobs, failed = self._sample(plan, payloads.get(GATE, NOTHING))
         return StepResult(
             step=plan.step,
             tokens=tokens,
@@ -314,7 +338,7 @@ class NullExecutor:
     # sampling
 
     def _sample(
-        self, plan: StepPlan, masks: bytes
+        self, plan: StepPlan, masks: memoryview
     ) -> tuple[Int32, list[RowLogprobs], list[tuple[int, WireError]]]:
         rows, position = plan.rows, plan.num_computed + plan.num_tokens
         tokens = np.full(len(rows), -1, np.int64)
@@ -359,7 +383,7 @@ class NullExecutor:
             return allowed[token % len(allowed)]
         return _next_allowed(token, banned, self._facts.logits_width)
 
-    def _mask(self, plan: StepPlan, tokens: npt.NDArray[np.int64], payload: bytes) -> None:
+    def _mask(self, plan: StepPlan, tokens: npt.NDArray[np.int64], payload: memoryview) -> None:
         """Tokens that the grammar does not allow become allowed ones."""
         if not payload:
             return
@@ -370,7 +394,8 @@ class NullExecutor:
             if not int(words[token >> 5]) >> (token & 31) & 1:
                 allowed = np.flatnonzero(words)
                 at = int(allowed[token % len(allowed)])
-                bits = [bit for bit in range(32) if int(words[at]) >> bit & 1]
+                word = int(words[at])
+                bits = [bit for bit in range(32) if word >> bit & 1]
                 tokens[place[row]] = 32 * at + bits[token % len(bits)]
 
     def _scores(self, index: int, row: int, token: int) -> list[RowLogprobs]:

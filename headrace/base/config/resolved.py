@@ -48,6 +48,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     head: str = "lm"
     bare: bool = False
     num_labels: int = 0
+    attention_capture: bool = False
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,6 +168,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     admin_listen: str | None = None
     admin_readonly: bool = False
+    profile_dir: str | None = None
     metrics_names: str = "headrace"
     log_slow_s: float | None = None
     otlp_endpoint: str | None = None

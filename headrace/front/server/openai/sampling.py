@@ -51,7 +51,15 @@ def sampling_params(
         logit_bias=logit_bias(request),
         max_tokens=max_tokens,
         logprobs=logprobs,
+        capture_layers=_capture_layers(request) if request.attn_capture else (),
     )
+
+
+def _capture_layers(request: Common) -> tuple[int, ...]:
+    """The layers whose attention is told; the first one if none is named."""
+    if request.stream:
+        raise InvalidRequest("attn_capture: cannot be streamed", field="attn_capture")
+    return tuple(sorted({int(layer) for layer in (request.attn_capture_layers or "0").split(",")}))
 
 
 def _check(
