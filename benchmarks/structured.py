@@ -4,9 +4,12 @@
 
 The core runs in this process on an executor of its own: the bundled model on this machine's CPU, and the null executor
 with a simulated step and a vocabulary of 4,096 or of 150,000 tokens. Every stream has a schema of its own (nothing is
-shared but the compiler), white space is free, every answer is as long as the free one. Free and constrained runs take
-turns. The machine is shared: of the rounds the fastest of either kind counts, which others disturbed least; processor
-time per token (all threads) is the median over the rounds, and is not told for the null executor, whose own it is.
+shared but the compiler), white space is free, every answer is as long as the free one. Free runs, runs in which every
+token is sampled under its mask, and runs that jump over forced tokens take turns. The machine is shared: of the rounds
+the fastest of each kind counts, which others disturbed least; processor time per token (all threads) is the median over
+the rounds, and is not told for the null executor, whose own it is.
+
+Two more tables: what one mask takes on one thread, by kinds of text, and the steps that jumping saves.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,9 +36,10 @@ from headrace.base.wire.grammar import Constraint, Json, Vocabulary, pack
 from headrace.base.wire.params import RowSampling, StopRules
 from headrace.base.wire.request import EngineRequest
 from headrace.core.core import EngineCore
+from headrace.core.grammar.backends.guidance import GuidanceBackend
 from headrace.core.grammar.gate import GrammarGate
 from headrace.launch.facts import resolve_options
-from headrace.launch.vocabulary import vocabulary_of
+from headrace.launch.vocabulary import encoder_of, vocabulary_of
 
 PROMPT_TOKENS = 8
 FIRST_PASS = 1 << 40
@@ -149,14 +154,20 @@ def rate(core: EngineCore, wanted: list[EngineRequest]) -> tuple[float, float]:
 def measure(
     spec: EngineSpec, load: Callable[[], Vocabulary], *, streams: int, tokens: int, rounds: int
 ) -> tuple[float, float, float, float]:
-    """Tokens per second free and constrained (fastest rounds), the cost in per cent by the clock and in processor time
-    (median)."""
-    core = EngineCore(spec, make_executor(spec), gates=[GrammarGate(load)])
+    """Tokens per second free, constrained and with jumps (fastest rounds), and the cost of masks in processor time in
+    per cent (median)."""
+    assert spec.grammar is not None
+    encoder = partial(encoder_of, spec.grammar.tokenizer_path)
+    cores = [
+        EngineCore(spec, make_executor(spec), gates=[GrammarGate(load, encoder=encoder, jump=jump)])
+        for jump in (False, True)
+    ]
+    kinds = ((cores[0], False), (cores[0], True), (cores[1], True))
     pairs = []
     for turn in range(rounds + 1):
         found = []
-        for constrained in (False, True):
-            base = 1 + 2 * streams * turn + streams * constrained
+        for kind, (core, constrained) in enumerate(kinds):
+            base = 1 + 3 * streams * turn + streams * kind
             made = requests(
                 base,
                 streams=streams,
@@ -168,13 +179,88 @@ def measure(
         shown = "   ".join(f"{tokens:8.0f} tok/s {cpu:6.0f} us" for tokens, cpu in found)
         print(f"  {shown}", file=sys.stderr, flush=True)
         pairs += [found] if turn else []  # the first round loads and compiles
-    core.close()
-    free, held = ([pair[i] for pair in pairs] for i in (0, 1))
-    fastest = [max(one[0] for one in side) for side in (free, held)]
+    for core in cores:
+        core.close()
+    free, held, jumped = ([pair[i] for pair in pairs] for i in range(3))
+    fastest = [max(one[0] for one in side) for side in (free, held, jumped)]
     processor = statistics.median(
         100.0 * (h[1] / f[1] - 1) for f, h in zip(free, held, strict=True)
     )
-    return fastest[0], fastest[1], 100.0 * (1 - fastest[1] / fastest[0]), processor
+    return fastest[0], fastest[1], fastest[2], processor
+
+
+TEXTS = {
+    "a text of any length": {"type": "string"},
+    "a text of 3 to 40 characters": {"type": "string", "minLength": 3, "maxLength": 40},
+    "a text under a pattern": {"type": "string", "pattern": "^[a-z ]{4,30}$"},
+    "a number": {"type": "integer"},
+}
+
+
+def mask_times(vocabulary: Vocabulary) -> list[str]:
+    """Microseconds of processor time for one mask on one thread: rows of a table."""
+    backend = GuidanceBackend(vocabulary)
+    ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
+    masks = np.zeros((1, -(-vocabulary.width // 32)), np.int32)
+    rows = []
+    for name, kind in TEXTS.items():
+        number = kind["type"] == "integer"
+        begin, letter = ([], b"1") if number else ([b'"'], b"a")
+        times = []
+        for _ in range(5):
+            matcher = backend.compile(Json(json.dumps(kind)))
+            for piece in (*begin, *[letter] * 10):
+                began = time.thread_time()
+                backend.fill([matcher], masks)
+                times.append(1e6 * (time.thread_time() - began))
+                assert matcher.accept(ids[piece])
+        rows.append(
+            f"| {name} | {len(vocabulary.pieces):,} | {statistics.median(times):.0f} | {max(times):,.0f} |"
+        )
+    return rows
+
+
+LONG_KEYS = {
+    "type": "object",
+    "properties": {
+        "the_name_of_the_customer": {"type": "string", "maxLength": 12},
+        "the_number_of_items_ordered": {"type": "integer", "minimum": 0, "maximum": 999},
+        "the_delivery_was_confirmed": {"enum": ["confirmed_by_phone", "confirmed_by_letter"]},
+        "remarks_of_the_warehouse": {"type": "string", "maxLength": 20},
+    },
+    "required": [
+        "the_name_of_the_customer",
+        "the_number_of_items_ordered",
+        "the_delivery_was_confirmed",
+        "remarks_of_the_warehouse",
+    ],
+    "additionalProperties": False,
+}
+
+
+def steps_saved(spec: EngineSpec, load: Callable[[], Vocabulary]) -> str:
+    """Tokens and steps of one answer with long keys, without jumps and with: a row of a table."""
+    assert spec.grammar is not None
+    encoder = partial(encoder_of, spec.grammar.tokenizer_path)
+    found = []
+    for jump in (False, True):
+        gate = GrammarGate(load, encoder=encoder, jump=jump)
+        core = EngineCore(spec, make_executor(spec), gates=[gate])
+        request = EngineRequest(
+            id=1,
+            prompt=np.arange(5, 13, dtype=np.int32).tobytes(),
+            stop=StopRules(max_tokens=200),
+            sampling=RowSampling(temperature=0.0),
+            gates={"grammar": pack(Constraint(grammar=Json(json.dumps(LONG_KEYS))))},
+        )
+        run_out(core, [request])
+        counters = core.counters
+        found.append((counters.output_tokens, counters.steps, counters.jumped_tokens))
+        core.close()
+    (tokens, before, _), (same, after, jumped) = found
+    assert tokens == same, found
+    share = 100.0 * (1 - after / before)
+    return f"| {tokens} | {jumped} | {before} | {after} | {share:.0f} % |"
 
 
 def bundled_spec(streams: int) -> EngineSpec:
@@ -220,17 +306,30 @@ def table(streams: int, tokens: int, rounds: int) -> str:
         ("null, steps of 25 ms, 150,000 tokens", null_spec(spec, step_s=0.025, width=LARGE), large),
     ]
     lines = [
-        "| executor | free tok/s | with grammars tok/s | cost by the clock | in processor time |",
-        "|---|---|---|---|---|",
+        "| executor | free tok/s | with grammars tok/s | cost by the clock | in processor time | with jumps tok/s |",
+        "|---|---|---|---|---|---|",
     ]
     for name, one, vocabulary in cases:
         print(name, file=sys.stderr)
-        free, held, clock, processor = measure(
+        free, held, jumped, processor = measure(
             one, lambda v=vocabulary: v, streams=streams, tokens=tokens, rounds=rounds
         )
         idle = one.device.executor == "null"  # its processor time is the fake's own
         cost = "-" if idle else f"{processor:.1f} %"
-        lines.append(f"| {name} | {free:,.0f} | {held:,.0f} | {clock:.1f} % | {cost} |")
+        clock = 100.0 * (1 - held / free)
+        lines.append(
+            f"| {name} | {free:,.0f} | {held:,.0f} | {clock:.1f} % | {cost} | {jumped:,.0f} |"
+        )
+    lines += [
+        "\nOne mask on one thread, microseconds of processor time:\n",
+        "| what comes | tokens | median | largest |",
+        "|---|---|---|---|",
+        *(row for vocabulary in (small, large) for row in mask_times(vocabulary)),
+        "\nOne JSON object with four long keys (bundled model, temperature 0):\n",
+        "| tokens | of them forced | steps token by token | steps with jumps | saved |",
+        "|---|---|---|---|---|",
+        steps_saved(spec, lambda: small),
+    ]
     return "\n".join(lines)
 
 

@@ -50,10 +50,9 @@ PREFILL_TILES = [
     )
 ]  # fmt: skip
 HOPPER_TILES = [
-    HopperTiles(n=128, stages=2, fence=False),
-    HopperTiles(n=128, stages=2, fence=True),
-    HopperTiles(n=128, stages=3, fence=True),
-    HopperTiles(n=64, stages=4, fence=True),
+    HopperTiles(n=128, stages=2),
+    HopperTiles(n=128, stages=3),
+    HopperTiles(n=64, stages=4),
 ]
 CODED = [(1, 8192), (32, 1024), (256, 1024)]
 CODED_TILES = [

@@ -122,7 +122,12 @@ def _run(part: str, rate: float, out: Path) -> object:
         return small()
     if part == "attention":
         attention.compile_all()
-        return {"decode": attention.decode(rate), "prefill": attention.prefill()}
+        return {
+            "decode": attention.decode(rate),
+            "prefill": attention.prefill(),
+            "codes": attention.codes(rate),
+            "shared": attention.shared(),
+        }
     if part == "products":
         print("compiled", products.compile_all(), flush=True)
         found, rows = products.sweep(rate)

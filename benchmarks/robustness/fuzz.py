@@ -2,7 +2,8 @@
 
     python -m benchmarks.robustness.fuzz --cases 20000 --seed 1
 
-Passes when no answer is a 5xx (503 with Retry-After excepted), no process was restarted, every bystander's text is what
+Half of the requests go to the generating routes, the other half to every row of the table of routes in turn. Passes
+when no answer is a 5xx (503 with Retry-After excepted), no process was restarted, every bystander's text is what
 it was without the attack, and the KV pool is whole afterwards. The attack comes from a process of its own, in ROUNDS
 waves; the bystanders stream on all the time, so that their gaps during the attack and in the calm between the waves
 were measured on the same machine in the same minutes.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import subprocess
@@ -19,13 +21,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 import psutil
+from yarl import URL
 
+from benchmarks.robustness.hostile import BAD, RAW_BODIES, Case, any_case, routes
 from benchmarks.robustness.serving import (
     BYSTANDER_PROMPTS,
     at_rest,
@@ -38,9 +43,8 @@ from benchmarks.robustness.serving import (
 ROUNDS = 10
 
 EXTREMES: list[Any] = [
-    None, True, False, 0, -1, 1, 2, 2**31, -(2**31), 2**63, -(2**63), 2**64, 1e308, -1e308, 1e-300, 0.5, "", "x",
-    "NaN", "\x00", "\u202e", "é" * 50, "🙂" * 20, [], {}, [[]], [None], [""], [0], [-1], [2**31], ["a"] * 20,
-    [0] * 2000, {"a": 1}, {"1": 1e9}, {"-1": 0}, {"99999999": 1}, "a" * 10_000, [{"role": "user"}],
+    *BAD, False, 2, -(2**31), -(2**63), 2**64, -1e308, 1e-300, "NaN", "é" * 50, "🙂" * 20, [""], [0], [-1], [2**31],
+    ["a"] * 20, [0] * 2000, {"a": 1}, {"1": 1e9}, {"-1": 0}, {"99999999": 1}, "a" * 10_000, [{"role": "user"}],
 ]  # fmt: skip
 
 FIELDS = [
@@ -53,12 +57,6 @@ FIELDS = [
     "priority", "cache_salt", "user", "metadata", "logprob_token_ids", "ignore_eos", "skip_special_tokens",
     "include_stop_str_in_output", "use_beam_search", "truncate_prompt_tokens", "return_token_ids", "timeout_s",
     "tokens", "add_special_tokens", "structured_outputs", "modalities", "prediction", "length_penalty",
-]  # fmt: skip
-
-RAW_BODIES = [
-    b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{" * 5000, b"[" * 100_000, b'{"a":' * 500 + b"1" + b"}" * 500,
-    b'{"messages": NaN}', b'{"temperature": Infinity}', b'{"a": 1, "a": 2}', b'\xef\xbb\xbf{}', b'{"a": "\\ud800"}',
-    b'{"messages": [{"role": "user", "content": "\\u0000"}]}', b"0" * 100_000, b'{"n": 1e999}',
 ]  # fmt: skip
 
 
@@ -83,8 +81,15 @@ def content(random_: random.Random) -> Any:
     )
 
 
-def make_case(random_: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
-    """Method, path, body and headers of one hostile request."""
+def make_cases(random_: random.Random, count: int) -> Iterator[Case]:
+    """`count` hostile requests."""
+    table = itertools.cycle(routes().items())
+    for number in range(count):
+        yield any_case(random_, *next(table)) if number % 2 else make_case(random_)
+
+
+def make_case(random_: random.Random) -> Case:
+    """One hostile request to a route that generates."""
     path = random_.choice(
         ["/v1/chat/completions"] * 4 + ["/v1/completions"] * 3 + ["/tokenize", "/detokenize"]
     )
@@ -92,12 +97,8 @@ def make_case(random_: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
     kind = random_.random()
     if kind < 0.04:
         method = random_.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "FOO"])
-        return (
-            method,
-            random_.choice([path, "/", "/v1", "/v1/models/../x", "/v1/requests/%00"]),
-            b"",
-            headers,
-        )
+        paths = [path, "/", "/v1", "/v1/models/../x", "/v1/requests/%00"]
+        return Case("", method, random_.choice(paths), b"", headers)
     if kind < 0.12:
         if random_.random() < 0.3:
             headers = {
@@ -107,7 +108,7 @@ def make_case(random_: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
             }
         if random_.random() < 0.2:
             headers["Content-Encoding"] = random_.choice(["gzip", "zstd", "br", "x"])
-        return "POST", path, random_.choice(RAW_BODIES), headers
+        return Case(f"POST {path}", "POST", path, random_.choice(RAW_BODIES), headers)
     body: dict[str, Any] = {"max_tokens": random_.choice([1, 2, 3])}
     if path == "/v1/chat/completions":
         roles = ["user", "system", "assistant", "tool", "developer", "", "x"]
@@ -127,73 +128,75 @@ def make_case(random_: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
         )
     for _ in range(random_.randint(0, 3)):
         body[random_.choice(FIELDS)] = random_.choice(EXTREMES)
-    return "POST", path, json.dumps(body).encode(), headers
+    return Case(f"POST {path}", "POST", path, json.dumps(body).encode(), headers)
 
 
-async def attack(
-    session: aiohttp.ClientSession,
-    wave: list[Any],
-    seed: str,
-    seen: Counter[Any],
-    problems: list[str],
-) -> None:
-    """Sends the cases over 16 connections; counts statuses; a random few are cut in mid-flight."""
-    todo = iter(wave)
+@dataclass
+class Tally:
+    """What became of requests: how many got which answer, how many went to each row, and what may not be."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    def note(self, case: Case, response: Any, text: bytes) -> None:
+        """An answer; what may not happen is kept in words."""
+        status = response.status
+        self.statuses[str(status)] += 1
+        shown = f"{case.method} {case.path} {case.body[:200]!r} -> {status} {text[:200]!r}"
+        clean = (status == 503 and "Retry-After" in response.headers) or (
+            status == 504 and b'"timeout_s"' in case.body  # it asked for half a second
+        )
+        if status >= 500 and not clean:
+            self.problems.append(shown)
+        if b"Traceback" in text or b"0x7f" in text:
+            self.problems.append("leaks internals: " + shown)
+
+    def add(self, other: Tally) -> None:
+        """Another wave's."""
+        self.statuses += other.statuses
+        self.rows += other.rows
+        self.problems += other.problems
+
+
+async def attack(session: aiohttp.ClientSession, wave: list[Case], seed: str) -> Tally:
+    """Sends the cases over 16 connections; a random few are cut in mid-flight."""
+    todo, tally = iter(wave), Tally()
 
     async def sender(number: int) -> None:
         own = random.Random(f"{seed}/{number}")
-        for method, path, body, headers in todo:
+        for case in todo:
+            url = URL(case.path, encoded=True)
+            tally.rows[case.row] += 1
             try:
                 async with (
                     asyncio.timeout(own.choice([0.02, 30, 30, 30, 30, 30])),
-                    session.request(method, path, data=body, headers=headers) as response,
+                    session.request(
+                        case.method, url, data=case.body, headers=case.headers
+                    ) as response,
                 ):
-                    text = await response.read()
-                    note(method, path, body, response, text, seen, problems)
+                    tally.note(case, response, await response.read())
             except TimeoutError:
-                seen["cut"] += 1
+                tally.statuses["cut"] += 1
             except aiohttp.ClientError as error:
-                seen[type(error).__name__] += 1
+                tally.statuses[type(error).__name__] += 1
 
     await asyncio.gather(*(sender(i) for i in range(16)))
-
-
-def note(
-    method: str,
-    path: str,
-    body: bytes,
-    response: Any,
-    text: bytes,
-    seen: Counter[Any],
-    problems: list[str],
-) -> None:
-    """Counts an answer; what may not happen is kept in words."""
-    seen[response.status] += 1
-    shown = f"{method} {path} {body[:200]!r} -> {response.status} {text[:200]!r}"
-    clean = (response.status == 503 and "Retry-After" in response.headers) or (
-        response.status == 504 and b'"timeout_s"' in body  # it asked for half a second
-    )
-    if response.status >= 500 and not clean:
-        problems.append(shown)
-    if b"Traceback" in text or b"0x7f" in text:
-        problems.append("leaks internals: " + shown)
+    return tally
 
 
 async def attack_in_waves(base: str, cases: int, seed: int) -> None:
     """The attacking process: one wave for each line it is sent; a line of JSON tells what became of it."""
     random_ = random.Random(seed)
-    every = [make_case(random_) for _ in range(cases)]
+    every = list(make_cases(random_, cases))
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(base, timeout=timeout, connector=connector) as session:
         print("ready", flush=True)
         for number in range(ROUNDS):
             await asyncio.to_thread(sys.stdin.readline)
-            seen: Counter[Any] = Counter()
-            problems: list[str] = []
             wave = every[number * cases // ROUNDS : (number + 1) * cases // ROUNDS]
-            await attack(session, wave, f"{seed}/{number}", seen, problems)
-            told = {"seen": {str(k): v for k, v in seen.items()}, "problems": problems}
-            print(json.dumps(told), flush=True)
+            tally = await attack(session, wave, f"{seed}/{number}")
+            print(json.dumps(vars(tally)), flush=True)
 
 
 class Bystanders:
@@ -242,12 +245,14 @@ class Attacker:
         assert self._process.stdout is not None
         yield from self._process.stdout
 
-    async def wave(self) -> dict[str, Any]:
+    async def wave(self) -> Tally:
         """One wave; what became of it."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
-        answer: dict[str, Any] = json.loads(await asyncio.to_thread(next, self._answers))
-        return answer
+        line = await asyncio.to_thread(next, self._answers, "")
+        assert line, "the attacking process ended before its attack"
+        told = json.loads(line)
+        return Tally(Counter(told["statuses"]), Counter(told["rows"]), told["problems"])
 
     def close(self) -> None:
         self._process.communicate()
@@ -273,8 +278,7 @@ async def run(base: str, supervisor: Any, cases: int, seed: int, calm_s: float) 
         golden = [(await bystander(session, i))[0] for i in range(len(BYSTANDER_PROMPTS))]
         before, memory = children(supervisor), [resident_by_role(supervisor)]
         rest_before = await at_rest(session)
-        seen: Counter[str] = Counter()
-        problems: list[str] = []
+        tally = Tally()
         attacker = Attacker(base, cases, seed)
         streams = Bystanders(session, golden)
         watching = asyncio.create_task(streams.run())
@@ -283,11 +287,9 @@ async def run(base: str, supervisor: Any, cases: int, seed: int, calm_s: float) 
             await asyncio.sleep(calm_s)
             start = time.monotonic()
             streams.attacked = True
-            told = await attacker.wave()
+            tally.add(await attacker.wave())
             streams.attacked = False
             attack_s += time.monotonic() - start
-            seen.update(told["seen"])
-            problems += told["problems"]
             memory.append(resident_by_role(supervisor))
         streams.done = True
         await watching
@@ -300,8 +302,9 @@ async def run(base: str, supervisor: Any, cases: int, seed: int, calm_s: float) 
         return {
             "cases": cases, "seed": seed, "attack_s": round(attack_s, 1),
             "load_average": [round(load, 1) for load in psutil.getloadavg()],
-            "statuses": dict(sorted(seen.items())),
-            "problems": problems[:10], "num_problems": len(problems),
+            "statuses": dict(sorted(tally.statuses.items())),
+            "requests_by_row": dict(sorted(tally.rows.items())),
+            "problems": tally.problems[:10], "num_problems": len(tally.problems),
             "restarts": len(gone(before, children(supervisor))),
             "bystander_streams": streams.count, "bystander_mismatches": len(streams.wrong),
             "first_mismatch": streams.wrong[:1],

@@ -17,7 +17,16 @@ from headrace.base import env
 from headrace.base.errors import ConfigError, HeadraceError
 
 READS = ("health", "models", "config", "queue", "ledger")
-CHANGES = ("pause", "drain", "resume", "reload_model", "sleep", "wake", "reset_prefix_cache")
+CHANGES = (
+    "pause",
+    "drain",
+    "resume",
+    "reload_model",
+    "sleep",
+    "wake",
+    "reset_prefix_cache",
+    "profile",
+)
 TIMEOUT_S = 3600.0
 
 
@@ -27,13 +36,14 @@ def main(argv: Sequence[str]) -> int:
         prog="headrace admin", description="Ask or change a running server (--admin-listen)."
     )
     parser.add_argument("command", choices=(*READS, *CHANGES, "log_level"))
+    parser.add_argument("action", nargs="?", choices=("start", "stop"), help="profile: which")
     parser.add_argument("--address", help="PORT, HOST:PORT or unix:FILE; default: HEADRACE_ADMIN")
     parser.add_argument("--mode", choices=("abort", "wait", "keep"), help="pause, drain, reload")
     parser.add_argument("--model", help="reload_model: folder or GGUF file with the new weights")
     parser.add_argument("--level", help="sleep: 1 or 2; log_level: debug, info, warning, error")
     given = parser.parse_args(argv)
     body: dict[str, object] = {}
-    for name in ("mode", "model", "level"):
+    for name in ("action", "mode", "model", "level"):
         if getattr(given, name) is not None:
             body[name] = getattr(given, name)
     if given.command == "sleep" and given.level is not None:

@@ -32,6 +32,7 @@ MAX_PRIORITY = 1 << 31
 MAX_TEXT = 128
 MAX_EXTRA_KEYS = 4096
 MAX_IDS = 1 << 20
+MAX_CAPTURE_BYTES = 64 << 20
 MAX_RETRY_S = 120.0
 
 _WEIGHT = Bound(0.0, sys.float_info.max, above=True)
@@ -45,7 +46,10 @@ def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> 
     _check_stop(request, facts.logits_width)
     check_sampling(request.sampling, facts.logits_width)
     _check_pooling(request, facts)
-    return _length_limit(len(prompt), request.stop.max_tokens, facts, kv)
+    length = _length_limit(len(prompt), request.stop.max_tokens, facts, kv)
+    if request.sampling.capture_layers:
+        _check_capture(request.sampling.capture_layers, length, facts)
+    return length
 
 
 def _check_scalars(request: EngineRequest) -> None:
@@ -106,6 +110,26 @@ def check_sampling(sampling: RowSampling, width: int) -> None:
             raise InvalidRequest(
                 "allowed_ids is empty: no token could be sampled", field="allowed_ids"
             )
+
+
+def _check_capture(layers: tuple[int, ...], length: int, facts: WorkerFacts) -> None:
+    field = "attn_capture"
+    if not facts.capture_layers:
+        raise InvalidRequest(
+            f"{field}: this engine tells no attention weights: it needs --attention-capture, one device, and a model "
+            "that does not run by way of transformers",
+            field=field,
+        )
+    _between(f"{field}_layers", min(layers), 0, facts.capture_layers - 1)
+    _between(f"{field}_layers", max(layers), 0, facts.capture_layers - 1)
+    num_bytes = 4 * len(layers) * facts.capture_heads * length * length
+    if num_bytes > MAX_CAPTURE_BYTES:
+        raise InvalidRequest(
+            f"{field}: {len(layers)} layers of {facts.capture_heads} heads over up to {length} tokens are "
+            f"{num_bytes >> 20} MiB, at most {MAX_CAPTURE_BYTES >> 20} MiB are told: ask for fewer layers, or lower "
+            "max_tokens",
+            field=field,
+        )
 
 
 def _length_limit(num_prompt: int, max_tokens: int, facts: WorkerFacts, kv: KVManager) -> int:

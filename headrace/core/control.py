@@ -54,6 +54,7 @@ class Control:
             "resume": lambda call: self._resume(),
             "drain": self._drain,
             "reset_prefix_cache": lambda call: self._reset_prefix_cache(),
+            "profile": self._profile,
             "reload": core.swap.reload,
             "sleep": core.swap.sleep,
             "wake": core.swap.wake,
@@ -178,6 +179,15 @@ class Control:
             self._core.outbox.add_reply(_reply(number, result))
         numbers.clear()
 
+    def _profile(self, call: Call) -> Document:
+        """Starts (`folder`) or stops (no folder) a trace of the workers' steps."""
+        folder = call.arguments.get("folder")
+        if folder is not None and not isinstance(folder, str):
+            raise InvalidRequest(f"folder is {folder!r}, a path is wanted", field="folder")
+        if self._core.swap.asleep:
+            raise Conflict("the engine is asleep: wake it first")
+        return {"places": self._core.executor.profile(folder)}
+
     # reports
 
     def _reset_prefix_cache(self) -> Document:
@@ -267,6 +277,7 @@ class Control:
             "rows": counters.rows,
             "tokens": counters.tokens,
             "output_tokens": counters.output_tokens,
+            "jumped_tokens": counters.jumped_tokens,
             "preemptions": core.scheduler.num_preemptions,
             "prefix_query_tokens": kv.num_queries,
             "prefix_hit_tokens": kv.num_hits,

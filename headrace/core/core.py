@@ -28,6 +28,7 @@ from headrace.base.wire.request import Call, EngineRequest, Finished, Hello, Rep
 from headrace.core.admission import Load, check_queue, check_request, retry_after_s
 from headrace.core.control import Control
 from headrace.core.counters import Counters
+from headrace.core.jump import Jumps
 from headrace.core.kv.manager import KVManager
 from headrace.core.landing import Landing
 from headrace.core.outbox import Outbox, StepOutput
@@ -90,6 +91,7 @@ class EngineCore:
         self.rows = RowTable(num_rows, self.facts.block_tokens)
         self.scheduler = Scheduler(self.spec, self.kv, self.rows, self.gates, self.clock)
         self._landing = Landing(self.rows, self.kv, self.gates, self.outbox, self.end)
+        self._jumps = Jumps(self.rows, self.scheduler, self.outbox, end=self.end, now=self.clock)
 
     def install(self, executor: Executor) -> None:
         """Goes on with another executor while nothing runs. Requests that wait keep their order; one that the new
@@ -304,6 +306,9 @@ class EngineCore:
         payloads = self.gates.late(flight.late, rows, self.rows.id[rows].tolist())
         flight.late = ()
         self.executor.supply(flight.step, payloads)
+        jumped = self._jumps.take(self.gates, flight, self.requests.get)
+        self.counters.output_tokens += jumped
+        self.counters.jumped_tokens += jumped
 
     # ends
 

@@ -15,6 +15,7 @@ class Counters:
         self.rows = 0
         self.tokens = 0
         self.output_tokens = 0
+        self.jumped_tokens = 0
         self.refused = 0
         self.finished: Counter[str] = Counter()
         self.plan_s = 0.0

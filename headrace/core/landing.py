@@ -53,17 +53,24 @@ class Landing:
         """Takes in one step; returns the number of tokens that came out."""
         assert result.step == flight.step, (result.step, flight.step)
         live = self._rows.epoch[flight.rows] == flight.epochs
-        if result.prompt_logprobs:
-            self._pass_on_prompt_scores(flight, result, live)
-        for index, pooled in result.pooled:
-            if live[index]:
-                self._outbox.add_pooled(self._rows.owner(int(flight.rows[index])).id, pooled)
+        if result.prompt_logprobs or result.pooled or result.captured:
+            self._pass_on(flight, result, live)
         if result.failed:
             self._end_failed(flight, result, live)
-        self._name_full_blocks(flight, live)
+        self._name_full_blocks(flight, live & flight.sample)  # tails of void ones are flushed
         if flight.prefills:
             self._advance_prefills(flight, live, now)
         return self._take_tokens(flight, result, live & flight.sample)
+
+    def _pass_on(self, flight: Flight, result: StepResult, live: Bool) -> None:
+        """What is told of prompts and layers."""
+        self._pass_on_prompt_scores(flight, result, live)
+        for index, pooled in result.pooled:
+            if live[index]:
+                self._outbox.add_pooled(self._rows.owner(int(flight.rows[index])).id, pooled)
+        for index, captured in result.captured:
+            if live[index]:
+                self._outbox.add_captured(self._rows.owner(int(flight.rows[index])).id, captured)
 
     def _pass_on_prompt_scores(self, flight: Flight, result: StepResult, live: Bool) -> None:
         """What was scored before a preemption is not sent again."""

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.wire.request import (
+    Captured,
     Finished,
     Pooled,
     PromptLogprobs,
@@ -30,13 +31,14 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class Outbox:
-    """Collects between two steps. At most one step is landed per call, so that `tokens` is set at most once."""
+    """Collects between two steps."""
 
     _ids: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_IDS)
     _tokens: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
     _logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     _prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
     _pooled: list[tuple[int, Pooled]] = field(default_factory=list)
+    _captured: list[tuple[int, Captured]] = field(default_factory=list)
     _finished: list[Finished] = field(default_factory=list)
     _replies: list[Reply] = field(default_factory=list)
 
@@ -45,7 +47,8 @@ class Outbox:
 
     @property
     def _has_tokens(self) -> bool:
-        return bool(len(self._ids) or self._prompt_logprobs or self._pooled or self._finished)
+        told = (self._prompt_logprobs, self._pooled, self._captured, self._finished)
+        return len(self._ids) > 0 or any(told)
 
     def add_tokens(
         self,
@@ -53,9 +56,22 @@ class Outbox:
         tokens: npt.NDArray[np.int32],
         logprobs: list[TokenLogprobs | None],
     ) -> None:
-        """The tokens of one landed step; `logprobs` is empty or parallel to them."""
-        assert not len(self._ids), "two steps landed in one call"
+        """Tokens, behind those that are there; `logprobs` is empty or parallel to them."""
+        if len(self._ids):
+            return self._append_tokens(ids, tokens, logprobs)
         self._ids, self._tokens, self._logprobs = ids, tokens, logprobs
+
+    def _append_tokens(
+        self,
+        ids: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32],
+        logprobs: list[TokenLogprobs | None],
+    ) -> None:
+        if self._logprobs or logprobs:
+            before = self._logprobs or [None] * len(self._ids)
+            self._logprobs = [*before, *(logprobs or [None] * len(ids))]
+        self._ids = np.concatenate([self._ids, ids])
+        self._tokens = np.concatenate([self._tokens, tokens])
 
     def add_prompt_logprobs(self, request_id: int, scores: PromptLogprobs) -> None:
         """Log-probabilities of a stretch of a prompt."""
@@ -64,6 +80,10 @@ class Outbox:
     def add_pooled(self, request_id: int, pooled: Pooled) -> None:
         """Hidden states of a request after pooling."""
         self._pooled.append((request_id, pooled))
+
+    def add_captured(self, request_id: int, captured: Captured) -> None:
+        """Attention weights of a request."""
+        self._captured.append((request_id, captured))
 
     def add_finished(self, finished: Finished) -> None:
         """The end of a request."""
@@ -85,6 +105,7 @@ class Outbox:
                 logprobs=self._logprobs,
                 prompt_logprobs=self._prompt_logprobs,
                 pooled=self._pooled,
+                captured=self._captured,
                 finished=self._finished,
             )
         output = StepOutput(tokens, self._replies)

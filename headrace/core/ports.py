@@ -8,7 +8,7 @@ StatsSink       receives one record per step and per finished request
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -45,12 +45,18 @@ class Executor(Protocol):
         """Queues a step. A failure of an earlier step that is already known raises at once (ENG-14)."""
         ...
 
-    def supply(self, step: int, payloads: dict[str, bytes]) -> None:
+    def supply(self, step: int, payloads: dict[str, memoryview]) -> None:
         """What the gates in `plan.late` had to say about step `step` once every earlier step had landed.
 
         The workers wait for it before they sample, not before they compute; so the result of a step must never wait
-        for the supply of a later one. Called exactly once for each plan with `late`.
+        for the supply of a later one. Called exactly once for each plan with `late`. The payloads may be overwritten
+        once the step has landed.
         """
+        ...
+
+    def profile(self, folder: str | None) -> list[str]:
+        """Starts tracing the workers' steps (a folder), or stops and writes the traces (None); the folder, or the
+        files. Conflict if it runs already, or does not."""
         ...
 
     def check(self) -> None:
@@ -82,6 +88,7 @@ class Verdict(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+Encode: TypeAlias = Callable[[str], list[int]]
 Ends: TypeAlias = dict[int, HeadraceError | None]
 
 
@@ -115,9 +122,14 @@ class Gate(Protocol):
         """Whether the workers must wait for this gate's `late` payload before they sample any of these requests."""
         return False
 
-    def late(self, rows: npt.NDArray[np.int32], request_ids: list[int]) -> bytes:
+    def late(self, rows: npt.NDArray[np.int32], request_ids: list[int]) -> memoryview:
         """What the workers need before they sample these requests; every token before that is known by now."""
-        return b""
+        return memoryview(b"")
+
+    def forced(self) -> dict[int, list[int]]:
+        """By request, tokens that must follow where `late` has just said what may; told once. The core may take a part
+        of them, as `landed` then says, or none."""
+        return {}
 
     def landed(self, request_ids: list[int], tokens: list[int]) -> Ends:
         """New tokens that count. Returns the requests among these that end with their token: None, complete; or why
@@ -135,6 +147,10 @@ class Matcher(Protocol):
     @property
     def complete(self) -> bool:
         """Whether nothing may follow."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Tokens that must follow, cut as the tokenizer would cut their text whatever comes behind them."""
         ...
 
     def copy(self) -> Matcher:

@@ -107,10 +107,12 @@ class Request:
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether every prompt position must be computed, also one whose KV is cached: prompt log-probabilities or
-        hidden states of all tokens are still owed."""
+        hidden states or attention of all tokens are still owed."""
         wire = self.wire
         if wire.pooling is not None:
             return not wire.pooling.from_last
+        if wire.sampling.capture_layers:
+            return True
         return wire.sampling.prompt_logprobs is not None and self.prompt_scored < self.num_prompt
 
     def move(self, state: State, *, now: float) -> None:

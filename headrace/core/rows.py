@@ -113,6 +113,17 @@ class RowTable:
             held = len(request.wire.prompt) + len(request.output)
             request.output += block[held % size :]
 
+    def append(self, request: Request, tokens: list[int]) -> None:
+        """The row knows these tokens too, beyond those it knew; none is promised. It does not decode until their KV is
+        planned."""
+        self.flush_rest(request)
+        request.output += np.asarray(tokens, "<i4").tobytes()
+        row, known = request.row, request.num_tokens
+        self.known[row] = self.length[row] = known
+        self.decoding[row] = False
+        begin = known - known % self.block_tokens
+        self.tail[row, : known - begin] = np.frombuffer(request.token_bytes(begin, known), "<i4")
+
     def flush_rest(self, request: Request) -> None:
         """Moves the outputs that are only in the tail to the request (it is about to lose its row)."""
         held, known, row = request.num_tokens, int(self.known[request.row]), request.row

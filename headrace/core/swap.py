@@ -40,8 +40,10 @@ class Swap:
         self._core.executor.close()
         try:
             executor = source.make(model)
-        except StartError as error:
+        except Exception as error:
             self._core.install(source.make(""))
+            if not isinstance(error, StartError):
+                raise
             raise InvalidRequest(f"model: {error.message}", field="model") from None
         self._core.install(executor)
         self.asleep = False

@@ -45,7 +45,7 @@ from headrace.launch.fronts import FrontGone, Fronts, Incoming
 from headrace.launch.locate import locate
 from headrace.launch.model_facts import read_model_facts
 from headrace.launch.topology import Report, report, tie_to_parent
-from headrace.launch.vocabulary import vocabulary_of
+from headrace.launch.vocabulary import encoder_of, vocabulary_of
 
 log = logging.getLogger(__name__)
 FLUSH_S = 1.0
@@ -181,7 +181,8 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
     for end in batch.finished:
         ends.setdefault(owner.get(end.id, -1), []).append(end)
     present = {*np.unique(fronts).tolist(), *ends}
-    present |= {owner.get(i, -1) for i, _ in (*batch.prompt_logprobs, *batch.pooled)}
+    others = (*batch.prompt_logprobs, *batch.pooled, *batch.captured)
+    present |= {owner.get(i, -1) for i, _ in others}
     if len(present) == 1 and -1 not in present:
         return {present.pop(): batch}
     return {
@@ -197,6 +198,7 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
                 entry for entry in batch.prompt_logprobs if owner.get(entry[0]) == front
             ],
             pooled=[entry for entry in batch.pooled if owner.get(entry[0]) == front],
+            captured=[entry for entry in batch.captured if owner.get(entry[0]) == front],
             finished=ends.get(front, []),
         )
         for front in sorted(present - {-1})
@@ -310,7 +312,8 @@ def gates_of(spec: EngineSpec) -> list[Gate]:
     if spec.grammar is None:
         return []
     load = partial(vocabulary_of, spec.grammar.tokenizer_path, spec.model)
-    return [GrammarGate(load, backend=spec.grammar.backend)]
+    encoder = partial(encoder_of, spec.grammar.tokenizer_path)
+    return [GrammarGate(load, backend=spec.grammar.backend, encoder=encoder)]
 
 
 if __name__ == "__main__":

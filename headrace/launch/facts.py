@@ -9,7 +9,8 @@ import msgspec
 from headrace.base import env
 from headrace.base.config.resolved import Decision, Resolved, ServerSpec, TextSpec
 from headrace.base.config.tree import Options, ServerOptions
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, MissingDependency
+from headrace.base.optional import available
 from headrace.front.text.tokenizer import read_facts
 from headrace.launch.locate import locate
 from headrace.launch.model_facts import ModelFacts, read_model_facts
@@ -19,6 +20,10 @@ from headrace.launch.topology import device_facts
 
 def resolve_options(options: Options) -> Resolved:
     """Finds the model, asks the machine, resolves; StartError for whatever the user must mend."""
+    if options.scheduler.grammar_backend == "xgrammar" and not available("xgrammar"):
+        raise MissingDependency(
+            "--grammar-backend xgrammar needs the library 'xgrammar': pip install 'headrace[xgrammar]'"
+        )
     located = locate(options.model)
     facts = read_model_facts(located, family=options.model.family)
     facts = msgspec.structs.replace(facts, chat_template=_chat_template(options, facts))

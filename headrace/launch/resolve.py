@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -110,11 +111,14 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
             num_labels=model.num_labels,
             dense=model.dense,
             dense_per_token=model.pooling.late is not None,
+            attention_capture=options.model.attention_capture,
         ),
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
         device=where,
-        grammar=GrammarSpec(tokenizer_path=text.tokenizer_path),
+        grammar=GrammarSpec(
+            tokenizer_path=text.tokenizer_path, backend=options.scheduler.grammar_backend
+        ),
     )
     return Resolved(
         engine=engine,
@@ -446,6 +450,7 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         log_level=given.log_level,
         admin_listen=_admin_address(given),
         admin_readonly=given.admin_readonly,
+        profile_dir=_absolute(given.profile_dir),
         metrics_names=given.metrics_names,
         log_slow_s=given.log_slow_s,
         otlp_endpoint=_url(given.otlp_endpoint),
@@ -475,6 +480,10 @@ def _admin_address(given: ServerOptions) -> str | None:
     if given.admin_key is None and not _is_loopback(host):
         raise ConfigError(f"--admin-listen {address}: others can reach it; set --admin-key")
     return f"{host}:{port}"
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())
 
 
 def _url(given: str | None) -> str | None:

@@ -3,14 +3,27 @@ room and the front's tokenizers meet."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 from headrace.base.config.resolved import ModelSpec
 from headrace.base.wire.grammar import Vocabulary
-from headrace.front.text.tokenizer import load_tokenizer
+from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(path: str) -> Tokenizer:
+    return load_tokenizer(path)
+
+
+def encoder_of(tokenizer_path: str) -> Callable[[str], list[int]]:
+    """The tokenizer's encode of plain text."""
+    return _tokenizer(tokenizer_path).encode_plain
 
 
 def vocabulary_of(tokenizer_path: str, model: ModelSpec) -> Vocabulary:
     """Loads the tokenizer (about a second for 150,000 tokens) and reads every token's bytes."""
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = _tokenizer(tokenizer_path)
     count = min(tokenizer.num_ids, model.logits_width)
     specials = {*tokenizer.special_ids, *model.eos_ids}
     return Vocabulary(

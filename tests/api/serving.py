@@ -107,7 +107,7 @@ class Served:
         if self.process.poll() is None:
             self.process.send_signal(number)
         status = self.process.wait(timeout_s)
-        _, alive = psutil.wait_procs(children, timeout=5)
+        alive = still_alive(children, within_s=5)
         assert not alive, f"orphans: {alive}"
         self.close()
         return status
@@ -118,7 +118,7 @@ class Served:
             children = self.children
             self.process.kill()
             self.process.wait()
-            psutil.wait_procs(children, timeout=5)
+            still_alive(children, within_s=5)
         self._reader.join()
         assert self.process.stdout is not None
         self.process.stdout.close()
@@ -172,6 +172,23 @@ def slowed(model: Path, step_s: float) -> Path:
     config = json.loads((model / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "null_step_s": step_s}))
     return copy
+
+
+def still_alive(processes: list[psutil.Process], *, within_s: float) -> list[psutil.Process]:
+    """Those that have not ended by then. One that has, and only waits for its status to be read, has ended: once its
+    parent is gone, that is the business of the machine's first process, which may take seconds or never do it."""
+    end = time.monotonic() + within_s
+    alive = [process for process in processes if _runs(process)]
+    while alive and time.monotonic() < end:
+        time.sleep(0.01)
+        alive = [process for process in alive if _runs(process)]
+    return alive
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def eventually(check: Callable[[], bool], *, within_s: float) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -61,7 +64,9 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(served: Served) -> str:
-    text: str = served.post("/v1/completions", ASK).json()["choices"][0]["text"]
+    answer = served.post("/v1/completions", ASK)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
     return text
 
 
@@ -120,6 +125,54 @@ def test_a_reload_that_fails_leaves_the_old_weights_serving(
     assert said(served) == before and client.get("/health").json()["is_paused"] is False
 
 
+def test_when_one_of_two_replicas_cannot_read_the_weights_both_keep_the_old_weights(
+    other_weights: Path,
+) -> None:
+    """API-20: all serve the same, whatever becomes of a reload."""
+    with plane("--replicas", "2") as (served, client):
+        before = said(served)
+        bound = served.cores[1]
+        old = bound.rlimit(psutil.RLIMIT_NOFILE)
+        bound.rlimit(psutil.RLIMIT_NOFILE, (3, old[1]))  # it can open no file
+        failed = client.post("/reload_model", json={"model": str(other_weights)})
+        bound.rlimit(psutil.RLIMIT_NOFILE, old)
+        assert failed.status_code >= 400, failed.text
+        assert texts_of_all(served) == {before}
+        assert client.get("/health").json()["is_paused"] is False
+        assert client.get("/models").json()["models"][0]["path"] != str(other_weights)
+        again = client.post("/reload_model", json={"model": str(other_weights)})
+        assert again.status_code == 200 and len(again.json()["engines"]) == 2
+        (after,) = texts_of_all(served)
+        assert after != before
+
+
+def texts_of_all(served: Served) -> set[str]:
+    """What is said by so many at once that every replica has some."""
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        return set(pool.map(lambda _: said(served), range(12)))
+
+
+def test_a_profile_of_the_steps_is_written_where_the_option_says(tmp_path: Path) -> None:
+    with plane("--profile-dir", str(tmp_path / "traces")) as (served, client):
+        assert client.post("/profile", json={"action": "stop"}).status_code == 409
+        assert client.post("/profile", json={"action": "start"}).status_code == 200
+        assert client.post("/profile", json={"action": "start"}).status_code == 409
+        said(served)
+        written = client.post("/profile", json={"action": "stop"}).json()
+        (place,) = map(Path, written["places"])
+        assert place.parent == tmp_path / "traces"
+        with gzip.open(place) as file:
+            names = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert any(str(name).startswith("aten::") for name in names)
+        assert client.post("/profile", json={"action": "sideways"}).status_code == 400
+
+
+def test_profiling_is_off_unless_a_folder_is_named(running: tuple[Served, httpx.Client]) -> None:
+    _, client = running
+    refused = client.post("/profile", json={"action": "start"})
+    assert refused.status_code == 403 and "--profile-dir" in refused.text
+
+
 def test_asleep_requests_wait_and_awake_they_are_answered(
     running: tuple[Served, httpx.Client],
 ) -> None:
@@ -151,7 +204,7 @@ def test_a_core_that_dies_comes_back_with_the_reloaded_weights(other_weights: Pa
 def test_read_only_tells_but_changes_nothing() -> None:
     with plane("--admin-readonly", key=None) as (served, client):
         assert client.get("/queue").status_code == 200
-        for path in ("/pause", "/reload_model", "/sleep", "/resume", "/log_level"):
+        for path in ("/pause", "/reload_model", "/sleep", "/resume", "/profile", "/log_level"):
             assert client.post(path, json={}).status_code == 403, path
         assert client.get("/health", headers={"host": "evil.example"}).status_code == 403
         assert said(served)

@@ -14,7 +14,15 @@ import httpx
 import psutil
 import pytest
 
-from tests.api.serving import NO_TLS, Served, eventually, launch, serving, slowed
+from tests.api.serving import (
+    NO_TLS,
+    Served,
+    eventually,
+    launch,
+    serving,
+    slowed,
+    still_alive,
+)
 
 pytestmark = pytest.mark.serial
 
@@ -210,8 +218,7 @@ def test_children_die_with_a_killed_supervisor(model: Path) -> None:
         assert len(children) >= 2
         served.process.kill()
         served.process.wait()
-        _, alive = psutil.wait_procs(children, timeout=3)
-        assert not alive
+        assert not still_alive(children, within_s=3)
 
 
 def test_a_stopped_core_turns_health_red_and_is_replaced(model: Path) -> None:

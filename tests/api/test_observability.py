@@ -58,6 +58,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, collector: Any) -> Iterator
         yield found
 
 
+@pytest.mark.serial
 def test_the_parts_of_a_request_add_up(served: Served) -> None:
     answer = served.post("/v1/chat/completions", CHAT, **{"x-headrace-timing": "1"})
     told = dict(

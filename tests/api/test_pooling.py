@@ -194,8 +194,8 @@ def test_embeddings_through_the_openai_client(
     embedder: tuple[Served, torch.nn.Module, Tokenizer],
 ) -> None:
     served, oracle, tokenizer = embedder
-    client = openai_client(served.url)
-    answer = client.embeddings.create(model=client.models.list().data[0].id, input=DOCUMENTS)
+    with openai_client(served.url) as client:
+        answer = client.embeddings.create(model=client.models.list().data[0].id, input=DOCUMENTS)
     for text, entry in zip(DOCUMENTS, answer.data, strict=True):
         wanted = expected(oracle, tokenizer.encode(text).ids, "mean")
         np.testing.assert_allclose(entry.embedding, wanted, atol=1e-4)

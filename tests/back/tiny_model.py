@@ -40,6 +40,7 @@ class TinyModel:
     """
 
     generates = True
+    attention_heads = 0
     state = "plain"
 
     def __init__(

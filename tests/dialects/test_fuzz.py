@@ -1,93 +1,181 @@
-"""Hostile requests to every route of the dialects: 4xx or an answer, never a failure of ours (P7, P8, P19).
+"""Hostile requests to every route: 4xx or an answer, never a failure of ours (P7, P8, P19).
 
-The fields come from the OpenAPI document; every field is given every bad value. Blocks, items and tools, whose inside
-the document does not describe, are drawn at random. A stranger is sent away before any of it is looked at.
+Every row of the table of routes gets every field that its body may have with every bad value, and ids, queries, methods
+and forms that lead nowhere (benchmarks/robustness/hostile.py, which the fuzz run beside bystanders draws from too).
+Blocks, items and tools, whose inside the document does not describe, are drawn at random. A stranger is sent away
+before any of it is looked at.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from contextlib import closing
+from typing import Any, NamedTuple
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.robustness.hostile import (
+    ANSWERED,
+    Case,
+    address_cases,
+    field_cases,
+    fields_of,
+    plane_routes,
+    posted,
+    routes,
+)
 from headrace.front.server.auth import PUBLIC
-from headrace.front.server.table import table
-from tests.api.serving import NO_TLS, Served, serving
+from headrace.front.server.openapi import ApiRoute
+from tests.api.model_folder import write_model_folder
+from tests.api.serving import Served, eventually, serving
 
-KEY = "fuzz-key"
-SAID = [{"role": "user", "content": "fox"}]
-ROUTES: dict[str, dict[str, Any]] = {
-    "/v1/messages": {"messages": SAID, "max_tokens": 1},
-    "/v1/messages/count_tokens": {"messages": SAID},
-    "/v1/responses": {"input": "fox", "max_output_tokens": 1, "store": False},
-    "/v1/responses/input_tokens": {"input": "fox"},
-    "/v1/responses/compact": {"input": "fox"},
-}
-BAD: list[Any] = [
-    *(None, True, -1, 0, 1, 2**31, 2**63, -(2**63) - 1, 10**400, 0.5, -1.5, 1e308, "", "x"),
-    *("\ud7ff\x00\u202e", "a" * 70_000, [], [None], [[]], ["x"] * 2000, {}, {"type": None}),
-    *({"type": "x"}, {"": {}}, [{"type": "function"}], [{"type": 5}], {"a": [{"b": None}]}),
-]
+KEY, ADMIN = "fuzz-key", "fuzz-admin-key"
+ROUTES = routes()
+WITH_BODY = [row for row, route in ROUTES.items() if route.bodies]
+FIRST_WITH_ITS_FIELDS = {tuple(fields_of(ROUTES[row])): row for row in reversed(WITH_BODY)}.values()
+"""Rows whose body no row before has. The others get a quarter of the bad values, each field other ones."""
+SIZES = ("--max-model-len", "384", "--max-queued-requests", "4096")
+"""Two thousand documents of one request find room in the queue, however slow this machine is."""
+PLANE = re.compile(r"administration: http://127\.0\.0\.1:(\d+)/")
 LEAK = re.compile(r"0x[0-9a-f]{6,}|Traceback|/work/|/usr/|site-packages")
+
+
+class Answer(NamedTuple):
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Wire:
+    """One kept connection that sends what it is given, byte for byte: no client in between tidies paths or headers."""
+
+    def __init__(self, port: int, **headers: str) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        self._headers = headers
+
+    def send(self, case: Case) -> Answer:
+        """The answer to one request."""
+        headers = {**self._headers, **case.headers}
+        try:
+            return self._ask(case, headers)
+        except (http.client.RemoteDisconnected, ConnectionError):  # an idle connection was closed
+            self._connection.close()
+            return self._ask(case, headers)
+
+    def _ask(self, case: Case, headers: dict[str, str]) -> Answer:
+        self._connection.request(case.method, case.path, case.body, headers)
+        response = self._connection.getresponse()
+        return Answer(response.status, dict(response.getheaders()), response.read())
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 @pytest.fixture(scope="module")
 def guarded(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    cache = str(tmp_path_factory.mktemp("fuzz"))
+    folder = tmp_path_factory.mktemp("fuzz")
+    options = ("--api-keys", KEY, "--admin-key", ADMIN, "--file-store", str(folder / "files"))
     with serving(
-        model, "--api-keys", KEY, "--max-model-len", "384", HEADRACE_CACHE_DIR=cache
+        model, *options, "--no-public-metrics", *SIZES, HEADRACE_CACHE_DIR=str(folder)
     ) as served:
         yield served
-        assert len(served.cores) == 1 and len(served.api_processes) == 1
-        assert not any("Traceback" in line for line in served.lines), served.lines[-50:]
-        assert served.stop() == 0
+        _assert_unharmed(served)
 
 
 @pytest.fixture(scope="module")
-def http(guarded: Served) -> Iterator[httpx.Client]:
-    headers = {"authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=guarded.url, headers=headers, timeout=30, verify=NO_TLS) as client:
-        yield client
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model with a classification head, which answers where others refuse."""
+    folder = write_model_folder(tmp_path_factory.mktemp("classes") / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    with serving(folder, "--api-keys", KEY, *SIZES) as served:
+        yield served
+        _assert_unharmed(served)
 
 
-def send(http: httpx.Client, path: str, body: Any) -> httpx.Response:
-    data = json.dumps(body).encode()
-    answer = http.post(path, content=data, headers={"content-type": "application/json"})
-    assert answer.status_code < 500, (path, data[:500], answer.text)
-    if answer.status_code >= 400:
-        error = answer.json()["error"]
-        assert error["message"] and error["type"], answer.text
-        assert len(error["message"]) < 1100 and not LEAK.search(error["message"]), answer.text
-        assert ("request_id" in answer.json()) == path.startswith("/v1/messages")
-    return answer
+def _assert_unharmed(served: Served) -> None:
+    assert len(served.cores) == 1 and len(served.api_processes) == 1
+    assert not any("Traceback" in line for line in served.lines), served.lines[-50:]
+    assert served.stop() == 0
 
 
-@pytest.mark.parametrize("path", ROUTES)
-def test_every_field_with_every_bad_value(http: httpx.Client, path: str) -> None:
-    document = http.get("/openapi.json").json()
-    content = document["paths"][path]["post"]["requestBody"]["content"]
-    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    fields = [
-        *document["components"]["schemas"][name]["properties"],
-        "metadata",
-        "top_k",
-        "conversation",
-    ]
-    assert len(fields) > 8
-    statuses = {
-        send(http, path, {**ROUTES[path], field: value}).status_code
-        for field in fields
-        for value in BAD
-    }
-    assert statuses <= {200, 400, 404} and {200, 400} <= statuses
-    for body in BAD:
-        send(http, path, body)
+@pytest.fixture(scope="module")
+def wire(guarded: Served) -> Iterator[Wire]:
+    with closing(Wire(guarded.port, authorization=f"Bearer {KEY}")) as made:
+        yield made
+
+
+def send(wire: Wire, case: Case) -> int:
+    """The status, of an answer that is as it must be."""
+    answer = wire.send(case)
+    status, path = answer.status, case.path.partition("?")[0]
+    told = (case.method, case.path[:200], case.body[:500], answer)
+    assert status < 500, told
+    if status >= 400 and case.method != "HEAD":
+        document = json.loads(answer.body)
+        message = document["error"]["message"]
+        assert message and document["error"]["type"], told
+        assert len(message) < 1100 and not LEAK.search(message), told
+        parsed = case.method != "FOO"  # refused by the HTTP parser, which knows no routes
+        assert ("request_id" in document) == (parsed and path.startswith("/v1/messages")), told
+    return status
+
+
+def test_every_row_with_a_body_has_one_that_is_answered() -> None:
+    """A new row of the table belongs into ANSWERED."""
+    both = [*ROUTES.values(), *plane_routes().values()]
+    assert {route.path for route in both if route.bodies} == ANSWERED.keys()
+    assert all(fields_of(route) for route in both if route.bodies)
+
+
+@pytest.mark.parametrize("row", WITH_BODY)
+def test_every_field_with_every_bad_value(row: str, request: pytest.FixtureRequest) -> None:
+    path = ROUTES[row].path
+    served = request.getfixturevalue("classifier" if path == "/classify" else "guarded")
+    step = 1 if row in FIRST_WITH_ITS_FIELDS else 4
+    with closing(Wire(served.port, authorization=f"Bearer {KEY}")) as wire:
+        first = send(wire, posted(row, path, ANSWERED[path]))
+        assert first == (404 if path == "/v1/batches" else 200)
+        statuses = {send(wire, case) for case in field_cases(row, ROUTES[row], step=step)}
+    assert 400 in statuses and statuses <= {200, 400, 403, 404}
+
+
+def test_every_row_of_the_administrative_plane(model: Any) -> None:
+    options = ("--admin-key", ADMIN, "--admin-listen", "127.0.0.1:0")
+    with serving(model, *options) as served:
+        eventually(lambda: any(PLANE.search(line) for line in served.lines), within_s=5)
+        (port,) = [int(found[1]) for line in served.lines if (found := PLANE.search(line))]
+        with closing(Wire(port, **{"x-api-key": ADMIN})) as wire, closing(Wire(port)) as stranger:
+            for row, route in plane_routes().items():
+                _attack_plane(wire, stranger, row, route)
+                answer = served.post("/v1/completions", ANSWERED["/v1/completions"])
+                assert answer.status_code == 200, (row, answer.text)
+        _assert_unharmed(served)
+
+
+def _attack_plane(wire: Wire, stranger: Wire, row: str, route: ApiRoute) -> None:
+    """All that a row takes, then the engine is woken and goes on."""
+    cases = [*address_cases(row, route), *(field_cases(row, route) if route.bodies else ())]
+    statuses = {send(wire, case) for case in cases}
+    assert 400 in statuses or not route.bodies
+    assert {send(stranger, case) for case in cases if case.method != "FOO"} == {401}
+    assert send(wire, posted("", "/v1/admin/wake", {})) in (200, 409)
+    assert send(wire, posted("", "/v1/admin/resume", {})) == 200
+
+
+@pytest.mark.parametrize("row", ROUTES)
+def test_ids_queries_methods_and_forms_that_lead_nowhere(wire: Wire, row: str) -> None:
+    """Every row of the table, those without a body too."""
+    statuses = {send(wire, case) for case in address_cases(row, ROUTES[row])}
+    assert statuses <= {200, 204, 400, 401, 403, 404, 405, 413, 415, 431}, statuses
 
 
 WORDS = st.sampled_from(["x", "", "fox", "user", "assistant", "auto", "function", "<|im_start|>"])
@@ -137,53 +225,44 @@ TOP = {
     max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_what_is_inside_the_fields_at_random(
-    http: httpx.Client, path: str, data: st.DataObject
-) -> None:
+def test_what_is_inside_the_fields_at_random(wire: Wire, path: str, data: st.DataObject) -> None:
     field = data.draw(st.sampled_from(TOP[path]))
     value = data.draw(st.one_of(VALUES, st.lists(VALUES, min_size=1, max_size=3)))
     if field == "messages" and data.draw(st.booleans()):
         role = data.draw(st.sampled_from(["user", "assistant", "system"]))
         value = [{"role": role, "content": value if isinstance(value, list) else [value]}]
-    send(http, path, {**ROUTES[path], field: value})
+    send(wire, posted(f"POST {path}", path, {**ANSWERED[path], field: value}))
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/v1/responses/x", "/v1/responses/x/input_items", "/v1/responses/%00", "/v1/responses/" + "y" * 3000],
-)  # fmt: skip
-def test_ids_and_queries_that_lead_nowhere(http: httpx.Client, path: str) -> None:
-    for query in ("", "?stream=true", "?stream=true&starting_after=-1", "?limit=x&order=y&after=z"):
-        for method in ("GET", "DELETE", "POST", "PUT", "PATCH"):
-            answer = http.request(method, path + query)
-            assert answer.status_code in (400, 404, 405, 415), (method, path, answer.text)
-
-
-def test_queries_of_a_stored_response_are_checked(http: httpx.Client) -> None:
-    made = send(http, "/v1/responses", {"input": "fox", "max_output_tokens": 1, "background": True})
-    path = f"/v1/responses/{made.json()['id']}"
+def test_queries_of_a_stored_response_are_checked(wire: Wire) -> None:
+    body = {"input": "fox", "max_output_tokens": 1, "background": True}
+    made = wire.send(posted("", "/v1/responses", body))
+    path = f"/v1/responses/{json.loads(made.body)['id']}"
     for query in ("?stream=true&starting_after=x", "?stream=true&starting_after=-1"):
-        assert http.get(path + query).status_code == 400
+        assert send(wire, Case("", "GET", path + query)) == 400
     for query in ("?limit=0", "?limit=101", "?limit=x", "?order=up", "?after=nobody"):
-        assert http.get(path + "/input_items" + query).status_code == 400
+        assert send(wire, Case("", "GET", path + "/input_items" + query)) == 400
+
+
+WAYS = [
+    *("/{p}", "//{p}", "///{p}", "/{p}/", "/{p}//", "/{p}.", "/.{p}", "/./{p}", "/../{p}", "/%2f{p}"),
+    *("/;/{p}", "/%2e/{p}", "/%2e%2e/{p}", "/{p}%20", "/%20{p}", "/{p};x=1", "/{p},x", "/{P}", "/{p}%2f"),
+    *("/{p}?/health", "/{p}#/health", "/{p}%23", "/{p}%3f", "/{p}%00", "/{p}%0a", "/{p}%0d%0aX:y", "/{p}%c0%af"),
+    *("/health/%2e%2e/{p}", "/health/../{p}", "/health,/{p}", "/health;/{p}", "/health%2f..%2f{p}", "/health/{p}"),
+    *("/ui/../{p}", "/ui/%2e%2e/{p}", "/{p}/health", "/{p}/../health", "/{p}?beta=true", "/{p}?path=/health"),
+    *("/ping/../{p}", "/\\{p}", "/%5c{p}", "/%252f{p}", "http://x/{p}", "/{p}~", "/{p}*", "/api/hello/../{p}"),
+]  # fmt: skip
 
 
 def test_without_a_key_no_route_says_anything_but_401(guarded: Served) -> None:
-    """All routes of the table, and 20 ways to spell each of them."""
-    ways = [
-        *("/{p}", "//{p}", "/{p}/", "/{p}.", "/.{p}", "/%2f{p}", "/;/{p}"),
-        *("/%2e/{p}", "/{p}%20", "/{p};x=1", "/{p},x", "/{P}", "/{p}?/health", "/{p}%2f"),
-        *("/health/%2e%2e/{p}", "/health,/{p}", "/{p}?beta=true", "/{p}/health", "/health;/{p}"),
-    ]
-    with httpx.Client(base_url=guarded.url, timeout=10, verify=NO_TLS) as stranger:
-        for route in table():
-            path = route.path.replace("{id:path}", "x").replace("{id}", "x").removeprefix("/")
-            if "/" + path in PUBLIC or path == "metrics":
+    """All routes of the table, and more than 40 ways to spell each of them."""
+    assert len(set(WAYS)) > 40
+    with closing(Wire(guarded.port)) as stranger:
+        for row, route in ROUTES.items():
+            path = re.sub(r"{\w+(:path)?}", "x", route.path).removeprefix("/")
+            if "/" + path in PUBLIC:
                 continue
-            for way in ways:
-                target = httpx.URL(guarded.url).copy_with(
-                    raw_path=way.format(p=path, P=path.upper()).encode()
-                )
-                for method in route.described:
-                    status = stranger.request(method, target).status_code
-                    assert status == 401, (method, target, status)
+            for way in WAYS:
+                target = way.format(p=path, P=path.upper())
+                status = stranger.send(Case(row, row.partition(" ")[0], target)).status
+                assert status == 401, (row, target, status)

@@ -22,6 +22,7 @@ from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Delta, Ended, Generation
 from headrace.launch.local import start_local
 from tests.api.model_folder import write_model_folder
+from tests.api.serving import still_alive
 
 
 @pytest.fixture(scope="module")
@@ -109,5 +110,4 @@ def test_cores_end_with_a_process_that_is_killed(model: Path) -> None:
         assert len(cores) == 1
         parent.kill()
         parent.wait()
-    _, alive = psutil.wait_procs(cores, timeout=3)
-    assert not alive
+    assert not still_alive(cores, within_s=3)

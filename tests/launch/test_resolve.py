@@ -156,15 +156,20 @@ def test_quantization_is_refused_by_name_where_no_kernel_could_serve_it() -> Non
         resolved(CUDA, model={"quantization": "int8"})
 
 
+@pytest.mark.parametrize("coded", ["int8", "fp8"])
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_a_coded_kv_cache_is_taken_where_kernels_read_it(coded: str, device: Any) -> None:
+    assert resolved(device, kv={"kv_dtype": coded}).engine.model.kv_dtype == coded
+    assert resolved(device).engine.model.kv_dtype is None
+
+
 def test_an_int8_kv_cache_is_refused_by_name_where_no_kernel_could_serve_it() -> None:
     """QNT-18."""
     given = options(kv={"kv_dtype": "int8"})
-    assert resolve(given, MODEL, CPU).engine.model.kv_dtype == "int8"
-    assert resolved().engine.model.kv_dtype is None
     with pytest.raises(ConfigError, match="--kv-dtype int8 needs a model family"):
         resolve(given, msgspec.structs.replace(MODEL, family="transformers"), CPU)
-    with pytest.raises(ConfigError, match="--kv-dtype int8 runs on the CPU only"):
-        resolve(given, MODEL, CUDA)
+    with pytest.raises(ConfigError, match="--kv-dtype int8 runs on CPU and CUDA, not on xpu"):
+        resolve(given, MODEL, msgspec.structs.replace(CUDA, kind="xpu"))
 
 
 @pytest.mark.parametrize(("running", "tokens"), [("auto", 256), (300, 300)])

@@ -11,9 +11,12 @@ tokens write to slot 0; table entries past a row's length are stale. `num_rows_3
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+
+from headrace.back.kernels.attention.op import AttentionProblem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,21 @@ class AttentionPlan:
     num_rows_3: torch.Tensor | None = None
 
 
+class Tap(Protocol):
+    """Looks at the attention of a step."""
+
+    def see(
+        self,
+        layer: int,
+        problem: AttentionProblem,
+        q_THD: torch.Tensor,
+        kv: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> None:
+        """A layer has its queries, rotated, and has written its keys."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One step's input to a model: an argument of `forward`, never ambient.
@@ -50,6 +68,7 @@ class Batch:
     logits_at_N int64 [N]: query tokens whose logits are wanted.
     query_start: host int32 [R+1], first query token of each row, for encoders, which attend inside rows.
     segments_T: int64 [T], which text of a pair a token belongs to; None but for models that ask.
+    tap: sees what the attention of decoders is computed from, in steps in which somebody looks (exact steps only).
     """
 
     token_ids_T: torch.Tensor
@@ -60,6 +79,7 @@ class Batch:
     logits_at_N: torch.Tensor
     query_start: np.ndarray | None = None
     segments_T: torch.Tensor | None = None
+    tap: Tap | None = None
 
     def plan_of(self, layer: int) -> AttentionPlan:
         """The attention plan of the layer's KV group."""

@@ -45,8 +45,21 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     error: WireError
 
 
-ToWorker = Begin | StepPlan | Supply
-ToCore = Ready | StepResult | Failed
+class Profile(msgspec.Struct, frozen=True, tag="profile"):
+    """Starts a trace of the steps into a folder; None stops it. In order with the plans."""
+
+    folder: str | None
+
+
+class Profiled(msgspec.Struct, frozen=True, tag="profiled"):
+    """What became of it: the folder or the file, or why not."""
+
+    place: str = ""
+    error: WireError | None = None
+
+
+ToWorker = Begin | StepPlan | Supply | Profile
+ToCore = Ready | StepResult | Failed | Profiled
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
 TO_CORE: Codec[ToCore] = Codec(ToCore)
 

@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from headrace.back.executor.profiler import Profiler
 from headrace.back.executor.worker import DEFAULT_LOADER, StepThreads, build_runner, set_threads
 from headrace.back.runner.results import Launched
 from headrace.back.runner.runner import Runner
@@ -63,6 +64,7 @@ class InlineExecutor:
     def __init__(self, spec: EngineSpec, *, loader: str = DEFAULT_LOADER) -> None:
         self._failure: EngineDead | None = None
         self._closed = threading.Event()
+        self._profiler = Profiler()
         self._supplies: SimpleQueue[Supply | None] = SimpleQueue()
         self._thread = ThreadPoolExecutor(
             max_workers=1,
@@ -87,9 +89,14 @@ class InlineExecutor:
         self.check()
         return InlinePending(self._thread.submit(self._run, plan), self._fail, plan.step)
 
-    def supply(self, step: int, payloads: dict[str, bytes]) -> None:
+    def supply(self, step: int, payloads: dict[str, memoryview]) -> None:
         """See Executor."""
         self._supplies.put(Supply(step, payloads))
+
+    def profile(self, folder: str | None) -> list[str]:
+        """See Executor."""
+        self.check()
+        return [self._thread.submit(self._profiler.turn, folder).result()]
 
     def check(self) -> None:
         """Raises EngineDead if a step has failed, or after `close`."""
@@ -115,7 +122,7 @@ class InlineExecutor:
         except Exception as error:
             raise self._fail(plan.step, error) from error
 
-    def _supplied(self, step: int) -> dict[str, bytes]:
+    def _supplied(self, step: int) -> dict[str, memoryview]:
         supply = self._supplies.get()
         if supply is None:
             raise EngineDead("the executor is closed")

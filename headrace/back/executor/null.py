@@ -15,16 +15,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.back.executor.null_pooling import NullPooling
 from headrace.base import splitmix
 from headrace.base.config.resolved import EngineSpec
-from headrace.base.errors import EngineDead, EngineError, NonFiniteLogits, WireError, to_wire
-from headrace.base.wire.grammar import GATE, unpack_masks
-from headrace.base.wire.request import PromptLogprobs
+from headrace.base.errors import (
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    NonFiniteLogits,
+    WireError,
+    to_wire,
+)
+from headrace.base.wire.grammar import GATE, NOTHING, unpack_masks
+from headrace.base.wire.request import Pooled, PromptLogprobs
 from headrace.base.wire.step import (
     KVGroup,
+    RowFeed,
     RowLogprobs,
     RowStart,
     StepPlan,
@@ -94,6 +104,7 @@ class _Row:
     start: RowStart
     computed: int
     seen: list[int]
+    pooling: NullPooling | None
 
 
 class NullExecutor:
@@ -108,6 +119,7 @@ class NullExecutor:
         groups: Sequence[KVGroup] | None = None,
         check: bool = False,
     ) -> None:
+        self._model = spec.model
         config = spec.model.config
         self.behaviour = behaviour or NullBehaviour(
             eos_rate=float(config.get("null_eos_rate", 0.0)),
@@ -140,6 +152,10 @@ class NullExecutor:
         """See Executor."""
         return self._facts
 
+    def profile(self, folder: str | None) -> list[str]:
+        """See Executor."""
+        raise InvalidRequest("the null executor has no workers to profile")
+
     def check(self) -> None:
         """See Executor."""
         if self._dead is not None:
@@ -168,7 +184,7 @@ class NullExecutor:
             self._held = plan, pending
         return pending
 
-    def supply(self, step: int, payloads: dict[str, bytes]) -> None:
+    def supply(self, step: int, payloads: dict[str, memoryview]) -> None:
         """See Executor."""
         assert self._held is not None and self._held[0].step == step, "nothing waits for this"
         (plan, pending), self._held = self._held, None
@@ -183,6 +199,8 @@ class NullExecutor:
             self._table[:, row] = 0
         for start in plan.starts:
             self._start(start)
+        for feed in plan.feeds:
+            self._feed(feed)
         if len(plan.block_id):
             assert plan.block_id.min() >= 0 and plan.block_id.max() < self._facts.num_blocks
             for row in np.unique(plan.block_row).tolist():
@@ -196,7 +214,9 @@ class NullExecutor:
         assert self._rows[row] is None, f"row {row} is taken twice"
         assert 0 <= start.num_computed < known and 0 < start.num_prompt <= known
         seen = start.tokens[: start.num_computed].tolist() if self._check else []
-        self._rows[row] = _Row(start, start.num_computed, seen)
+        asked = start.pooling
+        pooling = asked and NullPooling(self._model, asked, start.num_prompt)
+        self._rows[row] = _Row(start, start.num_computed, seen, pooling)
         self._computed[row] = start.num_computed
         sampling = start.sampling
         self._seed[row] = 0 if sampling.greedy else splitmix.mix(sampling.seed)
@@ -205,6 +225,15 @@ class NullExecutor:
             or bool(sampling.suppressed_ids and sampling.min_tokens)
             or sampling.logprobs is not None
         )
+
+    def _feed(self, feed: RowFeed) -> None:
+        """The row knows its tokens up to the end of these; what it sampled before them is only known here."""
+        owner = self._owner(feed.row)
+        assert self._computed[feed.row] == feed.start, "a feed begins where the KV ends"
+        gap = feed.start - len(owner.start.tokens)
+        known = np.concatenate([owner.start.tokens, np.zeros(max(gap, 0), np.int32)])
+        tokens = np.concatenate([known[: feed.start], feed.tokens])
+        owner.start = msgspec.structs.replace(owner.start, tokens=tokens)
 
     def _state_at(self, row: int, position: int) -> int:
         """The state before `position`, read from the KV cache as a kernel would."""
@@ -226,9 +255,10 @@ class NullExecutor:
 
     # running
 
-    def _run(self, plan: StepPlan, payloads: dict[str, bytes]) -> StepResult:
+    def _run(self, plan: StepPlan, payloads: dict[str, memoryview]) -> StepResult:
         rows = plan.rows
         prompts: list[tuple[int, PromptLogprobs]] = []
+        pooled: list[tuple[int, Pooled]] = []
         decoding = plan.num_tokens == 1
         for index in np.flatnonzero(decoding).tolist():
             row = int(rows[index])
@@ -236,14 +266,15 @@ class NullExecutor:
                 decoding[index] = False
         self._decode(rows[decoding], plan.num_computed[decoding])
         for index in np.flatnonzero(~decoding).tolist():
-            self._prefill(index, plan, prompts)
+            self._prefill(index, plan, prompts, pooled)
         self._computed[rows] = plan.num_computed + plan.num_tokens
-        tokens, logprobs, failed = self._sample(plan, payloads.get(GATE, b""))
+        tokens, logprobs, failed = self._sample(plan, payloads.get(GATE, NOTHING))
         return StepResult(
             step=plan.step,
             tokens=tokens,
             logprobs=logprobs,
             prompt_logprobs=prompts,
+            pooled=pooled,
             failed=failed,
         )
 
@@ -261,7 +292,11 @@ class NullExecutor:
                 self._owner(row).seen.append(token)
 
     def _prefill(
-        self, index: int, plan: StepPlan, prompts: list[tuple[int, PromptLogprobs]]
+        self,
+        index: int,
+        plan: StepPlan,
+        prompts: list[tuple[int, PromptLogprobs]],
+        pooled: list[tuple[int, Pooled]],
     ) -> None:
         row, first = int(plan.rows[index]), int(plan.num_computed[index])
         owner, end = self._owner(row), first + int(plan.num_tokens[index])
@@ -276,6 +311,8 @@ class NullExecutor:
             self._kv[blocks, position % self._block_tokens] = states ^ np.uint64(mark)
         if self._check:
             owner.seen.extend(tokens.tolist())
+        if owner.pooling is not None and (found := owner.pooling.take(states, first)) is not None:
+            pooled.append((index, found))
         self._score_prompt(index, owner, first, end, prompts)
 
     def _score_prompt(
@@ -301,7 +338,7 @@ class NullExecutor:
     # sampling
 
     def _sample(
-        self, plan: StepPlan, masks: bytes
+        self, plan: StepPlan, masks: memoryview
     ) -> tuple[Int32, list[RowLogprobs], list[tuple[int, WireError]]]:
         rows, position = plan.rows, plan.num_computed + plan.num_tokens
         tokens = np.full(len(rows), -1, np.int64)
@@ -346,7 +383,7 @@ class NullExecutor:
             return allowed[token % len(allowed)]
         return _next_allowed(token, banned, self._facts.logits_width)
 
-    def _mask(self, plan: StepPlan, tokens: npt.NDArray[np.int64], payload: bytes) -> None:
+    def _mask(self, plan: StepPlan, tokens: npt.NDArray[np.int64], payload: memoryview) -> None:
         """Tokens that the grammar does not allow become allowed ones."""
         if not payload:
             return
@@ -357,7 +394,8 @@ class NullExecutor:
             if not int(words[token >> 5]) >> (token & 31) & 1:
                 allowed = np.flatnonzero(words)
                 at = int(allowed[token % len(allowed)])
-                bits = [bit for bit in range(32) if int(words[at]) >> bit & 1]
+                word = int(words[at])
+                bits = [bit for bit in range(32) if word >> bit & 1]
                 tokens[place[row]] = 32 * at + bits[token % len(bits)]
 
     def _scores(self, index: int, row: int, token: int) -> list[RowLogprobs]:

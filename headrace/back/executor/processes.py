@@ -16,13 +16,23 @@ import tempfile
 import threading
 from collections import deque
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import msgspec
 
-from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, Failed, Ready
+from headrace.back.executor.channel import (
+    TO_CORE,
+    TO_WORKER,
+    Begin,
+    Channel,
+    Failed,
+    Profile,
+    Profiled,
+    Ready,
+)
 from headrace.base import env
 from headrace.base.config.resolved import EngineSpec
-from headrace.base.errors import EngineDead, HeadraceError, from_wire
+from headrace.base.errors import EngineDead, EngineError, HeadraceError, from_wire
 from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
 
 log = logging.getLogger(__name__)
@@ -30,6 +40,7 @@ log = logging.getLogger(__name__)
 WORKER = "headrace.back.executor.worker"
 LOADER = "headrace.back.models.load:load_model"
 SEND_TIMEOUT_S = 10.0
+PROFILE_TIMEOUT_S = 120.0
 """A worker reads all the time; one that lets a plan wait so long is stopped or stuck."""
 
 
@@ -100,6 +111,7 @@ class ProcessExecutor:
         self._lock = threading.Lock()
         self._pending: deque[tuple[int, ProcessPending]] = deque()
         self._failure: EngineDead | None = None
+        self._profiled: SimpleQueue[Profiled] = SimpleQueue()
         self._ended = threading.Event()
         self._folder = Path(
             tempfile.mkdtemp(prefix="headrace-", dir=env.get("HEADRACE_RUNTIME_DIR"))
@@ -133,7 +145,7 @@ class ProcessExecutor:
         self._send(frame)
         return pending
 
-    def supply(self, step: int, payloads: dict[str, bytes]) -> None:
+    def supply(self, step: int, payloads: dict[str, memoryview]) -> None:
         """See Executor."""
         self._send(TO_WORKER.frame(Supply(step, payloads)))
 
@@ -143,6 +155,22 @@ class ProcessExecutor:
                 worker.channel.send(frame)
             except OSError as error:
                 self._fail(f"worker {worker.rank} takes no more steps ({type(error).__name__})")
+
+    def profile(self, folder: str | None) -> list[str]:
+        """See Executor."""
+        self.check()
+        self._send(TO_WORKER.frame(Profile(folder)))
+        told: list[Profiled] = []
+        for _ in self._workers:
+            try:
+                told.append(self._profiled.get(timeout=PROFILE_TIMEOUT_S))
+            except Empty:
+                self.check()
+                raise EngineError("the workers have not written their traces in time") from None
+        for one in told:
+            if one.error is not None:
+                raise from_wire(one.error)
+        return sorted(one.place for one in told)
 
     def check(self) -> None:
         """Raises EngineDead if a worker has ended, or after `close`."""
@@ -181,6 +209,9 @@ class ProcessExecutor:
                 return self._fail(
                     f"worker {worker.rank} failed in step {message.step}: {message.error.message}"
                 )
+            if isinstance(message, Profiled):
+                self._profiled.put(message)
+                continue
             assert isinstance(message, StepResult), message
             self._finish(message)
         self._fail(f"worker {worker.rank} {worker.ending()}")

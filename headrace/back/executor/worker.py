@@ -21,7 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, Failed, Ready
+from headrace.back.executor.channel import (
+    TO_CORE,
+    TO_WORKER,
+    Begin,
+    Channel,
+    Failed,
+    Profile,
+    Profiled,
+    Ready,
+)
+from headrace.back.executor.profiler import Profiler
 from headrace.back.kernels.native.library import use_threads
 from headrace.back.kernels.op import PutOff
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
@@ -163,11 +173,12 @@ def serve(channel: Channel) -> None:
     except Exception as error:
         log.exception("rank %d could not start", begin.rank)
         return channel.send(TO_CORE.frame(Failed(None, _start_error(error))))
-    plans: SimpleQueue[StepPlan] = SimpleQueue()
+    plans: SimpleQueue[StepPlan | Profile] = SimpleQueue()
+    profiler = Profiler(begin.rank)
     supplies: SimpleQueue[Supply] = SimpleQueue()
     launched: SimpleQueue[Launched] = SimpleQueue()
 
-    def supplied(step: int) -> dict[str, bytes]:
+    def supplied(step: int) -> dict[str, memoryview]:
         supply = supplies.get()
         assert supply.step == step, (supply.step, step)
         return supply.gates
@@ -181,11 +192,21 @@ def serve(channel: Channel) -> None:
     threads = StepThreads(begin.spec.device.threads, runner.facts)
     while True:
         plan = plans.get()
+        if isinstance(plan, Profile):
+            channel.send(TO_CORE.frame(_profiled(profiler, plan)))
+            continue
         try:
             threads.fit(plan)
             launched.put(runner.launch(plan, supplied))
         except Exception as error:
             return _fail(channel, begin.rank, plan.step, error)
+
+
+def _profiled(profiler: Profiler, wish: Profile) -> Profiled:
+    try:
+        return Profiled(profiler.turn(wish.folder))
+    except Exception as error:
+        return Profiled(error=to_wire(error))
 
 
 def _send_results(channel: Channel, launched: SimpleQueue[Launched], rank: int) -> None:
@@ -208,7 +229,7 @@ def _fail(channel: Channel, rank: int, step: int, error: Exception) -> None:
 
 
 def _read_plans(
-    channel: Channel, plans: SimpleQueue[StepPlan], supplies: SimpleQueue[Supply]
+    channel: Channel, plans: SimpleQueue[StepPlan | Profile], supplies: SimpleQueue[Supply]
 ) -> None:
     """Reads ahead, so that the parent never waits to send; ends the process when the parent is gone."""
     while (body := channel.receive()) is not None:
@@ -216,7 +237,7 @@ def _read_plans(
         if isinstance(message, Supply):
             supplies.put(message)
         else:
-            assert isinstance(message, StepPlan), message
+            assert isinstance(message, StepPlan | Profile), message
             plans.put(message)
     os._exit(0)
 

@@ -114,6 +114,8 @@ class Attention:
             q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, plan.slot_T)
         else:
             q_THD = self._separately(qkv_TC, batch, plan, kv)
+        if batch.tap is not None:
+            batch.tap.see(self._layer, self._problem, q_THD, kv, plan)
         return self._out.project_into(self._attend(q_THD, kv, plan).flatten(1), residual_TE)
 
     def _separately(
@@ -152,17 +154,15 @@ class Attention:
         self._fused = self._bind_fused(shape)
         if self._fused is None:
             self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape, coded=scope.kv_coded))
-        self._attend = scope.bind(
-            ATTENTION,
-            AttentionProblem(
-                **shape,
-                heads=self._heads,
-                scale=spec.scale,
-                window=spec.window,
-                softcap=spec.softcap,
-                coded=scope.kv_coded,
-            ),
+        self._problem = AttentionProblem(
+            **shape,
+            heads=self._heads,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            coded=scope.kv_coded,
         )
+        self._attend = scope.bind(ATTENTION, self._problem)
 
     def _bind_fused(self, shape: dict[str, Any]) -> QKRopeWrite | None:
         """Norm, rotation and KV write in one kernel, if there is one for this layer."""

@@ -173,6 +173,7 @@ class Decoder:
         sizes = spec.sizes
         self.logits_width = sizes.vocabulary
         self.generates = scope.head.kind == "lm"
+        self.attention_heads = sizes.heads
         self._ledger = scope.ledger
         self._embedding = TokenEmbedding(
             inside / "embed_tokens",

@@ -148,6 +148,7 @@ class Encoder:
 
     kv_layers: tuple[KVLayer, ...] = ()
     generates = False
+    attention_heads = 0
 
     def __init__(
         self,

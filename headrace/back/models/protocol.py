@@ -17,11 +17,13 @@ class CausalModel(Protocol):
     """A loaded model on this rank: a decoder, or an encoder whose texts are only pooled.
 
     `generates`: it has a language-model head. `state` names a row of `runner/states`.
+    `attention_heads`: query heads of each layer, where a batch's tap sees them; 0: it does not.
     """
 
     kv_layers: tuple[KVLayer, ...]
     logits_width: int
     generates: bool
+    attention_heads: int
     state: str
 
     def forward(self, batch: Batch) -> torch.Tensor:

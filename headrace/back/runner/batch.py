@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.back.attention.plan import AttentionPlan, Batch
+from headrace.back.attention.plan import AttentionPlan, Batch, Tap
 from headrace.back.kernels.upload import to_device
 from headrace.back.runner.requests import Rows
 from headrace.base.wire.step import StepPlan
@@ -70,7 +70,12 @@ def shape_of(plan: StepPlan) -> StepShape:
 
 
 def build_batch(
-    shape: StepShape, rows: Rows, *, kv: tuple[torch.Tensor, ...], group_of_layer: tuple[int, ...]
+    shape: StepShape,
+    rows: Rows,
+    *,
+    kv: tuple[torch.Tensor, ...],
+    group_of_layer: tuple[int, ...],
+    tap: Tap | None = None,
 ) -> Batch:
     """The batch of one step; the rows have taken the plan over already.
 
@@ -85,6 +90,7 @@ def build_batch(
         kv=kv,
         logits_at_N=to_device(last_N, rows.device),
         query_start=shape.query_start,
+        tap=tap,
     )
 
 

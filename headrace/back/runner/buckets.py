@@ -19,14 +19,14 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from headrace.back.attention.plan import AttentionPlan, Batch
+from headrace.back.attention.plan import AttentionPlan, Batch, Tap
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_commit.op import OP as COMMIT
 from headrace.back.kernels.step_inputs.op import HEADER, StepInputsProblem, StepOut, StepTables
 from headrace.back.kernels.step_inputs.op import OP as INPUTS
 from headrace.back.runner.batch import StepShape
 from headrace.back.runner.requests import GrowingTable, Rows
-from headrace.back.runner.steps import Machine, Moment, Ran
+from headrace.back.runner.steps import ExactSteps, Machine, Moment, Ran
 from headrace.back.sampling.sampler import Picks
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
@@ -199,6 +199,7 @@ class BucketSteps:
         tables = tuple(GrowingTable(blocks_MB) for blocks_MB in self._tables.blocks_GMB)
         tokens = GrowingTable(self._tables.tokens_MC)
         self.rows = Rows(tokens, tables, block_tokens=block_tokens)
+        self._exact = ExactSteps(machine, self.rows)
         self._message = _Message(problem, self._tables, self.buckets.largest.updates)
         self._ring = torch.zeros((RING, 2, max_rows), **new)
         self._told = _host_buffer((RING, 2, max_rows), device)
@@ -217,15 +218,20 @@ class BucketSteps:
     def use_kv(self, kv: tuple[torch.Tensor, ...]) -> None:
         """See Steps."""
         self._kv = kv
+        self._exact.use_kv(kv)
         self._frames.clear()
 
     def compiling(self) -> AbstractContextManager[object] | None:
         """See Steps."""
         return self._replay.compiling()
 
-    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool) -> Ran:
-        """See Steps."""
+    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool, tap: Tap | None = None) -> Ran:
+        """See Steps. One that is looked into is run by itself, over the same rows and cache."""
+        if tap is not None:
+            return self._exact.run(plan, shape, draws=False, tap=tap)
         self.rows.start(plan.starts)
+        if plan.feeds:
+            self.rows.feed(plan.feeds)
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
         if draws:
             bucket = replace(bucket, draws=True)

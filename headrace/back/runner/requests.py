@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.upload import to_device
-from headrace.base.wire.step import RowStart, StepPlan
+from headrace.base.wire.step import RowFeed, RowStart, StepPlan
 
 
 class GrowingTable:
@@ -79,6 +79,8 @@ class Rows:
     def apply(self, plan: StepPlan) -> None:
         """Takes over the plan's starts and block updates."""
         self.start(plan.starts)
+        if plan.feeds:
+            self.feed(plan.feeds)
         if plan.block_id.size:
             self.update(plan)
 
@@ -88,6 +90,17 @@ class Rows:
             self._clear_tables([start.row for start in starts])
             for start in starts:
                 self._start(start)
+
+    def feed(self, feeds: list[RowFeed]) -> None:
+        """Tokens that were not sampled here are stored where they stand."""
+        sizes = [feed.tokens.size for feed in feeds]
+        row_K = np.repeat(np.array([feed.row for feed in feeds], np.int64), sizes)
+        position_K = np.concatenate(
+            [np.arange(feed.start, feed.start + feed.tokens.size) for feed in feeds]
+        )
+        self.tokens.reserve(int(position_K.max()) + 2)
+        token_K = np.concatenate([feed.tokens for feed in feeds]).astype(np.int32, copy=False)
+        self.tokens.put(row_K, position_K, to_device(token_K, self.device))
 
     def _clear_tables(self, rows: list[int]) -> None:
         index = to_device(np.array(rows, np.int64), self.device)

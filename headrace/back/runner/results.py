@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.back.runner.batch import StepShape
+from headrace.back.runner.capture import Piece
 from headrace.back.runner.pooler import Vectors
 from headrace.back.runner.steps import Moment, Now
 from headrace.back.sampling.logprobs import Told
@@ -54,6 +55,7 @@ class Launched:
     draws: Draws | None = None
     prompts: list[tuple[int, Scored]] = field(default_factory=list)
     pooled: Sequence[Vectors] = ()
+    captured: Sequence[Piece] = ()
     refused: dict[int, HeadraceError] = field(default_factory=dict)
     lost: Callable[[np.ndarray], None] | None = None
 
@@ -88,5 +90,6 @@ class Launched:
             logprobs=logprobs,
             prompt_logprobs=[(index, scored.read()) for index, scored in self.prompts],
             pooled=pooled,
+            captured=[piece.read() for piece in self.captured],
             failed=[(index, to_wire(error)) for index, error in failed.items()],
         )

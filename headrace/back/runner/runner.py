@@ -24,6 +24,7 @@ from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.models.load.dense import load_projection
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
+from headrace.back.runner.capture import LayersOfRow, forget_rows, num_capturable, tap_of
 from headrace.back.runner.devices import MakeSteps, make_steps, profile_step
 from headrace.back.runner.memory import KVLayout, KVMemory, count_blocks, fit_kv, lay_out
 from headrace.back.runner.pooler import Pooler
@@ -36,16 +37,16 @@ from headrace.back.sampling.prompt_logprobs import PromptScorer, Scored
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import EngineError, HeadraceError
-from headrace.base.wire.grammar import GATE
+from headrace.base.wire.grammar import GATE, NOTHING
 from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
 
 log = logging.getLogger(__name__)
 
-Supplied = Callable[[int], dict[str, bytes]]
+Supplied = Callable[[int], dict[str, memoryview]]
 """From the number of a step to its late payloads."""
 
 
-def no_supply(step: int) -> dict[str, bytes]:
+def no_supply(step: int) -> dict[str, memoryview]:
     """For callers whose plans have no late gates."""
     raise AssertionError(f"step {step} waits for gates, but nobody supplies them")
 
@@ -91,6 +92,7 @@ class Runner:
         self._sampler = Sampler(max_rows=max_rows, logits_width=model.logits_width, device=device)
         self._prompts = PromptScorer(logits_width=model.logits_width, device=device)
         self._pooler = Pooler(model.classify, load_projection(spec.model, device))
+        self._captured: LayersOfRow = {}
         self._device = device
         self._lost: deque[np.ndarray] = deque()
         machine = Machine(
@@ -103,16 +105,7 @@ class Runner:
             device=device,
         )
         self._steps = steps(machine, spec, num_groups=len(layout.groups))
-        began = time.perf_counter()
-        if (ahead := self._steps.compiling()) is not None:
-            with ahead:
-                warm_up(self, spec, model.logits_width, device, compiling=True)
-        compile_s = time.perf_counter() - began
-        began = time.perf_counter()
-        if spec.kv.fit:
-            num_blocks = self._fit(spec, layout)
-        profile_s = time.perf_counter() - began
-        warmup_s = warm_up(self, spec, model.logits_width, device)
+        num_blocks, spent_s = self._get_ready(spec, layout, num_blocks)
         self.facts = WorkerFacts(
             num_blocks=num_blocks,
             block_tokens=spec.kv.block_tokens,
@@ -121,14 +114,11 @@ class Runner:
             max_rows=max_rows,
             max_model_len=spec.model.max_model_len,
             generates=model.generates,
+            capture_layers=num_capturable(model, spec),
+            capture_heads=model.attention_heads,
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
-            start_s={
-                **(start_s or {}),
-                "compile": compile_s,
-                "profile": profile_s,
-                "warmup": warmup_s,
-            },
+            start_s={**(start_s or {}), **spent_s},
             decisions=[
                 (d.field, d.given, d.chosen, d.why)
                 for d in (*decisions, *self._sampler.decisions, *self._steps.decisions)
@@ -144,6 +134,21 @@ class Runner:
     def draws(self) -> bool:
         """Whether steps draw the tokens of random rows themselves."""
         return bool(self._steps.common_rows) and self._sampler.drawn is not None
+
+    def _get_ready(
+        self, spec: EngineSpec, layout: KVLayout, num_blocks: int
+    ) -> tuple[int, dict[str, float]]:
+        """Compiles, sizes the KV cache, warms up; the number of blocks, and the seconds of each."""
+        width, began = self._model.logits_width, time.perf_counter()
+        if (ahead := self._steps.compiling()) is not None:
+            with ahead:
+                warm_up(self, spec, width, self._device, compiling=True)
+        compile_s = time.perf_counter() - began
+        if spec.kv.fit:
+            num_blocks = self._fit(spec, layout)
+        profile_s = time.perf_counter() - began - compile_s
+        warmup_s = warm_up(self, spec, width, self._device)
+        return num_blocks, {"compile": compile_s, "profile": profile_s, "warmup": warmup_s}
 
     def _fit(self, spec: EngineSpec, layout: KVLayout) -> int:
         """Runs the largest step, then makes the KV cache of what the device has left; the number of blocks."""
@@ -205,8 +210,9 @@ class Runner:
             return Launched(plan=plan, refused=dict.fromkeys(range(plan.rows.size), full))
 
     def _run(self, plan: StepPlan, shape: StepShape, supplied: Supplied) -> Launched:
+        tap = tap_of(self._captured, shape) if self._captured else None
         draws = not plan.late and self._sampler.draws(shape.sampled_row)
-        ran = self._steps.run(plan, shape, draws=draws)
+        ran = self._steps.run(plan, shape, draws=draws, tap=tap)
         prompts, refused = (
             ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.hidden_TE)
         )
@@ -223,6 +229,7 @@ class Runner:
             draws=sampled,
             prompts=prompts,
             pooled=() if self._pooler.idle else self._pooler.pool(shape, ran.hidden_TE),
+            captured=() if tap is None else tap.pieces,
             refused=refused,
             lost=self._lost.append,
         )
@@ -231,13 +238,21 @@ class Runner:
         if plan.ends.size:
             self._state.end(plan.ends)
             self._sampler.end(plan.ends)
-            self._prompts.end(plan.ends)
-            self._pooler.end(plan.ends)
+            if not self._prompts.idle:
+                self._prompts.end(plan.ends)
+            if not self._pooler.idle:
+                self._pooler.end(plan.ends)
+            if self._captured:
+                forget_rows(self._captured, plan.ends)
         for start in plan.starts:
             self._state.start(start)
             self._sampler.start(start)
-            self._prompts.start(start)
-            self._pooler.start(start)
+            if start.sampling.prompt_logprobs is not None:
+                self._prompts.start(start)
+            if start.pooling is not None:
+                self._pooler.start(start)
+            if start.sampling.capture_layers:
+                self._captured[start.row] = start.sampling.capture_layers
 
     def _draw(
         self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied, *, draws: bool
@@ -256,7 +271,7 @@ class Runner:
             rows=shape.sampled_row,
             positions=shape.sampled_position,
             tokens=rows.data,
-            masks=late.get(GATE, b""),
+            masks=late.get(GATE, NOTHING),
         )
         token_N = sampled.token_N.to(torch.int32)
         rows.put(shape.sampled_row, shape.sampled_position, token_N)

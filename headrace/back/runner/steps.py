@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from headrace.back.attention.plan import Tap
 from headrace.back.kernels.greedy.op import Greedy
 from headrace.back.kernels.upload import to_device
 from headrace.back.models.protocol import CausalModel
@@ -118,9 +119,9 @@ class Steps(Protocol):
         there is nothing to compile."""
         ...
 
-    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool) -> Ran:
+    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool, tap: Tap | None = None) -> Ran:
         """Takes the plan's changes over and launches its step. `draws`: the rows' tokens are drawn, where steps can;
-        else the greedy picks are told."""
+        else the greedy picks are told. With a tap the step is exact."""
         ...
 
     def moment(self) -> Moment:
@@ -153,12 +154,14 @@ class ExactSteps:
     def compiling(self) -> None:
         """See Steps."""
 
-    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool) -> Ran:
+    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool, tap: Tap | None = None) -> Ran:
         """See Steps."""
         machine = self._machine
         self.rows.apply(plan)
         self.rows.tokens.reserve(shape.max_kv_len + 1)
-        batch = build_batch(shape, self.rows, kv=self._kv, group_of_layer=machine.group_of_layer)
+        batch = build_batch(
+            shape, self.rows, kv=self._kv, group_of_layer=machine.group_of_layer, tap=tap
+        )
         batch = machine.state.prepare(batch, row_T=shape.row_T, gates=plan.gates)
         hidden_TE = machine.model.forward(batch)
         machine.state.after(batch, hidden_TE)

@@ -26,7 +26,7 @@ class GrammarMask:
         self._masks = np.zeros((0, 0), np.int32)
         self._shifts = torch.arange(8, dtype=torch.uint8, device=device)
 
-    def take(self, payload: bytes) -> np.ndarray:
+    def take(self, payload: memoryview) -> np.ndarray:
         """Takes over the masks of a step; whether each row has one, bool [max_rows]."""
         rows, self._masks = unpack_masks(payload)
         self._masked[:] = False

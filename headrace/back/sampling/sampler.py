@@ -58,6 +58,7 @@ from headrace.back.sampling.logprobs import Told, score
 from headrace.back.sampling.min_tokens import MinTokens
 from headrace.back.sampling.penalties import Penalties
 from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
+from headrace.base.wire.grammar import NOTHING
 from headrace.base.wire.step import RowStart
 
 
@@ -179,7 +180,7 @@ class Sampler:
         rows: np.ndarray,
         positions: np.ndarray,
         tokens: torch.Tensor,
-        masks: bytes = b"",
+        masks: memoryview = NOTHING,
     ) -> Sampled:
         """Samples the token at `positions[i]` of `rows[i]` from logits_NV[i] (float32, may be overwritten).
 

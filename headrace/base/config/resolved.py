@@ -50,6 +50,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_labels: int = 0
     dense: tuple[DenseSpec, ...] = ()
     dense_per_token: bool = False
+    attention_capture: bool = False
 
 
 class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,6 +194,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     admin_listen: str | None = None
     admin_readonly: bool = False
+    profile_dir: str | None = None
     metrics_names: str = "headrace"
     log_slow_s: float | None = None
     otlp_endpoint: str | None = None

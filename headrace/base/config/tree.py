@@ -79,6 +79,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
     seed: Annotated[Natural, Meta(description="Seed of dummy weights.")] = 0
+    attention_capture: Annotated[
+        bool,
+        Meta(
+            description="Requests may ask for attention weights (attn_capture): for looking into a model, not for "
+            "serving many."
+        ),
+    ] = False
     family: Annotated[
         str,
         Meta(
@@ -150,6 +157,13 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_tokens: Annotated[
         Natural, Meta(description="Prompt tokens that may wait in all; more are refused with 503.")
     ] = 4_000_000
+    grammar_backend: Annotated[
+        Literal["llguidance", "xgrammar"],
+        Meta(
+            description="Library behind structured output. xgrammar is an extra (headrace[xgrammar]), compiles "
+            "more slowly, and refuses parts of JSON schema that it would not hold."
+        ),
+    ] = "llguidance"
     overlap: Annotated[
         bool, Meta(description="Plan the next step while the device runs this one.")
     ] = True
@@ -215,6 +229,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin_readonly: Annotated[
         bool, Meta(description="The administrative plane answers questions and changes nothing.")
     ] = False
+    profile_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder for traces of the workers' steps (`headrace admin profile start`, then stop); "
+            "none: profiling is off."
+        ),
+    ] = None
     admin_key: Annotated[
         str | None, Meta(description="Key of the administrative routes; none: they are off.")
     ] = None

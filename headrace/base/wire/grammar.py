@@ -157,17 +157,48 @@ def key_of(node: Node) -> bytes:
 
 
 Int32 = npt.NDArray[np.int32]
+NOTHING = memoryview(b"")
+"""A late payload that says nothing."""
 
 
-def pack_masks(rows: Int32, masks: Int32) -> bytes:
-    """Masks [K, words] of the rows [K] as the payload of a step: K, words, rows, masks; little-endian int32."""
+class MaskBuffer:
+    """The payload of a step's masks, filled in place and handed on without a copy: K, words, rows [K], masks
+    [K, words], little-endian int32.
+
+    The same memory is used at every step; what was handed out is good until the next `begin`. So masks of a step must
+    not be begun before the step that had the last ones has landed.
+    """
+
+    def __init__(self, words: int) -> None:
+        self._words = words
+        self._data = np.zeros(0, "<i4")
+
+    def begin(self, rows: Int32) -> Int32:
+        """Room for masks of these rows [K]: [K, words], with whatever was in it."""
+        count = len(rows)
+        size = 2 + count * (1 + self._words)
+        if size > self._data.size:
+            self._data = np.zeros(max(size, 2 * self._data.size), "<i4")
+        self._data[0], self._data[1] = count, self._words
+        self._data[2 : 2 + count] = rows
+        return self._data[2 + count : size].reshape(count, self._words)
+
+    def payload(self) -> memoryview:
+        """What was begun last, as bytes."""
+        count = int(self._data[0])
+        return self._data[: 2 + count * (1 + self._words)].data.cast("B")
+
+
+def pack_masks(rows: Int32, masks: Int32) -> memoryview:
+    """The payload of masks [K, words] of the rows [K], in memory of its own."""
     if not len(rows):
-        return b""
-    head = np.asarray(masks.shape, "<i4")
-    return b"".join(part.astype("<i4", copy=False).tobytes() for part in (head, rows, masks))
+        return NOTHING
+    buffer = MaskBuffer(masks.shape[1])
+    buffer.begin(rows)[:] = masks
+    return buffer.payload()
 
 
-def unpack_masks(payload: bytes) -> tuple[Int32, Int32]:
+def unpack_masks(payload: memoryview) -> tuple[Int32, Int32]:
     """Rows [K] and masks [K, words] of a payload."""
     if not payload:
         return np.zeros(0, np.int32), np.zeros((0, 0), np.int32)

@@ -109,6 +109,15 @@ class Pooled(msgspec.Struct, frozen=True):
     values: np.ndarray
 
 
+class Captured(msgspec.Struct, frozen=True):
+    """Attention weights of one layer, float32 [Q, H, S]: queries at positions `start` .. of a request, every head, all
+    positions up to the last of these queries."""
+
+    layer: int
+    start: int
+    values: np.ndarray
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of one request, sent exactly once. `reason`: stop, length, abort or error.
 
@@ -138,6 +147,7 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     logprobs: list[TokenLogprobs | None] = []
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
     pooled: list[tuple[int, Pooled]] = []
+    captured: list[tuple[int, Captured]] = []
     finished: list[Finished] = []
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.base.errors import WireError
 from headrace.base.wire.params import RowPooling, RowSampling
-from headrace.base.wire.request import Pooled, PromptLogprobs
+from headrace.base.wire.request import Captured, Pooled, PromptLogprobs
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers state once they are loaded. Block 0 is the null block and belongs to nobody.
 
     `groups` is empty for encoders, which keep no KV. `generates`: there is a language-model head; without one
-    requests can only be pooled.
+    requests can only be pooled. Attention weights can be had of `capture_layers` layers with `capture_heads` heads; 0
+    where they cannot.
     """
 
     num_blocks: int
@@ -41,6 +42,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int
     max_model_len: int
     generates: bool = True
+    capture_layers: int = 0
+    capture_heads: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
     start_s: dict[str, float] = {}
@@ -63,11 +66,20 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     pooling: RowPooling | None = None
 
 
+class RowFeed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Tokens (int32) of a running row at positions from `start` on, which the core has decided itself."""
+
+    row: int
+    start: int
+    tokens: np.ndarray
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
-    """One step. Applied in this order: `ends`, `starts`, block updates, then the rows run.
+    """One step. Applied in this order: `ends`, `starts`, `feeds`, block updates, then the rows run.
 
     ends [E]             rows given back
     starts               rows taken
+    feeds                tokens of rows, in the place of what was sampled there
     block_group/row/index/id [U]   block_table[group][row, index] = id
     rows [R]             rows that run; those with exactly one token come first
     num_tokens [R]       query tokens of each (>= 1)
@@ -89,15 +101,16 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     num_tokens: np.ndarray
     num_computed: np.ndarray
     sample: np.ndarray
+    feeds: list[RowFeed] = []
     gates: dict[str, bytes] = {}
     late: tuple[str, ...] = ()
 
 
 class Supply(msgspec.Struct, frozen=True, tag="supply"):
-    """The late payloads of a step, by gate name."""
+    """The late payloads of a step, by gate name; decoded they lie in the frame they came in."""
 
     step: int
-    gates: dict[str, bytes]
+    gates: dict[str, memoryview]
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -121,4 +134,5 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     logprobs: list[RowLogprobs] = []
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
     pooled: list[tuple[int, Pooled]] = []
+    captured: list[tuple[int, Captured]] = []
     failed: list[tuple[int, WireError]] = []

@@ -21,7 +21,7 @@ from headrace.base.wire.grammar import Node, Vocabulary, key_of
 from headrace.core.grammar.backends import make_backend
 from headrace.core.grammar.lexicon import Lexicon
 from headrace.core.grammar.trial import Begin, Trial
-from headrace.core.ports import GrammarBackend, Matcher
+from headrace.core.ports import Encode, GrammarBackend, Matcher
 
 log = logging.getLogger(__name__)
 ENTRY_BYTES = 16_384
@@ -61,8 +61,14 @@ class Engine(msgspec.Struct, frozen=True):
 class _EngineMaker:
     """Makes the engine once; whoever asks meanwhile waits. Threads hold this, not the compiler, which so can go."""
 
-    def __init__(self, load: Callable[[], Vocabulary], backend: str) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Vocabulary],
+        backend: str,
+        encoder: Callable[[], Encode] | None,
+    ) -> None:
         self.backend = backend
+        self._encoder = encoder
         self.made: Engine | None = None
         self._load = load
         self._lock = threading.Lock()
@@ -71,7 +77,8 @@ class _EngineMaker:
         with self._lock:
             if self.made is None:
                 vocabulary = self._load()
-                backend = make_backend(self.backend, vocabulary)
+                encode = self._encoder() if self._encoder is not None else None
+                backend = make_backend(self.backend, vocabulary, encode)
                 self.made = Engine(backend, Lexicon(vocabulary), vocabulary)
             return self.made
 
@@ -85,9 +92,10 @@ class Compiler:
         *,
         backend: str = "llguidance",
         limits: CompileLimits | None = None,
+        encoder: Callable[[], Encode] | None = None,
     ) -> None:
         self.limits = limits or CompileLimits()
-        self._maker = _EngineMaker(load, backend)
+        self._maker = _EngineMaker(load, backend, encoder)
         self._cache: OrderedDict[bytes, Entry] = OrderedDict()
         self._jobs: queue.PriorityQueue[tuple[int, int, Entry | None]] = queue.PriorityQueue()
         self._number = count()

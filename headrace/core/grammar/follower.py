@@ -10,6 +10,7 @@ Tags are found in the tokens' text, so that it does not matter how they are cut 
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
 
 import msgspec
@@ -35,10 +36,11 @@ class Phase(Enum):
 
 class Wish(msgspec.Struct, frozen=True):
     """What a step needs for an answer: the matcher's mask (if `matcher`), and `extra` or-ed to it; without a matcher
-    `extra` is the mask."""
+    `extra` is the mask, or `only` the one token that may follow."""
 
     matcher: bool
     extra: Int32 | None = None
+    only: int | None = None
 
 
 class Follower:
@@ -58,6 +60,7 @@ class Follower:
         self._tail = b""
         self._num_reasoning = 0
         self._breaks_left = 0
+        self._forced: deque[int] = deque()
         self.phase = self._first_phase(rule)
 
     def _first_phase(self, rule: ReasoningRule | None) -> Phase:
@@ -74,6 +77,8 @@ class Follower:
     def wish(self) -> Wish | None:
         """What the next token needs; None: it is free."""
         if self.phase is Phase.GRAMMAR:
+            if self._forced:
+                return Wish(False, only=self._forced[0])
             return Wish(True, self._lexicon.break_ids if self._breaks_left else None)
         if self.phase is Phase.REASONING:
             return self._while_reasoning()
@@ -90,6 +95,13 @@ class Follower:
             return None
         mask = self._lexicon.crossing(self._tail, self._close)
         return None if mask is None else Wish(False, mask)
+
+    def force(self) -> list[int]:
+        """The tokens that must follow now, if any: from here on they are what `wish` allows, one by one, so that an
+        answer has the same tokens whether they are sampled or not."""
+        if self.phase is Phase.GRAMMAR and not self._breaks_left and self.matcher is not None:
+            self._forced = deque(self.matcher.forced())
+        return list(self._forced)
 
     def accept(self, token: int) -> bool:
         """Goes on by a token; false if it broke the grammar."""
@@ -113,6 +125,8 @@ class Follower:
 
     def _accept_grammar(self, token: int) -> bool:
         assert self.matcher is not None
+        if self._forced and self._forced.popleft() != token:
+            self._forced.clear()
         if self._breaks_left and token in self._lexicon.breaks:
             self._breaks_left -= 1
             return True

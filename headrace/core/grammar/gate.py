@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import EngineError, HeadraceError, InvalidRequest
-from headrace.base.wire.grammar import GATE, Constraint, Vocabulary, pack_masks, unpack
+from headrace.base.wire.grammar import GATE, NOTHING, Constraint, MaskBuffer, Vocabulary, unpack
 from headrace.base.wire.request import EngineRequest
 from headrace.core.grammar.compiler import CompileLimits, Compiler, Entry
 from headrace.core.grammar.follower import Follower, Wish
 from headrace.core.grammar.lexicon import Lexicon
-from headrace.core.ports import Ends, Verdict
+from headrace.core.ports import Encode, Ends, Verdict
 
 log = logging.getLogger(__name__)
 _YES = Verdict("yes")
+FEW_WORDS = 64
+"""A mask with more words than this that allow something is not looked at for a forced text: the beginnings of one text
+are fewer tokens. Looking costs up to 0.1 ms."""
 _COMPILING = Verdict("not_now", "the grammar is being compiled")
 Int32 = npt.NDArray[np.int32]
 
@@ -39,8 +43,39 @@ class _Held:
         self.failure: str | None = None
 
 
+class _Wanted(NamedTuple):
+    """A row that needs a mask."""
+
+    row: int
+    request_id: int
+    held: _Held
+    follower: Follower
+    wish: Wish
+
+
+def _only(mask: Int32, token: int) -> None:
+    mask[:] = 0
+    mask.view(np.uint32)[token >> 5] = 1 << (token & 31)
+
+
+def _complete(mask: Int32, wish: Wish) -> None:
+    """What the matcher has not filled."""
+    if wish.only is not None:
+        _only(mask, wish.only)
+    elif wish.extra is not None and wish.matcher:
+        mask |= wish.extra
+    elif wish.extra is not None:
+        mask[:] = wish.extra
+    else:
+        assert wish.matcher, "a wish for nothing"
+
+
 class GrammarGate:
-    """Implements ports.Gate. Invariant: `_held` has exactly the admitted requests with a constraint."""
+    """Implements ports.Gate. Invariant: `_held` has exactly the admitted requests with a constraint.
+
+    `encoder` makes the tokenizer's encode (text, no control tokens): with it forced texts are cut into tokens as the
+    model knows them. Without `jump` they are sampled all the same.
+    """
 
     name = GATE
 
@@ -50,9 +85,14 @@ class GrammarGate:
         *,
         backend: str = "llguidance",
         limits: CompileLimits | None = None,
+        encoder: Callable[[], Encode] | None = None,
+        jump: bool = True,
     ) -> None:
-        self._compiler = Compiler(load, backend=backend, limits=limits)
+        self._compiler = Compiler(load, backend=backend, limits=limits, encoder=encoder)
         self._held: dict[int, _Held] = {}
+        self._masks: MaskBuffer | None = None
+        self._jump = jump
+        self._forced: dict[int, list[int]] = {}
 
     @property
     def num_held(self) -> int:
@@ -101,31 +141,50 @@ class GrammarGate:
         held = self._held
         return bool(held) and any(request_id in held for request_id in request_ids)
 
-    def late(self, rows: Int32, request_ids: list[int]) -> bytes:
+    def late(self, rows: Int32, request_ids: list[int]) -> memoryview:
         """The masks of these rows, as far as they need one now."""
-        wanted = []
+        self._forced.clear()
+        wanted: list[_Wanted] = []
         for row, request_id in zip(rows.tolist(), request_ids, strict=True):
             held = self._held.get(request_id)
             if held is not None and held.follower is not None:
                 wish = held.follower.wish()
                 if wish is not None:
-                    wanted.append((row, held, held.follower, wish))
+                    wanted.append(_Wanted(row, request_id, held, held.follower, wish))
         if not wanted:
-            return b""
-        wanted.sort(key=lambda entry: not entry[3].matcher)
-        masks = np.zeros((len(wanted), self._lexicon.words), np.int32)
+            return NOTHING
+        wanted.sort(key=lambda entry: not entry.wish.matcher)
+        if self._masks is None:
+            self._masks = MaskBuffer(self._lexicon.words)
+        masks = self._masks.begin(np.asarray([entry.row for entry in wanted], np.int32))
         self._fill(wanted, masks)
-        for mask, (_, _, _, wish) in zip(masks, wanted, strict=True):
-            if wish.extra is not None:
-                mask |= wish.extra
-        return pack_masks(np.asarray([entry[0] for entry in wanted], np.int32), masks)
+        for mask, entry in zip(masks, wanted, strict=True):
+            _complete(mask, entry.wish)
+        self._force(wanted, masks)
+        return self._masks.payload()
 
-    def _fill(self, wanted: list[tuple[int, _Held, Follower, Wish]], masks: Int32) -> None:
+    def forced(self) -> dict[int, list[int]]:
+        """What `late` found to be without a choice."""
+        found, self._forced = self._forced, {}
+        return found if self._jump else {}
+
+    def _force(self, wanted: list[_Wanted], masks: Int32) -> None:
+        """Where few tokens may follow, they may all begin one text: then the tokenizer's own are taken."""
+        few = np.count_nonzero(masks, axis=1) <= FEW_WORDS
+        for index in np.flatnonzero(few).tolist():
+            entry = wanted[index]
+            if not entry.wish.matcher or entry.wish.extra is not None:
+                continue
+            if entry.held.failure is None and (tokens := entry.follower.force()):
+                _only(masks[index], tokens[0])
+                self._forced[entry.request_id] = tokens
+
+    def _fill(self, wanted: list[_Wanted], masks: Int32) -> None:
         """The matchers' masks; one that failed lets its answer end, and the end is told by an error."""
         matchers = [
-            follower.matcher
-            for _, _, follower, wish in wanted
-            if wish.matcher and follower.matcher is not None
+            entry.follower.matcher
+            for entry in wanted
+            if entry.wish.matcher and entry.follower.matcher is not None
         ]
         if not matchers:
             return
@@ -133,7 +192,7 @@ class GrammarGate:
         assert engine is not None
         for index, failure in enumerate(engine.backend.fill(matchers, masks[: len(matchers)])):
             if failure is not None:
-                wanted[index][1].failure = failure
+                wanted[index].held.failure = failure
                 masks[index] = self._lexicon.eos_mask
 
     @property

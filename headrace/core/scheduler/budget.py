@@ -32,6 +32,11 @@ class StepBudget:
         self.left -= count
         self._allowance = self.pace.allowance(count)
 
+    def spend_resumed(self, tokens: int) -> None:
+        """A row that decodes runs a chunk of tokens."""
+        assert 0 < tokens <= self.left, (tokens, self.left)
+        self.left -= tokens
+
     @property
     def prefill_left(self) -> int:
         """Tokens the next prefill chunk may have."""

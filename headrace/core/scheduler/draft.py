@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.wire.step import RowStart, StepPlan
+from headrace.base.wire.step import RowFeed, RowStart, StepPlan
 from headrace.core.request import Request
 from headrace.core.rows import RowTable
 
@@ -57,6 +57,7 @@ class Draft:
     # request, row, start, tokens, sample
     _prefills: list[tuple[Request, int, int, int, bool]] = field(default_factory=list)
     _starts: list[tuple[RowStart, Request]] = field(default_factory=list)
+    _feeds: list[tuple[RowFeed, Request]] = field(default_factory=list)
     preempted: set[int] = field(default_factory=set)
 
     @property
@@ -91,6 +92,10 @@ class Draft:
         """A request takes a row, with these blocks out of the cache."""
         self._starts.append((start, request))
         self.add_updates(request, updates)
+
+    def add_feed(self, feed: RowFeed, request: Request) -> None:
+        """Tokens of a running row that the runner has not sampled."""
+        self._feeds.append((feed, request))
 
     def add_prefill(self, request: Request, *, start: int, tokens: int, sample: bool) -> None:
         """A chunk of a prompt."""
@@ -127,6 +132,7 @@ class Draft:
             step=step,
             ends=np.asarray(ends, np.int32) if ends else _NONE,
             starts=[start for start, request in self._starts if request.row == start.row],
+            feeds=[feed for feed, request in self._feeds if request.row == feed.row],
             block_group=group,
             block_row=row,
             block_index=index,

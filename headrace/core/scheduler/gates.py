@@ -63,11 +63,18 @@ class Gates:
 
     def late(
         self, names: tuple[str, ...], rows: npt.NDArray[np.int32], request_ids: list[int]
-    ) -> dict[str, bytes]:
+    ) -> dict[str, memoryview]:
         """The late payloads of these gates."""
         return {
             gate.name: gate.late(rows, request_ids) for gate in self._gates if gate.name in names
         }
+
+    def forced(self) -> dict[int, list[int]]:
+        """See Gate; one gate at most forces."""
+        found: dict[int, list[int]] = {}
+        for gate in self._gates:
+            found |= gate.forced()
+        return found
 
     def landed(self, request_ids: list[int], tokens: list[int]) -> Ends:
         """Tells every gate the new tokens; the requests that end with theirs."""

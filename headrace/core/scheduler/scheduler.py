@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.errors import HeadraceError
-from headrace.base.wire.step import RowStart, StepPlan
+from headrace.base.wire.step import RowFeed, RowStart, StepPlan
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import Request, State
 from headrace.core.rows import RowTable
@@ -63,6 +63,7 @@ class Scheduler:
         self.refused: list[tuple[Request, HeadraceError]] = []
         self.num_preemptions = 0
         self.step = 0
+        self._resuming: list[tuple[Request, int, int]] = []
         self._ends: list[int] = []
         self._turn = 0
         self._now = now
@@ -100,6 +101,8 @@ class Scheduler:
         )
         draft = Draft(self.rows)
         self._decode(draft, budget)
+        if self._resuming:
+            self._resume(draft, budget)
         self._go_on_with_prefills(draft, budget)
         self._admit_waiting(draft, budget)
         if not draft.num_rows:
@@ -114,10 +117,40 @@ class Scheduler:
             plan = msgspec.structs.replace(plan, gates=payloads, late=flight.late)
         return plan, flight
 
+    # rows that were given tokens
+
+    def resume(self, request: Request) -> None:
+        """A request that decoded knows tokens whose KV is missing: they run as one chunk, then it decodes on."""
+        row = request.row
+        self._resuming.append((request, row, int(self.rows.epoch[row])))
+
+    def _resume(self, draft: Draft, budget: StepBudget) -> None:
+        waiting, self._resuming = self._resuming, []
+        for request, row, epoch in waiting:
+            if self.rows.epoch[row] != epoch:
+                continue  # it has ended, or was preempted
+            if not budget.left or not self._run_resumed(draft, budget, request):
+                self._resuming.append((request, row, epoch))
+
+    def _run_resumed(self, draft: Draft, budget: StepBudget, request: Request) -> bool:
+        """The next chunk of a row that resumes; whether that was all. (One that lost its row is left out later.)"""
+        row = request.row
+        start, known = int(self.rows.planned[row]), int(self.rows.known[row])
+        draft.add_updates(request, self.kv.trim(request, start))
+        if not self._room_to_go_on(draft, request, start):
+            return False
+        tokens = self.kv.fit(request, start=start, want=min(known - start, budget.left))
+        budget.spend_resumed(tokens)
+        self.queue.charge(np.full(tokens, row, np.intp))
+        given = np.frombuffer(request.token_bytes(start, start + tokens), "<i4")
+        draft.add_feed(RowFeed(row=row, start=start, tokens=given), request)
+        return self._run_chunk(draft, request, start=start, tokens=tokens)
+
     # decodes
 
     def _decode(self, draft: Draft, budget: StepBudget) -> None:
-        rows = self._affordable(self.rows.to_decode(), budget.left)
+        """All that decode; a token is left to those that resume, so that these come to decode again."""
+        rows = self._affordable(self.rows.to_decode(), budget.left - bool(self._resuming))
         if not len(rows):
             return
         planned = self.rows.planned[rows]
@@ -164,15 +197,21 @@ class Scheduler:
         """One more block for a decoding row, if need be from a request that comes after it; False: it does not run."""
         if request.row < 0:
             return False  # preempted a moment ago for a better one
-        if not self._make_room(draft, request):
-            if self.num_running == 1:
-                self._end_where_it_is(request)
-            else:
-                self._preempt(draft, request)
+        start = int(self.rows.planned[request.row])
+        if not self._room_to_go_on(draft, request, start):
             return False
-        tokens = int(self.rows.planned[request.row]) + 1
-        draft.add_updates(request, self.kv.extend(request, tokens))
+        draft.add_updates(request, self.kv.extend(request, start + 1))
         return True
+
+    def _room_to_go_on(self, draft: Draft, request: Request, start: int) -> bool:
+        """Makes sure of room for a token at `start`; without it the request loses its row, or ends if it is alone."""
+        if self.kv.fit(request, start=start, want=1) or self._make_room(draft, request):
+            return True
+        if self.num_running == 1:
+            self._end_where_it_is(request)
+        else:
+            self._preempt(draft, request)
+        return False
 
     def _end_where_it_is(self, request: Request) -> None:
         """Alone and out of blocks: what it has is its length (ENG-04). A token in flight still counts."""
@@ -237,18 +276,24 @@ class Scheduler:
         start, known = int(self.rows.planned[row]), int(self.rows.known[row])
         tokens = self.kv.fit(request, start=start, want=min(known - start, budget.prefill_left))
         assert tokens > 0, (request.id, start, known, budget.prefill_left)
-        draft.add_updates(request, self.kv.extend(request, start + tokens))
         budget.spend_prefill(tokens)
+        request.reason = "running: prefill"
+        if self._run_chunk(draft, request, start=start, tokens=tokens):
+            self.prefilling.remove(request)
+            request.move(State.DECODE, now=self._now())
+
+    def _run_chunk(self, draft: Draft, request: Request, *, start: int, tokens: int) -> bool:
+        """Puts known tokens of a row into the step; whether these were the last, behind which it decodes."""
+        row, known = request.row, int(self.rows.known[request.row])
+        draft.add_updates(request, self.kv.extend(request, start + tokens))
         last = start + tokens == known
         sample = last and known < int(self.rows.limit[row])
         draft.add_prefill(request, start=start, tokens=tokens, sample=sample)
         self.rows.planned[row] = start + tokens
-        request.reason = "running: prefill"
         if last:
-            self.prefilling.remove(request)
-            request.move(State.DECODE, now=self._now())
             self.rows.length[row] = known + sample
             self.rows.decoding[row] = sample
+        return last
 
     # waiting requests
 

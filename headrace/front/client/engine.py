@@ -306,13 +306,8 @@ class _Core:
     def on_tokens(self, batch: TokenBatch) -> None:
         """Hands a step's tokens and ends to their answers. Ids that are unknown have just been aborted."""
         running, scores = self.running, batch.logprobs
-        for request_id, prompt_scores in batch.prompt_logprobs:
-            if (stream := running.get(request_id)) is not None:
-                with self._own_failure(stream, request_id):
-                    stream.running[request_id].add_prompt_scores(prompt_scores)
-        for request_id, pooled in batch.pooled:
-            if (stream := running.get(request_id)) is not None:
-                stream.running[request_id].add_pooled(pooled)
+        if batch.prompt_logprobs or batch.pooled or batch.captured:
+            self._take_states(batch)
         tokens: list[int] = batch.tokens.tolist()
         for i, request_id in enumerate(batch.ids.tolist()):
             stream = running.get(request_id)
@@ -326,6 +321,20 @@ class _Core:
             if (stream := running.get(end.id)) is not None:
                 with self._own_failure(stream, end.id):
                     stream.finished(end)
+
+    def _take_states(self, batch: TokenBatch) -> None:
+        """What is told of prompts and layers."""
+        running = self.running
+        for request_id, prompt_scores in batch.prompt_logprobs:
+            if (stream := running.get(request_id)) is not None:
+                with self._own_failure(stream, request_id):
+                    stream.running[request_id].add_prompt_scores(prompt_scores)
+        for request_id, pooled in batch.pooled:
+            if (stream := running.get(request_id)) is not None:
+                stream.running[request_id].add_pooled(pooled)
+        for request_id, captured in batch.captured:
+            if (stream := running.get(request_id)) is not None:
+                stream.running[request_id].add_captured(captured)
 
     def on_lost(self) -> None:
         """The core is gone: everything in flight fails at once."""

@@ -79,6 +79,14 @@ class PooledPart(msgspec.Struct, frozen=True):
     values: np.ndarray
 
 
+class AttentionTold(msgspec.Struct, frozen=True):
+    """Attention weights of choice 0, before its end: layer -> float32 [T, H, T], T the tokens whose successor was
+    computed: prompt and answer but for the last."""
+
+    num_prompt: int
+    layers: dict[int, np.ndarray]
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New text of choice `index`; never half a character, never text that may still become a stop string."""
 
@@ -108,7 +116,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     preempted_s: tuple[float, ...] = ()
 
 
-Event = Started | PromptScored | PooledPart | Delta | Ended
+Event = Started | PromptScored | PooledPart | AttentionTold | Delta | Ended
 
 
 class Engine(Protocol):

@@ -23,11 +23,14 @@ def choice_seed(seed: int | None, index: int) -> int | None:
 
 
 def choice_params(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of answer `index`; only answer 0 scores the prompt."""
+    """The parameters of answer `index`; only answer 0 scores the prompt and tells its attention."""
     if index == 0:
         return params
     return msgspec.structs.replace(
-        params, seed=choice_seed(params.seed, index), prompt_logprobs=None
+        params,
+        seed=choice_seed(params.seed, index),
+        prompt_logprobs=None,
+        capture_layers=(),
     )
 
 

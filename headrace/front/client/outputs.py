@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from headrace.base.errors import HeadraceError, from_wire
 from headrace.base.wire.params import SamplingParams, StopRules
-from headrace.base.wire.request import Finished, Pooled, PromptLogprobs, TokenLogprobs
+from headrace.base.wire.request import Captured, Finished, Pooled, PromptLogprobs, TokenLogprobs
 from headrace.front.client.events import (
+    AttentionTold,
     Delta,
     Ended,
     Event,
@@ -58,6 +61,7 @@ class Answer:
     _num_scores: int = field(init=False, default=0)
     _prompt: dict[int, ScoredToken] | None = field(init=False, default=None)
     _pooled: list[Event] = field(init=False, default_factory=list)
+    _captured: list[Captured] = field(init=False, default_factory=list)
     _ended: Ended | None = field(init=False, default=None)
 
     def __post_init__(
@@ -107,6 +111,22 @@ class Answer:
         """Takes in pooled hidden states."""
         self._pooled.append(PooledPart(pooled.start, pooled.values))
 
+    def add_captured(self, captured: Captured) -> None:
+        """Takes in attention weights; those of a position that came before are replaced."""
+        self._captured.append(captured)
+
+    def _attention(self, num_prompt: int) -> AttentionTold:
+        """The pieces put together. What was computed behind the answer's end is left out."""
+        size = num_prompt + max(self._num_output - 1, 0)
+        layers: dict[int, np.ndarray] = {}
+        for piece in self._captured:
+            _, heads, _ = piece.values.shape
+            whole = layers.setdefault(piece.layer, np.zeros((size, heads, size), np.float32))
+            part = piece.values[: max(size - piece.start, 0), :, :size]
+            whole[piece.start : piece.start + len(part), :, : part.shape[2]] = part
+        self._captured = []
+        return AttentionTold(num_prompt, layers)
+
     def finish(self, finished: Finished) -> None:
         """Takes in the end that the core told."""
         if finished.error is not None:
@@ -132,6 +152,8 @@ class Answer:
             self._scores = None if self._scores is None else []
             self._num_scores = 0
         if self._ended is not None:
+            if self._captured:
+                events.append(self._attention(num_prompt))
             events.append(self._ended)
         return events
 

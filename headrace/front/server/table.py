@@ -175,6 +175,7 @@ def plane_table() -> list[ApiRoute]:
         _posts(f"{at}/sleep", plane.post_sleep, plane.SleepRequest),
         _posts(f"{at}/wake", plane.post_wake),
         _posts(f"{at}/reset_prefix_cache", plane.post_reset),
+        _posts(f"{at}/profile", plane.post_profile, plane.ProfileRequest),
         _posts(f"{at}/log_level", plane.post_log_level, plane.LogLevelRequest),
     ]
 

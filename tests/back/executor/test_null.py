@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from headrace.back.executor.null import NullBehaviour, NullExecutor
+from headrace.back.executor.null_pooling import DEFAULT_WIDTH
 from headrace.base.errors import EngineDead
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.params import RowPooling, RowSampling
 from headrace.base.wire.step import RowStart, StepPlan, StepResult
 from tests.core.harness import WIDTH, Driver, make_request, make_spec, window_groups
 
@@ -76,6 +78,24 @@ def test_chunks_give_the_same_token_as_one_piece() -> None:
     )
     assert parts[0].tokens.tolist() == [-1]
     assert whole[0].tokens.tolist() == parts[1].tokens.tolist()
+
+
+@pytest.mark.parametrize("how", ["cls", "last", "mean", "tokens"])
+def test_chunks_give_the_same_vectors_as_one_piece(how: str) -> None:
+    def vectors(*steps: StepPlan) -> np.ndarray:
+        null = executor()
+        told = [part for step in steps for _, part in null.submit(step).result().pooled]
+        assert [part.start for part in told] == sorted(part.start for part in told)
+        return np.concatenate([part.values for part in told])
+
+    pooled = msgspec.structs.replace(start(1, [7, 8, 9, 10, 11]), pooling=RowPooling(how=how))
+    blocks = ((0, 1, 0, 5), (0, 1, 1, 6))
+    whole = vectors(plan(1, (1, 5, 0, False), starts=[pooled], blocks=blocks))
+    cut = vectors(
+        plan(1, (1, 3, 0, False), starts=[pooled], blocks=blocks), plan(2, (1, 2, 3, False))
+    )
+    np.testing.assert_allclose(whole, cut, rtol=1e-6)
+    assert whole.shape == (5 if how == "tokens" else 1, DEFAULT_WIDTH) and np.abs(whole).max() <= 1
 
 
 def test_the_state_behind_a_prefix_hit_is_read_from_the_blocks() -> None:

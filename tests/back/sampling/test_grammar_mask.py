@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.back.sampling.sampler import Sampler, failures
-from headrace.base.wire.grammar import pack_masks, unpack_masks
+from headrace.base.wire.grammar import NOTHING, MaskBuffer, pack_masks, unpack_masks
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
 
@@ -31,7 +31,7 @@ def mask_of(ids: list[int], width: int) -> np.ndarray:
 
 
 def draw(
-    settings: list[RowSampling], logits: torch.Tensor, device: str, payload: bytes
+    settings: list[RowSampling], logits: torch.Tensor, device: str, payload: memoryview
 ) -> tuple[list[int], list[tuple[list[int], list[float]]], set[int]]:
     where = torch.device(device)
     width = logits.shape[1]
@@ -86,8 +86,8 @@ def test_a_mask_is_what_allowed_ids_would_be_and_others_do_not_notice(
         for i, one in enumerate(settings)
     ]
     found = draw(settings, logits, device, payload)
-    assert found == draw(twins, logits, device, b"")
-    free = draw(settings, logits, device, b"")
+    assert found == draw(twins, logits, device, NOTHING)
+    free = draw(settings, logits, device, NOTHING)
     for i in set(range(12)) - set(masked):
         assert found[0][i] == free[0][i]
     assert all(found[0][i] in allowed[i] for i in masked)
@@ -100,7 +100,7 @@ def test_a_mask_counts_for_its_step_alone_and_an_empty_one_fails_its_row(device:
     payload = pack_masks(np.array([2, 4], np.int32), np.stack([mask_of([5], 64), mask_of([], 64)]))
     tokens, _, failed = draw(settings, logits, device, payload)
     assert tokens[:2] == [5, 63] and failed == {2}
-    assert draw(settings, logits, device, b"")[0] == [63, 63, 63]
+    assert draw(settings, logits, device, NOTHING)[0] == [63, 63, 63]
 
 
 def test_ids_beyond_the_mask_are_not_allowed() -> None:
@@ -116,3 +116,20 @@ def test_the_payload_comes_back_as_it_was() -> None:
     back = unpack_masks(pack_masks(rows, masks))
     assert (back[0] == rows).all() and (back[1] == masks).all()
     assert pack_masks(rows[:0], masks[:0]) == b"" and len(unpack_masks(b"")[0]) == 0
+
+
+def test_masks_are_filled_in_the_memory_that_travels() -> None:
+    """No copy between the library that makes a mask and the frame; the next step has the same memory."""
+    buffer = MaskBuffer(3)
+    masks = buffer.begin(np.array([4, 2], np.int32))
+    payload = buffer.payload()
+    masks[:] = [[1, 2, 3], [4, 5, 6]]
+    rows, seen = unpack_masks(payload)
+    assert rows.tolist() == [4, 2] and np.shares_memory(seen, masks)
+    fewer = buffer.begin(np.array([7], np.int32))
+    fewer[:] = 9
+    assert np.shares_memory(fewer, masks)
+    assert unpack_masks(buffer.payload())[1].tolist() == [[9, 9, 9]]
+    more = buffer.begin(np.arange(9, dtype=np.int32))
+    more[:] = 8
+    assert unpack_masks(buffer.payload())[1].shape == (9, 3)

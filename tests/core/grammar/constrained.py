@@ -4,6 +4,7 @@ mask allows, which explores a grammar far better than a model that writes sense.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,17 @@ from headrace.base.config.resolved import EngineSpec
 from headrace.base.wire.grammar import Constraint, Node, ReasoningRule, Vocabulary, pack
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.request import EngineRequest, Finished
+from headrace.base.wire.step import KVGroup
 from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.gate import GrammarGate
+from headrace.core.ports import Encode
 from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
 from headrace.launch.vocabulary import vocabulary_of
-from tests.core.harness import Driver, make_request, make_spec
+from tests.core.harness import FULL, Driver, make_request, make_spec
 
 MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
 EOS = (4089, 4087)
+BACKENDS = ("llguidance", "xgrammar")
 
 
 @cache
@@ -39,6 +43,10 @@ def spec_for(**fields: Any) -> EngineSpec:
 @cache
 def vocabulary() -> Vocabulary:
     return vocabulary_of(str(MODEL), spec_for().model)
+
+
+def encoder() -> Encode:
+    return tokenizer().encode_plain
 
 
 def constrained(
@@ -70,10 +78,15 @@ class GrammarDriver(Driver):
         limits: CompileLimits | None = None,
         gate: GrammarGate | None = None,
         behaviour: NullBehaviour | None = None,
+        groups: Sequence[KVGroup] = FULL,
     ) -> None:
-        self.gate = gate or GrammarGate(vocabulary, limits=limits)
+        self.gate = gate or GrammarGate(vocabulary, limits=limits, encoder=encoder)
         super().__init__(
-            spec or spec_for(), gates=[self.gate], clock=time.monotonic, behaviour=behaviour
+            spec or spec_for(),
+            groups=groups,
+            gates=[self.gate],
+            clock=time.monotonic,
+            behaviour=behaviour,
         )
 
     def finish(self, *ids: int, within_s: float = 60.0) -> None:
@@ -89,6 +102,10 @@ class GrammarDriver(Driver):
     def text(self, id: int) -> str:
         """What the request wrote, control tokens left out."""
         return tokenizer().decode(self.tokens[id])
+
+    def num_scores(self, id: int) -> int:
+        """Tokens of the request that came with log-probabilities."""
+        return sum(scores is not None for scores in self.logprobs[id])
 
     def run_one(self, request: EngineRequest) -> tuple[str, Finished]:
         self.add(request)

@@ -14,7 +14,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.base.wire.grammar import Json
 from headrace.core.grammar.gate import GrammarGate
 from headrace.front.text.structure.schema import checked_schema
-from tests.core.grammar.constrained import GrammarDriver, constrained, vocabulary
+from tests.core.grammar.constrained import BACKENDS, GrammarDriver, constrained, encoder, vocabulary
 
 NAMES = st.sampled_from(["a", "b", "ключ", "a b", 'q"uote', "$ref", "title"])
 CONSTANTS = st.one_of(
@@ -67,9 +67,9 @@ SCHEMAS = st.recursive(
 )
 
 
-@pytest.fixture(scope="module")
-def gate() -> GrammarGate:
-    return GrammarGate(vocabulary)
+@pytest.fixture(scope="module", params=BACKENDS)
+def gate(request: pytest.FixtureRequest) -> GrammarGate:
+    return GrammarGate(vocabulary, backend=request.param, encoder=encoder)
 
 
 def check(gate: GrammarGate, schema: dict[str, Any], seed: int, compact: bool) -> str:
@@ -104,6 +104,13 @@ def test_every_answer_under_ten_thousand_schemas_validates(
     gate: GrammarGate, schema: dict[str, Any], seed: int, compact: bool
 ) -> None:
     check(gate, schema, seed, compact)
+
+
+@pytest.mark.parametrize("text", ["\x800x", "\\x80", "\u08000", "a\\", "\U0001f600f"])
+def test_a_constant_is_itself_whatever_stands_behind_its_characters(
+    gate: GrammarGate, text: str
+) -> None:
+    assert check(gate, {"const": text}, 7, True) == "stop"
 
 
 def test_most_answers_come_to_their_end(gate: GrammarGate) -> None:

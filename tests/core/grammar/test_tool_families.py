@@ -14,7 +14,7 @@ from headrace.front.text.parsing.families_tools import TOOL_FAMILIES, ToolFamily
 from headrace.front.text.parsing.parser import AnswerFormat, schemas_of
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part
 from headrace.front.text.structure.tools import required_calls, strict_calls
-from tests.core.grammar.constrained import GrammarDriver, constrained, vocabulary
+from tests.core.grammar.constrained import BACKENDS, GrammarDriver, constrained, encoder, vocabulary
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -25,7 +25,7 @@ TOOLS: list[dict[str, Any]] = [
             "parameters": {
                 "type": "object",
                 "properties": {
-                    "city": {"type": "string", "pattern": "^[A-Za-z]{1,8}$", "maxLength": 8},
+                    "city": {"type": "string", "pattern": "^[A-Za-z]{1,8}$"},
                     "unit": {"enum": ["C", "F"]},
                     "days": {"type": "integer", "minimum": 0, "maximum": 9},
                 },
@@ -50,9 +50,9 @@ TOOLS: list[dict[str, Any]] = [
 PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
-@pytest.fixture(scope="module")
-def gate() -> GrammarGate:
-    return GrammarGate(vocabulary)
+@pytest.fixture(scope="module", params=BACKENDS)
+def gate(request: pytest.FixtureRequest) -> GrammarGate:
+    return GrammarGate(vocabulary, backend=request.param, encoder=encoder)
 
 
 def calls_of(family: ToolFamily, text: str) -> tuple[list[tuple[str, Any]], str]:

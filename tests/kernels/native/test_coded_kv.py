@@ -62,7 +62,7 @@ def case(dtype, heads, kv_heads, head_dim, block_tokens, window, softcap, rows):
             at = int(plan.block_table_RB[row, position // block_tokens]), position % block_tokens
             if at[0]:
                 codes[at[0], :, :, at[1]], scales[at[0], :, :, at[1]] = quantize(
-                    plain[at[0], :, :, at[1]]
+                    plain[at[0], :, :, at[1]], "int8"
                 )
     return problem, q, plain, coded, plan
 

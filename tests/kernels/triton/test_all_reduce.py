@@ -43,7 +43,7 @@ def rank_main(rank: int, ranks: int, folder: str, dtype_name: str) -> None:
 
 def message(rank: int, call: int, dtype: torch.dtype, *, other: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + 100 * other + call)
-    rows = 1 + call * 5
+    rows = 1 + call * 2
     return torch.randn(rows * WIDTH, generator=generator).to(dtype)
 
 

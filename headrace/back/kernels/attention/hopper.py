@@ -18,12 +18,10 @@ PAIRS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class HopperTiles:
-    """n: positions of a tile; stages: how many tiles of keys, and as many of values, are in shared memory; fence:
-    whether exponentials are held before the wait for the product beside them."""
+    """n: positions of a tile; stages: how many tiles of keys, and as many of values, are in shared memory."""
 
     n: int = 128
     stages: int = 2
-    fence: bool = True
 
 
 TILES = HopperTiles()
@@ -88,8 +86,7 @@ def bind_prefill(problem: AttentionProblem, *, min_queries: int) -> Launch:
             cache_of(kv), q_THD, out_THD, found, plan.block_table_RB,
             q_THD.stride(0), q_THD.stride(1), problem.heads * head_dim,
             plan.block_table_RB.stride(0), problem.scale * 1.4426950408889634,
-            GROUP=group, KV_HEADS=kv_heads, BLOCK_TOKENS=block_tokens, N=tiles.n, STAGES=tiles.stages,
-            FENCE=tiles.fence, num_warps=4,
+            GROUP=group, KV_HEADS=kv_heads, BLOCK_TOKENS=block_tokens, N=tiles.n, STAGES=tiles.stages, num_warps=4,
         )  # fmt: skip
 
     return prefill

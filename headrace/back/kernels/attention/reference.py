@@ -32,7 +32,7 @@ def bind_reference(problem: AttentionProblem, sinks_H: torch.Tensor | None = Non
 
     def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
         if problem.coded:
-            kv, plan = _widened(problem, kv, plan)
+            kv, plan = widened(problem, kv, plan)
         out_THD = torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         for start, end in _decode_groups(problem, plan):
             out_THD[start:end] = _decode(problem, q_THD, kv, plan, start, end, sinks_H)
@@ -43,7 +43,7 @@ def bind_reference(problem: AttentionProblem, sinks_H: torch.Tensor | None = Non
     return attention
 
 
-def _widened(problem: AttentionProblem, kv: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Plan]:
+def widened(problem: AttentionProblem, kv: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Plan]:
     """The blocks of the plan in the dtype of the queries, and the plan with their new numbers."""
     blocks = plan.block_table_RB.unique()
     table_RB = torch.searchsorted(blocks, plan.block_table_RB).to(plan.block_table_RB.dtype)
@@ -106,12 +106,12 @@ def _decode(
     hidden_RS = (position_RS < lowest_R[:, None]) | (position_RS >= kv_len_R[:, None])
     v_KRSD.masked_fill_(hidden_RS[..., None], 0.0)
     q_KRGD = q_THD[start:end].unflatten(1, (kv_heads, -1)).transpose(0, 1)
-    scores = _scores(problem, q_KRGD, k_KRSD).masked_fill_(hidden_RS[:, None], float("-inf"))
-    weights = _softmax(scores, sinks_H, (kv_heads, 1, -1, 1)).to(problem.dtype)
+    scores = scores_of(problem, q_KRGD, k_KRSD).masked_fill_(hidden_RS[:, None], float("-inf"))
+    weights = softmax_of(scores, sinks_H, (kv_heads, 1, -1, 1)).to(problem.dtype)
     return torch.matmul(weights, v_KRSD).transpose(0, 1).flatten(1, 2)
 
 
-def _softmax(
+def softmax_of(
     scores: torch.Tensor, sinks_H: torch.Tensor | None, shape: tuple[int, ...]
 ) -> torch.Tensor:
     """Over the last dimension; the sinks, viewed as `shape`, take their share and are left out."""
@@ -121,7 +121,7 @@ def _softmax(
     return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
 
 
-def _scores(problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def scores_of(problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Scaled and capped scores in float32: q [..., Q, D], k [..., S, D] -> [..., Q, S]."""
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * problem.scale
     if problem.softcap is not None:
@@ -198,7 +198,7 @@ def _tile(
             q_KGQD, k_KGSD, v_KGSD, attn_mask=seen_QS, scale=problem.scale
         )
     else:
-        scores = _scores(problem, q_KGQD, k_KGSD).masked_fill_(~seen_QS, float("-inf"))
-        weights = _softmax(scores, sinks_H, (problem.kv_heads, -1, 1, 1))
+        scores = scores_of(problem, q_KGQD, k_KGSD).masked_fill_(~seen_QS, float("-inf"))
+        weights = softmax_of(scores, sinks_H, (problem.kv_heads, -1, 1, 1))
         out = torch.matmul(weights.to(problem.dtype), v_KGSD)
     return out.permute(2, 0, 1, 3).flatten(1, 2)

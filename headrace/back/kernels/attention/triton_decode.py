@@ -128,7 +128,7 @@ def decode_kernel(
     length = tl.load(p_piece + 5)
     queries = tl.load(p_piece + 6)
     first_token = tl.load(p_piece + 7).to(tl.int64)
-    prefix_pieces = 0
+    prefix_pieces, lane = 0, 0
     if SHARED:
         first_item = tl.load(p_piece + 8)
         prefix_pieces = tl.load(p_piece + 9)
@@ -147,10 +147,8 @@ def decode_kernel(
     m_m = o_m < queries * GROUP
     o_token = first_token + o_m // GROUP
     o_query_head = i_head * GROUP + o_m % GROUP
-    p_q = (
-        q + o_token[:, None] * q_token_stride + o_query_head[:, None] * q_head_stride + o_d[None, :]
-    )
-    b_q = tl.load(p_q, mask=m_m[:, None] & m_d[None, :], other=0.0)
+    p_q = q + o_token * q_token_stride + o_query_head * q_head_stride
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
     b_position = length - queries + o_m // GROUP
 
     b_max = tl.full([M], float("-inf"), tl.float32)
@@ -215,27 +213,42 @@ def decode_kernel(
     if tl.atomic_add(p_counter, 1, sem="acq_rel") == num_pieces - 1:
         tl.store(p_counter, 0)
         p_row = partial + (first_piece * KV_HEADS + i_head).to(tl.int64) * (M * (D + 2))
-        o_g = tl.arange(0, GROUP_PADDED)
+        p_prefix = prefix
+        if SHARED:
+            p_prefix = prefix + (first_item * KV_HEADS + i_head).to(tl.int64) * (PREFIX_M * (D + 2))
         for i_query in range(0, queries):
-            b_total = tl.zeros([GROUP_PADDED], tl.float32)
-            b_highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
-            b_all = tl.zeros([GROUP_PADDED, D], tl.float32)
-            b_all, b_total, b_highest = _combined(
-                b_all, b_total, b_highest, p_row, i_query * GROUP + o_g, o_g < GROUP, num_pieces, M, D,
-                STEP, COMBINED,
+            b_out = _result(
+                p_row, i_query, num_pieces, p_prefix, lane, prefix_pieces, GROUP, GROUP_PADDED, M, D,
+                STEP, COMBINED, SHARED, PREFIX_M, KV_HEADS,
             )  # fmt: skip
-            if SHARED:
-                PREFIX: tl.constexpr = PREFIX_M * (D + 2)
-                p_prefix = prefix + (first_item * KV_HEADS + i_head).to(tl.int64) * PREFIX
-                b_all, b_total, b_highest = _combined(
-                    b_all, b_total, b_highest, p_prefix, lane * GROUP + o_g, o_g < GROUP, prefix_pieces,
-                    PREFIX_M, D, KV_HEADS * PREFIX, COMBINED,
-                )  # fmt: skip
-            b_out = b_all / b_total[:, None]
+            o_g = tl.arange(0, GROUP_PADDED)
             p_out = out + (first_token + i_query) * out_token_stride + i_head * GROUP * HEAD_DIM
             p_out = p_out + o_g[:, None] * HEAD_DIM + o_d[None, :]
             m_out = (o_g < GROUP)[:, None] & m_d[None, :]
             tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
+
+
+@triton.jit
+def _result(
+    p_row, i_query, num_pieces, p_prefix, lane, prefix_pieces, GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr, M: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
+    COMBINED: tl.constexpr, SHARED: tl.constexpr, PREFIX_M: tl.constexpr, KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """The results [group, D] of one query from its row's pieces and its prefix's."""
+    o_g = tl.arange(0, GROUP_PADDED)
+    b_total = tl.zeros([GROUP_PADDED], tl.float32)
+    b_highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+    b_all = tl.zeros([GROUP_PADDED, D], tl.float32)
+    b_all, b_total, b_highest = _combined(
+        b_all, b_total, b_highest, p_row, i_query * GROUP + o_g, o_g < GROUP, num_pieces, M, D,
+        STEP, COMBINED,
+    )  # fmt: skip
+    if SHARED:
+        b_all, b_total, b_highest = _combined(
+            b_all, b_total, b_highest, p_prefix, lane * GROUP + o_g, o_g < GROUP, prefix_pieces,
+            PREFIX_M, D, KV_HEADS * PREFIX_M * (D + 2), COMBINED,
+        )  # fmt: skip
+    return b_all / b_total[:, None]
 
 
 @triton.jit

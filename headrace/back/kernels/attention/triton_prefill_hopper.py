@@ -119,34 +119,10 @@ def _weigh(b_s, b_max, factor, b_position, start, MASKED: gl.constexpr, LAYOUT: 
 
 
 @gluon.jit
-def _meet(b_sum, BARRIER: gl.constexpr):
-    """A barrier of this group of warps that waits for the sums: else the assembler waits for the product before the
-    exponentials that are to run beside it. Sums are made positive, even NaN, so the barrier's number is BARRIER."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b;
-        .reg .f32 x, y;
-        max.f32 x, $2, 0f00000000;
-        max.f32 y, $3, 0f00000000;
-        mov.b32 a, x;
-        mov.b32 b, y;
-        or.b32 a, a, b;
-        shr.u32 a, a, 31;
-        add.u32 a, a, $4;
-        bar.sync a, 128;
-        mov.b32 $0, $2;
-        mov.b32 $1, $3;
-        }""",
-        "=f,=f,f,f,r,r", [b_sum, gl.full([PAIRS], BARRIER, gl.int32, b_sum.type.layout)],
-        dtype=gl.float32, is_pure=False, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _step(
     b_acc, b_p, b_max, b_sum, count, start, queries, keys, values, k_ready, k_free, v_ready, v_free,
     b_position, factor, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, N: gl.constexpr, BARRIER: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
     """Starts the scores of the positions from `start`, weighs the values of those before with `b_p`, and makes the
     weights of the new ones meanwhile."""
@@ -161,13 +137,9 @@ def _step(
     weighed = warpgroup_mma(b_p, values.index(before), b_acc, is_async=True)
     b_s = warpgroup_mma_wait(1, deps=[scores])
     b_next, b_shrink, b_max = _weigh(b_s, b_max, factor, b_position, start, MASKED, S_LAYOUT)
-    b_added = gl.sum(b_next, axis=1)
-    if BARRIER:
-        b_added = _meet(b_added, BARRIER)
-    else:
-        thread_barrier()
+    b_sum = b_sum * b_shrink + gl.sum(b_next, axis=1)
+    thread_barrier()
     mbarrier.arrive(k_free.index(stage), count=1)
-    b_sum = b_sum * b_shrink + b_added
     b_acc = warpgroup_mma_wait(0, deps=[weighed])
     thread_barrier()
     mbarrier.arrive(v_free.index(before), count=1)
@@ -181,7 +153,6 @@ def _attend(
     HALF: gl.constexpr, q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
     q_token_stride, q_head_stride, out_token_stride, factor,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    FENCE: gl.constexpr,
 ):  # fmt: skip
     """Attends for one half of every tile's queries."""
     D: gl.constexpr = queries.shape[2]
@@ -191,7 +162,6 @@ def _attend(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = queries.dtype
-    BARRIER: gl.constexpr = (8 + HALF) if FENCE else 0
     o_m = gl.arange(0, PAIRS, layout=gl.SliceLayout(1, ROW))
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, ROW))
     o_pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -246,14 +216,14 @@ def _attend(
                 b_acc, b_p, b_max, b_sum = _step(
                     b_acc, b_p, b_max, b_sum, count, start - i_tile * N, mine, keys, values,
                     k_ready, k_free, v_ready, v_free, b_position, factor, STAGES, True,
-                    S_LAYOUT, O_LAYOUT, P_LAYOUT, N, BARRIER,
+                    S_LAYOUT, O_LAYOUT, P_LAYOUT, N,
                 )  # fmt: skip
                 count += 1
             for _ in range(0, seen_by_all):
                 b_acc, b_p, b_max, b_sum = _step(
                     b_acc, b_p, b_max, b_sum, count, 0, mine, keys, values,
                     k_ready, k_free, v_ready, v_free, b_position, factor, STAGES, False,
-                    S_LAYOUT, O_LAYOUT, P_LAYOUT, N, BARRIER,
+                    S_LAYOUT, O_LAYOUT, P_LAYOUT, N,
                 )  # fmt: skip
                 count += 1
 
@@ -287,7 +257,6 @@ def prefill_hopper_kernel(
     BLOCK_TOKENS: gl.constexpr,
     N: gl.constexpr,
     STAGES: gl.constexpr,
-    FENCE: gl.constexpr,
 ):
     """`cache`: descriptor of the cache as rows of D, a block of one head at a time; `factor`: scale * log2(e)."""
     D: gl.constexpr = cache.block_shape[1]
@@ -310,14 +279,14 @@ def prefill_hopper_kernel(
                 _attend,
                 (
                     gl.constexpr(0), q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
-                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES, FENCE,
+                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES,
                 ),
             ),
             (
                 _attend,
                 (
                     gl.constexpr(1), q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
-                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES, FENCE,
+                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES,
                 ),
             ),
             (

@@ -6,14 +6,17 @@ from typing import cast
 
 from headrace.base.registry import Registry
 from headrace.base.wire.grammar import Vocabulary
-from headrace.core.ports import GrammarBackend
+from headrace.core.ports import Encode, GrammarBackend
 
 BACKENDS: Registry[type] = Registry(
     "grammar backend",
-    {"llguidance": "headrace.core.grammar.backends.guidance:GuidanceBackend"},
+    {
+        "llguidance": "headrace.core.grammar.backends.guidance:GuidanceBackend",
+        "xgrammar": "headrace.core.grammar.backends.xgrammar:XgrammarBackend",
+    },
 )
 
 
-def make_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
-    """The backend of that name for a vocabulary."""
-    return cast(GrammarBackend, BACKENDS.load(name)(vocabulary))
+def make_backend(name: str, vocabulary: Vocabulary, encode: Encode | None = None) -> GrammarBackend:
+    """The backend of that name for a vocabulary. `encode`: the tokenizer's, for forced texts."""
+    return cast(GrammarBackend, BACKENDS.load(name)(vocabulary, encode))

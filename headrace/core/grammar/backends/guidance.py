@@ -18,7 +18,7 @@ import numpy.typing as npt
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.grammar import Lark, Node, Vocabulary
 from headrace.core.grammar.backends.lark import to_grammar
-from headrace.core.ports import Matcher
+from headrace.core.ports import Encode, Matcher
 
 MAX_MESSAGE_CHARS = 300
 # About 20 ms to build, 7 ms of lexing and 1 ms of parsing for one mask, and 30 MB of lexer states at the very worst.
@@ -26,6 +26,7 @@ LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
+    "max_items_in_row": 20_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,
     "verbose_errors": False,
@@ -37,9 +38,11 @@ PARALLEL_FROM = 8
 
 
 class _Wrapper:
-    """The vocabulary as the library wants it. It tokenizes greedily: any tokens of a text will do."""
+    """The vocabulary as the library wants it. Without `encode`, and where that gives other text (a tokenizer that puts
+    a space in front), it tokenizes greedily: the text is right, the tokens are not those the model knows best."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, encode: Encode | None) -> None:
+        self._encode = encode
         self.eos_token_id = vocabulary.eos_ids[0]
         self.bos_token_id = None
         self.tokens = vocabulary.pieces
@@ -50,6 +53,13 @@ class _Wrapper:
 
     def __call__(self, text: str | bytes) -> list[int]:
         data = text.encode() if isinstance(text, str) else text
+        if self._encode is not None:
+            ids = self._encode(data.decode(errors="replace"))
+            if b"".join(self.tokens[i] for i in ids if i < len(self.tokens)) == data:
+                return ids
+        return self._greedily(data)
+
+    def _greedily(self, data: bytes) -> list[int]:
         found, at = [], 0
         while at < len(data):
             size = min(self._longest, len(data) - at)
@@ -71,6 +81,10 @@ class GuidanceMatcher:
         """See Matcher."""
         return bool(self.matcher.consume_token(token))
 
+    def forced(self) -> list[int]:
+        """See Matcher."""
+        return list(self.matcher.compute_ff_tokens())
+
     @property
     def complete(self) -> bool:
         """See Matcher."""
@@ -86,11 +100,11 @@ class GuidanceBackend:
 
     name = "llguidance"
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, encode: Encode | None = None) -> None:
         self._vocabulary = vocabulary
         self._words = -(-vocabulary.width // 32)
         self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Wrapper(vocabulary)),
+            llguidance.TokenizerWrapper(_Wrapper(vocabulary, encode)),
             n_vocab=vocabulary.width,
             eos_token=list(vocabulary.eos_ids),
         )

@@ -22,6 +22,7 @@ from headrace.front.server.exchange import Exchange, json_response
 from headrace.front.server.native import requests
 from headrace.front.server.openai.schema import parse
 
+log = logging.getLogger(__name__)
 PREFIX = "/v1/admin"
 
 
@@ -49,6 +50,12 @@ class LogLevelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The level of this server process's log."""
 
     level: Literal["debug", "info", "warning", "error"]
+
+
+class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Begins a trace of the workers' steps, or ends it and writes the files."""
+
+    action: Literal["start", "stop"]
 
 
 class PlaneKeeper:
@@ -138,8 +145,8 @@ async def post_reload(exchange: Exchange, document: Any) -> Response:
     try:
         told = await engine.call("reload", model=wish.model)
     except HeadraceError:
-        if wish.model:  # a core that had swapped already goes back: all serve the same
-            await engine.call("reload", model=_model_path(exchange))
+        if wish.model:
+            await _roll_back(exchange)
         raise
     finally:
         await engine.call("resume")
@@ -171,11 +178,32 @@ async def post_reset(exchange: Exchange, document: Any) -> Response:
     return json_response({"status": "reset"})
 
 
+async def post_profile(exchange: Exchange, document: Any) -> Response:
+    """Traces the steps of every worker until it is stopped; the answer names the folder, then the files."""
+    wish = parse(document, ProfileRequest)
+    folder = exchange.services.server.profile_dir
+    if folder is None:
+        raise Forbidden("profiling is off: start the server with --profile-dir FOLDER")
+    where = folder if wish.action == "start" else None
+    told: list[Any] = await exchange.services.engine.call("profile", folder=where)
+    status = "profiling" if wish.action == "start" else "written"
+    places = sorted({place for engine in told for place in engine["places"]})
+    return json_response({"status": status, "places": places})
+
+
 async def post_log_level(exchange: Exchange, document: Any) -> Response:
     """Changes what this server process logs."""
     wish = parse(document, LogLevelRequest)
     logging.getLogger().setLevel(wish.level.upper())
     return json_response({"status": "set", "level": wish.level})
+
+
+async def _roll_back(exchange: Exchange) -> None:
+    """A core that had swapped already goes back: all serve the same. One that could not swap has the old weights."""
+    try:
+        await exchange.services.engine.call("reload", model=_model_path(exchange))
+    except HeadraceError as error:
+        log.error("a core that failed to reload fails again: %s", error.message)
 
 
 def _model_path(exchange: Exchange) -> str:

@@ -6,6 +6,7 @@ Reasoning and tool calls are parsed before (parsed.py); here they only get their
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -17,6 +18,7 @@ import orjson
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Delta, Ended, Event, Started
+from headrace.front.server.openai.attention import attention_document
 from headrace.front.server.openai.custom import CustomBegin, CustomInput, custom_input
 from headrace.front.server.openai.fold import (
     Call,
@@ -241,6 +243,10 @@ async def to_answer(events: AsyncGenerator[Event, None], reply: ChatReply) -> by
         document["service_tier"] = reply.request.service_tier
     if fold.prompt_scores is not None and reply.request.prompt_logprobs is not None:
         document["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
+    if fold.attention is not None:
+        document["attn_capture_data"] = await asyncio.to_thread(
+            attention_document, fold.attention, reply.request.attn_capture_dtype
+        )
     if reply.request.return_token_ids:
         document["prompt_token_ids"] = reply.prompt_ids
     return orjson.dumps(document)

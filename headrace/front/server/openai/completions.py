@@ -6,6 +6,7 @@ text; with `logprobs` it carries the prompt's scores too, the first null: scorin
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import orjson
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started
+from headrace.front.server.openai.attention import attention_document
 from headrace.front.server.openai.fold import (
     Fold,
     TextOffsets,
@@ -213,6 +215,11 @@ async def to_answer(
         for number in range(len(folds))
         for sample in range(reply.n)
     ]
+    for number, fold in enumerate(folds):
+        if fold.attention is not None:
+            choices[number * reply.n]["attn_capture_data"] = await asyncio.to_thread(
+                attention_document, fold.attention, reply.request.attn_capture_dtype
+            )
     return orjson.dumps(_envelope(reply, choices) | {"usage": usage(folds)})
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.front.client.events import (
+    AttentionTold,
     Delta,
     Ended,
     Event,
@@ -96,6 +97,7 @@ class Fold(Tally):
     """The whole of one request's answers. `choices` is indexed by the events' `index` and made up front."""
 
     prompt_scores: list[ScoredToken | None] | None = None
+    attention: AttentionTold | None = None
 
     def __init__(self, num_choices: int) -> None:
         super().__init__(num_choices)
@@ -118,6 +120,8 @@ class Fold(Tally):
                 self.choices[event.index].ended = event
             case PromptScored():
                 self.prompt_scores = event.scores
+            case AttentionTold():
+                self.attention = event
 
 
 def usage(folds: Sequence[Tally]) -> dict[str, object]:

@@ -45,7 +45,16 @@ def sampling_params(
     fields |= {"n": n, "best_of": best_of, "max_tokens": max_tokens, "logprobs": logprobs}
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     fields["logit_bias"] = logit_bias(request)
+    if request.attn_capture:
+        fields["capture_layers"] = _capture_layers(request)
     return msgspec.structs.replace(SamplingParams(), **fields)
+
+
+def _capture_layers(request: Common) -> tuple[int, ...]:
+    """The layers whose attention is told; the first one if none is named."""
+    if request.stream:
+        raise InvalidRequest("attn_capture: cannot be streamed", field="attn_capture")
+    return tuple(sorted({int(layer) for layer in (request.attn_capture_layers or "0").split(",")}))
 
 
 def _check(

@@ -21,6 +21,7 @@ from headrace.base.wire.params import BOUNDS, StructuredOutputs
 Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
+Layers = Annotated[str, Meta(max_length=1024, pattern=r"^\d{1,4}(,\d{1,4})*$")]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LOGIT_BIAS = 1024
@@ -78,6 +79,9 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    attn_capture: Literal[0, 1] | None = None
+    attn_capture_layers: Layers | None = None
+    attn_capture_dtype: Literal["float16", "float32"] | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     truncation_side: Literal["left", "right"] | None = None

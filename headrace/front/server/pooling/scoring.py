@@ -8,6 +8,7 @@ and always where the checkpoint was made for it (late.py).
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -227,9 +228,10 @@ async def post_generative_scoring(exchange: Exchange, document: Any) -> Response
         )
         events = services.engine.generate(generation)
         values: list[float] = []
-        async for event in measured(events, exchange):
-            if isinstance(event, Delta) and event.scores:
-                values = [score.logprob for score in event.scores[0].named]
+        async with aclosing(measured(events, exchange)) as told:
+            async for event in told:
+                if isinstance(event, Delta) and event.scores:
+                    values = [score.logprob for score in event.scores[0].named]
         logs = np.asarray(values, np.float64)
         chances = np.exp(logs - logs.max()) if request.apply_softmax else np.exp(logs)
         return float(chances[0] / chances.sum() if request.apply_softmax else chances[0])

@@ -7,6 +7,7 @@ Every event has the next sequence number. Items follow one another, each opened,
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import orjson
@@ -45,6 +46,7 @@ class ResponseStream:
     _texts: list[str] = field(init=False, default_factory=list)
     _scores: list[Json] = field(init=False, default_factory=list)
     _space: str = field(init=False, default="")
+    _unsaid: list[Json] = field(init=False, default_factory=list)
     _begun: bool = field(init=False, default=False)
     _num_prompt: int = field(init=False, default=0)
 
@@ -92,16 +94,21 @@ class ResponseStream:
 
     def _delta(self, event: Delta) -> list[Json]:
         parts = parts_of(event)
-        if self.reply.scores and event.scores and any(isinstance(p, Content) for p in parts):
-            scores = _logprobs(event.scores)
-        else:
-            scores = []
-        return [made for part in parts for made in self._part(part, scores)]
+        if self.reply.scores and event.scores and self._is_spoken(parts):
+            self._unsaid += _logprobs(event.scores)
+        return [made for part in parts for made in self._part(part)]
 
-    def _part(self, part: Part, scores: list[Json]) -> list[Json]:
+    def _is_spoken(self, parts: Sequence[Part]) -> bool:
+        """Whether a delta's tokens belong to a message: those without text (half a character, the end) do inside one.
+        How tokens were cut into deltas must not show."""
+        if parts:
+            return any(isinstance(part, Content) for part in parts)
+        return self._open is None or self._open["type"] == "message"
+
+    def _part(self, part: Part) -> list[Json]:
         match part:
             case Content():
-                return self._content(part.text, scores)
+                return self._content(part.text)
             case Reasoning():
                 made = self._become("reasoning", "rs", summary=[], content=[])
                 self._texts.append(part.text)
@@ -117,12 +124,13 @@ class ResponseStream:
             case CallEnd():
                 return self._close(complete=True)
 
-    def _content(self, text: str, scores: list[Json]) -> list[Json]:
+    def _content(self, text: str) -> list[Json]:
         if self._open is None or self._open["type"] != "message":
             text, self._space = self._space + text, ""
             if not text.strip():
                 self._space = text
                 return []
+        scores, self._unsaid = self._unsaid, []
         made = self._become("message", "msg", role="assistant", content=[])
         self._texts.append(text)
         self._scores += scores
@@ -146,7 +154,7 @@ class ResponseStream:
         made = self._close(complete=True)
         ident = item_id(prefix, self.reply.id, self._index + 1)
         self._open = {"id": ident, "type": kind, "status": "in_progress", **fields}
-        self._space = ""
+        self._space, self._unsaid = "", []
         self.response["output"].append(self._open)
         made.append(self._item("response.output_item.added"))
         if kind in ("message", "reasoning"):
@@ -182,6 +190,8 @@ class ResponseStream:
         return made
 
     def _end_message(self, item: Json, whole: str) -> list[Json]:
+        self._scores += self._unsaid
+        self._unsaid = []
         part = self._whole(whole)
         item["content"] = [part]
         return [

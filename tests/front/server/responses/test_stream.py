@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.errors import Unavailable
-from headrace.front.client.events import Ended, Event, Started
+from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started, TokenScore
 from headrace.front.server.anthropic.stream import MessageReply, MessageStream
 from headrace.front.server.openai.custom import custom_input
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
@@ -67,8 +67,8 @@ def events(parts: list[Part], reason: str, group: int) -> list[Event]:
     return [*found, ended]
 
 
-def response_stream() -> ResponseStream:
-    request = ResponsesRequest(input="x", tools=TOOLS)
+def response_stream(**asked: Any) -> ResponseStream:
+    request = ResponsesRequest(input="x", tools=TOOLS, **asked)
     return ResponseStream(
         ResponseReply(
             id="resp_" + "0" * 32,
@@ -123,6 +123,23 @@ def test_the_cut_into_deltas_changes_no_response(answer: tuple[list[Part], str])
             stream.take(each)
         outputs.append({**stream.response, "completed_at": None})
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+@given(st.lists(st.sampled_from(["a", " b", " ", "", "ü"]), min_size=1), st.data())
+def test_the_cut_into_deltas_loses_no_score(words: list[str], data: st.DataObject) -> None:
+    """Tokens without text, the end among them, may come in a delta of their own or in that of their neighbours."""
+    scores = [ScoredToken(TokenScore(i, -0.5, word, b"")) for i, word in enumerate(words)]
+    stream, at = response_stream(top_logprobs=1), 0
+    made = stream.take(Started(7))
+    while at < len(words):
+        end = at + data.draw(st.integers(1, len(words) - at))
+        made += stream.take(Delta(index=0, text="".join(words[at:end]), scores=scores[at:end]))
+        at = end
+    made += stream.take(Ended(index=0, reason="stop", num_output=len(words)))
+    told = [part["logprobs"] for item in stream.response["output"] for part in item["content"]]
+    assert [len(found) for found in told] == ([len(words)] if "".join(words).strip() else [])
+    whole = "".join(e["delta"] for e in made if e["type"] == "response.output_text.delta")
+    assert whole == ("".join(words) if told else "")
 
 
 def test_calls_carry_the_names_that_were_offered() -> None:

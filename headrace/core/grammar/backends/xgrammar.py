@@ -1,0 +1,144 @@
+"""The backend over xgrammar: pushdown automata whose masks are mostly known when the grammar is compiled.
+
+Slower to compile (seconds for a schema over a large vocabulary), with less of JSON schema, and it brings torch into the
+core process; so it is an extra, and llguidance the default. Special tokens have no text here: a literal that spells one
+may be written as the token or letter by letter.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.errors import InvalidRequest
+from headrace.base.optional import require
+from headrace.base.wire.grammar import Node, Vocabulary
+from headrace.core.grammar.backends.tags import Tags
+from headrace.core.ports import Encode, Matcher
+
+MAX_MESSAGE_CHARS = 300
+CACHE_BYTES = 64 << 20
+"""What the library may keep of parts that grammars share."""
+_PLACE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")  # time and line of the library's source
+
+
+class XgrammarMatcher:
+    """One answer's place."""
+
+    def __init__(self, matcher: Any, backend: XgrammarBackend) -> None:
+        self.matcher = matcher
+        self._backend = backend
+
+    def accept(self, token: int) -> bool:
+        """See Matcher."""
+        return not self.matcher.is_terminated() and bool(self.matcher.accept_token(token))
+
+    @property
+    def complete(self) -> bool:
+        """See Matcher. Where the grammar may end, only the mask says whether it also may go on."""
+        if self.matcher.is_terminated():
+            return True
+        return self.matcher.is_completed() and self._backend.ends(self.matcher)
+
+    def forced(self) -> list[int]:
+        """See Matcher."""
+        try:
+            text = self.matcher.find_jump_forward_string()
+        except UnicodeDecodeError:  # within a character
+            return []
+        return self._backend.tokens_of(text)
+
+    def copy(self) -> XgrammarMatcher:
+        """See Matcher."""
+        return XgrammarMatcher(self.matcher.fork(), self._backend)
+
+
+class XgrammarBackend:
+    """Implements ports.GrammarBackend."""
+
+    name = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary, encode: Encode | None = None) -> None:
+        library = require("xgrammar", extra="xgrammar", purpose="--grammar-backend xgrammar")
+        special = set(vocabulary.special_ids)
+        pieces = [b"" if i in special else p for i, p in enumerate(vocabulary.pieces)]
+        info = library.TokenizerInfo(
+            pieces,
+            library.VocabType.RAW,
+            vocab_size=vocabulary.width,
+            stop_token_ids=list(vocabulary.eos_ids),
+        )
+        self._library = library
+        self._compiler = library.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+        self._filler = library.BatchGrammarMatcher(min(8, len(os.sched_getaffinity(0))))
+        self._tags = Tags(library, vocabulary)
+        self._encode = encode
+        self._pieces = pieces
+        self._texts = sorted(filter(None, pieces))
+        words = -(-vocabulary.width // 32)
+        bits = np.zeros(words * 32, np.uint8)
+        bits[: len(pieces)] = 1
+        bits[[i for i, piece in enumerate(pieces) if not piece]] = 0
+        self._ordinary = np.packbits(bits, bitorder="little").view(np.int32)
+        self._scratch = np.zeros((1, words), np.int32)
+
+    def compile(self, node: Node) -> XgrammarMatcher:
+        """See GrammarBackend."""
+        try:
+            document = {"type": "structural_tag", "format": self._tags.write(node)}
+            compiled = self._compiler.compile_structural_tag(document)
+            return XgrammarMatcher(self._library.GrammarMatcher(compiled), self)
+        except (RuntimeError, ValueError) as error:
+            raise InvalidRequest(_cleaned(str(error))) from None
+
+    def fill(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32]) -> list[str | None]:
+        """See GrammarBackend."""
+        theirs = [self._own(matcher) for matcher in matchers]
+        masks[:] = -1  # a mask that allows everything may be left as it is
+        try:
+            self._filler.batch_fill_next_token_bitmask(theirs, masks)
+        except RuntimeError as error:
+            return [_cleaned(str(error))] * len(theirs)
+        return [None] * len(theirs)
+
+    def ends(self, matcher: Any) -> bool:
+        """Whether a matcher allows nothing but the end."""
+        self._scratch[:] = -1
+        matcher.fill_next_token_bitmask(self._scratch)
+        return not (self._scratch[0] & self._ordinary).any()
+
+    def tokens_of(self, text: str) -> list[int]:
+        """The tokens of a forced text, as far as what follows it cannot make others of them."""
+        if not text or self._encode is None:
+            return []
+        ids, data = self._encode(text), text.encode()
+        pieces = [self._pieces[i] if i < len(self._pieces) else b"" for i in ids]
+        if b"".join(pieces) != data:
+            return []
+        at = 0
+        for count, piece in enumerate(pieces):
+            if self._begins_longer(data[at:]):
+                return ids[:count]
+            at += len(piece)
+        return ids
+
+    def _begins_longer(self, text: bytes) -> bool:
+        """Whether a token begins with this text and goes on."""
+        after = bisect_right(self._texts, text)
+        return after < len(self._texts) and self._texts[after].startswith(text)
+
+    def _own(self, matcher: Matcher) -> Any:
+        assert isinstance(matcher, XgrammarMatcher)
+        return matcher.matcher
+
+
+def _cleaned(message: str) -> str:
+    """The reason on one line."""
+    text = " ".join(_PLACE.sub("", message).split())
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[:MAX_MESSAGE_CHARS] + "..."
