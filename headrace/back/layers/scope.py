@@ -131,6 +131,8 @@ class Scope:
             return OnlineWeight(weight, self.scheme)
         if self.stored and kept_blocks(weight, self.stored):
             return StoredWeight(weight, self.stored, meta=self.device.type == "meta")
+        if self.device.type == "cpu" and weight.tensor is not None:
+            weight.tensor = huge_pages.kept(weight.tensor.shape, weight.dtype)
         return weight
 
     def on_finish(self, finish: Callable[[], None]) -> None:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.back.platforms import huge_pages
+
 PANEL, GROUP = 64, 32
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -127,7 +129,7 @@ class BlockWeight:
 def empty_segment(coding: Coding, outputs: int, inputs: int) -> Segment:
     """A segment of zeros, to be packed into."""
     shape = (-(-outputs // PANEL), coding.panel_bytes(inputs))
-    return Segment(coding, outputs, torch.zeros(shape, dtype=torch.uint8))
+    return Segment(coding, outputs, huge_pages.kept(shape, torch.uint8))
 
 
 def read_rows(

@@ -40,9 +40,8 @@ class PackedWeight:
 
 def empty(bits: int, outputs: int, inputs: int) -> PackedWeight:
     """A weight to be filled with `write_panels`."""
-    panels = torch.empty(-(-outputs // PANEL), _panel_bytes(bits, inputs), dtype=torch.uint8)
-    huge_pages.advise(panels.data_ptr(), panels.nbytes)
-    return PackedWeight(bits, outputs, inputs, panels)
+    shape = (-(-outputs // PANEL), _panel_bytes(bits, inputs))
+    return PackedWeight(bits, outputs, inputs, huge_pages.kept(shape, torch.uint8))
 
 
 def packed_bytes(bits: int, outputs: int, inputs: int) -> int:
