@@ -60,7 +60,9 @@ class _Regions:
         return piece
 
     def _open(self, num_bytes: int) -> None:
-        region = mmap.mmap(-1, max(_REGION_BYTES, num_bytes) + _HUGE)
+        # Python shares memory by default: that would have no large pages.
+        kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        region = mmap.mmap(-1, max(_REGION_BYTES, num_bytes) + _HUGE, **kind)
         start = ctypes.addressof(ctypes.c_uint8.from_buffer(region))
         self._region, self._used = region, -start % _HUGE
         advise(start, len(region))

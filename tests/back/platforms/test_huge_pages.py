@@ -47,3 +47,12 @@ def test_a_piece_let_go_gives_its_memory_back_and_a_view_keeps_it():
     gc.collect()
     assert before - resident_bytes() > 20 * MB
     assert (beside == 7).all()
+
+
+def test_the_memory_is_backed_by_large_pages_where_the_system_grants_them():
+    if "never" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().split("[")[1][:5]:
+        return
+    small = [huge_pages.kept((MB,), torch.uint8).fill_(1) for _ in range(32)]
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    huge = next(int(line.split()[1]) for line in rollup if line.startswith("AnonHugePages"))
+    assert huge >= 16 << 10, (huge, len(small))
