@@ -1,9 +1,10 @@
-"""The weight products of one decode step of a 0.6B model (benchmarks/models/qwen3-0.6b), beside plain reading of the same bytes.
+"""The weight products of one decode step of a 0.6B model (benchmarks/models/qwen3-0.6b), beside plain reading.
 
-    python benchmarks/cpu/products.py --threads 2 [--precisions int8,int4] [--rows 1,8,32]
+    PYTHONPATH=. python benchmarks/cpu/products.py --threads 2 [--precisions int8,int4] [--rows 1,8,32]
 
-Every product of all layers runs once per round, in the order of the model: nothing is found in a cache. Cells are
-milliseconds of a step, medians over rounds; `read` is a plain read of the packed bytes by the same threads in the same rounds.
+Every product of all layers runs once per round, in the order of the model: nothing is found in a cache. Cells
+are milliseconds of a step, medians over rounds; `read` is a plain read of the packed bytes by the same threads
+in the same rounds.
 """
 
 from __future__ import annotations
@@ -16,11 +17,17 @@ import torch
 
 from headrace.back.kernels.linear import native as plain
 from headrace.back.kernels.linear.op import LinearProblem
+from headrace.back.kernels.linear_blocks import native as blocks
+from headrace.back.kernels.linear_blocks.layout import CODINGS, BlockWeight, empty_segment
+from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem
 from headrace.back.kernels.linear_quant import native as quant
 from headrace.back.kernels.linear_quant.layout import empty
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
 from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.back.kernels.probe.native import reader
+from headrace.back.platforms import huge_pages
+from headrace.back.quant.online import coding_of
+from headrace.back.quant.scheme import SCHEMES
 
 LAYERS = 28
 SHAPES = {"qkv": (1024, 4096), "o": (2048, 1024), "gate_up": (1024, 6144), "down": (3072, 1024)}
@@ -28,21 +35,33 @@ HEAD = (1024, 151936)
 
 
 def weight(library, precision, inputs, outputs):
-    """(product, bytes) with a weight of its own."""
-    facts = {"device": "cpu", "dtype": torch.bfloat16, "inputs": inputs, "outputs": outputs}
+    """(product, tensor of its bytes) with a weight of its own: "bf16", a scheme of back/quant or a block coding."""
+    facts = {"device": "cpu", "dtype": torch.bfloat16, "inputs": inputs}
     if precision == "bf16":
-        data = torch.empty(outputs, inputs, dtype=torch.bfloat16).fill_(0.01)
-        return plain.bind_with(library, LinearProblem(**facts), data, None), data
-    bits = int(precision.removeprefix("int"))
-    packed = empty(bits, outputs, inputs)
-    packed.panels.fill_(60)
-    return quant.bind_with(library, LinearQuantProblem(**facts, bits=bits), packed, None), packed.panels
+        data = huge_pages.kept((outputs, inputs), torch.bfloat16).fill_(0.01)
+        return plain.bind_with(library, LinearProblem(**facts, outputs=outputs), data, None), data
+    scheme = SCHEMES.get(precision)
+    coding = CODINGS[precision] if scheme is None else coding_of(scheme)
+    if coding is None:
+        packed = empty(outputs, inputs)
+        packed.panels.fill_(60)
+        problem = LinearQuantProblem(**facts, outputs=outputs)
+        return quant.bind_with(library, problem, packed, None), packed.panels
+    segment = empty_segment(coding, outputs, inputs)
+    segment.panels.fill_(60)
+    asked = LinearBlocksProblem(**facts, kinds=((coding.name, outputs),))
+    return blocks.bind_with(library, asked, BlockWeight(inputs, (segment,)), None), segment.panels
 
 
 def step(library, precision):
     """(name, inputs, product, bytes) of every product of a step."""
-    shapes = [(name, *shape) for _ in range(LAYERS) for name, shape in SHAPES.items()] + [("head", *HEAD)]
-    return [(name, inputs, *weight(library, precision, inputs, outputs)) for name, inputs, outputs in shapes]
+    shapes = [(name, *shape) for _ in range(LAYERS) for name, shape in SHAPES.items()] + [
+        ("head", *HEAD)
+    ]
+    return [
+        (name, inputs, *weight(library, precision, inputs, outputs))
+        for name, inputs, outputs in shapes
+    ]
 
 
 def measure(products, rows, seconds, read):

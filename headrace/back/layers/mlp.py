@@ -54,10 +54,10 @@ class GatedMLP:
 
     def _inner(self, x_TE: torch.Tensor) -> torch.Tensor:
         inner = self._gate_up.project(x_TE)
-        return inner if self._gate_up.fused else self._act(inner)
+        return inner if self._gate_up.activates else self._act(inner)
 
     def _finish(self) -> None:
-        if self._gate_up.fused:
+        if self._gate_up.activates:
             return
         problem = GatedActProblem(
             device=self._scope.device.type,

@@ -117,10 +117,9 @@ class Scope:
         return param
 
     def _empty(self, shape: list[int]) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         if self.device.type == "cpu":
-            huge_pages.advise(tensor.data_ptr(), tensor.nbytes)
-        return tensor
+            return huge_pages.kept(shape, self.dtype)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def quantized(
         self, weight: Param, *, read_whole: bool = True
@@ -131,8 +130,6 @@ class Scope:
             return OnlineWeight(weight, self.scheme)
         if self.stored and kept_blocks(weight, self.stored):
             return StoredWeight(weight, self.stored, meta=self.device.type == "meta")
-        if self.device.type == "cpu" and weight.tensor is not None:
-            weight.tensor = huge_pages.kept(weight.tensor.shape, weight.dtype)
         return weight
 
     def on_finish(self, finish: Callable[[], None]) -> None:

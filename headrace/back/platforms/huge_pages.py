@@ -1,8 +1,9 @@
 """Large pages for memory that kernels stream through: fewer page faults and address translations (weights on a Xeon of
 two cores: 15 GB/s of a core in pages of 4 KB, 24 in pages of 2 MB).
 
-A weight of a few megabytes holds one whole large page or none. So what stays as long as the model is cut from regions
-of many: `kept`. A piece that is let go gives its memory back to the system, its region does when all its pieces have gone.
+A weight of a few megabytes holds one whole large page or none, so what a model is made of is cut from regions of
+many: `kept`. A piece that is let go (a plain weight, once it is packed) gives its memory back to the system at
+once, which the heap does not promise; its region goes when all its pieces have gone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def advise(address: int, num_bytes: int) -> None:
 
 
 def kept(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in memory shared with other tensors of the model, and untouched until they are written."""
+    """Zeros in a region shared with other tensors of the model, untouched until they are written."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes == 0:
         return torch.zeros(*shape, dtype=dtype)
@@ -61,7 +62,9 @@ class _Regions:
 
     def _open(self, num_bytes: int) -> None:
         # Python shares memory by default: that would have no large pages.
-        kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        kind = (
+            {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        )
         region = mmap.mmap(-1, max(_REGION_BYTES, num_bytes) + _HUGE, **kind)
         start = ctypes.addressof(ctypes.c_uint8.from_buffer(region))
         self._region, self._used = region, -start % _HUGE
