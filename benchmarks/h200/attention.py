@@ -1,25 +1,37 @@
 """Paged attention: tiles and pieces tried, against the memory's floor (decode) and the matrix units' rate (prefill)."""
 
-# ruff: noqa: B023, E501
 from __future__ import annotations
 
 import itertools
 import multiprocessing
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from unittest.mock import patch
 
 import torch
 
+from headrace.back.kernels.attention import cascade, hopper
 from headrace.back.kernels.attention import triton_attention as kernels
+from headrace.back.kernels.attention.hopper import HopperTiles
 from headrace.back.kernels.attention.op import AttentionProblem, SamplePlan, sample_plan
-from headrace.back.kernels.attention.triton_attention import Tiles
+from headrace.back.kernels.attention.triton_lists import Tiles
+from headrace.back.kernels.kv_write.coded import random_cache
+from headrace.back.kernels.op import sample_generator
 from headrace.back.kernels.triton.timing import each_us
 
 MODELS = {"8B": (32, 8), "0.6B": (16, 8)}
 DECODE = [(1, 256), (1, 8192), (8, 256), (32, 256), (32, 1024), (256, 256), (256, 1024)]
-PREFILL = [(1, 8192), (16, 1024), (1, 1024)]
+PREFILL = {
+    "1 x 8192": [(8192, 8192)],
+    "16 x 1024": [(1024, 1024)] * 16,
+    "1 x 1024": [(1024, 1024)],
+    "2048 of 8192": [(2048, 8192)],
+    "2048 beside 64 x 1024": [(1, 1024)] * 64 + [(1024, 1024)] * 2,
+    "2048 beside 256 x 1024": [(1, 1024)] * 256 + [(1024, 1024)] * 2,
+}
+"""Rows of (query tokens, KV length)."""
 DECODE_TILES = [
     Tiles(m=16, n=n, num_warps=warps, num_stages=stages)
     for n, warps, stages in (
@@ -34,30 +46,45 @@ DECODE_TILES = [
 PREFILL_TILES = [
     Tiles(m=m, n=n, num_warps=warps, num_stages=stages)
     for m, n, warps, stages in (
-        (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (256, 64, 16, 3), (256, 128, 16, 3), (256, 64, 8, 3),
+        (128, 64, 8, 3), (128, 128, 8, 3), (256, 64, 8, 3),
     )
 ]  # fmt: skip
+HOPPER_TILES = [
+    HopperTiles(n=128, stages=2, fence=False),
+    HopperTiles(n=128, stages=2, fence=True),
+    HopperTiles(n=128, stages=3, fence=True),
+    HopperTiles(n=64, stages=4, fence=True),
+]
+CODED = [(1, 8192), (32, 1024), (256, 1024)]
+CODED_TILES = [
+    Tiles(m=16, n=n, num_warps=warps, num_stages=stages)
+    for n, warps, stages in ((64, 4, 3), (128, 4, 3), (128, 8, 3), (128, 4, 5), (256, 8, 3))
+]
 PIECES = [(2, 256), (2, 128), (4, 128), (8, 64)]
 """(programs per multiprocessor, least positions of a piece)."""
 
 
-def problem(model: str) -> AttentionProblem:
+def problem(model: str, coded: str | None = None) -> AttentionProblem:
     """A layer of the model."""
     heads, kv_heads = MODELS[model]
     return AttentionProblem(
         device="cuda", dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=128,
-        block_tokens=16, scale=128**-0.5,
+        block_tokens=16, scale=128**-0.5, coded=coded,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def _tensors(
-    heads: int, kv_heads: int, rows: tuple[tuple[int, int], ...], layers: int
+    heads: int, kv_heads: int, rows: tuple[tuple[int, int], ...], layers: int, coded: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor], SamplePlan]:
     plan, num_blocks = sample_plan(list(rows), block_tokens=16, window=None, device="cuda")
     new = {"device": "cuda", "dtype": torch.bfloat16}
     q = torch.randn(sum(queries for queries, _ in rows), heads, 128, **new)
-    one = torch.randn(num_blocks, 2, kv_heads, 16, 128, **new)
+    if coded:
+        shape = (num_blocks, kv_heads, 16, 128)
+        one = random_cache(shape, generator=sample_generator(), device="cuda")
+    else:
+        one = torch.randn(num_blocks, 2, kv_heads, 16, 128, **new)
     return q, [one, *(one.clone() for _ in range(layers - 1))], plan
 
 
@@ -65,7 +92,9 @@ def calls(
     case: AttentionProblem, rows: list[tuple[int, int]], layers: int
 ) -> list[Callable[[], object]]:
     """One call per layer, each with its own cache."""
-    q, caches, plan = _tensors(case.heads, case.kv_heads, tuple(rows), layers)
+    q, caches, plan = _tensors(
+        case.heads, case.kv_heads, tuple(rows), layers, case.coded is not None
+    )
     attends = [kernels.bind(case) for _ in caches]
     return [
         lambda attend=attend, kv=kv: attend(q, kv, plan)
@@ -105,75 +134,158 @@ def decode(rate: float) -> list[dict[str, object]]:
 
 
 def prefill() -> list[dict[str, object]]:
-    """Prefill rows: microseconds and TFLOP/s (causal half counted), every variant, and torch's attention on dense KV."""
+    """Steps with long rows: microseconds and TFLOP/s (what is seen, counted), every variant; and torch's attention on
+    dense keys and values where all rows are alike."""
     found = []
-    for model, (rows, length) in itertools.product(MODELS, PREFILL):
+    for model, (name, rows) in itertools.product(MODELS, PREFILL.items()):
         case = problem(model)
-        flops = 4 * rows * length * (length + 1) / 2 * case.heads * 128
+        seen = sum(count * (2 * length - count + 1) / 2 for count, length in rows)
+        flops = 4 * seen * case.heads * 128
         tried = []
-        for tiles in PREFILL_TILES:
-            with _patched(tiles, "prefill_tiles"):
-                us = each_us(calls(case, [(length, length)] * rows, 4), replays=3)
-            tried.append(
-                (
-                    round(us, 1),
-                    round(flops / us / 1e6),
-                    tiles.m,
-                    tiles.n,
-                    tiles.num_warps,
-                    tiles.num_stages,
-                )
-            )
+        for variant in (*PREFILL_TILES, *HOPPER_TILES):
+            with variant_of(variant):
+                us = each_us(calls(case, rows, 4), replays=3)
+            tried.append((round(us, 1), round(flops / us / 1e6), str(variant)))
         tried.sort()
-        dense = {}
-        if rows * length <= 16384:
-            q, k = (
-                torch.randn(rows, h, length, 128, device="cuda", dtype=torch.bfloat16)
-                for h in (case.heads, case.kv_heads)
-            )
-            for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
-                try:
-                    with torch.nn.attention.sdpa_kernel(
-                        getattr(torch.nn.attention.SDPBackend, name)
-                    ):
-                        us = each_us(
-                            [
-                                lambda: torch.nn.functional.scaled_dot_product_attention(
-                                    q, k, k, is_causal=True, enable_gqa=True
-                                )
-                            ]
-                            * 4,
-                            replays=3,
-                        )
-                    dense[name] = (round(us, 1), round(flops / us / 1e6))
-                except Exception as error:
-                    dense[name] = str(error)[:80]
-        row = {"model": model, "rows": rows, "length": length, "tried": tried, "torch_dense": dense}
+        row = {
+            "model": model,
+            "rows": name,
+            "tried": tried,
+            "torch_dense": dense(case, rows, flops),
+        }
         found.append(row)
         print(row, flush=True)
     return found
 
 
-def _compile(task: tuple[str, str, Tiles, int]) -> None:
-    model, name, tiles, rows = task
-    queries = 1 if name == "decode_tiles" else 40
-    with _patched(tiles, name):
+def codes(rate: float) -> list[dict[str, object]]:
+    """Decode rows and a long prompt over caches of codes: microseconds."""
+    found = []
+    for coded, (rows, length) in itertools.product(("int8", "fp8"), CODED):
+        case = problem("8B", coded)
+        kv_bytes = rows * length * 2 * case.kv_heads * 132
+        layers = max(2, min(16, (400 << 20) // kv_bytes + 1))
+        tried = []
+        for tiles in CODED_TILES:
+            with _patched(tiles, "decode_tiles"):
+                us = each_us(calls(case, [(1, length)] * rows, layers), replays=5)
+            tried.append((round(us, 2), str(tiles)))
+        tried.sort()
+        floor = round(kv_bytes / rate * 1e6, 2)
+        found.append(
+            {"coded": coded, "rows": rows, "length": length, "floor_us": floor, "tried": tried}
+        )
+        print(found[-1], flush=True)
+    for coded in ("int8", "fp8"):
+        us = each_us(calls(problem("8B", coded), [(8192, 8192)], 2), replays=3)
+        found.append({"coded": coded, "rows": "prefill 1 x 8192", "us": round(us, 1)})
+        print(found[-1], flush=True)
+    return found
+
+
+def shared() -> list[dict[str, object]]:
+    """Decode rows that begin with the same tokens and have 256 of their own: microseconds with and without cascade; and
+    what looking for shared prefixes costs where there are none."""
+    found = []
+    for rows, prefix in itertools.product((64, 128, 256), (0, 2048, 4096, 8192)):
+        own = 256 if prefix else 1024
+        case = problem("8B")
+        plan, blocks = sample_plan([(1, own)] * rows, block_tokens=16, window=None, device="cuda")
+        count = prefix // 16
+        first = torch.arange(blocks, blocks + count, device="cuda", dtype=torch.int32)
+        plan = replace(
+            plan,
+            block_table_RB=torch.cat((first.expand(rows, -1), plan.block_table_RB), 1).contiguous(),
+            kv_len_R=plan.kv_len_R + prefix,
+        )
+        new = {"device": "cuda", "dtype": torch.bfloat16}
+        q = torch.randn(rows, case.heads, 128, **new)
+        caches = [torch.randn(blocks + count, 2, case.kv_heads, 16, 128, **new) for _ in range(2)]
+        row: dict[str, object] = {"rows": rows, "prefix": prefix, "own": own}
+        for name, least in (("alone", 1 << 20), ("cascade", 1)):
+            with patch.object(cascade, "LEAST_ROWS", least):
+                attends = [kernels.bind(case) for _ in range(8)]
+                row[name] = round(
+                    each_us(
+                        [partial(f, q, caches[i % 2], plan) for i, f in enumerate(attends)],
+                        replays=5,
+                    ),
+                    1,
+                )
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
+def variant_of(variant: Tiles | HopperTiles) -> AbstractContextManager[object]:
+    """The prefill kernel with these sizes of tiles."""
+    if isinstance(variant, HopperTiles):
+        return patch.object(hopper, "TILES", variant)
+    stack = ExitStack()
+    stack.enter_context(patch.object(hopper, "unfit", lambda case: "another is measured"))
+    stack.enter_context(_patched(variant, "prefill_tiles"))
+    return stack
+
+
+def dense(
+    case: AttentionProblem, rows: list[tuple[int, int]], flops: float
+) -> dict[str, tuple[float, int] | str]:
+    """What torch's own kernels take, and TFLOP/s, where all rows are alike and new."""
+    count, length = rows[0]
+    if len(set(rows)) > 1 or count != length:
+        return {}
+    q, k = (
+        torch.randn(len(rows), heads, length, 128, device="cuda", dtype=torch.bfloat16)
+        for heads in (case.heads, case.kv_heads)
+    )
+    attend = partial(
+        torch.nn.functional.scaled_dot_product_attention, q, k, k, is_causal=True, enable_gqa=True
+    )
+    found: dict[str, tuple[float, int] | str] = {}
+    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
         try:
-            calls(problem(model), [(queries, 40)] * rows, 1)[0]()
+            with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, name)):
+                us = each_us([attend] * 4, replays=3)
+            found[name] = (round(us, 1), round(flops / us / 1e6))
+        except Exception as error:
+            found[name] = str(error)[:80]
+    return found
+
+
+def _compile(task: tuple[str, str, Tiles | HopperTiles, int]) -> None:
+    model, name, tiles, rows = task
+    queries = 1 if name != "prefill" else 40
+    coded = name if name in ("int8", "fp8") else None
+    with variant_of(tiles) if name == "prefill" else _patched(tiles, "decode_tiles"):
+        try:
+            calls(problem(model, coded), [(queries, 40)] * rows, 1)[0]()
         except Exception as error:
             print("compile", task, type(error).__name__, str(error)[:100], flush=True)
     torch.cuda.synchronize()
 
 
-def compile_all(processes: int = 14) -> None:
+def compile_all(*, decodes: bool = True, processes: int = 14) -> None:
     """Fills Triton's cache by many processes."""
     tasks = [
-        (model, "decode_tiles", tiles, rows)
+        (model, "prefill", tiles, rows)
         for model in MODELS
-        for tiles in DECODE_TILES
+        for tiles in (*HOPPER_TILES, *PREFILL_TILES)
+        for rows in (1, 66, 258)
+    ]
+    if decodes:
+        tasks += [
+            (model, "decode_tiles", tiles, rows)
+            for model in MODELS
+            for tiles in DECODE_TILES
+            for rows in (1, 32, 256)
+        ]
+    tasks += [("8B", "decode_tiles", Tiles(m=16, n=128, num_warps=4, num_stages=3), 64)]
+    tasks += [
+        ("8B", coded, tiles, rows)
+        for coded in ("int8", "fp8")
+        for tiles in CODED_TILES
         for rows in (1, 32, 256)
     ]
-    tasks += [(model, "prefill_tiles", tiles, 1) for model in MODELS for tiles in PREFILL_TILES]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.map(_compile, tasks, chunksize=2)
 

@@ -1,6 +1,6 @@
 """Decode steps, prefill, throughput and the gap between steps on one H200: one engine per shape, all figures in turn.
 
-    python -m benchmarks.h200.offline --shape qwen3-8b --out results.json [--parts steps,prefill,offline,gap]
+    python -m benchmarks.h200.offline --shape qwen3-8b --out results.json [--parts steps,prefill,offline,gap,drawn]
 
 Figures are those of `headrace bench latency` and `bench throughput` (their code), on dummy bfloat16 weights, prefix
 caching off, greedy, fixed lengths.
@@ -30,6 +30,7 @@ from headrace.base.config.tree import (
     Options,
     SchedulerOptions,
 )
+from headrace.base.wire.params import RowSampling
 from headrace.bench.latency import latency
 from headrace.bench.offline import OfflineEngine
 from headrace.bench.report import markdown_table, versions
@@ -39,11 +40,13 @@ from headrace.launch.facts import resolve_options
 OUTPUT = 256
 
 
-def make_engine(folder: Path, *, tensor_parallel: int = 1) -> OfflineEngine:
+def make_engine(
+    folder: Path, *, tensor_parallel: int = 1, kv_dtype: Any = "auto", kv_memory: Any = "auto"
+) -> OfflineEngine:
     """The engine under test: the peers' limits."""
     options = Options(
         model=ModelOptions(model=str(folder), load_format="dummy", max_model_len=8448),
-        kv=KVOptions(prefix_caching=False),
+        kv=KVOptions(prefix_caching=False, kv_dtype=kv_dtype, kv_memory=kv_memory),
         scheduler=SchedulerOptions(max_running=512, max_step_tokens=16384),
         device=DeviceOptions(tensor_parallel=tensor_parallel),
     )
@@ -113,6 +116,37 @@ def offline(engine: OfflineEngine, shape: str) -> list[dict[str, Any]]:
     return [row]
 
 
+RANDOM = {
+    "greedy": None,
+    "temperature": RowSampling(temperature=0.8),
+    "top_k 50": RowSampling(temperature=0.8, top_k=50),
+    "top_p 0.9": RowSampling(temperature=0.8, top_p=0.9),
+    "top_k 20, top_p 0.95, min_p 0.01": RowSampling(
+        temperature=0.8, top_k=20, top_p=0.95, min_p=0.01
+    ),
+}
+
+
+def drawn(engine: OfflineEngine, shape: str) -> list[dict[str, Any]]:
+    """The decode step by how its rows are sampled. Logits of dummy weights are flat: top_p alone keeps most of them."""
+    rows = []
+    for batch in (1, 32, 256):
+        for name, sampling in RANDOM.items():
+            found = latency(
+                engine,
+                batch_size=batch,
+                input_len=128,
+                output_len=96,
+                iterations=1,
+                warmup=1,
+                sampling=sampling,
+            )
+            step_ms = found["decode_step_ms"]
+            rows.append({"shape": shape, "batch": batch, "sampling": name, "step_ms": step_ms})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def gap(engine: OfflineEngine, shape: str, batches: str) -> list[dict[str, Any]]:
     """`gap_of` each of these batches."""
     return [gap_of(engine, shape, int(batch)) for batch in batches.split(",")]
@@ -163,7 +197,7 @@ def _top(kernels: list[tuple[int, int, str]]) -> list[tuple[str, int, float]]:
     return [(name, int(count), round(ms, 3)) for name, (count, ms) in ranked[:24]]
 
 
-PARTS = {"steps": steps, "prefill": prefill, "offline": offline, "gap": gap}
+PARTS = {"steps": steps, "prefill": prefill, "offline": offline, "gap": gap, "drawn": drawn}
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -176,7 +210,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--parts", default="steps,prefill,offline,gap")
+    parser.add_argument("--parts", default="steps,prefill,offline,gap,drawn")
     parser.add_argument(
         "--extra", default="", help="further batch x prompt, such as 64x128,32x1024"
     )
@@ -184,17 +218,21 @@ def main() -> None:
         "--gap-batches", default="64", help="batches whose gap and kernels are profiled"
     )
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     extra = [tuple(map(int, one.split("x"))) for one in given.extra.split(",") if one]
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(
-            write_model(Path(folder), given.shape), tensor_parallel=given.tensor_parallel
+            write_model(Path(folder), given.shape),
+            tensor_parallel=given.tensor_parallel,
+            kv_dtype=given.kv_dtype,
         )
     facts = engine.executor.facts
     result: dict[str, Any] = {
         "versions": versions(),
         "tensor_parallel": given.tensor_parallel,
+        "kv_dtype": given.kv_dtype,
         "start_s": engine.start_s,
         "start_parts_s": facts.start_s,
         "kv_bytes": facts.kv_bytes,

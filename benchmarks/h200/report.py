@@ -123,12 +123,26 @@ def server_table() -> str:
     return markdown_table(("shape", "users", *names, "1.15 x"), rows)
 
 
+def drawn_table() -> str:
+    """Decode steps by sampling, where measured."""
+    rows = [
+        (shape, row["batch"], row["sampling"], row["step_ms"])
+        for shape in SHAPES
+        for row in load("offline", shape).get("drawn", ())
+    ]
+    return (
+        markdown_table(("shape", "batch", "sampling", "step ms"), rows) if rows else "Not measured."
+    )
+
+
 def start_lines() -> str:
     """Start and gaps."""
     lines = []
     for shape in SHAPES:
         ready = ", ".join(f"{s:.1f}" for s in load("server", shape)["ready_s"])
         lines.append(f"- {shape}: `headrace serve` ready after {ready} s (dummy weights).")
+        if (cold := load("server", shape).get("cold_ready_s")) is not None:
+            lines.append(f"- {shape}: with an empty cache of kernels after {cold:.1f} s.")
         for row in load("offline", shape)["gap"]:
             lines.append(
                 f"- {shape}, batch {row['batch']}: the device idles {row['gap_us_p50']:.0f} us (p90 "
@@ -154,6 +168,8 @@ def main() -> None:
         "## Server",
         "1024 random tokens in (+-50 %), 128 out, after one uncounted request per user.",
         server_table(),
+        "## Random rows",
+        drawn_table(),
         "## Start and idle time",
         start_lines(),
     ]

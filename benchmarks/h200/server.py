@@ -42,6 +42,21 @@ def start(folder: Path, arguments: list[str]) -> tuple[subprocess.Popen[bytes], 
     return process, base, time.perf_counter() - begin
 
 
+def cold_start(folder: Path, arguments: list[str]) -> float:
+    """Seconds to readiness when every kernel is still to be compiled."""
+    kept = os.environ.get("HEADRACE_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["HEADRACE_CACHE_DIR"] = cache
+        try:
+            process, _, ready_s = start(folder, arguments)
+            stop(process)
+        finally:
+            del os.environ["HEADRACE_CACHE_DIR"]
+            if kept is not None:
+                os.environ["HEADRACE_CACHE_DIR"] = kept
+    return ready_s
+
+
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Ends a server."""
     process.send_signal(signal.SIGTERM)
@@ -77,12 +92,18 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--concurrency", default="16,64,256")
     parser.add_argument("--starts", type=int, default=1, help="starts before the measured server")
+    parser.add_argument(
+        "--cold", action="store_true", help="one start before with an empty cache of kernels"
+    )
     parser.add_argument("--serve", default="", help="further options of the server")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     result: dict[str, Any] = {"versions": versions(), "ready_s": [], "loads": []}
     with tempfile.TemporaryDirectory() as name:
         folder = write_model(Path(name), given.shape)
+        if given.cold:
+            result["cold_ready_s"] = cold_start(folder, given.serve.split())
+            print("cold_ready_s", result["cold_ready_s"], flush=True)
         for _ in range(given.starts):
             process, _, ready_s = start(folder, given.serve.split())
             result["ready_s"].append(ready_s)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from headrace.base.errors import ConfigError
+from headrace.base.wire.params import RowSampling
 from headrace.bench.offline import OfflineEngine, Trace
 
 
@@ -31,12 +33,18 @@ def latency(
     iterations: int,
     warmup: int,
     seed: int = 0,
+    sampling: RowSampling | None = None,
 ) -> dict[str, Any]:
-    """Runs the batch `warmup + iterations` times and reports medians over the counted ones."""
+    """Runs the batch `warmup + iterations` times and reports medians over the counted ones. `sampling`: how each
+    request is sampled, by a seed of its own; None: greedily."""
     rng = np.random.default_rng(seed)
     prefill_s, gaps, walls = [], [], []
     for number in range(warmup + iterations):
         requests = [engine.request(rng, input_len, output_len, 0.0) for _ in range(batch_size)]
+        if sampling is not None:
+            requests = [
+                replace(one, sampling=replace(sampling, seed=one.sampling.seed)) for one in requests
+            ]
         trace = engine.run(requests)
         if number < warmup:
             continue

@@ -225,8 +225,8 @@ def _kv_dtype(
     given = options.kv.kv_dtype
     if given == "auto":
         return None
-    if where.device != "cpu":
-        raise ConfigError(f"--kv-dtype {given} runs on the CPU only, not on {where.device}")
+    if where.device not in ("cpu", "cuda"):
+        raise ConfigError(f"--kv-dtype {given} runs on CPU and CUDA, not on {where.device}")
     if model.family == FALLBACK:
         raise ConfigError(
             f"--kv-dtype {given} needs a model family of headrace; {model.architecture} runs "

@@ -5,6 +5,7 @@ The same comparison runs with the CPU on both sides, in other chunks: so it is k
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import warnings
@@ -53,7 +54,7 @@ def bundled_spec(device: str, dtype: str, *, tensor_parallel: int = 1) -> Engine
     return EngineSpec(
         model=model,
         kv=KVSpec(block_tokens=16, prefix_caching=False, num_blocks=128),
-        scheduler=SchedulerSpec(max_step_tokens=256, max_running=8),
+        scheduler=SchedulerSpec(max_step_tokens=256, max_running=10),
         device=DeviceSpec(device=device, executor=executor, tensor_parallel=tensor_parallel),
     )
 
@@ -148,6 +149,8 @@ EVERYTHING = (
     RowSampling(seed=3, xtc_probability=0.5, dry_multiplier=0.8, dry_breaker_ids=(7,)),
     RowSampling(seed=4, bad_words=((400,), (1, 2)), min_tokens=9, suppressed_ids=(0, 1)),
     RowSampling(seed=5, allowed_ids=tuple(range(300, 900)), presence_penalty=0.5),
+    RowSampling(seed=6, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01),
+    RowSampling(seed=7, temperature=1.2),
     RowSampling(temperature=0.0, prompt_logprobs=2, logprobs=2, logprobs_mode="processed"),
 )
 
@@ -193,6 +196,71 @@ def test_replayed_steps_give_the_tokens_of_launched_ones() -> None:
     assert replay.num_graphs > 3
     for one, two, three in zip(first, second, third, strict=True):
         assert one.outputs == two.outputs == three.outputs
+    executor.close()
+
+
+def everything_left() -> list[torch.Tensor]:
+    """All that the allocator still gives out on this stream, down to its smallest piece."""
+    taken = []
+    for size in (1 << bits for bits in range(26, 8, -1)):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    return taken
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_step_for_which_the_device_has_no_memory_fails_alone() -> None:
+    """The device's allocator itself refuses: a chunk of a new size cannot be run, decodes in flight go on."""
+    executor = bundled("cuda", "bfloat16")
+    driver = Driver(executor.facts)
+    running, refused, later = (driver.add(prompts()[4] * 3, GREEDY, request=i) for i in range(3))
+
+    def step(*rows: Sequence) -> None:
+        runs = [(row, row.length - row.num_computed) for row in rows]
+        driver.read(executor.submit(driver.plan(runs)).result(60))
+
+    for _ in range(4):
+        step(running)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    with executor._runner._steps.scope():
+        taken = everything_left()
+    try:
+        step(refused)
+    finally:
+        taken.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert refused.error == "EngineError" and not refused.outputs
+    driver.release(refused)
+    step(running, later)
+    assert len(running.outputs) == 5 and len(later.outputs) == 1
+    executor.close()
+
+
+DRAWN = RowSampling(temperature=0.8, top_p=0.9, top_k=40, min_p=0.001, seed=5)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_random_rows_are_drawn_by_replayed_steps(reference: InlineExecutor) -> None:
+    """The whole draw is part of the graph: no step goes through the sampler, and the tokens are the CPU's (KRN-02)."""
+    executor = bundled("cuda", "float32")
+    sampler = executor._runner._sampler
+
+    def never(*arguments: object, **more: object) -> None:
+        raise AssertionError("a step went through the sampler")
+
+    sampler.sample = never  # type: ignore[method-assign]
+    runs = [generate(executor, DRAWN, chunk=6) for _ in range(3)]
+    theirs = generate(reference, DRAWN, chunk=6)
+    for ours in runs:
+        same = [one.outputs == other.outputs for one, other in zip(ours, theirs, strict=True)]
+        assert sum(same) >= len(same) - 1, same
+    replay = executor._runner._steps._replay  # type: ignore[attr-defined]
+    assert any(bucket.draws for bucket in replay._graphs)
     executor.close()
 
 

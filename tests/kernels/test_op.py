@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from headrace.back.kernels.op import Kernel, Op, Sample, load_kernel
+from headrace.back.kernels.op import Kernel, Op, PutOff, Sample, load_kernel
 
 Double = Callable[[torch.Tensor], torch.Tensor]
 
@@ -104,3 +105,32 @@ def test_infinities_must_lie_where_the_reference_has_them(op_of: Any) -> None:
     op = op_of(fast=kernel(infinite))
     assert op.error(kernel(infinite), 2) == 0.0
     assert op.error(kernel(infinite), 3) == float("inf")
+
+
+def test_checks_that_are_put_off_are_made_together(op_of: Any) -> None:
+    """Choosing runs no kernel; afterwards each runs once while kernels compile, and once to be checked."""
+    ran: list[int] = []
+
+    def counted(problem: int) -> Double:
+        return lambda x: (ran.append(problem), 2 * x)[1]
+
+    op = op_of(fast=kernel(counted))
+    with PutOff() as checks:
+        assert [op.choose(problem).kernel.name for problem in (3, 4)] == ["fast", "fast"]
+        assert ran == []
+    assert checks.passed(nullcontext())
+    assert ran == [3, 4, 3, 4]
+    op.choose(3)
+    assert ran == [3, 4, 3, 4], "a choice is remembered"
+
+
+def test_after_a_failed_check_that_was_put_off_each_is_chosen_anew(op_of: Any) -> None:
+    """REG-121: a wrong kernel does not stay bound because its check came late."""
+    wrong = kernel(lambda problem: lambda x: (2 if problem < 4 else 3) * x)
+    op = op_of(fast=wrong)
+    with PutOff() as checks:
+        assert op.choose(3).kernel.name == op.choose(5).kernel.name == "fast"
+    assert not checks.passed(nullcontext())
+    assert op.choose(3).kernel.name == "fast"
+    chosen = op.choose(5)
+    assert chosen.kernel.name == "torch" and "self-check failed" in chosen.rejected[0][1]

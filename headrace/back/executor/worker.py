@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,10 +23,13 @@ import torch.distributed as dist
 
 from headrace.back.executor.channel import TO_CORE, TO_WORKER, Begin, Channel, Failed, Ready
 from headrace.back.kernels.native.library import use_threads
+from headrace.back.kernels.op import PutOff
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
 from headrace.back.platforms.detect import detect
+from headrace.back.runner.devices import compiling
 from headrace.back.runner.results import Launched
 from headrace.back.runner.runner import Runner
+from headrace.back.sampling.sampler import choose_kernels
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import ConfigError, HeadraceError, StartError, WireError, to_wire
 from headrace.base.registry import Registry
@@ -81,9 +85,13 @@ def build_runner(
     device = choose_device(spec.device.device, mesh)
     ready_s = time.perf_counter() - began
     try:
-        model, report = load_model(
-            spec.model, mesh=mesh, device=device, block_tokens=spec.kv.block_tokens
-        )
+
+        def load() -> tuple[Any, Any]:
+            return load_model(
+                spec.model, mesh=mesh, device=device, block_tokens=spec.kv.block_tokens
+            )
+
+        model, report = load_checked(load) if device.type == "cuda" else load()
         load_s = time.perf_counter() - began - ready_s
         return Runner(
             spec,
@@ -95,6 +103,18 @@ def build_runner(
         )
     except torch.OutOfMemoryError as error:
         raise _too_small(error, device) from error
+
+
+def load_checked(load: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Loads on a GPU, the sampler's kernels included, with all self-checks put off to the end, where their kernels
+    compile beside each other; if one fails, loads again, so that another kernel is chosen."""
+    with PutOff() as checks:
+        loaded = load()
+        choose_kernels(torch.device("cuda"))
+    if checks.passed(compiling()):
+        return loaded
+    del loaded
+    return load()
 
 
 def choose_device(kind: str, mesh: Mesh) -> torch.device:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -156,10 +157,51 @@ class Op(Generic[P]):
         reason = kernel.supports(problem)
         if reason is not None:
             return None, reason
+        if _put_off is not None:
+            _put_off.append((self, kernel, problem))
+            return kernel, ""
+        return (None, reason) if (reason := self._failing(kernel, problem)) else (kernel, "")
+
+    def _failing(self, kernel: Kernel[P], problem: P) -> str | None:
         error, limit = self.error(kernel, problem), self.tolerance(problem)
-        if not error <= limit:
-            return None, f"self-check failed: error {error:.2e} of at most {limit:.2e}"
-        return kernel, ""
+        return (
+            None
+            if error <= limit
+            else f"self-check failed: error {error:.2e} of at most {limit:.2e}"
+        )
+
+
+_put_off: list[tuple[Op[Any], Kernel[Any], Any]] | None = None
+
+
+class PutOff:
+    """Self-checks that are made together, once all is chosen, so that their kernels compile beside each other: while
+    it is entered, `choose` takes the first kernel that supports a problem. One at a time in a process."""
+
+    def __init__(self) -> None:
+        self._checks: list[tuple[Op[Any], Kernel[Any], Any]] = []
+
+    def __enter__(self) -> PutOff:
+        global _put_off
+        assert _put_off is None, "self-checks are put off already"
+        _put_off = self._checks
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        global _put_off
+        _put_off = None
+
+    def passed(self, compiling: AbstractContextManager[object]) -> bool:
+        """Makes the checks, after their kernels have been compiled within `compiling`. If one fails, all choices made
+        are forgotten: what was bound is to be made anew, and then each check decides."""
+        with compiling:
+            for op, kernel, problem in self._checks:
+                op._run(kernel, op.sample(problem))
+        if not any(op._failing(kernel, problem) for op, kernel, problem in self._checks):
+            return True
+        for op, _, problem in self._checks:
+            op._choices.pop(problem, None)
+        return False
 
 
 def decisions(choices: Iterable[Choice[Any]]) -> tuple[Decision, ...]:

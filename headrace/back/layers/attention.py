@@ -166,7 +166,7 @@ class Attention:
     def _bind_fused(self, shape: dict[str, Any]) -> QKRopeWrite | None:
         """Norm, rotation and KV write in one kernel, if there is one for this layer."""
         spec, rope = self._spec, self._spec.rope
-        if spec.qk_norm == "width" or self._scope.kv_coded:
+        if spec.qk_norm == "width":
             return None
         normed = spec.qk_norm == "head"
         problem = QKRopeWriteProblem(
@@ -175,6 +175,7 @@ class Attention:
             rotary_dim=rope.rotary_dim if rope else 0,
             layout=rope.layout if rope else "half",
             eps=spec.qk_norm_eps if normed else None,
+            coded=self._scope.kv_coded,
         )
         weights = [norm.weight_E if normed else None for norm in (self._q_norm, self._k_norm)]
         return self._scope.bind_fused(QK_ROPE_WRITE, problem, *weights)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -41,15 +41,18 @@ MIXED_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows."""
+    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `draws`: tokens
+    are drawn as their rows ask, not picked."""
 
     tokens: int
     rows: int
     decode: bool
     updates: int
+    draws: bool = False
 
     def __str__(self) -> str:
-        return f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
+        size = f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
+        return f"{size}, drawn" if self.draws else size
 
 
 class Sizes(Protocol):
@@ -143,6 +146,10 @@ class Replay(Protocol):
         """See Steps."""
         ...
 
+    def compiling(self) -> AbstractContextManager[object] | None:
+        """See Steps."""
+        ...
+
     def run(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
         """Runs the bucket's step on the message that was copied last."""
         ...
@@ -212,10 +219,16 @@ class BucketSteps:
         self._kv = kv
         self._frames.clear()
 
-    def run(self, plan: StepPlan, shape: StepShape) -> Ran:
+    def compiling(self) -> AbstractContextManager[object] | None:
+        """See Steps."""
+        return self._replay.compiling()
+
+    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool) -> Ran:
         """See Steps."""
         self.rows.start(plan.starts)
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
+        if draws:
+            bucket = replace(bucket, draws=True)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)
         self._replay.read(self._told[slot], self._ring[slot])
@@ -248,7 +261,12 @@ class BucketSteps:
         else:
             logits_RV = model.logits(hidden_TE.index_select(0, frame.out.last_R))
         picks = self._machine.greedy(logits_RV)
-        self._commit(words, *picks, self._tables.tokens_MC, self._ring)
+        token_R = picks[0]
+        if bucket.draws:
+            assert self._machine.draw is not None
+            row_R, position_R = (self._message.section(i, bucket.rows) for i in (0, 1))
+            token_R, _ = self._machine.draw(logits_RV, picks, row_R, position_R)
+        self._commit(words, token_R, picks[1], self._tables.tokens_MC, self._ring)
         return Outputs(hidden_TE=hidden_TE, logits_RV=logits_RV, picks=picks)
 
     def _frame(self, bucket: Bucket) -> _Frame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -38,7 +39,7 @@ def make_steps(machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps:
         return ExactSteps(machine, rows, why)
     if machine.device.type == "cpu":
         return bucket_steps(machine, spec, Tapes(loaded()), num_groups=num_groups, sizes=ExactSizes)
-    return bucket_steps(machine, spec, Graphs(machine.device), num_groups=num_groups)
+    return bucket_steps(machine, spec, Graphs(machine.device, compiling), num_groups=num_groups)
 
 
 def bucket_steps(
@@ -60,6 +61,15 @@ def bucket_steps(
         max_tokens=spec.scheduler.max_step_tokens,
         max_model_len=spec.model.max_model_len,
     )
+
+
+def compiling() -> AbstractContextManager[object]:
+    """Kernels are compiled and not launched; see kernels/triton/ahead.py."""
+    try:
+        from headrace.back.kernels.triton.ahead import compiling as triton_compiling
+    except ImportError:
+        return nullcontext()
+    return triton_compiling()
 
 
 def profile_step(device: torch.device, step: Callable[[], None]) -> Profile:

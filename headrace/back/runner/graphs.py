@@ -12,7 +12,7 @@ import gc
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -33,13 +33,17 @@ class _Recorded:
 class Graphs:
     """`Replay` on a CUDA device. All methods are called by the thread that runs the steps."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, compiling: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self._compiles = compiling
         self._stream = torch.cuda.Stream(device)
         self._reads = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: OrderedDict[Bucket, _Recorded] = OrderedDict()
         self._seen: set[Bucket] = set()
         self._read: torch.cuda.Event | None = None
+        self._compiling = False
         self._record_s = 0.0
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -59,8 +63,20 @@ class Graphs:
         """The stream of the steps."""
         return torch.cuda.stream(self._stream)
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """See Replay. Steps are neither recorded nor counted as seen."""
+        self._compiling = True
+        try:
+            with self._compiles():
+                yield
+        finally:
+            self._compiling = False
+
     def run(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
         """See Replay."""
+        if self._compiling:
+            return step(bucket)
         found = self._graphs.get(bucket)
         if found is None and bucket not in self._seen:
             self._seen.add(bucket)
@@ -81,8 +97,11 @@ class Graphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = step(bucket)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # says only that the recording is broken
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         # The pool may give the outputs' memory to the next graph that is recorded: they are read before it runs.
         aliases = Outputs(
             hidden_TE=_alias(outputs.hidden_TE),

@@ -96,11 +96,17 @@ class Runner:
             model=model,
             state=self._state,
             greedy=self._sampler.greedy,
+            draw=None if self._sampler.drawn is None else self._sampler.drawn.draw,
             kv=self._kv.layers,
             group_of_layer=tuple(groups[layer] for layer in range(len(groups))),
             device=device,
         )
         self._steps = steps(machine, spec, num_groups=len(layout.groups))
+        began = time.perf_counter()
+        if (ahead := self._steps.compiling()) is not None:
+            with ahead:
+                warm_up(self, spec, model.logits_width, device, compiling=True)
+        compile_s = time.perf_counter() - began
         began = time.perf_counter()
         if spec.kv.fit:
             num_blocks = self._fit(spec, layout)
@@ -116,7 +122,12 @@ class Runner:
             generates=model.generates,
             weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
-            start_s={**(start_s or {}), "profile": profile_s, "warmup": warmup_s},
+            start_s={
+                **(start_s or {}),
+                "compile": compile_s,
+                "profile": profile_s,
+                "warmup": warmup_s,
+            },
             decisions=[
                 (d.field, d.given, d.chosen, d.why)
                 for d in (*decisions, *self._sampler.decisions, *self._steps.decisions)
@@ -127,6 +138,11 @@ class Runner:
     def common_rows(self) -> tuple[int, ...]:
         """See Steps."""
         return self._steps.common_rows
+
+    @property
+    def draws(self) -> bool:
+        """Whether steps draw the tokens of random rows themselves."""
+        return bool(self._steps.common_rows) and self._sampler.drawn is not None
 
     def _fit(self, spec: EngineSpec, layout: KVLayout) -> int:
         """Runs the largest step, then makes the KV cache of what the device has left; the number of blocks."""
@@ -188,21 +204,22 @@ class Runner:
             return Launched(plan=plan, refused=dict.fromkeys(range(plan.rows.size), full))
 
     def _run(self, plan: StepPlan, shape: StepShape, supplied: Supplied) -> Launched:
-        ran = self._steps.run(plan, shape)
+        draws = not plan.late and self._sampler.draws(shape.sampled_row)
+        ran = self._steps.run(plan, shape, draws=draws)
         prompts, refused = (
             ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.hidden_TE)
         )
         if shape.sampled.size:
-            draws = self._draw(plan, shape, ran, supplied)
+            sampled = self._draw(plan, shape, ran, supplied, draws=draws)
         else:
-            draws = None
+            sampled = None
             if plan.late:
                 supplied(plan.step)
         return Launched(
             plan=plan,
             moment=self._steps.moment(),
             shape=shape,
-            draws=draws,
+            draws=sampled,
             prompts=prompts,
             pooled=() if self._pooler.idle else self._pooler.pool(shape, ran.hidden_TE),
             refused=refused,
@@ -221,9 +238,13 @@ class Runner:
             self._prompts.start(start)
             self._pooler.start(start)
 
-    def _draw(self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied) -> Draws:
-        """Samples the rows that the plan wants sampled and stores their tokens for the next step."""
-        if ran.told is not None and not plan.late and not self._sampler.uses(shape.sampled_row):
+    def _draw(
+        self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied, *, draws: bool
+    ) -> Draws:
+        """Samples the rows that the plan wants sampled and stores their tokens for the next step. `draws`: what the
+        step has told was drawn."""
+        told = draws or not (plan.late or self._sampler.uses(shape.sampled_row))
+        if ran.told is not None and told:
             return Draws(tokens=ran.told[0], best=ran.told[1], index=shape.sampled)
         logits_NV, picks = ran.wanted()
         late = supplied(plan.step) if plan.late else {}

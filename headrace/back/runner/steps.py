@@ -8,6 +8,7 @@ T query tokens, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -56,8 +57,9 @@ class Ran:
 
     logits, picks   of the N sampled rows, or of all rows of the step and padding, of which `index` [N] are sampled;
                     picks are the greedy choice. None if no row is sampled
-    told            (tokens int32, values float32) of the picks on the host, index by row of the step, to be read behind
-                    `Steps.moment`: the rows have these tokens already. None: neither
+    told            (tokens int32, values float32) on the host, index by row of the step, to be read behind
+                    `Steps.moment`: the tokens drawn, if that was asked for, else picked, and the picks' values. The
+                    rows have these tokens already. None: neither
     """
 
     hidden_TE: torch.Tensor
@@ -83,7 +85,8 @@ class Ran:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV group."""
+    """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV group. draw: logits,
+    picks, rows and positions -> tokens (drawn_rows.py); None: this device's steps only pick."""
 
     model: CausalModel
     state: ModelState
@@ -91,6 +94,7 @@ class Machine:
     kv: tuple[torch.Tensor, ...]
     group_of_layer: tuple[int, ...]
     device: torch.device
+    draw: Callable[[torch.Tensor, Picks, torch.Tensor, torch.Tensor], Picks] | None = None
 
 
 class Steps(Protocol):
@@ -109,8 +113,14 @@ class Steps(Protocol):
         """The KV cache from now on; before the first real step."""
         ...
 
-    def run(self, plan: StepPlan, shape: StepShape) -> Ran:
-        """Takes the plan's changes over and launches its step."""
+    def compiling(self) -> AbstractContextManager[object] | None:
+        """Within it steps compile their kernels, many at a time, and compute nothing; what they tell is made up. None:
+        there is nothing to compile."""
+        ...
+
+    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool) -> Ran:
+        """Takes the plan's changes over and launches its step. `draws`: the rows' tokens are drawn, where steps can;
+        else the greedy picks are told."""
         ...
 
     def moment(self) -> Moment:
@@ -140,7 +150,10 @@ class ExactSteps:
         """See Steps."""
         self._kv = kv
 
-    def run(self, plan: StepPlan, shape: StepShape) -> Ran:
+    def compiling(self) -> None:
+        """See Steps."""
+
+    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool) -> Ran:
         """See Steps."""
         machine = self._machine
         self.rows.apply(plan)

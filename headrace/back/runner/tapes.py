@@ -65,6 +65,9 @@ class Tapes:
         """See Replay."""
         return nullcontext()
 
+    def compiling(self) -> None:
+        """See Replay."""
+
     def run(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
         """See Replay."""
         found = self._tapes.get(bucket)

@@ -20,6 +20,10 @@ CPU_TOKENS = 64
 """Query tokens of the warm-up on a CPU: there is no memory to profile, and start-up must not wait for a long prompt."""
 
 
+GREEDY = RowSampling(temperature=0.0)
+RANDOM = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=0)
+
+
 class Executes(Protocol):
     """What runs a plan."""
 
@@ -28,24 +32,47 @@ class Executes(Protocol):
         """See Steps."""
         ...
 
+    @property
+    def draws(self) -> bool:
+        """Whether steps draw the tokens of random rows themselves."""
+        ...
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step."""
         ...
 
 
-def warm_up(runner: Executes, spec: EngineSpec, logits_width: int, device: torch.device) -> float:
+def warm_up(
+    runner: Executes,
+    spec: EngineSpec,
+    logits_width: int,
+    device: torch.device,
+    *,
+    compiling: bool = False,
+) -> float:
     """Runs one prefill and one decode step of the largest size, then the sizes of decode that are common, twice: where
-    steps are recorded, the second one is. Returns the seconds.
+    steps are recorded, the second one is; all again with random rows, where those are steps of their own. Returns the
+    seconds. `compiling`: nothing is computed, so each size once is enough and what comes out means nothing.
 
     Raises CheckpointError if the model's logits are not finite.
     """
     began = time.perf_counter()
     num_rows, length = _largest(spec, device)
-    common = (rows for rows in runner.common_rows if rows <= num_rows for _ in range(2))
+    common = [
+        rows
+        for rows in runner.common_rows
+        if rows <= num_rows
+        for _ in range(1 if compiling else 2)
+    ]
     decodes = [_decode(rows, length) for rows in common] or [_decode(num_rows, length)]
     generates = spec.model.head == "lm"
-    prefill = _prefill(num_rows, _prompt(length, logits_width), generates=generates)
-    _run(runner, spec, [prefill, *(decodes if generates else ()), _end(num_rows)])
+    for sampling in (GREEDY, *((RANDOM,) if generates and runner.draws else ())):
+        prompt = _prompt(length, logits_width)
+        prefill = _prefill(num_rows, prompt, generates=generates, sampling=sampling)
+        plans = [prefill, *(decodes if generates else ()), _end(num_rows)]
+        results = [runner.execute(plan) for plan in plans]
+        if not compiling:
+            _check(spec, results)
     return time.perf_counter() - began
 
 
@@ -56,7 +83,7 @@ def run_largest(
     num_rows, length = _largest(spec, device)
     generates = spec.model.head == "lm"
     prefill = _prefill(num_rows, _prompt(length, logits_width), generates=generates)
-    _run(runner, spec, [prefill, _end(num_rows)])
+    _check(spec, [runner.execute(plan) for plan in (prefill, _end(num_rows))])
 
 
 def _largest(spec: EngineSpec, device: torch.device) -> tuple[int, int]:
@@ -72,9 +99,8 @@ def _prompt(length: int, logits_width: int) -> np.ndarray:
     return np.arange(length, dtype=np.int32) % logits_width
 
 
-def _run(runner: Executes, spec: EngineSpec, plans: list[StepPlan]) -> None:
-    for plan in plans:
-        result = runner.execute(plan)
+def _check(spec: EngineSpec, results: list[StepResult]) -> None:
+    for result in results:
         if result.failed:
             raise CheckpointError(
                 "the model's logits for a made-up prompt are not finite: the checkpoint is damaged, or its values do "
@@ -82,7 +108,9 @@ def _run(runner: Executes, spec: EngineSpec, plans: list[StepPlan]) -> None:
             )
 
 
-def _prefill(num_rows: int, prompt: np.ndarray, *, generates: bool) -> StepPlan:
+def _prefill(
+    num_rows: int, prompt: np.ndarray, *, generates: bool, sampling: RowSampling = GREEDY
+) -> StepPlan:
     """Its last tokens are sampled; those of a model without a language-model head are pooled."""
     starts = [
         RowStart(
@@ -91,7 +119,7 @@ def _prefill(num_rows: int, prompt: np.ndarray, *, generates: bool) -> StepPlan:
             tokens=prompt,
             num_prompt=prompt.size,
             num_computed=0,
-            sampling=RowSampling(temperature=0.0),
+            sampling=sampling,
             pooling=None if generates else RowPooling(),
         )
         for row in range(num_rows)

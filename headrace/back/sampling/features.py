@@ -37,6 +37,8 @@ class Use(IntFlag):
 
 
 TRUNCATES = Use.TOP_K | Use.TYPICAL_P | Use.TOP_P | Use.MIN_P | Use.XTC
+DRAWN = Use.RANDOM | Use.TOP_K | Use.TOP_P | Use.MIN_P
+"""What op `draw` does on a device, in the step's own graph."""
 
 
 def uses(s: RowSampling, width: int) -> Use:

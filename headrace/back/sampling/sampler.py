@@ -9,7 +9,7 @@
     6  masks                 allowed ids, min_tokens,     allowed.py min_tokens.py bad_words.py
                              bad words, grammar           grammar_mask.py (comes with the step)
     7  argmax                temperature 0                op greedy
-    8  temperature           the others                   draw.py
+    8  temperature           the others                   draw.py; on a device op draw (drawn_rows.py) does 8 to 11
     9  top_k, typical_p, top_p, min_p                     top_k.py typical_p.py top_p.py min_p.py
    10  XTC                   xtc_probability > 0          xtc.py
    11  noise and argmax      the others                   op gumbel, draw.py
@@ -17,30 +17,42 @@
 Penalties come before the bias, so that a bias of +-100 stays what the user wrote; masks come last, so that nothing
 lifts them. Temperature comes before truncation: top_p is over the tempered distribution.
 
-Cost: a step whose rows are all greedy and ask for nothing is one argmax. A feature costs its own rows only.
+Cost: a step whose rows are all greedy and ask for nothing is one argmax; on a device, one whose rows ask for no more
+than op `draw` does is part of the step itself. A feature costs its own rows only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from headrace.back.kernels.draw.op import OP as DRAW
+from headrace.back.kernels.draw.op import DrawProblem
 from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.gumbel.op import OP as GUMBEL
 from headrace.back.kernels.gumbel.op import GumbelProblem
 from headrace.back.kernels.nucleus.op import OP as NUCLEUS
 from headrace.back.kernels.nucleus.op import NucleusProblem
-from headrace.back.kernels.op import decisions
+from headrace.back.kernels.op import Choice, decisions
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.allowed import AllowedIds
 from headrace.back.sampling.bad_words import BadWords
 from headrace.back.sampling.bias import LogitBias
 from headrace.back.sampling.draw import draw, truncated
+from headrace.back.sampling.drawn_rows import DrawnRows
 from headrace.back.sampling.dry import Dry
-from headrace.back.sampling.features import LogitFeature, Picked, RowNumbers, Use
+from headrace.back.sampling.features import (
+    DRAWN,
+    TRUNCATES,
+    LogitFeature,
+    Picked,
+    RowNumbers,
+    Use,
+)
 from headrace.back.sampling.grammar_mask import GrammarMask
 from headrace.back.sampling.logprobs import Told, score
 from headrace.back.sampling.min_tokens import MinTokens
@@ -74,20 +86,42 @@ def failures(best_N: np.ndarray, left_N: np.ndarray | None) -> dict[int, Headrac
     return failed | {int(i): NonFiniteLogits(message) for i in np.flatnonzero(~np.isfinite(best_N))}
 
 
+def choose_kernels(device: torch.device) -> tuple[Choice[Any], ...]:
+    """What samplers are made of on a device: greedy, gumbel, nucleus, and draw where it is used."""
+    drawn = () if device.type == "cpu" else (DRAW.choose(DrawProblem(device=device.type)),)
+    return (
+        GREEDY.choose(GreedyProblem(device=device.type)),
+        GUMBEL.choose(GumbelProblem(device=device.type)),
+        NUCLEUS.choose(NucleusProblem(device=device.type)),
+        *drawn,
+    )
+
+
 class Sampler:
     """Samples one token per row; holds what the rows asked for."""
 
-    def __init__(self, *, max_rows: int, logits_width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        logits_width: int,
+        device: torch.device,
+        on_device: bool | None = None,
+    ) -> None:
+        """`on_device`: whether op `draw` takes the rows it can; by default on all devices but CPUs."""
         self._width = logits_width
         self._numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._processed: set[int] = set()
-        greedy = GREEDY.choose(GreedyProblem(device=device.type))
-        gumbel = GUMBEL.choose(GumbelProblem(device=device.type))
+        choices = choose_kernels(device)[:3]
+        greedy, gumbel, _ = choices
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
         self._quieten = _quieten_host if device.type == "cpu" else _quieten_device
-        nucleus = NUCLEUS.choose(NucleusProblem(device=device.type))
-        self.decisions = decisions((greedy, gumbel, nucleus))
+        self.decisions = decisions(choices)
+        self.drawn: DrawnRows | None = None
+        if on_device if on_device is not None else device.type != "cpu":
+            self.drawn = DrawnRows(self._numbers, device)
+            self.decisions += self.drawn.decisions
         self._grammar = GrammarMask(max_rows=max_rows, width=logits_width, device=device)
         self._features: tuple[tuple[Use, LogitFeature], ...] = (
             (Use.PENALTIES, Penalties(max_rows=max_rows, width=logits_width, device=device)),
@@ -112,6 +146,8 @@ class Sampler:
     def start(self, start: RowStart) -> None:
         """A request takes a row."""
         used = self._numbers.start(start, self._width)
+        if self.drawn is not None:
+            self.drawn.start(start.row)
         for use, feature in self._features:
             if use in used:
                 feature.start(start)
@@ -123,6 +159,17 @@ class Sampler:
     def uses(self, rows: np.ndarray) -> bool:
         """Whether any of these rows asks for more than the greedy choice."""
         return bool(self._numbers.use[rows].any())
+
+    def draws(self, rows: np.ndarray) -> bool:
+        """Whether some of these rows are random and op `draw` does all that any of them asks for; then the table it
+        reads is up to date."""
+        if self.drawn is None:
+            return False
+        used = int(np.bitwise_or.reduce(self._numbers.use[rows], initial=0))
+        if not used & Use.RANDOM or used & ~DRAWN:
+            return False
+        self.drawn.refresh()
+        return True
 
     def sample(
         self,
@@ -191,11 +238,9 @@ class Sampler:
     def _choose(
         self, logits_NV: torch.Tensor, use_N: np.ndarray, picked: Picked
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        index = np.flatnonzero(use_N & Use.RANDOM)
-        if index.size == len(use_N):
+        if self.drawn is None and (use_N & Use.RANDOM).all():
             return draw(logits_NV, self._numbers, picked, self._gumbel)
-        token_N, best_N = self.greedy(logits_NV)
-        best_N = best_N.to(torch.float64)
+        token_N, best_N, index = self._choose_most(logits_NV, use_N, picked)
         if index.size:
             at = to_device(index, token_N.device)
             token_K, best_K = draw(
@@ -204,6 +249,18 @@ class Sampler:
             token_N.index_copy_(0, at, token_K)
             best_N.index_copy_(0, at, best_K)
         return token_N, best_N
+
+    def _choose_most(
+        self, logits_NV: torch.Tensor, use_N: np.ndarray, picked: Picked
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """The choice, and the rows for which it is still to be made."""
+        token_N, best_N = self.greedy(logits_NV)
+        if self.drawn is None:
+            return token_N, best_N.to(torch.float64), np.flatnonzero(use_N & Use.RANDOM)
+        self.drawn.refresh()
+        at = [to_device(one, logits_NV.device) for one in (picked.rows, picked.positions)]
+        token_N, best_N = self.drawn.draw(logits_NV, (token_N, best_N), *at)
+        return token_N, best_N, np.flatnonzero(use_N & TRUNCATES & ~DRAWN)
 
     def _tell(self, token_N: torch.Tensor, use_N: np.ndarray, picked: Picked) -> None:
         for use, feature in self._features:

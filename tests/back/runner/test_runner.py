@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from headrace.back.runner.devices import MakeSteps, bucket_steps, make_steps
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.steps import Machine, Moment, Now, Steps
 from headrace.back.sampling import prompt_logprobs
+from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import CheckpointError
 from headrace.base.wire.params import RowSampling
@@ -31,6 +33,9 @@ class Calls:
     def scope(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def compiling(self) -> None:
+        return None
+
     def run(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
         return step(bucket)
 
@@ -45,10 +50,15 @@ def by_buckets(machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps:
     return bucket_steps(machine, spec, Calls(), num_groups=num_groups)
 
 
-@pytest.fixture(params=[make_steps, by_buckets], ids=["exact", "buckets"], autouse=True)
+@pytest.fixture(params=["exact", "buckets", "drawn"], autouse=True)
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test of this file runs both ways of running steps (ENG-21)."""
-    monkeypatch.setattr("tests.back.runner.test_runner.STEPS", request.param)
+    """Every test of this file runs every way of running steps (ENG-21): exact ones, buckets, and buckets that draw
+    random rows themselves, as on a GPU."""
+    made = make_steps if request.param == "exact" else by_buckets
+    monkeypatch.setattr("tests.back.runner.test_runner.STEPS", made)
+    if request.param == "drawn":
+        sampler = partial(Sampler, on_device=True)
+        monkeypatch.setattr("headrace.back.runner.runner.Sampler", sampler)
 
 
 STEPS: MakeSteps = make_steps
@@ -187,6 +197,8 @@ def test_seeded_sampling_survives_chunking_preemption_and_company() -> None:
         RowSampling(seed=4, top_k=7, repetition_penalty=1.2, dry_multiplier=0.5),
         RowSampling(seed=5, top_p=0.8, bad_words=((5,), (1, 2)), min_tokens=4, suppressed_ids=(0,)),
         RowSampling(seed=6, allowed_ids=tuple(range(9)), presence_penalty=1.0),
+        RowSampling(seed=7, temperature=0.9, top_k=20, top_p=0.9, min_p=0.02),
+        RowSampling(seed=8, temperature=1.5),
     ]
 
     def generate(which: list[int], *, preempt: bool) -> list[list[int]]:
@@ -202,8 +214,10 @@ def test_seeded_sampling_survives_chunking_preemption_and_company() -> None:
                 driver.read(runner.execute(driver.plan(runs)))
         return [s.outputs for s in sequences]
 
-    alone = [generate([i], preempt=False)[0] for i in range(4)]
-    assert generate([2, 0, 3, 1], preempt=True) == [alone[i] for i in (2, 0, 3, 1)]
+    alone = [generate([i], preempt=False)[0] for i in range(6)]
+    crowd = [2, 5, 0, 3, 4, 1]
+    assert generate(crowd, preempt=True) == [alone[i] for i in crowd]
+    assert generate([5, 4], preempt=True) == [alone[5], alone[4]]
     assert all(token < 9 for token in alone[3])
 
 

@@ -11,6 +11,7 @@ from headrace.back.kernels.gumbel.op import GumbelProblem, bind_reference
 from headrace.back.kernels.native.build import build
 from headrace.back.kernels.native.library import NativeLibrary
 from headrace.back.sampling.draw import Draw, draw
+from headrace.back.sampling.drawn_rows import DrawnRows
 from headrace.back.sampling.dry import repeats, repeats_dense
 from headrace.back.sampling.features import Picked, RowNumbers
 from headrace.base.wire.params import RowSampling
@@ -83,6 +84,47 @@ def test_every_way_chooses_the_same_token(kind: str, width: int, gumbel: str) ->
     assert chosen.tolist() == wanted.tolist()
     torch.testing.assert_close(best, wanted_best)
     assert all(np.isfinite(logits[row, token]) for row, token in enumerate(chosen.tolist()))
+
+
+@pytest.mark.parametrize("width", [31, 4099])
+@pytest.mark.parametrize("kind", ["usual", "peaked", "flat", "ties", "few"])
+def test_the_op_of_devices_chooses_the_same_token(kind: str, width: int) -> None:
+    """Greedy rows keep their pick; rows of the table lie in any order."""
+    rng = np.random.default_rng(width)
+    simple = [s for s in SETTINGS if not {"typical_p", "xtc_probability"} & set(s)]
+    host = RowNumbers(len(simple) + 1)
+    drawn = DrawnRows(host, CPU)
+    for row, settings in enumerate([{"temperature": 0.0}, *simple]):
+        sampling = RowSampling(seed=row + width, **settings)  # type: ignore[arg-type]
+        tokens = np.zeros(1, np.int32)
+        start = RowStart(
+            row=row, request=row, tokens=tokens, num_prompt=1, num_computed=0, sampling=sampling
+        )
+        host.start(start, width)
+        drawn.start(row)
+    drawn.refresh()
+    rows = rng.permutation(len(host.use))
+    logits = np.stack([LOGITS[kind](rng, width) for _ in rows]).astype(np.float32)
+    logits[:, 0] = np.where(np.isfinite(logits).any(1), logits[:, 0], 0.0)
+    positions = rng.integers(1, 9999, len(rows))
+    value, token = torch.from_numpy(logits).max(dim=1)
+    found, z = drawn.draw(
+        torch.from_numpy(logits),
+        (token, value),
+        torch.from_numpy(rows),
+        torch.from_numpy(positions),
+    )
+    picked = Picked(
+        rows=rows,
+        positions=positions,
+        num_output=np.zeros(len(rows), np.int64),
+        tokens=torch.zeros(1, 1, dtype=torch.int32),
+    )
+    wanted, wanted_z = Draw(host, picked, CPU).whole(torch.from_numpy(logits))
+    greedy = int(np.flatnonzero(rows == 0)[0])
+    wanted[greedy], wanted_z[greedy] = token[greedy], value[greedy]
+    assert found.tolist() == wanted.tolist()
+    torch.testing.assert_close(z, wanted_z)
 
 
 @pytest.mark.parametrize("seed", range(8))

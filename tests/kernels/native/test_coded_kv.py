@@ -31,7 +31,7 @@ SHAPES = [
 def write_problem(dtype, kv_heads, head_dim, block_tokens):
     return KVWriteProblem(
         device="cpu", dtype=dtype, kv_heads=kv_heads, head_dim=head_dim,
-        block_tokens=block_tokens, coded=True,
+        block_tokens=block_tokens, coded="int8",
     )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def empty_cache(blocks, kv_heads, block_tokens, head_dim):
 def case(dtype, heads, kv_heads, head_dim, block_tokens, window, softcap, rows):
     """A problem, queries, the plain cache in float32, the coded one, and the plan."""
     problem = AttentionProblem(
-        device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, coded=True,
+        device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, coded="int8",
         block_tokens=block_tokens, scale=head_dim**-0.5, window=window, softcap=softcap,
     )  # fmt: skip
     plan, blocks = sample_plan(rows, block_tokens=block_tokens, window=window, device="cpu")
@@ -72,8 +72,8 @@ def case(dtype, heads, kv_heads, head_dim, block_tokens, window, softcap, rows):
 def test_attention_equals_the_reference_and_reads_no_unused_place(library, dtype, shape):
     problem, q, _, coded, plan = case(dtype, *shape, ROWS)
     out = attention_native.bind_with(library, problem)(q, coded, plan)
-    wide = AttentionProblem(**{**vars(problem), "dtype": torch.float32, "coded": False})
-    expected = bind_reference(wide)(q.float(), widen(coded, torch.float32), plan)
+    wide = AttentionProblem(**{**vars(problem), "dtype": torch.float32, "coded": None})
+    expected = bind_reference(wide)(q.float(), widen(coded, torch.float32, "int8"), plan)
     bound = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
     assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
 
@@ -81,7 +81,7 @@ def test_attention_equals_the_reference_and_reads_no_unused_place(library, dtype
 def test_attention_is_near_that_over_the_plain_cache(newest):
     problem, q, plain, coded, plan = case(torch.float32, 8, 2, 64, 16, None, None, ROWS)
     out = attention_native.bind_with(newest, problem)(q, coded, plan)
-    wide = AttentionProblem(**{**vars(problem), "coded": False})
+    wide = AttentionProblem(**{**vars(problem), "coded": None})
     expected = bind_reference(wide)(q, plain, plan)
     assert 0 < (out - expected).norm() / expected.norm() < 0.02
 
@@ -131,15 +131,15 @@ def test_memory_is_about_half(newest):
         layers = [KVLayer(layer=i, kv_heads=8, head_dim=head_dim, coded=coded) for i in range(4)]
         return lay_out(layers, block_tokens=16, dtype=torch.bfloat16).block_bytes
 
-    assert block_bytes(False, 64) / block_bytes(True, 64) == pytest.approx(128 / 68)
-    assert block_bytes(False, 128) / block_bytes(True, 128) == pytest.approx(256 / 132)
+    assert block_bytes(None, 64) / block_bytes("int8", 64) == pytest.approx(128 / 68)
+    assert block_bytes(None, 128) / block_bytes("int8", 128) == pytest.approx(256 / 132)
 
 
 def test_a_failed_rows_blocks_are_clean_for_their_next_owner():
     from headrace.back.attention.kv_layer import KVLayer
     from headrace.back.runner.memory import KVMemory, lay_out
 
-    layers = [KVLayer(layer=0, kv_heads=2, head_dim=16, coded=True)]
+    layers = [KVLayer(layer=0, kv_heads=2, head_dim=16, coded="int8")]
     layout = lay_out(layers, block_tokens=8, dtype=torch.bfloat16)
     memory = KVMemory(layers, layout, num_blocks=4, device=torch.device("cpu"))
     scales = codes_and_scales(memory.layers[0])[1]

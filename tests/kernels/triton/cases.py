@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 
 from headrace.back.kernels.attention import op as attention
+from headrace.back.kernels.draw import op as draw
 from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.greedy import op as greedy
 from headrace.back.kernels.gumbel import op as gumbel
@@ -39,6 +41,24 @@ def _attention(
         device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         block_tokens=16, scale=head_dim**-0.5, **more,
     )  # fmt: skip
+
+
+def _hopper() -> object:
+    """The kernel that no other device has."""
+    from headrace.back.kernels.attention import hopper
+
+    problem = _attention(32, 8, 128)
+    q_THD, kv, plan = attention.OP.sample(problem).arguments
+    hopper.bind_prefill(problem, min_queries=2)(q_THD, kv, plan, torch.empty_like(q_THD))
+    return None
+
+
+def _shared() -> object:
+    """A step that looks for shared prefixes, with all the kernels that takes."""
+    from headrace.back.kernels.attention import cascade
+
+    with patch.multiple(cascade, LEAST_ROWS=1, MIN_TOKENS=16):
+        return _call(attention.OP, _ATTENTION, _attention(32, 8, 128))()
 
 
 def _qk(heads: int, kv_heads: int, head_dim: int, rotary: int, **more: object) -> object:
@@ -77,11 +97,29 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         "attention 256 window cap",
         _call(attention.OP, _ATTENTION, _attention(8, 4, 256, window=20, softcap=50.0)),
     ),
+    (
+        "attention int8 codes",
+        _call(attention.OP, _ATTENTION, _attention(32, 8, 128, coded="int8")),
+    ),
+    (
+        "attention fp8 codes sinks",
+        _call(attention.OP, _ATTENTION, _attention(32, 8, 128, coded="fp8", sinks=True)),
+    ),
+    ("attention Hopper", _hopper),
+    ("attention shared", _shared),
     ("attention 80", _call(attention.OP, _ATTENTION, _attention(32, 32, 80))),
     ("qk_rope_write norm", _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6))),
     (
         "qk_rope_write pairs partial",
         _call(qk_rope_write.OP, _QK, _qk(28, 4, 96, 32, layout="pairs")),
+    ),
+    (
+        "qk_rope_write int8 codes",
+        _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6, coded="int8")),
+    ),
+    (
+        "qk_rope_write fp8 codes",
+        _call(qk_rope_write.OP, _QK, _qk(28, 4, 96, 32, layout="pairs", coded="fp8")),
     ),
     ("rms_norm", _call(rms_norm.OP, _NORM + "KERNEL", _norm(4096))),
     ("add_rms_norm", _call(rms_norm.ADD_OP, _NORM + "ADD_KERNEL", _norm(5120))),
@@ -107,9 +145,22 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("skinny split add", _product(SPLIT, 64, add=True)),
     ("step_inputs", _call(step_inputs.OP, "step_inputs.triton_step:KERNEL", STEP)),
     ("step_commit", _call(step_commit.OP, "step_commit.triton_commit:KERNEL", STEP)),
+    ("draw", _call(draw.OP, "draw.triton_draw:KERNEL", draw.DrawProblem(device="cpu"))),
     (
         "nucleus",
         _call(nucleus.OP, "nucleus.triton_nucleus:KERNEL", nucleus.NucleusProblem(device="cpu")),
     ),
 ]
 """(title, call)."""
+
+ONLY = {"attention Hopper": {"cuda:90"}}
+"""The targets of kernels that are for some alone."""
+NEVER = {"fp8 codes": {"cuda:80"}}
+"""Targets that lack what kernels with these words in their title need, as their `supports` says."""
+
+
+def serves(title: str, target: str) -> bool:
+    """Whether a case is compiled for a target."""
+    if target not in ONLY.get(title, {target}):
+        return False
+    return not any(words in title and target in targets for words, targets in NEVER.items())

@@ -13,15 +13,18 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction, mangle_type
 
-from tests.kernels.triton.cases import CASES
+from tests.kernels.triton.cases import CASES, serves
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -31,6 +34,8 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 WAVE = {"gfx942": 64, "gfx950": 64}
 
@@ -54,6 +59,8 @@ def source(function: JITFunction, values: dict[str, Any]) -> ASTSource:
         if isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = mangle_type(value)
         elif name in constexprs or value is None or (type(value) is int and value == 1):
             signature[name], constants[name] = "constexpr", value
         elif type(value) is int:
@@ -62,7 +69,8 @@ def source(function: JITFunction, values: dict[str, Any]) -> ASTSource:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"
-    return ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    make = GluonASTSource if function.is_gluon() else ASTSource
+    return make(fn=function, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def launches(
@@ -90,11 +98,13 @@ def compiled(names: list[str], only: str = "") -> Iterator[dict[str, Any]]:
         if only not in title:
             continue
         for function, values, options in launches(call):
-            for name in names:
+            for name in filter(partial(serves, title), names):
                 target, began = target_of(name), time.perf_counter()
                 if "DEPENDENT" in values:
                     dependent = target.backend == "cuda" and target.arch >= 90
                     values["DEPENDENT"] = dependent
+                    if "BITS" in values:
+                        values["BITS"] = dependent and values["CODED"]
                 options.pop("launch_pdl", None)
                 binary = triton.compile(source(function, values), target=target, options=options)
                 assembly = binary.asm["ptx" if target.backend == "cuda" else "amdgcn"]

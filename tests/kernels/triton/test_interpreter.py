@@ -1,4 +1,4 @@
-"""The tests of test_kernels.py in Triton's interpreter: in a process of their own, since a process either interprets
+"""The tests of the kernels in Triton's interpreter: in a process of their own, since a process either interprets
 kernels or compiles them."""
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.timeout(400)
-def test_every_kernel_agrees_with_its_reference_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "tests/kernels/triton/test_kernels.py", "-x"]
+@pytest.mark.parametrize("name", ["kernels", "draw", "prefill", "codes", "cascade"])
+def test_every_kernel_agrees_with_its_reference_in_the_interpreter(name: str) -> None:
+    command = [sys.executable, "-m", "pytest", f"tests/kernels/triton/test_{name}.py", "-x"]
     done = subprocess.run(
         [*command, "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider"],
         env=env.child_environment(TRITON_INTERPRET="1", OMP_NUM_THREADS="1"),

@@ -42,7 +42,7 @@ def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
             *(tensor.data_ptr() for tensor in (q_THD, kv, out_THD, starts, lengths, table)),
             rows, table.stride(0), num_tokens, num_blocks, heads, kv_heads, head_dim, block_tokens,
             *(*q_THD.stride()[:2], *kv.stride()[:3]), window, scale, softcap, code,
-            int(problem.coded),
+            int(problem.coded == "int8"),
         )  # fmt: skip
         return out_THD
 
@@ -54,6 +54,8 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
+    if problem.coded == "fp8" or problem.sinks:
+        return "knows neither fp8 codes nor sinks"
     return unsupported(problem.device, problem.dtype)
 
 

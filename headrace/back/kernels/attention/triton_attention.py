@@ -7,49 +7,35 @@ its shape; lengths are read on the device. Padding rows have no query tokens; pa
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-
 import torch
 import triton
 
+from headrace.back.kernels.attention import cascade, hopper
 from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
 from headrace.back.kernels.attention.triton_decode import (
     PIECE_FIELDS,
     decode_kernel,
     pieces_kernel,
 )
+from headrace.back.kernels.attention.triton_lists import Launch, Tiles, lists, numbers, row_bucket
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
+from headrace.back.kernels.kv_write.coded import SCALE_BYTES, typed
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
+    has_bfloat_pairs,
     launch,
     num_sms,
     power_of_two,
     unsupported,
+    unsupported_codes,
 )
 
 MAX_HEAD_DIM = 256
-ROW_BUCKETS = (16, 64, 256, 1024, 4096)
-"""Rows a program reads; few sizes, so that few kernels are compiled."""
 PROGRAMS_PER_SM = 2
 """Pieces the decode kernel cuts the cache into, per multiprocessor."""
 MIN_PIECE = 256
-
-Launch = Callable[[torch.Tensor, torch.Tensor, Plan, torch.Tensor], None]
-"""f(q_THD, kv, plan, out_THD)"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """Sizes of a kernel's tiles: query-head pairs (at least), positions, and how it is compiled."""
-
-    m: int
-    n: int
-    num_warps: int
-    num_stages: int
 
 
 def decode_tiles(problem: AttentionProblem) -> Tiles:
@@ -70,8 +56,9 @@ def prefill_tiles(problem: AttentionProblem) -> Tiles:
     return Tiles(m=max(least, 128), n=128, num_warps=8, num_stages=3)
 
 
-def bind(problem: AttentionProblem) -> Attention:
+def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Attention:
     """The kernels for one layer's heads."""
+    assert (sinks_H is not None) == problem.sinks, problem
     group = problem.heads // problem.kv_heads
     shared = {
         "GROUP": group,
@@ -80,62 +67,35 @@ def bind(problem: AttentionProblem) -> Attention:
         "BLOCK_TOKENS": problem.block_tokens,
         "WINDOW": problem.window or 0,
         "SOFTCAP": problem.softcap is not None,
+        "CODED": problem.coded is not None,
+        "BITS": problem.coded is not None
+        and problem.dtype is torch.bfloat16
+        and has_bfloat_pairs(),
+        "SINKS": problem.sinks,
     }
-    decode, prefill = _bind_decode(problem, shared), _bind_prefill(problem, shared)
+    cached = torch.int8 if problem.coded else problem.dtype
+    width = problem.head_dim + (SCALE_BYTES if problem.coded else 0)
+    decode = _bind_decode(problem, shared, sinks_H)
+    prefill = _bind_prefill(problem, shared, sinks_H)
+    prefill_hopper = _bind_hopper(problem)
 
     def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
-        assert q_THD.dtype == kv.dtype == problem.dtype, (q_THD.dtype, kv.dtype)
-        assert kv.stride()[3:] == (problem.head_dim, 1) and q_THD.stride(2) == 1, (kv.stride(),)
+        assert q_THD.dtype == problem.dtype and kv.dtype == cached, (q_THD.dtype, kv.dtype)
+        assert kv.stride()[3:] == (width, 1) and q_THD.stride(2) == 1, (kv.stride(),)
         assert plan.block_table_RB.stride(1) == 1 or plan.block_table_RB.shape[1] == 1
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         decode(q_THD, kv, plan, out_THD)
         if plan.max_query_len > 1:
-            prefill(q_THD, kv, plan, out_THD)
+            run = prefill_hopper if prefill_hopper is not None and kv.is_contiguous() else prefill
+            run(q_THD, kv, plan, out_THD)
         return out_THD
 
     return attention
 
 
-def _strides(
-    problem: AttentionProblem, q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan
-) -> tuple[int | float, ...]:
-    """The numbers both kernels take: strides of queries, output, cache and table, scale, soft cap."""
-    return (
-        q_THD.stride(0), q_THD.stride(1), problem.heads * problem.head_dim, *kv.stride()[:3],
-        plan.block_table_RB.stride(0), problem.scale, problem.softcap or 0.0,
-    )  # fmt: skip
-
-
-def _row_bucket(num_rows: int) -> int:
-    return next(size for size in ROW_BUCKETS if size >= num_rows)
-
-
-class PieceLists:
-    """The lists of pieces of the plans in use. The first layer that asks for a plan makes its list, and makes it anew
-    whenever it asks again (the next step, or the same step while it is captured); the layers after it read it."""
-
-    def __init__(self) -> None:
-        self._lists: dict[Hashable, tuple[object, torch.Tensor]] = {}
-
-    def get(
-        self, plan: Plan, sizes: Hashable, owner: object, make: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, bool]:
-        """The list, and whether it was made for this call."""
-        key = (id(plan), sizes)
-        maker, pieces = self._lists.get(key, (owner, None))
-        if maker is not owner and pieces is not None:
-            return pieces, False
-        if pieces is None:
-            weakref.finalize(plan, self._lists.pop, key, None)
-        pieces = make()
-        self._lists[key] = (owner, pieces)
-        return pieces, True
-
-
-_LISTS = PieceLists()
-
-
-def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str]) -> Launch:
+def _bind_decode(
+    problem: AttentionProblem, shared: dict[str, int | bool | str], sinks_H: torch.Tensor | None
+) -> Launch:
     tiles, kv_heads = decode_tiles(problem), problem.kv_heads
     group, depth = problem.heads // kv_heads, power_of_two(problem.head_dim, least=16)
     sizes = {
@@ -145,12 +105,14 @@ def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str])
         "MIN_PIECE": MIN_PIECE,
     }
 
-    def make(plan: Plan, most: int, wanted: int) -> torch.Tensor:
+    prefix = cascade.bind_prefix(problem, shared, prefill_tiles(problem))
+
+    def make(plan: Plan, most: int, wanted: int, joins: torch.Tensor | None) -> torch.Tensor:
         num_rows, device = len(plan.kv_len_R), plan.kv_len_R.device
         pieces = torch.empty(most * PIECE_FIELDS, dtype=torch.int32, device=device)
         pieces_kernel[(most,)](
-            plan.query_start_R1, plan.kv_len_R, pieces, num_rows, wanted, **sizes,
-            ROWS=_row_bucket(num_rows), num_warps=4, **launch(device),
+            plan.query_start_R1, plan.kv_len_R, joins, pieces, num_rows, wanted, **sizes,
+            SHARED=joins is not None, ROWS=row_bucket(num_rows), num_warps=4, **launch(device),
         )  # fmt: skip
         return pieces
 
@@ -159,8 +121,11 @@ def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str])
         assert num_rows * kv_heads <= COUNTERS, (num_rows, kv_heads)
         wanted = max(1, num_sms(device) * PROGRAMS_PER_SM // kv_heads)
         most = num_rows + wanted
-        key = (*sizes.values(), most)
-        pieces, is_new = _LISTS.get(plan, key, decode, lambda: make(plan, most, wanted))
+        common = prefix(q_THD, kv, plan) if cascade.serves(problem, plan) else cascade.NONE
+        key = (*sizes.values(), most, common.joins is not None)
+        pieces, is_new = lists.get(
+            plan, key, decode, lambda: make(plan, most, wanted, common.joins)
+        )
         partial = torch.empty(
             most * kv_heads * tiles.m * (depth + 2), dtype=torch.float32, device=device
         )
@@ -168,18 +133,21 @@ def _bind_decode(problem: AttentionProblem, shared: dict[str, int | bool | str])
         if is_new and "launch_pdl" in options:
             options["launch_pdl"] = False  # it reads the list before it waits
         decode_kernel[(most, kv_heads)](
-            q_THD, kv, out_THD, plan.block_table_RB, pieces, partial, counters(device),
-            *_strides(problem, q_THD, kv, plan), KV_HEADS=kv_heads,
+            q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.block_table_RB, pieces, partial,
+            common.partial, counters(device),
+            *numbers(problem, q_THD, kv, plan), KV_HEADS=kv_heads,
             GROUP_PADDED=power_of_two(group), M=tiles.m, N=tiles.n,
             COMBINED=max(2, min(16, 16 * 1024 // (power_of_two(group) * depth))),
-            **shared,
+            SHARED=common.joins is not None, PREFIX_M=common.m, **shared,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
         )  # fmt: skip
 
     return decode
 
 
-def _bind_prefill(problem: AttentionProblem, shared: dict[str, int | bool | str]) -> Launch:
+def _bind_prefill(
+    problem: AttentionProblem, shared: dict[str, int | bool | str], sinks_H: torch.Tensor | None
+) -> Launch:
     tiles, kv_heads = prefill_tiles(problem), problem.kv_heads
     group = problem.heads // kv_heads
     few = decode_tiles(problem).m // group
@@ -188,13 +156,20 @@ def _bind_prefill(problem: AttentionProblem, shared: dict[str, int | bool | str]
         num_rows = len(plan.kv_len_R)
         most = triton.cdiv(len(q_THD), tiles.m // group) + num_rows
         prefill_kernel[(kv_heads, most)](
-            q_THD, kv, out_THD, plan.query_start_R1, plan.kv_len_R, plan.block_table_RB,
-            num_rows, *_strides(problem, q_THD, kv, plan),
-            MIN_QUERIES=few + 1, M=tiles.m, N=tiles.n, ROWS=_row_bucket(num_rows), **shared,
+            q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.query_start_R1, plan.kv_len_R, plan.block_table_RB,
+            num_rows, *numbers(problem, q_THD, kv, plan),
+            MIN_QUERIES=few + 1, M=tiles.m, N=tiles.n, ROWS=row_bucket(num_rows), **shared,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch(q_THD.device),
         )  # fmt: skip
 
     return prefill
+
+
+def _bind_hopper(problem: AttentionProblem) -> Launch | None:
+    if hopper.unfit(problem) is not None:
+        return None
+    few = decode_tiles(problem).m // (problem.heads // problem.kv_heads)
+    return hopper.bind_prefill(problem, min_queries=few + 1)
 
 
 def _supports(problem: AttentionProblem) -> str | None:
@@ -202,7 +177,9 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
-    return unsupported(problem.device, problem.dtype)
+    return unsupported(problem.device, problem.dtype) or unsupported_codes(
+        problem.coded, problem.head_dim
+    )
 
 
 KERNEL = Kernel(name="triton", supports=_supports, bind=bind)

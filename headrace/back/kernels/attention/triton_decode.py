@@ -16,18 +16,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.back.kernels.attention.triton_codes import code_scales, widened
 from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
 from headrace.back.kernels.triton.grid import enter
 
-PIECE_FIELDS = 8
+PIECE_FIELDS = 12
 """int32 values of a piece: row, first position, end, the row's first piece and number of pieces (0: no work), KV
-length, query tokens, first query token."""
+length, query tokens, first query token; and where there may be shared prefixes, the row's first item, how many items,
+and its lane (triton_shared.py)."""
 
 
 @triton.jit
 def pieces_kernel(
     starts,
     lengths,
+    joins,
     pieces,
     num_rows,
     num_pieces,
@@ -36,12 +39,16 @@ def pieces_kernel(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     MIN_PIECE: tl.constexpr,
+    SHARED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (pieces at most). `num_pieces`: pieces wanted over all rows; `pieces` int32 [pieces at most, 8]."""
+    """Grid (pieces at most). `num_pieces`: pieces wanted over all rows; `pieces` int32 [pieces at most, 12]. If SHARED,
+    rows begin behind their prefixes (`joins`: triton_shared.py)."""
     i_piece = tl.program_id(0)
     enter(DEPENDENT)
     o_r, b_queries, b_length, b_first = row_spans(starts, lengths, num_rows, WINDOW, ROWS)
+    if SHARED:
+        b_first = tl.load(joins + o_r * 4, mask=o_r < num_rows, other=0)
     b_seen = tl.where((b_queries > 0) & (b_queries <= MAX_QUERIES), b_length - b_first, 0)
     piece = tl.maximum(tl.cdiv(tl.sum(b_seen, axis=0), num_pieces), MIN_PIECE)
     piece = tl.cdiv(piece, N) * N
@@ -54,7 +61,7 @@ def pieces_kernel(
     length = pick(b_length, here)
     begin = pick(b_first, here) + (i_piece - first) * piece
     i_row = tl.minimum(i_row, num_rows - 1)
-    p_piece = pieces + i_piece * 8
+    p_piece = pieces + i_piece * 12
     tl.store(p_piece, i_row)
     tl.store(p_piece + 1, begin)
     tl.store(p_piece + 2, tl.minimum(begin + piece, length))
@@ -63,16 +70,23 @@ def pieces_kernel(
     tl.store(p_piece + 5, length)
     tl.store(p_piece + 6, pick(b_queries, here))
     tl.store(p_piece + 7, tl.load(starts + i_row))
+    if SHARED:
+        tl.store(p_piece + 8, tl.load(joins + i_row * 4 + 1))
+        tl.store(p_piece + 9, tl.load(joins + i_row * 4 + 2))
+        tl.store(p_piece + 10, tl.load(joins + i_row * 4 + 3))
 
 
 @triton.jit
 def decode_kernel(
     q,
     kv,
+    scales,
+    sinks,
     out,
     table,
     pieces,
     partial,
+    prefix,
     counters,
     q_token_stride,
     q_head_stride,
@@ -93,14 +107,19 @@ def decode_kernel(
     BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CODED: tl.constexpr,
+    BITS: tl.constexpr,
+    SINKS: tl.constexpr,
     COMBINED: tl.constexpr,
+    SHARED: tl.constexpr,
+    PREFIX_M: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (pieces at most, K); `partial` float32 [pieces at most, K, M, D+2]. What is read before the wait was written
     before the kernel that this one waits for (enter_late)."""
     i_piece = tl.program_id(0)
     i_head = tl.program_id(1)
-    p_piece = pieces + i_piece * 8
+    p_piece = pieces + i_piece * 12
     i_row = tl.load(p_piece)
     begin = tl.load(p_piece + 1)
     end = tl.load(p_piece + 2)
@@ -109,6 +128,11 @@ def decode_kernel(
     length = tl.load(p_piece + 5)
     queries = tl.load(p_piece + 6)
     first_token = tl.load(p_piece + 7).to(tl.int64)
+    prefix_pieces = 0
+    if SHARED:
+        first_item = tl.load(p_piece + 8)
+        prefix_pieces = tl.load(p_piece + 9)
+        lane = tl.load(p_piece + 10)
     p_head = kv + i_head.to(tl.int64) * head_stride
     p_table = table + i_row.to(tl.int64) * table_stride
     if DEPENDENT:
@@ -132,6 +156,10 @@ def decode_kernel(
     b_max = tl.full([M], float("-inf"), tl.float32)
     b_sum = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, D], tl.float32)
+    if SINKS:  # noqa: SIM102 (known when it is compiled, unlike the other)
+        if i_piece == first_piece:
+            b_max = tl.load(sinks + o_query_head, mask=m_m, other=0.0) * 1.4426950408889634
+            b_sum = b_sum + 1.0
     scale_log2 = scale * 1.4426950408889634
     for start in range(begin, end, N):
         o_n = start + tl.arange(0, N)
@@ -144,7 +172,15 @@ def decode_kernel(
         )
         b_k = tl.load(p_k, mask=m_n[:, None] & m_d[None, :], other=0.0)
         b_v = tl.load(p_k + kind_stride, mask=m_n[:, None] & m_d[None, :], other=0.0)
+        if CODED:
+            p_scale = code_scales(
+                scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS, HEAD_DIM
+            )
+            b_k = widened(b_k, b_q.dtype, True, BITS)
+            b_v = widened(b_v, b_q.dtype, False, BITS)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if CODED:
+            b_s = b_s * tl.load(p_scale, mask=m_n, other=0.0)[None, :]
         if SOFTCAP:
             b_s = capped(b_s * scale, softcap, SOFTCAP) * 1.4426950408889634
         else:
@@ -159,10 +195,12 @@ def decode_kernel(
         b_shrink = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
         b_acc = b_acc * b_shrink[:, None]
+        if CODED:
+            b_p = b_p * tl.load(p_scale + kind_stride // 4, mask=m_n, other=0.0)[None, :]
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_max = b_higher
 
-    if num_pieces == 1:
+    if num_pieces == 1 and prefix_pieces == 0:
         p_out = out + o_token * out_token_stride + o_query_head * HEAD_DIM
         b_out = (b_acc / b_sum[:, None]).to(out.dtype.element_ty)
         tl.store(p_out[:, None] + o_d[None, :], b_out, mask=m_m[:, None] & m_d[None, :])
@@ -179,9 +217,21 @@ def decode_kernel(
         p_row = partial + (first_piece * KV_HEADS + i_head).to(tl.int64) * (M * (D + 2))
         o_g = tl.arange(0, GROUP_PADDED)
         for i_query in range(0, queries):
-            b_out = _combined(
-                p_row, i_query * GROUP + o_g, o_g < GROUP, num_pieces, M, D, STEP, COMBINED
-            )
+            b_total = tl.zeros([GROUP_PADDED], tl.float32)
+            b_highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+            b_all = tl.zeros([GROUP_PADDED, D], tl.float32)
+            b_all, b_total, b_highest = _combined(
+                b_all, b_total, b_highest, p_row, i_query * GROUP + o_g, o_g < GROUP, num_pieces, M, D,
+                STEP, COMBINED,
+            )  # fmt: skip
+            if SHARED:
+                PREFIX: tl.constexpr = PREFIX_M * (D + 2)
+                p_prefix = prefix + (first_item * KV_HEADS + i_head).to(tl.int64) * PREFIX
+                b_all, b_total, b_highest = _combined(
+                    b_all, b_total, b_highest, p_prefix, lane * GROUP + o_g, o_g < GROUP, prefix_pieces,
+                    PREFIX_M, D, KV_HEADS * PREFIX, COMBINED,
+                )  # fmt: skip
+            b_out = b_all / b_total[:, None]
             p_out = out + (first_token + i_query) * out_token_stride + i_head * GROUP * HEAD_DIM
             p_out = p_out + o_g[:, None] * HEAD_DIM + o_d[None, :]
             m_out = (o_g < GROUP)[:, None] & m_d[None, :]
@@ -190,14 +240,11 @@ def decode_kernel(
 
 @triton.jit
 def _combined(
-    p_row, o_m, m_m, num_pieces, M: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
-    COMBINED: tl.constexpr,
+    b_acc, b_total, b_highest, p_row, o_m, m_m, num_pieces, M: tl.constexpr, D: tl.constexpr,
+    STEP: tl.constexpr, COMBINED: tl.constexpr,
 ):  # fmt: skip
-    """The results [group, D] of one query from its row's pieces, COMBINED at a time."""
+    """Adds one query's pieces, COMBINED at a time, to its sums [group, D], totals and maxima."""
     o_d = tl.arange(0, D)
-    b_total = tl.zeros_like(o_m).to(tl.float32)
-    b_highest = b_total + float("-inf")
-    b_acc = b_total[:, None] + tl.zeros([1, D], tl.float32)
     for first in range(0, num_pieces, COMBINED):
         o_s = first + tl.arange(0, COMBINED)
         m_s = (o_s < num_pieces)[:, None] & m_m[None, :]
@@ -214,4 +261,4 @@ def _combined(
         b_total = b_total * b_shrink + tl.sum(b_weight * b_sum, axis=0)
         b_acc = b_acc * b_shrink[:, None] + tl.sum(b_part * b_weight[:, :, None], axis=0)
         b_highest = b_higher
-    return b_acc / b_total[:, None]
+    return b_acc, b_total, b_highest

@@ -12,16 +12,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.back.kernels.attention.triton_codes import code_scales, widened
 from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
 from headrace.back.kernels.triton.grid import enter
 
 
 @triton.jit
 def _step(
-    b_acc, b_max, b_sum, b_q, p_table, p_head, start, lowest, end, b_position, scale, softcap,
-    block_stride, kind_stride,
+    b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end, b_position, scale, softcap,
+    block_stride, kind_stride, head_stride,
     N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CODED: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Takes positions start .. start + N into the running result; below `lowest` and from `end` on nothing is read."""
     o_n = start + tl.arange(0, N)
@@ -40,7 +41,17 @@ def _step(
         b_k = tl.load(p_k, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
     else:
         b_k = tl.load(p_k)
+    if CODED:
+        p_scale = code_scales(
+            scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS, HEAD_DIM
+        )
+        b_k = widened(b_k, b_q.dtype, True, BITS)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if CODED:
+        if MASKED:
+            b_s = b_s * tl.load(p_scale, mask=m_n, other=0.0)[None, :]
+        else:
+            b_s = b_s * tl.load(p_scale)[None, :]
     if SOFTCAP:
         b_s = capped(b_s * scale, softcap, SOFTCAP)
         factor = LOG2E
@@ -67,6 +78,13 @@ def _step(
         b_v = tl.load(p_v, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
     else:
         b_v = tl.load(p_v)
+    if CODED:
+        b_v = widened(b_v, b_q.dtype, False, BITS)
+        p_scale = p_scale + kind_stride // 4
+        if MASKED:
+            b_p = b_p * tl.load(p_scale, mask=m_n, other=0.0)[None, :]
+        else:
+            b_p = b_p * tl.load(p_scale)[None, :]
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
     return b_acc, b_higher, b_sum
 
@@ -75,6 +93,8 @@ def _step(
 def prefill_kernel(
     q,
     kv,
+    scales,
+    sinks,
     out,
     starts,
     lengths,
@@ -99,6 +119,9 @@ def prefill_kernel(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CODED: tl.constexpr,
+    BITS: tl.constexpr,
+    SINKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (K, tiles at most). Rows with fewer than MIN_QUERIES queries are the decode kernel's."""
@@ -134,6 +157,9 @@ def prefill_kernel(
     b_max = tl.full([M], float("-inf"), tl.float32)
     b_sum = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, D], tl.float32)
+    if SINKS:
+        b_max = tl.load(sinks + o_query_head, mask=m_m, other=0.0) * 1.4426950408889634
+        b_sum = b_sum + 1.0
     p_head = kv + i_head.to(tl.int64) * head_stride
     p_table = table + i_row.to(tl.int64) * table_stride
     lowest = 0
@@ -144,13 +170,15 @@ def prefill_kernel(
         unmasked = (lowest_position + 1) // N * N
         for start in range(0, unmasked, N):
             b_acc, b_max, b_sum = _step(
-                b_acc, b_max, b_sum, b_q, p_table, p_head, start, lowest, end, b_position, scale, softcap,
-                block_stride, kind_stride, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP, False,
+                b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end, b_position,
+                scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP,
+                CODED, BITS, False,
             )  # fmt: skip
     for start in range(unmasked, end, N):
         b_acc, b_max, b_sum = _step(
-            b_acc, b_max, b_sum, b_q, p_table, p_head, start, lowest, end, b_position, scale, softcap,
-            block_stride, kind_stride, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP, True,
+            b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end, b_position,
+            scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP,
+            CODED, BITS, True,
         )  # fmt: skip
     b_out = (b_acc / b_sum[:, None]).to(out.dtype.element_ty)
     p_out = (

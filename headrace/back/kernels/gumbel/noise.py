@@ -50,6 +50,11 @@ def keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return splitmix.mix_all(inner ^ (positions.astype(np.uint64) * np.uint64(_H)))
 
 
+def keys_on_device(mixed_K: torch.Tensor, position_K: torch.Tensor) -> torch.Tensor:
+    """`keys`, int64 on the device, from mix(seed + G) and positions, both int64."""
+    return _mix_(mixed_K ^ (position_K * _signed(_H)))
+
+
 def bits_host(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """The bits of keys and ids (uint64, broadcast), as uint64."""
     return splitmix.mix_all((ids + np.uint64(1)) * np.uint64(_G) + keys)

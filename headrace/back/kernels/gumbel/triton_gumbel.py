@@ -72,6 +72,54 @@ def first_best(b_score, o_id, NONE: tl.constexpr):
 
 
 @triton.jit
+def chunk_winner(p_row, width, i_chunk, heat, row_key, least, CHUNK: tl.constexpr):
+    """(score float64, id) of the winner among a chunk's tokens whose logits are at least `least`; a NaN counts as
+    infinite. Without any: (-Inf, the chunk's first id)."""
+    NONE: tl.constexpr = 0x7FFFFFFF
+    o_v = i_chunk * CHUNK + tl.arange(0, CHUNK)
+    b_x = tl.load(p_row + o_v, mask=o_v < width, other=float("-inf"))
+    b_x = tl.where(b_x < least, float("-inf"), b_x)
+    b_quick = b_x * (1.0 / heat).to(tl.float32) + quick_noise(row_key, o_v)
+    b_quick = tl.where(b_quick != b_quick, float("inf"), b_quick)
+    top = tl.max(b_quick, axis=0)
+    margin = MARGIN + MARGIN_RELATIVE * (tl.abs(top) + 64.0)
+    near = tl.where(tl.abs(top) == float("inf"), top, top - margin)
+    left = b_quick >= near
+    candidates = tl.where(top > float("-inf"), tl.sum(left.to(tl.int32), axis=0), 0)
+    highest = heat * 0.0 + float("-inf")
+    i_best = i_chunk * CHUNK
+    for _ in range(0, candidates):
+        i_next = tl.min(tl.where(left, o_v, NONE), axis=0)
+        exact = tl.load(p_row + i_next).to(tl.float64) / heat + exact_noise(row_key, i_next)
+        exact = tl.where(exact != exact, float("inf"), exact)
+        i_best = tl.where(exact > highest, i_next, i_best)
+        highest = tl.maximum(exact, highest)
+        left = left & (o_v != i_next)
+    return highest, i_best
+
+
+@triton.jit
+def row_winner(
+    p_row, p_score, p_best, p_counter, p_token, p_z, chunks, heat, highest, i_best,
+    i_chunk, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Keeps a chunk's winner; the program that finishes the row's last chunk stores the row's."""
+    NONE: tl.constexpr = 0x7FFFFFFF
+    tl.store(p_score + i_chunk, highest)
+    tl.store(p_best + i_chunk, i_best)
+    tl.debug_barrier()
+    if tl.atomic_add(p_counter, 1, sem="acq_rel") == chunks - 1:
+        tl.store(p_counter, 0)
+        o_c = tl.arange(0, CHUNKS)
+        m_c = o_c < chunks
+        b_top = tl.load(p_score + o_c, mask=m_c, other=float("-inf"), cache_modifier=".cg")
+        b_best = tl.load(p_best + o_c, mask=m_c, other=NONE, cache_modifier=".cg")
+        _best, i_token = first_best(b_top, b_best, NONE)
+        tl.store(p_token, i_token.to(tl.int64))
+        tl.store(p_z, tl.load(p_row + i_token).to(tl.float64) / heat)
+
+
+@triton.jit
 def gumbel_kernel(
     logits,
     temperature,
@@ -88,43 +136,17 @@ def gumbel_kernel(
     CHUNKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (rows, chunks); `score` float64 and `best` int32, both [rows, chunks]. A NaN counts as infinite."""
+    """Grid (rows, chunks); `score` float64 and `best` int32, both [rows, chunks]."""
     i_row = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1)
-    NONE: tl.constexpr = 0x7FFFFFFF
     enter(DEPENDENT)
-    o_v = i_chunk * CHUNK + tl.arange(0, CHUNK)
     p_row = logits + i_row * row_stride
-    b_x = tl.load(p_row + o_v, mask=o_v < width, other=float("-inf"))
     heat, row_key = tl.load(temperature + i_row), tl.load(key + i_row)
-    b_quick = b_x * (1.0 / heat).to(tl.float32) + quick_noise(row_key, o_v)
-    b_quick = tl.where(b_quick != b_quick, float("inf"), b_quick)
-    top = tl.max(b_quick, axis=0)
-    margin = MARGIN + MARGIN_RELATIVE * (tl.abs(top) + 64.0)
-    least = tl.where(tl.abs(top) == float("inf"), top, top - margin)
-    left = b_quick >= least
-    candidates = tl.where(top > float("-inf"), tl.sum(left.to(tl.int32), axis=0), 0)
-    highest = heat * 0.0 + float("-inf")
-    i_best = i_chunk * CHUNK
-    for _ in range(0, candidates):
-        i_next = tl.min(tl.where(left, o_v, NONE), axis=0)
-        exact = tl.load(p_row + i_next).to(tl.float64) / heat + exact_noise(row_key, i_next)
-        exact = tl.where(exact != exact, float("inf"), exact)
-        i_best = tl.where(exact > highest, i_next, i_best)
-        highest = tl.maximum(exact, highest)
-        left = left & (o_v != i_next)
-    tl.store(score + i_row * chunks + i_chunk, highest)
-    tl.store(best + i_row * chunks + i_chunk, i_best)
-    tl.debug_barrier()
-    if tl.atomic_add(counters + i_row, 1, sem="acq_rel") == chunks - 1:
-        tl.store(counters + i_row, 0)
-        o_c = tl.arange(0, CHUNKS)
-        p_c = i_row * chunks + o_c
-        b_top = tl.load(score + p_c, mask=o_c < chunks, other=float("-inf"), cache_modifier=".cg")
-        b_best = tl.load(best + p_c, mask=o_c < chunks, other=NONE, cache_modifier=".cg")
-        _best, i_token = first_best(b_top, b_best, NONE)
-        tl.store(token + i_row, i_token.to(tl.int64))
-        tl.store(z + i_row, tl.load(p_row + i_token).to(tl.float64) / heat)
+    highest, i_best = chunk_winner(p_row, width, i_chunk, heat, row_key, float("-inf"), CHUNK)
+    row_winner(
+        p_row, score + i_row * chunks, best + i_row * chunks, counters + i_row, token + i_row,
+        z + i_row, chunks, heat, highest, i_best, i_chunk, CHUNKS,
+    )  # fmt: skip
 
 
 def bind(problem: GumbelProblem) -> Gumbel:

@@ -73,6 +73,8 @@ def _bind_coded(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
 def _supports(problem: KVWriteProblem) -> str | None:
     if problem.coded and problem.head_dim > MAX_CODED_HEAD:
         return f"codes heads of at most {MAX_CODED_HEAD}, not {problem.head_dim}"
+    if problem.coded == "fp8":
+        return "knows no fp8 codes"
     return unsupported(problem.device, problem.dtype)
 
 

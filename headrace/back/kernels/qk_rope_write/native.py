@@ -60,6 +60,8 @@ def _supports(problem: QKRopeWriteProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.layout not in ("half", "pairs"):
         return f"knows the layouts half and pairs, not {problem.layout}"
+    if problem.coded:
+        return "writes no codes"
     return unsupported(problem.device, problem.dtype)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.back.kernels.kv_write import op as kv_write
+from headrace.back.kernels.kv_write.coded import random_cache, widen
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -36,7 +37,8 @@ QKRopeWrite = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class QKRopeWriteProblem:
-    """`dtype` is that of the projection and the cache.
+    """`dtype` is that of the projection and, unless it is `coded` ("int8" or "fp8", kernels/kv_write/coded.py), the
+    cache.
 
     eps          of the norm over each head; None: queries and keys are not normed
     rotary_dim   dimensions rotated, from the first on; 0: none
@@ -52,6 +54,7 @@ class QKRopeWriteProblem:
     rotary_dim: int
     layout: str = "half"
     eps: float | None = None
+    coded: str | None = None
 
 
 def bind_reference(
@@ -67,6 +70,7 @@ def bind_reference(
             kv_heads=problem.kv_heads,
             head_dim=problem.head_dim,
             block_tokens=problem.block_tokens,
+            coded=problem.coded,
         )
     )
     rotate = _rotation(problem)
@@ -129,11 +133,28 @@ def _sample(problem: QKRopeWriteProblem) -> Sample:
     if problem.eps is not None:
         weights = (random_tensor(head_dim, **wide), random_tensor(head_dim, **wide))
     positions = torch.tensor([10, 0, 4], device=problem.device)
-    kv = random_tensor(3, 2, kv_heads, block_tokens, head_dim, **new)
+    if problem.coded:
+        shape = (3, kv_heads, block_tokens, head_dim)
+        kv = random_cache(shape, generator=generator, device=problem.device)
+    else:
+        kv = random_tensor(3, 2, kv_heads, block_tokens, head_dim, **new)
     slot = torch.tensor(
         [block_tokens, 2 * block_tokens - 1, 3 * block_tokens - 1], device=problem.device
     )
     return Sample(problem=problem, weights=weights, arguments=(qkv, positions, table, kv, slot))
+
+
+def _outputs(sample: Sample) -> list[torch.Tensor]:
+    """The queries, and what the cache means: codes of values that lie between two may differ by one."""
+    problem, (qkv_TC, _, _, kv, _) = sample.problem, sample.arguments
+    if problem.coded:
+        kv = widen(kv, torch.float32, problem.coded)
+    return [qkv_TC, kv]
+
+
+def _tolerance(problem: QKRopeWriteProblem) -> float:
+    step = {None: 0.0, "int8": 1 / 127, "fp8": 1 / 16}[problem.coded]
+    return float_tolerance(problem.dtype) + step
 
 
 OP: Op[QKRopeWriteProblem] = Op(
@@ -144,5 +165,6 @@ OP: Op[QKRopeWriteProblem] = Op(
         "headrace.back.kernels.qk_rope_write.triton_qk_rope_write:KERNEL",
     ),
     sample=_sample,
-    tolerance=lambda problem: float_tolerance(problem.dtype),
+    tolerance=_tolerance,
+    outputs=_outputs,
 )

@@ -9,10 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.back.kernels.kv_write.coded import LARGEST, SCALE_BYTES, typed
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
 from headrace.back.kernels.triton.grid import enter_late
-from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
+from headrace.back.kernels.triton.wrap import (
+    launch,
+    power_of_two,
+    unsupported,
+    unsupported_codes,
+)
 
 TILE = 1024
 """Values a program takes, unless one head has more."""
@@ -31,6 +37,36 @@ def _normed(
 
 
 @triton.jit
+def _top(b_x, m_x):
+    """The largest magnitude of each head; inf if one is not a number."""
+    b_size = tl.where(m_x, tl.abs(b_x), 0.0)
+    return tl.max(tl.where(b_size == b_size, b_size, float("inf")), axis=1)
+
+
+@triton.jit
+def _three_bits(b_x):
+    """Rounded to what e4m3 can say, so that the conversion, which targets do differently, has nothing left to round."""
+    bits = b_x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    b_normal = bits.to(tl.float32, bitcast=True)
+    b_small = (b_x + 24576.0) - 24576.0  # steps of 2^-9
+    return tl.where(tl.abs(b_x) < 0.015625, b_small, b_normal)
+
+
+@triton.jit
+def _stored(b_x, dtype: tl.constexpr, CODED: tl.constexpr, LARGEST: tl.constexpr):
+    """Values as the cache keeps them; of codes, to the nearest one, ties to even. A lost head's are 0."""
+    if CODED:
+        b_x = tl.where(b_x == b_x, b_x, 0.0)
+        b_x = tl.minimum(tl.maximum(b_x, -LARGEST), LARGEST)
+        if dtype == tl.int8:
+            b_x = (b_x + 12582912.0) - 12582912.0
+        else:
+            b_x = _three_bits(b_x)
+    return b_x.to(dtype)
+
+
+@triton.jit
 def qk_rope_write_kernel(
     qkv,
     q_weight,
@@ -38,6 +74,7 @@ def qk_rope_write_kernel(
     position,
     table,
     kv,
+    scales,
     slot,
     qkv_stride,
     table_stride,
@@ -52,6 +89,8 @@ def qk_rope_write_kernel(
     ROTARY: tl.constexpr,
     PAIRS: tl.constexpr,
     NORM: tl.constexpr,
+    CODED: tl.constexpr,
+    LARGEST: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr,
@@ -108,11 +147,32 @@ def qk_rope_write_kernel(
     m_cached = m_head & (o_head >= HEADS)
     tl.store(p_in + o_a, b_a.to(dtype), mask=is_query & m_pair)
     tl.store(p_in + o_b, b_b.to(dtype), mask=is_query & m_pair)
-    tl.store(p_out + o_a, b_a.to(dtype), mask=m_cached & m_pair)
-    tl.store(p_out + o_b, b_b.to(dtype), mask=m_cached & m_pair)
     if REST:
         tl.store(p_in + o_c, b_c.to(dtype), mask=is_query & m_c)
-        tl.store(p_out + o_c, b_c.to(dtype), mask=m_cached & m_c)
+    if CODED:
+        b_a, b_b, b_c = (
+            b_a.to(dtype).to(tl.float32),
+            b_b.to(dtype).to(tl.float32),
+            b_c.to(dtype).to(tl.float32),
+        )
+        b_top = tl.maximum(_top(b_a, m_pair), _top(b_b, m_pair))
+        if REST:
+            b_top = tl.maximum(b_top, _top(b_c, m_c))
+        b_inverse = tl.where((b_top > 1e-30) & (b_top < float("inf")), LARGEST / b_top, 0.0)
+        b_a = b_a * b_inverse[:, None]
+        b_b = b_b * b_inverse[:, None]
+        b_c = b_c * b_inverse[:, None]
+        p_scale = scales + i_slot // BLOCK_TOKENS * (block_stride // 4) + i_slot % BLOCK_TOKENS
+        p_scale = p_scale + BLOCK_TOKENS * HEAD_DIM // 4
+        p_scale = p_scale + tl.where(is_value, kind_stride // 4, 0) + o_cached * (head_stride // 4)
+        b_scale = tl.where(b_top < float("inf"), b_top / LARGEST, float("nan"))
+        tl.store(p_scale, b_scale[:, None], mask=m_cached)
+    tl.store(p_out + o_a, _stored(b_a, kv.dtype.element_ty, CODED, LARGEST), mask=m_cached & m_pair)
+    tl.store(p_out + o_b, _stored(b_b, kv.dtype.element_ty, CODED, LARGEST), mask=m_cached & m_pair)
+    if REST:
+        tl.store(
+            p_out + o_c, _stored(b_c, kv.dtype.element_ty, CODED, LARGEST), mask=m_cached & m_c
+        )
 
 
 def bind(
@@ -132,6 +192,8 @@ def bind(
         "ROTARY": problem.rotary_dim,
         "PAIRS": problem.layout == "pairs",
         "NORM": problem.eps is not None,
+        "CODED": problem.coded is not None,
+        "LARGEST": LARGEST[problem.coded] if problem.coded else 0.0,
         "TILE_HEADS": tile_heads,
         "HALF_PADDED": power_of_two(split // 2),
         "REST_PADDED": power_of_two(head_dim - split),
@@ -139,6 +201,7 @@ def bind(
     }
     tiles = triton.cdiv(heads + 2 * kv_heads, tile_heads)
     eps = problem.eps or 0.0
+    width = head_dim + (SCALE_BYTES if problem.coded else 0)
 
     def qk_rope_write(
         qkv_TC: torch.Tensor,
@@ -147,11 +210,11 @@ def bind(
         kv: torch.Tensor,
         slot_T: torch.Tensor,
     ) -> torch.Tensor:
-        assert qkv_TC.stride(1) == 1 and kv.stride()[3:] == (head_dim, 1), (kv.stride(),)
+        assert qkv_TC.stride(1) == 1 and kv.stride()[3:] == (width, 1), (kv.stride(),)
         assert positions_T.dtype == slot_T.dtype == torch.int64
         num_tokens = qkv_TC.shape[0]
         qk_rope_write_kernel[(num_tokens, tiles)](
-            qkv_TC, q_weight_D, k_weight_D, positions_T, table_PR, kv, slot_T,
+            qkv_TC, q_weight_D, k_weight_D, positions_T, table_PR, *typed(kv, problem.coded), slot_T,
             qkv_TC.stride(0), table_PR.stride(0), *kv.stride()[:3], eps,
             **constants, **launch(qkv_TC.device),
         )  # fmt: skip
@@ -163,7 +226,9 @@ def bind(
 def _supports(problem: QKRopeWriteProblem) -> str | None:
     if problem.layout not in ("half", "pairs"):
         return f"does not know the layout {problem.layout}"
-    return unsupported(problem.device, problem.dtype)
+    return unsupported(problem.device, problem.dtype) or unsupported_codes(
+        problem.coded, problem.head_dim
+    )
 
 
 KERNEL = Kernel(name="triton", supports=_supports, bind=bind)

@@ -46,6 +46,19 @@ def unsupported(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
+def unsupported_codes(coded: str | None, head_dim: int) -> str | None:
+    """The reason for kernels of a KV cache of codes (kernels/kv_write/coded.py)."""
+    if coded is None:
+        return None
+    if head_dim % 16:
+        return f"takes codes of heads of a multiple of 16, not {head_dim}"
+    if coded == "fp8" and not interpreted() and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
+            return f"fp8 needs compute capability 8.9, not {capability[0]}.{capability[1]}"
+    return None
+
+
 @cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of the device."""
@@ -62,16 +75,35 @@ def has_dependent_launch(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def has_bfloat_pairs() -> bool:
+    """Whether assembly of NVIDIA's, with arithmetic on pairs of bfloat16 (compute capability 9.0), may be used."""
+    if interpreted() or not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
 def launch(device: torch.device) -> dict[str, bool]:
     """The keywords every launch passes: the kernel's own constant and the launcher's option."""
     dependent = has_dependent_launch(device)
     return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
 
 
-@cache
 def counters(device: torch.device) -> torch.Tensor:
-    """int32 [COUNTERS], all zero between kernels: whoever counts up sets back to zero. One stream at a time."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    """int32 [COUNTERS], all zero between kernels: whoever counts up sets back to zero. Each stream has its own, since
+    kernels of two streams may run at once; a recording on a stream that has none takes the device's."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    found = _counters.get((device, stream))
+    if found is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        found = _counters.get((device, 0))
+    if found is None:
+        for key in {(device, 0), (device, stream)} - _counters.keys():
+            _counters[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        found = _counters[device, stream]
+    return found
+
+
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def power_of_two(number: int, *, least: int = 1) -> int:

@@ -1,0 +1,95 @@
+"""When and how the kernel of triton_prefill_hopper.py is launched: from the list that triton_tiles.py makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from headrace.back.kernels.attention.op import AttentionProblem, Plan
+from headrace.back.kernels.attention.triton_lists import Launch, lists, row_bucket
+from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel
+from headrace.back.kernels.triton.wrap import interpreted, launch, num_sms
+
+PAIRS = 64
+"""Query-head pairs of each of the two groups of warps that attend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperTiles:
+    """n: positions of a tile; stages: how many tiles of keys, and as many of values, are in shared memory; fence:
+    whether exponentials are held before the wait for the product beside them."""
+
+    n: int = 128
+    stages: int = 2
+    fence: bool = True
+
+
+TILES = HopperTiles()
+
+
+def unfit(problem: AttentionProblem) -> str | None:
+    """Why this kernel does not serve a problem."""
+    if problem.device != "cuda" or interpreted() or torch.version.hip is not None:
+        return "runs on NVIDIA's GPUs only"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "asks for the copy engine and the matrix instructions of compute capability 9.0"
+    if problem.dtype not in (torch.bfloat16, torch.float16) or problem.coded:
+        return f"knows bfloat16 and float16, not {problem.dtype}"
+    if problem.head_dim not in (64, 128):
+        return f"knows heads of 64 and 128, not {problem.head_dim}"
+    if problem.window is not None or problem.softcap is not None or problem.sinks:
+        return "knows no windows, no soft cap and no sinks"
+    if problem.block_tokens < 8 or TILES.n % problem.block_tokens:
+        return f"blocks of {problem.block_tokens} tokens do not fill tiles of {TILES.n}"
+    if problem.heads // problem.kv_heads > PAIRS:
+        return f"more than {PAIRS} query heads share a KV head"
+    return None
+
+
+def bind_prefill(problem: AttentionProblem, *, min_queries: int) -> Launch:
+    """The launch for rows with at least `min_queries` query tokens."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from headrace.back.kernels.attention.triton_prefill_hopper import prefill_hopper_kernel
+
+    kv_heads, head_dim, block_tokens = problem.kv_heads, problem.head_dim, problem.block_tokens
+    group = problem.heads // kv_heads
+    queries, tiles = 2 * (PAIRS // group), TILES
+    box = [block_tokens, head_dim]
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[problem.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(box, element)
+    caches: dict[tuple[int, int], TensorDescriptor] = {}
+
+    def cache_of(kv: torch.Tensor) -> TensorDescriptor:
+        key = kv.data_ptr(), kv.shape[0]
+        if key not in caches:
+            caches.clear()
+            caches[key] = TensorDescriptor.from_tensor(kv.view(-1, head_dim), box, layout)
+        return caches[key]
+
+    def make(plan: Plan, most: int) -> torch.Tensor:
+        device = plan.kv_len_R.device
+        num_rows = len(plan.kv_len_R)
+        found = torch.empty((most + 1) * TILE_FIELDS, dtype=torch.int32, device=device)
+        tiles_kernel[(most,)](
+            plan.query_start_R1, plan.kv_len_R, found, num_rows, QUERIES=queries,
+            MIN_QUERIES=min_queries, ROWS=row_bucket(num_rows), num_warps=4, **launch(device),
+        )  # fmt: skip
+        return found
+
+    def prefill(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor) -> None:
+        most = triton.cdiv(len(q_THD), queries) + len(plan.kv_len_R)
+        key = ("tiles", queries, min_queries, most)
+        found, _ = lists.get(plan, key, prefill, lambda: make(plan, most))
+        prefill_hopper_kernel[(num_sms(q_THD.device),)](
+            cache_of(kv), q_THD, out_THD, found, plan.block_table_RB,
+            q_THD.stride(0), q_THD.stride(1), problem.heads * head_dim,
+            plan.block_table_RB.stride(0), problem.scale * 1.4426950408889634,
+            GROUP=group, KV_HEADS=kv_heads, BLOCK_TOKENS=block_tokens, N=tiles.n, STAGES=tiles.stages,
+            FENCE=tiles.fence, num_warps=4,
+        )  # fmt: skip
+
+    return prefill

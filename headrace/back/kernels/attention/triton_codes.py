@@ -1,0 +1,74 @@
+"""How the attention kernels read a cache of codes (kernels/kv_write/coded.py).
+
+Scales stay out of the tiles: those of keys go onto the scores, those of values onto the weights. On NVIDIA's GPUs four
+codes become four bfloat16 by ten instructions, none of them a conversion, of which there are few a cycle. Both ways are
+exact. Codes of values are widened where they were loaded, before the matrix units' order is made of them, since only
+halves of words can be transposed on the way from shared memory: hence the two forms of one instruction sequence, one
+of which the compiler may not move.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INT8 = tl.constexpr(
+    # -128 .. 127 as two numbers that are exact: 128 + the low seven bits, less 128 or 256 by the sign.
+    """{
+    .reg .b32 low, sign, a, b;
+    and.b32 low, $2, 0x7f7f7f7f;
+    and.b32 sign, $2, 0x80808080;
+    prmt.b32 a, low, 0x43434343, 0x4140;
+    prmt.b32 b, sign, 0x43434343, 0x4140;
+    sub.bf16x2 $0, a, b;
+    prmt.b32 a, low, 0x43434343, 0x4342;
+    prmt.b32 b, sign, 0x43434343, 0x4342;
+    sub.bf16x2 $1, a, b;
+    }"""
+)
+FP8 = tl.constexpr(
+    # Exponent and mantissa moved to bfloat16's places mean the number times 2^-120, subnormal ones too.
+    """{
+    .reg .b32 a, b, big, none;
+    mov.b32 big, 0x7b807b80;
+    mov.b32 none, 0x80008000;
+    prmt.b32 a, $2, 0, 0x1404;
+    shr.u32 b, a, 4;
+    and.b32 b, b, 0x07f007f0;
+    lop3.b32 a, a, 0x80008000, b, 0xea;
+    fma.rn.bf16x2 $0, a, big, none;
+    prmt.b32 a, $2, 0, 0x3424;
+    shr.u32 b, a, 4;
+    and.b32 b, b, 0x07f007f0;
+    lop3.b32 a, a, 0x80008000, b, 0xea;
+    fma.rn.bf16x2 $1, a, big, none;
+    }"""
+)
+
+
+@triton.jit
+def code_scales(
+    scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Where the scales of the keys' codes at positions `o_n` are; strides count bytes."""
+    p_head = scales + i_head.to(tl.int64) * (head_stride // 4)
+    p_block = p_head + b_block * (block_stride // 4)
+    return p_block + BLOCK_TOKENS * HEAD_DIM // 4 + o_n % BLOCK_TOKENS
+
+
+@triton.jit
+def widened(b_codes, dtype: tl.constexpr, MOVES: tl.constexpr, BITS: tl.constexpr):
+    """The codes as numbers. `BITS`: by the sequences above, which make bfloat16 of them."""
+    if not BITS:
+        b_wide = b_codes.to(dtype)
+    elif b_codes.dtype == tl.int8:
+        b_wide = tl.inline_asm_elementwise(
+            INT8, "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=MOVES, pack=4
+        )
+    else:
+        b_codes = b_codes.to(tl.int8, bitcast=True)
+        b_wide = tl.inline_asm_elementwise(
+            FP8, "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=MOVES, pack=4
+        )
+    return b_wide

@@ -1,0 +1,69 @@
+"""Lists of work that kernels make on the device once a step, for all layers that share a plan."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from headrace.back.kernels.attention.op import AttentionProblem, Plan
+
+ROW_BUCKETS = (16, 64, 256, 1024, 4096)
+"""Rows a program reads; few sizes, so that few kernels are compiled."""
+
+Made = TypeVar("Made")
+Launch = Callable[[torch.Tensor, torch.Tensor, Plan, torch.Tensor], None]
+"""f(q_THD, kv, plan, out_THD)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Sizes of a kernel's tiles: query-head pairs (at least), positions, and how it is compiled."""
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+
+
+def numbers(
+    problem: AttentionProblem, q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan
+) -> tuple[int | float, ...]:
+    """What every kernel takes: strides of queries, output, cache and table, scale, soft cap."""
+    return (
+        q_THD.stride(0), q_THD.stride(1), problem.heads * problem.head_dim, *kv.stride()[:3],
+        plan.block_table_RB.stride(0), problem.scale, problem.softcap or 0.0,
+    )  # fmt: skip
+
+
+def row_bucket(num_rows: int) -> int:
+    """How many rows a program reads."""
+    return next(size for size in ROW_BUCKETS if size >= num_rows)
+
+
+class PlanLists:
+    """The lists of the plans in use. The first layer that asks for a plan makes its list, and makes it anew
+    whenever it asks again (the next step, or the same step while it is captured); the layers after it read it."""
+
+    def __init__(self) -> None:
+        self._lists: dict[Hashable, tuple[object, Any]] = {}
+
+    def get(
+        self, plan: Plan, sizes: Hashable, owner: object, make: Callable[[], Made]
+    ) -> tuple[Made, bool]:
+        """The list, and whether it was made for this call."""
+        key = (id(plan), sizes)
+        maker, made = self._lists.get(key, (owner, None))
+        if maker is not owner and made is not None:
+            return made, False
+        if made is None:
+            weakref.finalize(plan, self._lists.pop, key, None)
+        made = make()
+        self._lists[key] = (owner, made)
+        return made, True
+
+
+lists = PlanLists()

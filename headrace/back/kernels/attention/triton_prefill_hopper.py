@@ -1,0 +1,333 @@
+"""Attention of rows with many queries on Hopper: the copy engine brings blocks of the cache, the matrix units read them
+from shared memory.
+
+A program stays and takes one tile after the other from a list (triton_tiles.py), the longest first. Three groups of
+warps share it: one asks the copy engine for keys and values, block by block through the table, as far ahead as there
+is room; two attend, each for half of the tile's queries, and take turns on the matrix units by themselves. Each of the
+two starts the scores of the next positions before it weighs the values of these, so that the exponentials run beside a
+product (Shah et al. 2024, "FlashAttention-3", section 3). Positions are taken from the last ones back: only the first
+tiles of positions need masks.
+
+H query heads, K KV heads, D head_dim, N positions of a tile. 64 query-head pairs a group of warps: Q = 64 // GROUP
+queries with all heads that share a KV head.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+try:
+    from triton.experimental.gluon.language import thread_barrier
+except ImportError:  # Triton 3.7 calls it so
+    from triton.experimental.gluon.language import barrier as thread_barrier
+
+PAIRS = gl.constexpr(64)
+"""Query-head pairs of a group of warps: rows of one matrix instruction."""
+
+
+@gluon.jit
+def _item(i_round):
+    """The piece of work of a round: there and back, so that every program gets as much as any other."""
+    programs = gl.num_programs(0)
+    i_program = gl.program_id(0)
+    place = gl.where(i_round % 2 == 0, i_program, programs - 1 - i_program)
+    return i_round * programs + place
+
+
+@gluon.jit
+def _fetch(
+    cache, tiles, table, table_stride, keys, values, k_ready, k_free, v_ready, v_free,
+    KV_HEADS: gl.constexpr, N: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Asks for the keys and values of every tile, in the order they are taken."""
+    BLOCKS: gl.constexpr = N // BLOCK_TOKENS
+    D: gl.constexpr = cache.block_shape[1]
+    items = gl.load(tiles) * KV_HEADS
+    count = 0
+    for i_round in range(0, gl.cdiv(items, gl.num_programs(0))):
+        i_item = _item(i_round)
+        if i_item < items:
+            i_head = i_item % KV_HEADS
+            p_tile = tiles + (i_item // KV_HEADS + 1) * 8
+            p_table = table + gl.load(p_tile).to(gl.int64) * table_stride
+            end = gl.load(p_tile + 5)
+            last_block = (end - 1) // BLOCK_TOKENS
+            num_tiles = gl.cdiv(end, N)
+            for i_back in range(0, num_tiles):
+                first_block = (num_tiles - 1 - i_back) * BLOCKS
+                blocks = ()
+                for i in gl.static_range(BLOCKS):
+                    i_block = gl.minimum(first_block + i, last_block)
+                    blocks = blocks + (gl.load(p_table + i_block),)  # noqa: RUF005 (Triton knows no unpacking)
+                stage = count % STAGES
+                phase = (count // STAGES & 1) ^ 1
+                mbarrier.wait(k_free.index(stage), phase)
+                mbarrier.expect(k_ready.index(stage), N * D * 2)
+                for i in gl.static_range(BLOCKS):
+                    row = (blocks[i] * (2 * KV_HEADS) + i_head) * BLOCK_TOKENS
+                    tma.async_copy_global_to_shared(
+                        cache, [row, 0], k_ready.index(stage),
+                        keys.index(stage).slice(i * BLOCK_TOKENS, BLOCK_TOKENS, 0),
+                    )  # fmt: skip
+                mbarrier.wait(v_free.index(stage), phase)
+                mbarrier.expect(v_ready.index(stage), N * D * 2)
+                for i in gl.static_range(BLOCKS):
+                    row = (blocks[i] * (2 * KV_HEADS) + KV_HEADS + i_head) * BLOCK_TOKENS
+                    tma.async_copy_global_to_shared(
+                        cache, [row, 0], v_ready.index(stage),
+                        values.index(stage).slice(i * BLOCK_TOKENS, BLOCK_TOKENS, 0),
+                    )  # fmt: skip
+                count += 1
+
+
+@gluon.jit
+def _clear(values, first, N: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Zeroes the values of positions `first` .. N: what lies there was never written, and 0 * NaN is NaN. Both groups
+    of warps do it, with the same result."""
+    o_n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    for i in gl.static_range(N // ROWS):
+        if (i + 1) * ROWS > first:
+            piece = values.slice(i * ROWS, ROWS, 0)
+            b_v = piece.load(LAYOUT)
+            seen = (i * ROWS + o_n < first)[:, None]
+            piece.store(gl.where(seen, b_v, gl.zeros_like(b_v)))
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def _weigh(b_s, b_max, factor, b_position, start, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Weights of scores against a new maximum, what the old sums shrink by, and the maximum."""
+    if MASKED:
+        o_n = start + gl.arange(0, b_s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+        b_s = gl.where(o_n[None, :] <= b_position[:, None], b_s, float("-inf"))
+    b_higher = gl.maximum(b_max, gl.max(b_s, axis=1))
+    b_base = b_higher * factor
+    if MASKED:
+        b_base = gl.where(b_higher == float("-inf"), 0.0, b_base)
+    b_p = gl.exp2(b_s * factor - b_base[:, None])
+    b_shrink = gl.exp2(b_max * factor - b_base)
+    return b_p, b_shrink, b_higher
+
+
+@gluon.jit
+def _meet(b_sum, BARRIER: gl.constexpr):
+    """A barrier of this group of warps that waits for the sums: else the assembler waits for the product before the
+    exponentials that are to run beside it. Sums are made positive, even NaN, so the barrier's number is BARRIER."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b;
+        .reg .f32 x, y;
+        max.f32 x, $2, 0f00000000;
+        max.f32 y, $3, 0f00000000;
+        mov.b32 a, x;
+        mov.b32 b, y;
+        or.b32 a, a, b;
+        shr.u32 a, a, 31;
+        add.u32 a, a, $4;
+        bar.sync a, 128;
+        mov.b32 $0, $2;
+        mov.b32 $1, $3;
+        }""",
+        "=f,=f,f,f,r,r", [b_sum, gl.full([PAIRS], BARRIER, gl.int32, b_sum.type.layout)],
+        dtype=gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _step(
+    b_acc, b_p, b_max, b_sum, count, start, queries, keys, values, k_ready, k_free, v_ready, v_free,
+    b_position, factor, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, N: gl.constexpr, BARRIER: gl.constexpr,
+):  # fmt: skip
+    """Starts the scores of the positions from `start`, weighs the values of those before with `b_p`, and makes the
+    weights of the new ones meanwhile."""
+    stage = count % STAGES
+    mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
+    zeros = gl.zeros([PAIRS, N], gl.float32, S_LAYOUT)
+    scores = warpgroup_mma(
+        queries, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    before = (count - 1) % STAGES
+    mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
+    weighed = warpgroup_mma(b_p, values.index(before), b_acc, is_async=True)
+    b_s = warpgroup_mma_wait(1, deps=[scores])
+    b_next, b_shrink, b_max = _weigh(b_s, b_max, factor, b_position, start, MASKED, S_LAYOUT)
+    b_added = gl.sum(b_next, axis=1)
+    if BARRIER:
+        b_added = _meet(b_added, BARRIER)
+    else:
+        thread_barrier()
+    mbarrier.arrive(k_free.index(stage), count=1)
+    b_sum = b_sum * b_shrink + b_added
+    b_acc = warpgroup_mma_wait(0, deps=[weighed])
+    thread_barrier()
+    mbarrier.arrive(v_free.index(before), count=1)
+    b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    b_p = gl.convert_layout(b_next.to(b_p.dtype), P_LAYOUT)
+    return b_acc, b_p, b_max, b_sum
+
+
+@gluon.jit
+def _attend(
+    HALF: gl.constexpr, q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
+    q_token_stride, q_head_stride, out_token_stride, factor,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    FENCE: gl.constexpr,
+):  # fmt: skip
+    """Attends for one half of every tile's queries."""
+    D: gl.constexpr = queries.shape[2]
+    Q: gl.constexpr = PAIRS // GROUP
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = queries.dtype
+    BARRIER: gl.constexpr = (8 + HALF) if FENCE else 0
+    o_m = gl.arange(0, PAIRS, layout=gl.SliceLayout(1, ROW))
+    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, ROW))
+    o_pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(1, S_LAYOUT))
+    mine = queries.index(HALF)
+    items = gl.load(tiles) * KV_HEADS
+    count = 0
+    for i_round in range(0, gl.cdiv(items, gl.num_programs(0))):
+        i_item = _item(i_round)
+        if i_item < items:
+            i_head = i_item % KV_HEADS
+            p_tile = tiles + (i_item // KV_HEADS + 1) * 8
+            token = gl.load(p_tile + 1).to(gl.int64)
+            num_queries = gl.load(p_tile + 2)
+            first_position = gl.load(p_tile + 3)
+            length = gl.load(p_tile + 4)
+            end = gl.load(p_tile + 5)
+            num_tiles = gl.cdiv(end, N)
+
+            o_query = HALF * Q + o_m // GROUP
+            m_m = (o_m < Q * GROUP) & (o_query < num_queries)
+            o_head = i_head * GROUP + o_m % GROUP
+            p_q = q + (token + o_query) * q_token_stride + o_head * q_head_stride
+            b_q = gl.load(p_q[:, None] + o_d[None, :], mask=m_m[:, None], other=0.0)
+            mine.store(b_q)
+            fence_async_shared()
+            thread_barrier()
+
+            lowest = first_position + HALF * Q
+            b_position = gl.minimum(lowest + o_pair // GROUP, end - 1)
+            start = (num_tiles - 1) * N
+            stage = count % STAGES
+            mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
+            zeros = gl.zeros([PAIRS, N], gl.float32, S_LAYOUT)
+            scores = warpgroup_mma(
+                mine, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            b_s = warpgroup_mma_wait(0, deps=[scores])
+            thread_barrier()
+            mbarrier.arrive(k_free.index(stage), count=1)
+            b_max = gl.full([PAIRS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            b_w, _, b_max = _weigh(b_s, b_max, factor, b_position, start, True, S_LAYOUT)
+            b_sum = gl.sum(b_w, axis=1)
+            b_p = gl.convert_layout(b_w.to(dtype), P_LAYOUT)
+            b_acc = gl.zeros([PAIRS, D], gl.float32, O_LAYOUT)
+            if length < start + N:
+                mbarrier.wait(v_ready.index(stage), count // STAGES & 1)
+                _clear(values.index(stage), length - start, N, 16, ROW)
+            count += 1
+
+            seen_by_all = gl.minimum((lowest + 1) // N, num_tiles - 1)
+            for i_tile in range(1, num_tiles - seen_by_all):
+                b_acc, b_p, b_max, b_sum = _step(
+                    b_acc, b_p, b_max, b_sum, count, start - i_tile * N, mine, keys, values,
+                    k_ready, k_free, v_ready, v_free, b_position, factor, STAGES, True,
+                    S_LAYOUT, O_LAYOUT, P_LAYOUT, N, BARRIER,
+                )  # fmt: skip
+                count += 1
+            for _ in range(0, seen_by_all):
+                b_acc, b_p, b_max, b_sum = _step(
+                    b_acc, b_p, b_max, b_sum, count, 0, mine, keys, values,
+                    k_ready, k_free, v_ready, v_free, b_position, factor, STAGES, False,
+                    S_LAYOUT, O_LAYOUT, P_LAYOUT, N, BARRIER,
+                )  # fmt: skip
+                count += 1
+
+            before = (count - 1) % STAGES
+            mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
+            weighed = warpgroup_mma(b_p, values.index(before), b_acc, is_async=True)
+            b_acc = warpgroup_mma_wait(0, deps=[weighed])
+            thread_barrier()
+            mbarrier.arrive(v_free.index(before), count=1)
+            b_total = gl.convert_layout(b_sum, gl.SliceLayout(1, O_LAYOUT))
+            mine.store((b_acc / b_total[:, None]).to(dtype))
+            b_out = mine.load(ROW)
+            p_out = out + (token + o_query) * out_token_stride + o_head * D
+            gl.store(p_out[:, None] + o_d[None, :], b_out, mask=m_m[:, None])
+
+
+@gluon.jit
+def prefill_hopper_kernel(
+    cache,
+    q,
+    out,
+    tiles,
+    table,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    table_stride,
+    factor,
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    FENCE: gl.constexpr,
+):
+    """`cache`: descriptor of the cache as rows of D, a block of one head at a time; `factor`: scale * log2(e)."""
+    D: gl.constexpr = cache.block_shape[1]
+    keys = gl.allocate_shared_memory(cache.dtype, [STAGES, N, D], cache.layout)
+    values = gl.allocate_shared_memory(cache.dtype, [STAGES, N, D], cache.layout)
+    queries = gl.allocate_shared_memory(cache.dtype, [2, PAIRS, D], cache.layout)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(v_free.index(i), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    gl.constexpr(0), q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
+                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES, FENCE,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    gl.constexpr(1), q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
+                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES, FENCE,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    cache, tiles, table, table_stride, keys, values, k_ready, k_free, v_ready, v_free,
+                    KV_HEADS, N, BLOCK_TOKENS, STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""The numbers of all rows on the device, as op `draw` reads them, so that a step with random rows needs no word from
+the host: they are written once, before the first step after the row has started."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace.back.kernels.draw.op import NUMBERS, OP, DrawProblem, Picks, numbers
+from headrace.back.kernels.op import decisions
+from headrace.back.kernels.upload import to_device
+from headrace.back.sampling.features import RowNumbers, Use
+
+
+class DrawnRows:
+    """Op `draw` over the rows' table. The row after the last is nobody's, and greedy."""
+
+    def __init__(self, host: RowNumbers, device: torch.device) -> None:
+        choice = OP.choose(DrawProblem(device=device.type))
+        self.decisions = decisions((choice,))
+        self._draw = choice.bind()
+        self._host = host
+        self._device = device
+        self._rows = torch.zeros((len(host.use) + 1, NUMBERS), dtype=torch.int64, device=device)
+        self._stale: set[int] = set()
+
+    def start(self, row: int) -> None:
+        """The row's numbers have changed."""
+        self._stale.add(row)
+
+    def refresh(self) -> None:
+        """Writes the numbers that have changed, where the device's work stands."""
+        if not self._stale:
+            return
+        rows, host = np.array(sorted(self._stale)), self._host
+        self._stale.clear()
+        random = (host.use[rows] & Use.RANDOM) != 0
+        found = numbers(
+            heat=np.where(random, host.temperature[rows], 0.0),
+            seed=host.seed[rows],
+            top_k=host.top_k[rows],
+            top_p=host.top_p[rows],
+            min_p=host.min_p[rows],
+        )
+        self._rows.index_copy_(0, to_device(rows, self._device), to_device(found, self._device))
+
+    def draw(
+        self,
+        logits_KV: torch.Tensor,
+        picks: Picks,
+        row_K: torch.Tensor,
+        position_K: torch.Tensor,
+    ) -> Picks:
+        """See the op; all tensors are on the device."""
+        return self._draw(logits_KV, picks, self._rows, row_K, position_K)

@@ -1,0 +1,107 @@
+"""The list of tiles of a step's long rows, in the interpreter and on a GPU; and the kernel of Hopper that takes its
+work from it, which needs the copy engine and so a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from headrace.back.kernels.attention import hopper, triton_attention  # noqa: E402
+from headrace.back.kernels.attention.triton_lists import row_bucket  # noqa: E402
+from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel  # noqa: E402
+from headrace.back.kernels.triton.wrap import interpreted  # noqa: E402
+from tests.kernels.triton.test_kernels import (  # noqa: E402
+    BF16,
+    DEVICE,
+    FP16,
+    NAN,
+    attention_case,
+    close,
+    exact,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (interpreted() or torch.cuda.is_available()),
+        reason="no CUDA device here; test_interpreter.py runs these tests in the interpreter",
+    ),
+]
+ON_HOPPER = not interpreted() and torch.cuda.is_available()
+ON_HOPPER = ON_HOPPER and torch.cuda.get_device_capability() == (9, 0)
+hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="asks for the copy engine of Hopper")
+
+
+def expected_tiles(rows: list[tuple[int, int]], queries: int, least: int) -> list[tuple[int, ...]]:
+    """(row, token, queries, position, length, end), the farthest end first, then by row."""
+    found, token = [], 0
+    for row, (count, length) in enumerate(rows):
+        for first in range(0, count if count >= least else 0, queries):
+            taken = min(queries, count - first)
+            position = length - count + first
+            found.append((row, token + first, taken, position, length, position + taken))
+        token += count
+    return sorted(found, key=lambda tile: (-tile[5], tile[0]))
+
+
+@pytest.mark.parametrize("queries, least", [(4, 2), (32, 5), (128, 17)])
+def test_tiles_are_listed_the_longest_first(queries, least):
+    generator = torch.Generator().manual_seed(queries)
+
+    def below(limit: int) -> int:
+        return int(torch.randint(1, limit, (), generator=generator))
+
+    for count in (1, 7, 40):
+        rows = [(below(90), below(400)) for _ in range(count)]
+        rows = [(min(taken, length), length) for taken, length in rows] + [(0, 0)] * 2
+        expected = expected_tiles(rows, queries, least)
+        starts = torch.tensor([0, *(taken for taken, _ in rows)]).cumsum(0).int()
+        lengths = torch.tensor([length for _, length in rows]).int()
+        most = -(-int(starts[-1]) // queries) + len(rows)
+        tiles = torch.full(((most + 1) * TILE_FIELDS,), -1, dtype=torch.int32, device=DEVICE)
+        tiles_kernel[(most,)](
+            starts.to(DEVICE), lengths.to(DEVICE), tiles, len(rows), QUERIES=queries,
+            MIN_QUERIES=least, ROWS=row_bucket(len(rows)), DEPENDENT=False,
+        )  # fmt: skip
+        assert int(tiles[0]) == len(expected)
+        got = tiles.view(-1, TILE_FIELDS)[1 : len(expected) + 1, :6]
+        assert [tuple(tile) for tile in got.tolist()] == expected
+
+
+# heads, KV heads, head_dim, block_tokens, window, soft cap
+HOPPER_SHAPES = [
+    (8, 2, 128, 16, None, None),
+    (5, 1, 128, 32, None, None),
+    (2, 2, 64, 8, None, None),
+    (16, 1, 64, 128, None, None),
+    (7, 1, 128, 64, None, None),
+]
+HOPPER_ROWS = [(1, 1), (1, 300), (40, 95), (6, 6), (5, 260), (129, 129), (300, 1000), (127, 641)]
+
+
+@hopper_only
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("shape", HOPPER_SHAPES)
+def test_the_copy_engines_kernel_equals_the_reference(dtype, shape):
+    """KRN-10. Unused places, also of the last block, are NaN."""
+    problem, q, kv, plan, padded = attention_case(
+        shape, dtype, HOPPER_ROWS, pad_rows=2, pad_tokens=3
+    )
+    assert hopper.unfit(problem) is None
+    out = triton_attention.bind(problem)(q, kv, padded)
+    expected = exact(problem, q, kv, plan)
+    assert close(out[: len(expected)], expected, dtype)
+
+
+@hopper_only
+def test_the_copy_engines_kernel_keeps_nan_in_its_row():
+    shape, rows = (8, 2, 128, 16, None, None), [(70, 70), (50, 333), (90, 100)]
+    problem, q, kv, plan, _ = attention_case(shape, BF16, rows)
+    attend = triton_attention.bind(problem)
+    clean = attend(q, kv, plan)
+    kv[plan.block_table_RB[1, 2].item()] = NAN
+    out = attend(q, kv, plan)
+    assert out[70:120].isnan().all()
+    assert torch.equal(out[:70], clean[:70]) and torch.equal(out[120:], clean[120:])
