@@ -115,3 +115,18 @@ def test_logits_differ_from_those_of_the_same_weights_by_the_activations_roundin
     exact = logits(tmp_path, None)
     assert 0 < ((ours - exact).norm() / exact.norm()).item() < 0.06
     assert whole < {8: 0.06, 4: 0.6}[SCHEMES[name].bits]
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-asym-g128"])
+def test_the_gate_is_inside_the_product_where_its_panels_are_whole(tmp_path, name):
+    """The same bounds as above, and no kernel for the gate alone."""
+    config = tiny_config("qwen3")
+    config.intermediate_size = 128
+    save_oracle(config, tmp_path)
+    spec = replace(model_spec(tmp_path), quantization=name)
+    fields = {decision.field for decision in load_ours(spec).decisions}
+    assert "kernel.gated_act" not in fields
+    ours = logits(tmp_path, name)
+    write_dequantized(tmp_path, name)
+    exact = logits(tmp_path, None)
+    assert 0 < ((ours - exact).norm() / exact.norm()).item() < 0.06
