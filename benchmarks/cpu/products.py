@@ -85,6 +85,23 @@ def measure(products, rows, seconds, read):
     return {name: statistics.median(values[1:]) for name, values in taken.items()}
 
 
+def alone(library, precision, rows, seconds):
+    """Shape -> microseconds of one product on one thread, by that thread's own clock: what a busy machine leaves
+    of a figure; the 10th percentile."""
+    taken = {}
+    for name, (inputs, outputs) in SHAPES.items():
+        count = -(-(96 << 20) // (inputs * outputs // 2))
+        made = [weight(library, precision, inputs, outputs) for _ in range(count)]
+        x, times, end = torch.randn(rows, inputs).bfloat16(), [], time.perf_counter() + seconds
+        while time.perf_counter() < end or len(times) < 2 * count:
+            for product, _ in made:
+                start = time.thread_time()
+                product(x)
+                times.append((time.thread_time() - start) * 1e6)
+        taken[name] = sorted(times)[len(times) // 10]
+    return taken
+
+
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -92,11 +109,26 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="per row of the table")
     parser.add_argument("--precisions", default="bf16,int8,int4")
     parser.add_argument("--rows", default="1,8,32")
+    parser.add_argument(
+        "--alone", action="store_true", help="single products, one thread, its own time"
+    )
     own = parser.parse_args()
     library = load()
     assert isinstance(library, NativeLibrary), library
     torch.set_num_threads(1)
     library.set_threads(own.threads)
+    if own.alone:
+        library.set_threads(1)
+        print("| precision | rows | " + " | ".join(f"{name} us" for name in SHAPES) + " |")
+        print("| --- " * (len(SHAPES) + 2) + "|")
+        for precision in own.precisions.split(","):
+            for rows in map(int, own.rows.split(",")):
+                times = alone(library, precision, rows, own.seconds).values()
+                print(
+                    f"| {precision} | {rows} | " + " | ".join(f"{us:,.0f}" for us in times) + " |",
+                    flush=True,
+                )
+        return
     names = [*SHAPES, "head", "all", "read"]
     print(f"instruction set {library.isa}, {own.threads} threads")
     print("| precision | rows | " + " | ".join(names) + " | GB | GB/s | share of reading |")
