@@ -41,11 +41,21 @@ OUTPUT = 256
 
 
 def make_engine(
-    folder: Path, *, tensor_parallel: int = 1, kv_dtype: Any = "auto", kv_memory: Any = "auto"
+    folder: Path,
+    *,
+    tensor_parallel: int = 1,
+    kv_dtype: Any = "auto",
+    kv_memory: Any = "auto",
+    deterministic: bool = False,
 ) -> OfflineEngine:
     """The engine under test: the peers' limits."""
     options = Options(
-        model=ModelOptions(model=str(folder), load_format="dummy", max_model_len=8448),
+        model=ModelOptions(
+            model=str(folder),
+            load_format="dummy",
+            max_model_len=8448,
+            deterministic=deterministic,
+        ),
         kv=KVOptions(prefix_caching=False, kv_dtype=kv_dtype, kv_memory=kv_memory),
         scheduler=SchedulerOptions(max_running=512, max_step_tokens=16384),
         device=DeviceOptions(tensor_parallel=tensor_parallel),

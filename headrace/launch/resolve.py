@@ -108,6 +108,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
             seed=options.model.seed,
             quantization=quantization,
             kv_dtype=_kv_dtype(options, model, where, choose),
+            deterministic=_deterministic(options, model),
             head=model.head,
             bare=model.bare,
             num_labels=model.num_labels,
@@ -234,6 +235,17 @@ def _kv_dtype(
         )
     choose.note("--kv-dtype", given, "codes with a scale per token and head", "as asked")
     return given
+
+
+def _deterministic(options: Options, model: ModelFacts) -> bool:
+    """Whether results may not depend on the batch; ConfigError where torch's own operations compute the model."""
+    if options.model.deterministic and (model.family == FALLBACK or model.encodes):
+        how = "is an encoder" if model.encodes else "runs by the transformers fallback"
+        raise ConfigError(
+            f"--deterministic needs a decoder of headrace's own families; {model.architecture} {how}",
+            field="deterministic",
+        )
+    return options.model.deterministic
 
 
 def _weight_bytes(options: Options, model: ModelFacts) -> int:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from headrace.back.kernels.op import Kernel, Op, PutOff, Sample, load_kernel
+from headrace.base.errors import ConfigError
 
 Double = Callable[[torch.Tensor], torch.Tensor]
 
@@ -134,3 +135,14 @@ def test_after_a_failed_check_that_was_put_off_each_is_chosen_anew(op_of: Any) -
     assert op.choose(3).kernel.name == "fast"
     chosen = op.choose(5)
     assert chosen.kernel.name == "torch" and "self-check failed" in chosen.rejected[0][1]
+
+
+def test_where_rows_must_be_invariant_only_kernels_that_say_so_are_taken(op_of: Any) -> None:
+    """ENG-17: a quicker kernel is passed over by name, and without any the op does not serve."""
+    fixed = Kernel(name="fixed", supports=lambda problem: None, bind=reference, invariant=True)
+    op = op_of(quick=kernel(reference), slow=fixed)
+    choice = op.choose(3, invariant=True)
+    assert choice.kernel is fixed and "depend on the batch" in choice.rejected[0][1]
+    assert op.choose(3).kernel.name == "fast" and len(op.choices()) == 2
+    with pytest.raises(ConfigError, match="--deterministic: no kernel of double"):
+        op_of(lone=kernel(reference)).choose(3, invariant=True)

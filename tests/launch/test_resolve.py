@@ -137,6 +137,17 @@ def test_quantization_is_a_decision_with_its_size() -> None:
     assert resolved().engine.model.quantization is None
 
 
+def test_deterministic_mode_is_refused_where_torch_computes_the_model() -> None:
+    assert resolved(CUDA, model={"deterministic": True}).engine.model.deterministic
+    assert not resolved().engine.model.deterministic
+    for facts, why in (
+        (msgspec.structs.replace(MODEL, family="transformers"), "transformers fallback"),
+        (msgspec.structs.replace(MODEL, encodes=True), "is an encoder"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            resolve(options(model={"deterministic": True}), facts, CPU)
+
+
 def test_quantization_is_refused_by_name_where_no_kernel_could_serve_it() -> None:
     given = options(model={"quantization": "int8"})
     with pytest.raises(ConfigError, match="--quantization int8 needs a model family"):

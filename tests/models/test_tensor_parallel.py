@@ -1,4 +1,4 @@
-"""Two ranks over gloo give the logits of one: merged and separate projections, biases, replicated
+"""Two and four ranks over gloo give the logits of one: merged and separate projections, biases, replicated
 KV heads, an odd vocabulary, norms over all heads, tied heads."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from headrace.base import env
@@ -19,32 +20,39 @@ from tests.models.test_parity import CASES, compare, tiny_config
 NAMES = ("llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "one-kv-head")
 
 
-def configuration(name: str) -> Any:
-    if name in CASES:
-        return tiny_config(name)
-    config = tiny_config("olmo2")
-    config.num_key_value_heads = 1
+def configuration(name: str, count: int) -> Any:
+    config = tiny_config(name if name in CASES else "olmo2")
+    if name not in CASES:
+        config.num_key_value_heads = 1
+    if (
+        count == 4
+    ):  # heads of half the size, so that they can be divided; KV heads are held twice or four times
+        config.num_attention_heads *= 2
+        if getattr(config, "head_dim", None):
+            config.head_dim //= 2
     return config
 
 
-def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_give_the_logits_of_one(count: int, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in NAMES]
     for name, folder in zip(NAMES, folders, strict=True):
-        save_oracle(configuration(name), folder)
+        save_oracle(configuration(name, count), folder)
     command = [sys.executable, "-m", "tests.models.tensor_parallel_rank"]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store"), *map(str, folders)],
+            [*command, str(rank), str(count), str(tmp_path / "store"), *map(str, folders)],
             env=env.child_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
-    assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=200) for rank in ranks] == [0] * count
     for folder in folders:
         spec = model_spec(folder)
         rows = random_rows(spec.logits_width, LENGTHS)
         alone = teacher_forced(
             load_ours(spec), rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32
         )
-        for rank in range(2):
+        for rank in range(count):
             compare(torch.load(folder / f"rank{rank}.pt"), alone, 1e-5)

@@ -150,7 +150,7 @@ def join_mesh(begin: Begin) -> Mesh:
         rank=begin.rank,
         world_size=begin.world_size,
     )
-    return tensor_parallel_mesh()
+    return tensor_parallel_mesh(ordered=begin.spec.model.deterministic)
 
 
 def serve(channel: Channel) -> None:

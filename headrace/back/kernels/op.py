@@ -7,6 +7,9 @@ keeps is the plain callable that `Choice.bind` returns: at use there is no dispa
 are named "module:attribute" and imported on choosing, so a kernel whose library is missing is a
 reason, never a broken import (PLT-07).
 
+With `invariant` (`--deterministic`) only kernels that say so of themselves are considered, the
+reference too; if none is left the op cannot serve, and that is an error.
+
 A kernel module defines `KERNEL = Kernel(name=..., supports=..., bind=...)`; `bind(problem,
 *weights)` returns a callable with exactly the signature of what the reference's `bind` returns.
 """
@@ -22,9 +25,12 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from headrace.base.config.resolved import Decision
+from headrace.base.errors import ConfigError
 
 GPU_MODULES = "triton_"
 """Modules of this prefix hold kernels for GPUs; a CPU's problem does not import them: Triton alone takes 0.3 s."""
+
+VARIES = "a row's bits depend on the batch"
 
 P = TypeVar("P", bound=Hashable)
 Function = Callable[..., Any]
@@ -40,12 +46,15 @@ class Kernel(Generic[P]):
                its own
     reads_host whether it reads arrays of the step on the host: such a step cannot be replayed from
                a graph
+    invariant  whether a row's result is the same bits whatever rows are beside it, however many
+               they are, and however its sequence is cut into steps
     """
 
     name: str
     supports: Callable[[P], str | None]
     bind: Callable[..., Function]
     reads_host: bool = False
+    invariant: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +113,15 @@ class Op(Generic[P]):
         self.sample = sample
         self.tolerance = tolerance
         self._outputs = outputs
-        self._choices: dict[P, Choice[P]] = {}
+        self._choices: dict[tuple[P, bool], Choice[P]] = {}
 
-    def choose(self, problem: P) -> Choice[P]:
-        """The best kernel that supports the problem and agrees with the reference; remembered per
-        problem."""
-        if problem not in self._choices:
-            self._choices[problem] = self._decide(problem)
-        return self._choices[problem]
+    def choose(self, problem: P, *, invariant: bool = False) -> Choice[P]:
+        """The best kernel that supports the problem and agrees with the reference, of the
+        `invariant` ones if asked; remembered per problem."""
+        key = problem, invariant
+        if key not in self._choices:
+            self._choices[key] = self._decide(problem, invariant=invariant)
+        return self._choices[key]
 
     def choices(self) -> list[Choice[P]]:
         """Every choice made so far in this process, for the table of decisions."""
@@ -139,21 +149,32 @@ class Op(Generic[P]):
         results = result if isinstance(result, tuple) else (result,)
         return [v for v in (*results, *sample.arguments) if isinstance(v, torch.Tensor)]
 
-    def _decide(self, problem: P) -> Choice[P]:
+    def _decide(self, problem: P, *, invariant: bool) -> Choice[P]:
         rejected: list[tuple[str, str]] = []
         for target in self.kernels:
-            kernel, reason = self._consider(target, problem)
+            kernel, reason = self._consider(target, problem, invariant=invariant)
             if kernel is not None:
                 return Choice(self.name, problem, kernel, "best ranked", tuple(rejected))
             rejected.append((_label(target), reason))
+        if invariant and not self.reference.invariant:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+            raise ConfigError(
+                f"--deterministic: no kernel of {self.name} gives a row the same bits in every batch for {problem}"
+                f" ({reasons or 'there is none'})",
+                field="deterministic",
+            )
         return Choice(self.name, problem, self.reference, "no kernel was left", tuple(rejected))
 
-    def _consider(self, target: str, problem: P) -> tuple[Kernel[P] | None, str]:
+    def _consider(
+        self, target: str, problem: P, *, invariant: bool
+    ) -> tuple[Kernel[P] | None, str]:
         if _label(target).startswith(GPU_MODULES) and getattr(problem, "device", None) == "cpu":
             return None, "runs on GPUs only"
         kernel = load_kernel(target)
         if isinstance(kernel, str):
             return None, kernel
+        if invariant and not kernel.invariant:
+            return None, VARIES
         reason = kernel.supports(problem)
         if reason is not None:
             return None, reason
@@ -200,7 +221,8 @@ class PutOff:
         if not any(op._failing(kernel, problem) for op, kernel, problem in self._checks):
             return True
         for op, _, problem in self._checks:
-            op._choices.pop(problem, None)
+            for invariant in (False, True):
+                op._choices.pop((problem, invariant), None)
         return False
 
 

@@ -22,6 +22,7 @@ from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMSNorm, SplitRMSNorm
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.shard import Part, local_units
 
 
@@ -100,11 +101,11 @@ class Attention:
     @property
     def norms(self) -> bool:
         """Whether the norm before is part of it."""
-        return self._qkv.fused
+        return self._qkv.norms
 
     def forward_into(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | Partial | None:
         """y_TE, to be added to the residual; None if that was done."""
         plan, kv = batch.plan_of(self._layer), batch.kv[self._layer]
         qkv_TC = self._qkv.project(x_TE)

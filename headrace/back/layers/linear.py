@@ -24,7 +24,7 @@ from headrace.back.kernels.linear_quant.op import LinearQuantProblem
 from headrace.back.kernels.op import Op
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
-from headrace.back.parallel.collectives import all_reduce
+from headrace.back.parallel.collectives import Partial, all_reduce
 from headrace.back.parallel.param import Param, Piece
 from headrace.back.parallel.shard import Part, Shard, local_size
 
@@ -37,8 +37,8 @@ class ColumnLinear:
     parts. `project` is the product.
 
     `norm` and `activation` are what the layer around it puts before and behind the product. Where a
-    kernel does all in one, `project` does, and `fused` tells: then x is what goes into the norm. `activates`: the
-    activation at least is part of it.
+    kernel does all in one, `project` does: `activates` and `norms` tell, and if it `norms`, x is what
+    goes into the norm. Between ranks the norm belongs to the sum before it (RowLinear).
     """
 
     def __init__(
@@ -55,9 +55,10 @@ class ColumnLinear:
         shard = Shard(axis="tp", dim=0, parts=parts)
         self.sizes = [local_size(part, scope.mesh.tp) for part in parts]
         self.project: Linear = not_loaded
-        self.fused = self.activates = False
+        self.norms = self.activates = False
         self._scope = scope
-        self._norm, self._activation = norm, activation
+        self._norm = norm if scope.mesh.tp.size == 1 else None
+        self._activation = activation
         self._inputs = inputs
         self._parts = (Part(merged, sum(part.size for part in parts), 1),) if merged else parts
         self._weight = scope.quantized(self._param("weight", (inputs,), shard))
@@ -85,10 +86,10 @@ class ColumnLinear:
             fused = bind_fused(
                 self._scope, weight, bias, norm=self._norm, activation=self._activation
             )
-        self.fused = fused is not None
+        self.norms = fused is not None and self._norm is not None
         if fused is None and self._activation is not None:
             fused = bind_gated(self._scope, weight, bias, self._activation)
-        self.activates = self._activation is not None and fused is not None
+        self.activates = fused is not None and self._activation is not None
         self.project = fused or bind_linear(self._scope, weight, bias)
 
 
@@ -96,7 +97,8 @@ class RowLinear:
     """x_TI -> y_TO where each rank holds a share of the inputs and the products are summed.
 
     `scope` is the layer's own; `part` describes the split of the inputs. The bias is added once,
-    after the sum. `adds`: the result goes into the residual as it is.
+    after the sum. `adds`: the result goes into the residual as it is; then the sum over the ranks is
+    left to whoever adds it.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class RowLinear:
     ) -> None:
         self.project: Linear = not_loaded
         self._into: FusedLinear | None = None
+        self._share: Linear | None = None
         self._adds = adds
         self._scope = scope
         shard = Shard(axis="tp", dim=1, parts=(part,))
@@ -111,13 +114,17 @@ class RowLinear:
         self._bias = scope.param("bias", (outputs,), init="zeros") if bias else None
         scope.on_finish(self._finish)
 
-    def project_into(self, x_TI: torch.Tensor, residual_TO: torch.Tensor) -> torch.Tensor | None:
+    def project_into(
+        self, x_TI: torch.Tensor, residual_TO: torch.Tensor
+    ) -> torch.Tensor | Partial | None:
         """The product, to be added to the residual; None if that was done, by a kernel that does
         both."""
-        if self._into is None:
-            return self.project(x_TI)
-        self._into(x_TI, residual_TO)
-        return None
+        if self._into is not None:
+            self._into(x_TI, residual_TO)
+            return None
+        if self._share is not None:
+            return Partial(self._share(x_TI), self._scope.mesh.tp)
+        return self.project(x_TI)
 
     def _finish(self) -> None:
         bias = self._bias.take() if self._bias else None
@@ -129,10 +136,12 @@ class RowLinear:
         if axis.size == 1:
             self.project = bind_linear(self._scope, weight, bias)
             return
-        partial = bind_linear(self._scope, weight, None)
+        share = bind_linear(self._scope, weight, None)
+        if self._adds and bias is None:
+            self._share = share
 
         def project(x_TI: torch.Tensor) -> torch.Tensor:
-            y_TO = all_reduce(partial(x_TI), axis)
+            y_TO = all_reduce(share(x_TI), axis)
             return y_TO if bias is None else y_TO.add_(bias)
 
         self.project = project

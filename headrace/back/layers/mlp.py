@@ -8,6 +8,7 @@ from headrace.back.kernels.gated_act.op import OP, GatedAct, GatedActProblem
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.shard import Part
 
 
@@ -42,13 +43,15 @@ class GatedMLP:
     @property
     def norms(self) -> bool:
         """Whether the norm before is part of it."""
-        return self._gate_up.fused
+        return self._gate_up.norms
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         """See the class."""
         return self._down.project(self._inner(x_TE))
 
-    def forward_into(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor | None:
+    def forward_into(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor
+    ) -> torch.Tensor | Partial | None:
         """y_TE, to be added to the residual; None if that was done."""
         return self._down.project_into(self._inner(x_TE), residual_TE)
 

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 
 from headrace.back.kernels.rms_norm.op import ADD_OP, OP, AddNorm, Norm, RMSNormProblem
 from headrace.back.layers.scope import Scope, not_loaded
-from headrace.back.parallel.collectives import all_reduce
+from headrace.back.parallel.collectives import Partial, all_reduce
 from headrace.back.parallel.shard import Part, Shard, local_size
 
 
 class RMSNorm:
     """`norm(x)` norms the last dimension; `add_norm(x_TE, residual_TE)` first adds x into the
-    residual.
+    residual, `sum_norm(partial_TE, residual_TE)` the sum of the ranks' shares.
 
     `unit_offset`: the checkpoint holds w - 1 (Gemma). `weight_E` float32 is there after loading, for
     ops that fuse the norm with what follows it.
@@ -36,6 +36,14 @@ class RMSNorm:
         self.weight_E = self._weight.take().float() + self._offset
         self.norm = self._scope.bind(OP, self._problem, self.weight_E)
         self.add_norm = self._scope.bind(ADD_OP, self._problem, self.weight_E)
+
+    def sum_norm(self, partial: Partial, residual_TE: torch.Tensor) -> torch.Tensor:
+        """See the class. In one kernel where there is one for the message; but sums that must not depend on its size
+        (`ordered`) are always followed by the same norm."""
+        share_TE, axis = partial.share, partial.axis
+        if axis.summing is not None and not axis.ordered and axis.summing.takes(share_TE):
+            return axis.summing.add_norm(share_TE, residual_TE, self.weight_E, self.eps)
+        return self.add_norm(partial.total(), residual_TE)
 
 
 class SplitRMSNorm:

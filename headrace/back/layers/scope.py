@@ -64,7 +64,8 @@ class Head:
 class Scope:
     """The place of one layer. `path` is its checkpoint name; `block_tokens` and `max_positions`
     come from the engine. `scheme` says how weights of linear layers are quantized; None: they are not.
-    `kv_coded`: "int8" or "fp8" codes in the KV cache.
+    `kv_coded`: "int8" or "fp8" codes in the KV cache. `deterministic`: only invariant kernels
+    (kernels/op.py) are chosen.
     `stored` names the checkpoint's tensors that are quantized already and stay so."""
 
     ledger: Ledger
@@ -75,6 +76,7 @@ class Scope:
     max_positions: int
     scheme: Scheme | None = None
     kv_coded: str | None = None
+    deterministic: bool = False
     stored: Stored = field(default_factory=dict)
     head: Head = Head()
     path: str = ""
@@ -138,14 +140,14 @@ class Scope:
 
     def bind(self, op: Op[Any], problem: Any, *weights: Any) -> Callable[..., Any]:
         """The callable of the kernel chosen for `problem`; the choice is kept for the decisions."""
-        choice = op.choose(problem)
+        choice = op.choose(problem, invariant=self.deterministic)
         self.ledger.choices.append(choice)
         return choice.bind(*weights)
 
     def bind_fused(self, op: Op[Any], problem: Any, *weights: Any) -> Callable[..., Any] | None:
         """The same for an op that other ops compose: None if no kernel does it in one, so that the
         caller takes the kernels of the parts instead of the reference."""
-        choice = op.choose(problem)
+        choice = op.choose(problem, invariant=self.deterministic)
         self.ledger.choices.append(choice)
         return None if choice.kernel is op.reference else choice.bind(*weights)
 

@@ -23,6 +23,7 @@ from headrace.back.layers.mlp import GatedMLP
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope
 from headrace.back.models.weights import WeightPlan
+from headrace.back.parallel.collectives import Partial
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import CheckpointError
@@ -36,6 +37,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+Branch = torch.Tensor | Partial | None
+"""What a layer leaves to be added to the residual: nothing, a tensor, or this rank's share of a sum."""
 IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached")
 
 
@@ -126,9 +129,7 @@ class DecoderLayer:
         self.after_mlp = norm(spec.after_mlp)
         self.branch_scale = spec.branch_scale
 
-    def forward(
-        self, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor, batch: Batch
-    ) -> torch.Tensor | None:
+    def forward(self, branch_TE: Branch, residual_TE: torch.Tensor, batch: Batch) -> Branch:
         """Adds the branch of the layer before (None: there is none) to the residual, in place, and
         returns its own MLP branch, to be added by whoever comes next: so each addition is fused
         with the norm after it, or with the product before it (None then)."""
@@ -140,9 +141,9 @@ class DecoderLayer:
         x_TE = _add_norm(norm, branch_TE, residual_TE)
         return self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE))
 
-    def _after(self, norm: RMSNorm | None, branch_TE: torch.Tensor | None) -> torch.Tensor | None:
-        if branch_TE is None:
-            return None
+    def _after(self, norm: RMSNorm | None, branch_TE: Branch) -> Branch:
+        if branch_TE is None or isinstance(branch_TE, Partial):  # goes into the residual as it is
+            return branch_TE
         if norm is not None:
             branch_TE = norm.norm(branch_TE)
         if self.branch_scale != 1.0:
@@ -150,11 +151,13 @@ class DecoderLayer:
         return branch_TE
 
 
-def _add_norm(
-    norm: RMSNorm | None, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor
-) -> torch.Tensor:
+def _add_norm(norm: RMSNorm | None, branch_TE: Branch, residual_TE: torch.Tensor) -> torch.Tensor:
     if branch_TE is None:
         return residual_TE if norm is None else norm.norm(residual_TE)
+    if isinstance(branch_TE, Partial):
+        if norm is not None:
+            return norm.sum_norm(branch_TE, residual_TE)
+        branch_TE = branch_TE.total()
     if norm is None:
         return residual_TE.add_(branch_TE)
     return norm.add_norm(branch_TE, residual_TE)
@@ -214,7 +217,7 @@ class Decoder:
     def forward(self, batch: Batch) -> torch.Tensor:
         """Normed hidden states [T, E]."""
         residual_TE = self._embedding.lookup(batch.token_ids_T)
-        branch_TE = None
+        branch_TE: Branch = None
         for layer in self._layers:
             branch_TE = layer.forward(branch_TE, residual_TE, batch)
         return _add_norm(self._norm, branch_TE, residual_TE)

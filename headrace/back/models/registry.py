@@ -61,5 +61,6 @@ def build_model(
         scheme=None if spec.quantization is None else SCHEMES[spec.quantization],
         stored=stored or {},
         kv_coded=spec.kv_dtype,
+        deterministic=spec.deterministic,
     )
     return FAMILIES.load(spec.family)(scope, ConfigReader(spec.config, "config.json"))

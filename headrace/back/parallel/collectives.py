@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
 from headrace.back.parallel.mesh import Axis
 
 
+@dataclass(frozen=True, eq=False)
+class Partial:
+    """This rank's share of a sum over the axis that is still to be taken: by whoever adds it to the residual."""
+
+    share: torch.Tensor
+    axis: Axis
+
+    def total(self) -> torch.Tensor:
+        """The sum, in place."""
+        return all_reduce(self.share, self.axis)
+
+
 def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of `x` over the axis, in place."""
-    if axis.size > 1:
-        dist.all_reduce(x, group=axis.group)
+    if axis.size == 1:
+        return x
+    if axis.summing is not None and axis.summing.takes(x):
+        return axis.summing.all_reduce(x)
+    if axis.ordered and axis.size > 2:
+        return _ordered_sum(x, axis)
+    dist.all_reduce(x, group=axis.group)
     return x
+
+
+def _ordered_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Libraries cut long messages and sum each piece in an order of its own; two summands have one order only."""
+    parts = [torch.empty_like(x) for _ in range(axis.size)]
+    dist.all_gather(parts, x.contiguous(), group=axis.group)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    return x.copy_(total)
 
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -7,19 +7,43 @@ exist as sizes, so that a layer that asks for one is written once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 AXES = ("tp", "pp", "dp", "ep")
 
 
+class Summing(Protocol):
+    """Sums over the ranks by kernels of our own (kernels/all_reduce). All ranks make the same calls."""
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether messages like `x` are summed here; the same on all ranks."""
+        ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in place."""
+        ...
+
+    def add_norm(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Adds the sum into the residual, in place, and returns the norm of that (kernels/rms_norm)."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis as this rank sees it. `group` is None where the axis has one rank."""
+    """One axis as this rank sees it. `group` is None where the axis has one rank. `ordered`: sums are taken in the
+    order of the ranks, whatever the size of the message. `summing`: who sums the messages it takes; else the group.
+    """
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    ordered: bool = False
+    summing: Summing | None = None
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, (self.rank, self.size)
@@ -41,7 +65,8 @@ class Mesh:
         return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "ep": self.ep}[name]
 
 
-def tensor_parallel_mesh() -> Mesh:
+def tensor_parallel_mesh(*, ordered: bool = False) -> Mesh:
     """The mesh in which every rank of the initialised default process group shares each layer."""
     assert dist.is_initialized(), "start the process group before the mesh"
-    return Mesh(tp=Axis(size=dist.get_world_size(), rank=dist.get_rank(), group=dist.group.WORLD))
+    size, rank = dist.get_world_size(), dist.get_rank()
+    return Mesh(tp=Axis(size=size, rank=rank, group=dist.group.WORLD, ordered=ordered))

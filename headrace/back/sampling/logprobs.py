@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from headrace.back.kernels.log_sum_exp.op import OP as LOG_SUM_EXP
+from headrace.back.kernels.log_sum_exp.op import LogSumExpProblem
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.base.wire.step import RowLogprobs
 
@@ -67,7 +69,8 @@ def score(
     top_MA = top_ids(logits_MV, count if alternatives < 0 else min(alternatives, count))
     named_MN = to_device(np.array(named, np.int64), logits_MV.device)
     ids = torch.cat([token_M[:, None], top_MA, named_MN.expand(len(token_M), -1)], dim=1)
-    values = logits_MV.gather(1, ids) - logits_MV.logsumexp(1, keepdim=True)
+    log_sum_exp = LOG_SUM_EXP.choose(LogSumExpProblem(device=logits_MV.device.type)).bind()
+    values = logits_MV.gather(1, ids) - log_sum_exp(logits_MV)
     ranks_M = (logits_MV > logits_MV.gather(1, token_M[:, None])).sum(1) + 1
     return Scores(
         ids=to_host(ids.to(torch.int32)),

@@ -28,7 +28,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     `kv_dtype`: int8 or fp8 codes with a scale per token and head in the KV cache; None: `dtype`.
     `quantization`: int8 or int4 weights, made from the checkpoint's while it loads; None: as they are. `head`: "lm",
     "sequence" (one class per text) or "token" (one per token) with `num_labels`, or "none"; `bare`: tensor names have
-    no prefix of the whole model around them (checkpoints of a base model).
+    no prefix of the whole model around them (checkpoints of a base model). `deterministic`: only kernels whose results
+    do not depend on the batch.
     """
 
     path: str
@@ -43,6 +44,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     quantization: str | None = None
     kv_dtype: str | None = None
+    deterministic: bool = False
     head: str = "lm"
     bare: bool = False
     num_labels: int = 0

@@ -84,6 +84,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str | None, Meta(description="A file with a Jinja chat template that replaces the model's.")
     ] = None
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="A request gets the same tokens and log-probabilities, bit for bit, whatever runs beside it "
+            "and however its prompt is cut, cached or computed again after a preemption. Costs some speed."
+        ),
+    ] = False
     seed: Annotated[Natural, Meta(description="Seed of dummy weights.")] = 0
     family: Annotated[
         str,

@@ -135,3 +135,20 @@ def test_the_self_check_accepts_it(newest, dtype):
 def test_a_head_that_is_too_large_is_refused_with_the_limit(newest):
     problem = case(torch.float32, 1, 1, 512, 4, None, None, [(1, 1)])[0]
     assert KERNEL.supports(problem) == "head_dim 512 is above 256"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window, softcap", [(None, None), (70, None), (None, 5.0)])
+def test_whole_rows_give_a_position_the_same_bits_in_any_step(library, dtype, window, softcap):
+    """ENG-05, ENG-17: as a decode, in chunks, and in the whole prompt, also beyond where decodes are cut."""
+    length, begin = 1300, 1190
+    rows = [(length - begin, length)]
+    problem, q, kv, plan = case(dtype, 6, 2, 64, 16, window, softcap, rows)
+    attention = bind_with(library, problem, whole=True)
+    whole = attention(q, kv, plan)
+    for first, last in [(0, 1), (109, 110), (3, 20), (20, 90), (63, 65)]:
+        part, _ = sample_plan(
+            [(last - first, begin + last)], block_tokens=16, window=window, device="cpu"
+        )
+        part.block_table_RB[0] = plan.block_table_RB[0, : part.block_table_RB.shape[1]]
+        assert torch.equal(attention(q[first:last], kv, part), whole[first:last]), (first, last)

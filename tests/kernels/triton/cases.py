@@ -7,13 +7,16 @@ from unittest.mock import patch
 
 import torch
 
+from headrace.back.kernels.all_reduce.triton_all_reduce import PeerSums
 from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.draw import op as draw
 from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.greedy import op as greedy
 from headrace.back.kernels.gumbel import op as gumbel
 from headrace.back.kernels.linear.table import ProductPlan
+from headrace.back.kernels.linear.triton_fixed import fixed
 from headrace.back.kernels.linear.triton_small import Product, launcher
+from headrace.back.kernels.log_sum_exp import op as log_sum_exp
 from headrace.back.kernels.nucleus import op as nucleus
 from headrace.back.kernels.op import Kernel, Op, load_kernel
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
@@ -76,11 +79,28 @@ def _product(plan: ProductPlan, tokens: int, **more: object) -> Callable[[], obj
     """A product of 4096 inputs and 512 results, with all there is around it."""
     gated = bool(more.get("activation"))
     weight = torch.zeros(1024 if gated else 512, 4096, dtype=BF16)
-    run = launcher(Product(weight_OI=weight, **more), plan, tokens)
+    product = Product(weight_OI=weight, **more)
+    x, y = torch.zeros(tokens, 4096, dtype=BF16), torch.zeros(tokens, 512, dtype=BF16)
+    return lambda: launcher(product, plan, tokens)(x, y)
+
+
+def _fixed(tokens: int, **more: object) -> Callable[[], object]:
+    """The same in one order of sums."""
+    gated = bool(more.get("activation"))
+    run = fixed(Product(weight_OI=torch.zeros(1024 if gated else 512, 4096, dtype=BF16), **more))
     return lambda: run(torch.zeros(tokens, 4096, dtype=BF16), torch.zeros(tokens, 512, dtype=BF16))
 
 
+def _sums(*, two_shot: bool, norm: bool, dtype: torch.dtype = BF16) -> Callable[[], object]:
+    sums = PeerSums((16, 32, 48, 64), rank=1, device=torch.device("cpu"), most_bytes=1 << 20)
+    x, residual = torch.zeros(8, 4096, dtype=dtype), torch.zeros(8, 4096, dtype=dtype)
+    if not norm:
+        return lambda: sums.all_reduce(x, two_shot=two_shot)
+    return lambda: sums.add_norm(x, residual, _ONES, eps=1e-6, two_shot=two_shot)
+
+
 _ATTENTION = "attention.triton_attention:KERNEL"
+_FIXED_ATTENTION = "attention.triton_fixed:KERNEL"
 _QK = "qk_rope_write.triton_qk_rope_write:KERNEL"
 _NORM = "rms_norm.triton_rms_norm:"
 GEMV = ProductPlan(kernel="gemv", n=2, k=2048, warps=8)
@@ -138,6 +158,26 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("greedy", _call(greedy.OP, "greedy.triton_greedy:KERNEL", greedy.GreedyProblem(device="cpu"))),
     ("gumbel", _call(gumbel.OP, "gumbel.triton_gumbel:KERNEL", gumbel.GumbelProblem(device="cpu"))),
+    ("attention fixed 32/8x128", _call(attention.OP, _FIXED_ATTENTION, _attention(32, 8, 128))),
+    (
+        "attention fixed 256 window cap",
+        _call(attention.OP, _FIXED_ATTENTION, _attention(8, 4, 256, window=20, softcap=50.0)),
+    ),
+    ("fixed few act", _fixed(1, activation="silu")),
+    ("fixed few add", _fixed(64, add=True)),
+    ("fixed many act", _fixed(200, activation="silu")),
+    ("fixed many bias", _fixed(20_000, bias_O=_ONES[:512].to(BF16))),
+    ("sums one shot", _sums(two_shot=False, norm=False)),
+    ("sums one shot norm", _sums(two_shot=False, norm=True)),
+    ("sums two shots norm fp32", _sums(two_shot=True, norm=True, dtype=FP32)),
+    (
+        "log_sum_exp",
+        _call(
+            log_sum_exp.OP,
+            "log_sum_exp.triton_log_sum_exp:KERNEL",
+            log_sum_exp.LogSumExpProblem(device="cpu"),
+        ),
+    ),
     ("gemv", _product(GEMV, 1)),
     ("gemv norm act", _product(GEMV, 1, norm_I=_ONES, eps=1e-6, activation="silu")),
     ("gemv add bias", _product(GEMV, 1, bias_O=_ONES[:512].to(BF16), add=True)),

@@ -24,6 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, mangle_type
 
+from headrace.back.kernels.triton.room import Pretended
 from tests.kernels.triton.cases import CASES, serves
 
 TYPES = {
@@ -97,14 +98,18 @@ def compiled(names: list[str], only: str = "") -> Iterator[dict[str, Any]]:
     for title, call in CASES:
         if only not in title:
             continue
-        for function, values, options in launches(call):
-            for name in filter(partial(serves, title), names):
-                target, began = target_of(name), time.perf_counter()
+        for name in filter(partial(serves, title), names):
+            Pretended.target = name
+            target = target_of(name)
+            for function, values, options in launches(call):
+                began = time.perf_counter()
                 if "DEPENDENT" in values:
                     dependent = target.backend == "cuda" and target.arch >= 90
                     values["DEPENDENT"] = dependent
                     if "BITS" in values:
                         values["BITS"] = dependent and values["CODED"]
+                if "TRAP" in values:
+                    values["TRAP"] = target.backend == "cuda"
                 options.pop("launch_pdl", None)
                 binary = triton.compile(source(function, values), target=target, options=options)
                 assembly = binary.asm["ptx" if target.backend == "cuda" else "amdgcn"]

@@ -13,12 +13,15 @@ import pytest
 from headrace.base import env
 
 pytest.importorskip("triton")
+from headrace.back.kernels.triton.room import BY_TARGET
+
 TARGETS = [
-    *("cuda:80", "cuda:90", "cuda:100", "cuda:120"),
+    *("cuda:80", "cuda:89", "cuda:90", "cuda:100", "cuda:120"),
     *("hip:gfx942", "hip:gfx950", "hip:gfx1100", "hip:gfx1201"),
 ]
 MATRIX = {
     "cuda:80": "mma.sync",
+    "cuda:89": "mma.sync",
     "cuda:90": "wgmma",
     "cuda:100": "tcgen05.mma",
     "cuda:120": "mma.sync",
@@ -56,6 +59,8 @@ def test_a_product_and_the_greedy_choice_compile_for_nvidia_and_amd(tmp_path: Pa
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_for(target: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, target)
+    too_large = [one for one in found if one["shared"] > BY_TARGET[target]]
+    assert not too_large, too_large
     prefill = [
         one
         for one in found

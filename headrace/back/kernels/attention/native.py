@@ -1,4 +1,8 @@
-"""Paged attention by the native kernel: decode and prefill rows in one call, no gathered copy of the KV."""
+"""Paged attention by the native kernel: decode and prefill rows in one call, no gathered copy of the KV.
+
+`WHOLE` never cuts a row's KV into parts, as `KERNEL` does for long decode rows: slower where there are more threads
+than heads, but a decode's result is then that of the same position in any chunk of a prompt.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,9 @@ MAX_HEAD_DIM = 256
 _ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 14, FLOAT, FLOAT, INT32, INT32)
 
 
-def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
+def bind_with(
+    library: NativeLibrary, problem: AttentionProblem, *, whole: bool = False
+) -> Attention:
     """The kernel of one library."""
     kernel = library.bind("attention", *_ARGUMENTS)
     heads, head_dim, code = problem.heads, problem.head_dim, DTYPES[problem.dtype]
@@ -42,7 +48,7 @@ def bind_with(library: NativeLibrary, problem: AttentionProblem) -> Attention:
             *(tensor.data_ptr() for tensor in (q_THD, kv, out_THD, starts, lengths, table)),
             rows, table.stride(0), num_tokens, num_blocks, heads, kv_heads, head_dim, block_tokens,
             *(*q_THD.stride()[:2], *kv.stride()[:3]), window, scale, softcap, code,
-            int(problem.coded == "int8"),
+            int(problem.coded == "int8") + 2 * whole,
         )  # fmt: skip
         return out_THD
 
@@ -61,4 +67,10 @@ def _supports(problem: AttentionProblem) -> str | None:
 
 KERNEL = Kernel(
     name="native", supports=_supports, bind=lambda problem: bind_with(loaded(), problem)
+)
+WHOLE = Kernel(
+    name="native whole",
+    supports=_supports,
+    bind=lambda problem: bind_with(loaded(), problem, whole=True),
+    invariant=True,
 )

@@ -29,6 +29,7 @@ struct Attention {
   int64_t q_token_stride, q_head_stride, block_stride, value_offset, head_stride;
   int64_t window;  // positions a query sees, itself included
   float scale, softcap;
+  bool whole;      // no parts, and with a window a query token a task: a query's result then depends on its position alone
   const struct Task* tasks;
   float* parts;
 };
@@ -375,13 +376,14 @@ HR_INLINE Counts plan(const Attention& p, Task* tasks, Merge* merges) {
   const int64_t heads_per_task = smaller<int64_t>(group, kRows);
   for (int64_t row = 0; row < p.rows; ++row) {
     const int64_t queries = p.query_start[row + 1] - p.query_start[row];
-    const int64_t tokens_per_task = larger<int64_t>(kRows / heads_per_task, 1);
+    const bool single = p.whole && p.window != INT32_MAX;  // tiles of KV start where the window of their query does
+    const int64_t tokens_per_task = single ? 1 : larger<int64_t>(kRows / heads_per_task, 1);
     for (int64_t token = 0; token < queries; token += tokens_per_task) {
       const int64_t tokens = smaller(tokens_per_task, queries - token);
       const int64_t first = p.kv_len[row] - queries + token, high = first + tokens;
       const int64_t low = larger<int64_t>(first - p.window + 1, 0);
       // The first part ends at the first multiple of kSplit above low.
-      const int64_t parts = queries > 1 ? 1 : (high - 1) / kSplit - low / kSplit + 1;
+      const int64_t parts = queries > 1 || p.whole ? 1 : (high - 1) / kSplit - low / kSplit + 1;
       for (int64_t base = 0; base < p.heads; base += group) {
         for (int64_t g = 0; g < group; g += heads_per_task) {
           const int64_t heads = smaller(heads_per_task, group - g), head = base + g;
@@ -447,7 +449,8 @@ int32_t run(Attention& p) {
 
 // q [num_tokens, heads, head_dim] with strides in elements and contiguous head_dim; out the same, contiguous.
 // kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
-// t * head_dim, strides in elements of the cache. window 0: all positions. softcap 0: none. coded: the cache holds int8.
+// t * head_dim, strides in elements of the cache. window 0: all positions. softcap 0: none. coded: 1 if the cache holds
+// int8, plus 2 for results that do not depend on how many queries of a row are computed together.
 HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
                                        const int32_t* kv_len, const int32_t* block_table, int64_t rows,
                                        int64_t table_stride, int64_t num_tokens, int64_t num_blocks, int64_t heads,
@@ -459,9 +462,9 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
     return HR_BAD_SHAPE;
   Attention p{q, kv, out, query_start, kv_len, block_table, rows, table_stride, heads, kv_heads, head_dim,
               block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
-              window > 0 ? window : INT32_MAX, scale, softcap, nullptr, nullptr};
+              window > 0 ? window : INT32_MAX, scale, softcap, (coded & 2) != 0, nullptr, nullptr};
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
-  if (coded != 0) {
+  if ((coded & 1) != 0) {
     if (dtype == HR_BF16) return run<bf16, int8_t>(p);
     if (dtype == HR_F16) return run<fp16, int8_t>(p);
     if (dtype == HR_F32) return run<float, int8_t>(p);

@@ -160,7 +160,9 @@ OP: Op[AttentionProblem] = Op(
     ),
     kernels=(
         "headrace.back.kernels.attention.native:KERNEL",
+        "headrace.back.kernels.attention.native:WHOLE",
         "headrace.back.kernels.attention.triton_attention:KERNEL",
+        "headrace.back.kernels.attention.triton_fixed:KERNEL",
     ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),

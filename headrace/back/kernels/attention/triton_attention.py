@@ -7,6 +7,8 @@ its shape; lengths are read on the device. Padding rows have no query tokens; pa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 
@@ -21,6 +23,7 @@ from headrace.back.kernels.attention.triton_lists import Launch, Tiles, lists, n
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
 from headrace.back.kernels.kv_write.coded import SCALE_BYTES, typed
 from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.triton.room import shared_bytes
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
@@ -38,7 +41,41 @@ PROGRAMS_PER_SM = 2
 MIN_PIECE = 256
 
 
+def fitted(tiles: Tiles, problem: AttentionProblem) -> Tiles:
+    """The same, or smaller ones where keys, values, queries and weights would not fit the device's shared memory."""
+    depth = power_of_two(problem.head_dim, least=16) * problem.dtype.itemsize
+    least = power_of_two(problem.heads // problem.kv_heads, least=16)
+    room = shared_bytes()
+
+    def taken(tiles: Tiles) -> int:
+        pipeline = max(1, tiles.num_stages - 1) * 2 * tiles.n * depth
+        return tiles.m * depth + pipeline + tiles.m * tiles.n * problem.dtype.itemsize
+
+    while taken(tiles) > room:
+        if tiles.n > 32:
+            tiles = replace(tiles, n=tiles.n // 2)
+        elif tiles.num_stages > 1:
+            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+        elif tiles.m > least:
+            tiles = replace(tiles, m=tiles.m // 2)
+        elif tiles.n > 16:
+            tiles = replace(tiles, n=16)
+        else:
+            break
+    return tiles
+
+
 def decode_tiles(problem: AttentionProblem) -> Tiles:
+    """Those of `_decode_tiles` that fit."""
+    return fitted(_decode_tiles(problem), problem)
+
+
+def prefill_tiles(problem: AttentionProblem) -> Tiles:
+    """Those of `_prefill_tiles` that fit."""
+    return fitted(_prefill_tiles(problem), problem)
+
+
+def _decode_tiles(problem: AttentionProblem) -> Tiles:
     """The decode kernel's; M holds one query of all heads that share a KV head."""
     m = power_of_two(problem.heads // problem.kv_heads, least=16)
     if problem.dtype is torch.float32 or problem.head_dim > 128:
@@ -46,7 +83,7 @@ def decode_tiles(problem: AttentionProblem) -> Tiles:
     return Tiles(m=m, n=128, num_warps=4, num_stages=3)
 
 
-def prefill_tiles(problem: AttentionProblem) -> Tiles:
+def _prefill_tiles(problem: AttentionProblem) -> Tiles:
     """The prefill kernel's."""
     least = power_of_two(problem.heads // problem.kv_heads, least=16)
     if problem.dtype is torch.float32:

@@ -35,4 +35,5 @@ KERNEL = Kernel(
     name="native",
     supports=lambda problem: unsupported(problem.device, problem.dtype),
     bind=lambda problem, table_VE: bind_with(loaded(), problem, table_VE),
+    invariant=True,
 )

@@ -48,7 +48,9 @@ def _sample(problem: EmbeddingProblem) -> Sample:
 
 OP: Op[EmbeddingProblem] = Op(
     name="embedding",
-    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    reference=Kernel(
+        name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
+    ),
     kernels=("headrace.back.kernels.embedding.native:KERNEL",),
     sample=_sample,
     tolerance=lambda problem: 0.0,

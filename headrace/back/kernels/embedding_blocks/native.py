@@ -41,4 +41,5 @@ KERNEL = Kernel(
     name="native",
     supports=lambda problem: unsupported(problem.device, problem.dtype),
     bind=lambda problem, table: bind_with(loaded(), problem, table),
+    invariant=True,
 )

@@ -53,7 +53,9 @@ def _sample(problem: EmbeddingBlocksProblem) -> Sample:
 
 OP: Op[EmbeddingBlocksProblem] = Op(
     name="embedding_blocks",
-    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    reference=Kernel(
+        name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
+    ),
     kernels=("headrace.back.kernels.embedding_blocks.native:KERNEL",),
     sample=_sample,
     tolerance=lambda problem: 0.0,

@@ -51,7 +51,9 @@ def _sample(problem: EmbeddingQuantProblem) -> Sample:
 
 OP: Op[EmbeddingQuantProblem] = Op(
     name="embedding_quant",
-    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    reference=Kernel(
+        name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
+    ),
     kernels=("headrace.back.kernels.embedding_quant.native:KERNEL",),
     sample=_sample,
     tolerance=lambda problem: 0.0,

@@ -127,8 +127,13 @@ def _sample(problem: FusedLinearProblem) -> Sample:
 
 OP: Op[FusedLinearProblem] = Op(
     name="fused_linear",
-    reference=Kernel(name="separate ops", supports=lambda problem: None, bind=bind_reference),
-    kernels=("headrace.back.kernels.fused_linear.triton_fused_linear:KERNEL",),
+    reference=Kernel(
+        name="separate ops", supports=lambda problem: None, bind=bind_reference, invariant=True
+    ),
+    kernels=(
+        "headrace.back.kernels.fused_linear.triton_fused_linear:KERNEL",
+        "headrace.back.kernels.fused_linear.triton_fixed:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )

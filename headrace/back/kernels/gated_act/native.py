@@ -40,5 +40,8 @@ def _supports(problem: GatedActProblem) -> str | None:
 
 
 KERNEL = Kernel(
-    name="native", supports=_supports, bind=lambda problem: bind_with(loaded(), problem)
+    name="native",
+    supports=_supports,
+    bind=lambda problem: bind_with(loaded(), problem),
+    invariant=True,
 )

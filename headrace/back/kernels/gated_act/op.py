@@ -71,7 +71,9 @@ def _sample(problem: GatedActProblem) -> Sample:
 
 OP: Op[GatedActProblem] = Op(
     name="gated_act",
-    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    reference=Kernel(
+        name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
+    ),
     kernels=(
         "headrace.back.kernels.gated_act.native:KERNEL",
         "headrace.back.kernels.gated_act.triton_gated_act:KERNEL",

@@ -75,4 +75,9 @@ def _supports(problem: GatedActProblem) -> str | None:
     return unsupported(problem.device, problem.dtype)
 
 
-KERNEL = Kernel(name="triton", supports=_supports, bind=bind)
+KERNEL = Kernel(
+    name="triton",
+    supports=_supports,
+    bind=bind,
+    invariant=True,
+)

@@ -82,4 +82,5 @@ KERNEL = Kernel(
     name="native",
     supports=_supports,
     bind=lambda problem: bind_with(loaded(), problem),
+    invariant=True,
 )

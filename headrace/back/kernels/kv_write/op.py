@@ -73,7 +73,9 @@ def _sample(problem: KVWriteProblem) -> Sample:
 
 OP: Op[KVWriteProblem] = Op(
     name="kv_write",
-    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    reference=Kernel(
+        name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
+    ),
     kernels=("headrace.back.kernels.kv_write.native:KERNEL",),
     sample=_sample,
     tolerance=lambda problem: 0.0,

@@ -55,4 +55,5 @@ KERNEL = Kernel(
     name="native",
     supports=lambda problem: unsupported(problem.device, problem.dtype),
     bind=lambda problem, weight_OI, bias_O: bind_with(loaded(), problem, weight_OI, bias_O),
+    invariant=True,
 )

@@ -81,6 +81,7 @@ OP: Op[LinearProblem] = Op(
         "headrace.back.kernels.linear.native:KERNEL",
         "headrace.back.kernels.linear.mkldnn:KERNEL",
         "headrace.back.kernels.linear.triton_linear:KERNEL",
+        "headrace.back.kernels.linear.triton_fixed:KERNEL",
     ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),

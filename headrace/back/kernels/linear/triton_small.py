@@ -13,6 +13,7 @@ from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
 from headrace.back.kernels.linear.table import MAX_TOKENS, ProductPlan, plan_for
 from headrace.back.kernels.linear.triton_gemv import gemv_kernel
 from headrace.back.kernels.linear.triton_skinny import skinny_kernel
+from headrace.back.kernels.triton.room import fitting_stages
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
@@ -117,6 +118,8 @@ def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
         "PREFETCH": prefetch,
     }  # fmt: skip
     parts = tiles * split * (2 if product.activation else 1) * m * plan.n
+    rows = m + plan.n * (2 if product.activation else 1)
+    stages = fitting_stages(plan.stages, rows * plan.k * product.weight_OI.element_size())
 
     def run(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
         assert x_TI.stride(1) == y_TY.stride(1) == 1
@@ -126,7 +129,7 @@ def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
         skinny_kernel[(tiles, split)](
             x_TI, product.weight_OI, product.bias_O, y_TY, partial, counters(x_TI.device),
             len(x_TI), x_TI.stride(0), y_TY.stride(0), **constants, num_warps=plan.warps,
-            num_stages=plan.stages, **launch(x_TI.device),
+            num_stages=stages, **launch(x_TI.device),
         )  # fmt: skip
 
     return run

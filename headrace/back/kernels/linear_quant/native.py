@@ -68,4 +68,5 @@ KERNEL = Kernel(
     name="native",
     supports=_supports,
     bind=lambda problem, weight, bias_O: bind_with(loaded(), problem, weight, bias_O),
+    invariant=True,
 )

@@ -71,4 +71,5 @@ KERNEL = Kernel(
     bind=lambda problem, q_weight_D, k_weight_D: bind_with(
         loaded(), problem, q_weight_D, k_weight_D
     ),
+    invariant=True,
 )

@@ -159,7 +159,9 @@ def _tolerance(problem: QKRopeWriteProblem) -> float:
 
 OP: Op[QKRopeWriteProblem] = Op(
     name="qk_rope_write",
-    reference=Kernel(name="separate ops", supports=lambda problem: None, bind=bind_reference),
+    reference=Kernel(
+        name="separate ops", supports=lambda problem: None, bind=bind_reference, invariant=True
+    ),
     kernels=(
         "headrace.back.kernels.qk_rope_write.native:KERNEL",
         "headrace.back.kernels.qk_rope_write.triton_qk_rope_write:KERNEL",

@@ -231,4 +231,9 @@ def _supports(problem: QKRopeWriteProblem) -> str | None:
     )
 
 
-KERNEL = Kernel(name="triton", supports=_supports, bind=bind)
+KERNEL = Kernel(
+    name="triton",
+    supports=_supports,
+    bind=bind,
+    invariant=True,
+)

@@ -74,9 +74,11 @@ KERNEL = Kernel(
     name="native",
     supports=_supports,
     bind=lambda problem, weight_E: bind_norm_with(loaded(), problem, weight_E),
+    invariant=True,
 )
 ADD_KERNEL = Kernel(
     name="native",
     supports=_supports,
     bind=lambda problem, weight_E: bind_add_norm_with(loaded(), problem, weight_E),
+    invariant=True,
 )

@@ -107,5 +107,15 @@ def _supports(problem: RMSNormProblem) -> str | None:
     return unsupported(problem.device, problem.dtype)
 
 
-KERNEL = Kernel(name="triton", supports=_supports, bind=bind_norm)
-ADD_KERNEL = Kernel(name="triton", supports=_supports, bind=bind_add_norm)
+KERNEL = Kernel(
+    name="triton",
+    supports=_supports,
+    bind=bind_norm,
+    invariant=True,
+)
+ADD_KERNEL = Kernel(
+    name="triton",
+    supports=_supports,
+    bind=bind_add_norm,
+    invariant=True,
+)

@@ -41,5 +41,8 @@ def _supports(problem: RopeProblem) -> str | None:
 
 
 KERNEL = Kernel(
-    name="native", supports=_supports, bind=lambda problem: bind_with(loaded(), problem)
+    name="native",
+    supports=_supports,
+    bind=lambda problem: bind_with(loaded(), problem),
+    invariant=True,
 )

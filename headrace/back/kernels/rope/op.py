@@ -77,7 +77,9 @@ def _sample(problem: RopeProblem) -> Sample:
 
 OP: Op[RopeProblem] = Op(
     name="rope",
-    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    reference=Kernel(
+        name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
+    ),
     kernels=("headrace.back.kernels.rope.native:KERNEL",),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),

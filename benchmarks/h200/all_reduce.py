@@ -1,0 +1,107 @@
+"""Sums over the GPUs of one machine: microseconds of our kernels and of NCCL, alone and with the residual and norm.
+
+    python -m benchmarks.h200.all_reduce --out results.json [--ranks 2]
+
+One process a GPU; graphs of 20 calls, the median of 7 replays, the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.back.kernels.all_reduce.measured import CALLS, measured_sums, peer_sums
+from headrace.back.kernels.rms_norm import op as rms_norm
+from headrace.back.kernels.triton.timing import graph_of, replay_us
+from headrace.back.parallel.mesh import Axis
+from headrace.bench.report import markdown_table, versions
+
+WIDTH = 4096
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""8 KiB to 4 MiB in bfloat16; longer messages are the library's."""
+
+
+def rank_main(rank: int, ranks: int, folder: str) -> None:
+    """One rank; rank 0 writes the rows."""
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+    )
+    axis = Axis(size=ranks, rank=rank, group=dist.group.WORLD)
+    sums = peer_sums(axis, device)
+    problem = rms_norm.RMSNormProblem(device="cuda", dtype=torch.bfloat16, width=WIDTH, eps=1e-6)
+    weight = torch.ones(WIDTH, device=device)
+    add_norm = rms_norm.ADD_OP.choose(problem).bind(weight)
+    rows = []
+    for count in (*ROWS, 1024):
+        x = torch.zeros(count, WIDTH, dtype=torch.bfloat16, device=device)
+        residual = torch.zeros_like(x)
+
+        def library_norm(x: torch.Tensor = x, residual: torch.Tensor = residual) -> None:
+            dist.all_reduce(x)
+            add_norm(x, residual)
+
+        ways: dict[str, Callable[[], object]] = {
+            "NCCL": lambda x=x: dist.all_reduce(x), "NCCL, add, norm": library_norm,
+        }  # fmt: skip
+        if count in ROWS:
+            for name, two in (("one shot", False), ("two shots", True)):
+                ways[name] = lambda x=x, two=two: sums.all_reduce(x, two_shot=two)
+                ways[f"{name}, add, norm"] = lambda x=x, residual=residual, two=two: sums.add_norm(
+                    x, residual, weight, eps=1e-6, two_shot=two
+                )
+        row: dict[str, Any] = {"KiB": count * WIDTH * 2 >> 10}
+        for name, call in ways.items():
+            graph = graph_of([call] * CALLS)
+            dist.barrier()
+            us = torch.tensor([replay_us(graph) / CALLS], device=device)
+            dist.all_reduce(us, op=dist.ReduceOp.MAX)
+            row[name] = us.item()
+        rows.append(row)
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+    chosen = measured_sums(axis, device, torch.bfloat16)
+    if rank == 0:
+        print(chosen.chosen, "|", chosen.why, flush=True)
+        result = {"versions": versions(), "ranks": ranks, "chosen": chosen.chosen, "rows": rows}
+        Path(folder, "result").write_text(json.dumps(result, indent=1))
+    dist.barrier()
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            spawn.Process(target=rank_main, args=(rank, given.ranks, folder))
+            for rank in range(given.ranks)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(200)
+            worker.kill()
+        result = json.loads(Path(folder, "result").read_text())
+    if given.out:
+        given.out.write_text(json.dumps(result, indent=1))
+    header = list(result["rows"][0])
+    print(markdown_table(header, [[row.get(h, "") for h in header] for row in result["rows"]]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""Attention whose results do not depend on the step: a query at a position gives the same bits as a decode, in a chunk
+of any size, and beside any other rows.
+
+The positions are cut at multiples of SPLIT, whatever the row. A part is one pass with a running maximum over tiles that
+begin at multiples of N (Dao 2023, "FlashAttention-2"); parts are then merged in their order, pair by pair, by
+multiplications and additions that are spelled out, so that no compiler joins them differently in another kernel. The
+first rows with one query have a program for each part (and KV head), and the one that comes last merges; other rows'
+tiles go through their parts one after the other. Both are the same kernel with the same tile of M query-head pairs, so
+which rows are which makes no difference to the bits.
+
+Few programs, each with many pieces of work in turn: how many pieces there are is known on the device only.
+
+H query heads, K KV heads, D head_dim, N positions of a tile, R rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
+from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
+from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.triton.grid import enter
+from headrace.back.kernels.triton.room import shared_bytes
+from headrace.back.kernels.triton.wrap import (
+    COUNTERS,
+    counters,
+    launch,
+    num_sms,
+    power_of_two,
+    unsupported,
+)
+
+SPLIT = 512
+"""Positions of a part."""
+MOST_PARTS = 1024
+"""Parts that are left to be merged by another program; they take memory."""
+PROGRAMS_PER_SM = 2
+MAX_HEAD_DIM = 256
+ROW_BUCKETS = (16, 64, 256, 1024, 4096)
+
+
+@triton.jit
+def _part(
+    b_q, p_table, p_head, lowest, begin, end, b_position, scale, softcap, block_stride, kind_stride,
+    M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and weighted values of positions begin .. end; below `lowest` nothing is read."""
+    o_d = tl.arange(0, D)
+    m_d = o_d < HEAD_DIM
+    b_max = tl.full([M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([M], tl.float32)
+    b_acc = tl.zeros([M, D], tl.float32)
+    for start in range(begin, end, N):
+        o_n = start + tl.arange(0, N)
+        m_n = (o_n >= lowest) & (o_n < end)
+        b_block = tl.load(p_table + o_n // BLOCK_TOKENS, mask=m_n, other=0).to(tl.int64)
+        p_k = (
+            p_head
+            + (b_block * block_stride + o_n % BLOCK_TOKENS * HEAD_DIM)[:, None]
+            + o_d[None, :]
+        )
+        b_k = tl.load(p_k, mask=m_n[:, None] & m_d[None, :], other=0.0)
+        b_v = tl.load(p_k + kind_stride, mask=m_n[:, None] & m_d[None, :], other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if SOFTCAP:
+            b_s = capped(b_s * scale, softcap, SOFTCAP)
+            factor = 1.4426950408889634
+        else:
+            factor = scale * 1.4426950408889634
+        seen = m_n[None, :] & (o_n[None, :] <= b_position[:, None])
+        if WINDOW:
+            seen = seen & (o_n[None, :] > b_position[:, None] - WINDOW)
+        b_s = tl.where(seen, b_s, float("-inf"))
+        b_higher = tl.maximum(b_max, tl.max(b_s, axis=1) * factor)
+        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+        b_p = tl.exp2(
+            tl.fma(b_s, tl.zeros_like(b_s) + factor, tl.zeros_like(b_s) - b_base[:, None])
+        )
+        b_shrink = tl.exp2(b_max - b_base)
+        b_sum = tl.fma(b_sum, b_shrink, tl.sum(b_p, axis=1))
+        b_acc = b_acc * b_shrink[:, None]
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+        b_max = b_higher
+    return b_max, b_sum, b_acc
+
+
+@triton.jit
+def _merge(b_max, b_sum, b_acc, n_max, n_sum, n_acc):
+    """Two results as one; the left one may be empty (maximum -Inf)."""
+    b_higher = tl.maximum(b_max, n_max)
+    b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+    b_left = tl.exp2(b_max - b_base)
+    b_right = tl.exp2(n_max - b_base)
+    b_sum = tl.fma(b_sum, b_left, n_sum * b_right)
+    b_acc = tl.fma(b_acc, b_left[:, None] + tl.zeros_like(b_acc), n_acc * b_right[:, None])
+    return b_higher, b_sum, b_acc
+
+
+@triton.jit
+def fixed_kernel(
+    q,
+    kv,
+    out,
+    starts,
+    lengths,
+    table,
+    partial,
+    counters,
+    num_rows,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    block_stride,
+    kind_stride,
+    head_stride,
+    table_stride,
+    scale,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: any. A piece is (row, part) of rows that are cut, and else (row, tile). `partial` float32
+    [MOST_PARTS, K, GROUP, D+2]."""
+    enter(DEPENDENT)
+    QUERIES: tl.constexpr = M // GROUP
+    o_r, b_queries, b_length, b_first = row_spans(starts, lengths, num_rows, WINDOW, ROWS)
+    b_parts = tl.where(b_queries == 1, tl.cdiv(b_length, SPLIT) - b_first // SPLIT, 0)
+    b_parts = tl.where(b_parts > 1, b_parts, 0)
+    b_stored = tl.cumsum(b_parts, axis=0)
+    b_parts = tl.where(b_stored <= MOST_PARTS, b_parts, 0)
+    b_pieces = tl.where(b_parts > 0, b_parts, tl.cdiv(b_queries, QUERIES))
+    b_until = tl.cumsum(b_pieces, axis=0)
+    total = tl.sum(b_pieces, axis=0) * KV_HEADS
+    o_m = tl.arange(0, M)
+    o_d = tl.arange(0, D)
+    m_d = o_d < HEAD_DIM
+    for i_work in range(tl.program_id(0), total, tl.num_programs(0)):
+        i_piece = i_work // KV_HEADS
+        i_head = i_work % KV_HEADS
+        i_row = tl.sum((b_until <= i_piece).to(tl.int32), axis=0)
+        here = o_r == i_row
+        queries, length = pick(b_queries, here), pick(b_length, here)
+        pieces = pick(b_pieces, here)
+        i_part = i_piece - (pick(b_until, here) - pieces)
+        parts = pick(b_parts, here)
+        is_cut = parts > 0
+        # tiles of a long row from its end, since later queries see more
+        first_query = tl.where(is_cut, 0, (pieces - 1 - i_part) * QUERIES)
+        o_query = first_query + o_m // GROUP
+        m_m = (o_m < QUERIES * GROUP) & (o_query < queries)
+        o_token = tl.load(starts + i_row).to(tl.int64) + o_query
+        o_query_head = i_head * GROUP + o_m % GROUP
+        p_q = q + o_token * q_token_stride + o_query_head * q_head_stride
+        b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
+        b_position = tl.minimum(length - queries + o_query, length - 1)
+        lowest = tl.maximum(length - queries + first_query - WINDOW + 1, 0) if WINDOW else 0
+        end = tl.minimum(length - queries + first_query + QUERIES, length)
+        p_head = kv + tl.cast(i_head, tl.int64) * head_stride
+        p_table = table + tl.cast(i_row, tl.int64) * table_stride
+
+        from_part = lowest // SPLIT + tl.where(is_cut, i_part, 0)
+        to_part = tl.where(is_cut, from_part + 1, tl.cdiv(end, SPLIT))
+        b_max = tl.full([M], float("-inf"), tl.float32)
+        b_sum = tl.zeros([M], tl.float32)
+        b_acc = tl.zeros([M, D], tl.float32)
+        for part in range(from_part, to_part):
+            begin = tl.maximum(part * SPLIT, lowest // N * N)
+            n_max, n_sum, n_acc = _part(
+                b_q, p_table, p_head, lowest, begin, tl.minimum(part * SPLIT + SPLIT, end), b_position,
+                scale, softcap, block_stride, kind_stride, M, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW,
+                SOFTCAP,
+            )  # fmt: skip
+            b_max, b_sum, b_acc = _merge(b_max, b_sum, b_acc, n_max, n_sum, n_acc)
+
+        is_done = parts == 0
+        if is_cut:
+            STEP: tl.constexpr = KV_HEADS * GROUP * (D + 2)
+            first = pick(b_stored, here) - parts
+            p_row = partial + (tl.cast(first, tl.int64) * KV_HEADS + i_head) * (GROUP * (D + 2))
+            p_mine = p_row + tl.cast(i_part, tl.int64) * STEP
+            tl.store(p_mine + o_m[:, None] * D + o_d[None, :], b_acc, mask=m_m[:, None])
+            tl.store(p_mine + GROUP * D + o_m, b_max, mask=m_m)
+            tl.store(p_mine + GROUP * D + GROUP + o_m, b_sum, mask=m_m)
+            tl.debug_barrier()
+            p_counter = counters + i_row * KV_HEADS + i_head
+            is_done = tl.atomic_add(p_counter, 1, sem="acq_rel") == parts - 1
+            if is_done:
+                tl.store(p_counter, 0)
+                b_max = tl.full([M], float("-inf"), tl.float32)
+                b_sum = tl.zeros([M], tl.float32)
+                b_acc = tl.zeros([M, D], tl.float32)
+                for i in range(0, parts):
+                    p_one = p_row + tl.cast(i, tl.int64) * STEP
+                    n_max = tl.load(
+                        p_one + GROUP * D + o_m, mask=m_m, other=0.0, cache_modifier=".cg"
+                    )
+                    n_sum = tl.load(
+                        p_one + GROUP * D + GROUP + o_m, mask=m_m, other=1.0, cache_modifier=".cg"
+                    )
+                    n_acc = tl.load(
+                        p_one + o_m[:, None] * D + o_d[None, :], mask=m_m[:, None], other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
+                    b_max, b_sum, b_acc = _merge(b_max, b_sum, b_acc, n_max, n_sum, n_acc)
+        if is_done:
+            p_out = out + o_token * out_token_stride + o_query_head * HEAD_DIM
+            b_out = (b_acc / b_sum[:, None]).to(out.dtype.element_ty)
+            m_out = m_m[:, None] & m_d[None, :]
+            tl.store(p_out[:, None] + o_d[None, :], b_out, mask=m_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedTile:
+    """Query-head pairs and positions of a tile, and how it is compiled. Bits depend on `n`, and may on the matrix
+    instruction that `m` and `warps` lead to: so there is one tile for all rows of a problem."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+def tile_of(problem: AttentionProblem) -> FixedTile:
+    """The tile of a problem; its stages as shared memory allows."""
+    depth, wide = power_of_two(problem.head_dim, least=16), problem.dtype is torch.float32
+    m = power_of_two(problem.heads // problem.kv_heads, least=32 if wide else 64)
+    n = 32 if wide or depth > 128 else 64
+    room = shared_bytes() - m * (depth + n) * problem.dtype.itemsize
+    most = 1 if wide else 3 if depth <= 128 else 2
+    stages = max(1, min(most, 1 + room // (2 * n * depth * problem.dtype.itemsize)))
+    return FixedTile(m=m, n=n, warps=8 if depth > 128 else 4, stages=stages)
+
+
+def bind(problem: AttentionProblem, *, tile: FixedTile | None = None) -> Attention:
+    """The kernel for one layer's heads; `tile` for measurements."""
+    group, kv_heads = problem.heads // problem.kv_heads, problem.kv_heads
+    depth = power_of_two(problem.head_dim, least=16)
+    tile = tile or tile_of(problem)
+    constants = {
+        "KV_HEADS": kv_heads, "GROUP": group, "M": tile.m, "N": tile.n, "SPLIT": SPLIT,
+        "MOST_PARTS": MOST_PARTS, "HEAD_DIM": problem.head_dim, "D": depth,
+        "BLOCK_TOKENS": problem.block_tokens, "WINDOW": problem.window or 0,
+        "SOFTCAP": problem.softcap is not None, "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    programs_per_sm = PROGRAMS_PER_SM * max(1, 4 // tile.warps)
+
+    def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
+        assert q_THD.dtype == kv.dtype == problem.dtype, (q_THD.dtype, kv.dtype)
+        assert kv.stride()[3:] == (problem.head_dim, 1) and q_THD.stride(2) == 1, (kv.stride(),)
+        assert plan.block_table_RB.stride(1) == 1 or plan.block_table_RB.shape[1] == 1
+        num_rows, device = len(plan.kv_len_R), q_THD.device
+        assert num_rows * kv_heads <= COUNTERS, (num_rows, kv_heads)
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=device)
+        partial = torch.empty(
+            MOST_PARTS * problem.heads * (depth + 2), dtype=torch.float32, device=device
+        )
+        programs = num_sms(device) * programs_per_sm
+        fixed_kernel[(programs,)](
+            q_THD, kv, out_THD, plan.query_start_R1, plan.kv_len_R, plan.block_table_RB, partial,
+            counters(device), num_rows, q_THD.stride(0), q_THD.stride(1),
+            problem.heads * problem.head_dim, *kv.stride()[:3], plan.block_table_RB.stride(0),
+            problem.scale, problem.softcap or 0.0,
+            ROWS=next(size for size in ROW_BUCKETS if size >= num_rows), **constants,
+            **launch(device),
+        )  # fmt: skip
+        return out_THD
+
+    return attention
+
+
+def _supports(problem: AttentionProblem) -> str | None:
+    if problem.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
+    if problem.heads % problem.kv_heads:
+        return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
+    if problem.coded:
+        return "reads no codes"
+    return unsupported(problem.device, problem.dtype)
+
+
+KERNEL = Kernel(name="triton fixed order", supports=_supports, bind=bind, invariant=True)

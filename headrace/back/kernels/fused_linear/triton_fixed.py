@@ -1,0 +1,49 @@
+"""The fused linear layer in one order of sums: the norm in a kernel of its own, then linear/triton_fixed.py."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.kernels.fused_linear.op import FusedLinear, FusedLinearProblem, norm_problem
+from headrace.back.kernels.linear.triton_fixed import fixed
+from headrace.back.kernels.linear.triton_small import Product, refusal
+from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.rms_norm import triton_rms_norm
+from headrace.back.kernels.triton.wrap import unsupported
+
+
+def bind(
+    problem: FusedLinearProblem,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    norm_weight_I: torch.Tensor | None,
+) -> FusedLinear:
+    """The kernels for one weight, read as it is."""
+    run = fixed(
+        Product(
+            weight_OI=weight_OI.contiguous(),
+            bias_O=bias_O,
+            activation=problem.activation or "",
+            add=problem.add,
+        )
+    )
+    norm = None
+    if problem.eps is not None:
+        assert norm_weight_I is not None, "a norm has a weight"
+        norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
+
+    def fused_linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
+        if norm is not None:
+            x_TI = norm(x_TI)
+        y_TY = x_TI.new_empty(len(x_TI), problem.results) if residual_TY is None else residual_TY
+        run(x_TI, y_TY)
+        return y_TY
+
+    return fused_linear
+
+
+def _supports(problem: FusedLinearProblem) -> str | None:
+    return refusal(problem.inputs, problem.activation) or unsupported(problem.device, problem.dtype)
+
+
+KERNEL = Kernel(name="triton fixed order", supports=_supports, bind=bind, invariant=True)
