@@ -1,6 +1,8 @@
 """Products with block-quantized weights (GGUF types): beside the int8 and int4 of `--quantization`, and plain reading.
 
-Each shape cycles through enough weights to leave the caches, as the layers of a model do.
+    PYTHONPATH=. python benchmarks/cpu/linear_blocks.py --threads 2
+
+Each shape cycles through enough weights to leave the caches.
 """
 
 from __future__ import annotations
@@ -8,67 +10,58 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from linear import WEIGHT_BYTES, cycle
+from linear import WEIGHT_BYTES
 from measure import interleaved, row, setup
+from products import weight
 
-from headrace.back.kernels.linear_blocks import native as blocks
-from headrace.back.kernels.linear_blocks.layout import CODINGS
-from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem
-from headrace.back.kernels.linear_blocks.op import random_weight as random_blocks
-from headrace.back.kernels.linear_quant import native as quant
-from headrace.back.kernels.linear_quant.op import LinearQuantProblem, random_weight
 from headrace.back.kernels.probe.native import reader
 
 SHAPES = ((1024, 4096), (3072, 1024))  # inputs, outputs
 ROWS = (1, 4, 16, 64)
-BESIDE = {"Q8_0": 8, "Q4_0": 4, "Q4_K": 4, "Q5_K": 4, "Q6_K": 8, "IQ4_XS": 4}
+BESIDE = {
+    "Q8_0": "int8",
+    "Q4_0": "int4",
+    "Q4_K": "int4",
+    "Q5_K": "int4",
+    "Q6_K": "int8",
+    "IQ4_XS": "int4",
+}
+
+
+def cycled(made, start):
+    """A callable that uses the next product on each call."""
+    state = [start * len(made) // 3]
+
+    def call(x):
+        state[0] = (state[0] + 1) % len(made)
+        return made[state[0]](x)
+
+    return call
 
 
 def main() -> None:
     library, arguments = setup(__doc__)
-    row(
-        "type",
-        "inputs x outputs",
-        "rows",
-        "blocks us",
-        "int us",
-        "beside",
-        "blocks / int",
-        "read us",
-    )
+    row("type", "inputs x outputs", "rows", "blocks us", "int us", "beside", "blocks / int", "read us")  # fmt: skip
     row(*["---"] * 8)
-    dtype, generator = torch.bfloat16, torch.Generator().manual_seed(0)
-    for name, bits in BESIDE.items():
+    for name, beside in BESIDE.items():
         for inputs, outputs in SHAPES:
-            size = CODINGS[name].packed_bytes(outputs, inputs)
-            new = {"device": "cpu", "dtype": dtype, "inputs": inputs}
-            ours = LinearBlocksProblem(**new, kinds=((name, outputs),))
-            theirs = LinearQuantProblem(**new, bits=bits, outputs=outputs)
-            count = -(-WEIGHT_BYTES // size)
-            one, other = random_blocks(ours, generator), random_weight(theirs, generator)
-            panels = one.segments[0].panels
-            copies = [type(one)(inputs, (type(one.segments[0])(CODINGS[name], outputs, panels.clone()),))
-                      for _ in range(count)]  # fmt: skip
-            packed = [
-                type(other)(bits, outputs, inputs, other.panels.clone()) for _ in range(count)
-            ]
+            count = -(-WEIGHT_BYTES // (inputs * outputs // 2))
+            ours = [weight(library, name, inputs, outputs) for _ in range(count)]
+            theirs = [weight(library, beside, inputs, outputs) for _ in range(count)]
+            readers = [reader(library, data) for _, data in ours]
             calls = {
-                "blocks": cycle(lambda p, w: blocks.bind_with(library, p, w, None), ours, copies, 0),
-                "int": cycle(lambda p, w: quant.bind_with(library, p, w, None), theirs, packed, 1),
-                "read": cycle(
-                    lambda p, w: lambda x, read=reader(library, w.segments[0].panels): read(),
-                    ours, copies, 2,
-                ),
-            }  # fmt: skip
+                "blocks": cycled([product for product, _ in ours], 0),
+                "int": cycled([product for product, _ in theirs], 1),
+                "read": cycled([lambda x, read=read: read() for read in readers], 2),
+            }
             for rows in ROWS:
-                x = torch.randn(rows, inputs).to(dtype)
+                x = torch.randn(rows, inputs).bfloat16()
                 timed = interleaved(
-                    {n: partial(call, x) for n, call in calls.items()},
-                    seconds=arguments.seconds,
+                    {n: partial(call, x) for n, call in calls.items()}, seconds=arguments.seconds
                 )
                 best = {n: low for n, (_, low) in timed.items()}
                 row(name, f"{inputs} x {outputs}", rows, f"{best['blocks']:,.0f}", f"{best['int']:,.0f}",
-                    f"int{bits}", f"{best['blocks'] / best['int']:.2f}", f"{best['read']:,.0f}")  # fmt: skip
+                    beside, f"{best['blocks'] / best['int']:.2f}", f"{best['read']:,.0f}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""What block-quantized files and the int8 KV cache cost in answers: `headrace eval` of the bundled model, beside bf16.
+"""What `--quantization`, block-quantized files and the int8 KV cache cost in answers: `headrace eval` of the
+bundled model, beside bf16.
 
-    python -m benchmarks.cpu.quality --count 100 --out benchmarks/cpu/quality.json
+    python -m benchmarks.cpu.quality --count 100 --out benchmarks/cpu/quality.json [--types= to leave files out]
 
 The bundled model is written as GGUF by the `gguf` library; Q4_K where rows have 256-input blocks, Q5_0 elsewhere, as
 converters do.
@@ -20,6 +21,7 @@ import gguf
 import torch
 import transformers
 
+from headrace.back.quant.scheme import SCHEMES
 from headrace.launch.locate import bundled_model
 from tests.back.models.load.checkpoints import write_gguf
 from tests.e2e.test_gguf_model import add_tokenizer
@@ -65,13 +67,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--types", default=",".join(FILES))
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--out", type=Path)
     own = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     results = {"bf16": evaluate(bundled_model(), count=own.count)}
     results["bf16, int8 KV"] = evaluate(bundled_model(), "--kv-dtype", "int8", count=own.count)
+    for name in filter(None, own.schemes.split(",")):
+        results[name] = evaluate(bundled_model(), "--quantization", name, count=own.count)
+        print(name, results[name], flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for kind in own.types.split(","):
+        for kind in filter(None, own.types.split(",")):
             results[kind] = evaluate(write(Path(folder), kind), count=own.count)
             print(kind, results[kind], flush=True)
     for name, shares in results.items():

@@ -8,6 +8,8 @@ outputs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from headrace.back.kernels.fused_linear.op import OP as OP_FUSED
@@ -19,6 +21,7 @@ from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import OP as OP_QUANT
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
+from headrace.back.kernels.op import Op
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial, all_reduce
@@ -84,6 +87,8 @@ class ColumnLinear:
                 self._scope, weight, bias, norm=self._norm, activation=self._activation
             )
         self.norms = fused is not None and self._norm is not None
+        if fused is None and self._activation is not None:
+            fused = bind_gated(self._scope, weight, bias, self._activation)
         self.activates = fused is not None and self._activation is not None
         self.project = fused or bind_linear(self._scope, weight, bias)
 
@@ -142,9 +147,12 @@ class RowLinear:
         self.project = project
 
 
+Weight = torch.Tensor | PackedWeight | BlockWeight
+
+
 def bind_fused(
     scope: Scope,
-    weight_OI: torch.Tensor | PackedWeight | BlockWeight,
+    weight_OI: Weight,
     bias_O: torch.Tensor | None,
     *,
     norm: RMSNorm | None = None,
@@ -169,9 +177,19 @@ def bind_fused(
     return scope.bind_fused(OP_FUSED, problem, weight_OI, bias_O, norm_weight)
 
 
+def bind_gated(
+    scope: Scope, weight_OI: Weight, bias_O: torch.Tensor | None, activation: str
+) -> Linear | None:
+    """The product of a quantized weight whose first half of outputs gates the second, if a kernel does both."""
+    if isinstance(weight_OI, torch.Tensor):
+        return None
+    op, problem = _product(scope, weight_OI, bias_O, wide=False, activation=activation)
+    return scope.bind_fused(op, problem, weight_OI, bias_O)
+
+
 def bind_linear(
     scope: Scope,
-    weight_OI: torch.Tensor | PackedWeight | BlockWeight,
+    weight_OI: Weight,
     bias_O: torch.Tensor | None,
     *,
     shared: bool = False,
@@ -179,47 +197,27 @@ def bind_linear(
 ) -> Linear:
     """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere, `wide` if the result is to
     be float32."""
-    if isinstance(weight_OI, PackedWeight):
-        return _bind_packed(scope, weight_OI, bias_O, wide=wide)
-    if isinstance(weight_OI, BlockWeight):
-        return _bind_blocks(scope, weight_OI, bias_O, wide=wide)
-    outputs, inputs = weight_OI.shape
-    problem = LinearProblem(
-        device=scope.device.type,
-        dtype=scope.dtype,
-        inputs=inputs,
-        outputs=outputs,
-        bias=bias_O is not None,
-        shared=shared,
-        wide=wide,
-    )
-    return scope.bind(OP, problem, weight_OI, bias_O)
+    op, problem = _product(scope, weight_OI, bias_O, shared=shared, wide=wide)
+    return scope.bind(op, problem, weight_OI, bias_O)
 
 
-def _bind_blocks(
-    scope: Scope, weight: BlockWeight, bias_O: torch.Tensor | None, *, wide: bool
-) -> Linear:
-    problem = LinearBlocksProblem(
-        device=scope.device.type,
-        dtype=scope.dtype,
-        inputs=weight.inputs,
-        kinds=weight.kinds,
-        bias=bias_O is not None,
-        wide=wide,
-    )
-    return scope.bind(OP_BLOCKS, problem, weight, bias_O)
-
-
-def _bind_packed(
-    scope: Scope, weight: PackedWeight, bias_O: torch.Tensor | None, *, wide: bool
-) -> Linear:
-    problem = LinearQuantProblem(
-        device=scope.device.type,
-        dtype=scope.dtype,
-        bits=weight.bits,
-        inputs=weight.inputs,
-        outputs=weight.outputs,
-        bias=bias_O is not None,
-        wide=wide,
-    )
-    return scope.bind(OP_QUANT, problem, weight, bias_O)
+def _product(
+    scope: Scope,
+    weight: Weight,
+    bias_O: torch.Tensor | None,
+    *,
+    shared: bool = False,
+    wide: bool,
+    activation: str | None = None,
+) -> tuple[Op[Any], Any]:
+    """The op that multiplies by this kind of weight, and the problem."""
+    new: dict[str, Any] = {"device": scope.device.type, "dtype": scope.dtype, "wide": wide}
+    new |= {"bias": bias_O is not None}
+    if isinstance(weight, PackedWeight):
+        sizes = {"inputs": weight.inputs, "outputs": weight.outputs}
+        return OP_QUANT, LinearQuantProblem(**new, **sizes, activation=activation)
+    if isinstance(weight, BlockWeight):
+        new |= {"inputs": weight.inputs, "kinds": weight.kinds}
+        return OP_BLOCKS, LinearBlocksProblem(**new, activation=activation)
+    outputs, inputs = weight.shape
+    return OP, LinearProblem(**new, inputs=inputs, outputs=outputs, shared=shared)

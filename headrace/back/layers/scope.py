@@ -119,10 +119,9 @@ class Scope:
         return param
 
     def _empty(self, shape: list[int]) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         if self.device.type == "cpu":
-            huge_pages.advise(tensor.data_ptr(), tensor.nbytes)
-        return tensor
+            return huge_pages.kept(shape, self.dtype)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def quantized(
         self, weight: Param, *, read_whole: bool = True

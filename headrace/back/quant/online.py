@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from headrace.back.kernels.linear_blocks import layout as blocks
+from headrace.back.kernels.linear_blocks.layout import ONLINE_CODINGS, BlockWeight, Coding
+from headrace.back.kernels.linear_blocks.quantize import quantize_blocks
 from headrace.back.kernels.linear_quant.layout import (
     PANEL,
     PackedWeight,
@@ -29,12 +32,18 @@ class OnlineWeight:
     def __init__(self, param: Param, scheme: Scheme) -> None:
         self._param = param
         self._scheme = scheme
-        self._packed: PackedWeight | None = None
+        self._packed: PackedWeight | BlockWeight | None = None
         assert param.tensor is not None and param.tensor.dim() == 2, param
         param.on_filled = self._pack
-        param.packed_bytes = packed_bytes(scheme.bits, *param.tensor.shape)
+        outputs, inputs = param.tensor.shape
+        coding = coding_of(scheme)
+        param.packed_bytes = (
+            packed_bytes(outputs, inputs)
+            if coding is None
+            else coding.packed_bytes(outputs, inputs)
+        )
 
-    def take(self) -> PackedWeight:
+    def take(self) -> PackedWeight | BlockWeight:
         """The packed weight; a loader that does not announce full parameters has it packed now."""
         if self._packed is None:
             self._pack()
@@ -46,14 +55,44 @@ class OnlineWeight:
         self._packed = pack(self._param.take(), self._scheme)
 
 
-def pack(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight:
+def coding_of(scheme: Scheme) -> Coding | None:
+    """How a scheme with groups lies in memory; None: a scale per output."""
+    if scheme.group is None:
+        return None
+    kind = f"int{scheme.bits}{'-asym' if scheme.asymmetric else ''}"
+    return ONLINE_CODINGS[f"{kind}-g{scheme.group}"]
+
+
+def pack(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight | BlockWeight:
     """The quantized weight, made some panels at a time."""
-    outputs, inputs = weight_OI.shape
-    packed = empty(scheme.bits, outputs, inputs)
-    if quantize(weight_OI, packed):
-        return packed
-    panels = max(1, CHUNK_ELEMENTS // (PANEL * inputs))
-    for first in range(0, -(-outputs // PANEL), panels):
-        rows = weight_OI[first * PANEL : (first + panels) * PANEL]
-        write_panels(packed, first, *scheme.quantize(rows))
+    coding = coding_of(scheme)
+    return (
+        _pack_rows(weight_OI, scheme) if coding is None else _pack_blocks(weight_OI, scheme, coding)
+    )
+
+
+def _pack_rows(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight:
+    packed = empty(*weight_OI.shape)
+    if not quantize(weight_OI, packed):
+        for first, rows in _chunks(weight_OI):
+            codes, scales, _ = scheme.quantize(rows)
+            write_panels(packed, first, codes, scales)
     return packed
+
+
+def _pack_blocks(weight_OI: torch.Tensor, scheme: Scheme, coding: Coding) -> BlockWeight:
+    segment = blocks.empty_segment(coding, *weight_OI.shape)
+    if not quantize_blocks(weight_OI, segment):
+        for first, rows in _chunks(weight_OI):
+            blocks.write_codes(segment, first, *scheme.quantize(rows))
+    return BlockWeight(weight_OI.shape[1], (segment,))
+
+
+def _chunks(weight_OI: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """(number of the first panel, rows), a few panels at a time."""
+    outputs, inputs = weight_OI.shape
+    panels = max(1, CHUNK_ELEMENTS // (PANEL * inputs))
+    return [
+        (first, weight_OI[first * PANEL : (first + panels) * PANEL])
+        for first in range(0, -(-outputs // PANEL), panels)
+    ]

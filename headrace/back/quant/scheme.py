@@ -1,6 +1,6 @@
-"""What quantized numbers mean: how a weight becomes codes and scales. No memory layout, no kernels.
+"""What quantized numbers mean: how a weight becomes codes, scales and minima. No memory layout, no kernels.
 
-O outputs, I inputs, G groups of a row. A weight is code * scale; both schemes are symmetric.
+O outputs, I inputs, G groups of a row. A weight is code * scale - minimum, the minimum 0 but in asymmetric schemes.
 """
 
 from __future__ import annotations
@@ -10,39 +10,65 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-GROUP = 32
+Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to store weights. `bits` 8: codes -127 .. 127 with one float32 scale per output.
-    `bits` 4: codes -8 .. 7 with one bfloat16 scale per output and 32 inputs."""
+    """A way to store weights. `bits` 8: codes -127 .. 127; 4: codes -8 .. 7, or 0 .. 15 if `asymmetric`.
+    `group` inputs of an output share a bfloat16 scale (and minimum); None: all of them, with a float32 scale."""
 
     name: str
     bits: int
+    group: int | None
+    asymmetric: bool = False
 
-    def quantize(self, weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes (int8 [O, I]) and scales (float32 [O, G])."""
-        return _int8(weight_OI.float()) if self.bits == 8 else _int4(weight_OI.float())
+    def quantize(self, weight_OI: torch.Tensor) -> Quantized:
+        """Codes (int8 [O, I]), scales and minima (float32 [O, G]; minima None where they are 0)."""
+        weight_OI = weight_OI.float()
+        if self.group is None:
+            scales = weight_OI.abs().amax(1, keepdim=True) / 127
+            return _codes(weight_OI, scales, -127, 127), scales, None
+        outputs, inputs = weight_OI.shape
+        groups = F.pad(weight_OI, (0, -inputs % self.group)).view(outputs, -1, self.group)
+        codes, scales, minima = _grouped(groups, self)
+        codes = codes.view(outputs, -1)[:, :inputs]
+        return codes, scales[..., 0], None if minima is None else minima[..., 0]
 
 
-SCHEMES = {"int8": Scheme("int8", 8), "int4": Scheme("int4", 4)}
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("int8", 8, None),
+        *(Scheme(f"int8-g{group}", 8, group) for group in (32, 64, 128)),
+        Scheme("int4", 4, 32),
+        *(Scheme(f"int4-g{group}", 4, group) for group in (64, 128)),
+        Scheme("int4-asym", 4, 32, asymmetric=True),
+        *(Scheme(f"int4-asym-g{group}", 4, group, asymmetric=True) for group in (64, 128)),
+    )
+}
+"""The values of `--quantization`."""
 
 
-def _int8(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = weight_OI.abs().amax(1, keepdim=True) / 127
-    return _codes(weight_OI, scales, -127, 127), scales
+def _grouped(groups_OGI: torch.Tensor, scheme: Scheme) -> Quantized:
+    if scheme.asymmetric:
+        return _asymmetric(groups_OGI)
+    if scheme.bits == 8:
+        scales = (groups_OGI.abs().amax(2, keepdim=True) / 127).bfloat16().float()
+        return _codes(groups_OGI, scales, -127, 127), scales, None
+    # The value of the largest magnitude becomes code -8, whatever its sign: all 16 codes are used, where a scale of
+    # max / 7 would leave one idle.
+    at = groups_OGI.abs().argmax(2, keepdim=True)
+    scales = (groups_OGI.gather(2, at) / -8).bfloat16().float()
+    return _codes(groups_OGI, scales, -8, 7), scales, None
 
 
-def _int4(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The value of the largest magnitude becomes code -8, whatever its sign: all 16 codes are used,
-    where a scale of max / 7 would leave one idle."""
-    outputs, inputs = weight_OI.shape
-    groups = F.pad(weight_OI, (0, -inputs % GROUP)).view(outputs, -1, GROUP)
-    at = groups.abs().argmax(2, keepdim=True)
-    scales = (groups.gather(2, at) / -8).bfloat16().float()
-    codes = _codes(groups, scales, -8, 7).view(outputs, -1)[:, :inputs]
-    return codes, scales[..., 0]
+def _asymmetric(groups_OGI: torch.Tensor) -> Quantized:
+    """The range from the smallest value to the largest, zero included, in 15 steps."""
+    low = groups_OGI.amin(2, keepdim=True).clamp(max=0)
+    high = groups_OGI.amax(2, keepdim=True).clamp(min=0)
+    scales, minima = ((high - low) / 15).bfloat16().float(), (-low).bfloat16().float()
+    return _codes(groups_OGI + minima, scales, 0, 15), scales, minima
 
 
 def _codes(weight: torch.Tensor, scales: torch.Tensor, low: int, high: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.back.kernels.linear_blocks.layout import (
-    CODINGS,
+    STORED_CODINGS,
     BlockWeight,
     Coding,
     Segment,
@@ -29,7 +29,7 @@ Stored = Mapping[str, str]
 
 def kept_blocks(param: Param, stored: Stored) -> bool:
     """Whether all of a matrix is block-quantized, in codings that there are kernels for."""
-    codings = [CODINGS.get(stored.get(piece.name, "")) for piece in param.pieces]
+    codings = [STORED_CODINGS.get(stored.get(piece.name, "")) for piece in param.pieces]
     if len(param.shape) != 2 or len(codings) > MAX_SEGMENTS:
         return False
     return all(coding is not None and param.shape[1] % coding.block == 0 for coding in codings)
@@ -89,7 +89,7 @@ def _runs(
     runs: dict[tuple[str, int, int], _Run] = {}
     sizes: list[tuple[Coding, int]] = []
     for copy in ordered:
-        coding = CODINGS[stored[copy.name]]
+        coding = STORED_CODINGS[stored[copy.name]]
         _check_columns(param, copy, coding, inputs)
         rows = copy.target[0].stop - copy.target[0].start
         if not sizes or sizes[-1][0] is not coding:

@@ -1,53 +1,99 @@
-"""What int8 and int4 codes mean: error bounds, extremes, rows and groups that do not touch each other."""
+"""What codes mean: error bounds, extremes, rows and groups that do not touch each other."""
+
+import typing
 
 import pytest
 import torch
 
+from headrace.back.quant.online import coding_of
 from headrace.back.quant.scheme import SCHEMES
+from headrace.base.config.tree import ModelOptions
+from headrace.launch.resolve import WEIGHT_BITS
 
-INT8, INT4 = SCHEMES["int8"], SCHEMES["int4"]
+INT8 = SCHEMES["int8"]
 
 
 def weights(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def steps_of(scheme, weight, scales):
+    return scales.repeat_interleave(scheme.group or weight.shape[1], 1)[:, : weight.shape[1]]
+
+
 def test_int8_errs_by_at_most_half_a_step():
     weight = weights(9, 70)
-    codes, scales = INT8.quantize(weight)
-    assert scales.shape == (9, 1) and codes.abs().amax(1).eq(127).all()
+    codes, scales, minima = INT8.quantize(weight)
+    assert scales.shape == (9, 1) and codes.abs().amax(1).eq(127).all() and minima is None
     assert ((codes * scales - weight).abs() <= scales * 0.5001).all()
 
 
-def test_int4_errs_by_at_most_half_a_step_but_at_the_far_end_by_one():
+@pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-g128"])
+def test_int4_errs_by_at_most_half_a_step_but_at_the_far_end_by_one(name):
     """The largest value's opposite would need code +8."""
-    weight = weights(9, 96)
-    codes, scales = INT4.quantize(weight)
-    assert scales.shape == (9, 3) and codes.min() == -8 and codes.max() == 7
-    steps = scales.repeat_interleave(32, 1)
+    scheme, weight = SCHEMES[name], weights(9, 384)
+    codes, scales, minima = scheme.quantize(weight)
+    assert scales.shape == (9, 384 // scheme.group) and codes.min() == -8 and codes.max() == 7
+    assert minima is None
+    steps = steps_of(scheme, weight, scales)
     error = (codes * steps - weight).abs() / steps.abs()
     assert (error[(codes > -8) & (codes < 7)] <= 0.501).all() and (error <= 1.04).all()
 
 
-def test_int4_scales_are_exact_in_bfloat16():
-    scales = INT4.quantize(weights(5, 64))[1]
-    assert torch.equal(scales, scales.bfloat16().float())
+@pytest.mark.parametrize("name", ["int4-asym", "int4-asym-g64", "int4-asym-g128"])
+def test_asymmetric_codes_span_the_values_whatever_their_middle(name):
+    """Half a step, and what rounding scale and minimum to bfloat16 shifts the ends by."""
+    scheme, weight = SCHEMES[name], weights(9, 300) + 2.5
+    codes, scales, minima = scheme.quantize(weight)
+    assert codes.min() >= 0 and codes.max() == 15
+    steps = steps_of(scheme, weight, scales)
+    values = codes * steps - steps_of(scheme, weight, minima)
+    assert ((values - weight).abs() <= steps * 0.6).all()
+    plain = SCHEMES[name.replace("-asym", "")].quantize(weight)
+    theirs = plain[0] * steps_of(scheme, weight, plain[1])
+    assert (values - weight).norm() < (theirs - weight).norm()
 
 
-@pytest.mark.parametrize("scheme", [INT8, INT4])
+@pytest.mark.parametrize("name", ["int8-g32", "int8-g64", "int8-g128"])
+def test_grouped_int8_errs_by_half_a_step(name):
+    scheme, weight = SCHEMES[name], weights(9, 300)
+    codes, scales, minima = scheme.quantize(weight)
+    steps = steps_of(scheme, weight, scales)
+    inside = codes.abs() < 127
+    assert minima is None and ((codes * steps - weight).abs() <= steps * 0.501)[inside].all()
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.group])
+def test_grouped_scales_and_minima_are_exact_in_bfloat16(name):
+    _, *facts = SCHEMES[name].quantize(weights(5, 64))
+    for fact in facts:
+        assert fact is None or torch.equal(fact, fact.bfloat16().float())
+
+
+def test_every_scheme_is_an_option_and_has_its_size():
+    annotation = typing.get_type_hints(ModelOptions)["quantization"]
+    options = set(typing.get_args(annotation))
+    assert options - {"none"} == set(SCHEMES) == set(WEIGHT_BITS)
+    for name, scheme in SCHEMES.items():
+        coding = coding_of(scheme)
+        assert coding is None or coding.packed_bytes(64, 1024) * 8 / 65536 == WEIGHT_BITS[name]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
 def test_zero_rows_have_code_and_scale_zero(scheme):
     weight = weights(3, 40)
     weight[1] = 0
-    codes, scales = scheme.quantize(weight)
+    codes, scales, minima = scheme.quantize(weight)
     assert not codes[1].any() and not scales[1].any() and scales.isfinite().all()
+    assert minima is None or not minima[1].any()
 
 
-@pytest.mark.parametrize("scheme", [INT8, INT4])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
 def test_an_outlier_touches_only_its_row_or_group(scheme):
-    weight = weights(4, 64)
-    plain, _ = scheme.quantize(weight)
-    weight[2, 40] = 1e4
-    codes, _ = scheme.quantize(weight)
+    weight = weights(4, 256)
+    plain = scheme.quantize(weight)[0]
+    weight[2, 140] = 1e4
+    codes = scheme.quantize(weight)[0]
     others = torch.arange(4) != 2
     assert torch.equal(codes[others], plain[others])
-    assert scheme is INT8 or torch.equal(codes[2, :32], plain[2, :32])
+    assert scheme is INT8 or torch.equal(codes[2, :128], plain[2, :128])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gguf
 import numpy as np
 
-from headrace.back.kernels.linear_blocks.layout import CODINGS
+from headrace.back.kernels.linear_blocks.layout import STORED_CODINGS
 
 # Where the float16 scale (and minimum) of a block stand.
 SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
@@ -15,7 +15,7 @@ SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "
 def random_blocks(coding: str, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
     """uint8 [rows, bytes]: every bit random but those of the float16 scales, which are of either sign and finite."""
     random = np.random.default_rng(seed)
-    block, size = CODINGS[coding].block, CODINGS[coding].size
+    block, size = STORED_CODINGS[coding].block, STORED_CODINGS[coding].size
     raw = random.integers(0, 256, (rows, inputs // block, size), dtype=np.uint8)
     for at in SCALES_AT.get(coding, (0,)):
         scale = (random.standard_normal((rows, inputs // block, 1)) / 64).astype(np.float16)

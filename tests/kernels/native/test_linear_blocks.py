@@ -1,6 +1,8 @@
 """Products with a checkpoint's quantized blocks: what the panels mean against the `gguf` library, bit for bit; the
 kernel against its definition; batch and thread invariance; odd sizes, damaged scales (QNT-15, QNT-17)."""
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from headrace.back.kernels.embedding_blocks.op import EmbeddingBlocksProblem
 from headrace.back.kernels.linear_blocks import op
 from headrace.back.kernels.linear_blocks.layout import (
     CODINGS,
+    STORED_CODINGS,
     BlockWeight,
     dequantize_rows,
     empty_segment,
@@ -23,7 +26,7 @@ from tests.kernels.native.blocks import SCALES_AT, random_blocks, widened
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NAMES = sorted(CODINGS)
+NAMES = sorted(STORED_CODINGS)
 
 
 def packed(library, name, rows, inputs, seed=0):
@@ -196,7 +199,7 @@ def test_the_self_checks_accept_it(newest, name):
 
 def test_panels_take_hardly_more_than_the_blocks():
     """Multipliers of 6 bits become bytes; only Q2_K, with 4 bits for every 16 inputs, pays for that."""
-    for coding in CODINGS.values():
+    for coding in STORED_CODINGS.values():
         stored = 64 * 512 // coding.block * coding.size
         ours = coding.packed_bytes(64, 512)
         assert ours <= stored * (1.2 if coding.name == "Q2_K" else 1.04), (
@@ -206,7 +209,7 @@ def test_panels_take_hardly_more_than_the_blocks():
 
 
 def test_the_codings_are_those_of_the_format():
-    for coding in CODINGS.values():
+    for coding in STORED_CODINGS.values():
         kind = gguf.GGMLQuantizationType[coding.name]
         assert gguf.GGML_QUANT_SIZES[kind] == (coding.block, coding.size)
 
@@ -217,3 +220,29 @@ def test_no_rows_give_no_rows(newest):
         newest, problem(torch.float32, 32, ("Q4_0", 4)), BlockWeight(32, (segment,)), None
     )
     assert linear(torch.ones(0, 32)).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "name", ["int4-g32", "int4-asym-g128", "int8-g64", "Q4_K", "Q6_K", "IQ4_XS"]
+)
+def test_gates_in_the_product_by_the_definition_at_any_number_of_rows(library, name):
+    """Also where gate and up are segments of their own."""
+    for kinds in (((name, 256),), ((name, 128), (name, 128)), ((name, 192), (name, 64))):
+        asked = problem(torch.bfloat16, 512, *kinds)
+        asked = replace(asked, activation="silu")
+        weight = op.random_weight(asked, torch.Generator().manual_seed(1))
+        linear = bind_with(library, asked, weight, None)
+        x = values(67, 512, dtype=torch.bfloat16)
+        together = linear(x)
+        assert together.shape == (67, 128)
+        close(together, op.bind_reference(asked, weight, None)(x.float()), torch.bfloat16)
+        for rows in (1, 2, 3, 8, 31):
+            assert torch.equal(linear(x[:rows]), together[:rows])
+
+
+def test_what_it_cannot_gate_is_refused_with_the_reason(newest):
+    asked = problem(torch.float32, 512, ("Q4_0", 192))
+    assert "whole panels" in KERNEL.supports(replace(asked, activation="silu"))
+    assert "without a bias" in KERNEL.supports(replace(asked, activation="silu", bias=True))
+    asked = problem(torch.float32, 512, ("Q4_K", 3072), ("Q6_K", 3072))
+    assert OP.error(KERNEL, replace(asked, activation="silu")) <= 2e-5

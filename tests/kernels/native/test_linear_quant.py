@@ -1,12 +1,13 @@
-"""The native linear with packed weights against its definition: odd sizes, strides, extreme values; batch and thread
+"""The native linear with int8 weights against its definition: odd sizes, strides, extreme values; batch and thread
 invariance (PLT-09: packed once, read in place)."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from headrace.back.kernels.linear_quant import op
 from headrace.back.kernels.linear_quant.layout import (
-    OFFSETS,
     PackedWeight,
     empty,
     read_rows,
@@ -19,16 +20,13 @@ from headrace.back.quant.scheme import SCHEMES
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-BITS = [8, 4]
 # rows, outputs, inputs: below, at and above every tile, panel, group and block width
 SIZES = [(1, 1, 1), (1, 63, 7), (1, 64, 64), (2, 65, 33), (3, 130, 31), (5, 37, 100), (7, 128, 96),
          (17, 96, 192), (33, 200, 257), (195, 70, 130)]  # fmt: skip
 
 
-def problem(dtype, bits, outputs, inputs, bias=True):
-    return LinearQuantProblem(
-        device="cpu", dtype=dtype, bits=bits, inputs=inputs, outputs=outputs, bias=bias
-    )
+def problem(dtype, outputs, inputs, bias=True):
+    return LinearQuantProblem(device="cpu", dtype=dtype, inputs=inputs, outputs=outputs, bias=bias)
 
 
 def values(*shape, dtype, seed=0):
@@ -52,10 +50,9 @@ def close(ours, exact, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rows, outputs, inputs", SIZES)
-def test_equals_the_definition_at_odd_sizes(library, dtype, bits, rows, outputs, inputs):
-    asked = problem(dtype, bits, outputs, inputs)
+def test_equals_the_definition_at_odd_sizes(library, dtype, rows, outputs, inputs):
+    asked = problem(dtype, outputs, inputs)
     weight, bias = weight_for(asked), values(outputs, dtype=dtype, seed=2)
     x = values(rows, inputs, dtype=dtype)
     exact = defined(asked, weight, bias, x)
@@ -63,29 +60,22 @@ def test_equals_the_definition_at_odd_sizes(library, dtype, bits, rows, outputs,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
-def test_sums_the_largest_codes_without_overflow(library, dtype, bits):
+def test_sums_the_largest_codes_without_overflow(library, dtype):
     """Every product at its largest, all of one sign, over as many inputs as the kernel takes."""
-    inputs, largest = (MAX_INPUTS, 254) if bits == 8 else (4096, 255)
-    asked = problem(dtype, bits, 64, inputs, bias=False)
+    inputs = MAX_INPUTS
+    asked = problem(dtype, 64, inputs, bias=False)
     panels = weight_for(asked).panels
-    if bits == 8:
-        scale = 2**-8 if dtype == torch.float16 else 1.0  # the sum is past what float16 holds
-        panels[:, :256].view(torch.float32).fill_(scale)
-        panels[:, 256:] = 255
-        exact = float(inputs) * 127 * scale
-    else:
-        panels.view(-1, 1152)[:, :128].view(torch.bfloat16).fill_(1.0)
-        panels.view(-1, 1152)[:, 128:] = largest
-        exact = float(inputs) * (15 - OFFSETS[4])
-    linear = bind_with(library, asked, PackedWeight(bits, 64, inputs, panels), None)
+    scale = 2**-8 if dtype == torch.float16 else 1.0  # the sum is past what float16 holds
+    panels[:, :256].view(torch.float32).fill_(scale)
+    panels[:, 256:] = 255
+    exact = float(inputs) * 127 * scale
+    linear = bind_with(library, asked, PackedWeight(64, inputs, panels), None)
     y = linear(torch.stack((torch.ones(inputs), -torch.ones(inputs))).to(dtype))
     close(y, torch.tensor([[exact] * 64, [-exact] * 64]), dtype)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_reads_strided_rows(library, bits):
-    asked = problem(torch.bfloat16, bits, 20, 71, bias=False)
+def test_reads_strided_rows(library):
+    asked = problem(torch.bfloat16, 20, 71, bias=False)
     weight, wide = weight_for(asked), values(6, 90, dtype=torch.bfloat16)
     x = wide[::2, 3:74]
     y = bind_with(library, asked, weight, None)(x)
@@ -93,9 +83,8 @@ def test_reads_strided_rows(library, bits):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
-def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(library, dtype, bits):
-    asked = problem(dtype, bits, 300, 160, bias=False)
+def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(library, dtype):
+    asked = problem(dtype, 300, 160, bias=False)
     linear, x = bind_with(library, asked, weight_for(asked), None), values(203, 160, dtype=dtype)
     together, few = linear(x), [linear(x[:n]) for n in (2, 3, 7, 23)]
     library.set_threads(1)
@@ -105,9 +94,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(library,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
-def test_a_row_with_nan_or_inf_is_nan_and_no_other(library, dtype, bits):
-    asked = problem(dtype, bits, 40, 70, bias=False)
+def test_a_row_with_nan_or_inf_is_nan_and_no_other(library, dtype):
+    asked = problem(dtype, 40, 70, bias=False)
     linear, x = bind_with(library, asked, weight_for(asked), None), values(5, 70, dtype=dtype)
     clean = linear(x)
     x[1, 69], x[3, 0] = float("nan"), float("-inf")
@@ -117,9 +105,8 @@ def test_a_row_with_nan_or_inf_is_nan_and_no_other(library, dtype, bits):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
-def test_zero_rows_give_the_bias_and_outliers_their_column(library, dtype, bits):
-    asked = problem(dtype, bits, 70, 64)
+def test_zero_rows_give_the_bias_and_outliers_their_column(library, dtype):
+    asked = problem(dtype, 70, 64)
     weight, bias = weight_for(asked), values(70, dtype=dtype, seed=2)
     x = torch.zeros(3, 64, dtype=dtype)
     x[1] = values(64, dtype=dtype) * 1e-3
@@ -129,48 +116,64 @@ def test_zero_rows_give_the_bias_and_outliers_their_column(library, dtype, bits)
     close(y, defined(asked, weight, bias, x), dtype)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_no_rows_give_no_rows(newest, bits):
-    asked = problem(torch.float32, bits, 4, 8, bias=False)
+def test_no_rows_give_no_rows(newest):
+    asked = problem(torch.float32, 4, 8, bias=False)
     assert bind_with(newest, asked, weight_for(asked), None)(torch.ones(0, 8)).shape == (0, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
-def test_the_self_check_accepts_it(newest, dtype, bits):
-    asked = problem(dtype, bits, 3073, 1025)
+def test_the_self_check_accepts_it(newest, dtype):
+    asked = problem(dtype, 3073, 1025)
     assert OP.error(KERNEL, asked) <= OP.tolerance(asked)
 
 
 def test_what_it_cannot_do_is_refused_with_the_reason(newest):
-    assert "float64" in KERNEL.supports(problem(torch.float64, 8, 4, 4))
-    assert "65536" in KERNEL.supports(problem(torch.float32, 8, 4, 65537))
+    assert "float64" in KERNEL.supports(problem(torch.float64, 4, 4))
+    assert "65536" in KERNEL.supports(problem(torch.float32, 4, 65537))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("outputs, inputs", [(1, 1), (63, 33), (64, 64), (130, 100), (70, 257)])
-def test_the_native_quantizer_packs_what_the_scheme_says(library, dtype, bits, outputs, inputs):
+def test_the_native_quantizer_packs_what_the_scheme_says(library, dtype, outputs, inputs):
     weight = values(outputs, inputs + 3, dtype=dtype)[:, 1 : inputs + 1]
     weight[0] = 0
-    scheme = SCHEMES[f"int{bits}"]
-    expected, packed = empty(bits, outputs, inputs), empty(bits, outputs, inputs)
-    write_panels(expected, 0, *scheme.quantize(weight))
+    expected, packed = empty(outputs, inputs), empty(outputs, inputs)
+    codes, scales, _ = SCHEMES["int8"].quantize(weight)
+    write_panels(expected, 0, codes, scales)
     packed.panels.fill_(7)
     quantize_with(library, weight, packed)
     rows = torch.arange(outputs)
     for ours, theirs in zip(read_rows(packed, rows), read_rows(expected, rows), strict=True):
         assert torch.equal(ours, theirs)
-    if bits == 8:  # int4: a scale of zero may be +0 or -0
-        assert torch.equal(packed.panels, expected.panels)
+    assert torch.equal(packed.panels, expected.panels)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_a_damaged_weight_gives_nan_where_it_is_and_nowhere_else(newest, bits):
-    asked = problem(torch.float32, bits, 70, 64, bias=False)
+def test_a_damaged_weight_gives_nan_where_it_is_and_nowhere_else(newest):
+    asked = problem(torch.float32, 70, 64, bias=False)
     weight = values(70, 64, dtype=torch.float32)
     weight[3, 5], weight[66, 1] = float("nan"), float("inf")
-    packed = empty(bits, 70, 64)
+    packed = empty(70, 64)
     quantize_with(newest, weight, packed)
     lost = bind_with(newest, asked, packed, None)(torch.ones(1, 64)).isnan()[0]
     assert lost.nonzero()[:, 0].tolist() == [3, 66]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_gates_in_the_product_by_the_definition_at_any_number_of_rows(library, dtype, activation):
+    asked = replace(problem(dtype, 256, 70, bias=False), activation=activation)
+    weight = weight_for(asked)
+    linear = bind_with(library, asked, weight, None)
+    x = values(67, 70, dtype=dtype)
+    together = linear(x)
+    assert together.shape == (67, 128)
+    close(together, defined(asked, weight, None, x), dtype)
+    for rows in (1, 2, 7, 8, 31):
+        assert torch.equal(linear(x[:rows]), together[:rows])
+
+
+def test_what_it_cannot_gate_is_refused_with_the_reason(newest):
+    asked = problem(torch.float32, 192, 64, bias=False)
+    assert "whole panels" in KERNEL.supports(replace(asked, activation="silu"))
+    assert "without a bias" in KERNEL.supports(replace(asked, activation="silu", bias=True))
+    assert OP.error(KERNEL, replace(asked, outputs=6144, activation="silu")) <= 2e-5

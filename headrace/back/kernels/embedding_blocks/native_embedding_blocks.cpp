@@ -22,21 +22,23 @@ HR_INLINE int32_t code_at(const uint8_t* planes, int64_t o, int k) {
   return (C::table ? kLevels[code & 15] : code) - C::offset;
 }
 
-HR_INLINE float half_of(const uint8_t* p) {
-  fp16 v;
-  __builtin_memcpy(&v, p, 2);
+template <class Scale>
+HR_INLINE float scale_at(const uint8_t* p) {
+  Scale v;
+  __builtin_memcpy(&v, p, sizeof v);
   return to_float(v);
 }
 
 // In the order of operations of the format's own definition: code * scale - minimum, in float32.
 template <class C, class Y>
 void widen_row(const uint8_t* panel, int64_t o, Y* x, int64_t E) {
-  constexpr int parts = 32 / C::sub;
+  constexpr int parts = C::sub < 32 ? 32 / C::sub : 1;
   for (; E > 0; E -= C::block, panel += super_bytes<C>()) {
-    const float d = half_of(panel + o * 2), dmin = C::minimum ? half_of(panel + (kPanel + o) * 2) : 0;
+    const float d = scale_at<typename C::Scale>(panel + o * 2);
+    const float dmin = C::minimum ? scale_at<typename C::Scale>(panel + (kPanel + o) * 2) : 0;
     const uint8_t* group = panel + header_bytes<C>();
-    for (int g = 0; g < C::block / 32; ++g, group += group_bytes<C>())
-      for (int k = 0; k < 32; ++k, ++x) {
+    for (int64_t g = 0; g < C::block / 32 && g * 32 < E; ++g, group += group_bytes<C>())
+      for (int k = 0; k < smaller<int64_t>(32, E - g * 32); ++k, ++x) {
         const int h = k / C::sub;
         float scale = d, minimum = dmin;
         if (C::two_level) {
@@ -54,7 +56,7 @@ void look_up_row(void* context, int64_t t) {
   const Lookup& p = *static_cast<const Lookup*>(context);
   with_coding(p.coding, [&](auto coding) {
     using C = decltype(coding);
-    const uint8_t* panel = p.panels + p.ids[t] / kPanel * (p.E / C::block) * super_bytes<C>();
+    const uint8_t* panel = p.panels + p.ids[t] / kPanel * ceil_div(p.E, int64_t(C::block)) * super_bytes<C>();
     widen_row<C>(panel, p.ids[t] % kPanel, static_cast<Y*>(p.x) + t * p.E, p.E);
   });
 }
@@ -66,7 +68,7 @@ HR_PUBLIC int32_t HR_EXPORT(embedding_blocks)(const int64_t* ids, const uint8_t*
                                               int64_t E, int64_t coding, int32_t dtype) {
   const int64_t block = block_of(coding);
   if (block == 0) return HR_BAD_DTYPE;
-  if (T < 0 || V < 0 || E <= 0 || E % block) return HR_BAD_SHAPE;
+  if (T < 0 || V < 0 || E <= 0 || (block > x_group_of(coding) && E % block)) return HR_BAD_SHAPE;
   for (int64_t t = 0; t < T; ++t)
     if (ids[t] < 0 || ids[t] >= V) return HR_BAD_INDEX;
   Lookup p{ids, panels, x, T, V, E, coding};

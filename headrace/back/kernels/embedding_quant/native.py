@@ -10,17 +10,17 @@ from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLi
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
-_ARGUMENTS = (*(POINTER,) * 3, *(INT64,) * 3, INT32, INT32)
+_ARGUMENTS = (*(POINTER,) * 3, *(INT64,) * 3, INT32)
 
 
 def bind_with(
     library: NativeLibrary, problem: EmbeddingQuantProblem, table: PackedWeight
 ) -> Embedding:
     """The kernel of one library; keeps the table."""
-    assert (table.bits, table.outputs, table.inputs) == (problem.bits, problem.rows, problem.width)
+    assert (table.outputs, table.inputs) == (problem.rows, problem.width)
     assert table.panels.is_contiguous()
     kernel = library.bind("embedding_quant", *_ARGUMENTS)
-    panels, code, bits = table.panels, DTYPES[problem.dtype], problem.bits
+    panels, code = table.panels, DTYPES[problem.dtype]
     rows, width, dtype = problem.rows, problem.width, problem.dtype
 
     def embedding(ids_T: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ def bind_with(
         x_TE = torch.empty(len(ids_T), width, dtype=dtype)
         kernel(
             *(ids_T.data_ptr(), panels.data_ptr(), x_TE.data_ptr()),
-            *(len(ids_T), rows, width, code, bits),
+            *(len(ids_T), rows, width, code),
         )
         return x_TE
 

@@ -1,4 +1,4 @@
-"""Rows of a packed table, for embeddings tied to a quantized head: code * scale, rounded once.
+"""Rows of a packed int8 table, for embeddings tied to a quantized head: code * scale, rounded once.
 
 `bind(problem, table)` returns `f(ids_T) -> x_TE`. ids are int64 in [0, V).
 """
@@ -19,11 +19,10 @@ Embedding = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingQuantProblem:
-    """V `rows` of E `width` values of `bits` 8 or 4; `dtype` is that of the result."""
+    """V `rows` of E `width` int8 values; `dtype` is that of the result."""
 
     device: str
     dtype: torch.dtype
-    bits: int
     rows: int
     width: int
 
@@ -42,7 +41,6 @@ def _sample(problem: EmbeddingQuantProblem) -> Sample:
     shape = LinearQuantProblem(
         device=problem.device,
         dtype=problem.dtype,
-        bits=problem.bits,
         inputs=problem.width,
         outputs=rows,
     )

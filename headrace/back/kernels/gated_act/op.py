@@ -43,13 +43,17 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def gated(gate_up_T2I: torch.Tensor, activation: str) -> torch.Tensor:
+    """The definition, in float32."""
+    gate, up = gate_up_T2I.float().chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
 def bind_reference(problem: GatedActProblem) -> GatedAct:
     """The reference."""
-    activation = ACTIVATIONS[problem.activation]
 
     def gated_act(gate_up_T2I: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up_T2I.float().chunk(2, dim=-1)
-        return (activation(gate) * up).to(gate_up_T2I.dtype)
+        return gated(gate_up_T2I, problem.activation).to(gate_up_T2I.dtype)
 
     return gated_act
 

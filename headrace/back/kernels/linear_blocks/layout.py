@@ -1,12 +1,14 @@
 """How block-quantized weights lie in memory: panels of 64 outputs, one stream of bytes each.
 
-A value is code * scale - minimum. Blocks of 32 or 256 inputs carry a float16 scale (and minimum); where a block has
-256, each 16 or 32 inputs have a small whole number that scale (and minimum) are multiplied by. All bits of a
-checkpoint's blocks are kept as they are, only moved: 6-bit multipliers become bytes, so
-panels of 256-input blocks take 2 to 4 % more (Q2_K 19 %), the others nothing.
+A value is code * scale - minimum. Two kinds of codings share the layout. Those of checkpoints have blocks of 32
+or 256 inputs with a float16 scale (and minimum); where a block has 256, each 16 or 32 inputs have a small whole
+number that scale (and minimum) are multiplied by. All bits of a checkpoint's blocks are kept as they are, only
+moved: 6-bit multipliers become bytes, so panels of 256-input blocks take 2 to 4 % more (Q2_K 19 %), the others
+nothing. Those made while a plain checkpoint loads have blocks of 32, 64 or 128 inputs with a bfloat16 scale
+(and minimum); the last block may be padded.
 
 Per panel, for every block of inputs:
-  [64] float16 scale; with minima [64] float16 minimum
+  [64] scale; with minima [64] minimum
   for every 32 inputs of the block:
     with two levels [32 / part][64] int8 multipliers of the scale, then as many of the minimum
     planes of 64 words (32 bits, one per output): byte b of step s is input 4 s + b, s = 0 .. 7
@@ -14,7 +16,7 @@ Per panel, for every block of inputs:
       2 bits: plane r holds steps 4 r .. 4 r + 3, lowest bits first
       a fifth (or third) bit: one plane more, bit s of each byte; a fifth and sixth: two planes, as for 2 bits
 Codes are stored unsigned, plus `offset`; codings with a table store the index of a level. Outputs are padded
-with zeros.
+with zeros, inputs with code 0.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+
+from headrace.back.platforms import huge_pages
 
 PANEL, GROUP = 64, 32
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -30,7 +35,7 @@ LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 1
 @dataclass(frozen=True, kw_only=True)
 class Coding:
     """A way to code weights. `number` is that of the native kernels; a block of `block` inputs takes `size` bytes in a
-    checkpoint; `part` inputs share a scale."""
+    checkpoint, 0: no checkpoint holds it; `part` inputs share a scale. `dtype` is that of the scales."""
 
     name: str
     number: int
@@ -41,11 +46,17 @@ class Coding:
     offset: int = 0
     minimum: bool = False
     table: bool = False
+    dtype: torch.dtype = torch.float16
 
     @property
     def two_level(self) -> bool:
         """Whether parts of a block have multipliers of their own."""
-        return self.block > GROUP
+        return self.part < self.block
+
+    @property
+    def x_group(self) -> int:
+        """Inputs that share a scale of the activations."""
+        return max(self.part, GROUP)
 
     @property
     def header_bytes(self) -> int:
@@ -64,8 +75,8 @@ class Coding:
 
     def panel_bytes(self, inputs: int) -> int:
         """A panel of that many inputs."""
-        assert inputs % self.block == 0, (self.name, inputs)
-        return inputs // self.block * self.block_bytes
+        assert inputs % self.block == 0 or self.size == 0, (self.name, inputs)
+        return -(-inputs // self.block) * self.block_bytes
 
     def packed_bytes(self, outputs: int, inputs: int) -> int:
         """What such a weight takes in memory, padding included."""
@@ -78,7 +89,7 @@ def _coding(number: int, name: str, block: int, size: int, part: int, bits: int,
                   minimum=minimum, table=table)  # fmt: skip
 
 
-CODINGS: dict[str, Coding] = {
+STORED_CODINGS: dict[str, Coding] = {
     coding.name: coding
     for coding in (
         _coding(0, "Q8_0", 32, 34, 32, 8, 128),
@@ -95,6 +106,29 @@ CODINGS: dict[str, Coding] = {
         _coding(11, "IQ4_XS", 256, 136, 32, 4, table=True),
     )
 }
+"""Of checkpoints, by their types' names."""
+
+
+def _online(
+    first: int, name: str, bits: int, offset: int = 0, *, minimum: bool = False
+) -> tuple[Coding, ...]:
+    return tuple(
+        Coding(name=f"{name}-g{block}", number=first + i, block=block, size=0, part=block, bits=bits,
+               offset=offset, minimum=minimum, dtype=torch.bfloat16)
+        for i, block in enumerate((32, 64, 128))
+    )  # fmt: skip
+
+
+ONLINE_CODINGS: dict[str, Coding] = {
+    coding.name: coding
+    for coding in (
+        *_online(12, "int4", 4, 8),
+        *_online(15, "int4-asym", 4, minimum=True),
+        *_online(18, "int8", 8, 128),
+    )
+}
+"""Made from plain weights while they load."""
+CODINGS = STORED_CODINGS | ONLINE_CODINGS
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +137,7 @@ class Segment:
 
     coding: Coding
     outputs: int
+    inputs: int
     panels: torch.Tensor
 
 
@@ -119,6 +154,12 @@ class BlockWeight:
         return sum(segment.outputs for segment in self.segments)
 
     @property
+    def x_group(self) -> int:
+        """Inputs that share a scale of the activations."""
+        (group,) = {segment.coding.x_group for segment in self.segments}
+        return group
+
+    @property
     def kinds(self) -> tuple[tuple[str, int], ...]:
         """(coding, outputs) of each segment: what a kernel is chosen by."""
         return tuple((segment.coding.name, segment.outputs) for segment in self.segments)
@@ -127,17 +168,17 @@ class BlockWeight:
 def empty_segment(coding: Coding, outputs: int, inputs: int) -> Segment:
     """A segment of zeros, to be packed into."""
     shape = (-(-outputs // PANEL), coding.panel_bytes(inputs))
-    return Segment(coding, outputs, torch.zeros(shape, dtype=torch.uint8))
+    return Segment(coding, outputs, inputs, huge_pages.kept(shape, torch.uint8))
 
 
 def read_rows(
     segment: Segment, rows_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Of some outputs: codes without their offset (int16 [N, I]), scales and minima (float32 [N, I / part]; minima None
-    where the coding has none)."""
+    """Of some outputs: codes without their offset (int16 [N, I]), scales and minima (float32 [N, G], one for
+    each `part` inputs; minima None where the coding has none)."""
     coding = segment.coding
     blocks = segment.panels[rows_N // PANEL].view(len(rows_N), -1, coding.block_bytes)
-    header = blocks[..., : coding.header_bytes].contiguous().view(torch.float16)
+    header = blocks[..., : coding.header_bytes].contiguous().view(coding.dtype)
     groups = blocks[..., coding.header_bytes :].unflatten(2, (coding.block // GROUP, -1))
     column_N = rows_N % PANEL
     scale = _column(header.unflatten(2, (-1, PANEL)), column_N).float()
@@ -151,7 +192,7 @@ def read_rows(
         minima = minima * of_group[..., 1, :].flatten(2).float() if minima is not None else None
     planes = groups[..., coding.scale_bytes :].unflatten(3, (-1, PANEL, 4))
     words = planes[torch.arange(len(rows_N)), :, :, :, column_N]
-    codes = _codes(coding, words).flatten(1)
+    codes = _codes(coding, words).flatten(1)[:, : segment.inputs]
     return codes, scales.flatten(1), None if minima is None else minima.flatten(1)
 
 
@@ -177,7 +218,39 @@ def _codes(coding: Coding, words: torch.Tensor) -> torch.Tensor:
 def dequantize_rows(segment: Segment, rows_N: torch.Tensor) -> torch.Tensor:
     """float32 [N, I] of some outputs, in the order of operations of the format: code * scale, less the minimum."""
     codes, scales, minima = read_rows(segment, rows_N)
-    values = codes.float() * scales.repeat_interleave(segment.coding.part, 1)
+    part, inputs = segment.coding.part, segment.inputs
+    values = codes.float() * scales.repeat_interleave(part, 1)[:, :inputs]
     if minima is not None:
-        values -= minima.repeat_interleave(segment.coding.part, 1)
+        values -= minima.repeat_interleave(part, 1)[:, :inputs]
     return values
+
+
+def write_codes(
+    segment: Segment,
+    first: int,
+    codes_OI: torch.Tensor,
+    scales_OG: torch.Tensor,
+    minima_OG: torch.Tensor | None,
+) -> None:
+    """Fills the panels from number `first` on, in a coding made online: int8 codes without their offset, float32 scales
+    and minima that bfloat16 holds exactly."""
+    coding = segment.coding
+    rows, inputs = codes_OI.shape
+    count = -(-rows // PANEL)
+    missing = count * PANEL - rows
+    codes = (
+        F.pad(codes_OI, (0, -inputs % coding.block, 0, missing)).to(torch.int16) + coding.offset
+    ).to(torch.uint8)
+    blocks = segment.panels[first : first + count].view(count, -1, coding.block_bytes)
+    parts = [scales_OG] if minima_OG is None else [scales_OG, minima_OG]
+    header = torch.stack(
+        [F.pad(part, (0, 0, 0, missing)).view(count, PANEL, -1) for part in parts], 1
+    )
+    blocks[..., : coding.header_bytes].view(torch.bfloat16).copy_(
+        header.permute(0, 3, 1, 2).flatten(2)
+    )
+    words = codes.view(torch.int32).view(count, PANEL, -1, GROUP // 4)
+    if coding.bits == 4:
+        words = words[..., 0::2] | words[..., 1::2] << 4
+    planes = words.permute(0, 2, 3, 1).reshape(count, blocks.shape[1], -1)
+    blocks[..., coding.header_bytes :].view(torch.int32).copy_(planes)

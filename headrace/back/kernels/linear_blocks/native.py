@@ -10,13 +10,14 @@ import ctypes
 import numpy as np
 import torch
 
-from headrace.back.kernels.linear_blocks.layout import BlockWeight, Segment
+from headrace.back.kernels.gated_act.native import ACTIVATIONS
+from headrace.back.kernels.linear_blocks.layout import CODINGS, PANEL, BlockWeight, Segment
 from headrace.back.kernels.linear_blocks.op import Linear, LinearBlocksProblem
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
-_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, INT32, INT32)
+_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, *(INT32,) * 3)
 _PACK_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 7)
 MAX_SEGMENTS = 8
 
@@ -32,7 +33,8 @@ def bind_with(
     assert all(segment.panels.is_contiguous() for segment in weight.segments)
     assert bias_O is None or (bias_O.dtype == problem.dtype and bias_O.is_contiguous())
     kernel = library.bind("linear_blocks", *_ARGUMENTS)
-    inputs, outputs, code = problem.inputs, weight.outputs, DTYPES[problem.dtype]
+    inputs, results, code = problem.inputs, problem.results, DTYPES[problem.dtype]
+    activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     out = torch.float32 if problem.wide else problem.dtype
     table = np.array(
         [(s.panels.data_ptr(), s.outputs, s.coding.number) for s in weight.segments], np.int64
@@ -44,10 +46,11 @@ def bind_with(
         assert width == inputs and x_TI.dtype == problem.dtype, (x_TI.shape, x_TI.dtype)
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
-        y_TO = x_TI.new_empty(rows, outputs, dtype=out)
+        y_TO = x_TI.new_empty(rows, results, dtype=out)
         kernel(
             x_TI.data_ptr(), segments, None if bias_O is None else bias_O.data_ptr(),
-            y_TO.data_ptr(), rows, inputs, x_TI.stride(0), outputs, count, code, DTYPES[out],
+            y_TO.data_ptr(), rows, inputs, x_TI.stride(0), results, count, activation,
+            code, DTYPES[out],
         )  # fmt: skip
         return y_TO
 
@@ -85,6 +88,14 @@ def pack_rows(
 def _supports(problem: LinearBlocksProblem) -> str | None:
     if len(problem.kinds) > MAX_SEGMENTS:
         return f"takes at most {MAX_SEGMENTS} segments, not {len(problem.kinds)}"
+    if problem.activation is not None:
+        if problem.bias or problem.activation not in ACTIVATIONS:
+            return f"gates by {', '.join(ACTIVATIONS)}, without a bias"
+        if problem.results % PANEL or any(size % PANEL for _, size in problem.kinds):
+            return f"gates whole panels of {PANEL} outputs"
+    groups = {CODINGS[name].x_group for name, _ in problem.kinds}
+    if len(groups) > 1:
+        return f"quantizes activations in groups of one size, not {sorted(groups)}"
     return unsupported(problem.device, problem.dtype)
 
 

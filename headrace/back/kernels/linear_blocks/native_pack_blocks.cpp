@@ -191,7 +191,9 @@ HR_INLINE void pack_panel(const Packing& p, int64_t task) {
 
 void pack_task(void* context, int64_t task) {
   const Packing& p = *static_cast<const Packing*>(context);
-  with_coding(p.coding, [&](auto coding) { pack_panel<decltype(coding)>(p, task); });
+  with_coding(p.coding, [&](auto coding) {
+    if constexpr (decltype(coding)::stored) pack_panel<decltype(coding)>(p, task);
+  });
 }
 
 }  // namespace
@@ -203,7 +205,7 @@ HR_PUBLIC int32_t HR_EXPORT(pack_blocks)(const uint8_t* source, const int64_t* r
                                          int64_t blocks, int64_t block_bytes, int64_t coding) {
   *bad_row = -1;
   if (count < 0 || first < 0 || blocks < 1 || blocks * block_bytes > row_bytes) return HR_BAD_SHAPE;
-  if (block_of(coding) == 0) return HR_BAD_DTYPE;
+  if (!is_stored(coding)) return HR_BAD_DTYPE;
   for (int64_t i = 0; i < count; ++i)
     if (rows[i] < 0 || rows[i] >= source_rows) return HR_BAD_INDEX;
   if (count == 0) return HR_OK;

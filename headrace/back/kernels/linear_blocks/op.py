@@ -1,9 +1,10 @@
-"""y = x W^T + b with block-quantized weights and activations quantized on the way to int8, 32 inputs at a time.
+"""y = x W^T + b with block-quantized weights and activations quantized on the way to int8, a group of inputs at a time.
 
-`bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. Activations are those of
-int4 weights (linear_quant/op.py): code = round(x * 127 / m), m the largest magnitude of a token's 32 inputs. Products
-of codes are summed exactly within a part of 16 or 32 inputs; scales and the sum over parts are float32. A NaN or Inf in
-x makes all outputs of its token NaN, and of no other. T tokens, I inputs, O outputs.
+`bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. Activations are
+quantized as for int8 weights (linear_quant/op.py), but each `x_group` inputs of a token with a scale of their
+own: 32, or as many as share one of the weight's. All segments of a weight agree on that. Products of codes are
+summed exactly within a part; scales and the sum over parts are float32. A NaN or Inf in x makes all outputs of
+its token NaN, and of no other. T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from headrace.back.kernels.gated_act.op import gated
 from headrace.back.kernels.linear_blocks.layout import (
     CODINGS,
-    GROUP,
     PANEL,
     BlockWeight,
     Coding,
@@ -39,7 +40,8 @@ _ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LinearBlocksProblem:
-    """`kinds`: (name of the coding, outputs) of each segment. `wide`: the result is float32, and there is no bias."""
+    """`kinds`: (name of the coding, outputs) of each segment. `wide`: the result is float32, and there is no bias.
+    `activation`: the first half of the outputs gates the second (kernels/gated_act), in float32: y has half as many."""
 
     device: str
     dtype: torch.dtype
@@ -47,6 +49,17 @@ class LinearBlocksProblem:
     kinds: tuple[tuple[str, int], ...]
     bias: bool = False
     wide: bool = False
+    activation: str | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Of the weight."""
+        return sum(size for _, size in self.kinds)
+
+    @property
+    def results(self) -> int:
+        """Outputs of y."""
+        return self.outputs if self.activation is None else self.outputs // 2
 
 
 def bind_reference(
@@ -55,7 +68,7 @@ def bind_reference(
     """The definition, some outputs at a time; products of codes in float64 are exact."""
 
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
-        codes, scales = quantize_activations(x_TI, bits=4)
+        codes, scales = quantize_activations(x_TI, group=weight.x_group)
         parts = [
             _product(segment, torch.arange(row, min(row + _ROWS, segment.outputs)), codes, scales)
             for segment in weight.segments
@@ -63,6 +76,7 @@ def bind_reference(
         ]
         y_TO = torch.cat(parts, 1)
         y_TO = y_TO if bias_O is None else y_TO + bias_O.float()
+        y_TO = y_TO if problem.activation is None else gated(y_TO, problem.activation)
         return y_TO if problem.wide else y_TO.to(x_TI.dtype)
 
     return linear
@@ -76,7 +90,7 @@ def _product(
     y_TO = torch.zeros(len(codes), len(rows))
     for i in range(weight_scales.shape[1]):
         cut = slice(i * part, (i + 1) * part)
-        scale_T1 = scales[:, i * part // GROUP, None]
+        scale_T1 = scales[:, i * part // segment.coding.x_group, None]
         dots = (codes[:, cut] @ weight_codes[:, cut].double().T).float()
         y_TO += dots * (scale_T1 * weight_scales[:, i])
         if minima is not None:
@@ -85,22 +99,22 @@ def _product(
 
 
 def _sample(problem: LinearBlocksProblem) -> Sample:
+    unit = PANEL if problem.activation is None else 2 * PANEL
     problem = replace(
         problem,
-        inputs=min(problem.inputs, 512),
-        kinds=tuple((name, min(size, PANEL + size % PANEL)) for name, size in problem.kinds),
+        inputs=problem.inputs if problem.inputs < 512 else 512 + problem.inputs % 256,
+        kinds=tuple((name, min(size, unit + size % unit)) for name, size in problem.kinds),
     )
     generator = sample_generator()
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
-    outputs = sum(size for _, size in problem.kinds)
-    bias = random_tensor(outputs, **new) if problem.bias else None
+    bias = random_tensor(problem.outputs, **new) if problem.bias else None
     weight = random_weight(problem, generator)
     x_TI = random_tensor(5, problem.inputs, **new)
     return Sample(problem=problem, weights=(weight, bias), arguments=(x_TI,))
 
 
 def random_weight(problem: LinearBlocksProblem, generator: torch.Generator) -> BlockWeight:
-    """Codes and multipliers over their whole range, scales in 0 .. 1."""
+    """Codes and multipliers over their whole range, scales in 0 .. 1 / 64."""
     segments = tuple(
         random_segment(CODINGS[name], size, problem.inputs, generator)
         for name, size in problem.kinds
@@ -115,7 +129,7 @@ def random_segment(
     segment = empty_segment(coding, outputs, inputs)
     segment.panels.random_(0, 256, generator=generator)
     blocks = segment.panels.view(-1, coding.block_bytes)
-    header = blocks[:, : coding.header_bytes].view(torch.float16)
+    header = blocks[:, : coding.header_bytes].view(coding.dtype)
     header.copy_(torch.rand(header.shape, generator=generator) / 64)
     return segment
 

@@ -1,4 +1,4 @@
-"""Linear with packed int8 or int4 weights by the native kernel, for any number of rows.
+"""Linear with packed int8 weights by the native kernel, for any number of rows.
 
 A result depends neither on the rows beside it nor on the number of threads. T tokens, I inputs, O
 outputs.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from headrace.back.kernels.linear_quant.layout import PackedWeight
+from headrace.back.kernels.gated_act.native import ACTIVATIONS
+from headrace.back.kernels.linear_quant.layout import PANEL, PackedWeight
 from headrace.back.kernels.linear_quant.op import Linear, LinearQuantProblem
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
@@ -26,15 +27,12 @@ def bind_with(
     bias_O: torch.Tensor | None,
 ) -> Linear:
     """The kernel of one library; keeps the weight and the bias."""
-    assert (weight.bits, weight.outputs, weight.inputs) == (
-        *(problem.bits, problem.outputs, problem.inputs),
-    )
+    assert (weight.outputs, weight.inputs) == (problem.outputs, problem.inputs), problem
     assert weight.panels.is_contiguous()
     assert bias_O is None or (bias_O.dtype == problem.dtype and bias_O.is_contiguous())
     kernel = library.bind("linear_quant", *_ARGUMENTS)
-    inputs, outputs, bits, code = (
-        *(problem.inputs, problem.outputs, problem.bits, DTYPES[problem.dtype]),
-    )
+    inputs, outputs, code = problem.inputs, problem.outputs, DTYPES[problem.dtype]
+    activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     panels, out = weight.panels, torch.float32 if problem.wide else problem.dtype
 
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
@@ -42,11 +40,11 @@ def bind_with(
         assert width == inputs and x_TI.dtype == problem.dtype, (x_TI.shape, x_TI.dtype)
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
-        y_TO = x_TI.new_empty(rows, outputs, dtype=out)
+        y_TO = x_TI.new_empty(rows, problem.results, dtype=out)
         kernel(
             x_TI.data_ptr(), panels.data_ptr(), None if bias_O is None else bias_O.data_ptr(),
-            y_TO.data_ptr(), rows, outputs, inputs, x_TI.stride(0), outputs, code,
-            DTYPES[out], bits,
+            y_TO.data_ptr(), rows, outputs, inputs, x_TI.stride(0), problem.results, activation,
+            code, DTYPES[out],
         )  # fmt: skip
         return y_TO
 
@@ -56,6 +54,11 @@ def bind_with(
 def _supports(problem: LinearQuantProblem) -> str | None:
     if problem.wide and problem.bias:
         return "adds no bias to wide results"
+    if problem.activation is not None:
+        if problem.bias or problem.activation not in ACTIVATIONS:
+            return f"gates by {', '.join(ACTIVATIONS)}, without a bias"
+        if problem.results % PANEL:
+            return f"gates whole panels of {PANEL} outputs"
     if problem.inputs > MAX_INPUTS:
         return f"sums at most {MAX_INPUTS} inputs, not {problem.inputs}"
     return unsupported(problem.device, problem.dtype)

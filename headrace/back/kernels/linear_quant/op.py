@@ -1,10 +1,9 @@
-"""y = x W^T + b with packed int8 or int4 weights and activations quantized on the way to int8.
+"""y = x W^T + b with packed int8 weights, a scale per output, and activations quantized on the way to int8.
 
-`bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place.
-Activations are symmetric: code = round(x * 127 / m), ties to even, with m the largest magnitude of
-the token (int8 weights) or of its 32 inputs (int4 weights). Products of codes are summed exactly;
-scales and the sum over groups are float32. A NaN or Inf in x makes all outputs of its token NaN,
-and of no other. Magnitudes below 1e-30 count as 0. T tokens, I inputs, O outputs.
+`bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. Activations are
+symmetric: code = round(x * 127 / m), ties to even, with m the largest magnitude of the token. Products of codes
+are summed exactly; scales are float32. A NaN or Inf in x makes all outputs of its token NaN, and of no other.
+Magnitudes below 1e-30 count as 0. T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from headrace.back.kernels.gated_act.op import gated
 from headrace.back.kernels.linear_quant.layout import (
-    GROUP,
     PANEL,
     PackedWeight,
     empty,
@@ -37,22 +36,26 @@ _ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LinearQuantProblem:
-    """`bits` of a weight: 8 (a scale per output) or 4 (a scale per output and 32 inputs). `wide`: y is float32 whatever
-    the dtype of x (logits); without a bias only."""
+    """`wide`: y is float32 whatever the dtype of x (logits); without a bias only. `activation`: the first half of the
+    outputs gates the second (kernels/gated_act), in float32: y has half as many."""
 
     device: str
     dtype: torch.dtype
-    bits: int
     inputs: int
     outputs: int
     bias: bool = False
     wide: bool = False
+    activation: str | None = None
+
+    @property
+    def results(self) -> int:
+        """Outputs of y."""
+        return self.outputs if self.activation is None else self.outputs // 2
 
 
-def quantize_activations(x_TI: torch.Tensor, *, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (float64 [T, I]) and scales (float32 [T, G]; one group of I inputs for int8)."""
+def quantize_activations(x_TI: torch.Tensor, *, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (float64 [T, I]) and scales (float32 [T, G]), one for each `group` inputs."""
     tokens, inputs = x_TI.shape
-    group = GROUP if bits == 4 else inputs
     padded = torch.nn.functional.pad(x_TI.float(), (0, -inputs % group)).view(tokens, -1, group)
     lost = ~padded.isfinite().all(-1, keepdim=True)
     padded = padded.masked_fill(lost, 0)
@@ -69,13 +72,14 @@ def bind_reference(
     """The definition, some outputs at a time; products of codes in float64 are exact."""
 
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
-        codes, scales = quantize_activations(x_TI, bits=problem.bits)
+        codes, scales = quantize_activations(x_TI, group=problem.inputs)
         parts = [
             _product(weight, torch.arange(row, min(row + _ROWS, problem.outputs)), codes, scales)
             for row in range(0, problem.outputs, _ROWS)
         ]
         y_TO = torch.cat(parts, 1)
         y_TO = y_TO if bias_O is None else y_TO + bias_O.float()
+        y_TO = y_TO if problem.activation is None else gated(y_TO, problem.activation)
         return y_TO if problem.wide else y_TO.to(x_TI.dtype)
 
     return linear
@@ -85,20 +89,16 @@ def _product(
     weight: PackedWeight, rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     weight_codes, weight_scales = read_rows(weight, rows)
-    group = GROUP if weight.bits == 4 else weight.inputs
-    y_TO = torch.zeros(len(codes), len(rows))
-    for i in range(scales.shape[1]):
-        cut = slice(i * group, (i + 1) * group)
-        dots = (codes[:, cut] @ weight_codes[:, cut].double().T).float()
-        y_TO += dots * (scales[:, i : i + 1] * weight_scales[:, i])
-    return y_TO
+    dots = (codes @ weight_codes.double().T).float()
+    return dots * (scales * weight_scales.T)
 
 
 def _sample(problem: LinearQuantProblem) -> Sample:
+    unit = PANEL if problem.activation is None else 2 * PANEL
     problem = replace(
         problem,
         inputs=_checked_size(problem.inputs),
-        outputs=min(problem.outputs, PANEL + problem.outputs % PANEL),
+        outputs=min(problem.outputs, unit + problem.outputs % unit),
     )
     generator = sample_generator()
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
@@ -113,12 +113,10 @@ def _sample(problem: LinearQuantProblem) -> Sample:
 def random_weight(problem: LinearQuantProblem, generator: torch.Generator) -> PackedWeight:
     """A packed weight with codes over their whole range."""
     shape = (problem.outputs, problem.inputs)
-    low, high = (-127, 128) if problem.bits == 8 else (-8, 8)
-    codes = torch.randint(low, high, shape, generator=generator, dtype=torch.int8)
-    groups = 1 if problem.bits == 8 else -(-problem.inputs // GROUP)
-    scales = torch.rand(problem.outputs, groups, generator=generator) / high
-    weight = empty(problem.bits, *shape)
-    write_panels(weight, 0, codes, scales.bfloat16().float())
+    codes = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+    scales = torch.rand(problem.outputs, 1, generator=generator) / 128
+    weight = empty(*shape)
+    write_panels(weight, 0, codes, scales)
     return weight
 
 

@@ -35,6 +35,7 @@ HR_INLINE void tiles_release() { __asm__ volatile("tilerelease" ::); }
   __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"(int64_t(stride)) : "memory")
 #define HR_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
 #define HR_TILE_DOT_BF16(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define HR_TILE_DOT_SS8(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 // Signed bytes of a times unsigned bytes of b.
 #define HR_TILE_DOT_SU8(c, a, b) __asm__ volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 

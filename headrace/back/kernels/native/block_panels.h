@@ -7,11 +7,16 @@ namespace {
 
 constexpr int64_t kPanel = 64, kPlane = kPanel * 4;  // one plane: a 32-bit word of each output
 
-// One way to code a weight. `wide`: codes are whole bytes, stored plus 128, or levels of a table.
-template <int NUMBER, int BLOCK, int SUB, int BITS, int OFFSET, bool MINIMUM, bool TWO_LEVEL, bool TABLE = false>
+// One way to code a weight. `wide`: codes are whole bytes, stored plus 128, or levels of a table. A scale (and minimum) of
+// type `Scale` belongs to `block` inputs; in two-level codings `sub` inputs have a multiplier of it.
+template <int NUMBER, int BLOCK, int SUB, int BITS, int OFFSET, bool MINIMUM, bool TWO_LEVEL, bool TABLE = false,
+          class SCALE = fp16>
 struct Coding {
+  using Scale = SCALE;
   static constexpr int number = NUMBER, block = BLOCK, sub = SUB, bits = BITS, offset = OFFSET;
+  static constexpr int x_group = SUB < 32 ? 32 : SUB;  // inputs that share a scale of the activations
   static constexpr bool minimum = MINIMUM, two_level = TWO_LEVEL, table = TABLE, wide = BITS == 8 || TABLE;
+  static constexpr bool stored = NUMBER < 12;  // by checkpoints
 };
 using Q8_0 = Coding<0, 32, 32, 8, 128, false, false>;
 using Q4_0 = Coding<1, 32, 32, 4, 8, false, false>;
@@ -25,6 +30,13 @@ using Q5_K = Coding<8, 256, 32, 5, 0, true, true>;
 using Q6_K = Coding<9, 256, 16, 6, 32, false, true>;
 using IQ4_NL = Coding<10, 32, 32, 4, 128, false, false, true>;
 using IQ4_XS = Coding<11, 256, 32, 4, 128, false, true, true>;
+// Made while a plain checkpoint loads: a group of inputs with a bfloat16 scale, and a minimum where codes are asymmetric.
+template <int NUMBER, int GROUP>
+using Int8 = Coding<NUMBER, GROUP, GROUP, 8, 128, false, false, false, bf16>;
+template <int NUMBER, int GROUP>
+using Int4 = Coding<NUMBER, GROUP, GROUP, 4, 8, false, false, false, bf16>;
+template <int NUMBER, int GROUP>
+using Int4Asymmetric = Coding<NUMBER, GROUP, GROUP, 4, 0, true, false, false, bf16>;
 
 // Calls f with the coding of that number; 0 if there is none.
 template <class Function>
@@ -42,20 +54,40 @@ HR_INLINE bool with_coding(int64_t number, Function f) {
     case 9: f(Q6_K{}); return true;
     case 10: f(IQ4_NL{}); return true;
     case 11: f(IQ4_XS{}); return true;
+    case 12: f(Int4<12, 32>{}); return true;
+    case 13: f(Int4<13, 64>{}); return true;
+    case 14: f(Int4<14, 128>{}); return true;
+    case 15: f(Int4Asymmetric<15, 32>{}); return true;
+    case 16: f(Int4Asymmetric<16, 64>{}); return true;
+    case 17: f(Int4Asymmetric<17, 128>{}); return true;
+    case 18: f(Int8<18, 32>{}); return true;
+    case 19: f(Int8<19, 64>{}); return true;
+    case 20: f(Int8<20, 128>{}); return true;
     default: return false;
   }
 }
 
+// Inputs of a block, and of a group of activations, in that coding; 0 if there is none of that number.
 HR_INLINE int64_t block_of(int64_t number) {
   int64_t block = 0;
   with_coding(number, [&](auto coding) { block = decltype(coding)::block; });
   return block;
 }
+HR_INLINE bool is_stored(int64_t number) {
+  bool stored = false;
+  with_coding(number, [&](auto coding) { stored = decltype(coding)::stored; });
+  return stored;
+}
+HR_INLINE int64_t x_group_of(int64_t number) {
+  int64_t group = 0;
+  with_coding(number, [&](auto coding) { group = decltype(coding)::x_group; });
+  return group;
+}
 
 template <class C>
 constexpr int64_t header_bytes() { return kPanel * 2 * (C::minimum ? 2 : 1); }
 template <class C>
-constexpr int64_t scale_bytes() { return C::two_level ? 32 / C::sub * kPanel * (C::minimum ? 2 : 1) : 0; }
+constexpr int64_t scale_bytes() { return C::two_level ? 32 / C::sub * kPanel * (C::minimum ? 2 : 1) : 0; }  // per 32 inputs
 template <class C>
 constexpr int64_t group_bytes() { return scale_bytes<C>() + C::bits * kPlane; }
 template <class C>

@@ -1,0 +1,58 @@
+"""Memory of weights: pieces of shared regions that do not overlap and go back to the system when they are let go."""
+
+import gc
+import resource
+from pathlib import Path
+
+import torch
+
+from headrace.back.platforms import huge_pages
+
+MB = 1 << 20
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def test_pieces_are_zero_aligned_and_apart():
+    pieces = [huge_pages.kept((size,), torch.uint8) for size in (1, 63, 64, 5 * MB, 3 * MB + 1)]
+    assert all(not piece.any() and piece.data_ptr() % 64 == 0 for piece in pieces)
+    for number, piece in enumerate(pieces, 1):
+        piece.fill_(number)
+    assert all((piece == number).all() for number, piece in enumerate(pieces, 1))
+
+
+def test_shape_and_dtype_are_as_asked_and_nothing_takes_nothing():
+    assert huge_pages.kept((3, 5), torch.bfloat16).shape == (3, 5)
+    assert huge_pages.kept((2, 4), torch.float32).dtype is torch.float32
+    assert huge_pages.kept((0, 4), torch.uint8).shape == (0, 4)
+
+
+def test_a_piece_larger_than_a_region_has_its_own():
+    piece = huge_pages.kept((100 * MB,), torch.uint8)
+    piece[-1] = 1
+    assert piece.sum() == 1
+
+
+def test_a_piece_let_go_gives_its_memory_back_and_a_view_keeps_it():
+    beside, piece = (huge_pages.kept((24 * MB,), torch.uint8).fill_(7) for _ in range(2))
+    view = piece[MB : 2 * MB]
+    del piece
+    gc.collect()
+    assert (view == 7).all()
+    before = resident_bytes()
+    del view
+    gc.collect()
+    assert before - resident_bytes() > 20 * MB
+    assert (beside == 7).all()
+
+
+def test_the_memory_is_backed_by_large_pages_where_the_system_grants_them():
+    if "never" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().split("[")[1][:5]:
+        return
+    small = [huge_pages.kept((MB,), torch.uint8).fill_(1) for _ in range(32)]
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    huge = next(int(line.split()[1]) for line in rollup if line.startswith("AnonHugePages"))
+    assert huge >= 16 << 10, (huge, len(small))

@@ -1,0 +1,158 @@
+"""Products with weights quantized while they load, a scale per group: against the definition at odd sizes,
+batch and thread invariance, extremes; the native quantizer against the scheme, bit for bit (PLT-09)."""
+
+import pytest
+import torch
+
+from headrace.back.kernels.embedding_blocks import native as embedding_native
+from headrace.back.kernels.embedding_blocks.op import EmbeddingBlocksProblem
+from headrace.back.kernels.linear_blocks import op
+from headrace.back.kernels.linear_blocks.layout import (
+    ONLINE_CODINGS,
+    BlockWeight,
+    dequantize_rows,
+    empty_segment,
+    read_rows,
+    write_codes,
+)
+from headrace.back.kernels.linear_blocks.native import KERNEL, bind_with
+from headrace.back.kernels.linear_blocks.op import OP, LinearBlocksProblem
+from headrace.back.kernels.linear_blocks.quantize import quantize_with
+from headrace.back.quant.online import coding_of
+from headrace.back.quant.scheme import SCHEMES
+from tests.kernels.native.test_linear_blocks import close, values
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+GROUPED = [name for name, scheme in SCHEMES.items() if scheme.group]
+# rows, outputs, inputs: below, at and above every tile, panel, group and block width
+SIZES = [(1, 1, 1), (1, 63, 7), (1, 64, 64), (2, 65, 33), (3, 130, 31), (5, 37, 100), (7, 128, 96), (9, 64, 320),
+         (17, 96, 192), (33, 200, 257), (67, 70, 130)]  # fmt: skip
+
+
+def problem(name, dtype, outputs, inputs, bias=False):
+    kinds = ((coding_of(SCHEMES[name]).name, outputs),)
+    return LinearBlocksProblem(device="cpu", dtype=dtype, inputs=inputs, kinds=kinds, bias=bias)
+
+
+def weight_for(asked, seed=1):
+    return op.random_weight(asked, torch.Generator().manual_seed(seed))
+
+
+def defined(asked, weight, bias, x):
+    """The definition's result before it is rounded to the dtype."""
+    return op.bind_reference(asked, weight, None if bias is None else bias.float())(x.float())
+
+
+def test_every_grouped_scheme_has_a_coding_and_every_coding_a_scheme():
+    assert {coding_of(SCHEMES[name]).name for name in GROUPED} == set(ONLINE_CODINGS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GROUPED)
+def test_equals_the_definition_at_odd_sizes(library, name, dtype):
+    for rows, outputs, inputs in SIZES:
+        asked = problem(name, dtype, outputs, inputs, bias=True)
+        weight, bias = weight_for(asked), values(outputs, dtype=dtype, seed=2)
+        x = values(rows, inputs + 8, dtype=dtype)[:, 4:-4]
+        exact = defined(asked, weight, bias, x)
+        close(bind_with(library, asked, weight, bias)(x), exact, dtype)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(library, name):
+    asked = problem(name, torch.bfloat16, 300, 288)
+    linear = bind_with(library, asked, weight_for(asked), None)
+    x = values(203, 288, dtype=torch.bfloat16)
+    together, few = linear(x), [linear(x[:n]) for n in (2, 3, 4, 7, 16, 17, 23)]
+    library.set_threads(1)
+    for row in (0, 1, 22, 63, 64, 191, 192, 202):
+        assert torch.equal(linear(x[row : row + 1])[0], together[row])
+    assert all(torch.equal(part, together[: len(part)]) for part in few)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_row_with_nan_or_inf_is_nan_and_no_other(library, name):
+    asked = problem(name, torch.float32, 40, 70)
+    linear, x = (
+        bind_with(library, asked, weight_for(asked), None),
+        values(5, 70, dtype=torch.float32),
+    )
+    clean = linear(x)
+    x[1, 69], x[3, 0] = float("nan"), float("-inf")
+    y = linear(x)
+    assert y[[1, 3]].isnan().all()
+    assert torch.equal(y[[0, 2, 4]], clean[[0, 2, 4]])
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_the_largest_codes_do_not_overflow(library, name):
+    """Every product at its largest, all of one sign."""
+    inputs, coding = 4096, coding_of(SCHEMES[name])
+    segment = empty_segment(coding, 64, inputs)
+    for byte in (0, 255):
+        segment.panels.fill_(byte)
+        header = segment.panels.view(-1, coding.block_bytes)[:, : coding.header_bytes]
+        header.view(torch.bfloat16).fill_(0.5)
+        x = torch.cat((torch.ones(5, inputs), -torch.ones(5, inputs)))
+        exact = x @ dequantize_rows(segment, torch.arange(64)).T
+        linear = bind_with(
+            library, problem(name, torch.float32, 64, inputs), BlockWeight(inputs, (segment,)), None
+        )
+        torch.testing.assert_close(linear(x), exact, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GROUPED)
+def test_the_native_quantizer_packs_what_the_scheme_says(library, name, dtype):
+    for outputs, inputs in ((1, 1), (63, 33), (64, 64), (130, 100), (70, 257)):
+        weight = values(outputs, inputs + 3, dtype=dtype)[:, 1 : inputs + 1]
+        weight[0] = 0
+        coding = coding_of(SCHEMES[name])
+        ours, theirs = (empty_segment(coding, outputs, inputs) for _ in range(2))
+        write_codes(theirs, 0, *SCHEMES[name].quantize(weight))
+        ours.panels.fill_(7)
+        quantize_with(library, weight, ours)
+        rows = torch.arange(outputs)
+        for mine, expected in zip(read_rows(ours, rows), read_rows(theirs, rows), strict=True):
+            assert (mine is None and expected is None) or torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_damaged_weight_gives_nan_where_it_is_and_nowhere_else(newest, name):
+    weight = values(70, 64, dtype=torch.float32)
+    weight[3, 5], weight[66, 1] = float("nan"), float("inf")
+    segment = empty_segment(coding_of(SCHEMES[name]), 70, 64)
+    quantize_with(newest, weight, segment)
+    linear = bind_with(
+        newest, problem(name, torch.float32, 70, 64), BlockWeight(64, (segment,)), None
+    )
+    lost = linear(torch.ones(1, 64)).isnan()[0]
+    assert lost.nonzero()[:, 0].tolist() == [3, 66]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_rows_of_a_table_are_those_of_the_layout(library, name):
+    for rows, width in ((1, 1), (64, 32), (131, 70), (200, 257)):
+        asked = problem(name, torch.float32, rows, width)
+        table = weight_for(asked)
+        lookup = EmbeddingBlocksProblem(
+            device="cpu", dtype=torch.float32, coding=asked.kinds[0][0], rows=rows, width=width
+        )
+        ids = torch.arange(rows).flip(0)
+        exact = dequantize_rows(table.segments[0], ids)
+        assert torch.equal(embedding_native.bind_with(library, lookup, table)(ids), exact)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_the_self_check_accepts_it(newest, name):
+    for dtype in DTYPES:
+        asked = problem(name, dtype, 3073, 1025, bias=True)
+        assert OP.error(KERNEL, asked) <= OP.tolerance(asked)
+
+
+def test_segments_must_agree_on_the_groups_of_activations():
+    asked = LinearBlocksProblem(
+        device="cpu", dtype=torch.float32, inputs=256, kinds=(("Q8_0", 64), ("int4-g64", 64))
+    )
+    assert "groups of one size" in KERNEL.supports(asked)
