@@ -145,14 +145,15 @@ def test_quantization_is_refused_by_name_where_no_kernel_could_serve_it() -> Non
         resolved(CUDA, model={"quantization": "int8"})
 
 
-def test_an_int8_kv_cache_is_refused_by_name_where_no_kernel_could_serve_it() -> None:
+@pytest.mark.parametrize("code", ["int8", "fp8"])
+def test_a_coded_kv_cache_is_refused_by_name_where_no_kernel_could_serve_it(code: str) -> None:
     """QNT-18."""
-    given = options(kv={"kv_dtype": "int8"})
-    assert resolve(given, MODEL, CPU).engine.model.kv_dtype == "int8"
+    given = options(kv={"kv_dtype": code})
+    assert resolve(given, MODEL, CPU).engine.model.kv_dtype == code
     assert resolved().engine.model.kv_dtype is None
-    with pytest.raises(ConfigError, match="--kv-dtype int8 needs a model family"):
+    with pytest.raises(ConfigError, match=f"--kv-dtype {code} needs a model family"):
         resolve(given, msgspec.structs.replace(MODEL, family="transformers"), CPU)
-    with pytest.raises(ConfigError, match="--kv-dtype int8 runs on the CPU only"):
+    with pytest.raises(ConfigError, match=f"--kv-dtype {code} runs on the CPU only"):
         resolve(given, MODEL, CUDA)
 
 

@@ -64,7 +64,7 @@ class Head:
 class Scope:
     """The place of one layer. `path` is its checkpoint name; `block_tokens` and `max_positions`
     come from the engine. `scheme` says how weights of linear layers are quantized; None: they are not.
-    `kv_coded`: the KV cache holds int8 codes.
+    `kv_coded`: "int8" or "fp8" codes in the KV cache.
     `stored` names the checkpoint's tensors that are quantized already and stay so."""
 
     ledger: Ledger
@@ -74,7 +74,7 @@ class Scope:
     block_tokens: int
     max_positions: int
     scheme: Scheme | None = None
-    kv_coded: bool = False
+    kv_coded: str | None = None
     stored: Stored = field(default_factory=dict)
     head: Head = Head()
     path: str = ""

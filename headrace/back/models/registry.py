@@ -60,6 +60,6 @@ def build_model(
         head=Head(kind=spec.head, num_labels=spec.num_labels, bare=spec.bare),
         scheme=None if spec.quantization is None else SCHEMES[spec.quantization],
         stored=stored or {},
-        kv_coded=spec.kv_dtype == "int8",
+        kv_coded=spec.kv_dtype,
     )
     return FAMILIES.load(spec.family)(scope, ConfigReader(spec.config, "config.json"))

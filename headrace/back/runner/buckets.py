@@ -194,7 +194,11 @@ class BucketSteps:
         self.rows = Rows(tokens, tables, block_tokens=block_tokens)
         self._message = _Message(problem, self._tables, self.buckets.largest.updates)
         self._ring = torch.zeros((RING, 2, max_rows), **new)
-        self._told = _host_buffer((RING, 2, max_rows), device)
+        # Cut once: each small operation of torch costs microseconds, and some give up the interpreter's lock.
+        self._rings = self._ring.unbind()
+        host = device.type == "cpu"  # which reads the ring itself
+        self._told = self._rings if host else _host_buffer((RING, 2, max_rows), device).unbind()
+        self._host_told = [(t[0].numpy(), t[1].numpy().view(np.float32)) for t in self._told]
         self._static = _Static(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
 
@@ -218,16 +222,15 @@ class BucketSteps:
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)
-        self._replay.read(self._told[slot], self._ring[slot])
+        self._replay.read(self._told[slot], self._rings[slot])
         if not shape.sampled.size:
             return Ran(hidden_TE=out.hidden_TE, logits=None, picks=None)
-        tokens, bits = self._told[slot].numpy()
         return Ran(
             hidden_TE=out.hidden_TE,
             logits=out.logits_RV,
             picks=out.picks,
             index=shape.sampled,
-            told=(tokens, bits.view(np.float32)),
+            told=self._host_told[slot],
         )
 
     def moment(self) -> Moment:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from headrace.back.kernels.native.library import NativeLibrary
@@ -96,7 +95,7 @@ class Tapes:
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See Replay."""
-        np.copyto(target.numpy(), source.numpy())
+        assert target is source, "a CPU's results are on the host"
 
     def moment(self) -> Moment:
         """See Replay."""

@@ -122,7 +122,7 @@ class Sampler:
 
     def uses(self, rows: np.ndarray) -> bool:
         """Whether any of these rows asks for more than the greedy choice."""
-        return bool(self._numbers.use[rows].any())
+        return np.count_nonzero(self._numbers.use[rows]) > 0
 
     def sample(
         self,

@@ -25,7 +25,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `config` is config.json as read (for GGUF: rebuilt from its metadata with the same keys). `family` names a row of
     `back/models/registry.py`. `dtype`: float32, bfloat16 or float16. `logits_width` bounds every token id.
-    `kv_dtype`: int8 codes with a scale per token and head in the KV cache; None: `dtype`.
+    `kv_dtype`: int8 or fp8 codes with a scale per token and head in the KV cache; None: `dtype`.
     `quantization`: int8 or int4 weights, made from the checkpoint's while it loads; None: as they are. `head`: "lm",
     "sequence" (one class per text) or "token" (one per token) with `num_labels`, or "none"; `bare`: tensor names have
     no prefix of the whole model around them (checkpoints of a base model).
@@ -80,13 +80,17 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model runs. `threads` is per worker, `memory_bytes` what a worker may take of its device (None: no
-    bound)."""
+    bound). `cpus`: where those threads stay, `other_cpus`: where all else of the server does (empty: anywhere).
+    `nodes`: NUMA nodes that memory is taken from in turns, if there are several."""
 
     device: str
     executor: str
     tensor_parallel: int = 1
     threads: int = 1
     memory_bytes: int | None = None
+    cpus: tuple[int, ...] = ()
+    other_cpus: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,10 +96,10 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
         Literal[8, 16, 32, 64, 128], Meta(description="Tokens in a KV block.")
     ] = 16
     kv_dtype: Annotated[
-        Literal["auto", "int8"],
+        Literal["auto", "int8", "fp8"],
         Meta(
-            description="Type of the KV cache; auto takes that of the activations. int8 keeps codes with a scale per "
-            "token and head: about half the memory. CPU only."
+            description="Type of the KV cache; auto takes that of the activations. int8 and fp8 (e4m3) keep codes with "
+            "a scale per token and head: about half the memory. CPU only."
         ),
     ] = "auto"
     prefix_caching: Annotated[

@@ -6,12 +6,13 @@
 // parts are merged in order, so a row's result depends neither on the other rows nor on the number of threads.
 // Only positions a tile can see are touched: what lies in freed or unused places may be NaN.
 //
-// The cache holds the queries' type T, or int8 codes with a float32 scale per token and head (S, its element, is then
-// int8_t): a block's head is [block_tokens][head_dim] codes, then [block_tokens] scales. Codes are exact in T, so keys
+// The cache holds the queries' type T, or codes with a float32 scale per token and head (S, its element, is then int8_t
+// or fp8): a block's head is [block_tokens][head_dim] codes, then [block_tokens] scales. Codes are exact in T, so keys
 // are widened four at a time on the way into the same products, and scales are put on scores and weights.
 
 #include "../native/amx_attention.h"
 #include "../native/dot_tile.h"
+#include "../native/fp8.h"
 
 namespace {
 
@@ -25,6 +26,7 @@ struct Attention {
   const void *q, *kv;
   void* out;
   const int32_t *query_start, *kv_len, *block_table;
+  const float* sinks;  // a score per query head, or null
   int64_t rows, table_stride, heads, kv_heads, head_dim, block_tokens;
   int64_t q_token_stride, q_head_stride, block_stride, value_offset, head_stride;
   int64_t window;  // positions a query sees, itself included
@@ -34,9 +36,9 @@ struct Attention {
 };
 
 // Query tokens [token, token + tokens) of a row, query heads [head, head + heads), KV positions [low, high).
-// part >= 0: leave the unmerged result at parts + part.
+// first: it holds the lowest position of its rows. part >= 0: leave the unmerged result at parts + part.
 struct Task {
-  int32_t row, token, tokens, head, heads, low, high;
+  int32_t row, token, tokens, head, heads, low, high, first;
   int64_t part;
 };
 
@@ -75,14 +77,19 @@ HR_INLINE void scale_columns(float* values, int64_t rows, int64_t count, const f
 // NB keys in the type of the queries: where they lie, or widened into `wide`.
 template <class T, int NB>
 HR_INLINE const T* keys_as(const T* k, int64_t, T*) { return k; }
-template <class T, int NB>
-HR_INLINE const T* keys_as(const int8_t* k, int64_t head_dim, T* wide) {
+template <class T, int NB, class S>
+HR_INLINE const T* widened(const S* k, int64_t head_dim, T* wide) {
   const int64_t count = NB * head_dim;
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(wide + i, load(k + i));
   if (i < count) store_part(wide + i, load_part(k + i, count - i), count - i);
   return wide;
 }
+
+template <class T, int NB>
+HR_INLINE const T* keys_as(const int8_t* k, int64_t head_dim, T* wide) { return widened<T, NB>(k, head_dim, wide); }
+template <class T, int NB>
+HR_INLINE const T* keys_as(const fp8* k, int64_t head_dim, T* wide) { return widened<T, NB>(k, head_dim, wide); }
 
 template <class T, int MB, int NB>
 HR_INLINE void score_tile(const char* panel, const T* k, int64_t head_dim, float* scores) {
@@ -236,6 +243,13 @@ HR_INLINE void fill_queries(const Attention& p, const Task& task, char* panels) 
   }
 }
 
+// The running maximum and sum that query row m of a task begins with: the sink is a score of the first part.
+HR_INLINE void begin_row(const Attention& p, const Task& task, int64_t m, float& max, float& total) {
+  const bool sinks = p.sinks != nullptr && task.first;
+  max = sinks ? p.sinks[task.head + m % task.heads] : -__builtin_inff();
+  total = sinks ? 1.0f : 0.0f;
+}
+
 HR_INLINE int64_t part_floats(const Attention& p) { return p.head_dim + 2; }
 
 template <class T>
@@ -267,7 +281,7 @@ void attend(void* context, int64_t i) {
   float max[kRows], total[kRows], factors[kRows];
   fill_queries<T>(p, task, panels);
   for (int64_t m = 0; m < rows; ++m) {
-    max[m] = -__builtin_inff(), total[m] = 0;
+    begin_row(p, task, m, max[m], total[m]);
     for (int64_t d = 0; d < p.head_dim; d += kLanes) store(sums + m * kMaxHead + d, F{});
   }
   for (int64_t low = task.low; low < task.high; low += kTokens) {
@@ -301,7 +315,10 @@ HR_INLINE void attend_tiles(const Attention& p, const Task& task) {
   alignas(64) char memory[2 * kMaxHead * 32 + 2 * kMaxHead * 64 + 4 * kTileBytes + 64 * 32 * 4 + 2 * kMaxHead * 64];
   alignas(64) int32_t position[kRows];
   alignas(64) float max[kRows], total[kRows];
-  for (int64_t m = 0; m < kRows; ++m) position[m] = int32_t(first + smaller(m, rows - 1) / task.heads);
+  for (int64_t m = 0; m < kRows; ++m) {
+    position[m] = int32_t(first + smaller(m, rows - 1) / task.heads);
+    begin_row(p, task, smaller(m, rows - 1), max[m], total[m]);
+  }
   const TileTask job{rows, D, task.low, task.high, p.window, p.scale, p.softcap, position};
   const TileMemory m = tile_memory(memory, D);
   const bf16* q = static_cast<const bf16*>(p.q);
@@ -397,7 +414,7 @@ HR_INLINE Counts plan(const Attention& p, Task* tasks, Merge* merges) {
             const int64_t to = i == parts - 1 ? high : (low / kSplit + i + 1) * kSplit;
             if (tasks)
               tasks[n.tasks] = {int32_t(row), int32_t(token), int32_t(tokens), int32_t(head), int32_t(heads),
-                                int32_t(from), int32_t(to), parts > 1 ? n.part_floats : -1};
+                                int32_t(from), int32_t(to), i == 0, parts > 1 ? n.part_floats : -1};
             if (parts > 1) n.part_floats += part_stride;
           }
         }
@@ -443,13 +460,22 @@ int32_t run(Attention& p) {
   return HR_OK;
 }
 
+template <class S>
+int32_t run_codes(Attention& p, int32_t dtype) {
+  if (dtype == HR_BF16) return run<bf16, S>(p);
+  if (dtype == HR_F16) return run<fp16, S>(p);
+  if (dtype == HR_F32) return run<float, S>(p);
+  return HR_BAD_DTYPE;
+}
+
 }  // namespace
 
 // q [num_tokens, heads, head_dim] with strides in elements and contiguous head_dim; out the same, contiguous.
 // kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
-// t * head_dim, strides in elements of the cache. window 0: all positions. softcap 0: none. coded: the cache holds int8.
+// t * head_dim, strides in elements of the cache. window 0: all positions. softcap 0: none. coded: 0 the queries' type,
+// 1 int8, 2 e4m3.
 HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
-                                       const int32_t* kv_len, const int32_t* block_table, int64_t rows,
+                                       const int32_t* kv_len, const int32_t* block_table, const float* sinks, int64_t rows,
                                        int64_t table_stride, int64_t num_tokens, int64_t num_blocks, int64_t heads,
                                        int64_t kv_heads, int64_t head_dim, int64_t block_tokens, int64_t q_token_stride,
                                        int64_t q_head_stride, int64_t block_stride, int64_t value_offset,
@@ -457,16 +483,13 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
                                        int32_t coded) {
   if (head_dim < 1 || head_dim > kMaxHead || kv_heads < 1 || heads < 1 || heads % kv_heads || block_tokens < 1)
     return HR_BAD_SHAPE;
-  Attention p{q, kv, out, query_start, kv_len, block_table, rows, table_stride, heads, kv_heads, head_dim,
+  Attention p{q, kv, out, query_start, kv_len, block_table, sinks, rows, table_stride, heads, kv_heads, head_dim,
               block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
               window > 0 ? window : INT32_MAX, scale, softcap, nullptr, nullptr};
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
-  if (coded != 0) {
-    if (dtype == HR_BF16) return run<bf16, int8_t>(p);
-    if (dtype == HR_F16) return run<fp16, int8_t>(p);
-    if (dtype == HR_F32) return run<float, int8_t>(p);
-    return HR_BAD_DTYPE;
-  }
+  if (coded == 1) return run_codes<int8_t>(p, dtype);
+  if (coded == 2) return run_codes<fp8>(p, dtype);
+  if (coded != 0) return HR_BAD_DTYPE;
   if (dtype == HR_BF16) return run<bf16>(p);
   if (dtype == HR_F16) return run<fp16>(p);
   if (dtype == HR_F32) return run<float>(p);

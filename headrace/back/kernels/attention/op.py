@@ -3,7 +3,9 @@
 `bind(problem)` returns `f(q_THD, kv, plan) -> out_THD`. T query tokens, H query heads, K KV heads
 (query head h reads KV head h // (H/K)), D head_dim; kv [num_blocks, 2, K, block_tokens, D], the
 step's own KV already written. The query at position p sees positions max(0, p - window + 1) .. p.
-scores = scale * q.k; with `softcap` c they become c * tanh(scores / c) (Gemma 2).
+scores = scale * q.k; with `softcap` c they become c * tanh(scores / c) (Gemma 2). With `sinks`,
+`bind(problem, sinks_H)` takes a float32 per query head: a score beside those of the positions that
+takes its share of the softmax and has no value (gpt-oss).
 
 Rules every kernel keeps:
 - rows are independent: NaN in one row's KV, or in the unused tail of a block, or in the null block,
@@ -55,8 +57,9 @@ Attention = Callable[[torch.Tensor, torch.Tensor, Plan], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
-    """`dtype` is that of q, the output and, unless it is `coded` (int8 codes and scales,
-    kernels/kv_write/coded.py), the cache. `window` and `softcap` are None where the layer has none."""
+    """`dtype` is that of q, the output and, unless it is `coded` ("int8" or "fp8" codes and scales,
+    kernels/kv_write/coded.py), the cache. `window` and `softcap` are None where the layer has none.
+    With `sinks` the kernel is bound with them."""
 
     device: str
     dtype: torch.dtype
@@ -67,7 +70,8 @@ class AttentionProblem:
     scale: float
     window: int | None = None
     softcap: float | None = None
-    coded: bool = False
+    coded: str | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +145,12 @@ def _sample(problem: AttentionProblem) -> Sample:
     else:
         kv = random_tensor(shape[0], 2, *shape[1:], **new)
         kv[0] = float("nan")
-    return Sample(problem=problem, weights=(), arguments=(q_THD, kv, plan))
+    sinks_H = torch.linspace(-1.0, 2.0, problem.heads, device=problem.device)
+    return Sample(
+        problem=problem,
+        weights=(sinks_H,) if problem.sinks else (),
+        arguments=(q_THD, kv, plan),
+    )
 
 
 OP: Op[AttentionProblem] = Op(

@@ -27,7 +27,7 @@ SCORE_BYTES = 32 << 20
 QUERY_TILE = 256
 
 
-def bind_reference(problem: AttentionProblem) -> Attention:
+def bind_reference(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Attention:
     """The reference."""
 
     def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -35,9 +35,9 @@ def bind_reference(problem: AttentionProblem) -> Attention:
             kv, plan = _widened(problem, kv, plan)
         out_THD = torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         for start, end in _decode_groups(problem, plan):
-            out_THD[start:end] = _decode(problem, q_THD, kv, plan, start, end)
+            out_THD[start:end] = _decode(problem, q_THD, kv, plan, start, end, sinks_H)
         for row in range(plan.num_decodes, len(plan.host_kv_len)):
-            _prefill_row(problem, q_THD, kv, plan, row, out_THD)
+            _prefill_row(problem, q_THD, kv, plan, row, out_THD, sinks_H)
         return out_THD
 
     return attention
@@ -48,7 +48,9 @@ def _widened(problem: AttentionProblem, kv: torch.Tensor, plan: Plan) -> tuple[t
     blocks = plan.block_table_RB.unique()
     table_RB = torch.searchsorted(blocks, plan.block_table_RB).to(plan.block_table_RB.dtype)
     narrow: Any = plan
-    return widen(kv[blocks.long()], problem.dtype), replace(narrow, block_table_RB=table_RB)
+    return widen(kv[blocks.long()], problem.dtype, problem.coded), replace(
+        narrow, block_table_RB=table_RB
+    )
 
 
 def _lowest(problem: AttentionProblem, position: int) -> int:
@@ -79,6 +81,7 @@ def _decode(
     plan: Plan,
     start: int,
     end: int,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Rows start..end with one query each, where query token i belongs to row i; returns [R, H,
     D]."""
@@ -104,8 +107,18 @@ def _decode(
     v_KRSD.masked_fill_(hidden_RS[..., None], 0.0)
     q_KRGD = q_THD[start:end].unflatten(1, (kv_heads, -1)).transpose(0, 1)
     scores = _scores(problem, q_KRGD, k_KRSD).masked_fill_(hidden_RS[:, None], float("-inf"))
-    weights = scores.softmax(-1).to(problem.dtype)
+    weights = _softmax(scores, sinks_H, (kv_heads, 1, -1, 1)).to(problem.dtype)
     return torch.matmul(weights, v_KRSD).transpose(0, 1).flatten(1, 2)
+
+
+def _softmax(
+    scores: torch.Tensor, sinks_H: torch.Tensor | None, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Over the last dimension; the sinks, viewed as `shape`, take their share and are left out."""
+    if sinks_H is None:
+        return scores.softmax(-1)
+    sink = sinks_H.view(shape).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
 
 
 def _scores(problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -123,6 +136,7 @@ def _prefill_row(
     plan: Plan,
     row: int,
     out_THD: torch.Tensor,
+    sinks_H: torch.Tensor | None,
 ) -> None:
     """One row with several queries, tile by tile, into its part of `out_THD`."""
     begin, end = int(plan.host_query_start[row]), int(plan.host_query_start[row + 1])
@@ -144,11 +158,12 @@ def _prefill_row(
             k_KSD[:, seen],
             v_KSD[:, seen],
             first_query=offset + start - low,
+            sinks_H=sinks_H,
         )
 
 
 def _tile_queries(problem: AttentionProblem, kv_len: int) -> int:
-    if problem.softcap is None:
+    if problem.softcap is None and not problem.sinks:
         return QUERY_TILE
     return max(16, min(QUERY_TILE, SCORE_BYTES // (4 * problem.heads * kv_len)))
 
@@ -160,6 +175,7 @@ def _tile(
     v_KSD: torch.Tensor,
     *,
     first_query: int,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Queries at positions first_query .. over S positions counted from the same origin; returns
     [Q, H, D]."""
@@ -171,11 +187,12 @@ def _tile(
         seen_QS &= key_S > query_Q1 - problem.window
     shape = (problem.kv_heads, q_KGQD.shape[1], *k_KSD.shape[1:])
     k_KGSD, v_KGSD = k_KSD[:, None].expand(shape), v_KSD[:, None].expand(shape)
-    if problem.softcap is None:
+    if problem.softcap is None and sinks_H is None:
         out = F.scaled_dot_product_attention(
             q_KGQD, k_KGSD, v_KGSD, attn_mask=seen_QS, scale=problem.scale
         )
     else:
         scores = _scores(problem, q_KGQD, k_KGSD).masked_fill_(~seen_QS, float("-inf"))
-        out = torch.matmul(scores.softmax(-1).to(problem.dtype), v_KGSD)
+        weights = _softmax(scores, sinks_H, (problem.kv_heads, -1, 1, 1))
+        out = torch.matmul(weights.to(problem.dtype), v_KGSD)
     return out.permute(2, 0, 1, 3).flatten(1, 2)

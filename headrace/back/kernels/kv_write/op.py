@@ -4,7 +4,7 @@
 D] (0 = keys, 1 = values), T tokens, K KV heads, D head_dim. slot_T int64, never negative: block *
 block_tokens + offset. k and v may be strided views; their last dimension is contiguous. Slots of
 one step are distinct, except that padding may hit block 0 many times (the null block, whose content
-means nothing). A `coded` cache holds int8 codes and scales (`coded.py`).
+means nothing). A `coded` cache holds codes and scales (`coded.py`): "int8" or "fp8".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KVWriteProblem:
     kv_heads: int
     head_dim: int
     block_tokens: int
-    coded: bool = False
+    coded: str | None = None
 
 
 def bind_reference(problem: KVWriteProblem) -> KVWrite:
@@ -44,7 +44,7 @@ def bind_reference(problem: KVWriteProblem) -> KVWrite:
         for half, x_TKD in enumerate((k_TKD, v_TKD)):
             if problem.coded:
                 codes, scales = codes_and_scales(kv)
-                codes_TKD, scales_TK = quantize(x_TKD)
+                codes_TKD, scales_TK = quantize(x_TKD, problem.coded)
                 codes[block_T, half, :, offset_T] = codes_TKD
                 scales[block_T, half, :, offset_T] = scales_TK
             else:
