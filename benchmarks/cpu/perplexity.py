@@ -44,7 +44,7 @@ def losses(found: list[Document], options: dict[str, str]) -> np.ndarray:
         assert output.prompt_logprobs is not None
         for scored, wanted in zip(output.prompt_logprobs, learnt, strict=True):
             if scored is not None and wanted:
-                values.append(-scored.logprob)
+                values.append(-scored.token.logprob)
     return np.array(values)
 
 

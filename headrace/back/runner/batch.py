@@ -23,7 +23,8 @@ class StepShape:
 
     rows [R] int64; query_start [R+1], kv_len [R] int32; row_T, position_T [T] int64;
     sampled [N] int64: indices into the plan's rows; sampled_row, sampled_position [N]: the row, and the position the
-    sampled token will have (the row's length after this step).
+    sampled token will have (the row's length after this step). plain: the tokens are the greedy picks, and nobody asks
+    for logits.
     """
 
     rows: np.ndarray
@@ -37,6 +38,7 @@ class StepShape:
     num_decodes: int
     max_query_len: int
     max_kv_len: int
+    plain: bool = False
 
 
 def shape_of(plan: StepPlan) -> StepShape:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -41,12 +41,14 @@ MIXED_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows."""
+    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `plain`: it
+    leaves the picks and no logits."""
 
     tokens: int
     rows: int
     decode: bool
     updates: int
+    plain: bool = False
 
     def __str__(self) -> str:
         return f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
@@ -124,10 +126,11 @@ def _token_sizes(most: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a bucket's step leaves: hidden [T, E], logits float32 [R, V] and the greedy picks of all R rows."""
+    """What a bucket's step leaves: hidden [T, E], logits float32 [R, V] (None: the bucket is plain) and greedy picks of
+    all R rows."""
 
     hidden_TE: torch.Tensor
-    logits_RV: torch.Tensor
+    logits_RV: torch.Tensor | None
     picks: Picks
 
 
@@ -220,6 +223,8 @@ class BucketSteps:
         """See Steps."""
         self.rows.start(plan.starts)
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
+        if shape.plain and bucket.decode and self._machine.model.pick is not None:
+            bucket = replace(bucket, plain=True)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)
         self._replay.read(self._told[slot], self._rings[slot])
@@ -246,11 +251,12 @@ class BucketSteps:
         frame, model, words = self._frames[bucket], self._machine.model, self._message.words
         self._inputs(words, self._tables, frame.out)
         hidden_TE = model.forward(frame.batch)
-        if bucket.decode:
-            logits_RV = model.logits(hidden_TE)
+        if bucket.plain and model.pick is not None:
+            logits_RV, picks = None, model.pick(hidden_TE)
         else:
-            logits_RV = model.logits(hidden_TE.index_select(0, frame.out.last_R))
-        picks = self._machine.greedy(logits_RV)
+            wanted = hidden_TE if bucket.decode else hidden_TE.index_select(0, frame.out.last_R)
+            logits_RV = model.logits(wanted)
+            picks = self._machine.greedy(logits_RV)
         self._commit(words, *picks, self._tables.tokens_MC, self._ring)
         return Outputs(hidden_TE=hidden_TE, logits_RV=logits_RV, picks=picks)
 

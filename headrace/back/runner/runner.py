@@ -10,6 +10,7 @@ T query tokens, R rows of the step, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -171,6 +172,8 @@ class Runner:
             self._steps.rows.apply(plan)
             return Launched(plan=plan)
         shape, supplied = shape_of(plan), once(supplied) if plan.late else supplied
+        if not plan.late and not self._sampler.uses(shape.sampled_row):
+            shape = dataclasses.replace(shape, plain=True)
         try:
             return self._run(plan, shape, supplied)
         except torch.OutOfMemoryError:

@@ -87,7 +87,7 @@ class Tapes:
             return outputs
         kept = Outputs(
             hidden_TE=unowned(outputs.hidden_TE),
-            logits_RV=unowned(outputs.logits_RV),
+            logits_RV=None if outputs.logits_RV is None else unowned(outputs.logits_RV),
             picks=(unowned(outputs.picks[0]), unowned(outputs.picks[1])),
         )
         self._tapes[bucket] = _Recorded(tape=recorder.tape(), outputs=kept)
