@@ -8,6 +8,7 @@ from measure import cell, interleaved, row, setup
 from headrace.back.kernels.attention.native import bind_with
 from headrace.back.kernels.attention.op import AttentionProblem, sample_plan
 from headrace.back.kernels.attention.reference import bind_reference
+from headrace.back.kernels.native.library import NativeLibrary
 
 HEADS = ((16, 8, 128), (32, 8, 128), (8, 8, 64))  # heads, KV heads, head_dim
 STEPS = {
@@ -17,10 +18,38 @@ STEPS = {
     "prompt of 512": [(512, 512)],
     "8 streams, chunk of 256": [(1, 512)] * 8 + [(256, 512)],
 }
+SHARED = 8, 1024
+"""Streams that share a prefix of so many tokens."""
+
+
+def shared_prefix(library: NativeLibrary, seconds: float) -> None:
+    """What one pass over a shared prefix for all its streams could save: streams with blocks of their own, with the same
+    blocks (the second stream finds them in the cache), and as many query rows over the prefix in one task."""
+    streams, length = SHARED
+    row("heads / KV / size", "own blocks us", "the same blocks us", "one pass us")
+    row(*["---"] * 4)
+    for heads, kv_heads, head_dim in HEADS:
+        problem = AttentionProblem(device="cpu", dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads,
+                                   head_dim=head_dim, block_tokens=16, scale=head_dim**-0.5)  # fmt: skip
+        native, new = (
+            bind_with(library, problem),
+            {"block_tokens": 16, "window": None, "device": "cpu"},
+        )
+        own, blocks = sample_plan([(1, length)] * streams, **new)
+        same, _ = sample_plan([(1, length)] * streams, **new)
+        same.block_table_RB.copy_(same.block_table_RB[:1].expand_as(same.block_table_RB))
+        once, _ = sample_plan([(streams, length)], **new)
+        q = torch.randn(streams, heads, head_dim).bfloat16()
+        kv = torch.randn(blocks, 2, kv_heads, 16, head_dim).bfloat16()
+        plans = {"own": own, "same": same, "once": once}
+        calls = {name: lambda plan=plan: native(q, kv, plan) for name, plan in plans.items()}
+        taken = interleaved(calls, seconds=seconds)
+        row(f"{heads} / {kv_heads} / {head_dim}", *(cell(taken[name]) for name in plans))
 
 
 def main() -> None:
     library, arguments = setup(__doc__)
+    shared_prefix(library, arguments.seconds)
     row(
         "dtype",
         "heads / KV / size",

@@ -85,7 +85,14 @@ def commands(peers: Peers, precision: str) -> Mapping[str, list[str]]:
     threads = ["--threads", str(peers.threads)]
     quantized = [] if precision == "bf16" else ["--quantization", precision]
     found = {
-        "headrace": [sys.executable, "-m", "benchmarks.cpu.ours", str(SHAPE), *threads, *quantized]
+        "headrace": [
+            sys.executable,
+            "-m",
+            "benchmarks.cpu.headrace_session",
+            str(SHAPE),
+            *threads,
+            *quantized,
+        ]
     }
     file = f"{peers.gguf}-{GGUF[precision]}.gguf"
     if peers.gguf and Path(file).exists():

@@ -1,6 +1,6 @@
 """headrace as one of the engines: the core and its worker in one process, driven step by step (bench/offline.py).
 
-python -m benchmarks.cpu.ours MODEL [--quantization int8]
+python -m benchmarks.cpu.headrace_session MODEL [--quantization int8]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPTIONS = ("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "
 
 
 def main() -> None:
-    line = CommandLine("ours", "", groups=("model", "kv", "scheduler", "device"))
+    line = CommandLine("session", "", groups=("model", "kv", "scheduler", "device"))
     _, options = line.parse(["--model", *sys.argv[1:], *OPTIONS])
     engine, rng = OfflineEngine(resolve_options(options)), np.random.default_rng(0)
 
