@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from measure import cell, interleaved, row, setup
 
@@ -23,10 +25,10 @@ SHARED = 8, 1024
 
 
 def shared_prefix(library: NativeLibrary, seconds: float) -> None:
-    """What one pass over a shared prefix for all its streams could save: streams with blocks of their own, with the same
-    blocks (the second stream finds them in the cache), and as many query rows over the prefix in one task."""
+    """Streams with blocks of their own, with the same blocks, and a prompt's last tokens over as many positions, which
+    go by in one task: the bound of what sharing can save."""
     streams, length = SHARED
-    row("heads / KV / size", "own blocks us", "the same blocks us", "one pass us")
+    row("heads / KV / size", "own blocks us", "the same blocks us", "a prompt's us")
     row(*["---"] * 4)
     for heads, kv_heads, head_dim in HEADS:
         problem = AttentionProblem(device="cpu", dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads,
@@ -42,7 +44,7 @@ def shared_prefix(library: NativeLibrary, seconds: float) -> None:
         q = torch.randn(streams, heads, head_dim).bfloat16()
         kv = torch.randn(blocks, 2, kv_heads, 16, head_dim).bfloat16()
         plans = {"own": own, "same": same, "once": once}
-        calls = {name: lambda plan=plan: native(q, kv, plan) for name, plan in plans.items()}
+        calls = {name: partial(native, q, kv, plan) for name, plan in plans.items()}
         taken = interleaved(calls, seconds=seconds)
         row(f"{heads} / {kv_heads} / {head_dim}", *(cell(taken[name]) for name in plans))
 

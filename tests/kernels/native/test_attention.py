@@ -62,6 +62,43 @@ def test_equals_the_reference_and_reads_no_unused_place(library, dtype, shape):
     assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window"), [(4, 2, None), (12, 1, None), (40, 1, 300), (2, 2, 600)]
+)
+def test_a_shared_prefix_gives_every_row_the_bits_it_has_alone(
+    library, dtype, heads, kv_heads, window, sinks
+):
+    """Rows that begin in the same blocks, some beside rows that do not, and of lengths around the ends of the parts."""
+    lengths = [700, 513, 512, 511, 900, 257, 769, 40, 650, 300, 1300, 1300, 700]
+    prefixes = [600, 600, 512, 511, 600, 256, 600, 32, 0, 288, 1296, 1296, 600]
+    rows = [(1, length) for length in lengths] + [(3, 30)]
+    problem, q, _, _ = case(dtype, heads, kv_heads, 32, 16, window, None, rows)
+    full, _ = sample_plan(rows, block_tokens=16, window=None, device="cpu")
+    shared, blocks = full.block_table_RB[10].clone(), int(full.block_table_RB.max()) + 1
+    for row, prefix in enumerate(prefixes):
+        full.block_table_RB[row, : prefix // 16] = shared[: prefix // 16]
+    kv = torch.randn(blocks, 2, kv_heads, 16, 32, generator=torch.Generator().manual_seed(1)).to(
+        dtype
+    )
+    kv[0] = float("nan")
+    problem = AttentionProblem(**{**vars(problem), "sinks": sinks})
+    given = torch.linspace(-1, 2, heads) if sinks else None
+    attention = bind_with(library, problem, given)
+    together = attention(q, kv, full)
+    wide = AttentionProblem(**{**vars(problem), "dtype": torch.float32})
+    expected = bind_reference(wide, given)(q.float(), kv.float(), full)
+    bound = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    assert (together.float() - expected).abs().max() <= bound * expected.abs().max()
+    library.set_threads(1)
+    for row in range(len(lengths)):
+        alone, _ = sample_plan(rows[row : row + 1], block_tokens=16, window=None, device="cpu")
+        width = alone.block_table_RB.shape[1]
+        alone.block_table_RB.copy_(full.block_table_RB[row : row + 1, :width])
+        assert torch.equal(attention(q[row : row + 1], kv, alone)[0], together[row]), row
+
+
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))
 def test_every_head_size(library, head_dim):
     dtype = torch.bfloat16 if head_dim % 16 == 0 else torch.float32
