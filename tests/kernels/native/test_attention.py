@@ -105,7 +105,7 @@ def test_every_head_size(library, head_dim):
     problem, q, kv, plan = case(dtype, 4, 2, head_dim, 16, None, None, [(1, 70), (17, 40)])
     poison_unused(kv, plan, 16)
     out, expected = bind_with(library, problem)(q, kv, plan), exact(problem, q, kv, plan)
-    bound = 2e-6 if dtype == torch.float32 else 6e-3
+    bound = 4e-6 if dtype == torch.float32 else 6e-3
     assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
 
 
