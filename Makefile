@@ -2,10 +2,12 @@
 #   PYTHON=python3.12 make ...   another interpreter (3.11 or newer)
 #   TORCH=torch==2.14.0 make ... another build of PyTorch
 #   make serve ARGS="--port 9000 MODEL"
+#   make unit ARGS="tests/core -x" WORKERS=0    WORKERS: tests at a time where no time is measured; 0: --pdb works
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+WORKERS ?= 2
 BIN    := $(VENV)/bin
 GPU    := $(shell test -e /proc/driver/nvidia/version && echo yes)
 # Without a GPU the CPU build is wanted; the newest wheels would bring gigabytes of CUDA libraries.
@@ -13,6 +15,7 @@ TORCH  ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
 PIP    := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --no-input
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 NATIVE := $(VENV)/.native
 SOURCES := $(wildcard headrace/back/kernels/*/*.cpp headrace/back/kernels/*/*.h headrace/back/kernels/native/build.py)
 
@@ -56,8 +59,16 @@ lint: $(DEV)
 types: $(DEV)
 	@echo "==> mypy"; $(BIN)/mypy
 
+# Both legs run, whatever the first one finds. Status 5: ARGS chose no test of that leg.
 unit: $(DEV)
-	@echo "==> pytest"; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations=10 $(ARGS)
+	@echo "==> pytest, $(WORKERS) at a time"; \
+	$(PYTEST) -m "not slow and not serial" -n $(WORKERS) --dist loadfile $(ARGS); beside=$$?; \
+	echo "==> pytest, one at a time"; \
+	$(PYTEST) -m "serial and not slow" $(ARGS); alone=$$?; \
+	case "$$beside $$alone" in \
+	  "0 0"|"0 5"|"5 0") ;; \
+	  *) echo "==> failed: status $$beside side by side, $$alone alone"; exit 1;; \
+	esac
 
 test: lint types unit
 

@@ -1,6 +1,6 @@
 """Thousands of mixed requests, each with constraints of its own, against the same requests alone (P17).
 
-    python benchmarks/robustness/canary.py --requests 10000 --write
+    python -m benchmarks.robustness.canary --requests 10000 --write
 
 Every request is drawn with a seed and a random set of features (allowed ids, bad words, biases, penalties, truncation,
 DRY, XTC, min_tokens, log-probabilities), run alone first, then many times among all the others in random order, some of
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from serving import BYSTANDER_PROMPTS, at_rest, server
+
+from benchmarks.robustness.serving import BYSTANDER_PROMPTS, at_rest, server
 
 DISTINCT = 200
 AT_ONCE = 48

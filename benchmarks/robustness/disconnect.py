@@ -1,6 +1,6 @@
 """Requests cut at a random moment, by FIN and by RST, on every route and shape (reliability 1.1).
 
-    python benchmarks/robustness/disconnect.py --cuts 2000 --write
+    python -m benchmarks.robustness.disconnect --cuts 2000 --write
 
 The server runs the null executor at a fixed time per step, so that the phase of a cut is drawn, not left to the
 machine: in the upload, queued, in the prefill, while decoding, streamed or not, n > 1, or with the answer ready and not
@@ -26,7 +26,8 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from serving import at_rest, ledger, null_model, server
+
+from benchmarks.robustness.serving import at_rest, ledger, null_model, server
 
 STEP_S = 0.02
 POLL_S = 0.005

@@ -1,6 +1,6 @@
 """Whether the time of a refusal tells how much of a key was right (P3/T3): Welch's t-test.
 
-    python benchmarks/robustness/key_timing.py --keys 20000 --write
+    python -m benchmarks.robustness.key_timing --keys 20000 --write
 
 The gate itself is timed, in process and in CPU time, because a socket's jitter (100 us) would hide what is looked for
 (20 ns). Keys with 0 to 31 right leading bytes alternate at random; |t| between the keys with none right and those with

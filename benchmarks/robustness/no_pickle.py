@@ -1,6 +1,6 @@
 """Nothing is unpickled in a serving process tree (P1/T1): an audit hook in every process, pickle bombs at every door.
 
-    python benchmarks/robustness/no_pickle.py --write
+    python -m benchmarks.robustness.no_pickle --write
 
 The server runs with two worker processes, so that every internal channel is in use. The hook comes in by a
 sitecustomize module on PYTHONPATH; each process leaves a line when it starts, so that one without the hook is noticed,
@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from serving import BYSTANDER_PROMPTS, at_rest, bystander, children, server
+
+from benchmarks.robustness.serving import BYSTANDER_PROMPTS, at_rest, bystander, children, server
 
 HOOK = """
 import os, sys, traceback

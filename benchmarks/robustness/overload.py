@@ -1,6 +1,6 @@
 """Open-loop load at 0.5 to 20 times the capacity, from four keys (reliability 1.2, ENG-06).
 
-    python benchmarks/robustness/overload.py --seconds 20 --write
+    python -m benchmarks.robustness.overload --seconds 20 --write
 
 The null executor's time per step is fixed, so the capacity is known: ROWS requests of TOKENS tokens at STEP_S a step.
 Requests come at random times whatever becomes of them. `ledger` is sent = ok + refused + failed + lost; `retried` is
@@ -26,7 +26,8 @@ import aiohttp
 import numpy as np
 import openai
 import psutil
-from serving import at_rest, children, null_model, resident_mib, server
+
+from benchmarks.robustness.serving import at_rest, children, null_model, resident_mib, server
 
 STEP_S, ROWS, TOKENS, QUEUE = 0.05, 4, 8, 8
 CAPACITY = ROWS / (TOKENS * STEP_S)  # requests a second

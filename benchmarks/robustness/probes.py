@@ -1,6 +1,6 @@
 """Health probes at 10 Hz, idle and at five times the capacity, and the time until a stopped core shows (1.5).
 
-    python benchmarks/robustness/probes.py --seconds 20 --write
+    python -m benchmarks.robustness.probes --seconds 20 --write
 
 The load comes from a process of its own, so that the probes measure the server and not their own client. `false_dead`
 counts probes of /health/live that were not 200, `false_not_ready` those of /health/ready while requests were served;
@@ -25,7 +25,8 @@ import aiohttp
 import httpx
 import numpy as np
 import psutil
-from serving import children, null_model, server
+
+from benchmarks.robustness.serving import children, null_model, server
 
 STEP_S, ROWS, TOKENS, QUEUE = 0.02, 4, 8, 8
 CAPACITY = ROWS / (TOKENS * STEP_S)
@@ -83,7 +84,9 @@ def stopped_core(client: httpx.Client, supervisor: psutil.Process) -> float:
 def run(base: str, supervisor: psutil.Process, seconds: float) -> dict[str, Any]:
     with httpx.Client(base_url=base, timeout=30) as client:
         idle = probe(client, seconds)
-        attacker = subprocess.Popen([sys.executable, __file__, "--load", base])
+        attacker = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.robustness.probes", "--load", base]
+        )
         try:
             time.sleep(3)
             loaded = probe(client, seconds)

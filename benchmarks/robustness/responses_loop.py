@@ -1,6 +1,6 @@
 """Time to the first event of each turn of a growing conversation over Responses: HTTP against WebSocket (API-13).
 
-    python benchmarks/robustness/responses_loop.py --turns 40
+    python -m benchmarks.robustness.responses_loop --turns 40
 
 HTTP as coding agents use it sends the whole history with each turn (store: false); with stored state it sends what is
 new and the id of the turn before, as the WebSocket does, whose connection remembers by itself. The null executor
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from serving import null_model, server
 from websockets.sync.client import ClientConnection, connect
+
+from benchmarks.robustness.serving import null_model, server
 
 NEW = "word " * 60
 ANSWER = {"max_output_tokens": 8, "ignore_eos": True, "temperature": 0}

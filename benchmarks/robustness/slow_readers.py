@@ -1,6 +1,6 @@
 """Readers that take a byte a second beside one that reads at once (reliability 1.7).
 
-    python benchmarks/robustness/slow_readers.py --readers 500 --write
+    python -m benchmarks.robustness.slow_readers --readers 500 --write
 
 Every reader asks for a long stream over a socket with a small buffer. `bystander_gap_ms` are the gaps between the
 chunks of a stream that is read at once, alone first, then beside as many streams that are all read, then beside as
@@ -24,7 +24,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 import psutil
-from serving import at_rest, null_model, resident_by_role, server
+
+from benchmarks.robustness.serving import at_rest, null_model, resident_by_role, server
 
 STEP_S = 0.1
 TOKENS = 2000

@@ -1,6 +1,6 @@
 """Mixed requests, a third of them cut at a random moment: memory flat, every block back (1.1, 1.11).
 
-python benchmarks/robustness/soak.py --requests 5000
+python -m benchmarks.robustness.soak --requests 5000
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from serving import BYSTANDER_PROMPTS, at_rest, resident_mib, server
+
+from benchmarks.robustness.serving import BYSTANDER_PROMPTS, at_rest, resident_mib, server
 
 
 def make_body(random_: random.Random) -> tuple[str, dict[str, Any]]:

@@ -248,7 +248,7 @@ class EngineCore:
             self._stalled_at = None if self._flights else self.clock()
             return False
         plan, flight = planned
-        tokens = int(plan.num_tokens.sum())
+        tokens = flight.num_decodes + flight.num_prefill_tokens
         self.counters.planned(self.clock(), rows=len(plan.rows), tokens=tokens)
         host_s = time.perf_counter() - begin
         flight.submitted_at = self.clock()

@@ -17,7 +17,7 @@ from headrace.base.wire.step import StepResult
 from headrace.core.kv.manager import KVManager
 from headrace.core.outbox import Outbox
 from headrace.core.ports import Ends
-from headrace.core.request import Request
+from headrace.core.request import TOKEN_BYTES, Request
 from headrace.core.rows import Bool, Int32, RowTable
 from headrace.core.scheduler.draft import Flight
 from headrace.core.scheduler.gates import Gates
@@ -92,11 +92,11 @@ class Landing:
         rows = flight.rows[:count][full]
         if not len(rows):
             return
-        data, size = self._rows.tail[rows].tobytes(), self._kv.block_tokens * 4
-        for i, row in enumerate(rows.tolist()):
-            request, block_bytes = self._rows.owner(row), data[i * size : (i + 1) * size]
-            self._rows.flush_block(request, block_bytes)
-            self._kv.register_next(request, block_bytes)
+        owners = [self._rows.owner(row) for row in rows.tolist()]
+        data, size = self._rows.tail[rows].tobytes(), self._kv.block_tokens * TOKEN_BYTES
+        blocks = [data[at : at + size] for at in range(0, len(data), size)]
+        self._rows.flush_blocks(owners, blocks)
+        self._kv.register_each(owners, blocks)
 
     def _advance_prefills(self, flight: Flight, live: Bool, now: float) -> None:
         for index, request in flight.prefills:
@@ -131,11 +131,14 @@ class Landing:
 
     def _end_complete(self, rows: Int32, position: Int32, tokens: Int32, ends: Ends) -> None:
         table = self._rows
-        stops = (table.stops[rows] == tokens[:, None]).any(axis=1) | table.always[rows]
+        stops = (table.stops[:, rows] == tokens).any(axis=0)
+        stops |= table.always[rows]
         stops &= position >= table.stop_from[rows]
         last = position + 1 >= table.limit[rows]
-        ended = np.isin(table.id[rows], list(ends)) if ends else False
-        for i in np.flatnonzero(stops | last | ended).tolist():
+        ended = stops | last
+        if ends:
+            ended |= np.isin(table.id[rows], list(ends))
+        for i in ended.nonzero()[0].tolist():
             request, token = table.owner(int(rows[i])), int(tokens[i])
             if (error := ends.get(request.id)) is not None:
                 self._end(request, "error", error=to_wire(error))

@@ -11,6 +11,8 @@ block is kept per row (`tail`), older ones are flushed to the request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,7 +32,7 @@ class RowTable:
     limit       length at which the request ends ("length")
     stop_from   position from which on stop ids count
     decoding    whether the row decodes (its prompt is computed or in flight)
-    stops       up to STOP_COLUMNS stop ids, -1 elsewhere; `always`: it has more, so look at every token
+    stops       [stop, row]: up to STOP_COLUMNS stop ids, -1 elsewhere; `always`: it has more, so look at every token
     epoch       changes when the row changes hands; a result for an earlier epoch is void
     """
 
@@ -47,7 +49,7 @@ class RowTable:
         self.stop_from = np.zeros(num_rows, np.int32)
         self.decoding = np.zeros(num_rows, np.bool_)
         self.always = np.zeros(num_rows, np.bool_)
-        self.stops = np.full((num_rows, STOP_COLUMNS), -1, np.int32)
+        self.stops = np.full((STOP_COLUMNS, num_rows), -1, np.int32)
         self.tail = np.zeros((num_rows, block_tokens), np.int32)
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -75,9 +77,9 @@ class RowTable:
 
     def _set_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
         self.always[row] = len(stop_ids) > STOP_COLUMNS
-        self.stops[row] = -1
+        self.stops[:, row] = -1
         if not self.always[row]:
-            self.stops[row, : len(stop_ids)] = stop_ids
+            self.stops[: len(stop_ids), row] = stop_ids
 
     def release(self, request: Request) -> int:
         """Takes the row back; results of steps in flight for it become void."""
@@ -102,12 +104,14 @@ class RowTable:
 
     def to_decode(self) -> npt.NDArray[np.intp]:
         """The rows that decode and have not been promised their last token."""
-        return np.flatnonzero(self.decoding & (self.length < self.limit))
+        return (self.decoding & (self.length < self.limit)).nonzero()[0]
 
-    def flush_block(self, request: Request, block_bytes: bytes) -> None:
-        """The row's tail has become a full block: its outputs move to the request."""
-        done = request.num_tokens % self.block_tokens
-        request.output += block_bytes[done * TOKEN_BYTES :]
+    def flush_blocks(self, requests: Sequence[Request], blocks: Sequence[bytes]) -> None:
+        """The tails of these requests' rows have become full blocks: their outputs move to the requests."""
+        size = self.block_tokens * TOKEN_BYTES
+        for request, block in zip(requests, blocks, strict=True):
+            held = len(request.wire.prompt) + len(request.output)
+            request.output += block[held % size :]
 
     def flush_rest(self, request: Request) -> None:
         """Moves the outputs that are only in the tail to the request (it is about to lose its row)."""

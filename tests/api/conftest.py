@@ -6,6 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.api.clients import openai_client
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import Served, serving
 
@@ -27,5 +28,5 @@ def server(model: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as found:
+    with openai_client(server.url) as found:
         yield found

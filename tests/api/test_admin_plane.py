@@ -102,6 +102,7 @@ def test_reload_changes_what_is_said_and_back(
 def test_a_reload_that_fails_leaves_the_old_weights_serving(
     running: tuple[Served, httpx.Client], tmp_path: Path, other_weights: Path
 ) -> None:
+    """API-20, REG-107."""
     served, client = running
     before = said(served)
     for file in other_weights.iterdir():

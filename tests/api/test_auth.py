@@ -9,6 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.api.clients import openai_client
 from tests.api.serving import Served, serving
 
 KEY, OTHER, ADMIN = "good-key-1", "good-key-2", "admin-key"
@@ -147,7 +148,7 @@ def test_no_spelling_of_a_path_or_host_gets_past_without_a_key(guarded: Served, 
 
 def test_a_wrong_key_is_an_authentication_error_of_the_client(guarded: Served) -> None:
     with (
-        openai.OpenAI(base_url=guarded.url + "/v1", api_key="wrong", max_retries=0) as client,
+        openai_client(guarded.url, "wrong") as client,
         pytest.raises(openai.AuthenticationError) as caught,
     ):
         client.models.list()

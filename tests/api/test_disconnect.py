@@ -12,6 +12,8 @@ import pytest
 
 from tests.api.serving import Served, eventually, serving
 
+pytestmark = pytest.mark.serial
+
 ABORT_S = 0.2
 SLACK_S = 0.8  # two cores, shared: the target is checked as the best of the repetitions
 

@@ -16,6 +16,8 @@ import pytest
 
 from tests.api.serving import NO_TLS, Served, eventually, launch, serving, slowed
 
+pytestmark = pytest.mark.serial
+
 STREAM = {"prompt": "fox", "stream": True, "max_tokens": 60, "min_tokens": 60}
 
 
@@ -73,6 +75,7 @@ def begun(served: Served, count: int, **changes: object) -> list[Reader]:
 
 
 def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(model: Path) -> None:
+    """REG-020."""
     with serving(model, "--shutdown-timeout-s", "20", step_s=0.02) as served:
         readers = begun(served, 8, max_tokens=200, min_tokens=200)
         with httpx.Client(base_url=served.url, verify=NO_TLS) as kept:
@@ -113,6 +116,7 @@ def test_what_does_not_finish_in_time_ends_with_an_error_event(model: Path, time
 
 
 def test_a_second_signal_ends_everything_at_once(model: Path) -> None:
+    """REG-020."""
     with serving(model, "--shutdown-timeout-s", "60", step_s=0.05) as served:
         readers = begun(served, 2, max_tokens=1500)
         served.process.send_signal(signal.SIGINT)
@@ -183,6 +187,7 @@ def test_a_killed_api_process_takes_only_its_own_requests_along(model: Path) -> 
 
 
 def test_a_crash_loop_ends_the_server_with_a_failure(model: Path) -> None:
+    """REG-110."""
     with serving(model) as served:
         seen: set[int] = set()
 

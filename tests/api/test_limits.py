@@ -104,6 +104,7 @@ def test_an_endless_chunked_body_is_refused_without_growing(strict: Served) -> N
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd"])
 def test_compressed_bodies_are_read_and_bombs_are_refused(strict: Served, encoding: str) -> None:
+    """PLT-20, REG-126."""
     squeeze = gzip.compress if encoding == "gzip" else zstandard.ZstdCompressor().compress
     header = f"Content-Encoding: {encoding}"
     small = squeeze(json.dumps(BODY).encode())
@@ -145,6 +146,7 @@ def test_an_endless_header_does_not_grow_the_process(strict: Served) -> None:
     assert api.memory_info().rss - before < 4 * MIB
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
 def test_slow_headers_are_cut_off(strict: Served, sent: bytes) -> None:
     began = time.monotonic()
@@ -153,6 +155,7 @@ def test_slow_headers_are_cut_off(strict: Served, sent: bytes) -> None:
     assert 0.4 < time.monotonic() - began < 2
 
 
+@pytest.mark.serial
 def test_a_body_that_pauses_is_cut_off(strict: Served) -> None:
     began = time.monotonic()
     answer = raw(strict, post("/v1/completions", b'{"prompt"', length=100))

@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.api.model_folder import write_model_folder
-from tests.api.serving import Served, eventually, serving
+from tests.api.serving import NO_TLS, Served, eventually, serving
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -108,6 +108,7 @@ def finishes(span: Any) -> list[str]:
 
 
 def test_one_trace_leads_from_the_caller_to_the_engine(served: Served, collector: Any) -> None:
+    """OBS-01, REG-115."""
     served.post("/v1/chat/completions", CHAT, traceparent=f"00-{TRACE}-{PARENT}-01")
     eventually(lambda: len(spans_of(collector, TRACE)) == 2, within_s=15)
     spans = spans_of(collector, TRACE)
@@ -120,12 +121,14 @@ def test_one_trace_leads_from_the_caller_to_the_engine(served: Served, collector
 
 
 def test_a_client_that_leaves_ends_its_trace_once(served: Served, collector: Any) -> None:
+    """OBS-01, REG-116."""
     trace = "1" * 32
     with httpx.stream(
         "POST",
         served.url + "/v1/chat/completions",
         json={**CHAT, "max_tokens": 500, "stream": True},
         headers={"traceparent": f"00-{trace}-{PARENT}-01"},
+        verify=NO_TLS,
     ) as response:
         next(response.iter_bytes())
     eventually(lambda: len(spans_of(collector, trace)) == 2, within_s=15)

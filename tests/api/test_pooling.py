@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import openai
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from tests.api.clients import openai_client
 from tests.api.serving import Served, serving
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
@@ -105,7 +105,7 @@ def test_embeddings_through_the_openai_client(
     embedder: tuple[Served, torch.nn.Module, Tokenizer],
 ) -> None:
     served, oracle, tokenizer = embedder
-    client = openai.OpenAI(base_url=served.url + "/v1", api_key="none")
+    client = openai_client(served.url)
     answer = client.embeddings.create(model=client.models.list().data[0].id, input=DOCUMENTS)
     for text, entry in zip(DOCUMENTS, answer.data, strict=True):
         wanted = expected(oracle, tokenizer.encode(text).ids, "mean")

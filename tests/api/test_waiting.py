@@ -12,7 +12,10 @@ import httpx
 import openai
 import pytest
 
+from tests.api.clients import openai_client
 from tests.api.serving import NO_TLS, Served, eventually, serving
+
+pytestmark = pytest.mark.serial
 
 PATH = "/v1/completions"
 LONG = {"prompt": "fox", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -61,7 +64,7 @@ def test_a_waiting_stream_gets_its_headers_and_comments_and_then_its_events(narr
 
 
 def test_the_client_sees_the_events_behind_comments_and_a_late_failure(narrow: Served) -> None:
-    with openai.OpenAI(base_url=narrow.url + "/v1", api_key="none", max_retries=0) as client:
+    with openai_client(narrow.url) as client:
         with ExitStack() as busy:
             busy.enter_context(held(narrow))
             stream = client.completions.create(

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.api.clients import openai_client
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import Served, serving
 
@@ -30,7 +31,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def client_of(served: Served, key: str = KEY) -> openai.OpenAI:
-    return openai.OpenAI(base_url=served.url + "/v1", api_key=key, max_retries=0)
+    return openai_client(served.url, key)
 
 
 @pytest.fixture

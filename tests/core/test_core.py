@@ -179,7 +179,7 @@ def test_window_blocks_outside_the_window_are_free_and_carry_no_hash() -> None:
 
 
 def test_tenants_and_salts_share_nothing() -> None:
-    """P16."""
+    """P16, REG-112."""
     prompt = make_request(1, 40).prompt_ids().tolist()
     driver = Driver(make_spec(num_blocks=400))
     driver.add(make_request(1, prompt, tenant="a", cache_salt="s"))

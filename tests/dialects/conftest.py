@@ -7,6 +7,7 @@ import anthropic
 import openai
 import pytest
 
+from tests.api.clients import anthropic_client, openai_client
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import Served, serving
 
@@ -31,11 +32,11 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def claude(bundled: Served) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=bundled.url, api_key=KEY, max_retries=0) as client:
+    with anthropic_client(bundled.url, KEY) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def gpt(bundled: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=bundled.url + "/v1", api_key=KEY, max_retries=0) as client:
+    with openai_client(bundled.url, KEY) as client:
         yield client

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from headrace.front.server.auth import PUBLIC
 from headrace.front.server.table import table
-from tests.api.serving import Served, serving
+from tests.api.serving import NO_TLS, Served, serving
 
 KEY = "fuzz-key"
 SAID = [{"role": "user", "content": "fox"}]
@@ -52,7 +52,7 @@ def guarded(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 @pytest.fixture(scope="module")
 def http(guarded: Served) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=guarded.url, headers=headers, timeout=30) as client:
+    with httpx.Client(base_url=guarded.url, headers=headers, timeout=30, verify=NO_TLS) as client:
         yield client
 
 
@@ -175,7 +175,7 @@ def test_without_a_key_no_route_says_anything_but_401(guarded: Served) -> None:
         *("/%2e/{p}", "/{p}%20", "/{p};x=1", "/{p},x", "/{P}", "/{p}?/health", "/{p}%2f"),
         *("/health/%2e%2e/{p}", "/health,/{p}", "/{p}?beta=true", "/{p}/health", "/health;/{p}"),
     ]
-    with httpx.Client(base_url=guarded.url, timeout=10) as stranger:
+    with httpx.Client(base_url=guarded.url, timeout=10, verify=NO_TLS) as stranger:
         for route in table():
             path = route.path.replace("{id:path}", "x").replace("{id}", "x").removeprefix("/")
             if "/" + path in PUBLIC or path == "metrics":

@@ -10,7 +10,8 @@ import anthropic
 import httpx
 import pytest
 
-from tests.api.serving import Served, eventually, serving
+from tests.api.clients import anthropic_client
+from tests.api.serving import NO_TLS, Served, eventually, serving
 from tests.dialects import agent
 from tests.dialects.conftest import KEY, OTHER
 
@@ -73,8 +74,13 @@ def events_of(bundled: Served, **asked: Any) -> list[tuple[str, dict[str, Any]]]
     body = {"model": "demo", "messages": ADD, "max_tokens": 2000, "temperature": 0, "stream": True}
     headers = {"x-api-key": KEY}
     with httpx.stream(
-        "POST", bundled.url + "/v1/messages?beta=true", json={**body, **asked}, headers=headers, timeout=30
-    ) as response:  # fmt: skip
+        "POST",
+        bundled.url + "/v1/messages?beta=true",
+        json={**body, **asked},
+        headers=headers,
+        timeout=30,
+        verify=NO_TLS,
+    ) as response:
         assert response.status_code == 200, response.read()
         assert response.headers["request-id"].startswith("req-")
         text = response.read().decode()
@@ -186,7 +192,7 @@ def test_omitted_thinking_is_inside_its_signature_for_its_owner_alone(
     without = count(claude, with_block())
     assert count(claude, with_block(sealed)) == count(claude, with_block(redacted)) > without
     assert count(claude, with_block(foreign)) == without
-    with anthropic.Anthropic(base_url=bundled.url, api_key=OTHER, max_retries=0) as other:
+    with anthropic_client(bundled.url, OTHER) as other:
         assert count(other, with_block(sealed)) == without
 
 
@@ -260,7 +266,11 @@ def test_what_agents_send_is_understood(bundled: Served) -> None:
         ],
     }
     answer = httpx.post(
-        bundled.url + "/v1/messages?beta=true", json=body, headers=headers, timeout=30
+        bundled.url + "/v1/messages?beta=true",
+        json=body,
+        headers=headers,
+        timeout=30,
+        verify=NO_TLS,
     )
     assert answer.status_code == 200, answer.text
     assert answer.json()["context_management"] == {"applied_edits": []}
@@ -310,13 +320,13 @@ def test_a_prompt_that_is_too_long_says_so_in_the_words_agents_parse(
 
 
 def test_errors_are_the_clients_typed_exceptions(bundled: Served) -> None:
-    with anthropic.Anthropic(base_url=bundled.url, api_key="wrong", max_retries=0) as stranger:
+    with anthropic_client(bundled.url, "wrong") as stranger:
         with pytest.raises(anthropic.AuthenticationError):
             ask(stranger)
         with pytest.raises(anthropic.AuthenticationError):
             stranger.models.list()
     with (
-        anthropic.Anthropic(base_url=bundled.url, api_key=KEY, max_retries=0) as client,
+        anthropic_client(bundled.url, KEY) as client,
         pytest.raises(anthropic.NotFoundError),
     ):
         client.messages.create(model="other", messages=ADD, max_tokens=5)
@@ -352,7 +362,9 @@ def test_leaving_a_stream_ends_the_work(bundled: Served) -> None:
     body = {"model": "demo", "messages": story, "max_tokens": 4000, "stream": True}
     body["stop_token_ids"] = []
     headers = {"x-api-key": KEY}
-    with httpx.stream("POST", bundled.url + "/v1/messages", json=body, headers=headers) as response:
+    with httpx.stream(
+        "POST", bundled.url + "/v1/messages", json=body, headers=headers, verify=NO_TLS
+    ) as response:
         lines = response.iter_lines()
         assert next(lines) == "event: message_start"
     began = time.monotonic()
@@ -372,7 +384,9 @@ def test_a_stream_that_waits_gets_pings_of_its_dialect_and_an_end_that_is_an_err
     options = ("--ping-interval-s", "0.1", "--shutdown-timeout-s", "0")
     with serving(model, *options, step_s=0.6) as served:
         body = {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 500, "stream": True}
-        with httpx.stream("POST", served.url + "/v1/messages", json=body, timeout=20) as response:
+        with httpx.stream(
+            "POST", served.url + "/v1/messages", json=body, timeout=20, verify=NO_TLS
+        ) as response:
             lines = response.iter_lines()
             assert [next(lines) for _ in range(2)] == ["event: ping", 'data: {"type":"ping"}']
             served.process.terminate()

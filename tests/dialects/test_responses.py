@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from tests.api.serving import Served, eventually, serving
+from tests.api.clients import openai_client
+from tests.api.serving import NO_TLS, Served, eventually, serving
 from tests.dialects import agent
 from tests.dialects.conftest import KEY, OTHER
 
@@ -28,7 +29,9 @@ def ask(gpt: openai.OpenAI, given: Any = ADD, **more: Any) -> Any:
 
 def post(bundled: Served, **body: Any) -> httpx.Response:
     asked = {"model": "demo", "input": ADD, "temperature": 0, **body}
-    return httpx.post(bundled.url + "/v1/responses", json=asked, headers=HEADERS, timeout=30)
+    return httpx.post(
+        bundled.url + "/v1/responses", json=asked, headers=HEADERS, timeout=30, verify=NO_TLS
+    )
 
 
 def events_of(bundled: Served, **body: Any) -> list[dict[str, Any]]:
@@ -201,7 +204,7 @@ def test_stored_responses_are_read_listed_and_deleted(gpt: openai.OpenAI) -> Non
 def test_another_key_sees_nothing_of_it(gpt: openai.OpenAI, bundled: Served) -> None:
     mine = ask(gpt, ADD, background=True)
     item = f"msg_{mine.id.removeprefix('resp_')}0000"
-    with openai.OpenAI(base_url=bundled.url + "/v1", api_key=OTHER, max_retries=0) as other:
+    with openai_client(bundled.url, OTHER) as other:
         for attempt in (
             lambda: other.responses.retrieve(mine.id),
             lambda: other.responses.cancel(mine.id),
@@ -257,7 +260,7 @@ def test_reasoning_goes_out_in_the_clear_summed_up_and_sealed_and_comes_back(
     clear: Any = {**empty, "content": content}
     sealed: Any = {**empty, "encrypted_content": thought.encrypted_content}
     assert counted(gpt, clear) == counted(gpt, sealed) > counted(gpt, empty) == counted(gpt)
-    with openai.OpenAI(base_url=bundled.url + "/v1", api_key=OTHER, max_retries=0) as other:
+    with openai_client(bundled.url, OTHER) as other:
         assert counted(other, sealed) == counted(other)
 
 
@@ -316,7 +319,7 @@ def test_compaction_stands_for_the_conversation(gpt: openai.OpenAI, bundled: Ser
     assert item["type"] == "compaction"
     assert ask(gpt, [item, {"role": "user", "content": "Hello!"}]).output_text
     with (
-        openai.OpenAI(base_url=bundled.url + "/v1", api_key=OTHER, max_retries=0) as other,
+        openai_client(bundled.url, OTHER) as other,
         pytest.raises(openai.BadRequestError, match="not made by this server for you"),
     ):
         ask(other, [item])
@@ -367,7 +370,7 @@ def slow(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
 
 
 def test_cancelling_ends_the_work_whichever_process_is_asked(slow: Served) -> None:
-    with openai.OpenAI(base_url=slow.url + "/v1", api_key="none", max_retries=0) as client:
+    with openai_client(slow.url) as client:
         for _ in range(4):  # connections land on either of the two processes
             made = client.responses.create(
                 model="tiny", input="fox", background=True, max_output_tokens=2000, extra_body={"ignore_eos": True}
@@ -473,11 +476,11 @@ def test_a_bad_request_names_its_field(bundled: Served, change: dict[str, Any], 
 
 def test_errors_are_the_clients_typed_exceptions(bundled: Served) -> None:
     with (
-        openai.OpenAI(base_url=bundled.url + "/v1", api_key="wrong", max_retries=0) as stranger,
+        openai_client(bundled.url, "wrong") as stranger,
         pytest.raises(openai.AuthenticationError),
     ):
         ask(stranger)
-    with openai.OpenAI(base_url=bundled.url + "/v1", api_key=KEY, max_retries=0) as client:
+    with openai_client(bundled.url, KEY) as client:
         with pytest.raises(openai.NotFoundError):
             client.responses.create(model="other", input="x")
         with pytest.raises(openai.NotFoundError):
@@ -486,7 +489,7 @@ def test_errors_are_the_clients_typed_exceptions(bundled: Served) -> None:
 
 def test_leaving_a_stream_ends_the_work(slow: Served) -> None:
     body = {"input": "fox", "stream": True, "max_output_tokens": 2000, "ignore_eos": True}
-    with httpx.stream("POST", slow.url + "/v1/responses", json=body) as response:
+    with httpx.stream("POST", slow.url + "/v1/responses", json=body, verify=NO_TLS) as response:
         lines = response.iter_lines()
         assert next(lines) == "event: response.created"
         assert not slow.at_rest()

@@ -205,6 +205,7 @@ def slow_server(model: Any) -> Iterator[Served]:
         assert served.stop() == 0
 
 
+@pytest.mark.serial
 def test_a_dropped_connection_frees_the_cache_within_a_step(slow_server: Served) -> None:
     for abrupt in (False, True):
         with opened(slow_server) as socket:

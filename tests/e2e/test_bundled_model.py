@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -22,32 +18,20 @@ from headrace.bench.datasets.tasks import (
     score_tool_calls,
 )
 from headrace.bench.datasets.tasks.item import FunctionCall
-from headrace.bench.startup import free_port, wait_ready
+from tests.api.clients import openai_client
+from tests.api.serving import serving
 
 
 @pytest.fixture(scope="module")
 def base_url() -> Iterator[str]:
-    port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "headrace",
-        "serve",
-        "--port",
-        str(port),
-        "--log-level",
-        "warning",
-    ]
-    process = subprocess.Popen(command)
-    wait_ready(f"http://127.0.0.1:{port}", process, time.perf_counter() + 60)
-    yield f"http://127.0.0.1:{port}"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0, "a drained server ends with status 0"
+    with serving(None) as served:
+        yield served.url
+        assert served.stop(timeout_s=30) == 0, "a drained server ends with status 0"
 
 
 @pytest.fixture(scope="module")
 def client(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=base_url + "/v1", api_key="none", max_retries=0) as made:
+    with openai_client(base_url) as made:
         yield made
 
 

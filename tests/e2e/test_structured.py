@@ -5,9 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -18,7 +15,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from headrace.bench.startup import free_port, wait_ready
+from tests.api.clients import openai_client
+from tests.api.serving import NO_TLS, serving
 
 ASK: Any = [{"role": "user", "content": "Make a JSON object with name Bob and age 30."}]
 HELLO: Any = [{"role": "user", "content": "Hello! Who are you?"}]
@@ -50,18 +48,14 @@ ADD: Any = {
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    port = free_port()
-    command = [sys.executable, "-m", "headrace", "serve", "--port", str(port)]
-    process = subprocess.Popen([*command, "--log-level", "warning"])
-    wait_ready(f"http://127.0.0.1:{port}", process, time.perf_counter() + 60)
-    yield f"http://127.0.0.1:{port}"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    with serving(None) as served:
+        yield served.url
+        assert served.stop() == 0
 
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as made:
+    with openai_client(url) as made:
         yield made
 
 
@@ -295,7 +289,7 @@ def test_what_cannot_be_is_refused_by_name_and_soon(
 ) -> None:
     body = {"messages": HELLO, "max_tokens": 20, **fields}
     began = time.perf_counter()
-    answer = httpx.post(url + "/v1/chat/completions", json=body, timeout=30)
+    answer = httpx.post(url + "/v1/chat/completions", json=body, timeout=30, verify=NO_TLS)
     spent = time.perf_counter() - began
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param, error
@@ -314,14 +308,16 @@ def test_bad_schemas_of_one_client_hold_up_nobody(url: str) -> None:
 
     def send(fields: dict[str, Any]) -> int:
         body = {"messages": HELLO, "max_tokens": 5, **fields}
-        return httpx.post(url + "/v1/chat/completions", json=body, timeout=60).status_code
+        return httpx.post(
+            url + "/v1/chat/completions", json=body, timeout=60, verify=NO_TLS
+        ).status_code
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         attacks = [pool.submit(send, bomb) for bomb in bombs * 4]
         plain = [pool.submit(send, {}) for _ in range(8)]
         assert {one.result() for one in plain} == {200}
         assert {one.result() for one in attacks} <= {200, 400}
-    assert httpx.get(url + "/health").status_code == 200
+    assert httpx.get(url + "/health", verify=NO_TLS).status_code == 200
 
 
 def test_fuzzed_structures_never_give_a_server_error(url: str) -> None:
@@ -344,7 +340,7 @@ def test_fuzzed_structures_never_give_a_server_error(url: str) -> None:
         return random_.choice(values)
 
     statuses = []
-    with httpx.Client(base_url=url, timeout=30) as http:
+    with httpx.Client(base_url=url, timeout=30, verify=NO_TLS) as http:
         for _ in range(250):
             chosen = random_.sample(keys, random_.randint(1, 2))
             body = {"messages": HELLO, "max_tokens": 3, **{key: value(3) for key in chosen}}

@@ -67,6 +67,7 @@ async def test_a_local_engine_answers_and_leaves_nothing_behind(model: Path) -> 
     assert not any(Path(path).parent.exists() for path in local.socket_paths)
 
 
+@pytest.mark.serial
 def test_closing_over_unread_heartbeats_is_quick_and_silent(
     model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_format_that_contradicts_the_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_mistrals_own_layout_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    """REG-048."""
     for name in ("params.json", "consolidated.safetensors"):
         (tmp_path / name).touch()
     with pytest.raises(CheckpointError, match="use the transformers layout"):

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.serving import Served
+from tests.api.serving import NO_TLS, Served
 
 CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "What is 12 plus 30?"}]},
@@ -106,6 +106,7 @@ def test_a_stream_of_ids_folds_to_the_plain_answer(bundled: Served) -> None:
         bundled.url + "/inference/v1/generate",
         json={**body, "stream": True, "stream_options": {"include_usage": True}},
         timeout=20,
+        verify=NO_TLS,
     ) as answer:
         lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"

@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.api.model_folder import TEMPLATE, write_model_folder
+from tests.api.serving import NO_TLS
 
 TOOL = {
     "type": "function",
@@ -52,18 +53,20 @@ def _change(path: Path, **fields: Any) -> None:
 
 
 def _ids(url: str, text: str) -> list[int]:
-    found: list[int] = httpx.post(url + "/tokenize", json={"prompt": text}).json()["tokens"]
+    answer = httpx.post(url + "/tokenize", json={"prompt": text}, verify=NO_TLS)
+    found: list[int] = answer.json()["tokens"]
     return found
 
 
 def _message(url: str, ids: list[int]) -> Any:
     response = {"choices": [{"token_ids": ids, "finish_reason": "stop"}]}
     body = {"request": CHAT, "response": response}
-    return httpx.post(url + "/v1/chat/completions/derender", json=body).json()["choices"][0]
+    answer = httpx.post(url + "/v1/chat/completions/derender", json=body, verify=NO_TLS)
+    return answer.json()["choices"][0]
 
 
 def test_the_format_is_chosen_by_the_template(url: str) -> None:
-    assert httpx.get(url + "/tokenizer_info").json()["tool_parser"] == "mistral"
+    assert httpx.get(url + "/tokenizer_info", verify=NO_TLS).json()["tool_parser"] == "mistral"
 
 
 def test_control_tokens_are_calls(url: str) -> None:

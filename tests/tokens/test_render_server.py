@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from headrace.front.server.grpc.messages import CLASSES, PACKAGE, SERVICE
-from tests.api.serving import Served
+from tests.api.serving import NO_TLS, Served
 from tests.tokens.conftest import Renderer
 from tests.tokens.test_generate import CHATS, post
 
@@ -27,6 +27,7 @@ READY_S = 2.0
 RSS_BYTES = 150 << 20
 
 
+@pytest.mark.serial
 def test_it_is_ready_soon_and_small_and_has_no_torch(renderer: Renderer) -> None:
     """The best of three starts: other work on the machine may slow one down."""
     process = psutil.Process(renderer.process.pid)
@@ -48,6 +49,7 @@ def _one_start() -> float:
 
 
 def test_its_modules_import_no_torch() -> None:
+    """API-23."""
     check = (
         "import sys, headrace.cli.render, headrace.front.server.grpc.service;"
         "sys.exit('torch' in sys.modules)"
@@ -59,7 +61,7 @@ def test_its_modules_import_no_torch() -> None:
 def test_it_renders_what_the_server_with_the_model_renders(
     renderer: Renderer, bundled: Served, chat: dict[str, Any]
 ) -> None:
-    here = httpx.post(renderer.url + "/v1/chat/completions/render", json=chat).json()
+    here = httpx.post(renderer.url + "/v1/chat/completions/render", json=chat, verify=NO_TLS).json()
     there = post(bundled, "/v1/chat/completions/render", chat)
     assert {**here, "request_id": ""} == {**there, "request_id": ""}
     generated = post(
@@ -70,6 +72,7 @@ def test_it_renders_what_the_server_with_the_model_renders(
     answer = httpx.post(
         renderer.url + "/v1/chat/completions/derender",
         json={"request": chat, "response": generated},
+        verify=NO_TLS,
     )
     assert answer.status_code == 200 and answer.json()["object"] == "chat.completion"
 
@@ -81,9 +84,9 @@ def test_what_needs_a_model_is_answered_with_501(renderer: Renderer) -> None:
         ("/v1/completions", {"prompt": "x"}),
         ("/inference/v1/generate", {"token_ids": [1]}),
     ):
-        answer = httpx.post(renderer.url + path, json=body)
+        answer = httpx.post(renderer.url + path, json=body, verify=NO_TLS)
         assert answer.status_code == 501 and "no model" in answer.json()["error"]["message"]
-    assert httpx.get(renderer.url + "/health").status_code == 200
+    assert httpx.get(renderer.url + "/health", verify=NO_TLS).status_code == 200
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ def test_grpc_renders_what_http_renders(
     )
     found = call(channel, "RenderChat", message)
     http = httpx.post(
-        renderer.url + "/v1/chat/completions/render", json={**chat, "max_tokens": 7}
+        renderer.url + "/v1/chat/completions/render", json={**chat, "max_tokens": 7}, verify=NO_TLS
     ).json()
     assert list(found.token_ids) == http["token_ids"] and found.num_tokens == len(found.token_ids)
     assert json.loads(found.sampling_params)["max_tokens"] == 7

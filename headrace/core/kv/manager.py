@@ -169,19 +169,21 @@ class KVManager:
                         self.pool.tag(block, group, self._digest(request, index))
         request.registered = last
 
-    def register_next(self, request: Request, token_bytes: bytes) -> None:
-        """Names the block that a decoding request has just filled with these tokens."""
-        index = request.registered
-        request.registered = index + 1
-        if not request.registers:
-            return
-        chain = request.chain
-        assert len(chain) == index, (len(chain), index)
-        digest = self._hasher.extend(chain[-1] if chain else request.chain_start, token_bytes)
-        chain.append(digest)
-        for group, blocks in enumerate(request.blocks):
-            if blocks[index] != NULL_BLOCK:
-                self.pool.tag(blocks[index], group, digest)
+    def register_each(self, requests: Sequence[Request], blocks: Sequence[bytes]) -> None:
+        """Names the block that each of these decoding requests has just filled with these tokens."""
+        extend, tag = self._hasher.extend, self.pool.tag
+        for request, token_bytes in zip(requests, blocks, strict=True):
+            index = request.registered
+            request.registered = index + 1
+            if not request.registers:
+                continue
+            chain = request.chain
+            assert len(chain) == index, (len(chain), index)
+            digest = extend(chain[-1] if chain else request.chain_start, token_bytes)
+            chain.append(digest)
+            for group, held in enumerate(request.blocks):
+                if held[index] != NULL_BLOCK:
+                    tag(held[index], group, digest)
 
     def release(self, request: Request, *, forget: bool = False) -> None:
         """Gives back everything the request holds; with `forget` nothing of it can be found again."""

@@ -50,6 +50,7 @@ class Draft:
     _rows: RowTable
     _decodes: Intp | None = None
     _decode_epochs: Int32 = field(default_factory=lambda: _NONE)
+    _computed: Int32 = field(default_factory=lambda: _NONE)
     _crossing: tuple[Intp, Int32, list[Int32]] | None = None
     # group, row, index, id, epoch
     _updates: list[tuple[int, int, int, int, int]] = field(default_factory=list)
@@ -64,12 +65,12 @@ class Draft:
         self._drop_preempted()
         return (0 if self._decodes is None else len(self._decodes)) + len(self._prefills)
 
-    def add_decodes(self, rows: Intp) -> None:
-        """These rows compute their newest token and sample the next."""
-        self._decodes = rows
+    def add_decodes(self, rows: Intp, planned: Int32) -> None:
+        """These rows compute their newest token, at position `planned`, and sample the next."""
+        self._decodes, self._computed = rows, planned
         self._decode_epochs = self._rows.epoch[rows]
-        self._rows.planned[rows] += 1
-        self._rows.length[rows] += 1
+        self._rows.planned[rows] = planned + 1
+        self._rows.length[rows] = planned + 2
 
     def add_decode_blocks(self, crossing: Intp, index: Int32, ids: list[Int32]) -> None:
         """Each of these rows has got, in group g, block ids[g] as its `index`-th."""
@@ -106,6 +107,7 @@ class Draft:
             keep = epoch[self._decodes] == self._decode_epochs
             self._drop_crossing(self._decodes[~keep])
             self._decodes, self._decode_epochs = self._decodes[keep], self._decode_epochs[keep]
+            self._computed = self._computed[keep]
 
     def _drop_crossing(self, gone: Intp) -> None:
         if self._crossing is None:
@@ -152,7 +154,7 @@ class Draft:
         else:
             rows = self._decodes.astype(np.int32)
             tokens = np.ones(len(rows), np.int32)
-            computed = self._rows.planned[rows] - 1
+            computed = self._computed
             sample = np.ones(len(rows), np.bool_)
         if not self._prefills:
             return rows, tokens, computed, sample

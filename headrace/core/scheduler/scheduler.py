@@ -124,7 +124,8 @@ class Scheduler:
         crossing = rows[planned % self.kv.block_tokens == 0]
         if len(crossing):
             rows = self._grow_all(draft, rows, crossing)
-        draft.add_decodes(rows)
+            planned = self.rows.planned[rows]
+        draft.add_decodes(rows, planned)
         budget.spend_decodes(len(rows))
         self.queue.charge(rows)
 

@@ -69,6 +69,7 @@ def test_an_exception_on_rank_1_ends_both_with_its_traceback_in_the_log(
     assert "RuntimeError: the tiny model exploded" in log and "in forward" in log
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank: int) -> None:
     driver = Driver(pair.facts)

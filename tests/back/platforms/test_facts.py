@@ -59,6 +59,7 @@ def test_contradicting_variables_are_an_error() -> None:
 
 
 def test_importing_and_detecting_neither_loads_torch_nor_touches_a_device() -> None:
+    """PLT-04, REG-118."""
     program = (
         "import sys, headrace, headrace.base.config.tree\n"
         "from headrace.back.platforms.detect import detect\n"

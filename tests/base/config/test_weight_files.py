@@ -45,12 +45,14 @@ def test_layout_of_every_combination_of_files(names: tuple[str, ...], tmp_path: 
 
 
 def test_mistral_parameters_without_its_weights_are_an_hf_model(tmp_path: Path) -> None:
+    """MOD-10, REG-048."""
     for name in ("config.json", "params.json", "tekken.json", "model-00001-of-00001.safetensors"):
         (tmp_path / name).touch()
     assert folder_format(tmp_path) == "hf"
 
 
 def test_shards_come_in_natural_order_without_an_index(tmp_path: Path) -> None:
+    """QNT-14, REG-062."""
     for number in (10, 2, 1, 3, 4, 5, 6, 7, 8, 9):
         (tmp_path / f"model-{number}-of-10.safetensors").touch()
     found = [path.name for path in find_weight_files(tmp_path).files]

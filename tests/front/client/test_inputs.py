@@ -82,10 +82,10 @@ def test_each_bound_works_and_one_beyond_is_refused(field):
     for value in good:
         request(made(**{field: value}))
     for value in bad:
-        start = time.perf_counter()
+        start = time.process_time()
         with pytest.raises(InvalidRequest) as caught:
             request(made(**{field: value}))
-        assert time.perf_counter() - start < 0.05
+        assert time.process_time() - start < 0.05
         assert caught.value.field == field or caught.value.field.startswith(field + "[")
         assert str(caught.value).startswith(field)
 

@@ -71,10 +71,10 @@ def test_time_is_linear_for_adversarial_text():
 
     def seconds(size):
         def once():
-            watch, start = StopStrings([stop]), time.perf_counter()
+            watch, start = StopStrings([stop]), time.process_time()
             for _ in range(size):
                 watch.push("aaaa")
-            return time.perf_counter() - start
+            return time.process_time() - start
 
         return min(once() for _ in range(5))
 

@@ -36,6 +36,7 @@ BOMBS = {
 }  # fmt: skip
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_are_refused_within_the_limit_and_harm_nobody(pool, name):
     """P11, T11."""

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from headrace.front.text.parsing.engine import skip_space
+from headrace.front.text.parsing.engine import Outside, skip_space
 from headrace.front.text.parsing.json_text import JsonString, JsonValue
 from headrace.front.text.parsing.parts import Sink
 
@@ -77,6 +77,16 @@ class JsonCalls:
             at = self._mode(text, at)
         if not self._begun:
             self._raw.append(text[max(begin, self._kept) : at])
+        return at
+
+    def read_beside(self, outside: Outside, text: str, at: int) -> int:
+        """`read` beside content: that is told of every call, and gets what was none."""
+        before = self._sink.num_calls
+        at = self.read(text, at)
+        if self._sink.num_calls > before:
+            outside.call()
+        if self.outcome is Outcome.REFUSED:
+            outside.add(self.refused)
         return at
 
     def _reset_object(self) -> None:

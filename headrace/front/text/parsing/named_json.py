@@ -82,12 +82,8 @@ class NamedJson(CallReader):
 
     def _objects(self, text: str, at: int) -> int:
         assert self._calls is not None
-        before = self._sink.num_calls
-        at = self._calls.read(text, at)
-        if self._sink.num_calls > before:
-            self._outside.call()
+        at = self._calls.read_beside(self._outside, text, at)
         if self._calls.outcome is Outcome.REFUSED:
-            self._outside.add(self._calls.refused)
             self._mode = self._content
         elif self._calls.outcome is Outcome.DONE:
             self._mode = self._close

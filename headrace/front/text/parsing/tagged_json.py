@@ -48,12 +48,8 @@ class TaggedJson(CallReader):
         self._mode = self._body
 
     def _body(self, text: str, at: int) -> int:
-        before = self._sink.num_calls
-        at = self._calls.read(text, at)
-        if self._sink.num_calls > before:
-            self._outside.call()
+        at = self._calls.read_beside(self._outside, text, at)
         if self._calls.outcome is Outcome.REFUSED:
-            self._outside.add(self._calls.refused)
             self._mode = self._content
         elif self._calls.outcome is Outcome.DONE:
             self._mode = self._closing
@@ -102,15 +98,9 @@ class BareJson(Modes):
         return self._body(text, at + len(self._prefix) if found else at)
 
     def _body(self, text: str, at: int) -> int:
-        before = self._sink.num_calls
-        at = self._calls.read(text, at)
-        if self._sink.num_calls > before:
-            self._outside.call()
-        if self._calls.outcome is Outcome.MORE:
-            return at
-        if self._calls.outcome is Outcome.REFUSED:
-            self._outside.add(self._calls.refused)
-        self._mode = self._content
+        at = self._calls.read_beside(self._outside, text, at)
+        if self._calls.outcome is not Outcome.MORE:
+            self._mode = self._content
         return at
 
     def _content(self, text: str, at: int) -> int:

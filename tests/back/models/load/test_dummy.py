@@ -94,9 +94,9 @@ def test_filling_costs_about_as_much_as_copying() -> None:
     def fastest(work: Any) -> float:
         times = []
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.process_time()
             work()
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times)
 
     assert fastest(lambda: weights.fill(param)) < 5 * fastest(lambda: values(param).copy_(copied))
