@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -110,7 +111,12 @@ def _product(spec: EngineSpec) -> Callable[[], object]:
     """A product of a prompt's rows with a square weight, by the kernel a layer would have."""
     dtype = DTYPES[spec.model.dtype]
     x_TI = torch.ones(_PROBE_ROWS, _PROBE_SIZE, dtype=dtype)
-    sizes = {"device": "cpu", "dtype": dtype, "inputs": _PROBE_SIZE, "outputs": _PROBE_SIZE}
+    sizes: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": dtype,
+        "inputs": _PROBE_SIZE,
+        "outputs": _PROBE_SIZE,
+    }
     if spec.model.quantization is None:
         weight_OI = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype)
         product = LINEAR.choose(LinearProblem(**sizes)).bind(weight_OI, None)
@@ -123,7 +129,8 @@ def _product(spec: EngineSpec) -> Callable[[], object]:
 
 def _best_s(work: Callable[[], object]) -> float:
     """Seconds of the fastest of a few runs; the first, which is not counted, touches what the others use."""
-    end, times = time.perf_counter() + _PROBE_S, []
+    end = time.perf_counter() + _PROBE_S
+    times: list[float] = []
     work()
     while not times or (time.perf_counter() < end and len(times) < 5):
         begin = time.perf_counter()

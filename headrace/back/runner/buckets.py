@@ -223,7 +223,7 @@ class BucketSteps:
         """See Steps."""
         self.rows.start(plan.starts)
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
-        if shape.plain and bucket.decode and self._machine.model.pick is not None:
+        if shape.plain and bucket.decode:
             bucket = replace(bucket, plain=True)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)

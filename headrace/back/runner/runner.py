@@ -172,7 +172,8 @@ class Runner:
             self._steps.rows.apply(plan)
             return Launched(plan=plan)
         shape, supplied = shape_of(plan), once(supplied) if plan.late else supplied
-        if not plan.late and not self._sampler.uses(shape.sampled_row):
+        picks = self._model.pick is not None and not plan.late
+        if picks and not self._sampler.uses(shape.sampled_row):
             shape = dataclasses.replace(shape, plain=True)
         try:
             return self._run(plan, shape, supplied)
