@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from measure import cell, interleaved, row, setup
 
 from headrace.back.kernels.attention.native import bind_with
 from headrace.back.kernels.attention.op import AttentionProblem, sample_plan
 from headrace.back.kernels.attention.reference import bind_reference
+from headrace.back.kernels.native.library import NativeLibrary
 
 HEADS = ((16, 8, 128), (32, 8, 128), (8, 8, 64))  # heads, KV heads, head_dim
 STEPS = {
@@ -17,10 +20,38 @@ STEPS = {
     "prompt of 512": [(512, 512)],
     "8 streams, chunk of 256": [(1, 512)] * 8 + [(256, 512)],
 }
+SHARED = 8, 1024
+"""Streams that share a prefix of so many tokens."""
+
+
+def shared_prefix(library: NativeLibrary, seconds: float) -> None:
+    """Streams with blocks of their own, with the same blocks, and a prompt's last tokens over as many positions, which
+    go by in one task: the bound of what sharing can save."""
+    streams, length = SHARED
+    row("heads / KV / size", "own blocks us", "the same blocks us", "a prompt's us")
+    row(*["---"] * 4)
+    for heads, kv_heads, head_dim in HEADS:
+        problem = AttentionProblem(device="cpu", dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads,
+                                   head_dim=head_dim, block_tokens=16, scale=head_dim**-0.5)  # fmt: skip
+        native, new = (
+            bind_with(library, problem),
+            {"block_tokens": 16, "window": None, "device": "cpu"},
+        )
+        own, blocks = sample_plan([(1, length)] * streams, **new)
+        same, _ = sample_plan([(1, length)] * streams, **new)
+        same.block_table_RB.copy_(same.block_table_RB[:1].expand_as(same.block_table_RB))
+        once, _ = sample_plan([(streams, length)], **new)
+        q = torch.randn(streams, heads, head_dim).bfloat16()
+        kv = torch.randn(blocks, 2, kv_heads, 16, head_dim).bfloat16()
+        plans = {"own": own, "same": same, "once": once}
+        calls = {name: partial(native, q, kv, plan) for name, plan in plans.items()}
+        taken = interleaved(calls, seconds=seconds)
+        row(f"{heads} / {kv_heads} / {head_dim}", *(cell(taken[name]) for name in plans))
 
 
 def main() -> None:
     library, arguments = setup(__doc__)
+    shared_prefix(library, arguments.seconds)
     row(
         "dtype",
         "heads / KV / size",

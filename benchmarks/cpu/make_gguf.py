@@ -15,6 +15,31 @@ import gguf
 import numpy as np
 
 SCALE = 0.02
+FILE_TYPES = {
+    "BF16": 32,
+    "F16": 1,
+    "Q8_0": 7,
+    "Q4_0": 2,
+}  # general.file_type: what most matrices are
+
+
+def add_tokenizer(out: gguf.GGUFWriter, vocabulary: int) -> None:
+    """A byte-level tokenizer with made-up tokens behind the bytes: servers want one, what it says does not matter."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    signs = {byte: chr(byte) for byte in printable}
+    signs |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    tokens = [signs[byte] for byte in range(256)]
+    tokens += ["ab", *(f"<{number}>" for number in range(257, vocabulary))]
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("qwen2")
+    out.add_token_list(tokens)
+    out.add_token_types([gguf.TokenType.NORMAL] * vocabulary)
+    out.add_token_merges([f"{signs[ord('a')]} {signs[ord('b')]}"])
+    out.add_eos_token_id(vocabulary - 1)
+    out.add_bos_token_id(vocabulary - 1)
+    out.add_add_bos_token(False)
+    out.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
 def write(config: dict[str, float], path: Path, kind: gguf.GGMLQuantizationType) -> None:
@@ -34,7 +59,8 @@ def write(config: dict[str, float], path: Path, kind: gguf.GGMLQuantizationType)
     out.add_layer_norm_rms_eps(config["rms_norm_eps"])
     out.add_rope_freq_base(config["rope_theta"])
     out.add_vocab_size(vocabulary)
-    out.add_tokenizer_model("no_vocab")
+    out.add_file_type(FILE_TYPES[kind.name])
+    add_tokenizer(out, vocabulary)
     rng = np.random.default_rng(0)
 
     def matrix(name: str, rows: int, columns: int) -> None:

@@ -73,7 +73,7 @@ def _predict(
             ),
         )
     else:
-        target = probe_cpu(memory_bytes=psutil.virtual_memory().available, dtype=spec.dtype)
+        target = probe_cpu(resolved.engine, memory_bytes=psutil.virtual_memory().available)
         memory = kv.memory_bytes
         kernels = kernels_of(spec, cost, block_tokens=kv.block_tokens)
     return forecast(
@@ -89,6 +89,9 @@ def _show(resolved: Resolved, predicted: Forecast, decisions: Sequence[Decision]
     console.print(
         f"weights {show_bytes(predicted.weight_bytes)}, KV cache {show_bytes(predicted.kv_memory_bytes)}"
         f" = {predicted.kv_tokens:,} tokens, prefill at most {predicted.prefill_tok_s:,.0f} tokens/s"
+    )
+    console.print(
+        f"reads {predicted.read_gb_s:,.1f} GB/s, products {predicted.gflops:,.0f} GFLOP/s ({predicted.source})"
     )
     speed = Table("streams", "context", "decode step", "tokens/s", "bound by", title="roofline")
     for p in predicted.decode:

@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 
 from headrace.back.executor.choose import make_executor
+from headrace.base.affinity import keep_to
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import ModelOptions
 from headrace.base.errors import ConfigError, EngineError, StartError
@@ -239,6 +240,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"the engine's specification cannot be read: {error}") from None
     executor = make_executor(spec)
+    keep_to(spec.device.other_cpus)  # the loop leaves the kernels' cores alone
     parts |= executor.facts.start_s
     parts["imports"] = time.monotonic() - began - sum(executor.facts.start_s.values())
     core = EngineCore(spec, executor, gates=gates_of(spec), source=Weights(spec, Path(spec_path)))

@@ -86,9 +86,13 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the model fits, what is left for KV, and how fast it would run."""
+    """Whether the model fits, what is left for KV, and how fast it would run at so many 10^9 bytes and operations per
+    second, which are from `source`."""
 
     device: str
+    read_gb_s: float
+    gflops: float
+    source: str
     fits: bool
     weight_bytes: int
     kv_memory_bytes: int
@@ -127,6 +131,9 @@ def forecast(
     per_sequence = cost.kv_bytes(context)
     return Forecast(
         device=device.name,
+        read_gb_s=device.bandwidth / 1e9,
+        gflops=device.rate / 1e9,
+        source=device.source,
         fits=left > 0 and kv_memory <= left and kv_memory >= per_sequence,
         weight_bytes=cost.weight_bytes,
         kv_memory_bytes=kv_memory,

@@ -6,23 +6,35 @@ The kernels are those the real choice picks: a few layers of the model are built
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from headrace.back.kernels.linear.op import OP as LINEAR
+from headrace.back.kernels.linear.op import LinearProblem
+from headrace.back.kernels.linear_quant.op import OP as LINEAR_QUANT
+from headrace.back.kernels.linear_quant.op import LinearQuantProblem, random_weight
+from headrace.back.kernels.native.library import NativeLibrary, load, use_threads
+from headrace.back.kernels.probe.native import reader
 from headrace.back.models.load import load_model
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param
-from headrace.base.config.resolved import Decision, ModelSpec
+from headrace.back.platforms import huge_pages
+from headrace.back.quant.scheme import SCHEMES
+from headrace.base.config.resolved import Decision, EngineSpec, ModelSpec
 from headrace.launch.forecast import DeviceModel, ModelCost
 
 SAMPLE_LAYERS = 6
 SAMPLE_BYTES = 2 << 30
 _PROBE_BYTES = 256 << 20
-_PROBE_SIZE = 1024
+_PROBE_ROWS, _PROBE_SIZE = 256, 2048
+_PROBE_S = 0.08
+"""Of each of the two probes."""
 
 
 def build_without_memory(spec: ModelSpec, *, block_tokens: int) -> LoadableModel:
@@ -71,23 +83,57 @@ def kernels_of(spec: ModelSpec, cost: ModelCost, *, block_tokens: int) -> tuple[
     return report.decisions
 
 
-def probe_cpu(*, memory_bytes: int, dtype: str) -> DeviceModel:
-    """This machine's read bandwidth and matrix rate, measured in under half a second."""
-    array = torch.ones(_PROBE_BYTES // 4)
-    bandwidth = _PROBE_BYTES / min(_timed(lambda: array.sum()) for _ in range(3))
-    left = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=DTYPES[dtype])
-    rate = 2 * _PROBE_SIZE**3 / min(_timed(lambda: left @ left) for _ in range(4))
+def probe_cpu(spec: EngineSpec, *, memory_bytes: int) -> DeviceModel:
+    """This machine's read bandwidth and product rate, by the kernels, the threads and the type of weights the engine
+    would have; measured in under half a second (a slow machine gets fewer repetitions)."""
+    begin = time.perf_counter()
+    torch.set_num_threads(spec.device.threads)
+    use_threads(spec.device.threads, spec.device.cpus or None)
+    data = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
+    huge_pages.advise(data.data_ptr(), data.nbytes)  # as the weights are
+    data.fill_(1)
+    library = load()
+    read = reader(library, data) if isinstance(library, NativeLibrary) else data.sum
+    product = _product(spec)
+    bandwidth = _PROBE_BYTES / _best_s(read)
+    rate = 2 * _PROBE_ROWS * _PROBE_SIZE**2 / _best_s(product)
+    bits = spec.model.quantization or spec.model.dtype
     return DeviceModel(
         name="cpu",
         memory_bytes=memory_bytes,
         bandwidth=bandwidth,
         rate=rate,
-        source="measured just now",
+        source=f"measured on {spec.device.threads} threads in {time.perf_counter() - begin:.2f} s, {bits}",
     )
 
 
-def _timed(work: object) -> float:
-    assert callable(work)
-    begin = time.perf_counter()
+def _product(spec: EngineSpec) -> Callable[[], object]:
+    """A product of a prompt's rows with a square weight, by the kernel a layer would have."""
+    dtype = DTYPES[spec.model.dtype]
+    x_TI = torch.ones(_PROBE_ROWS, _PROBE_SIZE, dtype=dtype)
+    sizes: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": dtype,
+        "inputs": _PROBE_SIZE,
+        "outputs": _PROBE_SIZE,
+    }
+    if spec.model.quantization is None:
+        weight_OI = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype)
+        product = LINEAR.choose(LinearProblem(**sizes)).bind(weight_OI, None)
+    else:
+        problem = LinearQuantProblem(bits=SCHEMES[spec.model.quantization].bits, **sizes)
+        weight = random_weight(problem, torch.Generator().manual_seed(0))
+        product = LINEAR_QUANT.choose(problem).bind(weight, None)
+    return lambda: product(x_TI)
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few runs; the first, which is not counted, touches what the others use."""
+    end = time.perf_counter() + _PROBE_S
+    times: list[float] = []
     work()
-    return time.perf_counter() - begin
+    while not times or (time.perf_counter() < end and len(times) < 5):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return min(times)

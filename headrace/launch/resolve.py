@@ -40,13 +40,18 @@ from headrace.launch.model_facts import ModelFacts
 
 
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine has: kind and number of devices, memory of one (host memory for cpu), cores we may use."""
+    """What the machine has: kind and number of devices, memory of one (host memory for cpu), cores we may use; and of
+    a CPU where threads and memory are best placed (back/platforms/placement.py: Placement)."""
 
     kind: str
     count: int
     total_bytes: int
     free_bytes: int
     cores: int
+    cpus: tuple[int, ...] = ()
+    other_cpus: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+    placed: str = ""
 
 
 CPU_KV_SHARE = 0.25
@@ -170,16 +175,29 @@ def _device(options: Options, device: DeviceFacts, choose: Chooser) -> DeviceSpe
         *("--executor", given.executor),
         *("inline" if given.tensor_parallel == 1 else "processes", "one worker per device"),
     )
-    share = max(1, device.cores // ranks)
-    threads = choose.pick(
-        "--threads", given.threads, share, f"{device.cores} usable cores, {ranks} workers"
-    )
+    alone = kind == "cpu" and executor == "inline" and ranks == 1
+    # Asked for a number of threads, we leave their cores to the system: others may have been given the rest.
+    cpus = device.cpus if alone and given.threads == "auto" else ()
+    if cpus:
+        threads = choose.pick("--threads", given.threads, len(cpus), device.placed)
+    else:
+        share = max(1, device.cores // ranks)
+        threads = choose.pick(
+            "--threads", given.threads, share, f"{device.cores} usable cores, {ranks} workers"
+        )
+    nodes = device.nodes if alone and len(device.nodes) > 1 else ()
+    if nodes:
+        names = ", ".join(map(str, nodes))
+        choose.note("memory", "auto", "interleaved", f"over the NUMA nodes {names}, page by page")
     return DeviceSpec(
         device=kind,
         executor=executor,
         tensor_parallel=given.tensor_parallel,
         threads=threads,
         memory_bytes=_gpu_bytes(given.gpu_memory, kind, executor, device, choose),
+        cpus=cpus,
+        other_cpus=device.other_cpus if cpus else (),
+        nodes=nodes,
     )
 
 

@@ -21,6 +21,7 @@ import msgspec
 
 from headrace.back.platforms.detect import detect
 from headrace.back.platforms.facts import visible_devices
+from headrace.back.platforms.placement import place
 from headrace.base import env
 from headrace.base.config.resolved import Resolved
 from headrace.launch.resolve import DeviceFacts
@@ -166,10 +167,15 @@ def device_facts(wanted: str) -> DeviceFacts:
     gpus = [one for one in found if one.kind == "cuda"] if wanted != "cpu" else []
     cpu = next(one for one in found if one.kind == "cpu")
     first = max(gpus, key=lambda gpu: gpu.free_bytes) if gpus else cpu
+    placed = place()
     return DeviceFacts(
         kind=first.kind,
         count=len(gpus) or 1,
         total_bytes=first.memory_bytes,
         free_bytes=first.free_bytes,
         cores=cpu.cores,
+        cpus=placed.kernels,
+        other_cpus=placed.others,
+        nodes=placed.nodes,
+        placed=placed.why,
     )

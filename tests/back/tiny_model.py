@@ -83,6 +83,8 @@ class TinyModel:
             x_TE = x_TE + self._attend(layer, x_TE, batch.plan_of(layer), batch.kv[layer])
         return x_TE / x_TE.norm(dim=-1, keepdim=True) * 4
 
+    pick = None
+
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Two labels: the sums of the halves of a hidden state."""
         return hidden_NE.float().unflatten(-1, (2, -1)).sum(-1)

@@ -70,7 +70,7 @@ class InlineExecutor:
             max_workers=1,
             thread_name_prefix="headrace-worker",
             initializer=set_threads,
-            initargs=(spec.device.threads,),
+            initargs=(spec.device,),
         )
         try:
             self._runner: Runner = self._thread.submit(build_runner, spec, loader).result()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,11 +37,13 @@ from headrace.back.kernels.native.library import use_threads
 from headrace.back.kernels.op import PutOff
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
 from headrace.back.platforms.detect import detect
+from headrace.back.platforms.placement import interleave
 from headrace.back.runner.devices import compiling
 from headrace.back.runner.results import Launched
 from headrace.back.runner.runner import Runner
 from headrace.back.sampling.sampler import choose_kernels
-from headrace.base.config.resolved import EngineSpec
+from headrace.base.affinity import keep_to
+from headrace.base.config.resolved import DeviceSpec, EngineSpec
 from headrace.base.errors import ConfigError, HeadraceError, StartError, WireError, to_wire
 from headrace.base.registry import Registry
 from headrace.base.wire.step import StepPlan, Supply, WorkerFacts
@@ -50,10 +53,14 @@ log = logging.getLogger(__name__)
 DEFAULT_LOADER = "headrace.back.models.load:load_model"
 
 
-def set_threads(threads: int) -> None:
-    """Gives torch, for work started from the calling thread, and this process's native kernels `threads` threads."""
-    torch.set_num_threads(threads)
-    use_threads(threads)
+def set_threads(device: DeviceSpec) -> None:
+    """Gives torch, for work started from the calling thread, and this process's native kernels their threads; the
+    calling thread and those keep to the CPUs they are given, and take memory from all NUMA nodes they are given."""
+    keep_to(device.cpus)
+    if device.nodes:
+        interleave(device.nodes)
+    torch.set_num_threads(device.threads)
+    use_threads(device.threads, device.cpus or None)
 
 
 class StepThreads:
@@ -75,7 +82,7 @@ class StepThreads:
 
     def fit(self, plan: StepPlan) -> None:
         """Before each step, on the thread that runs it."""
-        large = int(plan.sample.sum()) * self._width >= self.LARGE
+        large = np.count_nonzero(plan.sample) * self._width >= self.LARGE
         wanted = self._threads if large or not self._native else 1
         if wanted != self._now:
             self._now = wanted
@@ -168,7 +175,7 @@ def serve(channel: Channel) -> None:
     begin = TO_WORKER.decode(channel.receive() or b"")
     assert isinstance(begin, Begin), begin
     try:
-        set_threads(begin.spec.device.threads)
+        set_threads(begin.spec.device)
         runner = build_runner(begin.spec, begin.loader, join_mesh(begin))
     except Exception as error:
         log.exception("rank %d could not start", begin.rank)

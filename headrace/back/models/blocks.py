@@ -18,7 +18,7 @@ from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import Attention, AttentionSpec
 from headrace.back.layers.classifier import Classifier, Dense
 from headrace.back.layers.embedding import TokenEmbedding
-from headrace.back.layers.logits import LogitsHead
+from headrace.back.layers.logits import LogitsHead, Pick
 from headrace.back.layers.mlp import GatedMLP
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope
@@ -227,6 +227,11 @@ class Decoder:
         """Vocabulary logits [N, logits_width], float32."""
         assert self._head is not None, "the model has no language-model head"
         return self._head.logits(hidden_NE)
+
+    @property
+    def pick(self) -> Pick | None:
+        """See CausalModel."""
+        return None if self._head is None else self._head.pick
 
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Class logits [N, labels], float32."""

@@ -188,6 +188,11 @@ class Encoder:
         """An encoder has no language-model head here: nothing may ask."""
         raise AssertionError("an encoder generates no tokens")
 
+    @property
+    def pick(self) -> None:
+        """See CausalModel: it has no such kernel."""
+        return None
+
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Class logits [N, labels], float32."""
         assert self._classifier is not None, "the model has no classification head"

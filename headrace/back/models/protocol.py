@@ -9,6 +9,7 @@ import torch
 
 from headrace.back.attention.kv_layer import KVLayer
 from headrace.back.attention.plan import Batch
+from headrace.back.layers.logits import Pick
 from headrace.back.models.weights import WeightPlan
 from headrace.base.config.resolved import Decision
 
@@ -34,6 +35,12 @@ class CausalModel(Protocol):
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Vocabulary logits [N, logits_width] in float32, gathered over ranks, soft-capped and
         scaled as the family does."""
+        ...
+
+    @property
+    def pick(self) -> Pick | None:
+        """hidden_NE -> the greedy token of each row and its logit, without writing whole rows of logits; None if the
+        model cannot."""
         ...
 
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:

@@ -140,6 +140,11 @@ class TransformersModel:
         hidden_TE: torch.Tensor = out.last_hidden_state[0]
         return hidden_TE
 
+    @property
+    def pick(self) -> None:
+        """See CausalModel: it has no such kernel."""
+        return None
+
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """The fallback runs language models only."""
         raise AssertionError("the model has no classification head")

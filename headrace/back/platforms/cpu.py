@@ -47,10 +47,16 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
         cores = physical_cores(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    quota, _, period = _text(cgroup / "cpu.max").partition(" ")
-    if quota.isdigit() and period.strip().isdigit():
-        cores = min(cores, -(-int(quota) // int(period)))
-    return max(1, cores)
+    limit = quota(cgroup)
+    return max(1, cores if limit is None else min(cores, limit))
+
+
+def quota(cgroup: Path = CGROUP) -> int | None:
+    """Whole cores that the cgroup's CPU quota amounts to, rounded up; None if there is none."""
+    given, _, period = _text(cgroup / "cpu.max").partition(" ")
+    if given.isdigit() and period.strip().isdigit():
+        return -(-int(given) // int(period))
+    return None
 
 
 def physical_cores(cpus: set[int], root: Path = SYSTEM) -> int:

@@ -42,13 +42,14 @@ MIXED_ROWS = 16
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `draws`: tokens
-    are drawn as their rows ask, not picked."""
+    are drawn as their rows ask, not picked. `plain`: it leaves the picks and no logits."""
 
     tokens: int
     rows: int
     decode: bool
     updates: int
     draws: bool = False
+    plain: bool = False
 
     def __str__(self) -> str:
         size = f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
@@ -127,10 +128,11 @@ def _token_sizes(most: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a bucket's step leaves: hidden [T, E], logits float32 [R, V] and the greedy picks of all R rows."""
+    """What a bucket's step leaves: hidden [T, E], logits float32 [R, V] (None: the bucket is plain) and greedy picks of
+    all R rows."""
 
     hidden_TE: torch.Tensor
-    logits_RV: torch.Tensor
+    logits_RV: torch.Tensor | None
     picks: Picks
 
 
@@ -202,7 +204,11 @@ class BucketSteps:
         self._exact = ExactSteps(machine, self.rows)
         self._message = _Message(problem, self._tables, self.buckets.largest.updates)
         self._ring = torch.zeros((RING, 2, max_rows), **new)
-        self._told = _host_buffer((RING, 2, max_rows), device)
+        # Cut once: each small operation of torch costs microseconds, and some give up the interpreter's lock.
+        self._rings = self._ring.unbind()
+        host = device.type == "cpu"  # which reads the ring itself
+        self._told = self._rings if host else _host_buffer((RING, 2, max_rows), device).unbind()
+        self._host_told = [(t[0].numpy(), t[1].numpy().view(np.float32)) for t in self._told]
         self._static = _Static(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
 
@@ -235,18 +241,19 @@ class BucketSteps:
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
         if draws:
             bucket = replace(bucket, draws=True)
+        elif shape.plain and bucket.decode:
+            bucket = replace(bucket, plain=True)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)
-        self._replay.read(self._told[slot], self._ring[slot])
+        self._replay.read(self._told[slot], self._rings[slot])
         if not shape.sampled.size:
             return Ran(hidden_TE=out.hidden_TE, logits=None, picks=None)
-        tokens, bits = self._told[slot].numpy()
         return Ran(
             hidden_TE=out.hidden_TE,
             logits=out.logits_RV,
             picks=out.picks,
             index=shape.sampled,
-            told=(tokens, bits.view(np.float32)),
+            told=self._host_told[slot],
         )
 
     def moment(self) -> Moment:
@@ -262,14 +269,15 @@ class BucketSteps:
         frame, model, words = self._frames[bucket], self._machine.model, self._message.words
         self._inputs(words, self._tables, frame.out)
         hidden_TE = model.forward(frame.batch)
-        if bucket.decode:
-            logits_RV = model.logits(hidden_TE)
+        if bucket.plain and model.pick is not None:
+            logits_RV, picks = None, model.pick(hidden_TE)
         else:
-            logits_RV = model.logits(hidden_TE.index_select(0, frame.out.last_R))
-        picks = self._machine.greedy(logits_RV)
+            wanted = hidden_TE if bucket.decode else hidden_TE.index_select(0, frame.out.last_R)
+            logits_RV = model.logits(wanted)
+            picks = self._machine.greedy(logits_RV)
         token_R = picks[0]
         if bucket.draws:
-            assert self._machine.draw is not None
+            assert self._machine.draw is not None and logits_RV is not None
             row_R, position_R = (self._message.section(i, bucket.rows) for i in (0, 1))
             token_R, _ = self._machine.draw(logits_RV, picks, row_R, position_R)
         self._commit(words, token_R, picks[1], self._tables.tokens_MC, self._ring)

@@ -105,7 +105,7 @@ class Graphs:
         # The pool may give the outputs' memory to the next graph that is recorded: they are read before it runs.
         aliases = Outputs(
             hidden_TE=_alias(outputs.hidden_TE),
-            logits_RV=_alias(outputs.logits_RV),
+            logits_RV=None if outputs.logits_RV is None else _alias(outputs.logits_RV),
             picks=(_alias(outputs.picks[0]), _alias(outputs.picks[1])),
         )
         del outputs

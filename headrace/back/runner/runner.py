@@ -10,6 +10,7 @@ T query tokens, R rows of the step, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -192,7 +193,10 @@ class Runner:
         if not plan.rows.size:
             self._steps.rows.apply(plan)
             return Launched(plan=plan)
-        shape, supplied = shape_of(plan), once(supplied)
+        shape, supplied = shape_of(plan), once(supplied) if plan.late else supplied
+        picks = self._model.pick is not None and not plan.late
+        if picks and not self._sampler.uses(shape.sampled_row):
+            shape = dataclasses.replace(shape, plain=True)
         try:
             return self._run(plan, shape, supplied)
         except torch.OutOfMemoryError:
@@ -302,8 +306,12 @@ class Runner:
                 found.append((index, scores))
         return found, refused
 
-    @torch.inference_mode()
     def _settle(self) -> None:
+        if self._lost:
+            self._clean()
+
+    @torch.inference_mode()
+    def _clean(self) -> None:
         """Removes NaN and Inf from the blocks of rows that have failed, the null block included, before any of these
         blocks can have another owner: a plan that gives them away comes after the result that told of the failure."""
         while self._lost:

@@ -159,7 +159,7 @@ class Sampler:
 
     def uses(self, rows: np.ndarray) -> bool:
         """Whether any of these rows asks for more than the greedy choice."""
-        return bool(self._numbers.use[rows].any())
+        return np.count_nonzero(self._numbers.use[rows]) > 0
 
     def draws(self, rows: np.ndarray) -> bool:
         """Whether some of these rows are random and op `draw` does all that any of them asks for; then the table it

@@ -95,13 +95,17 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model runs. `threads` is per worker, `memory_bytes` what a worker may take of its device (None: no
-    bound)."""
+    bound). `cpus`: where those threads stay, `other_cpus`: where all else of the server does (empty: anywhere).
+    `nodes`: NUMA nodes that memory is taken from in turns, if there are several."""
 
     device: str
     executor: str
     tensor_parallel: int = 1
     threads: int = 1
     memory_bytes: int | None = None
+    cpus: tuple[int, ...] = ()
+    other_cpus: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headrace.base import env
+from headrace.base.affinity import keep_to
 from headrace.base.config.resolved import Decision, ServerSpec, TextSpec
 from headrace.base.errors import HeadraceError, StartError
 from headrace.base.telemetry import log as logs
@@ -276,6 +277,8 @@ def main() -> int:
     admin = None if given.admin_fd is None else socket.socket(fileno=given.admin_fd)
     spec = msgspec.json.decode(Path(given.spec).read_bytes(), type=ApiSpec)
     logs.configure("api", spec.server.log_level)
+    if spec.engine is not None:
+        keep_to(spec.engine.device.other_cpus)
     import uvloop
 
     # Threads of this process tokenize and render; the loop, which streams, shall not wait 5 ms for each of them.

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +16,7 @@ import torch
 from headrace.back.executor.worker import StepThreads, set_threads
 from headrace.back.kernels.native.build import build
 from headrace.back.kernels.native.library import NativeLibrary, load
+from headrace.base.config.resolved import DeviceSpec
 from headrace.base.wire.step import StepPlan, WorkerFacts
 
 
@@ -18,9 +24,9 @@ def test_torch_and_the_native_kernels_get_the_workers_threads() -> None:
     built = NativeLibrary(build())
     before = torch.get_num_threads()
     load.cache_clear()
-    set_threads(3)
+    set_threads(DeviceSpec(device="cpu", executor="inline", threads=3))
     assert torch.get_num_threads() == built.threads == 3
-    set_threads(1)
+    set_threads(DeviceSpec(device="cpu", executor="inline", threads=1))
     assert torch.get_num_threads() == built.threads == 1
     torch.set_num_threads(before)
 
@@ -65,3 +71,24 @@ def test_torch_gets_threads_where_its_ops_are_large_or_the_products_are_its_own(
         assert torch.get_num_threads() == large
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs affinity")
+def test_the_worker_and_its_helpers_keep_to_their_cpus() -> None:
+    """PLT-11: seen where the system shows it, in each thread's status."""
+    cpu = max(os.sched_getaffinity(0))
+    NativeLibrary(build())
+
+    def masks() -> list[str]:
+        before = {path.name for path in Path("/proc/self/task").iterdir()}
+        set_threads(DeviceSpec(device="cpu", executor="inline", threads=2, cpus=(cpu, cpu)))
+        mine = str(threading.get_native_id())
+        new = {path.name for path in Path("/proc/self/task").iterdir()} - before
+        texts = [Path(f"/proc/self/task/{name}/status").read_text() for name in {mine, *new}]
+        return [re.search(r"Cpus_allowed_list:\s*(\S+)", text)[1] for text in texts]  # type: ignore[index]
+
+    load.cache_clear()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(masks).result()
+        pool.submit(set_threads, DeviceSpec(device="cpu", executor="inline")).result()
+    assert found == [str(cpu)] * 2

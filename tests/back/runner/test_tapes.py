@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.back.kernels.native.library import NativeLibrary, load
+from headrace.back.layers import logits
 from headrace.back.runner import devices
 from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.tapes import Tapes
@@ -73,3 +74,24 @@ def test_replayed_decodes_give_the_tokens_of_steps_run_as_they_are(options, monk
     exact = engine(*options)
     assert answers(exact, lengths) == first == again
     exact.close()
+
+
+@pytest.mark.parametrize("options", [(), ("--quantization", "int8"), ("--quantization", "int4")])
+def test_greedy_tokens_are_the_same_where_no_whole_rows_of_logits_are_written(options, monkeypatch):
+    """The head in parts, recorded too; at last with a request that is drawn, whose steps write them again."""
+    monkeypatch.setattr(logits, "PART", 1024)
+    lengths = [(3 + 7 * i % 40, 12 + 11 * i % 30, 0.0) for i in range(9)]
+    picked = engine(*options)
+    assert picked.executor._runner._model.pick is not None
+    found = answers(picked, lengths), answers(picked, [*lengths, (5, 30, 0.8)])
+    replay = replay_of(picked)
+    plain = {bucket.plain for bucket in replay._tapes}
+    assert replay.foreign == () and plain == {False, True}
+    assert any(bucket.plain and bucket.rows >= logits.FEW_ROWS for bucket in replay._tapes)
+    assert all((kept.outputs.logits_RV is None) == b.plain for b, kept in replay._tapes.items())
+    picked.close()
+    monkeypatch.setattr(logits.LogitsHead, "_bind_pick", lambda self, weight, shared: None)
+    written = engine(*options)
+    assert written.executor._runner._model.pick is None
+    assert found == (answers(written, lengths), answers(written, [*lengths, (5, 30, 0.8)]))
+    written.close()

@@ -63,6 +63,87 @@ def test_equals_the_reference_and_reads_no_unused_place(library, dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window"), [(4, 2, None), (12, 1, None), (40, 1, 300), (2, 2, 600)]
+)
+def test_a_shared_prefix_gives_every_row_the_bits_it_has_alone(
+    library, dtype, heads, kv_heads, window, sinks
+):
+    """Rows that begin in the same blocks, some beside rows that do not, and of lengths around the ends of the parts."""
+    lengths = [700, 513, 512, 511, 900, 257, 769, 40, 650, 300, 1300, 1300, 700]
+    prefixes = [600, 600, 512, 511, 600, 256, 600, 32, 0, 288, 1296, 1296, 600]
+    rows = [(1, length) for length in lengths] + [(3, 30)]
+    problem, q, _, _ = case(dtype, heads, kv_heads, 32, 16, window, None, rows)
+    full, _ = sample_plan(rows, block_tokens=16, window=None, device="cpu")
+    shared, blocks = full.block_table_RB[10].clone(), int(full.block_table_RB.max()) + 1
+    for row, prefix in enumerate(prefixes):
+        full.block_table_RB[row, : prefix // 16] = shared[: prefix // 16]
+    kv = torch.randn(blocks, 2, kv_heads, 16, 32, generator=torch.Generator().manual_seed(1)).to(
+        dtype
+    )
+    kv[0] = float("nan")
+    problem = AttentionProblem(**{**vars(problem), "sinks": sinks})
+    given = torch.linspace(-1, 2, heads) if sinks else None
+    attention = bind_with(library, problem, given)
+    together = attention(q, kv, full)
+    wide = AttentionProblem(**{**vars(problem), "dtype": torch.float32})
+    expected = bind_reference(wide, given)(q.float(), kv.float(), full)
+    bound = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    assert (together.float() - expected).abs().max() <= bound * expected.abs().max()
+    library.set_threads(1)
+    for row in range(len(lengths)):
+        alone, _ = sample_plan(rows[row : row + 1], block_tokens=16, window=None, device="cpu")
+        width = alone.block_table_RB.shape[1]
+        alone.block_table_RB.copy_(full.block_table_RB[row : row + 1, :width])
+        assert torch.equal(attention(q[row : row + 1], kv, alone)[0], together[row]), row
+
+
+@pytest.mark.parametrize("head_dim", range(16, 257, 8))
+def test_every_head_size(library, head_dim):
+    dtype = torch.bfloat16 if head_dim % 16 == 0 else torch.float32
+    problem, q, kv, plan = case(dtype, 4, 2, head_dim, 16, None, None, [(1, 70), (17, 40)])
+    poison_unused(kv, plan, 16)
+    out, expected = bind_with(library, problem)(q, kv, plan), exact(problem, q, kv, plan)
+    bound = 4e-6 if dtype == torch.float32 else 6e-3
+    assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sinks_take_their_share_once(library, dtype, shape):
+    """Also where a row is cut into parts, or sees nothing but itself; -Inf is no sink, a great one leaves no weight."""
+    problem, q, kv, plan = case(dtype, *shape, ROWS)
+    poison_unused(kv, plan, problem.block_tokens)
+    heads = problem.heads
+    sinks = torch.linspace(-2.0, 4.0, heads)
+    with_sinks = AttentionProblem(**{**vars(problem), "sinks": True})
+    wide = AttentionProblem(**{**vars(with_sinks), "dtype": torch.float32})
+    out = bind_with(library, with_sinks, sinks)(q, kv, plan)
+    expected = bind_reference(wide, sinks)(q.float(), kv.float(), plan)
+    bound = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
+    assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
+    assert not torch.equal(out, bind_with(library, problem)(q, kv, plan))
+    none = bind_with(library, with_sinks, torch.full((heads,), float("-inf")))(q, kv, plan)
+    assert torch.equal(none, bind_with(library, problem)(q, kv, plan))
+    great = bind_with(library, with_sinks, torch.full((heads,), 1e4))(q, kv, plan)
+    assert not great.any()
+
+
+def test_a_sink_is_one_more_score_of_the_softmax():
+    """The definition, written out for one row (independently of both kernels)."""
+    problem, q, kv, plan = case(torch.float32, 4, 2, 16, 16, None, None, [(1, 9)])
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    wide = AttentionProblem(**{**vars(problem), "sinks": True})
+    out = bind_reference(wide, sinks)(q, kv, plan)
+    block = int(plan.block_table_RB[0, 0])
+    for head in range(4):
+        k, v = kv[block, 0, head // 2, :9], kv[block, 1, head // 2, :9]
+        scores = torch.cat((k @ q[0, head] * problem.scale, sinks[head : head + 1]))
+        torch.testing.assert_close(out[0, head], scores.softmax(0)[:9] @ v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_decode_row_does_not_depend_on_the_others_nor_on_the_threads(library, dtype):
     rows = [(1, 3000), (1, 1025), (1, 9), (5, 400)]
     problem, q, kv, plan = case(dtype, 6, 2, 48, 16, None, None, rows)

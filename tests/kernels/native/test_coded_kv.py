@@ -1,4 +1,4 @@
-"""The int8 KV cache: write and attention against their references, and against the unquantized cache (QNT-18)."""
+"""KV caches of int8 and e4m3 codes against their references, and against the unquantized cache (QNT-18)."""
 
 import pytest
 import torch
@@ -26,12 +26,13 @@ SHAPES = [
     (8, 2, 128, 64, 50, None),
     (2, 1, 256, 16, None, None),
 ]
+CODES = pytest.mark.parametrize("code", ["int8", "fp8"])
 
 
-def write_problem(dtype, kv_heads, head_dim, block_tokens):
+def write_problem(dtype, kv_heads, head_dim, block_tokens, code="int8"):
     return KVWriteProblem(
         device="cpu", dtype=dtype, kv_heads=kv_heads, head_dim=head_dim,
-        block_tokens=block_tokens, coded="int8",
+        block_tokens=block_tokens, coded=code,
     )  # fmt: skip
 
 
@@ -44,11 +45,13 @@ def empty_cache(blocks, kv_heads, block_tokens, head_dim):
     return kv
 
 
-def case(dtype, heads, kv_heads, head_dim, block_tokens, window, softcap, rows):
+def case(
+    dtype, heads, kv_heads, head_dim, block_tokens, window, softcap, rows, code="int8", sinks=False
+):
     """A problem, queries, the plain cache in float32, the coded one, and the plan."""
     problem = AttentionProblem(
-        device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, coded="int8",
-        block_tokens=block_tokens, scale=head_dim**-0.5, window=window, softcap=softcap,
+        device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, coded=code,
+        block_tokens=block_tokens, scale=head_dim**-0.5, window=window, softcap=softcap, sinks=sinks,
     )  # fmt: skip
     plan, blocks = sample_plan(rows, block_tokens=block_tokens, window=window, device="cpu")
     generator = torch.Generator().manual_seed(0)
@@ -62,34 +65,38 @@ def case(dtype, heads, kv_heads, head_dim, block_tokens, window, softcap, rows):
             at = int(plan.block_table_RB[row, position // block_tokens]), position % block_tokens
             if at[0]:
                 codes[at[0], :, :, at[1]], scales[at[0], :, :, at[1]] = quantize(
-                    plain[at[0], :, :, at[1]], "int8"
+                    plain[at[0], :, :, at[1]], code
                 )
     return problem, q, plain, coded, plan
 
 
+@CODES
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_equals_the_reference_and_reads_no_unused_place(library, dtype, shape):
-    problem, q, _, coded, plan = case(dtype, *shape, ROWS)
-    out = attention_native.bind_with(library, problem)(q, coded, plan)
+def test_attention_equals_the_reference_and_reads_no_unused_place(library, dtype, shape, code):
+    sinks = torch.linspace(-3, 3, shape[0]) if shape[0] % 2 == 0 else None
+    problem, q, _, coded, plan = case(dtype, *shape, ROWS, code, sinks is not None)
+    out = attention_native.bind_with(library, problem, sinks)(q, coded, plan)
     wide = AttentionProblem(**{**vars(problem), "dtype": torch.float32, "coded": None})
-    expected = bind_reference(wide)(q.float(), widen(coded, torch.float32, "int8"), plan)
+    expected = bind_reference(wide, sinks)(q.float(), widen(coded, torch.float32, code), plan)
     bound = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
     assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
 
 
-def test_attention_is_near_that_over_the_plain_cache(newest):
-    problem, q, plain, coded, plan = case(torch.float32, 8, 2, 64, 16, None, None, ROWS)
+@pytest.mark.parametrize(("code", "bound"), [("int8", 0.02), ("fp8", 0.06)])
+def test_attention_is_near_that_over_the_plain_cache(newest, code, bound):
+    problem, q, plain, coded, plan = case(torch.float32, 8, 2, 64, 16, None, None, ROWS, code)
     out = attention_native.bind_with(newest, problem)(q, coded, plan)
     wide = AttentionProblem(**{**vars(problem), "coded": None})
     expected = bind_reference(wide)(q, plain, plan)
-    assert 0 < (out - expected).norm() / expected.norm() < 0.02
+    assert 0 < (out - expected).norm() / expected.norm() < bound
 
 
+@CODES
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 40, 72, 128, 256])
-def test_write_is_the_reference_bit_for_bit_and_leaves_the_rest(library, dtype, head_dim):
-    problem = write_problem(dtype, 3, head_dim, 16)
+def test_write_is_the_reference_bit_for_bit_and_leaves_the_rest(library, dtype, head_dim, code):
+    problem = write_problem(dtype, 3, head_dim, 16, code)
     both = torch.randn(5, 6, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
     both[1, 0] = 0
     both[2, 4, 3], both[3, 1, head_dim - 1] = float("nan"), float("-inf")
@@ -106,6 +113,38 @@ def test_write_is_the_reference_bit_for_bit_and_leaves_the_rest(library, dtype, 
     assert scales[1, 1, 1, 0].isnan() and scales[2, 0, 1, 1].isnan()
 
 
+def test_every_e4m3_code_is_read_as_torch_reads_it(library):
+    codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
+    values = codes.view(torch.float8_e4m3fn).float()
+    problem, q, _, coded, plan = case(torch.float32, 1, 1, 16, 16, None, None, [(1, 1)], "fp8")
+    attention = attention_native.bind_with(library, problem)
+    places, scales = codes_and_scales(coded)
+    block = int(plan.block_table_RB[0, 0])
+    scales[block] = 1.0
+    for first in range(0, len(codes), 16):
+        part = codes[first : first + 16]
+        places[block, :, 0, 0, : len(part)] = part.view(torch.int8)
+        assert torch.equal(attention(q, coded, plan)[0, 0, : len(part)], values[first : first + 16])
+
+
+def test_e4m3_rounds_to_even_at_every_midpoint(library):
+    """A head whose largest value is 448 has the scale 1: codes are the roundings themselves."""
+    exact = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = (exact[1:] + exact[:-1]) / 2
+    values = torch.cat((exact, middle, middle.nextafter(torch.tensor(0.0)), -middle))
+    values = torch.nn.functional.pad(values, (0, -len(values) % 15)).view(-1, 1, 15)
+    x = torch.nn.functional.pad(values, (0, 1), value=448.0)
+    kv = empty_cache(len(x) // 16 + 2, 1, 16, 16)
+    write = write_native.bind_with(library, write_problem(torch.float32, 1, 16, 16, "fp8"))
+    write(x, x, kv, torch.arange(len(x)))
+    codes = codes_and_scales(kv)[0].transpose(2, 3)
+    for row in range(len(x)):
+        found = codes[row // 16, 0, row % 16, 0]
+        assert torch.equal(
+            found.view(torch.float8_e4m3fn).float(), x[row, 0].to(torch.float8_e4m3fn).float()
+        )
+
+
 def test_a_slot_outside_the_cache_is_refused(newest):
     write = write_native.bind_with(newest, write_problem(torch.float32, 1, 16, 8))
     x = torch.ones(1, 1, 16)
@@ -114,12 +153,13 @@ def test_a_slot_outside_the_cache_is_refused(newest):
             write(x, x, empty_cache(2, 1, 8, 16), torch.tensor([slot]))
 
 
+@CODES
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_self_checks_accept_it(newest, dtype):
+def test_the_self_checks_accept_it(newest, dtype, code):
     for shape in SHAPES:
-        problem = case(dtype, *shape, [(1, 1)])[0]
+        problem = case(dtype, *shape, [(1, 1)], code)[0]
         assert ATTENTION.error(attention_native.KERNEL, problem) <= ATTENTION.tolerance(problem)
-        asked = write_problem(dtype, shape[1], shape[2], shape[3])
+        asked = write_problem(dtype, shape[1], shape[2], shape[3], code)
         assert KV_WRITE.error(write_native.KERNEL, asked) <= 1e-6
 
 
@@ -131,7 +171,7 @@ def test_memory_is_about_half(newest):
         layers = [KVLayer(layer=i, kv_heads=8, head_dim=head_dim, coded=coded) for i in range(4)]
         return lay_out(layers, block_tokens=16, dtype=torch.bfloat16).block_bytes
 
-    assert block_bytes(None, 64) / block_bytes("int8", 64) == pytest.approx(128 / 68)
+    assert block_bytes(None, 64) / block_bytes("fp8", 64) == pytest.approx(128 / 68)
     assert block_bytes(None, 128) / block_bytes("int8", 128) == pytest.approx(256 / 132)
 
 

@@ -10,18 +10,26 @@ import torch
 
 from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
 from headrace.back.kernels.kv_write.coded import SCALE_BYTES
+from headrace.back.kernels.kv_write.native import CODES
 from headrace.back.kernels.native.library import FLOAT, INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
 MAX_HEAD_DIM = 256
-_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 14, FLOAT, FLOAT, INT32, INT32)
+_ARGUMENTS = (*(POINTER,) * 7, *(INT64,) * 14, FLOAT, FLOAT, INT32, INT32)
 
 
 def bind_with(
-    library: NativeLibrary, problem: AttentionProblem, *, whole: bool = False
+    library: NativeLibrary,
+    problem: AttentionProblem,
+    sinks_H: torch.Tensor | None = None,
+    *,
+    whole: bool = False,
 ) -> Attention:
-    """The kernel of one library."""
+    """The kernel of one library; keeps the sinks."""
+    assert problem.sinks == (sinks_H is not None), problem
+    sinks = None if sinks_H is None else sinks_H.float().contiguous()
+    assert sinks is None or sinks.shape == (problem.heads,), sinks.shape
     kernel = library.bind("attention", *_ARGUMENTS)
     heads, head_dim, code = problem.heads, problem.head_dim, DTYPES[problem.dtype]
     window, scale, softcap = problem.window or 0, problem.scale, problem.softcap or 0.0
@@ -46,9 +54,10 @@ def bind_with(
                 out_THD[computed:] = 0
         kernel(
             *(tensor.data_ptr() for tensor in (q_THD, kv, out_THD, starts, lengths, table)),
+            sinks.data_ptr() if sinks is not None else None,
             rows, table.stride(0), num_tokens, num_blocks, heads, kv_heads, head_dim, block_tokens,
             *(*q_THD.stride()[:2], *kv.stride()[:3]), window, scale, softcap, code,
-            int(problem.coded == "int8") + 2 * whole,
+            CODES[problem.coded] + 4 * whole,
         )  # fmt: skip
         return out_THD
 
@@ -66,11 +75,13 @@ def _supports(problem: AttentionProblem) -> str | None:
 
 
 KERNEL = Kernel(
-    name="native", supports=_supports, bind=lambda problem: bind_with(loaded(), problem)
+    name="native",
+    supports=_supports,
+    bind=lambda problem, *sinks: bind_with(loaded(), problem, *sinks),
 )
 WHOLE = Kernel(
     name="native whole",
     supports=_supports,
-    bind=lambda problem: bind_with(loaded(), problem, whole=True),
+    bind=lambda problem, *sinks: bind_with(loaded(), problem, *sinks, whole=True),
     invariant=True,
 )

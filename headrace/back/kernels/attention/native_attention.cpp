@@ -3,42 +3,52 @@
 // One task is one KV head of one row and a tile of at most 32 query rows: tokens x the query heads that share the KV head,
 // so K and V are read once per tile. KV goes by in tiles of 64 tokens with a running maximum and sum (Milakov &
 // Gimelshein 2018; Dao et al. 2022, algorithm 1). A decode row longer than kSplit is cut at fixed positions and the
-// parts are merged in order, so a row's result depends neither on the other rows nor on the number of threads.
+// parts are merged in order, so a row's result depends neither on the other rows nor on the number of threads. Neighbouring
+// rows whose part lies in the same blocks (a shared prefix) go by in one task: as many rows of a tile, one reading.
 // Only positions a tile can see are touched: what lies in freed or unused places may be NaN.
 //
-// The cache holds the queries' type T, or int8 codes with a float32 scale per token and head (S, its element, is then
-// int8_t): a block's head is [block_tokens][head_dim] codes, then [block_tokens] scales. Codes are exact in T, so keys
+// The cache holds the queries' type T, or codes with a float32 scale per token and head (S, its element, is then int8_t
+// or fp8): a block's head is [block_tokens][head_dim] codes, then [block_tokens] scales. Codes are exact in T, so keys
 // are widened four at a time on the way into the same products, and scales are put on scores and weights.
 
 #include "../native/amx_attention.h"
 #include "../native/dot_tile.h"
+#include "../native/fp8.h"
 
 namespace {
 
 constexpr int kRows = 32;         // query rows of a tile
 constexpr int kTokens = 64;       // KV tokens of a tile
 constexpr int kMaxHead = 256;     // largest head_dim
-constexpr int64_t kSplit = 1024;  // KV tokens per part of a decode row
+constexpr int64_t kSplit = 256;  // KV tokens per part of a decode row
 constexpr int kValueVectors = kRegisters == 32 ? 4 : 2;
 
 struct Attention {
   const void *q, *kv;
   void* out;
   const int32_t *query_start, *kv_len, *block_table;
+  const float* sinks;  // a score per query head, or null
   int64_t rows, table_stride, heads, kv_heads, head_dim, block_tokens;
   int64_t q_token_stride, q_head_stride, block_stride, value_offset, head_stride;
   int64_t window;  // positions a query sees, itself included
   float scale, softcap;
   bool whole;      // no parts, and with a window a query token a task: a query's result then depends on its position alone
   const struct Task* tasks;
+  const struct RowParts* row_parts;
   float* parts;
 };
 
+// Where the parts of a decode row lie: `count` from number `first` on, those of a head beside each other; from float
+// `base` on, if there are several.
+struct RowParts {
+  int64_t base, first, count;
+};
+
 // Query tokens [token, token + tokens) of a row, query heads [head, head + heads), KV positions [low, high).
-// part >= 0: leave the unmerged result at parts + part.
+// first: it holds the lowest position of its rows. part: one of several parts of a decode row, whose unmerged result is
+// left in `parts`; its tokens are then those of as many rows, which all see these positions in the same blocks.
 struct Task {
-  int32_t row, token, tokens, head, heads, low, high;
-  int64_t part;
+  int32_t row, token, tokens, head, heads, low, high, first, part;
 };
 
 template <class S>
@@ -76,14 +86,19 @@ HR_INLINE void scale_columns(float* values, int64_t rows, int64_t count, const f
 // NB keys in the type of the queries: where they lie, or widened into `wide`.
 template <class T, int NB>
 HR_INLINE const T* keys_as(const T* k, int64_t, T*) { return k; }
-template <class T, int NB>
-HR_INLINE const T* keys_as(const int8_t* k, int64_t head_dim, T* wide) {
+template <class T, int NB, class S>
+HR_INLINE const T* widened(const S* k, int64_t head_dim, T* wide) {
   const int64_t count = NB * head_dim;
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(wide + i, load(k + i));
   if (i < count) store_part(wide + i, load_part(k + i, count - i), count - i);
   return wide;
 }
+
+template <class T, int NB>
+HR_INLINE const T* keys_as(const int8_t* k, int64_t head_dim, T* wide) { return widened<T, NB>(k, head_dim, wide); }
+template <class T, int NB>
+HR_INLINE const T* keys_as(const fp8* k, int64_t head_dim, T* wide) { return widened<T, NB>(k, head_dim, wide); }
 
 template <class T, int MB, int NB>
 HR_INLINE void score_tile(const char* panel, const T* k, int64_t head_dim, float* scores) {
@@ -237,14 +252,27 @@ HR_INLINE void fill_queries(const Attention& p, const Task& task, char* panels) 
   }
 }
 
+// The running maximum and sum that query row m of a task begins with: the sink is a score of the first part.
+HR_INLINE void begin_row(const Attention& p, const Task& task, int64_t m, float& max, float& total) {
+  const bool sinks = p.sinks != nullptr && task.first;
+  max = sinks ? p.sinks[task.head + m % task.heads] : -__builtin_inff();
+  total = sinks ? 1.0f : 0.0f;
+}
+
 HR_INLINE int64_t part_floats(const Attention& p) { return p.head_dim + 2; }
+// Where a task leaves the unmerged result of its query row m.
+HR_INLINE float* part_at(const Attention& p, const Task& task, int64_t m) {
+  const RowParts& parts = p.row_parts[task.row + m / task.heads];
+  const int64_t number = task.low / kSplit - parts.first;
+  return p.parts + parts.base + (task.head * parts.count + number * task.heads + m % task.heads) * part_floats(p);
+}
 
 template <class T>
 HR_INLINE void finish(const Attention& p, const Task& task, const float* max, const float* total, const float* sums) {
   for (int64_t m = 0; m < int64_t(task.tokens) * task.heads; ++m) {
     const float* from = sums + m * kMaxHead;
-    if (task.part >= 0) {
-      float* to = p.parts + task.part + m * part_floats(p);
+    if (task.part) {
+      float* to = part_at(p, task, m);
       to[0] = max[m], to[1] = total[m];
       __builtin_memcpy(to + 2, from, size_t(p.head_dim) * sizeof(float));
       continue;
@@ -268,7 +296,7 @@ void attend(void* context, int64_t i) {
   float max[kRows], total[kRows], factors[kRows];
   fill_queries<T>(p, task, panels);
   for (int64_t m = 0; m < rows; ++m) {
-    max[m] = -__builtin_inff(), total[m] = 0;
+    begin_row(p, task, m, max[m], total[m]);
     for (int64_t d = 0; d < p.head_dim; d += kLanes) store(sums + m * kMaxHead + d, F{});
   }
   for (int64_t low = task.low; low < task.high; low += kTokens) {
@@ -281,7 +309,7 @@ void attend(void* context, int64_t i) {
       kv_scales(p, task.row, kv_head, low, count, 1, scales);
     }
     for (int64_t m = 0; m < rows; ++m) {
-      const int64_t position = first + m / task.heads;
+      const int64_t position = task.part ? p.kv_len[task.row + m / task.heads] - 1 : first + m / task.heads;
       const int64_t from = smaller(larger<int64_t>(position - p.window + 1 - low, 0), count);
       const int64_t to = smaller(larger<int64_t>(position + 1 - low, 0), count);
       factors[m] = soften(p, scores + m * kTokens, from, to, count, max[m], total[m]);
@@ -302,7 +330,12 @@ HR_INLINE void attend_tiles(const Attention& p, const Task& task) {
   alignas(64) char memory[2 * kMaxHead * 32 + 2 * kMaxHead * 64 + 4 * kTileBytes + 64 * 32 * 4 + 2 * kMaxHead * 64];
   alignas(64) int32_t position[kRows];
   alignas(64) float max[kRows], total[kRows];
-  for (int64_t m = 0; m < kRows; ++m) position[m] = int32_t(first + smaller(m, rows - 1) / task.heads);
+  for (int64_t m = 0; m < kRows; ++m) {
+    // A part is seen whole by each of several rows. Of one row the position is its own.
+    const bool shared = task.part && task.tokens > 1;
+    position[m] = int32_t(shared ? task.high - 1 : first + smaller(m, rows - 1) / task.heads);
+    begin_row(p, task, smaller(m, rows - 1), max[m], total[m]);
+  }
   const TileTask job{rows, D, task.low, task.high, p.window, p.scale, p.softcap, position};
   const TileMemory m = tile_memory(memory, D);
   const bf16* q = static_cast<const bf16*>(p.q);
@@ -315,8 +348,8 @@ HR_INLINE void attend_tiles(const Attention& p, const Task& task) {
   else tile_attend<1>(job, m, at, max, total);
   for (int64_t row = 0; row < rows; ++row) {
     const float* sums = m.sums + row / kTile * D * 16 + row % kTile * 16;
-    if (task.part >= 0) {
-      float* to = p.parts + task.part + row * part_floats(p);
+    if (task.part) {
+      float* to = part_at(p, task, row);
       to[0] = max[row], to[1] = total[row];
       for (int64_t d = 0; d < D; d += kLanes) store(to + 2 + d, load(sums + d * 16));
       continue;
@@ -370,41 +403,97 @@ struct Counts {
   int64_t tasks = 0, merges = 0, part_floats = 0;
 };
 
-HR_INLINE Counts plan(const Attention& p, Task* tasks, Merge* merges) {
-  Counts n;
-  const int64_t group = p.heads / p.kv_heads;
-  const int64_t heads_per_task = smaller<int64_t>(group, kRows);
-  for (int64_t row = 0; row < p.rows; ++row) {
-    const int64_t queries = p.query_start[row + 1] - p.query_start[row];
-    const bool single = p.whole && p.window != INT32_MAX;  // tiles of KV start where the window of their query does
-    const int64_t tokens_per_task = single ? 1 : larger<int64_t>(kRows / heads_per_task, 1);
-    for (int64_t token = 0; token < queries; token += tokens_per_task) {
-      const int64_t tokens = smaller(tokens_per_task, queries - token);
-      const int64_t first = p.kv_len[row] - queries + token, high = first + tokens;
-      const int64_t low = larger<int64_t>(first - p.window + 1, 0);
-      // The first part ends at the first multiple of kSplit above low.
-      const int64_t parts = queries > 1 || p.whole ? 1 : (high - 1) / kSplit - low / kSplit + 1;
-      for (int64_t base = 0; base < p.heads; base += group) {
-        for (int64_t g = 0; g < group; g += heads_per_task) {
-          const int64_t heads = smaller(heads_per_task, group - g), head = base + g;
-          const int64_t part_stride = heads * part_floats(p);
-          if (parts > 1) {
-            for (int64_t h = 0; h < heads; ++h, ++n.merges)
-              if (merges)
-                merges[n.merges] = {n.part_floats + h * part_floats(p), part_stride, parts,
-                                    (p.query_start[row] * p.heads + head + h) * p.head_dim};
-          }
-          for (int64_t i = 0; i < parts; ++i, ++n.tasks) {
-            const int64_t from = i == 0 ? low : (low / kSplit + i) * kSplit;
-            const int64_t to = i == parts - 1 ? high : (low / kSplit + i + 1) * kSplit;
-            if (tasks)
-              tasks[n.tasks] = {int32_t(row), int32_t(token), int32_t(tokens), int32_t(head), int32_t(heads),
-                                int32_t(from), int32_t(to), parts > 1 ? n.part_floats : -1};
-            if (parts > 1) n.part_floats += part_stride;
-          }
-        }
-      }
+HR_INLINE int64_t lowest(const Attention& p, int64_t position) { return larger<int64_t>(position - p.window + 1, 0); }
+
+HR_INLINE RowParts parts_of(const Attention& p, int64_t row) {
+  const int64_t last = p.kv_len[row] - 1, first = lowest(p, last) / kSplit;
+  return {0, first, last / kSplit - first + 1};
+}
+
+// Whether decode rows a and b see part c whole and in the same blocks, so that one task can serve both.
+HR_INLINE bool same_part(const Attention& p, int64_t a, int64_t b, int64_t c) {
+  const int64_t from = c * kSplit, to = from + kSplit;
+  const RowParts of_a = parts_of(p, a), of_b = parts_of(p, b);
+  if (of_a.count < 2 || of_b.count < 2 || (of_a.first == c) != (of_b.first == c)) return false;
+  if (from < lowest(p, larger(p.kv_len[a], p.kv_len[b]) - 1) || to > smaller(p.kv_len[a], p.kv_len[b])) return false;
+  const int64_t block = from / p.block_tokens, blocks = ceil_div(to, p.block_tokens) - block;
+  return __builtin_memcmp(p.block_table + a * p.table_stride + block, p.block_table + b * p.table_stride + block,
+                          size_t(blocks) * sizeof(int32_t)) == 0;
+}
+
+// A task for each group of query heads that share a KV head, at most kRows of them.
+template <class Emit>
+HR_INLINE void each_heads(const Attention& p, Emit emit) {
+  const int64_t group = p.heads / p.kv_heads, most = smaller<int64_t>(group, kRows);
+  for (int64_t base = 0; base < p.heads; base += group)
+    for (int64_t g = 0; g < group; g += most) emit(base + g, smaller(most, group - g));
+}
+
+// Decode rows [begin, end): every part of every row, but a part that neighbours share goes by once for all of them.
+HR_INLINE void plan_decodes(const Attention& p, int64_t begin, int64_t end, Counts& n, Task* tasks, Merge* merges,
+                            RowParts* all) {
+  const int64_t rows_per_task = larger<int64_t>(kRows / smaller<int64_t>(p.heads / p.kv_heads, kRows), 1);
+  int64_t lowest_part = INT64_MAX, highest_part = 0;
+  for (int64_t row = begin; row < end; ++row) {
+    RowParts parts = parts_of(p, row);
+    parts.base = n.part_floats;
+    if (all) all[row] = parts;
+    lowest_part = smaller(lowest_part, parts.first);
+    highest_part = larger(highest_part, parts.first + parts.count - 1);
+    if (parts.count == 1) continue;
+    each_heads(p, [&](int64_t head, int64_t heads) {
+      for (int64_t h = 0; h < heads; ++h, ++n.merges)
+        if (merges)
+          merges[n.merges] = {parts.base + (head * parts.count + h) * part_floats(p), heads * part_floats(p),
+                              parts.count, (p.query_start[row] * p.heads + head + h) * p.head_dim};
+    });
+    n.part_floats += p.heads * parts.count * part_floats(p);
+  }
+  for (int64_t c = lowest_part; c <= highest_part; ++c)
+    for (int64_t row = begin, count; row < end; row += count) {
+      count = 1;
+      const RowParts parts = parts_of(p, row);
+      if (c < parts.first || c >= parts.first + parts.count) continue;
+      while (count < rows_per_task && row + count < end && same_part(p, row, row + count, c)) ++count;
+      const int64_t from = larger(c * kSplit, lowest(p, p.kv_len[row] - 1));
+      const int64_t to = smaller((c + 1) * kSplit, int64_t(p.kv_len[row]));
+      each_heads(p, [&](int64_t head, int64_t heads) {
+        if (tasks)
+          tasks[n.tasks] = {int32_t(row), 0, int32_t(count), int32_t(head), int32_t(heads), int32_t(from), int32_t(to),
+                            c == parts.first, parts.count > 1};
+        ++n.tasks;
+      });
     }
+}
+
+HR_INLINE void plan_prefill(const Attention& p, int64_t row, int64_t queries, Counts& n, Task* tasks) {
+  const bool single = p.whole && p.window != INT32_MAX;  // tiles of KV start where the window of their query does
+  const int64_t tokens_per_task =
+      single ? 1 : larger<int64_t>(kRows / smaller<int64_t>(p.heads / p.kv_heads, kRows), 1);
+  for (int64_t token = 0; token < queries; token += tokens_per_task) {
+    const int64_t tokens = smaller(tokens_per_task, queries - token), first = p.kv_len[row] - queries + token;
+    each_heads(p, [&](int64_t head, int64_t heads) {
+      if (tasks)
+        tasks[n.tasks] = {int32_t(row), int32_t(token), int32_t(tokens), int32_t(head), int32_t(heads),
+                          int32_t(lowest(p, first)), int32_t(first + tokens), 1, 0};
+      ++n.tasks;
+    });
+  }
+}
+
+HR_INLINE Counts plan(const Attention& p, Task* tasks, Merge* merges, RowParts* parts) {
+  Counts n;
+  const auto queries = [&](int64_t row) { return p.query_start[row + 1] - p.query_start[row]; };
+  for (int64_t row = 0; row < p.rows;) {
+    if (queries(row) != 1 || p.whole) {
+      plan_prefill(p, row, queries(row), n, tasks);
+      ++row;
+      continue;
+    }
+    int64_t end = row + 1;
+    while (end < p.rows && queries(end) == 1) ++end;
+    plan_decodes(p, row, end, n, tasks, merges, parts);
+    row = end;
   }
   return n;
 }
@@ -426,15 +515,17 @@ HR_INLINE bool sound(const Attention& p, int64_t num_blocks, int64_t num_tokens)
 
 template <class T, class S = T>
 int32_t run(Attention& p) {
-  const Counts n = plan(p, nullptr, nullptr);
-  const int64_t bytes = n.tasks * int64_t(sizeof(Task)) + n.merges * int64_t(sizeof(Merge)) + n.part_floats * 4;
+  const Counts n = plan(p, nullptr, nullptr, nullptr);
+  const int64_t bytes = n.merges * int64_t(sizeof(Merge)) + p.rows * int64_t(sizeof(RowParts)) +
+                        n.tasks * int64_t(sizeof(Task)) + n.part_floats * 4;
   char* memory = static_cast<char*>(hr_scratch(bytes));
   if (memory == nullptr && bytes > 0) return HR_NO_MEMORY;
-  Task* tasks = reinterpret_cast<Task*>(memory);
-  Merge* merges = reinterpret_cast<Merge*>(tasks + n.tasks);
-  p.parts = reinterpret_cast<float*>(merges + n.merges);
-  p.tasks = tasks;
-  plan(p, tasks, merges);
+  Merge* merges = reinterpret_cast<Merge*>(memory);
+  RowParts* row_parts = reinterpret_cast<RowParts*>(merges + n.merges);
+  Task* tasks = reinterpret_cast<Task*>(row_parts + p.rows);
+  p.parts = reinterpret_cast<float*>(tasks + n.tasks);
+  p.tasks = tasks, p.row_parts = row_parts;
+  plan(p, tasks, merges, row_parts);
   HrTask task = attend<T, S>;
 #if defined(HR_AMX)
   if (kIsBf16<T> && kIsBf16<S> && fits_tiles(p)) task = attend_in_tiles;
@@ -445,14 +536,22 @@ int32_t run(Attention& p) {
   return HR_OK;
 }
 
+template <class S>
+int32_t run_codes(Attention& p, int32_t dtype) {
+  if (dtype == HR_BF16) return run<bf16, S>(p);
+  if (dtype == HR_F16) return run<fp16, S>(p);
+  if (dtype == HR_F32) return run<float, S>(p);
+  return HR_BAD_DTYPE;
+}
+
 }  // namespace
 
 // q [num_tokens, heads, head_dim] with strides in elements and contiguous head_dim; out the same, contiguous.
 // kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
-// t * head_dim, strides in elements of the cache. window 0: all positions. softcap 0: none. coded: 1 if the cache holds
-// int8, plus 2 for results that do not depend on how many queries of a row are computed together.
+// t * head_dim, strides in elements of the cache. window 0: all positions. softcap 0: none. coded: 0 the queries' type,
+// 1 int8, 2 e4m3; plus 4 for results that do not depend on how many queries of a row are computed together.
 HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
-                                       const int32_t* kv_len, const int32_t* block_table, int64_t rows,
+                                       const int32_t* kv_len, const int32_t* block_table, const float* sinks, int64_t rows,
                                        int64_t table_stride, int64_t num_tokens, int64_t num_blocks, int64_t heads,
                                        int64_t kv_heads, int64_t head_dim, int64_t block_tokens, int64_t q_token_stride,
                                        int64_t q_head_stride, int64_t block_stride, int64_t value_offset,
@@ -460,16 +559,14 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
                                        int32_t coded) {
   if (head_dim < 1 || head_dim > kMaxHead || kv_heads < 1 || heads < 1 || heads % kv_heads || block_tokens < 1)
     return HR_BAD_SHAPE;
-  Attention p{q, kv, out, query_start, kv_len, block_table, rows, table_stride, heads, kv_heads, head_dim,
+  Attention p{q, kv, out, query_start, kv_len, block_table, sinks, rows, table_stride, heads, kv_heads, head_dim,
               block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
-              window > 0 ? window : INT32_MAX, scale, softcap, (coded & 2) != 0, nullptr, nullptr};
+              window > 0 ? window : INT32_MAX, scale, softcap, (coded & 4) != 0, nullptr, nullptr, nullptr};
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
-  if ((coded & 1) != 0) {
-    if (dtype == HR_BF16) return run<bf16, int8_t>(p);
-    if (dtype == HR_F16) return run<fp16, int8_t>(p);
-    if (dtype == HR_F32) return run<float, int8_t>(p);
-    return HR_BAD_DTYPE;
-  }
+  const int32_t code = coded & 3;
+  if (code == 1) return run_codes<int8_t>(p, dtype);
+  if (code == 2) return run_codes<fp8>(p, dtype);
+  if (code != 0) return HR_BAD_DTYPE;
   if (dtype == HR_BF16) return run<bf16>(p);
   if (dtype == HR_F16) return run<fp16>(p);
   if (dtype == HR_F32) return run<float>(p);

@@ -57,17 +57,22 @@ HR_INLINE int64_t place(const float* x, const float* parts, int64_t chunks) {
 
 }  // namespace
 
-// x [rows, columns] float32, row stride in elements -> ids [rows], values [rows].
+// x [rows, columns] float32, row stride in elements -> ids [rows], values [rows]. first > 0: these are the columns from
+// first on, and ids and values hold the choice among those before, which is kept where it is as good.
 HR_PUBLIC int32_t HR_EXPORT(greedy)(const float* x, int64_t* ids, float* values, int64_t rows, int64_t columns,
-                                    int64_t x_stride) {
-  if (rows < 0 || columns < 1 || columns > INT32_MAX) return HR_BAD_SHAPE;
+                                    int64_t x_stride, int64_t first) {
+  if (rows < 0 || columns < 1 || first < 0 || columns > INT32_MAX) return HR_BAD_SHAPE;
   Greedy p{x, columns, x_stride, ceil_div(columns, kColumns), nullptr};
   p.parts = static_cast<float*>(hr_scratch(rows * p.chunks_per_row * int64_t(sizeof(float))));
   if (p.parts == nullptr && rows > 0) return HR_NO_MEMORY;
   hr_parallel(chunk, &p, rows * p.chunks_per_row);
   for (int64_t row = 0; row < rows; ++row) {
-    ids[row] = place(x + row * x_stride, p.parts + row * p.chunks_per_row, p.chunks_per_row);
-    values[row] = x[row * x_stride + ids[row]];
+    const float* values_of = x + row * x_stride;
+    const int64_t at = place(values_of, p.parts + row * p.chunks_per_row, p.chunks_per_row);
+    const float best = values_of[at], before = values[row];
+    if (first > 0 && (before != before || (best <= before && best == best))) continue;
+    ids[row] = first + at;
+    values[row] = best;
   }
   return HR_OK;
 }

@@ -66,6 +66,7 @@ def random_cache(
         blocks, 2, heads, block_tokens, head_dim + SCALE_BYTES, dtype=torch.int8, device=device
     )
     codes, scales = codes_and_scales(kv)
-    codes.copy_(torch.randint(-126, 127, codes.shape, generator=generator))
+    drawn = torch.randint(-126, 127, codes.shape, generator=generator)
+    codes.copy_(drawn.masked_fill(drawn == -1, 0))  # -1 and 127 are e4m3's NaN
     scales.copy_((torch.rand(scales.shape, generator=generator) + 0.5) / 64)
     return kv

@@ -1,4 +1,4 @@
-"""KV write by the native kernel: one copy per token, head and half, or int8 codes and a scale."""
+"""KV write by the native kernel: one copy per token, head and half, or codes and a scale."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
 MAX_CODED_HEAD = 256
+CODES = {None: 0, "int8": 1, "fp8": 2}
+"""As native code knows what a cache holds."""
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 12)
 
 
@@ -45,7 +47,7 @@ def bind_with(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
 
 
 def _bind_coded(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
-    kernel = library.bind("kv_write_int8", *_ARGUMENTS, INT32)
+    kernel = library.bind("kv_write_coded", *_ARGUMENTS, INT32, INT32)
     head_dim, block_tokens, code = problem.head_dim, problem.block_tokens, DTYPES[problem.dtype]
 
     def kv_write(
@@ -64,7 +66,7 @@ def _bind_coded(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
             k_TKD.data_ptr(), v_TKD.data_ptr(), kv.data_ptr(), slot_T.data_ptr(),
             k_TKD.shape[0], k_TKD.shape[1], head_dim, block_tokens, kv.shape[0],
             k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1),
-            kv.stride(0), kv.stride(1), kv.stride(2), code,
+            kv.stride(0), kv.stride(1), kv.stride(2), code, CODES[problem.coded],
         )  # fmt: skip
 
     return kv_write

@@ -212,12 +212,13 @@ HR_INLINE void pack_queries(const TileTask& p, Query query, char* to) {
 }
 
 // The whole task. at(position, half): where a token's key (0) or value (1) lies; 16 tokens from a multiple of 16 on are
-// neighbours. Leaves sums (not divided by total) in m.sums, maximum and total per row in max and total.
+// neighbours. Leaves sums (not divided by total) in m.sums; maximum and total per row in max and
+// total, which hold what each row begins with.
 template <int NQ, class At>
 HR_INLINE void tile_attend(const TileTask& p, const TileMemory& m, At at, float* max, float* total) {
   const int64_t D = p.head_dim;
   Running run[NQ];
-  for (int q = 0; q < NQ; ++q) run[q] = {splat(-__builtin_inff()), F{}};
+  for (int q = 0; q < NQ; ++q) run[q] = {load(max + q * 16), load(total + q * 16)};
   for (int64_t i = 0; i < NQ * D * 16; i += kLanes) store(m.sums + i, F{});
   full_tiles();
   for (int64_t first = p.low / kKeys * kKeys; first < p.high; first += kKeys) {

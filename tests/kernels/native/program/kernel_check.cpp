@@ -148,14 +148,14 @@ void check_blocks(int coding, int64_t M, int64_t N, int64_t K, bool compared) {
   compare("linear_blocks", coding, y, exact, 2e-5);
 }
 
-using Attention = int32_t (*)(const void*, const void*, void*, const int32_t*, const int32_t*, const int32_t*, int64_t,
-                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+using Attention = int32_t (*)(const void*, const void*, void*, const int32_t*, const int32_t*, const int32_t*,
+                              const float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                               int64_t, int64_t, int64_t, float, float, int32_t, int32_t);
 using Write = int32_t (*)(const void*, const void*, int8_t*, const int64_t*, int64_t, int64_t, int64_t, int64_t, int64_t,
-                          int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int32_t);
+                          int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int32_t, int32_t);
 
-// One decode row of 4 query heads and 2 KV heads over `length` tokens; coded: through kv_write_int8.
-void check_attention(int type, bool coded, int64_t length, bool compared) {
+// One decode row of 4 query heads, each with a sink, and 2 KV heads over `length` tokens; coded 1, 2: int8, e4m3 codes.
+void check_attention(int type, int coded, int64_t length, bool compared) {
   const int64_t H = 4, KV = 2, D = 72, B = 16, blocks = (length + B - 1) / B, width = coded ? D + 4 : D;
   const int64_t size = coded ? 1 : type == F32 ? 4 : 2;
   Values q(H * D, type), k(length * KV * D, type), v(length * KV * D, type);
@@ -165,9 +165,9 @@ void check_attention(int type, bool coded, int64_t length, bool compared) {
   for (int64_t t = 0; t < length; ++t) slots.push_back(t);
   int status = 0;
   if (coded)
-    status = kernel<Write>("kv_write_int8")(k.bytes.data(), v.bytes.data(), reinterpret_cast<int8_t*>(cache.data()),
+    status = kernel<Write>("kv_write_coded")(k.bytes.data(), v.bytes.data(), reinterpret_cast<int8_t*>(cache.data()),
                                             slots.data(), length, KV, D, B, blocks, KV * D, D, KV * D, D,
-                                            2 * KV * B * width, KV * B * width, B * width, type);
+                                            2 * KV * B * width, KV * B * width, B * width, type, coded);
   else
     for (int64_t t = 0; t < length; ++t)
       for (int64_t h = 0; h < KV; ++h) {
@@ -179,16 +179,16 @@ void check_attention(int type, bool coded, int64_t length, bool compared) {
   for (int64_t b = 0; b < blocks; ++b) table.push_back(int32_t(b));
   const int32_t starts[] = {0, 1}, lengths[] = {int32_t(length)};
   vector<char> out(size_t(H * D) * (type == F32 ? 4 : 2));
-  const float scale = 1.0f / sqrtf(float(D));
-  status |= kernel<Attention>("attention")(q.bytes.data(), cache.data(), out.data(), starts, lengths, table.data(), 1,
-                                           blocks, 1, blocks, H, KV, D, B, H * D, D, 2 * KV * B * width, KV * B * width,
+  const float scale = 1.0f / sqrtf(float(D)), sinks[] = {0.5f, -1.0f, 3.0f, 0.0f};
+  status |= kernel<Attention>("attention")(q.bytes.data(), cache.data(), out.data(), starts, lengths, table.data(),
+                                           sinks, 1, blocks, 1, blocks, H, KV, D, B, H * D, D, 2 * KV * B * width, KV * B * width,
                                            B * width, 0, scale, 0, type, coded);
   if (!compared) return;
   vector<double> exact(size_t(H * D), 0);
   vector<float> ours;
   for (int64_t h = 0; h < H; ++h) {
     vector<double> weight;
-    double total = 0;
+    double total = exp(sinks[h]);
     for (int64_t t = 0; t < length; ++t) {
       double dot = 0;
       for (int64_t d = 0; d < D; ++d) dot += q.exact[h * D + d] * k.exact[(t * KV + h / 2) * D + d];
@@ -205,7 +205,9 @@ void check_attention(int type, bool coded, int64_t length, bool compared) {
     ours.push_back(status ? NAN : x);
   }
   const double rounding = type == F32 ? 1e-5 : type == BF16 ? 6e-3 : 2e-3;
-  compare(coded ? "attention, int8 cache" : "attention", type, ours, exact, coded ? 2e-2 : rounding);
+  const char* names[] = {"attention", "attention, int8 cache", "attention, e4m3 cache"};
+  const double bounds[] = {rounding, 2e-2, 6e-2};
+  compare(names[coded], type, ours, exact, bounds[coded]);
 }
 
 }  // namespace
@@ -223,13 +225,14 @@ int main(int argc, char** argv) {
       vector<float> y(size_t(N), 0);
       return kernel<Linear>("linear")(x.bytes.data(), w.bytes.data(), nullptr, y.data(), 1, N, K, K, K, N, BF16, F32);
     }
-    if (name == "attention") return check_attention(BF16, false, 512, false), 0;
-    if (name == "attention_int8") return check_attention(BF16, true, 512, false), 0;
+    if (name == "attention") return check_attention(BF16, 0, 512, false), 0;
+    if (name == "attention_int8") return check_attention(BF16, 1, 512, false), 0;
+    if (name == "attention_fp8") return check_attention(BF16, 2, 512, false), 0;
     return check_blocks(std::stoi(name), 1, N, K, false), 0;
   }
   for (int type : {F32, BF16, F16}) {
     check_linear(type, 3, 37, 100), check_linear(type, 1, 64, 256);
-    check_attention(type, false, 100, true), check_attention(type, true, 100, true);
+    for (int coded = 0; coded < 3; ++coded) check_attention(type, coded, 100, true);
   }
   for (int coding = 0; coding < 12; ++coding) check_blocks(coding, 3, 70, 512, true);
   return failed ? 1 : 0;

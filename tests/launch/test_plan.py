@@ -1,0 +1,43 @@
+"""`headrace plan` on this machine: what it measures, by which kernels, and that it says so."""
+
+import re
+
+import msgspec
+import pytest
+
+from headrace.base.config.options import CommandLine
+from headrace.base.config.resolved import EngineSpec
+from headrace.launch.facts import resolve_options
+from headrace.launch.locate import bundled_model
+from headrace.launch.plan import probe_cpu
+
+
+def spec(*extra: str) -> EngineSpec:
+    line = CommandLine("test", "", groups=("model", "kv", "scheduler", "device"))
+    words = ["--model", str(bundled_model()), "--device", "cpu", "--threads", "1", *extra]
+    return resolve_options(line.parse(words)[1]).engine
+
+
+@pytest.mark.parametrize("extra", [(), ("--quantization", "int8"), ("--dtype", "float32")])
+def test_the_probe_measures_the_engines_own_products_and_says_on_what(
+    extra: tuple[str, ...],
+) -> None:
+    given = spec(*extra)
+    found = probe_cpu(given, memory_bytes=1 << 30)
+    assert 1e8 < found.bandwidth < 1e13 and 1e8 < found.rate < 1e16
+    said = re.fullmatch(r"measured on 1 threads in (\d+\.\d\d) s, (\w+)", found.source)
+    assert said and said[2] == (given.model.quantization or given.model.dtype)
+
+
+def test_fewer_repetitions_are_taken_where_one_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound of half a second: after the time is over nothing more is begun."""
+    from headrace.launch import plan
+
+    calls: list[int] = []
+    monkeypatch.setattr(plan, "_PROBE_S", 0.0)
+    plan._best_s(lambda: calls.append(1))
+    assert len(calls) == 2  # the one that warms up, and one that counts
+    monkeypatch.setattr(plan, "_PROBE_S", 60.0)
+    plan._best_s(lambda: calls.append(1))
+    assert len(calls) == 2 + 6
+    assert msgspec.structs.asdict(plan.probe_cpu(spec(), memory_bytes=1))["memory_bytes"] == 1
