@@ -39,9 +39,7 @@ def peaks() -> dict[str, float]:
     weight = torch.randn(WIDTH, WIDTH).bfloat16()
     x = torch.randn(ROWS, WIDTH).bfloat16()
     dense = LinearProblem(device="cpu", dtype=torch.bfloat16, inputs=WIDTH, outputs=WIDTH)
-    coded = LinearQuantProblem(
-        device="cpu", dtype=torch.bfloat16, bits=8, inputs=WIDTH, outputs=WIDTH
-    )
+    coded = LinearQuantProblem(device="cpu", dtype=torch.bfloat16, inputs=WIDTH, outputs=WIDTH)
     ours = OP.choose(dense).bind(weight, None)
     ours8 = OP_QUANT.choose(coded).bind(
         random_weight(coded, torch.Generator().manual_seed(0)), None

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from headrace.back.kernels.linear.op import OP as LINEAR
-from headrace.back.kernels.linear.op import LinearProblem
-from headrace.back.kernels.linear_quant.op import OP as LINEAR_QUANT
-from headrace.back.kernels.linear_quant.op import LinearQuantProblem, random_weight
 from headrace.back.kernels.native.library import NativeLibrary, load, use_threads
 from headrace.back.kernels.probe.native import reader
+from headrace.back.layers.linear import Weight, product_of
 from headrace.back.models.load import load_model
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param
 from headrace.back.platforms import huge_pages
+from headrace.back.quant.online import pack
 from headrace.back.quant.scheme import SCHEMES
 from headrace.base.config.resolved import Decision, EngineSpec, ModelSpec
 from headrace.launch.forecast import DeviceModel, ModelCost
@@ -111,19 +108,11 @@ def _product(spec: EngineSpec) -> Callable[[], object]:
     """A product of a prompt's rows with a square weight, by the kernel a layer would have."""
     dtype = DTYPES[spec.model.dtype]
     x_TI = torch.ones(_PROBE_ROWS, _PROBE_SIZE, dtype=dtype)
-    sizes: dict[str, Any] = {
-        "device": "cpu",
-        "dtype": dtype,
-        "inputs": _PROBE_SIZE,
-        "outputs": _PROBE_SIZE,
-    }
-    if spec.model.quantization is None:
-        weight_OI = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype)
-        product = LINEAR.choose(LinearProblem(**sizes)).bind(weight_OI, None)
-    else:
-        problem = LinearQuantProblem(bits=SCHEMES[spec.model.quantization].bits, **sizes)
-        weight = random_weight(problem, torch.Generator().manual_seed(0))
-        product = LINEAR_QUANT.choose(problem).bind(weight, None)
+    plain = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype)
+    scheme = spec.model.quantization
+    weight: Weight = plain if scheme is None else pack(plain, SCHEMES[scheme])
+    op, problem = product_of(weight, device="cpu", dtype=dtype)
+    product = op.choose(problem).bind(weight, None)
     return lambda: product(x_TI)
 
 

@@ -183,7 +183,7 @@ def bind_gated(
     """The product of a quantized weight whose first half of outputs gates the second, if a kernel does both."""
     if isinstance(weight_OI, torch.Tensor):
         return None
-    op, problem = _product(scope, weight_OI, bias_O, wide=False, activation=activation)
+    op, problem = product_of(weight_OI, **_facts(scope, bias_O), activation=activation)
     return scope.bind_fused(op, problem, weight_OI, bias_O)
 
 
@@ -197,22 +197,26 @@ def bind_linear(
 ) -> Linear:
     """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere, `wide` if the result is to
     be float32."""
-    op, problem = _product(scope, weight_OI, bias_O, shared=shared, wide=wide)
+    op, problem = product_of(weight_OI, **_facts(scope, bias_O), shared=shared, wide=wide)
     return scope.bind(op, problem, weight_OI, bias_O)
 
 
-def _product(
-    scope: Scope,
+def _facts(scope: Scope, bias_O: torch.Tensor | None) -> dict[str, Any]:
+    return {"device": scope.device.type, "dtype": scope.dtype, "bias": bias_O is not None}
+
+
+def product_of(
     weight: Weight,
-    bias_O: torch.Tensor | None,
     *,
+    device: str,
+    dtype: torch.dtype,
+    bias: bool = False,
     shared: bool = False,
-    wide: bool,
+    wide: bool = False,
     activation: str | None = None,
 ) -> tuple[Op[Any], Any]:
     """The op that multiplies by this kind of weight, and the problem."""
-    new: dict[str, Any] = {"device": scope.device.type, "dtype": scope.dtype, "wide": wide}
-    new |= {"bias": bias_O is not None}
+    new: dict[str, Any] = {"device": device, "dtype": dtype, "wide": wide, "bias": bias}
     if isinstance(weight, PackedWeight):
         sizes = {"inputs": weight.inputs, "outputs": weight.outputs}
         return OP_QUANT, LinearQuantProblem(**new, **sizes, activation=activation)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from headrace.back.kernels.linear.op import Linear
 from headrace.back.kernels.linear_blocks.layout import PANEL as BLOCK_PANEL
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
-from headrace.back.kernels.linear_quant.layout import PANEL, PackedWeight
+from headrace.back.kernels.linear_quant.layout import PANEL
 from headrace.back.kernels.running_greedy.op import OP as RUNNING_GREEDY
 from headrace.back.kernels.running_greedy.op import RunningGreedyProblem
 from headrace.back.layers.embedding import TokenEmbedding, vocabulary_part
-from headrace.back.layers.linear import bind_linear
+from headrace.back.layers.linear import Weight, bind_linear
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_gather
 from headrace.back.parallel.mesh import Axis
@@ -132,9 +132,6 @@ class LogitsHead:
             return token_N, value_N
 
         return pick
-
-
-Weight = torch.Tensor | PackedWeight | BlockWeight
 
 
 def weight_outputs(weight: Weight) -> int | None:

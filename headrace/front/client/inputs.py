@@ -149,10 +149,23 @@ def _gates(generation: Generation) -> dict[str, msgspec.Raw]:
     return {GATE: pack(Constraint(grammar=grammar, reasoning=rule, field=field))}
 
 
+# (field as sent, attribute, its limit)
+_LABELS = (
+    ("request_id", "label", "max_label_chars"),
+    ("user", "tenant", "max_label_chars"),
+    ("cache_salt", "cache_salt", "max_salt_chars"),
+)
+# (field, limit of their number, limit of each)
+_TEXTS = (
+    ("stop", "max_stop_strings", "max_stop_chars"),
+    ("bad_words", "max_bad_words", "max_bad_word_chars"),
+    ("dry_sequence_breakers", "max_breakers", "max_bad_word_chars"),
+)
+
+
 def _check_envelope(generation: Generation, limits: Limits) -> None:
-    _text("request_id", generation.label, limits.max_label_chars)
-    _text("user", generation.tenant, limits.max_label_chars)
-    _text("cache_salt", generation.cache_salt, limits.max_salt_chars)
+    for field, name, most in _LABELS:
+        _text(field, getattr(generation, name), getattr(limits, most))
     if any(character in generation.cache_salt for character in "@/\\\0"):
         raise bad("cache_salt", generation.cache_salt, "text without @ / \\ and NUL")
     _number("weight", generation.weight, Bound(0.0, 1e6, above=True))
@@ -190,8 +203,8 @@ def _check_counts(params: SamplingParams, limits: Limits, widths: Widths) -> Non
         _integer("beam_width", params.beam_width, params.n, limits.max_beam_width)
         _check_beam(params)
     _integer("top_k", params.top_k, -1, _INT32[1])
-    _integer("dry_allowed_length", params.dry_allowed_length, 1, context)
     _integer("dry_range", params.dry_range, 0, _INT32[1])
+    _integer("dry_allowed_length", params.dry_allowed_length, 1, context)
     if params.max_tokens is not None:
         _integer("max_tokens", params.max_tokens, 0, context)
     most = context if params.max_tokens is None else params.max_tokens
@@ -224,10 +237,8 @@ def _check_beam(params: SamplingParams) -> None:
 
 def _check_lists(params: SamplingParams, limits: Limits, widths: Widths) -> None:
     width = widths.logits_width
-    _texts("stop", params.stop, limits.max_stop_strings, limits.max_stop_chars)
-    _texts("bad_words", params.bad_words, limits.max_bad_words, limits.max_bad_word_chars)
-    breakers = params.dry_sequence_breakers
-    _texts("dry_sequence_breakers", breakers, limits.max_breakers, limits.max_bad_word_chars)
+    for field, count, chars in _TEXTS:
+        _texts(field, getattr(params, field), getattr(limits, count), getattr(limits, chars))
     _ids("stop_token_ids", params.stop_token_ids, limits.max_stop_ids, width)
     _ids("logprob_token_ids", params.logprob_token_ids, limits.max_named_logprobs, width)
     if not isinstance(params.logit_bias, dict):

@@ -45,6 +45,7 @@ _RESERVED = frozenset(
 )
 MAX_TOOLS = 1024
 SHORT_BYTES = 8192
+Messages = Sequence[dict[str, Any]]
 """So much is rendered and encoded without a thread."""
 
 
@@ -79,28 +80,21 @@ class ChatTemplate:
         self._max_tokens = max_tokens
         self._names: frozenset[str] | None = None
 
-    def render(
-        self, messages: Sequence[dict[str, Any]], **options: Unpack[RenderOptions]
-    ) -> list[int]:
+    def render(self, messages: Messages, **options: Unpack[RenderOptions]) -> list[int]:
         """The prompt as ids."""
         return self._encoded(self._render(messages, options))
 
-    async def render_async(
-        self, messages: Sequence[dict[str, Any]], **options: Unpack[RenderOptions]
-    ) -> list[int]:
+    async def render_async(self, messages: Messages, **options: Unpack[RenderOptions]) -> list[int]:
         """`render`, in a thread where there is much text, so that other requests go on meanwhile."""
         if self._names is None or len(msgspec.json.encode([messages, options])) > SHORT_BYTES:
             return await asyncio.to_thread(self.render, messages, **options)
-        source, variables = self._prepared(messages, options)
-        rendered = await self._short.render(source, variables)
+        rendered = await self._short.render(*self._prepared(messages, options))
         rendered = _cut(rendered) if options.get("continue_final_message") else rendered
         if len(rendered) > SHORT_BYTES:
             return await asyncio.to_thread(self._encoded, rendered)
         return self._encoded(rendered)
 
-    def render_text(
-        self, messages: Sequence[dict[str, Any]], **options: Unpack[RenderOptions]
-    ) -> str:
+    def render_text(self, messages: Messages, **options: Unpack[RenderOptions]) -> str:
         """The prompt as people read it. Do not encode it: it no longer tells users' text from control tokens."""
         return unguard(self._render(messages, options))
 
@@ -117,13 +111,11 @@ class ChatTemplate:
         self._tokenizer.check_length(rendered, self._max_tokens)
         return self._tokenizer.encode_guarded(rendered)
 
-    def _render(self, messages: Sequence[dict[str, Any]], options: RenderOptions) -> str:
+    def _render(self, messages: Messages, options: RenderOptions) -> str:
         rendered = self._pool.render(*self._prepared(messages, options))
         return _cut(rendered) if options.get("continue_final_message") else rendered
 
-    def _prepared(
-        self, messages: Sequence[dict[str, Any]], options: RenderOptions
-    ) -> tuple[str, dict[str, Any]]:
+    def _prepared(self, messages: Messages, options: RenderOptions) -> tuple[str, dict[str, Any]]:
         """The template and its variables, checked and guarded."""
         add_generation_prompt = options.get("add_generation_prompt", True)
         continue_final_message = options.get("continue_final_message", False)

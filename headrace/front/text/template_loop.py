@@ -38,7 +38,7 @@ class LoopRenderer:
 
     async def render(self, source: str, variables: dict[str, Any]) -> str:
         """See TemplatePool.render."""
-        answer = self._send(source, variables, asyncio.get_running_loop())
+        answer = self._send(source, variables)
         reply = None if answer is None else await answer
         if reply is None:
             return await asyncio.to_thread(self._pool.render, source, variables)
@@ -51,10 +51,9 @@ class LoopRenderer:
             self._pool.give(None)
             self._worker = None
 
-    def _send(
-        self, source: str, variables: dict[str, Any], loop: asyncio.AbstractEventLoop
-    ) -> _Answer | None:
+    def _send(self, source: str, variables: dict[str, Any]) -> _Answer | None:
         """Sends a request, if there is a process for it with room in its pipe."""
+        loop = asyncio.get_running_loop()
         worker = self._worker or self._join(loop)
         if worker is None or self._late_at == self._replies or self._loop is not loop:
             return None

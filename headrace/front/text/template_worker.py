@@ -30,6 +30,9 @@ _LENGTH = struct.Struct("<I")
 _SOURCES: dict[int, str] = {}
 
 
+Answer = Callable[[dict[str, Any]], Any]
+
+
 class Refused(Exception):
     """The template itself raised, or asked for too much."""
 
@@ -112,14 +115,18 @@ def answer(request: dict[str, Any], max_chars: int) -> dict[str, Any]:
         if request["variables"] is None:
             return {"names": names}
         return {"text": _render(template, request["variables"], max_chars)}
-    except Refused as error:
-        return {"error": str(error)[:1000]}
-    except MemoryError:
-        return {"error": "the template needs too much memory"}
-    except RecursionError:
-        return {"error": "the template recurses too deeply"}
-    except Exception as error:  # whatever else a template can raise is the template's failure
-        return {"error": f"{type(error).__name__}: {error}"[:1000]}
+    except Exception as error:  # whatever a template can raise is the template's failure
+        return {"error": _said(error)[:1000]}
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, Refused):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "the template needs too much memory"
+    if isinstance(error, RecursionError):
+        return "the template recurses too deeply"
+    return f"{type(error).__name__}: {error}"
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
@@ -132,13 +139,7 @@ def _render(template: jinja2.Template, variables: dict[str, Any], max_chars: int
     return "".join(pieces)
 
 
-def serve(
-    source: BinaryIO,
-    sink: BinaryIO,
-    answer_one: Callable[[dict[str, Any]], Any],
-    *,
-    limit_s: float,
-) -> None:
+def serve(source: BinaryIO, sink: BinaryIO, answer_one: Answer, *, limit_s: float) -> None:
     """Answers requests until the other end closes; one that takes longer than `limit_s` ends the process."""
     sink.write(b"!")
     sink.flush()

@@ -55,7 +55,9 @@ def _sample(problem: RunningGreedyProblem) -> Sample:
 
 OP: Op[RunningGreedyProblem] = Op(
     name="running_greedy",
-    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    reference=Kernel(
+        name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
+    ),
     kernels=("headrace.back.kernels.running_greedy.native:KERNEL",),
     sample=_sample,
     tolerance=lambda problem: 0.0,
