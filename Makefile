@@ -63,7 +63,7 @@ types: $(DEV)
 # Both legs run, whatever the first one finds. Status 5: ARGS chose no test of that leg.
 unit: $(DEV)
 	@echo "==> pytest, $(WORKERS) at a time"; \
-	$(PYTEST) -m "not slow and not serial" -n $(WORKERS) --dist loadfile $(ARGS); beside=$$?; \
+	$(PYTEST) -m "not slow and not serial" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS); beside=$$?; \
 	echo "==> pytest, one at a time"; \
 	$(PYTEST) -m "serial and not slow" $(ARGS); alone=$$?; \
 	case "$$beside $$alone" in \

@@ -48,6 +48,9 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions/render": CHAT,
     "/v1/chat/completions/derender": {"request": CHAT, "response": ANSWER},
     "/v1/completions/render": {"prompt": "fox"},
+    "/v1/messages/render": CHAT,
+    "/v1/responses/render": {"input": "fox"},
+    "/invocations": CHAT,
     "/v1/completions/derender": {"request": {"prompt": "fox"}, "response": ANSWER},
     "/tokenize": {"prompt": "fox"},
     "/detokenize": {"tokens": [5]},
@@ -55,6 +58,7 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/v1/admin/drain": {"mode": "abort"},
     "/v1/admin/reload_model": {"mode": "abort"},
     "/v1/admin/sleep": {"level": 1},
+    "/v1/admin/profile": {"action": "stop"},
     "/v1/admin/log_level": {"level": "info"},
     "/v1/batches": {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
 }  # fmt: skip

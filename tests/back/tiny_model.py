@@ -42,6 +42,7 @@ class TinyModel:
     generates = True
     attention_heads = 0
     state = "plain"
+    host_kernels = ("attention in plain torch",)
 
     def __init__(
         self,

@@ -49,6 +49,13 @@ class Ledger:
         """What the layers noted, and which kernels were chosen."""
         return (*self.notes, *decisions(self.choices))
 
+    def host_kernels(self) -> tuple[str, ...]:
+        """The chosen kernels that read arrays of a step on the host: its steps cannot be replayed from the device."""
+        readers = {
+            f"{one.op} kernel {one.kernel.name}" for one in self.choices if one.kernel.reads_host
+        }
+        return tuple(sorted(readers))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Head:

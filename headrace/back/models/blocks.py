@@ -199,6 +199,7 @@ class Decoder:
             params=tuple(self._ledger.params), ignored=(*IGNORED, *tied, *spec.ignored)
         )
         self.decisions: tuple[Decision, ...] = ()
+        self.host_kernels: tuple[str, ...] = ()
 
     def _logits_head(self, scope: Scope, spec: DecoderSpec) -> LogitsHead:
         return LogitsHead(
@@ -214,6 +215,7 @@ class Decoder:
         """Packs the loaded weights, layer by layer; the plain ones are dropped on the way."""
         self._ledger.finish()
         self.decisions = self._ledger.decisions()
+        self.host_kernels = self._ledger.host_kernels()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Normed hidden states [T, E]."""

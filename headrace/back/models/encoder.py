@@ -171,11 +171,13 @@ class Encoder:
         self._ledger = scope.ledger
         self.weights = WeightPlan(params=tuple(scope.ledger.params), ignored=ignored)
         self.decisions: tuple[Decision, ...] = ()
+        self.host_kernels: tuple[str, ...] = ()
 
     def finish_load(self) -> None:
         """Packs the loaded weights, layer by layer."""
         self._ledger.finish()
         self.decisions = self._ledger.decisions()
+        self.host_kernels = self._ledger.host_kernels()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states [T, E]."""

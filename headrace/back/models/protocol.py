@@ -26,6 +26,7 @@ class CausalModel(Protocol):
     generates: bool
     attention_heads: int
     state: str
+    host_kernels: tuple[str, ...]
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Runs the decoder over T tokens; returns the normed hidden states [T, E] in the model's

@@ -103,6 +103,7 @@ class TransformersModel:
         )
         self.logits_width = config.int("vocab_size", ge=1)
         self.decisions: tuple[Decision, ...] = ()
+        self.host_kernels: tuple[str, ...] = ()
 
     def finish_load(self) -> None:
         """Chooses the attention kernels and compares a small paged run with transformers' own
@@ -128,6 +129,7 @@ class TransformersModel:
             f"checked to {error:.1e}",
         )
         self.decisions = (fallback, *self._scope.ledger.decisions())
+        self.host_kernels = self._scope.ledger.host_kernels()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Normed hidden states [T, E]."""

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.native.wrap import loaded, unsupported
 from headrace.back.runner.buckets import Buckets, BucketSteps, MakeSizes, Replay
 from headrace.back.runner.graphs import Graphs
@@ -92,10 +91,6 @@ def _why_exact(machine: Machine) -> str | None:
         return reason
     if not machine.state.in_graphs:
         return "this kind of model needs the host in every step"
-    chosen = (
-        choice for choice in ATTENTION.choices() if choice.problem.device == machine.device.type
-    )
-    for choice in chosen:
-        if choice.kernel.reads_host:
-            return f"attention kernel {choice.kernel.name} needs the host in every step"
+    if machine.model.host_kernels:
+        return f"{machine.model.host_kernels[0]} needs the host in every step"
     return None

@@ -99,8 +99,11 @@ class Harmony(Modes):
             self._mode = self._read_header
 
     def _first(self, text: str, at: int) -> int:
-        """A header, or text without one, as a constrained answer may be."""
+        """A header, or text without one, as a constrained answer may be; no header begins behind a page of space."""
         start = skip_space(text, at)
+        if start - at > MAX_HEADER_CHARS:
+            self._open_message("")
+            return at
         if start == len(text):
             return at
         tags = self._tags

@@ -116,7 +116,7 @@ using Pack = int32_t (*)(const uint8_t*, const int64_t*, uint8_t*, int64_t*, int
                          int64_t, int64_t);
 using Embed = int32_t (*)(const int64_t*, const uint8_t*, void*, int64_t, int64_t, int64_t, int64_t, int32_t);
 using Blocks = int32_t (*)(const void*, const Segment*, const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t,
-                           int32_t, int32_t);
+                           int32_t, int32_t, int32_t);
 
 // Inputs are whole numbers of which 127 is the largest of each 32: they become int8 without rounding.
 void check_blocks(int coding, int64_t M, int64_t N, int64_t K, bool compared) {
@@ -137,7 +137,7 @@ void check_blocks(int coding, int64_t M, int64_t N, int64_t K, bool compared) {
   vector<float> w(size_t(N * K)), x(size_t(M * K)), y(size_t(M * N), NAN);
   for (int64_t i = 0; i < M * K; ++i) x[i] = i % 32 == 0 ? 127.0f : float(int(next() % 255) - 127);
   const Segment segment{panels.data(), N, coding};
-  status |= kernel<Blocks>("linear_blocks")(x.data(), &segment, nullptr, y.data(), M, K, K, N, 1, F32, F32);
+  status |= kernel<Blocks>("linear_blocks")(x.data(), &segment, nullptr, y.data(), M, K, K, N, 1, -1, F32, F32);
   if (!compared) return;
   status |= kernel<Embed>("embedding_blocks")(rows.data(), panels.data(), w.data(), N, N, K, coding, F32);
   vector<double> exact(size_t(M * N), 0);
