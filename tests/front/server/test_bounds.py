@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -40,9 +41,15 @@ def beyond(kind: Any, meta: Meta) -> Iterator[tuple[Any, Any]]:
         if meta.lt is not None:
             yield down(meta.lt), meta.lt
     elif kind is str and meta.max_length is not None:
-        yield "x" * meta.max_length, "x" * (meta.max_length + 1)
+        yield text(meta.max_length, meta), text(meta.max_length + 1, meta)
     elif kind is str and meta.min_length is not None:
-        yield "x" * meta.min_length, ""
+        yield text(meta.min_length, meta), ""
+
+
+def text(length: int, meta: Meta) -> str:
+    """A text of this length that the pattern allows, if there is one: words, or a list of numbers."""
+    made = ("x" * length, ("1," * length)[: length - 1] + "1")
+    return next(one for one in made if re.search(meta.pattern or "", one))
 
 
 def cases() -> Iterator[Case]:
