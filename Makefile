@@ -2,12 +2,12 @@
 #   PYTHON=python3.12 make ...   another interpreter (3.11 or newer)
 #   TORCH=torch==2.14.0 make ... another build of PyTorch
 #   make serve ARGS="--port 9000 MODEL"
-#   make unit ARGS="tests/core -x" WORKERS=0    WORKERS: tests at a time where no time is measured (they also wait); 0: --pdb works
+#   make unit ARGS="tests/core -x" WORKERS=0    WORKERS: tests at a time where no time is measured; 0: --pdb works
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
-WORKERS ?= 3
+WORKERS ?= 2
 BIN    := $(VENV)/bin
 GPU    := $(shell test -e /proc/driver/nvidia/version && echo yes)
 # Without a GPU the CPU build is wanted; the newest wheels would bring gigabytes of CUDA libraries.

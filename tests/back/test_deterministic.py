@@ -23,6 +23,7 @@ from headrace.core.core import EngineCore
 from headrace.core.ports import Executor
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+pytestmark = pytest.mark.long
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 DTYPES = ["float32", "bfloat16"]

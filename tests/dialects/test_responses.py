@@ -410,6 +410,8 @@ def test_state_survives_a_restart_and_a_crash_in_the_background_is_told(
         children = served.children
         served.process.send_signal(signal.SIGSTOP)  # or it would have the others end in order
         for child in children:
+            child.suspend()  # or one would tell of the other's end
+        for child in children:
             child.kill()
         served.process.kill()
     import sqlite3

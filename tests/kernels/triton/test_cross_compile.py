@@ -15,6 +15,7 @@ from headrace.base import env
 pytest.importorskip("triton")
 from headrace.back.kernels.triton.room import BY_TARGET
 
+pytestmark = pytest.mark.long
 TARGETS = [
     *("cuda:80", "cuda:89", "cuda:90", "cuda:100", "cuda:120"),
     *("hip:gfx942", "hip:gfx950", "hip:gfx1100", "hip:gfx1201"),

@@ -11,6 +11,7 @@ import pytest
 from headrace.base import env
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.timeout(400)
