@@ -189,8 +189,8 @@ def bind_product(
     *,
     norm: RMSNorm | None,
 ) -> Linear | None:
-    """The product, with an activation only if a kernel does both. Of a quantized weight it reads the codes that the norm
-    before leaves (`RMSNorm.write_codes`), if there are kernels for both."""
+    """The product, with an activation only if a kernel does both. Of a quantized weight it reads the codes that the
+    norm before leaves (`RMSNorm.write_codes`), if there are kernels for both."""
     if isinstance(weight_OI, torch.Tensor):
         if activation is None:
             return bind_linear(scope, weight_OI, bias_O)

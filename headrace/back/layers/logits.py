@@ -24,8 +24,8 @@ class LogitsHead:
     """hidden_NE -> logits_NV in float32: scale * (W hidden), then c * tanh(logits / c) with
     `softcap` c (Gemma 2).
 
-    `pick`: hidden_NE -> what op greedy gives for these logits, of which no whole rows are written; None where there is no
-    kernel for it, or where the logits are not the products themselves.
+    `pick`: hidden_NE -> what op greedy gives for these logits, of which no whole rows are written; None where there is
+    no kernel for it, or where the logits are not the products themselves.
 
     `tied` is the embedding whose weight the head shares; else the checkpoint holds `scope /
     "weight"`.
@@ -95,7 +95,11 @@ class LogitsHead:
 
     def _bind_pick(self, weight_VE: Weight, *, shared: bool) -> Pick | None:
         _, product = product_of(
-            weight_VE, device=self._scope.device.type, dtype=self._scope.dtype, shared=shared, wide=True
+            weight_VE,
+            device=self._scope.device.type,
+            dtype=self._scope.dtype,
+            shared=shared,
+            wide=True,
         )
         top = self._scope.bind_fused(
             LINEAR_TOP, LinearTopProblem(product=product, count=1), weight_VE

@@ -1,5 +1,5 @@
-"""The greatest results of a product are those of its whole rows, bit for bit: any weight, any number of rows and results,
-with ties, NaN and infinities."""
+"""The greatest results of a product are those of its whole rows, bit for bit: any weight, any number of rows and
+results, with ties, NaN and infinities."""
 
 from dataclasses import replace
 

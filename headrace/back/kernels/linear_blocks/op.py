@@ -2,9 +2,9 @@
 
 `bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. Activations are
 quantized as for int8 weights (linear_quant/rows.py), but each `x_group` inputs of a token with a scale of their
-own (with `coded` they come so): 32, or as many as share one of the weight's. All segments of a weight agree on that. Products of codes are
-summed exactly within a part; scales and the sum over parts are float32. A NaN or Inf in x makes all outputs of
-its token NaN, and of no other. T tokens, I inputs, O outputs.
+own, here or (`coded`) before: 32, or as many as share one of the weight's. All segments of a weight agree on that.
+Products of codes are summed exactly within a part; scales and the sum over parts are float32. A NaN or Inf in x
+makes all outputs of its token NaN, and of no other. T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations

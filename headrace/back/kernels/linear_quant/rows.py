@@ -19,7 +19,8 @@ TILE = 64
 
 class CodedRows(NamedTuple):
     """codes_TP int8, zeros from input I up to whole groups (without groups: to a multiple of TILE); scales_TG float32;
-    sums of codes int32: [T, G, 2], of the first HALF inputs of each group and of the others; without groups [T, 1, 1]."""
+    sums of codes int32: [T, G, 2], of the first HALF inputs of each group and of the others; without groups
+    [T, 1, 1]."""
 
     codes_TP: torch.Tensor
     scales_TG: torch.Tensor

@@ -69,7 +69,9 @@ def _call(library: NativeLibrary, product: Any, weight: Any) -> tuple[Callable[.
 def _supports(problem: LinearTopProblem) -> str | None:
     product = problem.product
     if problem.count > min(MAX_COUNT, product.outputs):
-        return f"keeps at most {min(MAX_COUNT, product.outputs)} results of a row, not {problem.count}"
+        return (
+            f"keeps at most {min(MAX_COUNT, product.outputs)} results of a row, not {problem.count}"
+        )
     if product.bias or not product.wide:
         return "knows wide products without a bias"
     if isinstance(product, LinearProblem):

@@ -1,8 +1,8 @@
 """The greatest results of a product, for an output head of which nobody reads whole rows of logits.
 
-`bind(problem, weight)` returns `f(x_TI) -> (id_TC int64, value_TC float32)`: of each row the `count` best results that the
-product would give in float32 (its `wide`), best first. The order is that of op greedy: a NaN before all numbers, then
-greater values, among equal ones the lower output. T tokens, I inputs, C count.
+`bind(problem, weight)` returns `f(x_TI) -> (id_TC int64, value_TC float32)`: of each row the `count` best results that
+the product would give in float32 (its `wide`), best first. The order is that of op greedy: a NaN before all numbers,
+then greater values, among equal ones the lower output. T tokens, I inputs, C count.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.op import Kernel, Op, Sample, float_tolerance
 
 LinearTop = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-Product = (
-    linear.LinearProblem | linear_quant.LinearQuantProblem | linear_blocks.LinearBlocksProblem
-)
+Product = linear.LinearProblem | linear_quant.LinearQuantProblem | linear_blocks.LinearBlocksProblem
 Weight = torch.Tensor | PackedWeight | BlockWeight
 
 

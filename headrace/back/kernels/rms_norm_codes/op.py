@@ -1,8 +1,8 @@
 """Root mean square norm (kernels/rms_norm), with or without the residual's addition, straight to rows of int8 codes.
 
-`bind(problem, weight_E)` returns `f(x_TE, residual_TE | None) -> CodedRows`: what a product with quantized weights makes
-of the norm's result itself (linear_quant/rows.py), to the bit: the result is rounded to the dtype before it is coded.
-With a residual x is added into it in place, and the sum is normed.
+`bind(problem, weight_E)` returns `f(x_TE, residual_TE | None) -> CodedRows`: what a product with quantized weights
+makes of the norm's result itself (linear_quant/rows.py), to the bit: the result is rounded to the dtype before it is
+coded. With a residual x is added into it in place, and the sum is normed.
 """
 
 from __future__ import annotations
