@@ -350,7 +350,9 @@ struct TileKV {
 
 // A task with matrix tiles; the same result layout as `finish` takes.
 template <class S>
-HR_INLINE void attend_tiles(const Attention& p, const Task& task) {
+void attend_in_tiles(void* context, int64_t i) {
+  const Attention& p = *static_cast<const Attention*>(context);
+  const Task& task = p.tasks[i];
   const int64_t rows = int64_t(task.tokens) * task.heads, kv_head = task.head / (p.heads / p.kv_heads), D = p.head_dim;
   const int64_t first = p.kv_len[task.row] - (p.query_start[task.row + 1] - p.query_start[task.row]) + task.token;
   alignas(64) char memory[2 * kMaxHead * 32 + 2 * kMaxHead * 64 + 4 * kTileBytes + 64 * 32 * 4 + 2 * kMaxHead * 64];
@@ -384,12 +386,6 @@ HR_INLINE void attend_tiles(const Attention& p, const Task& task) {
     bf16* to = static_cast<bf16*>(p.out) + ((start + row / task.heads) * p.heads + task.head + row % task.heads) * D;
     for (int64_t d = 0; d < D; d += kLanes) store(to + d, load(sums + d * 16) / total[row]);
   }
-}
-
-template <class S>
-void attend_in_tiles(void* context, int64_t i) {
-  const Attention& p = *static_cast<const Attention*>(context);
-  attend_tiles<S>(p, p.tasks[i]);
 }
 #endif
 

@@ -33,16 +33,16 @@ struct Linear {
 // Rows of the next tile when `left` rows remain: at most 4, and 5 rows go as 3 + 2, not 4 + 1.
 HR_INLINE int64_t tile_rows(int64_t left) { return ceil_div(left, ceil_div(left, kTileRows)); }
 
-template <class T, class Y, int MB, int NB, int PF>
+template <class T, class Y, bool GATED, int MB, int NB, int PF>
 HR_INLINE void tile(const Linear& p, int64_t m, int64_t n) {
   const T* w = static_cast<const T*>(p.w) + n * p.w_stride;
   const T* bias = static_cast<const T*>(p.bias);
-  float out[MB][(NB + 3) / 4 * 4], ups[MB][(NB + 3) / 4 * 4];
+  float out[MB][(NB + 3) / 4 * 4], ups[GATED ? MB : 1][(NB + 3) / 4 * 4];
   // This tile's share of the next block's cache lines, as if rows followed each other without gaps.
   const int64_t ahead = NB * p.w_stride * int64_t(sizeof(T)) + m / kTileRows * PF * p.K * int64_t(sizeof(T));
   dot_tile<T, MB, NB, PF>(p.panels + panel_bytes<T>(m, p.K), w, p.w_stride, p.K,
                           reinterpret_cast<const char*>(w) + ahead, out);
-  if (p.gated > 0) {
+  if constexpr (GATED) {
     const T* up = w + p.gated * p.w_stride;
     dot_tile<T, MB, NB, PF>(p.panels + panel_bytes<T>(m, p.K), up, p.w_stride, p.K,
                             reinterpret_cast<const char*>(up) + ahead, ups);
@@ -53,49 +53,54 @@ HR_INLINE void tile(const Linear& p, int64_t m, int64_t n) {
       const int count = smaller(NB - j, kLanes);
       F v = load_part(&out[i][j], count);
       if (bias != nullptr) v += load_part(bias + n + j, count);
-      if (p.gated > 0) v = gate(p.activation, v, load_part(&ups[i][j], count));
+      if constexpr (GATED) v = gate(p.activation, v, load_part(&ups[i][j], count));
       store_part(y + j, v, count);
     }
   }
 }
 
 // NB weight rows against every row of x.
-template <class T, class Y, int NB, int PF>
+template <class T, class Y, bool GATED, int NB, int PF>
 HR_INLINE void all_rows(const Linear& p, int64_t n) {
   for (int64_t m = 0; m < p.M;) {
     const int64_t rows = tile_rows(p.M - m);
-    if (rows == 4) tile<T, Y, 4, NB, PF>(p, m, n);
-    if (rows == 3) tile<T, Y, 3, NB, PF>(p, m, n);
-    if (rows == 2) tile<T, Y, 2, NB, PF>(p, m, n);
-    if (rows == 1) tile<T, Y, 1, NB, PF>(p, m, n);
+    if (rows == 4) tile<T, Y, GATED, 4, NB, PF>(p, m, n);
+    if (rows == 3) tile<T, Y, GATED, 3, NB, PF>(p, m, n);
+    if (rows == 2) tile<T, Y, GATED, 2, NB, PF>(p, m, n);
+    if (rows == 1) tile<T, Y, GATED, 1, NB, PF>(p, m, n);
     m += rows;
   }
 }
 
-template <class T, class Y>
+// Outputs n .. end. A function of its own: what its caller holds would take registers from the loops.
+template <class T, class Y, bool GATED>
+__attribute__((noinline)) void outputs(const Linear& p, int64_t n, int64_t end) {
+  constexpr int NB = kTileColumns;
+  const int64_t tiles = ceil_div(p.M, kTileRows);
+  if (p.M == 1)
+    for (; n + kBlockOfOne <= end; n += kBlockOfOne) tile<T, Y, GATED, 1, kBlockOfOne, kBlockOfOne>(p, 0, n);
+  else if (tiles == 1)
+    for (; n + NB <= end; n += NB) all_rows<T, Y, GATED, NB, NB>(p, n);
+  else if (tiles == 2)
+    for (; n + NB <= end; n += NB) all_rows<T, Y, GATED, NB, (NB + 1) / 2>(p, n);
+  else
+    for (; n + NB <= end; n += NB) all_rows<T, Y, GATED, NB, (NB + 2) / 3>(p, n);
+  for (; n < end; ++n) all_rows<T, Y, GATED, 1, 0>(p, n);
+}
+
+template <class T, class Y, bool GATED>
 void chunk(void* context, int64_t i) {
   Linear p = *static_cast<const Linear*>(context);
-  constexpr int NB = kTileColumns;
-  const int64_t first = i * p.rows_per_chunk, end = smaller(first + p.rows_per_chunk, p.gated > 0 ? p.gated : p.N);
+  const int64_t first = i * p.rows_per_chunk, end = smaller(first + p.rows_per_chunk, GATED ? p.gated : p.N);
   if (p.top != nullptr) {
     p.y = hr_scratch(p.M * p.y_stride * int64_t(sizeof(float)), 2), p.y_first = first;
     if (p.y == nullptr) __builtin_trap();
   }
-  int64_t n = first;
-  const int64_t tiles = ceil_div(p.M, kTileRows);
-  if (p.M == 1)
-    for (; n + kBlockOfOne <= end; n += kBlockOfOne) tile<T, Y, 1, kBlockOfOne, kBlockOfOne>(p, 0, n);
-  else if (tiles == 1)
-    for (; n + NB <= end; n += NB) all_rows<T, Y, NB, NB>(p, n);
-  else if (tiles == 2)
-    for (; n + NB <= end; n += NB) all_rows<T, Y, NB, (NB + 1) / 2>(p, n);
-  else
-    for (; n + NB <= end; n += NB) all_rows<T, Y, NB, (NB + 2) / 3>(p, n);
-  for (; n < end; ++n) all_rows<T, Y, 1, 0>(p, n);
+  outputs<T, Y, GATED>(p, first, end);
   if (p.top != nullptr) top_take(*p.top, i, static_cast<const float*>(p.y), p.y_stride, first, end - first);
 }
 
-template <class T, class Y>
+template <class T, class Y, bool GATED>
 int32_t run_panel(Linear p, const void* x, int64_t x_stride) {
   char* panels = static_cast<char*>(hr_scratch(panel_bytes<T>(p.M, p.K)));
   if (panels == nullptr) return HR_NO_MEMORY;
@@ -107,20 +112,20 @@ int32_t run_panel(Linear p, const void* x, int64_t x_stride) {
   }
   p.panels = panels;
   const int64_t unit = p.M == 1 ? kBlockOfOne : kTileColumns * 4;
-  const int64_t outputs = p.gated > 0 ? p.gated : p.N, each = p.K * int64_t(sizeof(T)) * (p.gated > 0 ? 2 : 1);
+  const int64_t results = GATED ? p.gated : p.N, each = p.K * int64_t(sizeof(T)) * (GATED ? 2 : 1);
   if (p.top != nullptr) p.rows_per_chunk = p.y_stride = kTopOutputs;
   else p.rows_per_chunk = ceil_div(larger<int64_t>(kChunkBytes / each, 1), unit) * unit;
-  hr_parallel(chunk<T, Y>, &p, ceil_div(outputs, p.rows_per_chunk));
+  hr_parallel(chunk<T, Y, GATED>, &p, ceil_div(results, p.rows_per_chunk));
   return HR_OK;
 }
 
-template <class T, class Y>
+template <class T, class Y, bool GATED = false>
 int32_t run(const Linear& p, const void* x, int64_t x_stride) {
   int32_t status = HR_OK;
   for (int64_t m = 0; m < p.M && status == HR_OK; m += kPanelRows) {
     Linear panel = p;
     panel.M = smaller(p.M - m, kPanelRows), panel.y = static_cast<Y*>(p.y) + m * p.y_stride;
-    status = run_panel<T, Y>(panel, static_cast<const T*>(x) + m * x_stride, x_stride);
+    status = run_panel<T, Y, GATED>(panel, static_cast<const T*>(x) + m * x_stride, x_stride);
   }
   return status;
 }
@@ -176,9 +181,9 @@ HR_PUBLIC int32_t HR_EXPORT(linear_gated)(const void* x, const void* w, void* y,
                               x_stride, y_stride, 0, nullptr, 0, N / 2, activation, nullptr, 0});
 #endif
   Linear p{nullptr, w, nullptr, y, M, N, K, w_stride, y_stride, 0, N / 2, activation, nullptr, 0};
-  if (dtype == HR_BF16) return run<bf16, bf16>(p, x, x_stride);
-  if (dtype == HR_F16) return run<fp16, fp16>(p, x, x_stride);
-  if (dtype == HR_F32) return run<float, float>(p, x, x_stride);
+  if (dtype == HR_BF16) return run<bf16, bf16, true>(p, x, x_stride);
+  if (dtype == HR_F16) return run<fp16, fp16, true>(p, x, x_stride);
+  if (dtype == HR_F32) return run<float, float, true>(p, x, x_stride);
   return HR_BAD_DTYPE;
 }
 HR_REPLAYABLE(linear_gated)
