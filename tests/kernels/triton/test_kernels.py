@@ -263,8 +263,9 @@ def test_the_fused_layer_takes_any_number_of_tokens(tokens):
     assert close(ours, fused_linear.bind_reference(problem, *weights)(x), FP32)
 
 
-def test_greedy_takes_the_first_of_the_greatest():
-    x = torch.randn(8, 9001)
+@pytest.mark.parametrize("dtype", [FP32, torch.float16])
+def test_greedy_takes_the_first_of_the_greatest(dtype):
+    x = torch.randn(8, 9001).to(dtype)
     x[1, [700, 800]] = NAN
     x[2, [8900, 31]] = 9.0
     x[3] = -INF
