@@ -39,6 +39,8 @@ MAX_HEAD_DIM = 256
 PROGRAMS_PER_SM = 2
 """Pieces the decode kernel cuts the cache into, per multiprocessor."""
 MIN_PIECE = 256
+MANY_ROWS = 64
+"""Rows from which on there are programs enough that more of them beside each other, with smaller tiles, read faster."""
 
 
 def fitted(tiles: Tiles, problem: AttentionProblem) -> Tiles:
@@ -65,9 +67,9 @@ def fitted(tiles: Tiles, problem: AttentionProblem) -> Tiles:
     return tiles
 
 
-def decode_tiles(problem: AttentionProblem) -> Tiles:
+def decode_tiles(problem: AttentionProblem, rows: int = 1) -> Tiles:
     """Those of `_decode_tiles` that fit."""
-    return fitted(_decode_tiles(problem), problem)
+    return fitted(_decode_tiles(problem, rows), problem)
 
 
 def prefill_tiles(problem: AttentionProblem) -> Tiles:
@@ -75,11 +77,13 @@ def prefill_tiles(problem: AttentionProblem) -> Tiles:
     return fitted(_prefill_tiles(problem), problem)
 
 
-def _decode_tiles(problem: AttentionProblem) -> Tiles:
-    """The decode kernel's; M holds one query of all heads that share a KV head."""
+def _decode_tiles(problem: AttentionProblem, rows: int) -> Tiles:
+    """The decode kernel's for a step of so many rows; M holds one query of all heads that share a KV head."""
     m = power_of_two(problem.heads // problem.kv_heads, least=16)
     if problem.dtype is torch.float32 or problem.head_dim > 128:
         return Tiles(m=m, n=32, num_warps=4, num_stages=2)
+    if rows >= MANY_ROWS and problem.coded is None:
+        return Tiles(m=m, n=64, num_warps=4, num_stages=5)
     return Tiles(m=m, n=128, num_warps=4, num_stages=3)
 
 
@@ -133,18 +137,14 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
 def _bind_decode(
     problem: AttentionProblem, shared: dict[str, int | bool | str], sinks_H: torch.Tensor | None
 ) -> Launch:
-    tiles, kv_heads = decode_tiles(problem), problem.kv_heads
+    kv_heads = problem.kv_heads
     group, depth = problem.heads // kv_heads, power_of_two(problem.head_dim, least=16)
-    sizes = {
-        "MAX_QUERIES": tiles.m // group,
-        "N": tiles.n,
-        "WINDOW": problem.window or 0,
-        "MIN_PIECE": MIN_PIECE,
-    }
 
     prefix = cascade.bind_prefix(problem, shared, prefill_tiles(problem))
 
-    def make(plan: Plan, most: int, wanted: int, joins: torch.Tensor | None) -> torch.Tensor:
+    def make(
+        plan: Plan, most: int, wanted: int, joins: torch.Tensor | None, sizes: dict[str, int]
+    ) -> torch.Tensor:
         num_rows, device = len(plan.kv_len_R), plan.kv_len_R.device
         pieces = torch.empty(most * PIECE_FIELDS, dtype=torch.int32, device=device)
         pieces_kernel[(most,)](
@@ -156,12 +156,19 @@ def _bind_decode(
     def decode(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor) -> None:
         num_rows, device = len(plan.kv_len_R), q_THD.device
         assert num_rows * kv_heads <= COUNTERS, (num_rows, kv_heads)
+        tiles = decode_tiles(problem, num_rows)
+        sizes = {
+            "MAX_QUERIES": tiles.m // group,
+            "N": tiles.n,
+            "WINDOW": problem.window or 0,
+            "MIN_PIECE": MIN_PIECE,
+        }
         wanted = max(1, num_sms(device) * PROGRAMS_PER_SM // kv_heads)
         most = num_rows + wanted
         common = prefix(q_THD, kv, plan) if cascade.serves(problem, plan) else cascade.NONE
         key = (*sizes.values(), most, common.joins is not None)
         pieces, is_new = lists.get(
-            plan, key, decode, lambda: make(plan, most, wanted, common.joins)
+            plan, key, decode, lambda: make(plan, most, wanted, common.joins, sizes)
         )
         partial = torch.empty(
             most * kv_heads * tiles.m * (depth + 2), dtype=torch.float32, device=device
@@ -169,7 +176,7 @@ def _bind_decode(
         options = launch(device)
         if is_new and "launch_pdl" in options:
             options["launch_pdl"] = False  # it reads the list before it waits
-        decode_kernel[(most, kv_heads)](
+        decode_kernel[(kv_heads, most)](
             q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.block_table_RB, pieces, partial,
             common.partial, counters(device),
             *numbers(problem, q_THD, kv, plan), KV_HEADS=kv_heads,
