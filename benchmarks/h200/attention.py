@@ -102,9 +102,7 @@ def calls(
 
 
 def _patched(tiles: Tiles, name: str) -> patch:  # type: ignore[valid-type]
-    return patch.object(
-        kernels, name, lambda case, rows=1: replace(tiles, m=max(tiles.m, 16))
-    )
+    return patch.object(kernels, name, lambda case, rows=1: replace(tiles, m=max(tiles.m, 16)))
 
 
 def decode(rate: float) -> list[dict[str, object]]:

@@ -113,10 +113,11 @@ def test_attention_equals_the_reference_and_reads_no_unused_place(dtype, shape):
     assert close(out[: len(expected)], expected, dtype)
 
 
-def test_steps_of_many_rows_have_tiles_of_their_own():
-    rows = [(1, 1 + 37 * i % 290) for i in range(triton_attention.MANY_ROWS)]
+@pytest.mark.parametrize("count", [20, 50])
+def test_the_tiles_of_many_rows(count):
+    rows = [(1, 1 + 37 * i % 290) for i in range(count)]
     problem, q, kv, plan, padded = attention_case(SHAPES[0], torch.float16, rows, pad_rows=2)
-    few, many = (triton_attention.decode_tiles(problem, count) for count in (1, len(rows)))
+    few, many = (triton_attention.decode_tiles(problem, number) for number in (1, count))
     assert few != many and few.m == many.m
     out = triton_attention.bind(problem)(q, kv, padded)
     assert close(out, exact(problem, q, kv, plan), torch.float16)

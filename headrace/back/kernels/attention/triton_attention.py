@@ -23,7 +23,7 @@ from headrace.back.kernels.attention.triton_lists import Launch, Tiles, lists, n
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
 from headrace.back.kernels.kv_write.coded import SCALE_BYTES, typed
 from headrace.back.kernels.op import Kernel
-from headrace.back.kernels.triton.room import shared_bytes
+from headrace.back.kernels.triton.room import LARGEST, shared_bytes
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
@@ -37,10 +37,12 @@ from headrace.back.kernels.triton.wrap import (
 
 MAX_HEAD_DIM = 256
 PROGRAMS_PER_SM = 2
-"""Pieces the decode kernel cuts the cache into, per multiprocessor."""
+"""Pieces the decode kernel cuts the cache into, per multiprocessor; half as many where tiles leave room for one only."""
 MIN_PIECE = 256
-MANY_ROWS = 64
-"""Rows from which on there are programs enough that more of them beside each other, with smaller tiles, read faster."""
+FEW_ROWS = 16
+DECODE_TILES = ((FEW_ROWS, 128, 4, 5), (47, 128, 4, 3), (256, 64, 2, 3), (1 << 30, 64, 4, 5))
+"""Up to so many rows: positions of a tile, warps, stages. Measured on an H200 (benchmarks/h200/kernels.md): a few
+programs must keep much in flight each, many are better small and beside each other."""
 
 
 def fitted(tiles: Tiles, problem: AttentionProblem) -> Tiles:
@@ -50,7 +52,9 @@ def fitted(tiles: Tiles, problem: AttentionProblem) -> Tiles:
     room = shared_bytes()
 
     def taken(tiles: Tiles) -> int:
-        pipeline = max(1, tiles.num_stages - 1) * 2 * tiles.n * depth
+        # Places are read from the table a stage before what lies there: of five stages two hold keys and values.
+        buffers = tiles.num_stages // 2 if tiles.num_stages > 4 else max(1, tiles.num_stages - 1)
+        pipeline = buffers * 2 * tiles.n * depth
         return tiles.m * depth + pipeline + tiles.m * tiles.n * problem.dtype.itemsize
 
     while taken(tiles) > room:
@@ -82,9 +86,10 @@ def _decode_tiles(problem: AttentionProblem, rows: int) -> Tiles:
     m = power_of_two(problem.heads // problem.kv_heads, least=16)
     if problem.dtype is torch.float32 or problem.head_dim > 128:
         return Tiles(m=m, n=32, num_warps=4, num_stages=2)
-    if rows >= MANY_ROWS and problem.coded is None:
-        return Tiles(m=m, n=64, num_warps=4, num_stages=5)
-    return Tiles(m=m, n=128, num_warps=4, num_stages=3)
+    if problem.coded is not None or shared_bytes() < LARGEST:
+        return Tiles(m=m, n=128, num_warps=4, num_stages=3)
+    n, num_warps, num_stages = next(tiles[1:] for tiles in DECODE_TILES if rows <= tiles[0])
+    return Tiles(m=m, n=n, num_warps=num_warps, num_stages=num_stages)
 
 
 def _prefill_tiles(problem: AttentionProblem) -> Tiles:
@@ -163,7 +168,8 @@ def _bind_decode(
             "WINDOW": problem.window or 0,
             "MIN_PIECE": MIN_PIECE,
         }
-        wanted = max(1, num_sms(device) * PROGRAMS_PER_SM // kv_heads)
+        per_sm = PROGRAMS_PER_SM // 2 if num_rows <= FEW_ROWS else PROGRAMS_PER_SM
+        wanted = max(1, num_sms(device) * per_sm // kv_heads)
         most = num_rows + wanted
         common = prefix(q_THD, kv, plan) if cascade.serves(problem, plan) else cascade.NONE
         key = (*sizes.values(), most, common.joins is not None)
