@@ -84,9 +84,9 @@ class Buckets:
     """The sizes there are: decodes of 1, 2, 4 rows, by 8 up to 64, then four for each power of two; mixed steps whose
     padding is at most an eighth, from 1024 tokens on a sixteenth.
 
-    Sizes of decodes are few, so that all are recorded at start: a size that is met later costs two steps launched kernel
-    by kernel. Padding rows read no KV, only the products grow (H200, 8B, 512 requests to their end: 43 sizes recorded on
-    the way took 1.6 of 26 s)."""
+    Sizes of decodes are few, so that all are recorded at start: one that is met later costs two steps launched kernel
+    by kernel (H200, 8B, 512 requests to their end: 43 sizes recorded on the way took 1.6 of 26 s). Padding rows read no
+    KV, only the products grow."""
 
     def __init__(self, *, max_rows: int, max_tokens: int, groups: int) -> None:
         self._groups = groups
