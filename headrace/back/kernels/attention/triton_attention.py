@@ -37,7 +37,7 @@ from headrace.back.kernels.triton.wrap import (
 
 MAX_HEAD_DIM = 256
 PROGRAMS_PER_SM = 2
-"""Pieces the decode kernel cuts the cache into, per multiprocessor; half as many for few rows, whose tiles are large."""
+"""Pieces the decode kernel cuts the cache into, per multiprocessor; half as many for few rows, of large tiles."""
 MIN_PIECE = 256
 FEW_ROWS = 16
 DECODE_TILES = ((FEW_ROWS, 128, 4, 5), (47, 128, 4, 3), (256, 64, 2, 3), (1 << 30, 64, 4, 5))
