@@ -1,10 +1,10 @@
 """Where a step's time goes on one H200: exclusive time of each kernel, and clocks and power under the load.
 
-    python -m benchmarks.h200.where --shape qwen3-8b --batches 8,32,128,256 --mixed 2048 --out where.json
+    python -m benchmarks.h200.where --shape qwen3-8b --batches 8,32,128,256 --mixed 2048 --offline --out where.json
 
 Kernels overlap (dependent launch): a kernel's exclusive time is what it adds to the end of all before it, so that the
 times of a step and its idle time add up to the step. `mixed`: a step's budget of tokens, prompts of 1024 beside 256
-rows that decode.
+rows that decode. `offline`: the steps of 512 requests to their end, by what is in them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.h200.offline import make_engine
 from benchmarks.h200.shapes import write_model
 from headrace.bench.offline import OfflineEngine
+from headrace.bench.throughput import draw_lengths
 
 FIRST = "_update_kernel"
 """The first kernel of every step."""
@@ -163,6 +165,33 @@ def mixed(engine: OfflineEngine, clocks: Clocks, tokens: int, users: int) -> dic
     return row
 
 
+def offline(engine: OfflineEngine, clocks: Clocks) -> dict[str, Any]:
+    """Seconds of the steps of `offline.offline`'s load: with prompts, and by how many rows decode."""
+    rng, row, steps = np.random.default_rng(0), {}, []
+    pace = engine.core.scheduler.pace
+
+    def landed(submitted_at: float, now: float, *, decodes: int, prefill_tokens: int) -> None:
+        steps.append((now, decodes, prefill_tokens))
+
+    inputs, outputs = (draw_lengths(rng, mean, 0.6, 512).tolist() for mean in (1024, 320))
+    requests = [engine.request(rng, i, o, 0.0) for i, o in zip(inputs, outputs, strict=True)]
+    with patch.object(pace, "landed", landed), clocks.sampled(row):
+        trace = engine.run(requests)
+    seen = np.array(steps)
+    ms = 1e3 * np.diff(seen[:, 0], prepend=trace.start_s)
+    groups = {"with prompts": seen[:, 2] > 0}
+    for low in range(0, 512, 64):
+        inside = (seen[:, 1] > low) & (seen[:, 1] <= low + 64)
+        groups[f"{low + 1} to {low + 64} rows"] = inside & (seen[:, 2] == 0)
+    row["output_tok_s"] = sum(trace.num_tokens) / trace.wall_s
+    row["steps"] = [
+        (name, int(of.sum()), float(np.median(ms[of])), float(ms[of].mean()), ms[of].sum() / 1e3)
+        for name, of in groups.items()
+        if of.any()
+    ]
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="qwen3-8b")
@@ -170,12 +199,16 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--mixed", default="2048", help="budgets of tokens; empty: none")
     parser.add_argument("--users", type=int, default=256)
+    parser.add_argument("--offline", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(write_model(Path(folder), given.shape))
     clocks, rows = Clocks(), []
     try:
+        if given.offline:
+            rows.append(offline(engine, clocks))
+            print(json.dumps(rows[-1]), flush=True)
         for batch in given.batches.split(","):
             rows.append(decodes(engine, clocks, int(batch), given.prompt))
             print(json.dumps(rows[-1]), flush=True)
