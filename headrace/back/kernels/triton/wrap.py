@@ -83,6 +83,17 @@ def has_bfloat_pairs() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
+@cache
+def has_known_products() -> bool:
+    """Whether matrix instructions of any size give a row the same bits: seen on Ampere's and Hopper's, assumed in the
+    interpreter, not known of others."""
+    if interpreted():
+        return True
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability()[0] in (8, 9)
+
+
 def launch(device: torch.device) -> dict[str, bool]:
     """The keywords every launch passes: the kernel's own constant and the launcher's option."""
     dependent = has_dependent_launch(device)
