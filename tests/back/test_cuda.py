@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.executor.processes import ProcessExecutor
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, ModelSpec, SchedulerSpec
+from headrace.base.wire.grammar import GATE, pack_masks
 from headrace.base.wire.params import RowSampling
 from headrace.core.ports import Executor
 from tests.back.driver import Driver, Sequence
@@ -165,10 +167,18 @@ def test_no_step_waits_for_the_device() -> None:
     runner = executor._runner
     rows = [driver.add(prompts()[4], sampling, request=i) for i, sampling in enumerate(EVERYTHING)]
     launched = []
+    words = -(-executor.facts.logits_width // 32)
+
+    def masked(step: int) -> dict[str, memoryview]:
+        """A grammar's masks for two rows, one greedy and one random: the ids below half the vocabulary."""
+        masks = np.zeros((2, words), np.int32)
+        masks[:, : words // 2] = -1
+        return {GATE: pack_masks(np.array([rows[0].row, rows[7].row], np.int32), masks)}
 
     def run() -> None:
-        runs = [(row, min(30, row.length - row.num_computed)) for row in rows]
-        launched.append(runner.launch(driver.plan(runs)))
+        runs = [(row, min(24, row.length - row.num_computed)) for row in rows]
+        plan = structs.replace(driver.plan(runs), late=(GATE,))
+        launched.append(runner.launch(plan, masked))
 
     for _ in range(4):  # compiles, allocates and records
         run()
@@ -183,6 +193,7 @@ def test_no_step_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     driver.read(launched.pop(0).result())
     assert all(row.error is None and len(row.outputs) >= 12 for row in rows)
+    assert max(rows[0].outputs + rows[7].outputs) < words // 2 * 32
     executor.close()
 
 
@@ -238,6 +249,25 @@ def test_a_step_for_which_the_device_has_no_memory_fails_alone() -> None:
     step(running, later)
     assert len(running.outputs) == 5 and len(later.outputs) == 1
     executor.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_runner_starts_in_memory_that_holds_anything() -> None:
+    """What nobody has written is NaN here, on every stream: what padding computes from it must reach no row."""
+    for _ in range(32):  # as many streams as torch has
+        with torch.cuda.stream(torch.cuda.Stream()):
+            sizes = [1 << bits for bits in range(10, 25) for _ in range(4)]
+            poison = [torch.full((size,), torch.nan, device="cuda") for size in sizes]
+            del poison
+    for tokens in (64, 97):
+        spec = bundled_spec("cuda", "bfloat16")
+        scheduler = structs.replace(spec.scheduler, max_step_tokens=tokens, max_running=12)
+        executor = InlineExecutor(structs.replace(spec, scheduler=scheduler))
+        rows = generate(executor, GREEDY, chunk=5)
+        assert not any(row.error for row in rows)
+        executor.close()
+    torch.cuda.empty_cache()
 
 
 DRAWN = RowSampling(temperature=0.8, top_p=0.9, top_k=40, min_p=0.001, seed=5)
