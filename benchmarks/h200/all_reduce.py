@@ -82,8 +82,8 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
 
 PAGE = """# Sums over GPUs
 
-`python -m benchmarks.h200.all_reduce --out RESULT`, then `--write RESULT`. Microseconds of a sum over {ranks} H200 of one
-machine (NVLink, no multicast), bfloat16 rows of 4096, in graphs of 20 calls, the slowest rank's median: NCCL, and our
+`python -m benchmarks.h200.all_reduce --out RESULT`, then `--write RESULT`. Microseconds of a sum over {ranks} H200 of
+one machine (NVLink, no multicast), bfloat16 rows of 4096, in graphs of 20 calls, the slowest rank's median: NCCL, and our
 kernels (kernels/all_reduce) in one shot and in two; alone, and with the addition into the residual and the norm behind
 it, which ours do in the same launch. {versions}.
 
@@ -91,7 +91,8 @@ it, which ours do in the same launch. {versions}.
 
 The engine times both at start and takes what is quicker for each size; here: {chosen}. That the sums have the same bits
 on every rank, in 1,000 replays of a graph too, and that a rank whose peer is gone gets an error is held by
-tests/back/parallel/test_peers.py. Four ranks have run in Triton's interpreter only (tests/kernels/triton/test_all_reduce.py).
+tests/back/parallel/test_peers.py. Four ranks have run in Triton's interpreter only
+(tests/kernels/triton/test_all_reduce.py).
 """
 
 

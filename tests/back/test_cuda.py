@@ -200,7 +200,7 @@ def test_no_step_waits_for_the_device() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_replayed_steps_give_the_tokens_of_launched_ones() -> None:
-    """Decodes and chunks, each size several times: at first launched, then replayed (ENG-21)."""
+    """Decodes and chunks, each size several times: at first launched, then replayed (ENG-21, KRN-26)."""
     executor = bundled("cuda", "float32")
     first, second, third = (generate(executor, GREEDY, chunk=6) for _ in range(3))
     replay = executor._runner._steps._replay  # type: ignore[attr-defined]
@@ -335,7 +335,8 @@ def random_trace(executor: InlineExecutor, seed: int) -> list[Sequence]:
 def test_a_random_trace_gives_the_same_tokens_on_both_devices(
     tested: InlineExecutor, reference: InlineExecutor, seed: int
 ) -> None:
-    """ENG-21: penalties, seeds, truncation, log-probabilities, preemptions; rounding may turn one near tie."""
+    """ENG-21, ENG-26, REG-021: penalties, seeds, truncation, log-probabilities, preemptions; rounding may turn one near
+    tie."""
     ours, theirs = (random_trace(executor, seed) for executor in (tested, reference))
     same = [one.outputs == other.outputs for one, other in zip(ours, theirs, strict=True)]
     assert sum(same) >= len(same) - 1, same

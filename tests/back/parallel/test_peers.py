@@ -1,5 +1,5 @@
-"""Sums over GPUs of one machine by our kernels (`make test-gpu`): one process a GPU, against NCCL. The kernels' own
-test, for any number of ranks, is tests/kernels/triton/test_all_reduce.py."""
+"""Sums over GPUs of one machine by our kernels (`make test-gpu`, KRN-27): one process a GPU, against NCCL. The kernels'
+own test, for any number of ranks, is tests/kernels/triton/test_all_reduce.py."""
 
 from __future__ import annotations
 

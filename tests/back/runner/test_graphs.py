@@ -39,7 +39,9 @@ def test_a_result_may_be_freed_while_a_step_is_recorded() -> None:
             told += [to_host(x), to_host(x + 1)]
             out = graphs.run(BUCKET, step)
             for count in (1, 8, 100):  # asks all events of pinned memory
-                assert torch.equal(to_device(torch.ones(count).numpy(), device).cpu(), torch.ones(count))
+                assert torch.equal(
+                    to_device(torch.ones(count).numpy(), device).cpu(), torch.ones(count)
+                )
         assert graphs.num_graphs == 1
         x += 1
         graphs.run(BUCKET, step)

@@ -257,8 +257,8 @@ def tile_of(problem: AttentionProblem) -> FixedTile:
 
 
 def decode_tile(problem: AttentionProblem) -> FixedTile | None:
-    """The tile of steps of decodes alone, where it gives the same bits: Ampere's instruction (16 rows) and Hopper's (64)
-    do, as test_fixed.py holds on the device at hand; those of later devices are not known to."""
+    """The tile of steps of decodes alone, where it gives the same bits: Ampere's instruction (16 rows) and Hopper's
+    (64) do, as test_fixed.py holds on the device at hand; those of later devices are not known to."""
     small = problem.heads // problem.kv_heads <= 16 and problem.head_dim <= 128
     if not small or problem.dtype is torch.float32 or not has_known_products():
         return None
