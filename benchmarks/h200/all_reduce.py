@@ -83,9 +83,9 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
 PAGE = """# Sums over GPUs
 
 `python -m benchmarks.h200.all_reduce --out RESULT`, then `--write RESULT`. Microseconds of a sum over {ranks} H200 of
-one machine (NVLink, no multicast), bfloat16 rows of 4096, in graphs of 20 calls, the slowest rank's median: NCCL, and our
-kernels (kernels/all_reduce) in one shot and in two; alone, and with the addition into the residual and the norm behind
-it, which ours do in the same launch. {versions}.
+one machine (NVLink, no multicast), bfloat16 rows of 4096, in graphs of 20 calls, the slowest rank's median: NCCL, and
+our kernels (kernels/all_reduce) in one shot and in two; alone, and with the addition into the residual and the norm
+behind it, which ours do in the same launch. {versions}.
 
 {table}
 

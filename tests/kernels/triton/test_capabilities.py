@@ -18,9 +18,9 @@ TABLE = {
     (8, 6): (False, False, False, True, False),
     (8, 9): (False, False, True, True, False),
     (9, 0): (True, True, True, True, True),
-    (10, 0): (True, True, True, False, False),
-    (10, 3): (True, True, True, False, False),
-    (11, 0): (True, True, True, False, False),
+    (10, 0): (True, False, True, False, False),
+    (10, 3): (True, False, True, False, False),
+    (11, 0): (True, False, True, False, False),
     (12, 0): (True, True, True, False, False),
     (12, 1): (True, True, True, False, False),
 }

@@ -77,10 +77,16 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 @cache
 def has_bfloat_pairs() -> bool:
-    """Whether assembly of NVIDIA's, with arithmetic on pairs of bfloat16 (compute capability 9.0), may be used."""
+    """Whether assembly of NVIDIA's, with arithmetic on pairs of bfloat16, may be used."""
     if interpreted() or not torch.cuda.is_available() or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability() >= (9, 0)
+    return pairs_compile(torch.cuda.get_device_capability()[0])
+
+
+def pairs_compile(major: int) -> bool:
+    """The same by compute capability: there is such arithmetic from 9.0 on, but in loops around the matrix unit of 10
+    and 11 the compiler (3.6, 3.7) takes no assembly ("pipeliner doesn't know how to predicate this op")."""
+    return major >= 9 and major not in (10, 11)
 
 
 @cache
