@@ -33,8 +33,10 @@ from headrace.back.executor.channel import (
     Ready,
 )
 from headrace.back.executor.profiler import Profiler
+from headrace.back.kernels.all_reduce.op import with_sums
 from headrace.back.kernels.native.library import use_threads
 from headrace.back.kernels.op import PutOff
+from headrace.back.models.registry import DTYPES
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
 from headrace.back.platforms.detect import detect
 from headrace.back.platforms.placement import interleave
@@ -100,6 +102,7 @@ def build_runner(
     mesh = mesh or Mesh()
     began = time.perf_counter()
     device = choose_device(spec.device.device, mesh)
+    mesh, summing = with_sums(mesh, device, DTYPES[spec.model.dtype])
     ready_s = time.perf_counter() - began
     try:
 
@@ -115,7 +118,7 @@ def build_runner(
             model,
             device=device,
             weight_bytes=report.weight_bytes,
-            decisions=report.decisions,
+            decisions=(*report.decisions, *summing),
             start_s={"device": ready_s, "load": load_s},
         )
     except torch.OutOfMemoryError as error:

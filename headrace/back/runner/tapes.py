@@ -66,6 +66,9 @@ class Tapes:
         """See Replay."""
         return nullcontext()
 
+    def follow(self) -> None:
+        """See Replay. There is one order of work."""
+
     def compiling(self) -> None:
         """See Replay."""
 
