@@ -64,6 +64,11 @@ class Sizes(Protocol):
         """The bucket for which memory must be there."""
         ...
 
+    @property
+    def common_rows(self) -> tuple[int, ...]:
+        """See Steps."""
+        ...
+
     def of(self, *, tokens: int, rows: int) -> Bucket:
         """A bucket that holds a step."""
         ...
@@ -105,6 +110,13 @@ class Buckets:
         tokens, rows = self._tokens[-1], self._rows[-1]
         updates = self._groups * (tokens // 8 + 2 * rows)
         return Bucket(tokens=tokens, rows=rows, decode=False, updates=updates)
+
+    @property
+    def common_rows(self) -> tuple[int, ...]:
+        """See Steps: powers of two."""
+        most = self._decodes[-1]
+        sizes = (2**i for i in range(9, -1, -1))
+        return (most, *(size for size in sizes if size < most))
 
     @property
     def decode_rows(self) -> list[int]:
@@ -190,8 +202,7 @@ class BucketSteps:
         inputs, commit = INPUTS.choose(problem), COMMIT.choose(problem)
         self._inputs, self._commit = inputs.bind(), commit.bind()
         self._chosen = decisions((inputs, commit))
-        sizes = (2**i for i in range(9, -1, -1))
-        self.common_rows = (max_rows, *(size for size in sizes if size < max_rows))
+        self.common_rows = self.buckets.common_rows
         columns = -(-max_model_len // block_tokens)
         new = {"dtype": torch.int32, "device": device}
         self._tables = StepTables(
