@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.greedy.op import OP as GREEDY
+from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.linear.op import Linear
 from headrace.back.kernels.linear_top.op import OP as LINEAR_TOP
 from headrace.back.kernels.linear_top.op import LinearTopProblem
@@ -24,8 +26,9 @@ class LogitsHead:
     """hidden_NE -> logits_NV in float32: scale * (W hidden), then c * tanh(logits / c) with
     `softcap` c (Gemma 2).
 
-    `pick`: hidden_NE -> what op greedy gives for these logits, of which no whole rows are written; None where there is
-    no kernel for it, or where the logits are not the products themselves.
+    `pick`: hidden_NE -> what op greedy gives for these logits, of which no whole rows are written (CPU), or which are
+    not widened to float32 (other devices); None where there is no kernel for it, or where the logits are not the
+    products themselves.
 
     `tied` is the embedding whose weight the head shares; else the checkpoint holds `scope /
     "weight"`.
@@ -92,6 +95,17 @@ class LogitsHead:
         plain = self._scope.mesh.tp.size == 1 and self._scale == 1.0 and self._softcap is None
         if plain and self._scope.device.type == "cpu":
             self.pick = self._bind_pick(weight_VE, shared=shared)
+        elif plain and isinstance(weight_VE, torch.Tensor):
+            self.pick = self._bind_narrow_pick(weight_VE, shared=shared)
+
+    def _bind_narrow_pick(self, weight_VE: torch.Tensor, *, shared: bool) -> Pick | None:
+        """From logits in the weight's own type: widening is exact, so the choice is the same."""
+        choice = GREEDY.choose(GreedyProblem(device=self._scope.device.type))
+        if choice.kernel is GREEDY.reference:
+            return None
+        greedy = choice.bind()
+        product = bind_linear(self._scope, weight_VE, None, shared=shared)
+        return lambda hidden_NE: greedy(product(hidden_NE))
 
     def _bind_pick(self, weight_VE: Weight, *, shared: bool) -> Pick | None:
         _, product = product_of(
