@@ -11,7 +11,7 @@ from measure import cell, interleaved, row, setup
 from headrace.back.kernels.attention.native import bind_with
 from headrace.back.kernels.attention.op import AttentionProblem, sample_plan
 from headrace.back.kernels.attention.reference import bind_reference
-from headrace.back.kernels.kv_write.coded import SCALE_BYTES, codes_and_scales
+from headrace.back.kernels.kv_write.coded import SCALE_BYTES, codes_and_scales, quantize
 from headrace.back.kernels.native.library import NativeLibrary
 
 HEADS = ((16, 8, 128), (32, 8, 128), (8, 8, 64))  # heads, KV heads, head_dim
@@ -46,8 +46,10 @@ def shared_prefix(library: NativeLibrary, seconds: float) -> None:
         q = torch.randn(streams, heads, head_dim).bfloat16()
         kv = torch.randn(blocks, 2, kv_heads, 16, head_dim).bfloat16()
         if coded is not None:
-            kv = torch.randint(-100, 100, (*kv.shape[:-1], head_dim + SCALE_BYTES)).to(torch.int8)
-            codes_and_scales(kv)[1].fill_(0.01)
+            values = quantize(kv.float(), coded)
+            kv = kv.new_empty((*kv.shape[:-1], head_dim + SCALE_BYTES), dtype=torch.int8)
+            for place, part in zip(codes_and_scales(kv), values, strict=True):
+                place.copy_(part)
         plans = {"own": own, "same": same, "once": once}
         calls = {name: partial(native, q, kv, plan) for name, plan in plans.items()}
         taken = interleaved(calls, seconds=seconds)

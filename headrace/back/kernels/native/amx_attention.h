@@ -264,7 +264,7 @@ HR_INLINE void tile_attend(const TileTask& p, const TileMemory& m, const KV& kv,
       }
     }
     TileScales scales;
-    if (KV::coded) kv.scales(first, p.low, p.high, scales);
+    if (KV::bytes == 1) kv.scales(first, p.low, p.high, scales);
     Ahead ahead;
     ahead.bytes = D * KV::bytes;
     for (int64_t j = 0; NQ == 1 && j < 4; ++j) {
@@ -272,7 +272,7 @@ HR_INLINE void tile_attend(const TileTask& p, const TileMemory& m, const KV& kv,
       ahead.keys[j] = kv.where(token / 16 * 16, 0), ahead.values[j] = kv.where(token / 16 * 16, 1);
     }
     for (int q = 0; q < NQ; ++q) {
-      const F factor = tile_soften<NQ == 1, KV::coded>(p, m.scores + q * 16, scales, ahead, first, p.position + q * 16,
+      const F factor = tile_soften<NQ == 1, KV::bytes == 1>(p, m.scores + q * 16, scales, ahead, first, p.position + q * 16,
                                                        run[q], m.weights + q * 2 * kTileBytes);
       scale_sums(factor, m.sums + q * D * 16, D);
     }
