@@ -159,6 +159,10 @@ class Replay(Protocol):
         """See Steps."""
         ...
 
+    def follow(self) -> None:
+        """Whatever runs from now on comes behind what the current stream has been given so far."""
+        ...
+
     def compiling(self) -> AbstractContextManager[object] | None:
         """See Steps."""
         ...
@@ -221,6 +225,7 @@ class BucketSteps:
         self._host_told = [(t[0].numpy(), t[1].numpy().view(np.float32)) for t in self._told]
         self._static = _Static(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
+        replay.follow()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -236,6 +241,7 @@ class BucketSteps:
         self._kv = kv
         self._exact.use_kv(kv)
         self._frames.clear()
+        self._replay.follow()
 
     def compiling(self) -> AbstractContextManager[object] | None:
         """See Steps."""

@@ -21,7 +21,9 @@ MOST_ROWS = 64
 
 
 class ExactSizes:
-    """`Sizes` without padding, which costs time on a CPU and buys nothing."""
+    """`Sizes` without padding, which costs time on a CPU and buys nothing. A tape is soon made: none is at start."""
+
+    common_rows: tuple[int, ...] = ()
 
     def __init__(self, *, max_rows: int, max_tokens: int, groups: int) -> None:
         self._groups = groups
@@ -65,6 +67,9 @@ class Tapes:
     def scope(self) -> AbstractContextManager[object]:
         """See Replay."""
         return nullcontext()
+
+    def follow(self) -> None:
+        """See Replay. There is one order of work."""
 
     def compiling(self) -> None:
         """See Replay."""
