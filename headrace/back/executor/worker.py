@@ -38,6 +38,7 @@ from headrace.back.kernels.native.library import use_threads
 from headrace.back.kernels.op import PutOff
 from headrace.back.models.registry import DTYPES
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
+from headrace.back.platforms import code_pages
 from headrace.back.platforms.detect import detect
 from headrace.back.platforms.placement import interleave
 from headrace.back.runner.devices import compiling
@@ -113,7 +114,7 @@ def build_runner(
 
         model, report = load_checked(load) if device.type == "cuda" else load()
         load_s = time.perf_counter() - began - ready_s
-        return Runner(
+        runner = Runner(
             spec,
             model,
             device=device,
@@ -121,6 +122,9 @@ def build_runner(
             decisions=(*report.decisions, *summing),
             start_s={"device": ready_s, "load": load_s},
         )
+        if device.type == "cpu":
+            code_pages.let_go("libtorch")
+        return runner
     except torch.OutOfMemoryError as error:
         raise _too_small(error, device) from error
 

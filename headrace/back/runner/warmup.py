@@ -18,8 +18,9 @@ from headrace.base.errors import CheckpointError, from_wire
 from headrace.base.wire.params import RowPooling, RowSampling
 from headrace.base.wire.step import RowStart, StepPlan, StepResult
 
-CPU_TOKENS = 64
-"""Query tokens of the warm-up on a CPU: there is no memory to profile, and start-up must not wait for a long prompt."""
+CPU_TOKENS = 16
+"""Prompt of the warm-up on a CPU, one row: there is no memory to profile and nothing to compile, each step costs a read
+of all weights, and whoever starts waits for it. Decodes of more rows are recorded when they come."""
 
 
 SHARED = 1
@@ -104,7 +105,7 @@ def _largest(spec: EngineSpec, device: torch.device) -> tuple[int, int]:
     """Rows, and tokens of each."""
     tokens = spec.scheduler.max_step_tokens
     if device.type == "cpu":
-        tokens = min(tokens, CPU_TOKENS)
+        return 1, min(tokens, CPU_TOKENS, spec.model.max_model_len - 1)
     num_rows = min(spec.scheduler.max_running, tokens)
     return num_rows, min(tokens // num_rows, spec.model.max_model_len - 1)
 

@@ -114,6 +114,16 @@ def test_attention_equals_the_reference_and_reads_no_unused_place(dtype, shape):
     assert close(out[: len(expected)], expected, dtype)
 
 
+@pytest.mark.parametrize("count", [20, 50])
+def test_the_tiles_of_many_rows(count):
+    rows = [(1, 1 + 37 * i % 290) for i in range(count)]
+    problem, q, kv, plan, padded = attention_case(SHAPES[0], torch.float16, rows, pad_rows=2)
+    few, many = (triton_attention.decode_tiles(problem, number) for number in (1, count))
+    assert few != many and few.m == many.m
+    out = triton_attention.bind(problem)(q, kv, padded)
+    assert close(out, exact(problem, q, kv, plan), torch.float16)
+
+
 @pytest.mark.parametrize("per_sm", [1, 40])
 def test_pieces_do_not_show(per_sm, monkeypatch):
     """KRN-09, REG-036: one piece a row or many, of rows shorter and longer than a piece."""
@@ -264,8 +274,9 @@ def test_the_fused_layer_takes_any_number_of_tokens(tokens):
     assert close(ours, fused_linear.bind_reference(problem, *weights)(x), FP32)
 
 
-def test_greedy_takes_the_first_of_the_greatest():
-    x = torch.randn(8, 9001)
+@pytest.mark.parametrize("dtype", [FP32, torch.float16])
+def test_greedy_takes_the_first_of_the_greatest(dtype):
+    x = torch.randn(8, 9001).to(dtype)
     x[1, [700, 800]] = NAN
     x[2, [8900, 31]] = 9.0
     x[3] = -INF
