@@ -116,8 +116,8 @@ What the cost is made of: at 64 rows products are about 10 % slower (one instruc
 rows are computed where there are fewer; shares of the inputs fixed by the shape), attention the rest. Decodes take
 attention tiles of 16 query-head pairs, prompts of 64: both instructions add up along the inner dimension alike, and
 sums over positions are products with ones, so that the bits are the same (table below). That took the cost at batch 64
-from 12.4 to 2.9 % (prompts of 128) and from 52.7 to 13.1 % (1024); the bar is 12 %. One row pays for the products' large
-tile and for attention in parts of 512 positions; 256 rows for products whose tiles must not follow their number.
+from 12.4 to 2.9 % (prompts of 128) and from 52.7 to 13.1 % (1024); the bar is 12 %. One row pays for the products'
+large tile and for attention in parts of 512 positions; 256 rows for products whose tiles must not follow their number.
 """
 CONTEXTS = ((64, 192), (64, 1152), (256, 192), (1, 8192))
 DECODE_TILES = (
@@ -229,8 +229,8 @@ def table(result: dict[str, Any]) -> str:
     return (
         f"{PAGE}\nOne NVIDIA H200; {name}; shape {result['shape']}, bfloat16, dummy weights.\n\n## Engine\n\n{steps}"
         f"\n\n## Products\n\nWith the activation where there is one; the best of the tiles tried.\n\n"
-        f"{markdown_table(header, rows)}\n\n## Attention of decodes\n\nOne layer, microseconds. In brackets: other bits "
-        f"than the first tile's.\n\n{tiles}\n"
+        f"{markdown_table(header, rows)}\n\n## Attention of decodes\n\nOne layer, microseconds. In brackets: other "
+        f"bits than the first tile's.\n\n{tiles}\n"
     )
 
 
