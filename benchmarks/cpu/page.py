@@ -16,7 +16,10 @@ NOT_COMPARED = {
     "tok/s (int4, 1 stream) and 95 (prefill, 32 streams), behind both others in the same table",
 }
 """Peers that are not in the tables, and why."""
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "start": "torch alone takes more than a second to import: 1,123 Python modules, the collector already off; those "
+    "it does not need import each other in a circle and cannot be put off",
+}
 """Row -> why its bar is missed: what counters, bytes or cycles say."""
 
 
@@ -175,7 +178,8 @@ def _start(rows: list[dict[str, Any]]) -> list[str]:
         verdict, imports = "-", "-"
         if "imports_s" in row:
             verdict = _verdict("start", row["first_token_s"] <= 2.5, row["imports_s"] <= 1.0)
-            imports = f"{row['imports_s']:.2f} ({row['front_imports_s']:.2f} without torch)"
+            beside = f"torch {row['torch_s']:.2f}; API process, beside, {row['api_imports_s']:.2f}"
+            imports = f"{row['imports_s']:.2f} ({beside})"
         shown.append(
             [
                 row["precision"],
