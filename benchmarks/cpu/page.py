@@ -12,8 +12,8 @@ PARAMETERS = (
 LAYERS, HEADS, HEAD_DIM = 28, 16, 128
 MIB = 1 << 20
 NOT_COMPARED = {
-    "onnxruntime-genai": "installs, but reads its own converted checkpoints only; on another machine it was at 35.7 "
-    "tok/s (int4, 1 stream) and 95 (prefill, 32 streams), behind both others in the same table",
+    "onnxruntime-genai at bf16 and int8": "its builder makes neither for a CPU; int4 (groups of 32) is in the tables",
+    "llama_cpp.server": "answers one request at a time; llama-server does not",
 }
 """Peers that are not in the tables, and why."""
 REASONS: dict[str, str] = {
