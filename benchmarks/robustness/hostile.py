@@ -44,6 +44,8 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/v1/rerank": RANKED,
     "/v2/rerank": RANKED,
     "/generative_scoring": {"query": "fox", "items": ["dog"], "label_token_ids": [5]},
+    "/v1/decisions": {"input": "fox", "questions": [{"type": "predicate", "instructions": "dog"}]},
+    "/v1/systemone": {"state": "fox", "questions": {"a": {"type": "noul", "instructions": "dog"}}},
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
     "/v1/chat/completions/render": CHAT,
     "/v1/chat/completions/derender": {"request": CHAT, "response": ANSWER},

@@ -85,6 +85,12 @@ class AsyncLLM:
         return any(core.connection.hello is not None for core in self._cores)
 
     @property
+    def window(self) -> int:
+        """See `events.Engine.window`: what the cores run in two steps."""
+        hellos = [c.connection.hello for c in self._cores if c.connection.hello is not None]
+        return max(1, 2 * sum(hello.max_running for hello in hellos))
+
+    @property
     def alive(self) -> bool:
         """Whether every core answers its heartbeat."""
         return all(core.connection.alive for core in self._cores)

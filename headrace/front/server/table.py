@@ -19,6 +19,8 @@ from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from headrace.front.server.batches import routes as batches
+from headrace.front.server.decisions import routes as decisions
+from headrace.front.server.decisions.schema import DecisionsRequest, SystemOneRequest
 from headrace.front.server.exchange import Exchange, exchange_of
 from headrace.front.server.failures import OPENAI, Shape
 from headrace.front.server.limits import read_json
@@ -32,8 +34,8 @@ from headrace.front.server.openai import batch, models
 from headrace.front.server.openai import routes as openai
 from headrace.front.server.openai.schema import ChatRequest, CompletionRequest
 from headrace.front.server.openapi import ApiRoute
+from headrace.front.server.pooling import generative, scoring
 from headrace.front.server.pooling import routes as pooling
-from headrace.front.server.pooling import scoring
 from headrace.front.server.pooling.schema import (
     ClassifyRequest,
     CohereEmbedRequest,
@@ -102,10 +104,12 @@ def _pooling() -> list[ApiRoute]:
         ),
         _posts(
             "/generative_scoring",
-            scoring.post_generative_scoring,
+            generative.post_generative_scoring,
             GenerativeScoringRequest,
             queued=True,
         ),
+        _posts("/v1/decisions", decisions.post_decisions, DecisionsRequest, queued=True),
+        _posts("/v1/systemone", decisions.post_systemone, SystemOneRequest, queued=True),
     ]
 
 

@@ -27,6 +27,7 @@ class NoEngine:
 
     ready = True
     alive = True
+    window = 1
 
     def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """Refused."""
