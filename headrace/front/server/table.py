@@ -45,9 +45,15 @@ from headrace.front.server.pooling.schema import (
     RerankRequest,
     ScoreRequest,
 )
-from headrace.front.server.responses import compact
+from headrace.front.server.responses import compact, conversations
 from headrace.front.server.responses import routes as responses
-from headrace.front.server.responses.schema import InputRequest, ResponsesRequest
+from headrace.front.server.responses.schema import (
+    ConversationRequest,
+    InputRequest,
+    ItemsRequest,
+    MetadataRequest,
+    ResponsesRequest,
+)
 from headrace.front.server.sse import until_gone
 from headrace.front.server.tokens import dialects, generate, render
 from headrace.front.server.tokens.schema import DerenderRequest, GenerateRequest
@@ -56,6 +62,7 @@ from headrace.front.server.webui.pages import PAGES
 
 Reader = Callable[[Exchange, Request], Awaitable[Response]]
 Writer = Callable[[Exchange, Any], Any]
+Changer = Callable[[Exchange, Request, Any], Awaitable[Response]]
 
 
 def table() -> list[ApiRoute]:
@@ -82,8 +89,24 @@ def _generation() -> list[ApiRoute]:
         _route("/v1/responses/{id}", responses.delete_response, "DELETE"),
         _route("/v1/responses/{id}/cancel", responses.post_cancel, "POST"),
         _route("/v1/responses/{id}/input_items", responses.get_input_items),
+        *_conversations(),
         _posts("/invocations", invocations.post_invocations, *invocations.BODIES, queued=True),
         _route("/api/hello", anthropic.get_hello),
+    ]
+
+
+def _conversations() -> list[ApiRoute]:
+    """What the Responses dialect keeps under an id."""
+    one = "/v1/conversations/{id}"
+    return [
+        _posts("/v1/conversations", conversations.post_conversations, ConversationRequest),
+        _route(one, conversations.get_conversation),
+        _posts_to(one, conversations.post_metadata, MetadataRequest),
+        _route(one, conversations.delete_conversation, "DELETE"),
+        _posts_to(f"{one}/items", conversations.post_items, ItemsRequest),
+        _route(f"{one}/items", conversations.get_items),
+        _route(f"{one}/items/{{item}}", conversations.get_item),
+        _route(f"{one}/items/{{item}}", conversations.delete_item, "DELETE"),
     ]
 
 
@@ -229,6 +252,20 @@ def _posts(
 
     doc = handler.__doc__ or ""
     return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies, sockets=sockets)
+
+
+def _posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> ApiRoute:
+    """A route with a JSON body for the thing that its path names."""
+
+    async def endpoint(request: Request) -> Response:
+        exchange = exchange_of(request)
+        spec = exchange.services.server
+        document = await read_json(
+            request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s
+        )
+        return await handler(exchange, request, document)
+
+    return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "", bodies=bodies)
 
 
 def _by_dialect(openai: Reader, anthropic: Reader) -> Reader:
