@@ -6,6 +6,7 @@ from __future__ import annotations
 import string
 from pathlib import Path
 
+from headrace.back.models.families import COLBERT
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.resolved import DenseSpec, LateSpec
 from headrace.base.config.safetensors_header import read_safetensors_header
@@ -16,8 +17,11 @@ from headrace.launch.pooling_modules import Modules
 PROJECTION = "linear.weight"
 
 
-def read_colbert(folder: Path) -> Modules:
-    """The projection, and the tokens of queries and documents; what is not said is as ColBERTv2 has it."""
+def read_colbert(folder: Path, config: ConfigReader) -> Modules | None:
+    """The projection, and the tokens of queries and documents; what is not said is as ColBERTv2 has it. None for any
+    other checkpoint."""
+    if config.raw.get("architectures") != [COLBERT]:
+        return None
     path = folder / "artifact.metadata"
     said = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
     said.choice("similarity", ("cosine",), "cosine")

@@ -154,6 +154,7 @@ class CoreLoop:
         self._call_number += 1
         self._calls[self._call_number] = (front, call.number)
         reply = self._core.call(msgspec.structs.replace(call, number=self._call_number))
+        self._fronts.trouble = self._core.swap.lost
         if reply is not None:
             self._reply(reply)
 

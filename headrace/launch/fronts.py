@@ -55,6 +55,8 @@ class _Peer:
 class Fronts:
     """All connected fronts of this core. `take` and `send` belong to the step loop's thread.
 
+    `trouble`: why the core can serve nothing, or ""; fronts are told with the next heartbeat.
+
     When the parent closes its end of `status`, nobody is left to serve: `orphaned` is called (by default it ends the
     process), then the IO thread closes every socket and ends.
     """
@@ -67,6 +69,7 @@ class Fronts:
         orphaned: Callable[[], None] = _exit,
     ) -> None:
         self.malformed_frames = 0
+        self.trouble = ""
         self._orphaned = orphaned
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._peers: dict[int, _Peer] = {}
@@ -200,7 +203,7 @@ class Fronts:
             return
         for message in messages:  # all were decoded before any is used
             if isinstance(message, Call) and message.operation == PING:
-                self.send(peer.number, Reply(number=message.number))
+                self.send(peer.number, Reply(number=message.number, result=_packed(self.trouble)))
             else:
                 self._inbox.put((peer.number, message))
 
@@ -217,6 +220,10 @@ class Fronts:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
             if selector.get_key(peer.sock).events != wanted:
                 selector.modify(peer.sock, wanted, peer)
+
+
+def _packed(text: str) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(text))
 
 
 def _listen(path: str) -> socket.socket:

@@ -14,7 +14,6 @@ from typing import Any, Final
 import msgspec
 
 from headrace.back.models.families import (
-    COLBERT,
     ENCODERS,
     FALLBACK,
     Architecture,
@@ -128,9 +127,7 @@ def describe(
     dtype = _dtype(reader, stored)
     encodes = chosen in ENCODERS
     labels = labels_of(reader) if named.head in ("sequence", "token") else ()
-    modules = read_modules(located.path)
-    if modules is None and reader.raw.get("architectures") == [COLBERT]:
-        modules = read_colbert(located.path)
+    modules = read_modules(located.path) or read_colbert(located.path, reader)
     sizes = (layers, hidden, heads, kv_heads, head_dim)
     num_params = stored.num_params if stored else _count_params(reader, *sizes)
     return ModelFacts(

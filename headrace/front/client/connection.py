@@ -34,7 +34,7 @@ class Receiver(Protocol):
 
 
 class Connection:
-    """One core. `hello` is None while it is not connected."""
+    """One core. `hello` is None while it is not connected; `trouble` says why it can serve nothing, or is ""."""
 
     def __init__(self, path: str, receiver: Receiver, limits: Limits) -> None:
         self._path = path
@@ -49,6 +49,7 @@ class Connection:
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.hello: Hello | None = None
+        self.trouble = ""
 
     def start(self) -> None:
         """Begins to connect."""
@@ -132,13 +133,12 @@ class Connection:
             self._lost()
 
     async def _heartbeat(self) -> None:
-        """Pings a silent core, so that silence means something: a long step does not delay the answer."""
-        loop = asyncio.get_running_loop()
+        """Pings the core, so that silence means something: a long step does not delay the answer."""
         while True:
             await asyncio.sleep(self._limits.heartbeat_s)
-            if self.hello is not None and loop.time() - self._heard_s >= self._limits.heartbeat_s:
+            if self.hello is not None:
                 with contextlib.suppress(HeadraceError):
-                    await self.call(PING)
+                    self.trouble = str(await self.call(PING) or "")
 
     def _take(self, body: bytes) -> None:
         message = self._codec.decode(body)
@@ -162,6 +162,7 @@ class Connection:
 
     def _lost(self) -> None:
         self.hello = None
+        self.trouble = ""
         self._frames = None
         self._unsent.clear()
         for future in self._calls.values():

@@ -82,7 +82,12 @@ class AsyncLLM:
     @property
     def ready(self) -> bool:
         """Whether at least one core can take requests."""
-        return any(core.connection.hello is not None for core in self._cores)
+        return any(core.serves for core in self._cores)
+
+    @property
+    def trouble(self) -> str:
+        """See `events.Engine.trouble`."""
+        return next((c.connection.trouble for c in self._cores if c.connection.trouble), "")
 
     @property
     def window(self) -> int:
@@ -180,9 +185,10 @@ class AsyncLLM:
         return list(await asyncio.gather(*calls))
 
     def _least_loaded(self) -> _Core:
-        ready = [core for core in self._cores if core.connection.hello is not None]
+        ready = [core for core in self._cores if core.serves]
         if not ready:
-            raise Unavailable("the engine is starting; try again soon", retry_after_s=1.0)
+            why = self.trouble or "the engine is starting; try again soon"
+            raise Unavailable(why, retry_after_s=1.0)
         return min(ready, key=lambda core: len(core.running))
 
     def _launch(
@@ -302,6 +308,11 @@ class _Core:
         self.connection = Connection(path, self, limits)
         self.running: dict[int, _Stream] = {}
         self.room = Room(time.monotonic)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it can be given requests."""
+        return self.connection.hello is not None and not self.connection.trouble
 
     def abort(self, ids: list[int]) -> None:
         """Tells the core to end requests; one that is away has none."""

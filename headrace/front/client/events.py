@@ -153,6 +153,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def trouble(self) -> str:
+        """Why an engine core can serve nothing although it lives, or ""."""
+        ...
+
+    @property
     def alive(self) -> bool:
         """Whether every engine core answers its heartbeat."""
         ...
