@@ -65,16 +65,19 @@ class Control:
     @property
     def frozen(self) -> bool:
         """Whether nothing may be planned."""
-        return self.pause is Pause.KEEP or self._core.swap.is_empty
+        return self.pause is Pause.KEEP or self._core.swap.asleep or bool(self._core.swap.lost)
 
     def check_open(self) -> None:
         """Unavailable where no request is taken: while draining, and without weights."""
-        queue, swap = self._core.scheduler.queue, self._core.swap
-        if swap.lost:
-            raise Unavailable(swap.lost, retry_after_s=RETRY_S)
-        if self.draining:
-            wait = retry_after_s(queue.num_tokens, self._core.counters.rate)
-            raise Unavailable("the engine is draining", retry_after_s=wait)
+        if self.draining or self._core.swap.lost:
+            raise self._closed()
+
+    def _closed(self) -> Unavailable:
+        core = self._core
+        if core.swap.lost:
+            return Unavailable(core.swap.lost, retry_after_s=RETRY_S)
+        wait = retry_after_s(core.scheduler.queue.num_tokens, core.counters.rate)
+        return Unavailable("the engine is draining", retry_after_s=wait)
 
     @property
     def is_still(self) -> bool:

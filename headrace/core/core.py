@@ -121,6 +121,7 @@ class EngineCore:
             else self.rows.num_rows + self.spec.max_queued_requests,
             num_blocks=self.facts.num_blocks,
             block_tokens=self.facts.block_tokens,
+            trouble=self.swap.lost,
             start_s=self.facts.start_s,
             decisions=self.facts.decisions,
         )

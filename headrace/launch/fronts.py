@@ -55,8 +55,6 @@ class _Peer:
 class Fronts:
     """All connected fronts of this core. `take` and `send` belong to the step loop's thread.
 
-    `trouble`: why the core can serve nothing, or ""; fronts are told with the next heartbeat.
-
     When the parent closes its end of `status`, nobody is left to serve: `orphaned` is called (by default it ends the
     process), then the IO thread closes every socket and ends.
     """
@@ -69,7 +67,6 @@ class Fronts:
         orphaned: Callable[[], None] = _exit,
     ) -> None:
         self.malformed_frames = 0
-        self.trouble = ""
         self._orphaned = orphaned
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._peers: dict[int, _Peer] = {}
@@ -123,6 +120,12 @@ class Fronts:
         if too_slow:
             self.drop(front, "it does not read")
         self._wake()
+
+    def announce(self, hello: Hello) -> None:
+        """Says Hello anew to all fronts, and to those that come."""
+        self._hello = self._outgoing.frame(hello)
+        for front in list(self._peers):
+            self.send(front, hello)
 
     def drop(self, front: int, why: str) -> None:
         """Ends a connection; its `FrontGone` follows from the IO thread."""
@@ -203,7 +206,7 @@ class Fronts:
             return
         for message in messages:  # all were decoded before any is used
             if isinstance(message, Call) and message.operation == PING:
-                self.send(peer.number, Reply(number=message.number, result=_packed(self.trouble)))
+                self.send(peer.number, Reply(number=message.number))
             else:
                 self._inbox.put((peer.number, message))
 
@@ -220,10 +223,6 @@ class Fronts:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
             if selector.get_key(peer.sock).events != wanted:
                 selector.modify(peer.sock, wanted, peer)
-
-
-def _packed(text: str) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.msgpack.encode(text))
 
 
 def _listen(path: str) -> socket.socket:

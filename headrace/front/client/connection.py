@@ -34,7 +34,7 @@ class Receiver(Protocol):
 
 
 class Connection:
-    """One core. `hello` is None while it is not connected; `trouble` says why it can serve nothing, or is ""."""
+    """One core. `hello` is None while it is not connected."""
 
     def __init__(self, path: str, receiver: Receiver, limits: Limits) -> None:
         self._path = path
@@ -49,7 +49,6 @@ class Connection:
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.hello: Hello | None = None
-        self.trouble = ""
 
     def start(self) -> None:
         """Begins to connect."""
@@ -133,12 +132,13 @@ class Connection:
             self._lost()
 
     async def _heartbeat(self) -> None:
-        """Pings the core, so that silence means something: a long step does not delay the answer."""
+        """Pings a silent core, so that silence means something: a long step does not delay the answer."""
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._limits.heartbeat_s)
-            if self.hello is not None:
+            if self.hello is not None and loop.time() - self._heard_s >= self._limits.heartbeat_s:
                 with contextlib.suppress(HeadraceError):
-                    self.trouble = str(await self.call(PING) or "")
+                    await self.call(PING)
 
     def _take(self, body: bytes) -> None:
         message = self._codec.decode(body)
@@ -162,7 +162,6 @@ class Connection:
 
     def _lost(self) -> None:
         self.hello = None
-        self.trouble = ""
         self._frames = None
         self._unsent.clear()
         for future in self._calls.values():

@@ -26,7 +26,7 @@ from headrace.base.errors import (
     NotFound,
     Unavailable,
 )
-from headrace.base.wire.request import AbortRequests, Finished, TokenBatch, TokenLogprobs
+from headrace.base.wire.request import AbortRequests, Finished, Hello, TokenBatch, TokenLogprobs
 from headrace.front.client.beam import beam_search
 from headrace.front.client.connection import Connection
 from headrace.front.client.events import Event, Generation, Started
@@ -82,18 +82,21 @@ class AsyncLLM:
     @property
     def ready(self) -> bool:
         """Whether at least one core can take requests."""
-        return any(core.serves for core in self._cores)
+        return any(not hello.trouble for hello in self._hellos)
 
     @property
     def trouble(self) -> str:
         """See `events.Engine.trouble`."""
-        return next((c.connection.trouble for c in self._cores if c.connection.trouble), "")
+        return next((hello.trouble for hello in self._hellos if hello.trouble), "")
+
+    @property
+    def _hellos(self) -> list[Hello]:
+        return [c.connection.hello for c in self._cores if c.connection.hello is not None]
 
     @property
     def window(self) -> int:
         """See `events.Engine.window`: what the cores run in two steps."""
-        hellos = [c.connection.hello for c in self._cores if c.connection.hello is not None]
-        return max(1, 2 * sum(hello.max_running for hello in hellos))
+        return max(1, 2 * sum(hello.max_running for hello in self._hellos))
 
     @property
     def alive(self) -> bool:
@@ -185,7 +188,7 @@ class AsyncLLM:
         return list(await asyncio.gather(*calls))
 
     def _least_loaded(self) -> _Core:
-        ready = [core for core in self._cores if core.serves]
+        ready = [c for c in self._cores if (h := c.connection.hello) and not h.trouble]
         if not ready:
             why = self.trouble or "the engine is starting; try again soon"
             raise Unavailable(why, retry_after_s=1.0)
@@ -308,11 +311,6 @@ class _Core:
         self.connection = Connection(path, self, limits)
         self.running: dict[int, _Stream] = {}
         self.room = Room(time.monotonic)
-
-    @property
-    def serves(self) -> bool:
-        """Whether it can be given requests."""
-        return self.connection.hello is not None and not self.connection.trouble
 
     def abort(self, ids: list[int]) -> None:
         """Tells the core to end requests; one that is away has none."""
