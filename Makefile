@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 WORKERS ?= 2
+GPU_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 16 ? n : 16)))
 BIN    := $(VENV)/bin
 GPU    := $(shell test -e /proc/driver/nvidia/version && echo yes)
 # Without a GPU the CPU build is wanted; the newest wheels would bring gigabytes of CUDA libraries.
@@ -76,10 +77,12 @@ test: lint types unit
 slow: $(DEV)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 1200 $(ARGS)
 
-# Runs with whatever python3 holds PyTorch for CUDA; nothing is installed.
+# Runs with whatever python3 holds PyTorch for CUDA (and pytest-xdist); nothing is installed. Most of the time goes into
+# compiling kernels on the host's cores, so many tests share the GPU; each takes about 1 GiB of it.
 test-gpu:
-	@python3 -c 'import msgspec, pytest, safetensors, torch; print("torch", torch.__version__, "CUDA", torch.cuda.is_available())'
-	@python3 -m pytest -p no:cacheprovider $$(grep -rl "mark.gpu" tests --include="test_*.py") $(ARGS)
+	@python3 -c 'import msgspec, pytest, safetensors, torch, xdist; print("torch", torch.__version__, "CUDA", torch.cuda.is_available())'
+	@OMP_NUM_THREADS=1 python3 -m pytest -p no:cacheprovider -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist worksteal \
+	  --durations=20 $$(grep -rl "mark.gpu" tests --include="test_*.py") $(ARGS)
 
 # PEER_PYTHON and GGUF name an interpreter with llama-cpp-python and the files of make_gguf.py, if there are any.
 bench-cpu: $(NATIVE)

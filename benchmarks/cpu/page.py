@@ -214,10 +214,23 @@ def _memory(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _plan(rows: list[dict[str, Any]]) -> list[str]:
+    shown = [
+        [row["precision"], row["load"], f"{row['foretold']:,.0f}", f"{row['measured']:,.0f}",
+         f"{row['measured'] / row['foretold']:.0%}", f"{row['probe_s']:.2f}",
+         _verdict("plan", row["probe_s"] < 0.5)]
+        for row in rows if row["measured"] is not None
+    ]  # fmt: skip
+    header = ["precision", "load", "foretold tok/s", "measured tok/s", "measured / foretold",
+              "slowest probe s", "bar: 0.5 s"]  # fmt: skip
+    return ["`headrace plan` before, the engine after it.", "", markdown_table(header, shown)]
+
+
 SECTIONS = {
     "decode": ("Decode", _decode),
     "prefill": ("Prefill of one prompt", _prefill),
     "server": ("Server, bf16, 16 streams of 256 tokens in and 128 out", _server),
     "start": ("Start of a server from a safetensors checkpoint in the file cache", _start),
     "memory": ("Memory", _memory),
+    "plan": ("What plan foretells", _plan),
 }

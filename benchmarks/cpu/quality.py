@@ -3,6 +3,8 @@ bundled model, beside bf16.
 
     python -m benchmarks.cpu.quality --count 100 --out benchmarks/cpu/quality.json [--types= to leave files out]
 
+What --out holds for the same count already is not run again, so that it can be made in pieces.
+
 The bundled model is written as GGUF by the `gguf` library; Q4_K where rows have 256-input blocks, Q5_0 elsewhere, as
 converters do.
 """
@@ -29,6 +31,10 @@ from tests.kernels.native.blocks import encode
 
 FILES = {"Q8_0": "Q8_0", "Q5_1": "Q5_1", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q4_K": "Q5_0"}
 """Type of a file -> the type of its rows that have no whole number of blocks of 256."""
+
+
+Results = dict[str, dict[str, float]]
+"""What is lossy -> task -> share of right answers."""
 
 
 def write(folder: Path, kind: str) -> Path:
@@ -62,6 +68,21 @@ def evaluate(model: Path, *options: str, count: int) -> dict[str, float]:
     return {task: score["share"] for task, score in json.loads(line).items()}
 
 
+def stored(out: Path | None, count: int) -> Results:
+    """What was found before, over as many answers."""
+    if out is None or not out.exists():
+        return {}
+    found = json.loads(out.read_text())
+    return dict(found["shares"]) if found["count"] == count else {}
+
+
+def keep(out: Path | None, count: int, results: Results) -> None:
+    """Stores what is there so far."""
+    print(list(results.items())[-1], flush=True)
+    if out is not None:
+        out.write_text(json.dumps({"count": count, "shares": results}, indent=2) + "\n")
+
+
 def main() -> None:
     """Prints a table; a cell is the share of right answers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -71,21 +92,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     own = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    results = {"bf16": evaluate(bundled_model(), count=own.count)}
-    results["bf16, int8 KV"] = evaluate(bundled_model(), "--kv-dtype", "int8", count=own.count)
-    for name in filter(None, own.schemes.split(",")):
-        results[name] = evaluate(bundled_model(), "--quantization", name, count=own.count)
-        print(name, results[name], flush=True)
+    results = stored(own.out, own.count)
+    options: dict[str, tuple[str, ...]] = {"bf16": ()}
+    options |= {name: ("--quantization", name) for name in filter(None, own.schemes.split(","))}
+    options["bf16, int8 KV"] = ("--kv-dtype", "int8")
+    for name, words in options.items():
+        if name not in results:
+            results[name] = evaluate(bundled_model(), *words, count=own.count)
+            keep(own.out, own.count, results)
     with tempfile.TemporaryDirectory() as folder:
         for kind in filter(None, own.types.split(",")):
-            results[kind] = evaluate(write(Path(folder), kind), count=own.count)
-            print(kind, results[kind], flush=True)
+            if kind not in results:
+                results[kind] = evaluate(write(Path(folder), kind), count=own.count)
+                keep(own.out, own.count, results)
     for name, shares in results.items():
         mean = sum(shares.values()) / len(shares)
         cells = " | ".join(f"{share:.2f}" for share in shares.values())
         print(f"| {name} | {mean:.3f} | {cells} |")
-    if own.out is not None:
-        own.out.write_text(json.dumps({"count": own.count, "shares": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
 
 PREFIX-BF16.gguf, -Q8_0.gguf, -Q4_0.gguf: the same shape for the other engines (make_gguf.py); PYTHON: an interpreter
 that has llama-cpp-python and perhaps openvino-genai. Engines that are not there are left out and the page says so.
-Sections: decode, prefill, server, start (with memory). What is measured goes into engines.json, section by section, and
-engines.md is made of all of it (page.py): sections may be measured apart. `--quick` tries the script, it measures
-nothing worth keeping.
+Sections: decode, prefill, server, start (with memory), plan. What is measured goes into engines.json, section by
+section, and engines.md is made of all of it (page.py): sections may be measured apart. `--quick` tries the script, it
+measures nothing worth keeping.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu import limits, starts
+from benchmarks.cpu import limits, planned, starts
 from benchmarks.cpu.page import page
 from benchmarks.cpu.servers import compare as compare_servers
 from benchmarks.cpu.sessions import HERE, SHAPE, Peers, Session, commands
@@ -102,7 +102,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="decode,prefill,server,start")
+    parser.add_argument("--only", default="decode,prefill,server,start,plan")
     parser.add_argument("--precisions", default="bf16,int8,int4")
     parser.add_argument("--gguf", default=os.environ.get("GGUF", ""))
     parser.add_argument("--peer-python", default=os.environ.get("PEER_PYTHON", ""))
@@ -122,6 +122,7 @@ def main() -> None:
     sections: list[tuple[set[str], Callable[[], dict[str, Rows]]]] = [
         ({"decode", "prefill"}, lambda: engines(peers, given, kinds)),
         ({"server"}, lambda: {"server": compare_servers(peers, rounds=given.rounds, quick=given.quick)}),
+        ({"plan"}, lambda: {"plan": planned.measure(peers, rounds=given.rounds)}),
         ({"start"}, lambda: starts.measure(SHAPE, given.checkpoint, rounds=given.rounds)),
     ]  # fmt: skip
     for wanted, measure in sections:

@@ -37,6 +37,7 @@ DECODE_TILES = [
     for n, warps, stages in (
         (64, 4, 3),
         (64, 4, 5),
+        (64, 2, 3),
         (128, 4, 3),
         (128, 4, 5),
         (128, 8, 3),
@@ -102,7 +103,7 @@ def calls(
 
 
 def _patched(tiles: Tiles, name: str) -> patch:  # type: ignore[valid-type]
-    return patch.object(kernels, name, lambda case: replace(tiles, m=max(tiles.m, 16)))
+    return patch.object(kernels, name, lambda case, rows=1: replace(tiles, m=max(tiles.m, 16)))
 
 
 def decode(rate: float) -> list[dict[str, object]]:

@@ -125,6 +125,8 @@ DECODE_TILES = (
     FixedAttention(m=16, n=64, warps=1, stages=2),
     FixedAttention(m=16, n=64, warps=1, stages=3),
     FixedAttention(m=16, n=64, warps=2, stages=2),
+    FixedAttention(m=16, n=64, warps=2, stages=3),
+    FixedAttention(m=16, n=64, warps=4, stages=2),
 )
 
 

@@ -134,6 +134,10 @@ RANDOM = {
     "top_k 20, top_p 0.95, min_p 0.01": RowSampling(
         temperature=0.8, top_k=20, top_p=0.95, min_p=0.01
     ),
+    "greedy, 5 logprobs": RowSampling(temperature=0.0, logprobs=5),
+    "temperature, 3 penalties": RowSampling(
+        temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2
+    ),
 }
 
 

@@ -71,17 +71,37 @@ def steps_table() -> str:
 
 
 def two_devices_table() -> str:
-    """Tensor parallelism over two devices, sums by NCCL inside the graphs."""
-    one, two = load("offline", SHAPES[0]), load("offline", f"{SHAPES[0]}-tp2")
+    """Tensor parallelism over two devices; the two runs of two devices are of one machine."""
+    names = (SHAPES[0], f"{SHAPES[0]}-tp2-nccl", f"{SHAPES[0]}-tp2")
+    one, library, two = (load("offline", name) for name in names)
+    rows: list[tuple[object, ...]] = [
+        (f"decode step {a['batch']} x {a['prompt']}, ms", a["step_ms"], b["step_ms"], c["step_ms"])
+        for a, b, c in zip(one["steps"], library["steps"], two["steps"], strict=True)
+    ]
+    rows += [
+        (
+            f"prefill {a['batch']} x {a['prompt']}, tok/s",
+            f"{a['tok_s']:,.0f}",
+            "",
+            f"{c['tok_s']:,.0f}",
+        )
+        for a, c in zip(one["prefill"], two["prefill"], strict=True)
+    ]
+    return markdown_table((SHAPES[0], "one H200", "two, NCCL", "two, own sums"), rows)
+
+
+def coded_table() -> str:
+    """A KV cache of fp8 codes."""
+    plain, coded = load("offline", SHAPES[0]), load("offline", f"{SHAPES[0]}-fp8")
     rows: list[tuple[object, ...]] = [
         (f"decode step {a['batch']} x {a['prompt']}, ms", a["step_ms"], b["step_ms"])
-        for a, b in zip(one["steps"], two["steps"], strict=True)
+        for a, b in zip(plain["steps"], coded["steps"], strict=True)
     ]
     rows += [
         (f"prefill {a['batch']} x {a['prompt']}, tok/s", f"{a['tok_s']:,.0f}", f"{b['tok_s']:,.0f}")
-        for a, b in zip(one["prefill"], two["prefill"], strict=True)
+        for a, b in zip(plain["prefill"], coded["prefill"], strict=True)
     ]
-    return markdown_table((SHAPES[0], "one H200", "two"), rows)
+    return markdown_table((SHAPES[0], "bfloat16", "--kv-dtype fp8"), rows)
 
 
 def rates_table() -> str:
@@ -165,6 +185,9 @@ def main() -> None:
         rates_table(),
         "## Two devices",
         two_devices_table(),
+        "The sums alone: [all_reduce.md](all_reduce.md).",
+        "## KV cache of codes",
+        coded_table(),
         "## Server",
         "1024 random tokens in (+-50 %), 128 out, after one uncounted request per user.",
         server_table(),

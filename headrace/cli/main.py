@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from headrace import __version__
+from headrace.base.collector import put_off
 from headrace.base.errors import HeadraceError, StartError
 from headrace.base.registry import Registry
 
@@ -60,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         print(f"headrace: unknown command {words[0]!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
-    return _run(COMMANDS.load(words[0]), words[1:])
+    with put_off():
+        command = COMMANDS.load(words[0])
+    return _run(command, words[1:])
 
 
 def _run(command: Command, words: Sequence[str]) -> int:

@@ -32,7 +32,7 @@ def _is_forgetful(sampling: RowSampling) -> bool:
 
 
 class Jumps:
-    """Takes what gates force. `total`: tokens so far that were not sampled."""
+    """Takes what gates force."""
 
     def __init__(
         self,

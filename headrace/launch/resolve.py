@@ -120,7 +120,7 @@ def resolve(options: Options, model: ModelFacts, device: DeviceFacts) -> Resolve
             num_labels=model.num_labels,
             dense=model.dense,
             dense_per_token=model.pooling.late is not None,
-            attention_capture=options.model.attention_capture,
+            attention_capture=_attention_capture(options, where),
         ),
         kv=_kv(options, model, device, where, scheduler, max_model_len, choose),
         scheduler=scheduler,
@@ -273,6 +273,17 @@ def _deterministic(options: Options, model: ModelFacts) -> bool:
             field="deterministic",
         )
     return options.model.deterministic
+
+
+def _attention_capture(options: Options, where: DeviceSpec) -> bool:
+    """Whether requests may ask for attention weights; each rank has but a part of the heads."""
+    if options.model.attention_capture and where.tensor_parallel > 1:
+        raise ConfigError(
+            "--attention-capture tells the weights of one device; it does not go with --tensor-parallel "
+            f"{where.tensor_parallel}",
+            field="attention_capture",
+        )
+    return options.model.attention_capture
 
 
 def _weight_bytes(options: Options, model: ModelFacts) -> int:

@@ -28,6 +28,7 @@ from headrace.launch.resolve import DeviceFacts
 
 PR_SET_PDEATHSIG = 1
 _NO_KEYS = {"HEADRACE_API_KEYS": "", "HEADRACE_ADMIN_KEY": ""}  # children know digests only
+_BEGIN = "headrace.launch.begin"
 
 
 DRAIN_SIGNAL = signal.SIGUSR1
@@ -92,8 +93,17 @@ def spawn(
     environment: dict[str, str] | None = None,
 ) -> Child:
     """Starts `python -m module`. `die_with_thread` kills it with the thread that called this (never a passing one)."""
+    env.set_default("OPENBLAS_NUM_THREADS", "1")  # numpy's: never used, 0.06 s and 30 MB to start
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", module, *arguments, "--status-fd", str(theirs.fileno())]
+    command = [
+        sys.executable,
+        "-m",
+        _BEGIN,
+        module,
+        *arguments,
+        "--status-fd",
+        str(theirs.fileno()),
+    ]
     if die_with_thread:
         command += ["--parent", str(os.getpid())]
     try:

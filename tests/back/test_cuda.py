@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.executor.processes import ProcessExecutor
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, ModelSpec, SchedulerSpec
+from headrace.base.wire.grammar import GATE, pack_masks
 from headrace.base.wire.params import RowSampling
 from headrace.core.ports import Executor
 from tests.back.driver import Driver, Sequence
@@ -165,10 +167,18 @@ def test_no_step_waits_for_the_device() -> None:
     runner = executor._runner
     rows = [driver.add(prompts()[4], sampling, request=i) for i, sampling in enumerate(EVERYTHING)]
     launched = []
+    words = -(-executor.facts.logits_width // 32)
+
+    def masked(step: int) -> dict[str, memoryview]:
+        """A grammar's masks for two rows, one greedy and one random: the ids below half the vocabulary."""
+        masks = np.zeros((2, words), np.int32)
+        masks[:, : words // 2] = -1
+        return {GATE: pack_masks(np.array([rows[0].row, rows[7].row], np.int32), masks)}
 
     def run() -> None:
-        runs = [(row, min(30, row.length - row.num_computed)) for row in rows]
-        launched.append(runner.launch(driver.plan(runs)))
+        runs = [(row, min(24, row.length - row.num_computed)) for row in rows]
+        plan = structs.replace(driver.plan(runs), late=(GATE,))
+        launched.append(runner.launch(plan, masked))
 
     for _ in range(4):  # compiles, allocates and records
         run()
@@ -183,13 +193,14 @@ def test_no_step_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     driver.read(launched.pop(0).result())
     assert all(row.error is None and len(row.outputs) >= 12 for row in rows)
+    assert max(rows[0].outputs + rows[7].outputs) < words // 2 * 32
     executor.close()
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_replayed_steps_give_the_tokens_of_launched_ones() -> None:
-    """Decodes and chunks, each size several times: at first launched, then replayed (ENG-21)."""
+    """Decodes and chunks, each size several times: at first launched, then replayed (ENG-21, KRN-26)."""
     executor = bundled("cuda", "float32")
     first, second, third = (generate(executor, GREEDY, chunk=6) for _ in range(3))
     replay = executor._runner._steps._replay  # type: ignore[attr-defined]
@@ -238,6 +249,25 @@ def test_a_step_for_which_the_device_has_no_memory_fails_alone() -> None:
     step(running, later)
     assert len(running.outputs) == 5 and len(later.outputs) == 1
     executor.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_runner_starts_in_memory_that_holds_anything() -> None:
+    """What nobody has written is NaN here, on every stream: what padding computes from it must reach no row."""
+    for _ in range(32):  # as many streams as torch has
+        with torch.cuda.stream(torch.cuda.Stream()):
+            sizes = [1 << bits for bits in range(10, 25) for _ in range(4)]
+            poison = [torch.full((size,), torch.nan, device="cuda") for size in sizes]
+            del poison
+    for tokens in (64, 97):
+        spec = bundled_spec("cuda", "bfloat16")
+        scheduler = structs.replace(spec.scheduler, max_step_tokens=tokens, max_running=12)
+        executor = InlineExecutor(structs.replace(spec, scheduler=scheduler))
+        rows = generate(executor, GREEDY, chunk=5)
+        assert not any(row.error for row in rows)
+        executor.close()
+    torch.cuda.empty_cache()
 
 
 DRAWN = RowSampling(temperature=0.8, top_p=0.9, top_k=40, min_p=0.001, seed=5)
@@ -305,7 +335,8 @@ def random_trace(executor: InlineExecutor, seed: int) -> list[Sequence]:
 def test_a_random_trace_gives_the_same_tokens_on_both_devices(
     tested: InlineExecutor, reference: InlineExecutor, seed: int
 ) -> None:
-    """ENG-21: penalties, seeds, truncation, log-probabilities, preemptions; rounding may turn one near tie."""
+    """ENG-21, ENG-26, REG-021: penalties, seeds, truncation, log-probabilities, preemptions; rounding may turn one near
+    tie."""
     ours, theirs = (random_trace(executor, seed) for executor in (tested, reference))
     same = [one.outputs == other.outputs for one, other in zip(ours, theirs, strict=True)]
     assert sum(same) >= len(same) - 1, same

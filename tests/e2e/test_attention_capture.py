@@ -32,7 +32,11 @@ CASES = (
 LAYERS = (0, 2)
 
 
-def engine_spec(folder: Path, **scheduler: Any) -> EngineSpec:
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+
+
+def engine_spec(folder: Path, *, device: str = "cpu", **scheduler: Any) -> EngineSpec:
     """Chunks of 16 tokens, prefix caching, room for three requests of the tests."""
     model = msgspec.structs.replace(model_spec(folder), attention_capture=True)
     settings: dict[str, Any] = {"max_step_tokens": 16, "max_running": 4, **scheduler}
@@ -40,7 +44,7 @@ def engine_spec(folder: Path, **scheduler: Any) -> EngineSpec:
         model=model,
         kv=KVSpec(block_tokens=16, prefix_caching=True, num_blocks=64),
         scheduler=SchedulerSpec(**settings),
-        device=DeviceSpec(device="cpu", executor="inline", threads=1),
+        device=DeviceSpec(device=device, executor="inline", threads=1),
     )
 
 
@@ -84,12 +88,14 @@ class Told:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("device", DEVICES)
 def test_weights_are_those_of_transformers_with_chunks_and_cached_prefixes(
-    case: str, tmp_path: Path
+    device: str, case: str, tmp_path: Path
 ) -> None:
+    """On a GPU too, where the other rows' steps are replayed and the captured ones are not."""
     oracle = save_oracle(tiny_config(case), tmp_path)
-    executor = InlineExecutor(engine_spec(tmp_path))
-    core = EngineCore(engine_spec(tmp_path), executor)
+    executor = InlineExecutor(engine_spec(tmp_path, device=device))
+    core = EngineCore(engine_spec(tmp_path, device=device), executor)
     random = np.random.default_rng(5)
     prompts = [random.integers(0, 97, size).tolist() for size in (41, 7)]
     told = Told()
@@ -115,9 +121,10 @@ def test_weights_are_those_of_transformers_with_chunks_and_cached_prefixes(
     core.close()
 
 
-def test_a_preempted_request_tells_every_position(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_preempted_request_tells_every_position(device: str, tmp_path: Path) -> None:
     oracle = save_oracle(tiny_config("llama"), tmp_path)
-    spec = engine_spec(tmp_path)
+    spec = engine_spec(tmp_path, device=device)
     spec = msgspec.structs.replace(
         spec, kv=msgspec.structs.replace(spec.kv, num_blocks=7, block_tokens=8)
     )

@@ -148,6 +148,13 @@ def test_deterministic_mode_is_refused_where_torch_computes_the_model() -> None:
             resolve(options(model={"deterministic": True}), facts, CPU)
 
 
+def test_attention_weights_are_refused_where_each_rank_has_but_some_heads() -> None:
+    """API-21."""
+    assert resolved(model={"attention_capture": True}).engine.model.attention_capture
+    with pytest.raises(ConfigError, match=r"--attention-capture .* --tensor-parallel 2"):
+        resolved(model={"attention_capture": True}, device={"tensor_parallel": 2})
+
+
 def test_quantization_is_refused_by_name_where_no_kernel_could_serve_it() -> None:
     given = options(model={"quantization": "int8"})
     with pytest.raises(ConfigError, match="--quantization int8 needs a model family"):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import cast
 
+from headrace.back.platforms import huge_pages
 from headrace.base import env
-from headrace.base.config.resolved import EngineSpec
+from headrace.base.collector import put_off
+from headrace.base.config.resolved import EngineSpec, ModelSpec
+from headrace.base.config.weight_files import find_weight_files
 from headrace.base.errors import ConfigError
 from headrace.base.registry import Registry
 from headrace.core.ports import Executor
@@ -36,4 +40,20 @@ def make_executor(spec: EngineSpec) -> Executor:
         )
     if device.threads * device.tensor_parallel >= len(os.sched_getaffinity(0)):
         env.set_default("OMP_WAIT_POLICY", "passive")
-    return cast(Executor, EXECUTORS.load(device.executor)(spec))
+    if device.executor == "inline" and device.device == "cpu":
+        huge_pages.expect(_bytes_as_stored(spec.model))
+    try:
+        with put_off():
+            executor = EXECUTORS.load(device.executor)
+        return cast(Executor, executor(spec))
+    finally:
+        huge_pages.settle()
+
+
+def _bytes_as_stored(model: ModelSpec) -> int:
+    """What the weights will take where that is what their files take, else 0."""
+    config = model.config
+    plain = model.format == "safetensors" and model.quantization is None
+    if not plain or model.dtype not in (config.get("dtype"), config.get("torch_dtype")):
+        return 0
+    return sum(path.stat().st_size for path in find_weight_files(Path(model.path)).files)

@@ -33,9 +33,12 @@ from headrace.back.executor.channel import (
     Ready,
 )
 from headrace.back.executor.profiler import Profiler
+from headrace.back.kernels.all_reduce.op import with_sums
 from headrace.back.kernels.native.library import use_threads
 from headrace.back.kernels.op import PutOff
+from headrace.back.models.registry import DTYPES
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
+from headrace.back.platforms import code_pages
 from headrace.back.platforms.detect import detect
 from headrace.back.platforms.placement import interleave
 from headrace.back.runner.devices import compiling
@@ -100,6 +103,7 @@ def build_runner(
     mesh = mesh or Mesh()
     began = time.perf_counter()
     device = choose_device(spec.device.device, mesh)
+    mesh, summing = with_sums(mesh, device, DTYPES[spec.model.dtype])
     ready_s = time.perf_counter() - began
     try:
 
@@ -110,14 +114,17 @@ def build_runner(
 
         model, report = load_checked(load) if device.type == "cuda" else load()
         load_s = time.perf_counter() - began - ready_s
-        return Runner(
+        runner = Runner(
             spec,
             model,
             device=device,
             weight_bytes=report.weight_bytes,
-            decisions=report.decisions,
+            decisions=(*report.decisions, *summing),
             start_s={"device": ready_s, "load": load_s},
         )
+        if device.type == "cpu":
+            code_pages.let_go("libtorch")
+        return runner
     except torch.OutOfMemoryError as error:
         raise _too_small(error, device) from error
 

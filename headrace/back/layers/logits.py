@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.greedy.op import OP as GREEDY
+from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.linear.op import Linear
 from headrace.back.kernels.linear_blocks.layout import PANEL as BLOCK_PANEL
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
@@ -33,7 +35,8 @@ class LogitsHead:
     `softcap` c (Gemma 2).
 
     `pick`: hidden_NE -> what op greedy gives for these logits, of which no whole rows are written where there are
-    several; None where there is no kernel for it, or where the logits are not the products themselves.
+    several (CPU), or which are not widened to float32 (other devices); None where there is no kernel for it, or where
+    the logits are not the products themselves.
 
     `tied` is the embedding whose weight the head shares; else the checkpoint holds `scope /
     "weight"`.
@@ -100,6 +103,17 @@ class LogitsHead:
         plain = self._scope.mesh.tp.size == 1 and self._scale == 1.0 and self._softcap is None
         if plain and self._scope.device.type == "cpu":
             self.pick = self._bind_pick(weight_VE, shared=shared)
+        elif plain and isinstance(weight_VE, torch.Tensor):
+            self.pick = self._bind_narrow_pick(weight_VE, shared=shared)
+
+    def _bind_narrow_pick(self, weight_VE: torch.Tensor, *, shared: bool) -> Pick | None:
+        """From logits in the weight's own type: widening is exact, so the choice is the same."""
+        choice = GREEDY.choose(GreedyProblem(device=self._scope.device.type))
+        if choice.kernel is GREEDY.reference:
+            return None
+        greedy = choice.bind()
+        product = bind_linear(self._scope, weight_VE, None, shared=shared)
+        return lambda hidden_NE: greedy(product(hidden_NE))
 
     def _bind_pick(self, weight_VE: Weight, *, shared: bool) -> Pick | None:
         problem = RunningGreedyProblem(device=self._scope.device.type)

@@ -3,7 +3,9 @@ two cores: 15 GB/s of a core in pages of 4 KB, 24 in pages of 2 MB).
 
 A weight of a few megabytes holds one whole large page or none, so what a model is made of is cut from regions of
 many: `kept`. A piece that is let go (a plain weight, once it is packed) gives its memory back to the system at
-once, which the heap does not promise; its region goes when all its pieces have gone.
+once, which the heap does not promise; its region goes when all its pieces have gone. The system zeroes a page when it
+is first touched, half a second per GB on one core: where the size of a model is known, `expect` has that done on
+another core while this process still imports. Imports no torch before it is needed, for that reason.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 LEAST_BYTES = 4 << 20
 """Below it a tensor's memory comes from the heap, between others."""
 _REGION_BYTES, _HUGE, _LINE = 64 << 20, 2 << 20, 64
+_POPULATE_WRITE = 23  # Linux 5.14; older ones refuse it, and pages come when they are touched
 
 
 def advise(address: int, num_bytes: int) -> None:
@@ -33,11 +37,23 @@ def advise(address: int, num_bytes: int) -> None:
 
 def kept(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Zeros in a region shared with other tensors of the model, untouched until they are written."""
+    import torch
+
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes == 0:
         return torch.zeros(*shape, dtype=dtype)
     piece = _regions.cut(num_bytes)
     return torch.frombuffer(piece, dtype=dtype).view(*shape)
+
+
+def expect(num_bytes: int) -> None:
+    """Pieces of so many bytes in all will soon be asked for: their pages are made ready by a thread."""
+    _regions.expect(num_bytes)
+
+
+def settle() -> None:
+    """All that was expected has been asked for: what was made ready in excess goes back."""
+    _regions.settle()
 
 
 class _Regions:
@@ -47,6 +63,40 @@ class _Regions:
         self._lock = threading.Lock()
         self._region: mmap.mmap | None = None
         self._used = 0
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+
+    def expect(self, num_bytes: int) -> None:
+        """See above."""
+        if num_bytes < _REGION_BYTES:
+            return
+        assert self._thread is None, "what was expected before is not settled"
+        with self._lock:
+            self._open(num_bytes)
+            assert self._region is not None
+            span = self._region, self._used, num_bytes
+        self._stopped.clear()
+        self._thread = threading.Thread(target=self._populate, args=span, name="pages", daemon=True)
+        self._thread.start()
+
+    def _populate(self, region: mmap.mmap, first: int, num_bytes: int) -> None:
+        base = ctypes.addressof(ctypes.c_uint8.from_buffer(region))
+        for at in range(first, first + num_bytes, _REGION_BYTES):
+            if self._stopped.is_set():
+                return
+            _madvise(base + at, min(_REGION_BYTES, first + num_bytes - at), _POPULATE_WRITE)
+
+    def settle(self) -> None:
+        """See above."""
+        if self._thread is None:
+            return
+        self._stopped.set()
+        self._thread.join()
+        self._thread = None
+        with self._lock:
+            if self._region is not None:
+                base = ctypes.addressof(ctypes.c_uint8.from_buffer(self._region))
+                give_back(base + self._used, len(self._region) - self._used)
 
     def cut(self, num_bytes: int) -> Any:
         """A buffer that keeps its region; its pages are given back when it goes."""
@@ -56,7 +106,7 @@ class _Regions:
             assert self._region is not None
             first, self._used = self._used, -(-(self._used + num_bytes) // _LINE) * _LINE
             piece = (ctypes.c_uint8 * num_bytes).from_buffer(self._region, first)
-        release = weakref.finalize(piece, _give_back, ctypes.addressof(piece), num_bytes)
+        release = weakref.finalize(piece, give_back, ctypes.addressof(piece), num_bytes)
         release.atexit = False
         return piece
 
@@ -74,7 +124,7 @@ class _Regions:
 _regions = _Regions()
 
 
-def _give_back(address: int, num_bytes: int) -> None:
+def give_back(address: int, num_bytes: int) -> None:
     """The whole pages of a piece; called before its region can be unmapped, which the piece still keeps."""
     if hasattr(mmap, "MADV_DONTNEED"):
         _madvise(address, num_bytes, mmap.MADV_DONTNEED)

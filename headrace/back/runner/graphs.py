@@ -4,6 +4,10 @@ A bucket's step is launched kernel by kernel the first time it is needed (its re
 and recorded the second time; from then on it costs one launch. All graphs share one memory pool, because steps run one
 after another; what a graph leaves behind is read before the next one runs. At most MOST_GRAPHS are kept, the least
 recently used one goes.
+
+Recording has a stream of its own. A result that another thread lets go of meanwhile makes torch's allocator of pinned
+memory record an event on the stream that filled it: on a stream that is being recorded the event would go into the
+graph, and every later allocation, which asks the event, would fail ("invalid argument").
 """
 
 from __future__ import annotations
@@ -39,13 +43,13 @@ class Graphs:
         self._compiles = compiling
         self._stream = torch.cuda.Stream(device)
         self._reads = torch.cuda.Stream(device)
+        self._recording = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: OrderedDict[Bucket, _Recorded] = OrderedDict()
         self._seen: set[Bucket] = set()
         self._read: torch.cuda.Event | None = None
         self._compiling = False
         self._record_s = 0.0
-        self._stream.wait_stream(torch.cuda.current_stream(device))
 
     @property
     def num_graphs(self) -> int:
@@ -62,6 +66,10 @@ class Graphs:
     def scope(self) -> AbstractContextManager[object]:
         """The stream of the steps."""
         return torch.cuda.stream(self._stream)
+
+    def follow(self) -> None:
+        """See Replay."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -93,7 +101,7 @@ class Graphs:
         while len(self._graphs) >= MOST_GRAPHS:
             self._graphs.popitem(last=False)
         graph, begin = torch.cuda.CUDAGraph(), time.perf_counter()
-        with _no_collection():
+        with _no_collection(), torch.cuda.stream(self._recording):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = step(bucket)

@@ -132,6 +132,11 @@ class Runner:
         return self._steps.common_rows
 
     @property
+    def num_groups(self) -> int:
+        """Groups of KV blocks."""
+        return len(self._steps.rows.tables)
+
+    @property
     def draws(self) -> bool:
         """Whether steps draw the tokens of random rows themselves."""
         return bool(self._steps.common_rows) and self._sampler.drawn is not None
@@ -315,8 +320,8 @@ class Runner:
         """Removes NaN and Inf from the blocks of rows that have failed, the null block included, before any of these
         blocks can have another owner: a plan that gives them away comes after the result that told of the failure."""
         while self._lost:
-            row_K = to_device(self._lost.popleft(), self._device)
             tables = self._steps.rows.tables
             with self._steps.scope():
+                row_K = to_device(self._lost.popleft(), self._device)
                 blocks = [table.data.index_select(0, row_K).view(-1) for table in tables]
                 self._kv.scrub(torch.cat(blocks).unique().to(torch.int64))

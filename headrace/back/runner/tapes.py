@@ -21,11 +21,15 @@ MOST_ROWS = 64
 
 
 class ExactSizes:
-    """`Sizes` without padding, which costs time on a CPU and buys nothing."""
+    """`Sizes` without padding, which costs time on a CPU and buys nothing. A tape is soon made: none is at start."""
+
+    common_rows: tuple[int, ...] = ()
 
     def __init__(self, *, max_rows: int, max_tokens: int, groups: int) -> None:
         self._groups = groups
         self.largest = self.of(tokens=max_tokens, rows=max_rows)
+        sizes = (2**i for i in range(9, -1, -1))
+        self.common_rows = (max_rows, *(size for size in sizes if size < max_rows))
 
     def of(self, *, tokens: int, rows: int) -> Bucket:
         """The step's own size."""
@@ -63,6 +67,9 @@ class Tapes:
     def scope(self) -> AbstractContextManager[object]:
         """See Replay."""
         return nullcontext()
+
+    def follow(self) -> None:
+        """See Replay. There is one order of work."""
 
     def compiling(self) -> None:
         """See Replay."""

@@ -1,6 +1,7 @@
 """The first steps, made up: they touch the memory that a real step will touch and check that the model is sane.
 
-They go through `Runner.execute` like every other step; their KV goes to the null block.
+They go through `Runner.execute` like every other step; their KV goes to block SHARED, all rows' alike. Not to the null
+block: padding is written there, whatever it holds, so that nothing may be read from it.
 """
 
 from __future__ import annotations
@@ -10,22 +11,31 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import CheckpointError, from_wire
 from headrace.base.wire.params import RowPooling, RowSampling
 from headrace.base.wire.step import RowStart, StepPlan, StepResult
 
-CPU_TOKENS = 64
-"""Query tokens of the warm-up on a CPU: there is no memory to profile, and start-up must not wait for a long prompt."""
+CPU_TOKENS = 16
+"""Prompt of the warm-up on a CPU, one row: there is no memory to profile and nothing to compile, each step costs a read
+of all weights, and whoever starts waits for it. Decodes of more rows are recorded when they come."""
 
 
+SHARED = 1
+"""There is always such a block: a cache has one for each group, and the null block."""
 GREEDY = RowSampling(temperature=0.0)
 RANDOM = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=0)
 
 
 class Executes(Protocol):
     """What runs a plan."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of KV blocks."""
+        ...
 
     @property
     def common_rows(self) -> tuple[int, ...]:
@@ -68,7 +78,10 @@ def warm_up(
     generates = spec.model.head == "lm"
     for sampling in (GREEDY, *((RANDOM,) if generates and runner.draws else ())):
         prompt = _prompt(length, logits_width)
-        prefill = _prefill(num_rows, prompt, generates=generates, sampling=sampling)
+        columns = runner.num_groups, 1 + length // spec.kv.block_tokens
+        prefill = _prefill(
+            num_rows, prompt, generates=generates, columns=columns, sampling=sampling
+        )
         plans = [prefill, *(decodes if generates else ()), _end(num_rows)]
         results = [runner.execute(plan) for plan in plans]
         if not compiling:
@@ -82,7 +95,9 @@ def run_largest(
     """The step that takes the most memory, alone."""
     num_rows, length = _largest(spec, device)
     generates = spec.model.head == "lm"
-    prefill = _prefill(num_rows, _prompt(length, logits_width), generates=generates)
+    columns = runner.num_groups, 1 + length // spec.kv.block_tokens
+    prompt = _prompt(length, logits_width)
+    prefill = _prefill(num_rows, prompt, generates=generates, columns=columns)
     _check(spec, [runner.execute(plan) for plan in (prefill, _end(num_rows))])
 
 
@@ -90,7 +105,7 @@ def _largest(spec: EngineSpec, device: torch.device) -> tuple[int, int]:
     """Rows, and tokens of each."""
     tokens = spec.scheduler.max_step_tokens
     if device.type == "cpu":
-        tokens = min(tokens, CPU_TOKENS)
+        return 1, min(tokens, CPU_TOKENS, spec.model.max_model_len - 1)
     num_rows = min(spec.scheduler.max_running, tokens)
     return num_rows, min(tokens // num_rows, spec.model.max_model_len - 1)
 
@@ -109,9 +124,15 @@ def _check(spec: EngineSpec, results: list[StepResult]) -> None:
 
 
 def _prefill(
-    num_rows: int, prompt: np.ndarray, *, generates: bool, sampling: RowSampling = GREEDY
+    num_rows: int,
+    prompt: np.ndarray,
+    *,
+    generates: bool,
+    columns: tuple[int, int],
+    sampling: RowSampling = GREEDY,
 ) -> StepPlan:
-    """Its last tokens are sampled; those of a model without a language-model head are pooled."""
+    """Its last tokens are sampled; those of a model without a language-model head are pooled. `columns`: groups, and
+    blocks of a row in each."""
     starts = [
         RowStart(
             row=row,
@@ -124,7 +145,12 @@ def _prefill(
         )
         for row in range(num_rows)
     ]
-    return _plan(num_rows, starts=starts, num_tokens=prompt.size, num_computed=0, sample=generates)
+    plan = _plan(num_rows, starts=starts, num_tokens=prompt.size, num_computed=0, sample=generates)
+    group, row, index = (
+        place.ravel().astype(np.int32) for place in np.indices((columns[0], num_rows, columns[1]))
+    )
+    shared = np.full(group.size, SHARED, np.int32)
+    return replace(plan, block_group=group, block_row=row, block_index=index, block_id=shared)
 
 
 def _decode(num_rows: int, length: int) -> StepPlan:
@@ -157,7 +183,4 @@ def _plan(
 
 def _end(num_rows: int) -> StepPlan:
     plan = _plan(0, starts=[], num_tokens=1, num_computed=0)
-    return StepPlan(
-        **{name: getattr(plan, name) for name in plan.__struct_fields__ if name != "ends"},
-        ends=np.arange(num_rows, dtype=np.int32),
-    )
+    return replace(plan, ends=np.arange(num_rows, dtype=np.int32))

@@ -1,26 +1,21 @@
 """The process in which a grammar is compiled first: with bounded memory, under an alarm, and killed when it is late.
 
 Only what was compiled here within the bounds is compiled in the core (P12). Messages are msgpack behind a length, over
-two pipes. The process ends with its parent: reading the pipe then ends.
+two pipes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import resource
-import select
 import signal
-import subprocess
 import sys
 import time
-import weakref
 from typing import BinaryIO
 
 import msgspec
 import numpy as np
 
-from headrace.base import env
+from headrace.base.child import Child
 from headrace.base.errors import EngineError, HeadraceError, InvalidRequest
 from headrace.base.wire.codec import HEADER, Codec
 from headrace.base.wire.grammar import Node, Vocabulary
@@ -59,17 +54,7 @@ class Trial:
     """The process, from the side of the core. One request at a time; not shared between threads."""
 
     def __init__(self, begin: Begin) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.core.grammar.trial"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a grammar that kills it would fill the log
-            start_new_session=True,
-            env=env.child_environment(HEADRACE_API_KEYS="", HEADRACE_ADMIN_KEY=""),
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
-        self._end = weakref.finalize(self, _end, self._process)
+        self._child = Child("-m", "headrace.core.grammar.trial")
         try:
             self._send(begin)
             self._receive(time.monotonic() + START_S)
@@ -80,7 +65,7 @@ class Trial:
     @property
     def alive(self) -> bool:
         """Whether it can be asked."""
-        return self._process.poll() is None
+        return self._child.alive
 
     def compile(self, node: Node, limit_s: float) -> int:
         """Compiles there; the bytes it took. InvalidRequest if it cannot be done, or not within the bounds."""
@@ -99,38 +84,14 @@ class Trial:
 
     def close(self) -> None:
         """Ends the process."""
-        self._end()
+        self._child.close()
 
     def _send(self, message: Begin | Try) -> None:
-        self._input.write(_TO_TRIAL.frame(message))
-        self._input.flush()
+        self._child.write(_TO_TRIAL.frame(message))
 
     def _receive(self, deadline: float) -> Verdict:
-        (size,) = HEADER.unpack(self._read(HEADER.size, deadline))
-        return _FROM_TRIAL.decode(self._read(size, deadline))
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        found = bytearray()
-        poller = select.poll()
-        poller.register(self._output.fileno(), select.POLLIN)
-        while len(found) < size:
-            left = deadline - time.monotonic()
-            if left <= 0 or not poller.poll(left * 1000):
-                raise TimeoutError
-            piece = os.read(self._output.fileno(), size - len(found))
-            if not piece:
-                raise EOFError
-            found += piece
-        return bytes(found)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+        (size,) = HEADER.unpack(self._child.read(HEADER.size, deadline))
+        return _FROM_TRIAL.decode(self._child.read(size, deadline))
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:

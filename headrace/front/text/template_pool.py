@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
-import select
 import struct
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.base import env
+from headrace.base.child import Child
 from headrace.base.errors import EngineError, InvalidRequest, Unavailable
 
 _LENGTH = struct.Struct("<I")
@@ -128,26 +123,16 @@ class Worker:
 
     def __init__(self, limits: TemplateLimits) -> None:
         bounds = [str(each) for each in (limits.memory_bytes, limits.max_chars, limits.seconds + 1)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-X", "utf8", str(_SCRIPT), *bounds],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env=env.child_environment(HEADRACE_API_KEYS="", HEADRACE_ADMIN_KEY=""),
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
+        self._child = Child("-P", "-X", "utf8", str(_SCRIPT), *bounds)
         self._sources: dict[str, int] = {}
-        self._end = weakref.finalize(self, _end, self._process)
-        if self._read(1, time.monotonic() + _START_S) != b"!":
+        if self._child.read(1, time.monotonic() + _START_S) != b"!":
             self.close()
             raise EngineError("the chat template process does not start")
 
     @property
     def alive(self) -> bool:
         """Whether the process runs."""
-        return self._process.poll() is None
+        return self._child.alive
 
     def frame(self, source: str, variables: dict[str, Any] | None) -> bytes:
         """One request: length and JSON. A template goes along until it was sent once. Without variables it asks for the
@@ -162,7 +147,7 @@ class Worker:
     @property
     def output(self) -> int:
         """The descriptor that replies come from."""
-        return self._output.fileno()
+        return self._child.output
 
     def ask(self, source: str, frame: bytes, limit_s: float) -> dict[str, Any]:
         """Sends one request; a process that is too slow or dies over it costs the request InvalidRequest."""
@@ -172,8 +157,8 @@ class Worker:
         else:
             threading.Thread(target=self.write, args=(frame, source)).start()
         try:
-            size = _LENGTH.unpack(self._read(_LENGTH.size, deadline))[0]
-            reply: dict[str, Any] = json.loads(self._read(size, deadline))
+            size = _LENGTH.unpack(self._child.read(_LENGTH.size, deadline))[0]
+            reply: dict[str, Any] = json.loads(self._child.read(size, deadline))
         except TimeoutError:
             message = f"messages: the chat template takes longer than {limit_s:g} s"
             raise InvalidRequest(message, field="messages") from None
@@ -192,36 +177,8 @@ class Worker:
                 self._sources.clear()  # their numbers are given anew
             self._sources[source] = len(self._sources)
         with contextlib.suppress(OSError):
-            self._input.write(frame)
-            self._input.flush()
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        found = bytearray()
-        while len(found) < size:
-            left = deadline - time.monotonic()
-            if left <= 0 or not _readable(self._output.fileno(), left):
-                raise TimeoutError
-            piece = os.read(self._output.fileno(), size - len(found))
-            if not piece:
-                raise EOFError
-            found += piece
-        return bytes(found)
+            self._child.write(frame)
 
     def close(self) -> None:
         """Ends the process."""
-        self._end()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
-def _readable(descriptor: int, timeout_s: float) -> bool:
-    poller = select.poll()  # unlike select(), not bounded to 1024 descriptors
-    poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(timeout_s * 1000))
+        self._child.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from headrace.back.executor.inline import InlineExecutor
@@ -13,13 +14,16 @@ LOADER = "tests.back.tiny_model:load_tiny"
 
 
 def test_overlapped_steps_run_in_order_and_feed_their_tokens_on_the_device() -> None:
+    """ENG-07: tokens stay one array from the device to the core."""
     executor = InlineExecutor(tiny_spec(), loader=LOADER)
     driver = Driver(executor.facts)
     sequence = driver.add([5, 6, 7])
     pending = [executor.submit(driver.plan([(sequence, 3)]))]
     pending += [executor.submit(driver.plan([(sequence, 1)])) for _ in range(5)]
     for step in pending:
-        driver.read(step.result(10))
+        result = step.result(10)
+        assert isinstance(result.tokens, np.ndarray) and result.tokens.dtype == np.int32
+        driver.read(result)
     executor.close()
     assert sequence.outputs == greedy_reference(TinyModel(), [5, 6, 7], 6)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +100,22 @@ def test_a_step_that_hangs_times_out_and_close_ends_the_workers(pair: ProcessExe
     with pytest.raises(EngineDead, match="closed"):
         pending.result(0)
     assert is_alive(pair) == [False, False]
+
+
+def test_ranks_never_use_the_links_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KRN-27, REG-046: a fault in it may put the GPUs of a shared host out of service. What the user says holds."""
+    for given, wanted in ((None, "0"), ("1", "1")):
+        if given is None:
+            monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+        else:
+            monkeypatch.setenv("NCCL_NVLS_ENABLE", given)
+        executor = two_ranks()
+        try:
+            for worker in executor._workers:
+                seen = Path(f"/proc/{worker.process.pid}/environ").read_bytes().split(b"\0")
+                assert f"NCCL_NVLS_ENABLE={wanted}".encode() in seen
+        finally:
+            executor.close()
 
 
 def test_errors_at_start_come_through_as_what_they_are() -> None:

@@ -1,5 +1,5 @@
-"""Sums over GPUs of one machine by our kernels (`make test-gpu`): one process a GPU, against NCCL. The kernels' own
-test, for any number of ranks, is tests/kernels/triton/test_all_reduce.py."""
+"""Sums over GPUs of one machine by our kernels (`make test-gpu`, KRN-27): one process a GPU, against NCCL. The kernels'
+own test, for any number of ranks, is tests/kernels/triton/test_all_reduce.py."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def sums_and_norms(rank: int, folder: str) -> None:
                 assert torch.equal(ours, (every[0].float() + every[1].float()).to(dtype))
                 torch.testing.assert_close(ours, library)
     x = torch.randn(37, 4096, device=device).bfloat16()
+    torch.manual_seed(1)
     weight = torch.randn(4096, device=device)
     for two_shot in (False, True):
         residual = torch.ones(37, 4096, device=device).bfloat16()

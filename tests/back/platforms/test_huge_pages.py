@@ -56,3 +56,26 @@ def test_the_memory_is_backed_by_large_pages_where_the_system_grants_them():
     rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
     huge = next(int(line.split()[1]) for line in rollup if line.startswith("AnonHugePages"))
     assert huge >= 16 << 10, (huge, len(small))
+
+
+def test_what_is_expected_is_there_before_it_is_asked_for_and_the_rest_goes_back():
+    before = resident_bytes()
+    huge_pages.expect(200 * MB)
+    huge_pages._regions._thread.join()
+    ready = resident_bytes() - before
+    piece = huge_pages.kept((40 * MB,), torch.uint8)
+    huge_pages.settle()
+    assert ready > 190 * MB or ready < 10 * MB, "made ready, or not at all where the system cannot"
+    assert resident_bytes() - before < 50 * MB
+    assert not piece.any()
+    piece.fill_(3)
+    after = huge_pages.kept((30 * MB,), torch.uint8)
+    assert not after.any() and (piece == 3).all()
+
+
+def test_more_may_be_asked_for_than_was_expected_and_nothing_may_be_settled_twice():
+    huge_pages.expect(100 * MB)
+    pieces = [huge_pages.kept((45 * MB,), torch.uint8).fill_(number) for number in range(5)]
+    huge_pages.settle()
+    huge_pages.settle()
+    assert all((piece == number).all() for number, piece in enumerate(pieces))

@@ -33,6 +33,9 @@ class Calls:
     def scope(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def follow(self) -> None:
+        pass
+
     def compiling(self) -> None:
         return None
 

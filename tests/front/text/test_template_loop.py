@@ -69,7 +69,7 @@ async def test_a_process_that_dies_costs_only_the_request_it_was_at(short: LoopR
     other = asyncio.ensure_future(short.render("b", {}))
     await asyncio.sleep(0)
     assert short._worker is not None
-    short._worker._process.kill()
+    short._worker._child._process.kill()
     with pytest.raises(InvalidRequest, match="ended the process"):
         await slow
     assert await other == "b" and await short.render("c", {}) == "c"

@@ -77,8 +77,8 @@ def test_a_killed_process_is_replaced():
     try:
         assert pool.render("a", {}) == "a"
         worker = pool._slots.queue[0]
-        worker._process.kill()
-        worker._process.wait()
+        worker._child._process.kill()
+        worker._child._process.wait()
         assert pool.render("b", {}) == "b"
     finally:
         pool.close()

@@ -1,5 +1,8 @@
 """A recorded list of native calls gives what the calls give, for whatever its inputs hold by then (ENG-21)."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -106,3 +109,16 @@ def test_calls_of_other_threads_and_other_times_are_not_recorded(newest):
         other.join()
     forward(torch.arange(2))
     assert recorder.tape().names == ()
+
+
+def test_a_recording_does_not_bring_in_torchs_compiler():
+    """Which takes 1.4 s and 90 MB of a start."""
+    code = """
+import sys, torch
+from headrace.back.kernels.native.tape import Arena, Recorder
+from headrace.back.kernels.native.wrap import loaded
+with Recorder(loaded(), Arena()):
+    torch.ones(3).new_empty(2)
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -56,6 +56,15 @@ def _hopper() -> object:
     return None
 
 
+def _fixed_decodes() -> object:
+    """The small tile of deterministic mode, which only some devices take."""
+    from headrace.back.kernels.attention.triton_fixed import FixedTile, bind
+
+    problem = _attention(32, 8, 128)
+    tile = FixedTile(m=16, n=64, warps=2, stages=2)
+    return bind(problem, tile=tile)(*attention.OP.sample(problem).arguments)
+
+
 def _shared() -> object:
     """A step that looks for shared prefixes, with all the kernels that takes."""
     from headrace.back.kernels.attention import cascade
@@ -163,6 +172,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         "attention fixed 256 window cap",
         _call(attention.OP, _FIXED_ATTENTION, _attention(8, 4, 256, window=20, softcap=50.0)),
     ),
+    ("attention fixed decodes", _fixed_decodes),
     ("fixed few act", _fixed(1, activation="silu")),
     ("fixed few add", _fixed(64, add=True)),
     ("fixed many act", _fixed(200, activation="silu")),

@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, mangle_type
 
 from headrace.back.kernels.triton.room import Pretended
+from headrace.back.kernels.triton.wrap import pairs_compile
 from tests.kernels.triton.cases import CASES, serves
 
 TYPES = {
@@ -107,7 +108,9 @@ def compiled(names: list[str], only: str = "") -> Iterator[dict[str, Any]]:
                     dependent = target.backend == "cuda" and target.arch >= 90
                     values["DEPENDENT"] = dependent
                     if "BITS" in values:
-                        values["BITS"] = dependent and values["CODED"]
+                        values["BITS"] = bool(dependent and values["CODED"]) and pairs_compile(
+                            target.arch // 10
+                        )
                 if "TRAP" in values:
                     values["TRAP"] = target.backend == "cuda"
                 options.pop("launch_pdl", None)

@@ -1,4 +1,5 @@
-"""Sums over ranks in Triton's interpreter: ranks are processes that have mapped each other's memory, as on GPUs."""
+"""Sums over ranks in Triton's interpreter (KRN-27): ranks are processes that have mapped each other's memory, as on
+GPUs."""
 
 from __future__ import annotations
 

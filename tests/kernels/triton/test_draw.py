@@ -96,7 +96,7 @@ def undecided(logits_KV: torch.Tensor, rows: torch.Tensor, row_K: torch.Tensor) 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", LOGITS)
 def test_every_row_keeps_and_draws_what_the_sort_does(kind: str, width: int) -> None:
-    """KRN-02: ties, masks, k of 1 and beyond the width, p of almost 0 and 1, subnormal and huge logits."""
+    """KRN-02, REG-032: ties, masks, k of 1 and beyond the width, p of almost 0 and 1, subnormal and huge logits."""
     logits, picks, rows, row, position = case(kind, width)
     token, z = triton_draw.bind(PROBLEM)(logits, picks, rows, row, position)
     wanted, wanted_z = op.bind_reference(PROBLEM)(logits, picks, rows, row, position)

@@ -107,15 +107,26 @@ def exact(problem, q, kv, plan):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_equals_the_reference_and_reads_no_unused_place(dtype, shape):
+    """KRN-10, REG-037."""
     problem, q, kv, plan, padded = attention_case(shape, dtype, ROWS, pad_rows=2, pad_tokens=3)
     out = triton_attention.bind(problem)(q, kv, padded)
     expected = exact(problem, q, kv, plan)
     assert close(out[: len(expected)], expected, dtype)
 
 
+@pytest.mark.parametrize("count", [20, 50])
+def test_the_tiles_of_many_rows(count):
+    rows = [(1, 1 + 37 * i % 290) for i in range(count)]
+    problem, q, kv, plan, padded = attention_case(SHAPES[0], torch.float16, rows, pad_rows=2)
+    few, many = (triton_attention.decode_tiles(problem, number) for number in (1, count))
+    assert few != many and few.m == many.m
+    out = triton_attention.bind(problem)(q, kv, padded)
+    assert close(out, exact(problem, q, kv, plan), torch.float16)
+
+
 @pytest.mark.parametrize("per_sm", [1, 40])
 def test_pieces_do_not_show(per_sm, monkeypatch):
-    """KRN-09: one piece a row or many, of rows shorter and longer than a piece."""
+    """KRN-09, REG-036: one piece a row or many, of rows shorter and longer than a piece."""
     monkeypatch.setattr(triton_attention, "MIN_PIECE", 32)
     monkeypatch.setattr(triton_attention, "PROGRAMS_PER_SM", per_sm)
     rows = [(1, length) for length in (1, 31, 32, 33, 128, 700)]
@@ -192,7 +203,7 @@ def test_gated_activation_equals_the_reference(dtype, activation):
     [(64, 64, "half"), (80, 32, "half"), (24, 6, "pairs"), (32, 0, "half")],
 )
 def test_norm_rotation_and_write_in_one(dtype, eps, head_dim, rotary, layout):
-    """KRN-08."""
+    """KRN-08, REG-035."""
     problem = qk_rope_write.QKRopeWriteProblem(
         device=DEVICE, dtype=dtype, heads=6, kv_heads=2, head_dim=head_dim, block_tokens=4,
         rotary_dim=rotary, layout=layout, eps=eps,
@@ -263,8 +274,9 @@ def test_the_fused_layer_takes_any_number_of_tokens(tokens):
     assert close(ours, fused_linear.bind_reference(problem, *weights)(x), FP32)
 
 
-def test_greedy_takes_the_first_of_the_greatest():
-    x = torch.randn(8, 9001)
+@pytest.mark.parametrize("dtype", [FP32, torch.float16])
+def test_greedy_takes_the_first_of_the_greatest(dtype):
+    x = torch.randn(8, 9001).to(dtype)
     x[1, [700, 800]] = NAN
     x[2, [8900, 31]] = 9.0
     x[3] = -INF

@@ -85,7 +85,7 @@ HOPPER_ROWS = [(1, 1), (1, 300), (40, 95), (6, 6), (5, 260), (129, 129), (300, 1
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("shape", HOPPER_SHAPES)
 def test_the_copy_engines_kernel_equals_the_reference(dtype, shape):
-    """KRN-10. Unused places, also of the last block, are NaN."""
+    """KRN-10, REG-037. Unused places, also of the last block, are NaN."""
     problem, q, kv, plan, padded = attention_case(
         shape, dtype, HOPPER_ROWS, pad_rows=2, pad_tokens=3
     )

@@ -92,11 +92,13 @@ def measured_sums(axis: Axis, device: torch.device, dtype: torch.dtype) -> Measu
     return MeasuredSums(sums, measure(sums, axis, device, dtype))
 
 
-def peer_sums(axis: Axis, device: torch.device, *, polls: int = MOST_POLLS) -> PeerSums:
+def peer_sums(
+    axis: Axis, device: torch.device, *, most_bytes: int = MOST_BYTES, polls: int = MOST_POLLS
+) -> PeerSums:
     """Our kernels over memory of all ranks; PeersUnavailable where it cannot be mapped."""
-    memory = PeerMemory(axis, device, memory_bytes(axis.size, MOST_BYTES))
+    memory = PeerMemory(axis, device, memory_bytes(axis.size, most_bytes))
     return PeerSums(
-        memory.addresses, rank=axis.rank, device=device, most_bytes=MOST_BYTES, polls=polls
+        memory.addresses, rank=axis.rank, device=device, most_bytes=most_bytes, polls=polls
     )
 
 

@@ -23,7 +23,7 @@ from headrace.back.kernels.attention.triton_lists import Launch, Tiles, lists, n
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
 from headrace.back.kernels.kv_write.coded import SCALE_BYTES, typed
 from headrace.back.kernels.op import Kernel
-from headrace.back.kernels.triton.room import shared_bytes
+from headrace.back.kernels.triton.room import LARGEST, shared_bytes
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
@@ -37,8 +37,12 @@ from headrace.back.kernels.triton.wrap import (
 
 MAX_HEAD_DIM = 256
 PROGRAMS_PER_SM = 2
-"""Pieces the decode kernel cuts the cache into, per multiprocessor."""
+"""Pieces the decode kernel cuts the cache into, per multiprocessor; half as many for few rows, of large tiles."""
 MIN_PIECE = 256
+FEW_ROWS = 16
+DECODE_TILES = ((FEW_ROWS, 128, 4, 5), (47, 128, 4, 3), (256, 64, 2, 3), (1 << 30, 64, 4, 5))
+"""Up to so many rows: positions of a tile, warps, stages. Measured on an H200 (benchmarks/h200/kernels.md): a few
+programs must keep much in flight each, many are better small and beside each other."""
 
 
 def fitted(tiles: Tiles, problem: AttentionProblem) -> Tiles:
@@ -48,7 +52,9 @@ def fitted(tiles: Tiles, problem: AttentionProblem) -> Tiles:
     room = shared_bytes()
 
     def taken(tiles: Tiles) -> int:
-        pipeline = max(1, tiles.num_stages - 1) * 2 * tiles.n * depth
+        # Places are read from the table a stage before what lies there: of five stages two hold keys and values.
+        buffers = tiles.num_stages // 2 if tiles.num_stages > 4 else max(1, tiles.num_stages - 1)
+        pipeline = buffers * 2 * tiles.n * depth
         return tiles.m * depth + pipeline + tiles.m * tiles.n * problem.dtype.itemsize
 
     while taken(tiles) > room:
@@ -65,9 +71,9 @@ def fitted(tiles: Tiles, problem: AttentionProblem) -> Tiles:
     return tiles
 
 
-def decode_tiles(problem: AttentionProblem) -> Tiles:
+def decode_tiles(problem: AttentionProblem, rows: int = 1) -> Tiles:
     """Those of `_decode_tiles` that fit."""
-    return fitted(_decode_tiles(problem), problem)
+    return fitted(_decode_tiles(problem, rows), problem)
 
 
 def prefill_tiles(problem: AttentionProblem) -> Tiles:
@@ -75,12 +81,15 @@ def prefill_tiles(problem: AttentionProblem) -> Tiles:
     return fitted(_prefill_tiles(problem), problem)
 
 
-def _decode_tiles(problem: AttentionProblem) -> Tiles:
-    """The decode kernel's; M holds one query of all heads that share a KV head."""
+def _decode_tiles(problem: AttentionProblem, rows: int) -> Tiles:
+    """The decode kernel's for a step of so many rows; M holds one query of all heads that share a KV head."""
     m = power_of_two(problem.heads // problem.kv_heads, least=16)
     if problem.dtype is torch.float32 or problem.head_dim > 128:
         return Tiles(m=m, n=32, num_warps=4, num_stages=2)
-    return Tiles(m=m, n=128, num_warps=4, num_stages=3)
+    if problem.coded is not None or shared_bytes() < LARGEST:
+        return Tiles(m=m, n=128, num_warps=4, num_stages=3)
+    n, num_warps, num_stages = next(tiles[1:] for tiles in DECODE_TILES if rows <= tiles[0])
+    return Tiles(m=m, n=n, num_warps=num_warps, num_stages=num_stages)
 
 
 def _prefill_tiles(problem: AttentionProblem) -> Tiles:
@@ -133,18 +142,14 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
 def _bind_decode(
     problem: AttentionProblem, shared: dict[str, int | bool | str], sinks_H: torch.Tensor | None
 ) -> Launch:
-    tiles, kv_heads = decode_tiles(problem), problem.kv_heads
+    kv_heads = problem.kv_heads
     group, depth = problem.heads // kv_heads, power_of_two(problem.head_dim, least=16)
-    sizes = {
-        "MAX_QUERIES": tiles.m // group,
-        "N": tiles.n,
-        "WINDOW": problem.window or 0,
-        "MIN_PIECE": MIN_PIECE,
-    }
 
     prefix = cascade.bind_prefix(problem, shared, prefill_tiles(problem))
 
-    def make(plan: Plan, most: int, wanted: int, joins: torch.Tensor | None) -> torch.Tensor:
+    def make(
+        plan: Plan, most: int, wanted: int, joins: torch.Tensor | None, sizes: dict[str, int]
+    ) -> torch.Tensor:
         num_rows, device = len(plan.kv_len_R), plan.kv_len_R.device
         pieces = torch.empty(most * PIECE_FIELDS, dtype=torch.int32, device=device)
         pieces_kernel[(most,)](
@@ -156,12 +161,20 @@ def _bind_decode(
     def decode(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor) -> None:
         num_rows, device = len(plan.kv_len_R), q_THD.device
         assert num_rows * kv_heads <= COUNTERS, (num_rows, kv_heads)
-        wanted = max(1, num_sms(device) * PROGRAMS_PER_SM // kv_heads)
+        tiles = decode_tiles(problem, num_rows)
+        sizes = {
+            "MAX_QUERIES": tiles.m // group,
+            "N": tiles.n,
+            "WINDOW": problem.window or 0,
+            "MIN_PIECE": MIN_PIECE,
+        }
+        per_sm = PROGRAMS_PER_SM // 2 if num_rows <= FEW_ROWS else PROGRAMS_PER_SM
+        wanted = max(1, num_sms(device) * per_sm // kv_heads)
         most = num_rows + wanted
         common = prefix(q_THD, kv, plan) if cascade.serves(problem, plan) else cascade.NONE
         key = (*sizes.values(), most, common.joins is not None)
         pieces, is_new = lists.get(
-            plan, key, decode, lambda: make(plan, most, wanted, common.joins)
+            plan, key, decode, lambda: make(plan, most, wanted, common.joins, sizes)
         )
         partial = torch.empty(
             most * kv_heads * tiles.m * (depth + 2), dtype=torch.float32, device=device
@@ -169,7 +182,7 @@ def _bind_decode(
         options = launch(device)
         if is_new and "launch_pdl" in options:
             options["launch_pdl"] = False  # it reads the list before it waits
-        decode_kernel[(most, kv_heads)](
+        decode_kernel[(kv_heads, most)](
             q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.block_table_RB, pieces, partial,
             common.partial, counters(device),
             *numbers(problem, q_THD, kv, plan), KV_HEADS=kv_heads,

@@ -115,10 +115,11 @@ def decode_kernel(
     PREFIX_M: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (pieces at most, K); `partial` float32 [pieces at most, K, M, D+2]. What is read before the wait was written
-    before the kernel that this one waits for (enter_late)."""
-    i_piece = tl.program_id(0)
-    i_head = tl.program_id(1)
+    """Grid (K, pieces at most): heads of a piece run beside each other, since they lie beside each other in a block;
+    `partial` float32 [pieces at most, K, M, D+2]. What is read before the wait was written before the kernel that this
+    one waits for (enter_late)."""
+    i_piece = tl.program_id(1)
+    i_head = tl.program_id(0)
     p_piece = pieces + i_piece * 12
     i_row = tl.load(p_piece)
     begin = tl.load(p_piece + 1)

@@ -5,8 +5,12 @@ The positions are cut at multiples of SPLIT, whatever the row. A part is one pas
 begin at multiples of N (Dao 2023, "FlashAttention-2"); parts are then merged in their order, pair by pair, by
 multiplications and additions that are spelled out, so that no compiler joins them differently in another kernel. The
 first rows with one query have a program for each part (and KV head), and the one that comes last merges; other rows'
-tiles go through their parts one after the other. Both are the same kernel with the same tile of M query-head pairs, so
-which rows are which makes no difference to the bits.
+tiles go through their parts one after the other. Both are the same kernel, so which rows are which makes no difference
+to the bits.
+
+Steps of decodes take a small tile of M query-head pairs where that gives the bits of the large one: a matrix
+instruction adds up along its inner dimension in one order, whatever its number of rows. So sums over positions are
+products with ones and not reductions, whose order follows from how a tile lies in its threads.
 
 Few programs, each with many pieces of work in turn: how many pieces there are is known on the device only.
 
@@ -15,7 +19,7 @@ H query heads, K KV heads, D head_dim, N positions of a tile, R rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -29,6 +33,7 @@ from headrace.back.kernels.triton.room import shared_bytes
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
+    has_known_products,
     launch,
     num_sms,
     power_of_two,
@@ -42,6 +47,8 @@ MOST_PARTS = 1024
 PROGRAMS_PER_SM = 2
 MAX_HEAD_DIM = 256
 ROW_BUCKETS = (16, 64, 256, 1024, 4096)
+SUMS: tl.constexpr = tl.constexpr(16)
+"""Columns of the product with ones, all alike: the least a matrix instruction takes."""
 
 
 @triton.jit
@@ -54,8 +61,9 @@ def _part(
     o_d = tl.arange(0, D)
     m_d = o_d < HEAD_DIM
     b_max = tl.full([M], float("-inf"), tl.float32)
-    b_sum = tl.zeros([M], tl.float32)
+    b_sums = tl.zeros([M, SUMS], tl.float32)
     b_acc = tl.zeros([M, D], tl.float32)
+    b_ones = tl.full([N, SUMS], 1.0, b_q.dtype)
     for start in range(begin, end, N):
         o_n = start + tl.arange(0, N)
         m_n = (o_n >= lowest) & (o_n < end)
@@ -83,11 +91,11 @@ def _part(
             tl.fma(b_s, tl.zeros_like(b_s) + factor, tl.zeros_like(b_s) - b_base[:, None])
         )
         b_shrink = tl.exp2(b_max - b_base)
-        b_sum = tl.fma(b_sum, b_shrink, tl.sum(b_p, axis=1))
-        b_acc = b_acc * b_shrink[:, None]
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+        b_p = b_p.to(b_v.dtype)
+        b_sums = tl.dot(b_p, b_ones, b_sums * b_shrink[:, None], input_precision="ieee")
+        b_acc = tl.dot(b_p, b_v, b_acc * b_shrink[:, None], input_precision="ieee")
         b_max = b_higher
-    return b_max, b_sum, b_acc
+    return b_max, tl.max(b_sums, axis=1), b_acc
 
 
 @triton.jit
@@ -229,7 +237,7 @@ def fixed_kernel(
 @dataclass(frozen=True, kw_only=True)
 class FixedTile:
     """Query-head pairs and positions of a tile, and how it is compiled. Bits depend on `n`, and may on the matrix
-    instruction that `m` and `warps` lead to: so there is one tile for all rows of a problem."""
+    instruction that `m` and `warps` lead to."""
 
     m: int
     n: int
@@ -248,18 +256,26 @@ def tile_of(problem: AttentionProblem) -> FixedTile:
     return FixedTile(m=m, n=n, warps=8 if depth > 128 else 4, stages=stages)
 
 
+def decode_tile(problem: AttentionProblem) -> FixedTile | None:
+    """The tile of steps of decodes alone, where it gives the same bits: Ampere's instruction (16 rows) and Hopper's
+    (64) do, as test_fixed.py holds on the device at hand; those of later devices are not known to."""
+    small = problem.heads // problem.kv_heads <= 16 and problem.head_dim <= 128
+    if not small or problem.dtype is torch.float32 or not has_known_products():
+        return None
+    return replace(tile_of(problem), m=16, warps=2, stages=2)
+
+
 def bind(problem: AttentionProblem, *, tile: FixedTile | None = None) -> Attention:
     """The kernel for one layer's heads; `tile` for measurements."""
-    group, kv_heads = problem.heads // problem.kv_heads, problem.kv_heads
-    depth = power_of_two(problem.head_dim, least=16)
-    tile = tile or tile_of(problem)
+    kv_heads, depth = problem.kv_heads, power_of_two(problem.head_dim, least=16)
+    usual = tile or tile_of(problem)
+    of_decodes = usual if tile is not None else decode_tile(problem) or usual
     constants = {
-        "KV_HEADS": kv_heads, "GROUP": group, "M": tile.m, "N": tile.n, "SPLIT": SPLIT,
+        "KV_HEADS": kv_heads, "GROUP": problem.heads // kv_heads, "SPLIT": SPLIT,
         "MOST_PARTS": MOST_PARTS, "HEAD_DIM": problem.head_dim, "D": depth,
         "BLOCK_TOKENS": problem.block_tokens, "WINDOW": problem.window or 0,
-        "SOFTCAP": problem.softcap is not None, "num_warps": tile.warps, "num_stages": tile.stages,
+        "SOFTCAP": problem.softcap is not None,
     }  # fmt: skip
-    programs_per_sm = PROGRAMS_PER_SM * max(1, 4 // tile.warps)
 
     def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
         assert q_THD.dtype == kv.dtype == problem.dtype, (q_THD.dtype, kv.dtype)
@@ -271,14 +287,15 @@ def bind(problem: AttentionProblem, *, tile: FixedTile | None = None) -> Attenti
         partial = torch.empty(
             MOST_PARTS * problem.heads * (depth + 2), dtype=torch.float32, device=device
         )
-        programs = num_sms(device) * programs_per_sm
+        tile = of_decodes if plan.max_query_len == 1 else usual
+        programs = num_sms(device) * PROGRAMS_PER_SM * max(1, 4 // tile.warps)
         fixed_kernel[(programs,)](
             q_THD, kv, out_THD, plan.query_start_R1, plan.kv_len_R, plan.block_table_RB, partial,
             counters(device), num_rows, q_THD.stride(0), q_THD.stride(1),
             problem.heads * problem.head_dim, *kv.stride()[:3], plan.block_table_RB.stride(0),
             problem.scale, problem.softcap or 0.0,
-            ROWS=next(size for size in ROW_BUCKETS if size >= num_rows), **constants,
-            **launch(device),
+            ROWS=next(size for size in ROW_BUCKETS if size >= num_rows), M=tile.m, N=tile.n,
+            num_warps=tile.warps, num_stages=tile.stages, **constants, **launch(device),
         )  # fmt: skip
         return out_THD
 

@@ -2,7 +2,8 @@
 
 token_N int64: the lowest id among the greatest logits of a row; a NaN counts as the greatest value, the first one wins.
 value_N float32: the logit at that token, so it is finite exactly if the row holds neither NaN nor +Inf and is not all
--Inf: the check of the row costs no pass of its own. logits_NV float32, V contiguous.
+-Inf: the check of the row costs no pass of its own. logits_NV float32, or
+float16 or bfloat16 on a device, V contiguous.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def bind_reference(problem: GreedyProblem) -> Greedy:
             token_N = torch.from_numpy(logits_NV.numpy().argmax(axis=1))
         else:
             token_N = logits_NV.argmax(dim=1)
-        return token_N, logits_NV.gather(1, token_N[:, None])[:, 0]
+        return token_N, logits_NV.gather(1, token_N[:, None])[:, 0].float()
 
     return greedy
 

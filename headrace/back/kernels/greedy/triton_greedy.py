@@ -16,6 +16,7 @@ from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
+    DTYPES,
     counters,
     launch,
     power_of_two,
@@ -45,6 +46,7 @@ def greedy_kernel(
     enter(DEPENDENT)
     o_v = i_chunk * CHUNK + tl.arange(0, CHUNK)
     b_x = tl.load(logits + i_row * row_stride + o_v, mask=o_v < width, other=float("-inf"))
+    b_x = b_x.to(tl.float32)
     b_x = tl.where(b_x == 0.0, 0.0, b_x)
     b_bits = b_x.to(tl.int32, bitcast=True)
     b_key = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
@@ -62,14 +64,15 @@ def greedy_kernel(
         )  # fmt: skip
         i_token = 0x7FFFFFFF - (tl.max(b_best, axis=0) & 0x7FFFFFFF)
         tl.store(token + i_row, i_token)
-        tl.store(value + i_row, tl.load(logits + i_row * row_stride + i_token))
+        best = tl.load(logits + i_row * row_stride + i_token)
+        tl.store(value + i_row, best.to(tl.float32))
 
 
 def bind(problem: GreedyProblem) -> Greedy:
     """The kernel."""
 
     def greedy(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert logits_NV.dtype == torch.float32 and logits_NV.stride(1) == 1, logits_NV.stride()
+        assert logits_NV.dtype in DTYPES and logits_NV.stride(1) == 1, logits_NV.stride()
         (rows, width), device = logits_NV.shape, logits_NV.device
         assert rows <= COUNTERS, rows
         chunks = triton.cdiv(width, CHUNK)

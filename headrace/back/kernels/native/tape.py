@@ -101,6 +101,11 @@ class Recorder(TorchDispatchMode):
         self._kernels: list[int] = []
         self._slots: list[bytes] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; torch would import its whole compiler to say so (1.4 s and 90 MB, once)."""
+        return False
+
     def __enter__(self) -> Recorder:
         assert self.library.recorder is None, "one recording at a time"
         self.library.recorder = self

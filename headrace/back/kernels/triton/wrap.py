@@ -77,10 +77,27 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 @cache
 def has_bfloat_pairs() -> bool:
-    """Whether assembly of NVIDIA's, with arithmetic on pairs of bfloat16 (compute capability 9.0), may be used."""
+    """Whether assembly of NVIDIA's, with arithmetic on pairs of bfloat16, may be used."""
     if interpreted() or not torch.cuda.is_available() or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability() >= (9, 0)
+    return pairs_compile(torch.cuda.get_device_capability()[0])
+
+
+def pairs_compile(major: int) -> bool:
+    """The same by compute capability: there is such arithmetic from 9.0 on, but in loops around the matrix unit of 10
+    and 11 the compiler (3.6, 3.7) takes no assembly ("pipeliner doesn't know how to predicate this op")."""
+    return major >= 9 and major not in (10, 11)
+
+
+@cache
+def has_known_products() -> bool:
+    """Whether matrix instructions of any size give a row the same bits: seen on Ampere's and Hopper's, assumed in the
+    interpreter, not known of others."""
+    if interpreted():
+        return True
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability()[0] in (8, 9)
 
 
 def launch(device: torch.device) -> dict[str, bool]:

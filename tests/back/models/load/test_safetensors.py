@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -283,6 +285,34 @@ def test_every_value_arrives_also_from_an_unaligned_file(tmp_path: Path) -> None
     target = torch.full((2, 2), float("nan"), dtype=torch.bfloat16)
     source.copy("w", (3, 4), (slice(1, 3), slice(2, 4)), target)
     torch.testing.assert_close(target, values[1:, 2:].bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "cut", [(), (slice(0, 3),), (slice(1, 3), slice(0, 4)), (slice(2, 3), slice(None))]
+)
+def test_whole_rows_are_read_and_other_rectangles_mapped(
+    cut: tuple[slice, ...], tmp_path: Path
+) -> None:
+    values = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    save_file({"before": torch.ones(5), "w": values}, tmp_path / "model.safetensors")
+    with closing(SafetensorsSource(tmp_path)) as source:
+        target = torch.full_like(values[cut], float("nan"))
+        source.copy("w", (3, 4), cut, target)
+        assert torch.equal(target, values[cut])
+        assert not source._maps
+        columns = torch.full((3, 2), float("nan"))
+        source.copy("w", (3, 4), (slice(0, 3), slice(1, 3)), columns)
+        assert torch.equal(columns, values[:, 1:3])
+        assert source._maps
+
+
+def test_a_file_that_has_become_shorter_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(100, 100)}, path)
+    with closing(SafetensorsSource(tmp_path)) as source:
+        os.truncate(path, path.stat().st_size - 4)
+        with pytest.raises(OSError, match="ends 4 bytes early"):
+            source.copy("w", (100, 100), (slice(0, 100),), torch.empty(100, 100))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
