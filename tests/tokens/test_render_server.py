@@ -51,7 +51,7 @@ def _one_start() -> float:
 
 @pytest.mark.serial
 def test_a_kept_connection_does_not_wait_for_acknowledgements(renderer: Renderer) -> None:
-    """An answer is two writes; the second may not wait for the client's delayed acknowledgement (40 ms) of the first."""
+    """An answer is two writes; the second does not wait for the delayed acknowledgement (40 ms) of the first."""
     times = []
     with httpx.Client(base_url=renderer.url, verify=NO_TLS) as client:
         for _ in range(30):
