@@ -136,9 +136,14 @@ def _content(message: dict[str, Any], field: str, guard: Guard) -> str:
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         return guard.protect(_text(message.get("refusal") or "", field))
+    return _own_words(parts_text(content, field), message["role"], guard)
+
+
+def parts_text(content: Any, field: str) -> str:
+    """The text of a message's content, given as a text or as parts, which are joined by line breaks."""
     if isinstance(content, list):
         content = "\n".join(_part(part, f"{field}[{i}]") for i, part in enumerate(content))
-    return _own_words(_text(content, field), message["role"], guard)
+    return _text(content, field)
 
 
 def _own_words(text: str, role: str, guard: Guard) -> str:
