@@ -87,10 +87,14 @@ class ColumnLinear:
                 self._scope, weight, bias, norm=self._norm, activation=self._activation
             )
         self.norms = fused is not None and self._norm is not None
-        if fused is None and self._activation is not None:
-            fused = bind_gated(self._scope, weight, bias, self._activation)
-        self.activates = fused is not None and self._activation is not None
-        self.project = fused or bind_linear(self._scope, weight, bias)
+        product, self.activates = fused, fused is not None and self._activation is not None
+        for activation in dict.fromkeys((self._activation, None)) if product is None else ():
+            product = bind_product(self._scope, weight, bias, activation, norm=self._norm)
+            if product is not None:
+                self.activates = activation is not None
+                break
+        assert product is not None
+        self.project = product
 
 
 class RowLinear:
@@ -177,13 +181,30 @@ def bind_fused(
     return scope.bind_fused(OP_FUSED, problem, weight_OI, bias_O, norm_weight)
 
 
-def bind_gated(
-    scope: Scope, weight_OI: Weight, bias_O: torch.Tensor | None, activation: str
+def bind_product(
+    scope: Scope,
+    weight_OI: Weight,
+    bias_O: torch.Tensor | None,
+    activation: str | None,
+    *,
+    norm: RMSNorm | None,
 ) -> Linear | None:
-    """The product of a quantized weight whose first half of outputs gates the second, if a kernel does both."""
+    """The product, with an activation only if a kernel does both. Of a quantized weight it reads the codes that the
+    norm before leaves (`RMSNorm.write_codes`), if there are kernels for both."""
     if isinstance(weight_OI, torch.Tensor):
-        return None
-    op, problem = product_of(weight_OI, **_facts(scope, bias_O), activation=activation)
+        if activation is None:
+            return bind_linear(scope, weight_OI, bias_O)
+        return bind_fused(scope, weight_OI, bias_O, activation=activation)
+    facts = {**_facts(scope, bias_O), "activation": activation}
+    if norm is not None:
+        op, problem = product_of(weight_OI, **facts, coded=True)
+        product = scope.bind_fused(op, problem, weight_OI, bias_O)
+        group = weight_OI.x_group if isinstance(weight_OI, BlockWeight) else None
+        if product is not None and norm.write_codes(group):
+            return product
+    if activation is None:
+        return bind_linear(scope, weight_OI, bias_O)
+    op, problem = product_of(weight_OI, **facts)
     return scope.bind_fused(op, problem, weight_OI, bias_O)
 
 
@@ -214,14 +235,15 @@ def product_of(
     shared: bool = False,
     wide: bool = False,
     activation: str | None = None,
+    coded: bool = False,
 ) -> tuple[Op[Any], Any]:
     """The op that multiplies by this kind of weight, and the problem."""
     new: dict[str, Any] = {"device": device, "dtype": dtype, "wide": wide, "bias": bias}
     if isinstance(weight, PackedWeight):
         sizes = {"inputs": weight.inputs, "outputs": weight.outputs}
-        return OP_QUANT, LinearQuantProblem(**new, **sizes, activation=activation)
+        return OP_QUANT, LinearQuantProblem(**new, **sizes, activation=activation, coded=coded)
     if isinstance(weight, BlockWeight):
         new |= {"inputs": weight.inputs, "kinds": weight.kinds}
-        return OP_BLOCKS, LinearBlocksProblem(**new, activation=activation)
+        return OP_BLOCKS, LinearBlocksProblem(**new, activation=activation, coded=coded)
     outputs, inputs = weight.shape
     return OP, LinearProblem(**new, inputs=inputs, outputs=outputs, shared=shared)

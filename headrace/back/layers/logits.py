@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -11,21 +10,14 @@ import torch.nn.functional as F
 from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.linear.op import Linear
-from headrace.back.kernels.linear_blocks.layout import PANEL as BLOCK_PANEL
-from headrace.back.kernels.linear_blocks.layout import BlockWeight
-from headrace.back.kernels.linear_quant.layout import PANEL
-from headrace.back.kernels.running_greedy.op import OP as RUNNING_GREEDY
-from headrace.back.kernels.running_greedy.op import RunningGreedyProblem
+from headrace.back.kernels.linear_top.op import OP as LINEAR_TOP
+from headrace.back.kernels.linear_top.op import LinearTopProblem
 from headrace.back.layers.embedding import TokenEmbedding, vocabulary_part
-from headrace.back.layers.linear import Weight, bind_linear
+from headrace.back.layers.linear import Weight, bind_linear, product_of
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_gather
 from headrace.back.parallel.mesh import Axis
 from headrace.back.parallel.shard import Shard, local_size
-
-PART = 16 * 1024
-"""Outputs of a part of the product: the logits of 32 rows are 2 MiB, which the second-level caches hold."""
-FEW_ROWS = 4
 
 Pick = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -34,9 +26,9 @@ class LogitsHead:
     """hidden_NE -> logits_NV in float32: scale * (W hidden), then c * tanh(logits / c) with
     `softcap` c (Gemma 2).
 
-    `pick`: hidden_NE -> what op greedy gives for these logits, of which no whole rows are written where there are
-    several (CPU), or which are not widened to float32 (other devices); None where there is no kernel for it, or where
-    the logits are not the products themselves.
+    `pick`: hidden_NE -> what op greedy gives for these logits, of which no whole rows are written (CPU), or which are
+    not widened to float32 (other devices); None where there is no kernel for it, or where the logits are not the
+    products themselves.
 
     `tied` is the embedding whose weight the head shares; else the checkpoint holds `scope /
     "weight"`.
@@ -116,54 +108,21 @@ class LogitsHead:
         return lambda hidden_NE: greedy(product(hidden_NE))
 
     def _bind_pick(self, weight_VE: Weight, *, shared: bool) -> Pick | None:
-        problem = RunningGreedyProblem(device=self._scope.device.type)
-        running = self._scope.bind_fused(RUNNING_GREEDY, problem)
-        vocabulary = weight_outputs(weight_VE)
-        if running is None or vocabulary is None:
+        _, product = product_of(
+            weight_VE,
+            device=self._scope.device.type,
+            dtype=self._scope.dtype,
+            shared=shared,
+            wide=True,
+        )
+        top = self._scope.bind_fused(
+            LINEAR_TOP, LinearTopProblem(product=product, count=1), weight_VE
+        )
+        if top is None:
             return None
-        cuts = range(0, vocabulary, PART)
-        parts = [
-            (
-                first,
-                bind_linear(
-                    self._scope,
-                    weight_part(weight_VE, first, min(first + PART, vocabulary)),
-                    None,
-                    shared=shared,
-                    wide=True,
-                ),
-            )
-            for first in cuts
-        ]
 
         def pick(hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            rows = hidden_NE.shape[0]
-            token_N = hidden_NE.new_empty(rows, dtype=torch.int64)
-            value_N = hidden_NE.new_empty(rows, dtype=torch.float32)
-            # Of a few rows the logits stay in the cache, and each part costs two more calls of some microseconds.
-            for first, product in parts if rows >= FEW_ROWS else [(0, self._project)]:
-                running(product(hidden_NE), first, token_N, value_N)
-            return token_N, value_N
+            token_N1, value_N1 = top(hidden_NE)
+            return token_N1[:, 0], value_N1[:, 0]
 
         return pick
-
-
-def weight_outputs(weight: Weight) -> int | None:
-    """Its outputs; None if it cannot be cut, as one that is put together cannot."""
-    if isinstance(weight, torch.Tensor):
-        return weight.shape[0]
-    if isinstance(weight, BlockWeight) and len(weight.segments) > 1:
-        return None
-    return weight.outputs
-
-
-def weight_part(weight: Weight, first: int, last: int) -> Weight:
-    """The outputs first .. last in place; `first` is a multiple of PART."""
-    if isinstance(weight, torch.Tensor):
-        return weight[first:last]
-    if isinstance(weight, BlockWeight):
-        (segment,) = weight.segments
-        panels = segment.panels[first // BLOCK_PANEL : -(-last // BLOCK_PANEL)]
-        return replace(weight, segments=(replace(segment, outputs=last - first, panels=panels),))
-    panels = weight.panels[first // PANEL : -(-last // PANEL)]
-    return replace(weight, outputs=last - first, panels=panels)

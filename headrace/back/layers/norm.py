@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.back.kernels.rms_norm.op import ADD_OP, OP, AddNorm, Norm, RMSNormProblem
+from headrace.back.kernels.rms_norm_codes.op import OP as CODES_OP
+from headrace.back.kernels.rms_norm_codes.op import RMSNormCodesProblem
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial, all_reduce
 from headrace.back.parallel.shard import Part, Shard, local_size
@@ -36,6 +38,17 @@ class RMSNorm:
         self.weight_E = self._weight.take().float() + self._offset
         self.norm = self._scope.bind(OP, self._problem, self.weight_E)
         self.add_norm = self._scope.bind(ADD_OP, self._problem, self.weight_E)
+
+    def write_codes(self, group: int | None) -> bool:
+        """Has `norm` and `add_norm` give CodedRows (linear_quant/rows.py) from now on, for the one product that reads
+        them; False if no kernel does."""
+        problem = RMSNormCodesProblem(**vars(self._problem), group=group)
+        coded = self._scope.bind_fused(CODES_OP, problem, self.weight_E)
+        if coded is None:
+            return False
+        self.norm = lambda x_TE: coded(x_TE, None)
+        self.add_norm = coded
+        return True
 
     def sum_norm(self, partial: Partial, residual_TE: torch.Tensor) -> torch.Tensor:
         """See the class. In one kernel where there is one for the message; but sums that must not depend on its size

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.back.kernels.native.library import NativeLibrary, load
-from headrace.back.layers import logits
+from headrace.back.layers import logits, norm
 from headrace.back.runner import devices
 from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.tapes import Tapes
@@ -78,8 +78,7 @@ def test_replayed_decodes_give_the_tokens_of_steps_run_as_they_are(options, monk
 
 @pytest.mark.parametrize("options", [(), ("--quantization", "int8"), ("--quantization", "int4")])
 def test_greedy_tokens_are_the_same_where_no_whole_rows_of_logits_are_written(options, monkeypatch):
-    """The head in parts, recorded too; at last with a request that is drawn, whose steps write them again."""
-    monkeypatch.setattr(logits, "PART", 1024)
+    """Recorded too; at last with a request that is drawn, whose steps write them again."""
     lengths = [(3 + 7 * i % 40, 12 + 11 * i % 30, 0.0) for i in range(9)]
     picked = engine(*options)
     assert picked.executor._runner._model.pick is not None
@@ -87,7 +86,7 @@ def test_greedy_tokens_are_the_same_where_no_whole_rows_of_logits_are_written(op
     replay = replay_of(picked)
     plain = {bucket.plain for bucket in replay._tapes}
     assert replay.foreign == () and plain == {False, True}
-    assert any(bucket.plain and bucket.rows >= logits.FEW_ROWS for bucket in replay._tapes)
+    assert {bucket.rows for bucket in replay._tapes if bucket.plain} >= {1, 4}
     assert all((kept.outputs.logits_RV is None) == b.plain for b, kept in replay._tapes.items())
     picked.close()
     monkeypatch.setattr(logits.LogitsHead, "_bind_pick", lambda self, weight, shared: None)
@@ -95,3 +94,34 @@ def test_greedy_tokens_are_the_same_where_no_whole_rows_of_logits_are_written(op
     assert written.executor._runner._model.pick is None
     assert found == (answers(written, lengths), answers(written, [*lengths, (5, 30, 0.8)]))
     written.close()
+
+
+@pytest.mark.parametrize("options", [("--quantization", "int8"), ("--quantization", "int4")])
+def test_tokens_are_the_same_where_norms_leave_codes_for_the_products(options, monkeypatch):
+    lengths = [(3 + 17 * i % 90, 12 + 11 * i % 30, 0.0 if i % 3 else 0.8) for i in range(9)]
+    coded = engine(*options)
+    names = {name for kept in _tapes_after(coded, lengths) for name in kept.tape.names}
+    product = "linear_quant" if options[1] == "int8" else "linear_blocks"
+    assert {"rms_norm_codes", f"{product}_codes", f"{product}_top"} <= names
+    found = answers(coded, lengths)
+    coded.close()
+    monkeypatch.setattr(norm.RMSNorm, "write_codes", lambda self, group: False)
+    plain = engine(*options)
+    assert answers(plain, lengths) == found
+    names = {name for kept in _tapes_after(plain, lengths) for name in kept.tape.names}
+    assert "rms_norm" in names and "rms_norm_codes" not in names
+    plain.close()
+
+
+def test_a_plain_gate_is_part_of_the_product():
+    running = engine()
+    names = {n for kept in _tapes_after(running, [(9, 12, 0.0)]) for n in kept.tape.names}
+    assert "linear_gated" in names and "gated_act" not in names
+    running.close()
+
+
+def _tapes_after(running: OfflineEngine, lengths: list[tuple[int, int, float]]):
+    answers(running, lengths)
+    replay = replay_of(running)
+    assert replay.foreign == ()
+    return list(replay._tapes.values())

@@ -1,5 +1,7 @@
 """KV caches of int8 and e4m3 codes against their references, and against the unquantized cache (QNT-18)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -187,3 +189,41 @@ def test_a_failed_rows_blocks_are_clean_for_their_next_owner():
     scales[2, 0, 0, 0] = 5.0
     memory.scrub(torch.tensor([2]))
     assert scales[1].isnan().all() and scales[2].isfinite().all() and scales[2, 0, 0, 0] == 5.0
+
+
+@CODES
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(4, 2, None), (40, 1, 300)])
+def test_a_shared_prefix_of_codes_gives_every_row_the_bits_it_has_alone(
+    library, code, dtype, heads, kv_heads, window
+):
+    """Rows that begin in the same blocks, some beside rows that do not, of lengths around the ends of the parts."""
+    lengths = [700, 513, 512, 900, 257, 40, 650, 1300, 1300]
+    prefixes = [600, 512, 512, 600, 256, 32, 0, 1296, 1296]
+    rows = [(1, length) for length in lengths]
+    problem = case(dtype, heads, kv_heads, 32, 16, window, None, [(1, 1)], code)[0]
+    plan, blocks = sample_plan(rows, block_tokens=16, window=None, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(len(rows), heads, 32, generator=generator).to(dtype)
+    coded = empty_cache(blocks, kv_heads, 16, 32)
+    for place, values in zip(
+        codes_and_scales(coded),
+        quantize(torch.randn(blocks - 1, 2, kv_heads, 16, 32, generator=generator), code),
+        strict=True,
+    ):
+        place[1:] = values
+    shared = plan.block_table_RB[7].clone()
+    for row, prefix in enumerate(prefixes):
+        plan.block_table_RB[row, : prefix // 16] = shared[: prefix // 16]
+    attention = attention_native.bind_with(library, problem)
+    together = attention(q, coded, plan)
+    wide = replace(problem, dtype=torch.float32, coded=None)
+    expected = bind_reference(wide)(q.float(), widen(coded, torch.float32, code), plan)
+    bound = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    assert (together.float() - expected).abs().max() <= bound * expected.abs().max()
+    library.set_threads(1)
+    for row, length in enumerate(lengths):
+        alone, _ = sample_plan([(1, length)], block_tokens=16, window=None, device="cpu")
+        width = alone.block_table_RB.shape[1]
+        alone.block_table_RB.copy_(plan.block_table_RB[row : row + 1, :width])
+        assert torch.equal(attention(q[row : row + 1], coded, alone)[0], together[row]), row

@@ -12,7 +12,7 @@ from headrace.back.kernels.op import Kernel
 
 def bind_with(library: NativeLibrary) -> Greedy:
     """The kernel of one library."""
-    kernel = library.bind("greedy", *(POINTER,) * 3, *(INT64,) * 4)
+    kernel = library.bind("greedy", *(POINTER,) * 3, *(INT64,) * 3)
 
     def greedy(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert logits_NV.dtype == torch.float32 and logits_NV.stride(1) == 1, logits_NV.stride()
@@ -21,7 +21,7 @@ def bind_with(library: NativeLibrary) -> Greedy:
         value_N = torch.empty(rows, dtype=torch.float32)
         kernel(
             logits_NV.data_ptr(), token_N.data_ptr(), value_N.data_ptr(),
-            rows, width, logits_NV.stride(0), 0,
+            rows, width, logits_NV.stride(0),
         )  # fmt: skip
         return token_N, value_N
 

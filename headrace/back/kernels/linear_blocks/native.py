@@ -13,11 +13,13 @@ import torch
 from headrace.back.kernels.gated_act.native import ACTIVATIONS
 from headrace.back.kernels.linear_blocks.layout import CODINGS, PANEL, BlockWeight, Segment
 from headrace.back.kernels.linear_blocks.op import Linear, LinearBlocksProblem
+from headrace.back.kernels.linear_quant.rows import CodedRows, padded_inputs
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, *(INT32,) * 3)
+_CODES_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 5, *(INT32,) * 2)
 _PACK_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 7)
 MAX_SEGMENTS = 8
 
@@ -32,16 +34,17 @@ def bind_with(
     assert (weight.inputs, weight.kinds) == (problem.inputs, problem.kinds), problem
     assert all(segment.panels.is_contiguous() for segment in weight.segments)
     assert bias_O is None or (bias_O.dtype == problem.dtype and bias_O.is_contiguous())
+    if problem.coded:
+        return _bind_coded(library, problem, weight, bias_O)
     kernel = library.bind("linear_blocks", *_ARGUMENTS)
     inputs, results, code = problem.inputs, problem.results, DTYPES[problem.dtype]
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     out = torch.float32 if problem.wide else problem.dtype
-    table = np.array(
-        [(s.panels.data_ptr(), s.outputs, s.coding.number) for s in weight.segments], np.int64
-    )
+    table = segment_table(weight)
     segments, count = table.ctypes.data, len(table)
 
-    def linear(x_TI: torch.Tensor) -> torch.Tensor:
+    def linear(x_TI: torch.Tensor | CodedRows) -> torch.Tensor:
+        assert isinstance(x_TI, torch.Tensor), problem
         rows, width = x_TI.shape
         assert width == inputs and x_TI.dtype == problem.dtype, (x_TI.shape, x_TI.dtype)
         if x_TI.stride(1) != 1:
@@ -55,6 +58,41 @@ def bind_with(
         return y_TO
 
     linear.__dict__["kept"] = (weight, table)  # the kernel holds their addresses
+    return linear
+
+
+def segment_table(weight: BlockWeight) -> np.ndarray:
+    """The weight's segments as the kernels read them; whoever keeps its address keeps it, and the weight."""
+    assert all(segment.panels.is_contiguous() for segment in weight.segments)
+    rows = [(s.panels.data_ptr(), s.outputs, s.coding.number) for s in weight.segments]
+    return np.array(rows, np.int64)
+
+
+def _bind_coded(
+    library: NativeLibrary,
+    problem: LinearBlocksProblem,
+    weight: BlockWeight,
+    bias_O: torch.Tensor | None,
+) -> Linear:
+    kernel = library.bind("linear_blocks_codes", *_CODES_ARGUMENTS)
+    activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
+    out = torch.float32 if problem.wide else problem.dtype
+    table, padded = segment_table(weight), padded_inputs(problem.inputs, weight.x_group)
+    segments, count = table.ctypes.data, len(table)
+
+    def linear(x: torch.Tensor | CodedRows) -> torch.Tensor:
+        assert isinstance(x, CodedRows) and x.codes_TP.shape[1] == padded, x
+        codes, scales, sums = x
+        assert codes.stride(1) == 1 and scales.is_contiguous() and sums.is_contiguous()
+        y_TO = scales.new_empty(len(codes), problem.results, dtype=out)
+        kernel(
+            codes.data_ptr(), scales.data_ptr(), sums.data_ptr(), segments,
+            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), len(codes), problem.inputs,
+            codes.stride(0), problem.results, count, activation, DTYPES[out],
+        )  # fmt: skip
+        return y_TO
+
+    linear.__dict__["kept"] = (weight, table)
     return linear
 
 

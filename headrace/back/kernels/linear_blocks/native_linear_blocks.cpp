@@ -1,4 +1,5 @@
-// y[M,N] = x[M,K] w[N,K]^T + bias[N] where w is block-quantized (block_panels.h) and x becomes int8 here, 32 inputs at a time.
+// y[M,N] = x[M,K] w[N,K]^T + bias[N] where w is block-quantized (block_panels.h) and x becomes int8 here, 32 inputs at a time,
+// unless the norm before has left it so (linear_blocks_codes).
 //
 // The loop is that of linear_quant: rows of x to int8 once, then each thread takes panels of 64 outputs, one stream of
 // bytes. A weight may be put together from segments of several codings (query and key in one, value in another): all read
@@ -9,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 192;
+constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 192, kMostSegments = 8;
 constexpr int kVectors = kPanel / kLanes < 4 ? kPanel / kLanes : 4;
 constexpr int kRows = kRegisters == 32 ? 4 : 1;
 // From so many rows of x on matrix tiles are faster, where there are any.
@@ -163,7 +164,7 @@ void product_panel(const Product& p, const Place& at, int64_t row, int64_t stop,
 }
 
 void product_task(void* context, int64_t task) {
-  const Product& p = *static_cast<const Product*>(context);
+  Product p = *static_cast<const Product*>(context);
   const int64_t piece = task / p.row_blocks, row = task % p.row_blocks * p.row_block;
   Workspace* space = static_cast<Workspace*>(hr_scratch(sizeof(Workspace), 1));
   if (space == nullptr) __builtin_trap();
@@ -172,11 +173,18 @@ void product_task(void* context, int64_t task) {
   const int64_t from = (piece - p.first_task[s]) * p.panels_per_task;
   const int64_t most = larger<int64_t>(smaller(p.segments[s].outputs, p.results - n), 0);
   const int64_t to = smaller(from + p.panels_per_task, ceil_div(most, kPanel));
+  if (p.top != nullptr) {
+    p.y = hr_scratch(p.M * p.y_stride * int64_t(sizeof(float)), 2), p.y_first = n + from * kPanel;
+    if (p.y == nullptr) __builtin_trap();
+  }
   for (int64_t j = from; j < to; ++j)
     product_panel(p, {p.segments + s, j, n}, row, smaller(p.M, row + p.row_block), *space);
 #if defined(HR_AMX)
   if (p.M >= kTileRows) tiles_release();
 #endif
+  if (p.top != nullptr)
+    top_take(*p.top, task, static_cast<const float*>(p.y), p.y_stride, p.y_first,
+             smaller(to * kPanel, p.segments[s].outputs) - from * kPanel);
 }
 
 // One chunk of rows of x to int8, in groups of p.x_group; inputs beyond K are 0.
@@ -186,23 +194,35 @@ void quantize_rows(void* context, int64_t i) {
   const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.M);
   for (int64_t m = i * p.rows_per_chunk; m < end; ++m) {
     const T* x = static_cast<const T*>(p.source) + m * p.source_stride;
-    for (int64_t g = 0; g < p.groups; ++g) {
-      int8_t* codes = const_cast<int8_t*>(p.codes) + m * p.stride + g * p.x_group;
-      float* scale = const_cast<float*>(p.scales) + m * p.groups + g;
-      int32_t* sums = const_cast<int32_t*>(p.sums) + (m * p.groups + g) * 2;
-      int32_t all = 0, half = 0;
-      quantize(x + g * p.x_group, smaller(p.K - g * p.x_group, p.x_group), p.x_group, codes, scale, &all);
-      for (int k = 0; k < 16; ++k) half += codes[k];
-      sums[0] = half, sums[1] = all - half;
-    }
+    quantize_groups(x, p.K, p.x_group, const_cast<int8_t*>(p.codes) + m * p.stride,
+                    const_cast<float*>(p.scales) + m * p.groups, const_cast<int32_t*>(p.sums) + m * p.groups * 2);
   }
 }
 
+// The product with the rows of codes at p.codes.
+int32_t multiply(Product& p) {
+  int64_t first_task[kMostSegments + 1] = {};
+  p.first_task = first_task;
+  p.row_block = kRowBlock, p.tile_rows = kRows;
+#if defined(HR_AMX)
+  if (p.M >= kTileRows) p.row_block = p.tile_rows = kTileRowBlock;
+#endif
+  p.row_blocks = ceil_div(p.M, p.row_block);
+  p.panels_per_task = p.M > kRows ? 1 : larger<int64_t>(1, kChunkBytes / (p.K * kPanel / 2));
+  if (p.top != nullptr) p.panels_per_task = kTopOutputs / kPanel, p.y_stride = kTopOutputs;
+  // With an activation a task does panels of the first half of the outputs, and those that they gate.
+  for (int64_t s = 0, n = 0; s < p.num_segments; n += p.segments[s++].outputs) {
+    const int64_t outputs = larger<int64_t>(smaller(p.segments[s].outputs, p.results - n), 0);
+    first_task[s + 1] = first_task[s] + ceil_div(ceil_div(outputs, kPanel), p.panels_per_task);
+  }
+  if (p.top != nullptr && first_task[p.num_segments] != p.top->chunks) return HR_BAD_SHAPE;
+  hr_parallel(product_task, &p, first_task[p.num_segments] * p.row_blocks);
+  return HR_OK;
+}
+
 template <class T>
-int32_t run(Product& p, int64_t* first_task) {
-  p.groups = ceil_div(p.K, p.x_group);
-  // Rows a power of two apart would share the sets of the first-level cache: one line more.
-  p.stride = ceil_div(p.groups * p.x_group, int64_t(64)) * 64 + 64;
+int32_t run(Product& p) {
+  p.stride = codes_stride(p.groups * p.x_group);
   const int64_t codes = p.M * p.stride, facts = ceil_div(p.M * p.groups, int64_t(16)) * 64;
   char* scratch = static_cast<char*>(hr_scratch(codes + 3 * facts));
   if (scratch == nullptr) return HR_NO_MEMORY;
@@ -211,31 +231,20 @@ int32_t run(Product& p, int64_t* first_task) {
   p.sums = reinterpret_cast<int32_t*>(scratch + codes + facts);
   p.rows_per_chunk = larger<int64_t>(1, 32 * 1024 / p.K);
   hr_parallel(quantize_rows<T>, &p, ceil_div(p.M, p.rows_per_chunk));
-  p.row_block = kRowBlock, p.tile_rows = kRows;
-#if defined(HR_AMX)
-  if (p.M >= kTileRows) p.row_block = p.tile_rows = kTileRowBlock;
-#endif
-  p.row_blocks = ceil_div(p.M, p.row_block);
-  p.panels_per_task = p.M > kRows ? 1 : larger<int64_t>(1, kChunkBytes / (p.K * kPanel / 2));
-  // With an activation a task does panels of the first half of the outputs, and those that they gate.
-  for (int64_t s = 0, n = 0; s < p.num_segments; n += p.segments[s++].outputs) {
-    const int64_t outputs = larger<int64_t>(smaller(p.segments[s].outputs, p.results - n), 0);
-    first_task[s + 1] = first_task[s] + ceil_div(ceil_div(outputs, kPanel), p.panels_per_task);
-  }
-  hr_parallel(product_task, &p, first_task[p.num_segments] * p.row_blocks);
-  return HR_OK;
+  return multiply(p);
 }
 
-}  // namespace
+int32_t run_as(Product& p, int32_t dtype) {
+  if (dtype == HR_BF16) return run<bf16>(p);
+  if (dtype == HR_F16) return run<fp16>(p);
+  if (dtype == HR_F32) return run<float>(p);
+  return HR_BAD_DTYPE;
+}
 
-// x, bias and y share a dtype, or y is float32 and there is no bias; strides count elements, rows are contiguous. Segments
-// lie side by side along the outputs. activation: -1, or its number (activation.h): y has half as many outputs then, the
-// first half of the weight's gates the second; panels are full and there is no bias.
-HR_PUBLIC int32_t HR_EXPORT(linear_blocks)(const void* x, const Segment* segments, const void* bias, void* y, int64_t M,
-                                           int64_t K, int64_t x_stride, int64_t y_stride, int64_t num_segments,
-                                           int32_t activation, int32_t dtype, int32_t y_dtype) {
-  constexpr int64_t most = 8;
-  if (M < 0 || K <= 0 || num_segments < 1 || num_segments > most) return HR_BAD_SHAPE;
+// The call's weight into p, or why it cannot be.
+int32_t take_weight(Product& p, const Segment* segments, int64_t num_segments, int64_t K, int32_t activation,
+                    const void* bias) {
+  if (K <= 0 || num_segments < 1 || num_segments > kMostSegments) return HR_BAD_SHAPE;
   int64_t outputs = 0;
   for (int64_t s = 0; s < num_segments; ++s) {
     const int64_t block = block_of(segments[s].coding);
@@ -247,17 +256,66 @@ HR_PUBLIC int32_t HR_EXPORT(linear_blocks)(const void* x, const Segment* segment
     outputs += segments[s].outputs;
   }
   if (activation > RELU || (activation >= 0 && (outputs / 2 % kPanel || bias != nullptr))) return HR_BAD_SHAPE;
+  p.x_group = x_group_of(segments[0].coding), p.K = K, p.groups = ceil_div(K, p.x_group);
+  p.activation = activation, p.outputs = outputs, p.results = activation < 0 ? outputs : outputs / 2;
+  p.segments = segments, p.num_segments = num_segments, p.bias = bias;
+  return HR_OK;
+}
+
+}  // namespace
+
+// x, bias and y share a dtype, or y is float32 and there is no bias; strides count elements, rows are contiguous. Segments
+// lie side by side along the outputs. activation: -1, or its number (activation.h): y has half as many outputs then, the
+// first half of the weight's gates the second; panels are full and there is no bias.
+HR_PUBLIC int32_t HR_EXPORT(linear_blocks)(const void* x, const Segment* segments, const void* bias, void* y, int64_t M,
+                                           int64_t K, int64_t x_stride, int64_t y_stride, int64_t num_segments,
+                                           int32_t activation, int32_t dtype, int32_t y_dtype) {
+  Product p{};
+  const int32_t status = take_weight(p, segments, num_segments, K, activation, bias);
+  if (status != HR_OK || M < 0) return M < 0 ? int32_t(HR_BAD_SHAPE) : status;
   if (y_dtype != dtype && (y_dtype != HR_F32 || bias != nullptr)) return HR_BAD_DTYPE;
   if (M == 0) return HR_OK;
-  int64_t first_task[most + 1] = {};
-  Product p{};
-  p.x_group = x_group_of(segments[0].coding);
-  p.activation = activation, p.outputs = outputs, p.results = activation < 0 ? outputs : outputs / 2;
-  p.segments = segments, p.num_segments = num_segments, p.first_task = first_task;
-  p.bias = bias, p.source = x, p.y = y, p.M = M, p.K = K, p.source_stride = x_stride, p.y_stride = y_stride, p.dtype = y_dtype;
-  if (dtype == HR_BF16) return run<bf16>(p, first_task);
-  if (dtype == HR_F16) return run<fp16>(p, first_task);
-  if (dtype == HR_F32) return run<float>(p, first_task);
-  return HR_BAD_DTYPE;
+  p.source = x, p.y = y, p.M = M, p.source_stride = x_stride, p.y_stride = y_stride, p.dtype = y_dtype;
+  return run_as(p, dtype);
 }
 HR_REPLAYABLE(linear_blocks)
+
+// The same with rows that are int8 already: codes [M, stride], zeros from K to whole groups; scales [M, groups] and sums of
+// codes [M, groups, 2] (quantize_groups). bias has the type of y.
+HR_PUBLIC int32_t HR_EXPORT(linear_blocks_codes)(const int8_t* codes, const float* scales, const int32_t* sums,
+                                                 const Segment* segments, const void* bias, void* y, int64_t M, int64_t K,
+                                                 int64_t codes_stride, int64_t y_stride, int64_t num_segments,
+                                                 int32_t activation, int32_t y_dtype) {
+  Product p{};
+  const int32_t status = take_weight(p, segments, num_segments, K, activation, bias);
+  if (status != HR_OK) return status;
+  if (M < 0 || codes_stride < p.groups * p.x_group) return HR_BAD_SHAPE;
+  if (y_dtype < HR_F32 || y_dtype > HR_F16) return HR_BAD_DTYPE;
+  if (M == 0) return HR_OK;
+  p.codes = codes, p.scales = scales, p.sums = sums, p.stride = codes_stride;
+  p.y = y, p.M = M, p.y_stride = y_stride, p.dtype = y_dtype;
+  return multiply(p);
+}
+HR_REPLAYABLE(linear_blocks_codes)
+
+// The `count` best of the results that `linear_blocks` would give in float32: outputs and values [M, count], best first.
+HR_PUBLIC int32_t HR_EXPORT(linear_blocks_top)(const void* x, const Segment* segments, int64_t* ids, float* values,
+                                               int64_t M, int64_t K, int64_t x_stride, int64_t num_segments,
+                                               int64_t count, int32_t dtype) {
+  const int64_t bytes = dtype == HR_F32 ? 4 : 2;
+  for (int64_t m = 0; m < M; m += kTopRows) {
+    Product p{};
+    int32_t status = take_weight(p, segments, num_segments, K, -1, nullptr);
+    if (status != HR_OK) return status;
+    if (count < 1 || count > p.outputs) return HR_BAD_SHAPE;
+    Top top{count, smaller(M - m, kTopRows), 0, nullptr, nullptr};
+    for (int64_t s = 0; s < num_segments; ++s) top.chunks += ceil_div(segments[s].outputs, kTopOutputs);
+    if (!top_begin(top)) return HR_NO_MEMORY;
+    p.source = static_cast<const char*>(x) + m * x_stride * bytes, p.source_stride = x_stride;
+    p.M = top.rows, p.dtype = HR_F32, p.top = &top;
+    if ((status = run_as(p, dtype)) != HR_OK) return status;
+    top_merge(top, ids + m * count, values + m * count);
+  }
+  return HR_OK;
+}
+HR_REPLAYABLE(linear_blocks_top)

@@ -1,10 +1,10 @@
 """y = x W^T + b with block-quantized weights and activations quantized on the way to int8, a group of inputs at a time.
 
 `bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. Activations are
-quantized as for int8 weights (linear_quant/op.py), but each `x_group` inputs of a token with a scale of their
-own: 32, or as many as share one of the weight's. All segments of a weight agree on that. Products of codes are
-summed exactly within a part; scales and the sum over parts are float32. A NaN or Inf in x makes all outputs of
-its token NaN, and of no other. T tokens, I inputs, O outputs.
+quantized as for int8 weights (linear_quant/rows.py), but each `x_group` inputs of a token with a scale of their
+own, here or (`coded`) before: 32, or as many as share one of the weight's. All segments of a weight agree on that.
+Products of codes are summed exactly within a part; scales and the sum over parts are float32. A NaN or Inf in x
+makes all outputs of its token NaN, and of no other. T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace.back.kernels.linear_blocks.layout import (
     empty_segment,
     read_rows,
 )
-from headrace.back.kernels.linear_quant.op import quantize_activations
+from headrace.back.kernels.linear_quant.rows import CodedRows, activation_codes, coded_rows
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -34,14 +34,15 @@ from headrace.back.kernels.op import (
     sample_generator,
 )
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
+Linear = Callable[[torch.Tensor | CodedRows], torch.Tensor]
 _ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearBlocksProblem:
     """`kinds`: (name of the coding, outputs) of each segment. `wide`: the result is float32, and there is no bias.
-    `activation`: the first half of the outputs gates the second (kernels/gated_act), in float32: y has half as many."""
+    `activation`: the first half of the outputs gates the second (kernels/gated_act), in float32: y has half as many.
+    `coded`: x is CodedRows, made of rows of this dtype."""
 
     device: str
     dtype: torch.dtype
@@ -50,6 +51,7 @@ class LinearBlocksProblem:
     bias: bool = False
     wide: bool = False
     activation: str | None = None
+    coded: bool = False
 
     @property
     def outputs(self) -> int:
@@ -67,8 +69,9 @@ def bind_reference(
 ) -> Linear:
     """The definition, some outputs at a time; products of codes in float64 are exact."""
 
-    def linear(x_TI: torch.Tensor) -> torch.Tensor:
-        codes, scales = quantize_activations(x_TI, group=weight.x_group)
+    def linear(x: torch.Tensor | CodedRows) -> torch.Tensor:
+        codes, scales = activation_codes(x, inputs=problem.inputs, group=weight.x_group)
+        dtype = problem.dtype if isinstance(x, CodedRows) else x.dtype
         parts = [
             _product(segment, torch.arange(row, min(row + _ROWS, segment.outputs)), codes, scales)
             for segment in weight.segments
@@ -77,7 +80,7 @@ def bind_reference(
         y_TO = torch.cat(parts, 1)
         y_TO = y_TO if bias_O is None else y_TO + bias_O.float()
         y_TO = y_TO if problem.activation is None else gated(y_TO, problem.activation)
-        return y_TO if problem.wide else y_TO.to(x_TI.dtype)
+        return y_TO if problem.wide else y_TO.to(dtype)
 
     return linear
 
@@ -110,7 +113,8 @@ def _sample(problem: LinearBlocksProblem) -> Sample:
     bias = random_tensor(problem.outputs, **new) if problem.bias else None
     weight = random_weight(problem, generator)
     x_TI = random_tensor(5, problem.inputs, **new)
-    return Sample(problem=problem, weights=(weight, bias), arguments=(x_TI,))
+    x = coded_rows(x_TI, weight.x_group) if problem.coded else x_TI
+    return Sample(problem=problem, weights=(weight, bias), arguments=(x,))
 
 
 def random_weight(problem: LinearBlocksProblem, generator: torch.Generator) -> BlockWeight:

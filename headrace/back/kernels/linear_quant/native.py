@@ -11,6 +11,7 @@ import torch
 from headrace.back.kernels.gated_act.native import ACTIVATIONS
 from headrace.back.kernels.linear_quant.layout import PANEL, PackedWeight
 from headrace.back.kernels.linear_quant.op import Linear, LinearQuantProblem
+from headrace.back.kernels.linear_quant.rows import CodedRows, padded_inputs
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
@@ -18,6 +19,7 @@ from headrace.back.kernels.op import Kernel
 MAX_INPUTS = 65536
 """More could overflow the 32-bit sums of 255 * 127."""
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, *(INT32,) * 3)
+_CODES_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 5, *(INT32,) * 2)
 
 
 def bind_with(
@@ -30,12 +32,15 @@ def bind_with(
     assert (weight.outputs, weight.inputs) == (problem.outputs, problem.inputs), problem
     assert weight.panels.is_contiguous()
     assert bias_O is None or (bias_O.dtype == problem.dtype and bias_O.is_contiguous())
+    if problem.coded:
+        return _bind_coded(library, problem, weight, bias_O)
     kernel = library.bind("linear_quant", *_ARGUMENTS)
     inputs, outputs, code = problem.inputs, problem.outputs, DTYPES[problem.dtype]
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     panels, out = weight.panels, torch.float32 if problem.wide else problem.dtype
 
-    def linear(x_TI: torch.Tensor) -> torch.Tensor:
+    def linear(x_TI: torch.Tensor | CodedRows) -> torch.Tensor:
+        assert isinstance(x_TI, torch.Tensor), problem
         rows, width = x_TI.shape
         assert width == inputs and x_TI.dtype == problem.dtype, (x_TI.shape, x_TI.dtype)
         if x_TI.stride(1) != 1:
@@ -45,6 +50,33 @@ def bind_with(
             x_TI.data_ptr(), panels.data_ptr(), None if bias_O is None else bias_O.data_ptr(),
             y_TO.data_ptr(), rows, outputs, inputs, x_TI.stride(0), problem.results, activation,
             code, DTYPES[out],
+        )  # fmt: skip
+        return y_TO
+
+    return linear
+
+
+def _bind_coded(
+    library: NativeLibrary,
+    problem: LinearQuantProblem,
+    weight: PackedWeight,
+    bias_O: torch.Tensor | None,
+) -> Linear:
+    kernel = library.bind("linear_quant_codes", *_CODES_ARGUMENTS)
+    inputs, outputs = problem.inputs, problem.outputs
+    activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
+    panels, out = weight.panels, torch.float32 if problem.wide else problem.dtype
+    padded = padded_inputs(inputs, None)
+
+    def linear(x: torch.Tensor | CodedRows) -> torch.Tensor:
+        assert isinstance(x, CodedRows) and x.codes_TP.shape[1] == padded, x
+        codes, scales, sums = x
+        assert codes.stride(1) == 1 and scales.is_contiguous() and sums.is_contiguous()
+        y_TO = scales.new_empty(len(codes), problem.results, dtype=out)
+        kernel(
+            codes.data_ptr(), scales.data_ptr(), sums.data_ptr(), panels.data_ptr(),
+            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), len(codes), outputs, inputs,
+            codes.stride(0), problem.results, activation, DTYPES[out],
         )  # fmt: skip
         return y_TO
 

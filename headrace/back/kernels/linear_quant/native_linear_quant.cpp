@@ -1,6 +1,6 @@
-// y[M,N] = x[M,K] w[N,K]^T + bias[N] with packed int8 weights (layout.py) and activations quantized here to int8.
+// y[M,N] = x[M,K] w[N,K]^T + bias[N] with packed int8 weights (layout.py) and int8 activations.
 //
-// Rows of x become int8 first, with one scale per row. Then
+// Rows of x become int8 first, with one scale per row, unless the norm before has left them so (linear_quant_codes). Then
 // each thread takes panels of 64 outputs: a panel is one stream of bytes, read from memory once and, for more rows than
 // a tile holds, again from the second-level cache; so the same loop serves one row and a whole prompt. Lanes are outputs:
 // there is no sum over lanes, and a result is one fixed chain of operations whatever the rows beside it.
@@ -11,6 +11,7 @@
 #include "../native/activation.h"
 #include "../native/amx.h"
 #include "../native/int8.h"
+#include "../native/top.h"
 
 namespace {
 
@@ -35,6 +36,8 @@ struct Product {
   void* y;
   int64_t M, N, K, y_stride, panel_bytes, panels, panels_per_chunk, row_blocks;
   int32_t activation;  // -1, or the first half of the outputs gates the second
+  const Top* top;  // null, or where the best results are kept, and y is memory of a chunk
+  int64_t y_first;     // the output that y begins with
   // For quantizing in parallel.
   const void* source;
   int64_t source_stride, rows_per_chunk;
@@ -45,7 +48,7 @@ HR_INLINE void put_row(const Product& p, int64_t m, int64_t n, F v) {
   const int64_t count = smaller<int64_t>(p.N - n, kLanes);
   if (count <= 0) return;
   const Y* bias = static_cast<const Y*>(p.bias);
-  Y* y = static_cast<Y*>(p.y) + m * p.y_stride + n;
+  Y* y = static_cast<Y*>(p.y) + m * p.y_stride + (n - p.y_first);
   if (count == kLanes) {
     if (bias != nullptr) v += load(bias + n);
     store(y, v);
@@ -218,9 +221,13 @@ HR_INLINE void panel_results(const Product& p, const uint8_t* panel, int64_t m, 
 
 template <class Y>
 void panels_chunk(void* context, int64_t i) {
-  const Product p = *static_cast<const Product*>(context);
+  Product p = *static_cast<const Product*>(context);
   const int64_t first = i / p.row_blocks * p.panels_per_chunk, row = i % p.row_blocks * kRowBlock;
   const int64_t end = smaller(first + p.panels_per_chunk, p.panels), stop = smaller(p.M, row + kRowBlock);
+  if (p.top != nullptr) {
+    p.y = hr_scratch(p.M * p.y_stride * int64_t(sizeof(float)), 2), p.y_first = first * kPanel;
+    if (p.y == nullptr) __builtin_trap();
+  }
   alignas(64) float results[2][kMostRows * kPanel];
   int64_t most = kRows;
   [[maybe_unused]] int64_t shaped = 0;
@@ -243,6 +250,8 @@ void panels_chunk(void* context, int64_t i) {
 #if defined(HR_AMX)
   if (p.M >= kTileRows) tiles_release();
 #endif
+  if (p.top != nullptr)
+    top_take(*p.top, i, static_cast<const float*>(p.y), p.y_stride, p.y_first, smaller(end * kPanel, p.N) - p.y_first);
 }
 
 // One chunk of rows of x, quantized into the scratch memory.
@@ -252,15 +261,28 @@ void quantize_chunk(void* context, int64_t i) {
   const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.M);
   for (int64_t m = i * p.rows_per_chunk; m < end; ++m) {
     const T* x = static_cast<const T*>(p.source) + m * p.source_stride;
-    quantize(x, p.K, ceil_div(p.K, int64_t(64)) * 64, const_cast<int8_t*>(p.x.codes) + m * p.x.stride,
-             const_cast<float*>(p.x.scales) + m, const_cast<int32_t*>(p.x.sums) + m);
+    quantize_row(x, p.K, const_cast<int8_t*>(p.x.codes) + m * p.x.stride, const_cast<float*>(p.x.scales) + m,
+                 const_cast<int32_t*>(p.x.sums) + m);
   }
+}
+
+// The product with the rows of codes at p.x.
+template <class Y>
+int32_t multiply(Product& p) {
+  // With an activation a chunk does panels of the first half, and those that they gate.
+  if (p.activation >= 0) p.N /= 2;
+  p.panels = ceil_div(p.N, kPanel);
+  p.panel_bytes = kPanel * 4 + ceil_div(p.K, int64_t(4)) * kStepBytes;
+  p.row_blocks = ceil_div(p.M, kRowBlock);
+  p.panels_per_chunk = larger<int64_t>(1, p.M > kRows ? 1 : kChunkBytes / p.panel_bytes);
+  if (p.top != nullptr) p.panels_per_chunk = kTopOutputs / kPanel, p.y_stride = kTopOutputs;
+  hr_parallel(panels_chunk<Y>, &p, ceil_div(p.panels, p.panels_per_chunk) * p.row_blocks);
+  return HR_OK;
 }
 
 template <class T, class Y>
 int32_t run(Product& p) {
-  // Rows a power of two apart would share the sets of the first-level cache: one line more.
-  p.x.stride = ceil_div(p.K, 64) * 64 + 64;
+  p.x.stride = codes_stride(p.K);
   const int64_t codes = p.M * p.x.stride, facts = ceil_div(p.M, int64_t(16)) * 64;
   char* scratch = static_cast<char*>(hr_scratch(codes + 2 * facts));
   if (scratch == nullptr) return HR_NO_MEMORY;
@@ -269,14 +291,12 @@ int32_t run(Product& p) {
   p.x.sums = reinterpret_cast<int32_t*>(scratch + codes + facts);
   p.rows_per_chunk = larger<int64_t>(1, 32 * 1024 / p.K);
   hr_parallel(quantize_chunk<T>, &p, ceil_div(p.M, p.rows_per_chunk));
-  // With an activation a chunk does panels of the first half, and those that they gate.
-  if (p.activation >= 0) p.N /= 2;
-  p.panels = ceil_div(p.N, kPanel);
-  p.panel_bytes = kPanel * 4 + ceil_div(p.K, int64_t(4)) * kStepBytes;
-  p.row_blocks = ceil_div(p.M, kRowBlock);
-  p.panels_per_chunk = larger<int64_t>(1, p.M > kRows ? 1 : kChunkBytes / p.panel_bytes);
-  hr_parallel(panels_chunk<Y>, &p, ceil_div(p.panels, p.panels_per_chunk) * p.row_blocks);
-  return HR_OK;
+  return multiply<Y>(p);
+}
+
+bool sound(int64_t M, int64_t N, int64_t K, int32_t activation, const void* bias) {
+  if (M < 0 || N < 0 || K <= 0 || K > 65536) return false;  // 255 * 127 * K must stay below 2^31
+  return activation <= RELU && (activation < 0 || (N % (2 * kPanel) == 0 && bias == nullptr));
 }
 
 }  // namespace
@@ -287,9 +307,7 @@ int32_t run(Product& p) {
 HR_PUBLIC int32_t HR_EXPORT(linear_quant)(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N,
                                           int64_t K, int64_t x_stride, int64_t y_stride, int32_t activation,
                                           int32_t dtype, int32_t y_dtype) {
-  // 255 * 127 * K must stay below 2^31.
-  if (M < 0 || N < 0 || K <= 0 || K > 65536) return HR_BAD_SHAPE;
-  if (activation > RELU || (activation >= 0 && (N % (2 * kPanel) || bias != nullptr))) return HR_BAD_SHAPE;
+  if (!sound(M, N, K, activation, bias)) return HR_BAD_SHAPE;
   if (M == 0 || N == 0) return HR_OK;
   Product p{};
   p.w = static_cast<const uint8_t*>(w), p.bias = bias, p.y = y, p.source = x;
@@ -302,3 +320,43 @@ HR_PUBLIC int32_t HR_EXPORT(linear_quant)(const void* x, const void* w, const vo
   return HR_BAD_DTYPE;
 }
 HR_REPLAYABLE(linear_quant)
+
+// The same with rows that are int8 already: codes [M, stride], zeros from K to a multiple of 64; scales and sums of codes [M].
+HR_PUBLIC int32_t HR_EXPORT(linear_quant_codes)(const int8_t* codes, const float* scales, const int32_t* sums, const void* w,
+                                                const void* bias, void* y, int64_t M, int64_t N, int64_t K,
+                                                int64_t codes_stride, int64_t y_stride, int32_t activation,
+                                                int32_t y_dtype) {
+  if (!sound(M, N, K, activation, bias) || codes_stride < ceil_div(K, int64_t(64)) * 64) return HR_BAD_SHAPE;
+  if (M == 0 || N == 0) return HR_OK;
+  Product p{};
+  p.x = {codes, scales, sums, codes_stride};
+  p.w = static_cast<const uint8_t*>(w), p.bias = bias, p.y = y;
+  p.M = M, p.N = N, p.K = K, p.activation = activation, p.y_stride = y_stride;
+  if (y_dtype == HR_BF16) return multiply<bf16>(p);
+  if (y_dtype == HR_F16) return multiply<fp16>(p);
+  if (y_dtype == HR_F32) return multiply<float>(p);
+  return HR_BAD_DTYPE;
+}
+HR_REPLAYABLE(linear_quant_codes)
+
+// The `count` best of the results that `linear_quant` would give in float32: outputs and values [M, count], best first.
+HR_PUBLIC int32_t HR_EXPORT(linear_quant_top)(const void* x, const void* w, int64_t* ids, float* values, int64_t M,
+                                              int64_t N, int64_t K, int64_t x_stride, int64_t count, int32_t dtype) {
+  if (!sound(M, N, K, -1, nullptr) || count < 1 || count > N) return HR_BAD_SHAPE;
+  const int64_t bytes = dtype == HR_F32 ? 4 : 2;
+  for (int64_t m = 0; m < M; m += kTopRows) {
+    Top top{count, smaller(M - m, kTopRows), ceil_div(N, kTopOutputs), nullptr, nullptr};
+    if (!top_begin(top)) return HR_NO_MEMORY;
+    Product p{};
+    p.w = static_cast<const uint8_t*>(w), p.source = static_cast<const char*>(x) + m * x_stride * bytes;
+    p.M = top.rows, p.N = N, p.K = K, p.activation = -1, p.source_stride = x_stride, p.top = &top;
+    const int32_t status = dtype == HR_BF16  ? run<bf16, float>(p)
+                           : dtype == HR_F16 ? run<fp16, float>(p)
+                           : dtype == HR_F32 ? run<float, float>(p)
+                                             : int32_t(HR_BAD_DTYPE);
+    if (status != HR_OK) return status;
+    top_merge(top, ids + m * count, values + m * count);
+  }
+  return HR_OK;
+}
+HR_REPLAYABLE(linear_quant_top)

@@ -1,9 +1,8 @@
 """y = x W^T + b with packed int8 weights, a scale per output, and activations quantized on the way to int8.
 
-`bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. Activations are
-symmetric: code = round(x * 127 / m), ties to even, with m the largest magnitude of the token. Products of codes
-are summed exactly; scales are float32. A NaN or Inf in x makes all outputs of its token NaN, and of no other.
-Magnitudes below 1e-30 count as 0. T tokens, I inputs, O outputs.
+`bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. How activations become
+codes: rows.py; with `coded` x is CodedRows already. Products of codes are summed exactly; scales are float32. A NaN or
+Inf in x makes all outputs of its token NaN, and of no other. T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from headrace.back.kernels.linear_quant.layout import (
     read_rows,
     write_panels,
 )
+from headrace.back.kernels.linear_quant.rows import CodedRows, activation_codes, coded_rows
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -30,14 +30,15 @@ from headrace.back.kernels.op import (
     sample_generator,
 )
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
+Linear = Callable[[torch.Tensor | CodedRows], torch.Tensor]
 _ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearQuantProblem:
     """`wide`: y is float32 whatever the dtype of x (logits); without a bias only. `activation`: the first half of the
-    outputs gates the second (kernels/gated_act), in float32: y has half as many."""
+    outputs gates the second (kernels/gated_act), in float32: y has half as many. `coded`: x is CodedRows, made of rows
+    of this dtype."""
 
     device: str
     dtype: torch.dtype
@@ -46,6 +47,7 @@ class LinearQuantProblem:
     bias: bool = False
     wide: bool = False
     activation: str | None = None
+    coded: bool = False
 
     @property
     def results(self) -> int:
@@ -53,26 +55,14 @@ class LinearQuantProblem:
         return self.outputs if self.activation is None else self.outputs // 2
 
 
-def quantize_activations(x_TI: torch.Tensor, *, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (float64 [T, I]) and scales (float32 [T, G]), one for each `group` inputs."""
-    tokens, inputs = x_TI.shape
-    padded = torch.nn.functional.pad(x_TI.float(), (0, -inputs % group)).view(tokens, -1, group)
-    lost = ~padded.isfinite().all(-1, keepdim=True)
-    padded = padded.masked_fill(lost, 0)
-    top = padded.abs().amax(-1, keepdim=True)
-    # A number divided by a tensor is its reciprocal's product to torch: rounded twice.
-    inverse = torch.where(top > 1e-30, top.new_tensor(127.0) / top, 0)
-    codes = (padded * inverse).round().view(tokens, -1)[:, :inputs]
-    return codes.double(), (top / 127.0).masked_fill(lost, torch.nan)[..., 0]
-
-
 def bind_reference(
     problem: LinearQuantProblem, weight: PackedWeight, bias_O: torch.Tensor | None
 ) -> Linear:
     """The definition, some outputs at a time; products of codes in float64 are exact."""
 
-    def linear(x_TI: torch.Tensor) -> torch.Tensor:
-        codes, scales = quantize_activations(x_TI, group=problem.inputs)
+    def linear(x: torch.Tensor | CodedRows) -> torch.Tensor:
+        codes, scales = activation_codes(x, inputs=problem.inputs, group=None)
+        dtype = problem.dtype if isinstance(x, CodedRows) else x.dtype
         parts = [
             _product(weight, torch.arange(row, min(row + _ROWS, problem.outputs)), codes, scales)
             for row in range(0, problem.outputs, _ROWS)
@@ -80,7 +70,7 @@ def bind_reference(
         y_TO = torch.cat(parts, 1)
         y_TO = y_TO if bias_O is None else y_TO + bias_O.float()
         y_TO = y_TO if problem.activation is None else gated(y_TO, problem.activation)
-        return y_TO if problem.wide else y_TO.to(x_TI.dtype)
+        return y_TO if problem.wide else y_TO.to(dtype)
 
     return linear
 
@@ -103,11 +93,9 @@ def _sample(problem: LinearQuantProblem) -> Sample:
     generator = sample_generator()
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     bias = random_tensor(problem.outputs, **new) if problem.bias else None
-    return Sample(
-        problem=problem,
-        weights=(random_weight(problem, generator), bias),
-        arguments=(random_tensor(3, problem.inputs, **new),),
-    )
+    weight, x_TI = random_weight(problem, generator), random_tensor(3, problem.inputs, **new)
+    x = coded_rows(x_TI, None) if problem.coded else x_TI
+    return Sample(problem=problem, weights=(weight, bias), arguments=(x,))
 
 
 def random_weight(problem: LinearQuantProblem, generator: torch.Generator) -> PackedWeight:

@@ -4,6 +4,9 @@
 // maximum, exponential and sum need no step across lanes. Weights go back as rows of bf16, values are interleaved by pairs
 // of tokens, and O = P V runs over the same tiles for one query as for many: a row's bits depend on no other row. KV tiles
 // begin at multiples of 64 tokens whatever the window, and values outside [low, high) count as zeros, for they may be NaN.
+//
+// Codes (int8, fp8) are exact in bf16: 16 tokens at a time they are widened on the way into the same tiles, once for all query
+// rows of the task; the scale of a key goes onto its scores and that of a value onto its weights.
 #pragma once
 
 #include "amx.h"
@@ -14,7 +17,7 @@ namespace {
 
 constexpr int64_t kQueryRows = 32, kKeys = 64;
 
-// What a task reads besides the paged cache; `keys(position)` and `values(position)` say where a token's vector lies.
+// What a task reads besides the paged cache.
 struct TileTask {
   int64_t rows, head_dim, low, high, window;
   float scale, softcap;
@@ -112,17 +115,31 @@ HR_INLINE F fast_exp(F x) {
 // Where the next tile's keys and values lie, 16 tokens each: with few query rows a task waits for memory, and the hardware
 // does not see blocks coming that lie anywhere. They are fetched evenly over the work on scores.
 struct Ahead {
-  const bf16 *keys[4], *values[4];
+  const char *keys[4], *values[4];
+  int64_t bytes;  // of a token's vector
 };
-HR_INLINE void fetch_row(const bf16* row, int64_t D) {
-  for (int64_t d = 0; d < D; d += 32) __builtin_prefetch(row + d, 0, 2);
+HR_INLINE void fetch_bytes(const char* at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+// The scales of a KV tile's tokens, where the cache holds codes; 0 outside [low, high).
+struct TileScales {
+  alignas(64) float keys[kKeys], values[kKeys];
+};
+
+// 16 tokens' codes as bf16.
+template <class S>
+HR_INLINE const bf16* widen_rows(const S* codes, int64_t D, bf16* to) {
+  for (int64_t i = 0; i < 16 * D; i += 32)
+    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh((__m512)load(codes + i + 16), (__m512)load(codes + i)));
+  return to;
 }
 
 // Scores of a KV tile from token `first` on become weights in the tiles of `weights`; returns what the earlier sums must be
 // multiplied by.
-template <bool FETCH>
-HR_INLINE F tile_soften(const TileTask& p, const float* scores, const Ahead& ahead, int64_t first, const int32_t* position, Running& run,
-                        char* weights) {
+template <bool FETCH, bool CODED>
+HR_INLINE F tile_soften(const TileTask& p, const float* scores, const TileScales& scales, const Ahead& ahead, int64_t first,
+                        const int32_t* position, Running& run, char* weights) {
   const I at = load_raw<I>(position);
   const I least = at - int32_t(smaller<int64_t>(p.window, INT32_MAX) - 1);  // the first visible position
   const F none = splat(-__builtin_inff());
@@ -131,8 +148,9 @@ HR_INLINE F tile_soften(const TileTask& p, const float* scores, const Ahead& ahe
   F s[kKeys];
   F best = none;
   for (int64_t j = 0; j < kKeys; ++j) {
-    if (FETCH) fetch_row(ahead.keys[j / 16] + j % 16 * p.head_dim, p.head_dim);
+    if (FETCH) fetch_bytes(ahead.keys[j / 16] + j % 16 * ahead.bytes, ahead.bytes);
     F v = load(scores + j * 32) * p.scale;
+    if (CODED) v *= scales.keys[j];
     if (p.softcap > 0) v = p.softcap * vtanh(v / p.softcap);
     if (!whole) {
       const int32_t key = int32_t(first + j);
@@ -150,10 +168,11 @@ HR_INLINE F tile_soften(const TileTask& p, const float* scores, const Ahead& ahe
     __m512i rows[16];
     HR_UNROLL for (int i = 0; i < 16; ++i) {
       const int64_t j = step * 32 + 2 * i;
-      if (FETCH) fetch_row(ahead.values[j / 16] + j % 16 * p.head_dim, 2 * p.head_dim);
-      const F even = fast_exp(s[step * 32 + 2 * i] - base), odd = fast_exp(s[step * 32 + 2 * i + 1] - base);
+      if (FETCH) fetch_bytes(ahead.values[j / 16] + j % 16 * ahead.bytes, 2 * ahead.bytes);
+      F even = fast_exp(s[j] - base), odd = fast_exp(s[j + 1] - base);
       sums += even;
       sums += odd;
+      if (CODED) even *= scales.values[j], odd *= scales.values[j + 1];
       const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
       rows[i] = _mm512_permutex2var_epi16(both, order, _mm512_shuffle_i64x2(both, both, 0x4e));
     }
@@ -211,11 +230,11 @@ HR_INLINE void pack_queries(const TileTask& p, Query query, char* to) {
     }
 }
 
-// The whole task. at(position, half): where a token's key (0) or value (1) lies; 16 tokens from a multiple of 16 on are
-// neighbours. Leaves sums (not divided by total) in m.sums; maximum and total per row in max and
-// total, which hold what each row begins with.
-template <int NQ, class At>
-HR_INLINE void tile_attend(const TileTask& p, const TileMemory& m, At at, float* max, float* total) {
+// The whole task. kv.rows(token, half, slot): the keys (0) or values (1) of 16 tokens, of a multiple of 16 on, in bf16, valid
+// until the slot (0 .. 2) is used again; kv.where: where they lie; kv.scales: of a tile's tokens. Leaves sums (not divided by
+// total) in m.sums; maximum and total per row in max and total, which hold what each row begins with.
+template <int NQ, class KV>
+HR_INLINE void tile_attend(const TileTask& p, const TileMemory& m, const KV& kv, float* max, float* total) {
   const int64_t D = p.head_dim;
   Running run[NQ];
   for (int q = 0; q < NQ; ++q) run[q] = {load(max + q * 16), load(total + q * 16)};
@@ -230,13 +249,13 @@ HR_INLINE void tile_attend(const TileTask& p, const TileMemory& m, At at, float*
         for (int64_t i = 0; i < 32 * 32; i += kLanes) store(m.scores + j * 32 + i, F{});
         continue;
       }
-      const bf16 *ka = at(has_a ? a : b, 0), *kb = at(has_b ? b : a, 0);
+      const bf16 *ka = kv.rows(has_a ? a : b, 0, 0), *kb = has_a && has_b ? kv.rows(b, 0, 1) : ka;
       tile_scores<NQ>(ka, kb, m.queries, D, m.scores + j * 32);
     }
     for (int64_t j = 0; j < kKeys; j += 16) {
       const int64_t token = first + j;
       const bool any = token < p.high && token + 16 > p.low;
-      const bf16* v = any ? at(token, 1) : nullptr;
+      const bf16* v = any ? kv.rows(token, 1, 2) : nullptr;
       for (int64_t i = 0; i < 16; i += 2) {
         const bool even = any && token + i >= p.low && token + i < p.high;
         const bool odd = any && token + i + 1 >= p.low && token + i + 1 < p.high;
@@ -244,14 +263,17 @@ HR_INLINE void tile_attend(const TileTask& p, const TileMemory& m, At at, float*
         pair_values(even ? v + i * D : nullptr, odd ? v + (i + 1) * D : nullptr, D, to);
       }
     }
+    TileScales scales;
+    if (KV::bytes == 1) kv.scales(first, p.low, p.high, scales);
     Ahead ahead;
+    ahead.bytes = D * KV::bytes;
     for (int64_t j = 0; NQ == 1 && j < 4; ++j) {
       const int64_t token = smaller(first + kKeys + j * 16, p.high - 1);
-      ahead.keys[j] = at(token / 16 * 16, 0), ahead.values[j] = at(token / 16 * 16, 1);
+      ahead.keys[j] = kv.where(token / 16 * 16, 0), ahead.values[j] = kv.where(token / 16 * 16, 1);
     }
     for (int q = 0; q < NQ; ++q) {
-      const F factor = tile_soften<NQ == 1>(p, m.scores + q * 16, ahead, first, p.position + q * 16, run[q],
-                                   m.weights + q * 2 * kTileBytes);
+      const F factor = tile_soften<NQ == 1, KV::bytes == 1>(p, m.scores + q * 16, scales, ahead, first, p.position + q * 16,
+                                                       run[q], m.weights + q * 2 * kTileBytes);
       scale_sums(factor, m.sums + q * D * 16, D);
     }
     tile_mix<NQ>(m, D);

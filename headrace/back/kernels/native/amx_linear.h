@@ -7,9 +7,13 @@
 //
 // Few rows of x: weights stream from memory, the next block is fetched ahead. Many: 32 weight rows are copied into tile
 // order, a stretch of K at a time that stays in the first-level cache, and all rows of x go by from the second-level cache.
+//
+// Where the first half of the weights gates the second, the two blocks of 16 weight rows are one of gates and the one it gates.
 #pragma once
 
+#include "activation.h"
 #include "amx.h"
+#include "top.h"
 
 #if defined(HR_AMX)
 
@@ -30,7 +34,14 @@ struct TileLinear {
   int64_t steps;      // along K
   char* tokens;       // x packed: blocks of 16 rows, each `steps` tiles of 16 pairs by `width` rows
   int64_t rows_per_chunk;
+  int64_t gated;       // 0, or so many outputs: those of y, and weight row n + gated belongs to n
+  int32_t activation;  // then
+  const Top* top;      // null, or where the best results are kept, and y is memory of a chunk
+  int64_t y_first;     // the output that y begins with
 };
+
+// From one block of 16 weight rows to the other.
+HR_INLINE int64_t to_second(const TileLinear& p) { return p.gated > 0 ? p.gated : kTile; }
 
 // Rows of x in the block that starts at m.
 HR_INLINE int64_t width_at(int64_t M, int64_t m) { return smaller(M - m, kTile); }
@@ -63,11 +74,13 @@ struct Side {
   int64_t stride, step;
 };
 
-// tmm0 .. tmm3 += a0 b0, a0 b1, a1 b0, a1 b1 over `steps`. PF: cache lines fetched ahead per step from `next` on.
+// tmm0 .. tmm3 += a0 b0, a0 b1, a1 b0, a1 b1 over `steps`. PF: cache lines fetched ahead per step, half of them from `next`
+// and half from `second` on.
 template <bool A1, bool B1, int PF>
-HR_INLINE void multiply(Side a, Side b, int64_t steps, const char* next) {
+HR_INLINE void multiply(Side a, Side b, int64_t steps, const char* next, const char* second) {
   for (int64_t k = 0; k < steps; ++k) {
-    HR_UNROLL for (int i = 0; i < PF; ++i) __builtin_prefetch(next + i * 64, 0, 2);
+    HR_UNROLL for (int i = 0; i < PF / 2; ++i) __builtin_prefetch(next + i * 64, 0, 2);
+    HR_UNROLL for (int i = 0; i < PF / 2; ++i) __builtin_prefetch(second + i * 64, 0, 2);
     HR_TILE_LOAD(6, b.first, b.stride);
     HR_TILE_LOAD(4, a.first, a.stride);
     HR_TILE_DOT_BF16(0, 4, 6);
@@ -80,7 +93,8 @@ HR_INLINE void multiply(Side a, Side b, int64_t steps, const char* next) {
       HR_TILE_DOT_BF16(1, 4, 7);
       if (A1) HR_TILE_DOT_BF16(3, 5, 7);
     }
-    a.first += a.step, a.second += a.step, b.first += b.step, b.second += b.step, next += PF * 64;
+    a.first += a.step, a.second += a.step, b.first += b.step, b.second += b.step;
+    next += PF / 2 * 64, second += PF / 2 * 64;
   }
 }
 
@@ -113,7 +127,7 @@ template <class Y>
 HR_INLINE void put_tile(const TileLinear& p, const char* c, int64_t stride, int64_t n, int64_t outputs, int64_t m,
                         int64_t rows) {
   const F bias = p.bias == nullptr ? F{} : load_part(static_cast<const bf16*>(p.bias) + n, outputs);
-  Y* y = static_cast<Y*>(p.y) + m * p.y_stride + n;
+  Y* y = static_cast<Y*>(p.y) + m * p.y_stride + (n - p.y_first);
   if (stride == 4) {
     store_part(y, load(reinterpret_cast<const float*>(c)) + bias, outputs);
     return;
@@ -129,8 +143,20 @@ HR_INLINE void put_tile(const TileLinear& p, const char* c, int64_t stride, int6
     if (j < rows) store_part(y + j * p.y_stride, (F)r[j] + bias, outputs);
 }
 
+// c[2] and c[3] gated by c[0] and c[1], to rows m .. of y.
 template <class Y>
-HR_INLINE void put_results(const TileLinear& p, const char* c, int64_t stride, int64_t n, int64_t m) {
+HR_INLINE void put_gated(const TileLinear& p, char* c, int64_t stride, int64_t n, int64_t m) {
+  for (int64_t j = 0; j < 2 && m + j * kTile < p.M; ++j) {
+    float* gates = reinterpret_cast<float*>(c + j * kTileBytes);
+    const float* ups = reinterpret_cast<const float*>(c + (2 + j) * kTileBytes);
+    for (int64_t i = 0; i < kTile * stride / 4; i += kLanes) store(gates + i, gate(p.activation, load(gates + i), load(ups + i)));
+    put_tile<Y>(p, c + j * kTileBytes, stride, n, kTile, m + j * kTile, width_at(p.M, m + j * kTile));
+  }
+}
+
+template <class Y>
+HR_INLINE void put_results(const TileLinear& p, char* c, int64_t stride, int64_t n, int64_t m) {
+  if (p.gated > 0) return put_gated<Y>(p, c, stride, n, m);
   for (int64_t i = 0; i < 2; ++i)
     for (int64_t j = 0; j < 2; ++j)
       if (n + i * kTile < p.N && m + j * kTile < p.M)
@@ -142,7 +168,7 @@ HR_INLINE void put_results(const TileLinear& p, const char* c, int64_t stride, i
 HR_INLINE void configure_block(const TileLinear& p, int64_t n, int64_t m) {
   TileShapes shapes;
   for (int i = 0; i < 2; ++i) {
-    const int64_t outputs = larger<int64_t>(smaller(p.N - n - i * kTile, kTile), 0);
+    const int64_t outputs = p.gated > 0 ? kTile : larger<int64_t>(smaller(p.N - n - i * kTile, kTile), 0);
     const int64_t rows = larger<int64_t>(smaller(p.M - m - i * kTile, kTile), 0);
     for (int j = 0; j < 2; ++j) {
       const int64_t beside = larger<int64_t>(smaller(p.M - m - j * kTile, kTile), 0);
@@ -164,24 +190,27 @@ HR_INLINE Side tokens_at(const TileLinear& p, int64_t m, int64_t step) {
 HR_INLINE void copy_last(const TileLinear& p, int64_t n, char* to) {
   const int64_t k = (p.steps - 1) * kStepK;
   const __mmask32 mask = __mmask32((1ull << (p.K - k)) - 1);
-  for (int64_t j = 0; j < smaller(p.N - n, kPair); ++j)
-    _mm512_store_si512(to + j * 64, _mm512_maskz_loadu_epi16(mask, p.w + (n + j) * p.w_stride + k));
+  for (int64_t j = 0; j < kPair; ++j) {
+    const int64_t row = n + j % kTile + j / kTile * to_second(p);
+    if (row < p.N) _mm512_store_si512(to + j * 64, _mm512_maskz_loadu_epi16(mask, p.w + row * p.w_stride + k));
+  }
 }
 
 // 32 weight rows at n, read in place, against rows [m, m + 32) of x.
 template <class Y, bool A1, bool B1, int PF>
 HR_INLINE void few_tile(const TileLinear& p, int64_t n, int64_t m, const char* next) {
+  const int64_t across = to_second(p) * p.w_stride * 2;
   alignas(64) char c[4 * kTileBytes];
   const char* w = reinterpret_cast<const char*>(p.w + n * p.w_stride);
   const int64_t whole = p.K / kStepK;
-  const Side a{w, w + kTile * p.w_stride * 2, p.w_stride * 2, 64}, b = tokens_at(p, m, 0);
+  const Side a{w, w + across, p.w_stride * 2, 64}, b = tokens_at(p, m, 0);
   zero_results<A1, B1>();
-  multiply<A1, B1, PF>(a, b, whole, next);
+  multiply<A1, B1, PF>(a, b, whole, next, next + across);
   if (whole < p.steps) {
     alignas(64) char last[2 * kTileBytes];
     copy_last(p, n, last);
     const Side rest = tokens_at(p, m, whole);
-    multiply<A1, B1, 0>({last, last + kTileBytes, 64, 0}, rest, 1, nullptr);
+    multiply<A1, B1, 0>({last, last + kTileBytes, 64, 0}, rest, 1, nullptr, nullptr);
   }
   const int64_t stride = p.M - m == 1 ? 4 : 64;
   store_results<A1, B1>(c, stride);
@@ -207,26 +236,33 @@ HR_INLINE void few_block(const TileLinear& p, int64_t n, const char* next) {
 
 template <class Y>
 void few_chunk(void* context, int64_t i) {
-  const TileLinear p = *static_cast<const TileLinear*>(context);
-  const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.N);
+  TileLinear p = *static_cast<const TileLinear*>(context);
+  const int64_t first = i * p.rows_per_chunk, end = smaller(first + p.rows_per_chunk, p.gated > 0 ? p.gated : p.N);
+  if (p.top != nullptr) {
+    p.y = hr_scratch(p.M * p.y_stride * int64_t(sizeof(float)), 2), p.y_first = first;
+    if (p.y == nullptr) __builtin_trap();
+  }
   configure_block(p, 0, 0);
-  int64_t n = i * p.rows_per_chunk;
-  for (; n + kPair <= end; n += kPair)
-    few_block<Y, true>(p, n, reinterpret_cast<const char*>(p.w + (n + kPair) * p.w_stride));
+  int64_t n = first;
+  const int64_t outputs = p.gated > 0 ? kTile : kPair;
+  for (; n + outputs <= end; n += outputs)
+    few_block<Y, true>(p, n, reinterpret_cast<const char*>(p.w + (n + outputs) * p.w_stride));
   for (; n < end; n += kTile) {
     configure_block(p, n, 0);
     few_block<Y, false>(p, n, nullptr);
   }
   tiles_release();
+  if (p.top != nullptr) top_take(*p.top, i, static_cast<const float*>(p.y), p.y_stride, first, end - first);
 }
 
 // 32 weight rows and `steps` of K as tiles, the two of a step side by side; zeros beyond N and K.
 HR_INLINE void copy_weights(const TileLinear& p, int64_t n, int64_t step, int64_t steps, char* to) {
   for (int64_t j = 0; j < kPair; ++j) {
-    const bf16* w = p.w + (n + j) * p.w_stride + step * kStepK;
+    const int64_t number = n + j % kTile + j / kTile * to_second(p);
+    const bf16* w = p.w + number * p.w_stride + step * kStepK;
     char* row = to + j / kTile * kTileBytes + j % kTile * 64;
     for (int64_t k = 0; k < steps; ++k, w += kStepK, row += 2 * kTileBytes) {
-      const int64_t left = n + j < p.N ? smaller(p.K - (step + k) * kStepK, kStepK) : 0;
+      const int64_t left = number < p.N ? smaller(p.K - (step + k) * kStepK, kStepK) : 0;
       _mm512_store_si512(row, left == kStepK ? _mm512_loadu_si512(w)
                                              : _mm512_maskz_loadu_epi16(__mmask32((1ull << left) - 1), w));
     }
@@ -237,7 +273,7 @@ HR_INLINE void copy_weights(const TileLinear& p, int64_t n, int64_t step, int64_
 template <class Y>
 void many_chunk(void* context, int64_t i) {
   const TileLinear p = *static_cast<const TileLinear*>(context);
-  const int64_t n = i * kPair, blocks = ceil_div(p.M, kPair);
+  const int64_t n = i * (p.gated > 0 ? kTile : kPair), blocks = ceil_div(p.M, kPair);
   char* w = static_cast<char*>(hr_scratch(kCachedSteps * 2 * kTileBytes + blocks * 4 * kTileBytes, 1));
   if (w == nullptr) __builtin_trap();
   char* results = w + kCachedSteps * 2 * kTileBytes;
@@ -253,7 +289,7 @@ void many_chunk(void* context, int64_t i) {
       if (step == 0) zero_results<true, true>();
       else load_results<true, true>(c);
       multiply<true, true, 0>({w, w + kTileBytes, 64, 2 * kTileBytes}, {x, x + p.steps * kTileBytes, 64, kTileBytes}, steps,
-                              nullptr);
+                              nullptr, nullptr);
       store_results<true, true>(c, 64);
       if (step + steps == p.steps) put_results<Y>(p, c, 64, n, m);
     }
@@ -283,8 +319,10 @@ int32_t tile_linear(TileLinear p) {
     p.tokens = static_cast<char*>(hr_scratch(ceil_div(p.M, kTile) * p.steps * kTileBytes, 0));
     if (p.tokens == nullptr) return HR_NO_MEMORY;
     for (int64_t i = 0; i < ceil_div(p.M, kTile); ++i) pack_tokens(&p, i);
-    p.rows_per_chunk = ceil_div(larger<int64_t>(kFewBytes / (p.K * 2), 1), kPair) * kPair;
-    hr_parallel(few_chunk<Y>, &p, ceil_div(p.N, p.rows_per_chunk));
+    const int64_t outputs = p.gated > 0 ? p.gated : p.N, each = p.K * (p.gated > 0 ? 4 : 2);
+    if (p.top != nullptr) p.rows_per_chunk = p.y_stride = kTopOutputs;
+    else p.rows_per_chunk = ceil_div(larger<int64_t>(kFewBytes / each, 1), kPair) * kPair;
+    hr_parallel(few_chunk<Y>, &p, ceil_div(outputs, p.rows_per_chunk));
     return HR_OK;
   }
   const int64_t most = larger<int64_t>(kCachedTokens / (p.steps * kStepK * 2) / kPair, 2) * kPair;
@@ -295,7 +333,7 @@ int32_t tile_linear(TileLinear p) {
     TileLinear part = p;
     part.x += m * p.x_stride, part.y = static_cast<Y*>(p.y) + m * p.y_stride, part.M = smaller(p.M - m, rows);
     hr_parallel(pack_padded, &part, ceil_div(part.M, kPair) * 2);
-    hr_parallel(many_chunk<Y>, &part, ceil_div(p.N, kPair));
+    hr_parallel(many_chunk<Y>, &part, p.gated > 0 ? p.gated / kTile : ceil_div(p.N, kPair));
   }
   return HR_OK;
 }

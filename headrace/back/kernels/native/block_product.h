@@ -3,6 +3,7 @@
 
 #include "activation.h"
 #include "block_panels.h"
+#include "top.h"
 
 namespace {
 
@@ -24,6 +25,8 @@ struct Product {
   void* y;
   int64_t M, K, source_stride, y_stride, panels_per_task, row_block, row_blocks, tile_rows, rows_per_chunk;
   int64_t outputs, results;  // of the weight, and of y
+  const Top* top;             // null, or where the best results are kept, and y is memory of a task
+  int64_t y_first;            // the output that y begins with
   int32_t dtype, activation;  // activation: -1, or the first half of the outputs gates the second
 };
 
@@ -33,7 +36,7 @@ HR_INLINE int64_t panel_bytes(const Product& p) { return ceil_div(p.K, int64_t(C
 template <class Y>
 HR_INLINE void put_typed(const Product& p, int64_t m, int64_t n, int64_t count, F v) {
   const Y* bias = static_cast<const Y*>(p.bias);
-  Y* y = static_cast<Y*>(p.y) + m * p.y_stride + n;
+  Y* y = static_cast<Y*>(p.y) + m * p.y_stride + (n - p.y_first);
   if (count >= kLanes) {
     if (bias != nullptr) v += load(bias + n);
     store(y, v);

@@ -66,6 +66,27 @@ HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* codes
 #endif
 }
 
+// A row of `width` values in groups of `group` inputs, each with a scale; inputs beyond the last are 0. Two sums per group: of
+// the codes of its first 16 inputs, and of the others.
+template <class T>
+HR_INLINE void quantize_groups(const T* x, int64_t width, int64_t group, int8_t* codes, float* scales, int32_t* sums) {
+  for (int64_t k = 0; k < width; k += group, codes += group, ++scales, sums += 2) {
+    int32_t all = 0, half = 0;
+    quantize(x + k, smaller(width - k, group), group, codes, scales, &all);
+    for (int i = 0; i < 16; ++i) half += codes[i];
+    sums[0] = half, sums[1] = all - half;
+  }
+}
+
+// A row with one scale and one sum; codes up to a whole tile of inputs are 0.
+template <class T>
+HR_INLINE void quantize_row(const T* x, int64_t width, int8_t* codes, float* scale, int32_t* sum) {
+  quantize(x, width, ceil_div(width, int64_t(64)) * 64, codes, scale, sum);
+}
+
+// Bytes from row to row of codes: rows a power of two apart would share the sets of the first-level cache, so one line more.
+HR_INLINE int64_t codes_stride(int64_t inputs) { return ceil_div(inputs, int64_t(64)) * 64 + 64; }
+
 HR_INLINE I broadcast(const int8_t* four) {
   int32_t v;
   __builtin_memcpy(&v, four, 4);

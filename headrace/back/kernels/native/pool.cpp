@@ -169,7 +169,7 @@ void* hr_scratch(int64_t bytes, int slot) {
     int64_t bytes = 0;
     ~Buffer() { std::free(memory); }
   };
-  static thread_local Buffer buffers[2];
+  static thread_local Buffer buffers[4];
   Buffer& buffer = buffers[slot];
   if (buffer.bytes < bytes) {
     std::free(buffer.memory);

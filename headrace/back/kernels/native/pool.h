@@ -27,8 +27,9 @@ using HrTask = void (*)(void* context, int64_t chunk);
 void hr_parallel(HrTask task, void* context, int64_t chunks);
 
 // At least `bytes` of memory of the calling thread, 64-byte aligned, valid until its next hr_scratch; null when there is
-// none. Grows to the largest request and stays: no allocation on the hot path. A thread has two such buffers: a chunk that
-// runs on the caller's thread must not take the one its caller fills (slot 0).
+// none. Grows to the largest request and stays: no allocation on the hot path. A thread has four such buffers: a chunk that
+// runs on the caller's thread must not take those its caller fills (0: inputs of a product; 3: what chunks leave, top.h), and
+// takes 1 for its own work and 2 for results that go no further.
 void* hr_scratch(int64_t bytes, int slot = 0);
 
 // Threads a call may use, the caller included.

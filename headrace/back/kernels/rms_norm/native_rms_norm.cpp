@@ -1,6 +1,7 @@
-// y = x / sqrt(mean(x^2) + eps) * w over rows of E values; optionally x is first added into a residual.
+// y = x / sqrt(mean(x^2) + eps) * w over rows of E values; optionally x is first added into a residual, and y, rounded to its
+// type as ever, becomes int8 codes before it leaves the first-level cache (rms_norm_codes).
 
-#include "../native/simd.h"
+#include "../native/int8.h"
 
 namespace {
 
@@ -13,6 +14,11 @@ struct Norm {
   void* y;
   int64_t rows, inner, width, outer_stride, inner_stride, residual_stride, rows_per_chunk;
   float eps;
+  // Of rms_norm_codes, which writes no y:
+  int8_t* codes;
+  float* scales;
+  int32_t* sums;
+  int64_t codes_stride, group;  // group 0: one scale a row
 };
 
 template <class T>
@@ -63,6 +69,26 @@ void chunk(void* context, int64_t i) {
   }
 }
 
+template <class T>
+void codes_chunk(void* context, int64_t i) {
+  const Norm& p = *static_cast<const Norm*>(context);
+  const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.rows), groups = p.group > 0 ? ceil_div(p.width, p.group) : 1;
+  T* y = static_cast<T*>(hr_scratch(p.width * int64_t(sizeof(T)), 1));
+  if (y == nullptr) __builtin_trap();
+  for (int64_t row = i * p.rows_per_chunk; row < end; ++row) {
+    const T* x = static_cast<const T*>(p.x) + row * p.outer_stride;
+    if (p.residual != nullptr) {
+      T* residual = static_cast<T*>(p.residual) + row * p.residual_stride;
+      add_row(p, x, residual);
+      x = residual;
+    }
+    norm_row(p, x, y);
+    int8_t* codes = p.codes + row * p.codes_stride;
+    if (p.group > 0) quantize_groups(y, p.width, p.group, codes, p.scales + row * groups, p.sums + row * groups * 2);
+    else quantize_row(y, p.width, codes, p.scales + row, p.sums + row);
+  }
+}
+
 }  // namespace
 
 // x: row r at (r / inner) * outer_stride + (r % inner) * inner_stride elements; y contiguous. residual: null, or rows
@@ -72,7 +98,7 @@ HR_PUBLIC int32_t HR_EXPORT(rms_norm)(const void* x, void* residual, const float
                                       int64_t residual_stride, float eps, int32_t dtype) {
   if (rows < 0 || inner < 1 || width < 1) return HR_BAD_SHAPE;
   Norm p{x, residual, weight, y, rows, inner, width, outer_stride, inner_stride, residual_stride,
-         ceil_div(kChunkElements, width), eps};
+         ceil_div(kChunkElements, width), eps, nullptr, nullptr, nullptr, 0, 0};
   const int64_t chunks = ceil_div(rows, p.rows_per_chunk);
   if (dtype == HR_BF16) hr_parallel(chunk<bf16>, &p, chunks);
   else if (dtype == HR_F16) hr_parallel(chunk<fp16>, &p, chunks);
@@ -81,3 +107,24 @@ HR_PUBLIC int32_t HR_EXPORT(rms_norm)(const void* x, void* residual, const float
   return HR_OK;
 }
 HR_REPLAYABLE(rms_norm)
+
+// The same as rows of codes, as products with quantized weights read them: codes [rows, codes_stride], of which the inputs up
+// to whole groups (group 0: up to a multiple of 64) are written; scales [rows, groups]; sums [rows, groups, 2] (group 0:
+// [rows]), see quantize_groups. x: row r at r * x_stride elements.
+HR_PUBLIC int32_t HR_EXPORT(rms_norm_codes)(const void* x, void* residual, const float* weight, int8_t* codes, float* scales,
+                                            int32_t* sums, int64_t rows, int64_t width, int64_t x_stride,
+                                            int64_t residual_stride, int64_t codes_stride, int64_t group, float eps,
+                                            int32_t dtype) {
+  if (rows < 0 || width < 1 || group < 0 || group % 32) return HR_BAD_SHAPE;
+  const int64_t unit = group > 0 ? group : 64;
+  if (codes_stride < ceil_div(width, unit) * unit) return HR_BAD_SHAPE;
+  Norm p{x, residual, weight, nullptr, rows, 1, width, x_stride, 0, residual_stride, ceil_div(kChunkElements, width), eps,
+         codes, scales, sums, codes_stride, group};
+  const int64_t chunks = ceil_div(rows, p.rows_per_chunk);
+  if (dtype == HR_BF16) hr_parallel(codes_chunk<bf16>, &p, chunks);
+  else if (dtype == HR_F16) hr_parallel(codes_chunk<fp16>, &p, chunks);
+  else if (dtype == HR_F32) hr_parallel(codes_chunk<float>, &p, chunks);
+  else return HR_BAD_DTYPE;
+  return HR_OK;
+}
+HR_REPLAYABLE(rms_norm_codes)

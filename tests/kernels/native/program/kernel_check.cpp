@@ -210,6 +210,13 @@ void check_attention(int type, int coded, int64_t length, bool compared) {
   compare(names[coded], type, ours, exact, bounds[coded]);
 }
 
+using Gated = int32_t (*)(const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int32_t,
+                          int32_t);
+using Top = int32_t (*)(const void*, const void*, int64_t*, float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                        int32_t);
+using NormCodes = int32_t (*)(const void*, void*, const float*, int8_t*, float*, int32_t*, int64_t, int64_t, int64_t,
+                              int64_t, int64_t, int64_t, float, int32_t);
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -224,6 +231,22 @@ int main(int argc, char** argv) {
       Values x(K, BF16), w(N * K, BF16);
       vector<float> y(size_t(N), 0);
       return kernel<Linear>("linear")(x.bytes.data(), w.bytes.data(), nullptr, y.data(), 1, N, K, K, K, N, BF16, F32);
+    }
+    if (name == "linear_gated" || name == "linear_top") {
+      Values x(K, BF16), w(N * K, BF16);
+      vector<float> y(size_t(N), 0);
+      int64_t best = 0;
+      if (name == "linear_top")
+        return kernel<Top>("linear_top")(x.bytes.data(), w.bytes.data(), &best, y.data(), 1, N, K, K, K, 1, BF16);
+      return kernel<Gated>("linear_gated")(x.bytes.data(), w.bytes.data(), y.data(), 1, N, K, K, K, N, 0, BF16);
+    }
+    if (name == "rms_norm_codes") {
+      Values x(K, BF16);
+      vector<float> weight(size_t(K), 1), scales(size_t(K / 32), 0);
+      vector<int8_t> codes(size_t(K + 64), 0);
+      vector<int32_t> sums(size_t(K / 16), 0);
+      return kernel<NormCodes>("rms_norm_codes")(x.bytes.data(), nullptr, weight.data(), codes.data(), scales.data(),
+                                                 sums.data(), 1, K, K, 0, K + 64, 32, 1e-6f, BF16);
     }
     if (name == "attention") return check_attention(BF16, 0, 512, false), 0;
     if (name == "attention_int8") return check_attention(BF16, 1, 512, false), 0;

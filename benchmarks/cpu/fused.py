@@ -1,0 +1,121 @@
+"""Ops made in one beside the same ops one after the other, on the sizes of a 0.6B model: norm and quantization, a gate
+inside the product, an output head that keeps its best results.
+
+    OMP_WAIT_POLICY=passive PYTHONPATH=. python benchmarks/cpu/fused.py --threads 2
+
+The norm is timed with the product that follows it. Weights of the layers cycle, so that they come from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from linear_blocks import cycled
+from measure import cell, interleaved, row, setup
+
+from headrace.back.kernels.fused_linear import native as fused_linear
+from headrace.back.kernels.fused_linear.op import FusedLinearProblem
+from headrace.back.kernels.gated_act import native as gated_act
+from headrace.back.kernels.gated_act.op import GatedActProblem
+from headrace.back.kernels.greedy import native as greedy
+from headrace.back.kernels.linear import native as linear
+from headrace.back.kernels.linear.op import LinearProblem
+from headrace.back.kernels.linear_blocks import native as linear_blocks
+from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem
+from headrace.back.kernels.linear_blocks.op import random_weight as random_blocks
+from headrace.back.kernels.linear_quant import native as linear_quant
+from headrace.back.kernels.linear_quant.op import LinearQuantProblem
+from headrace.back.kernels.linear_quant.op import random_weight as random_codes
+from headrace.back.kernels.linear_top import native as linear_top
+from headrace.back.kernels.linear_top.op import LinearTopProblem
+from headrace.back.kernels.native.library import NativeLibrary
+from headrace.back.kernels.rms_norm.native import bind_add_norm_with
+from headrace.back.kernels.rms_norm.op import RMSNormProblem
+from headrace.back.kernels.rms_norm_codes.native import bind_with as bind_codes
+from headrace.back.kernels.rms_norm_codes.op import RMSNormCodesProblem
+
+WIDTH, QKV, INNER, VOCABULARY = 1024, 4096, 3072, 151_936
+LAYERS = 28
+NEW: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16, "inputs": WIDTH}
+Pair = tuple[Callable[..., object], Callable[..., object]]
+
+
+def product(kind: str, outputs: int, **more: Any) -> tuple[Any, Any, Any]:
+    """The problem, a weight and the module of a product."""
+    generator = torch.Generator().manual_seed(0)
+    if kind == "bf16":
+        weight = torch.randn(outputs, WIDTH, generator=generator).bfloat16()
+        return LinearProblem(**NEW, outputs=outputs, **more), weight, linear
+    if kind == "int8":
+        quant = LinearQuantProblem(**NEW, outputs=outputs, **more)
+        return quant, random_codes(quant, generator), linear_quant
+    blocks = LinearBlocksProblem(**NEW, kinds=(("int4-g32", outputs),), **more)
+    return blocks, random_blocks(blocks, generator), linear_blocks
+
+
+def norm_codes(library: NativeLibrary, kind: str) -> Pair:
+    """(separate, in one): add, norm, quantize and the product of query, key and value."""
+    new = {"device": "cpu", "dtype": torch.bfloat16, "width": WIDTH, "eps": 1e-6}
+    weight = torch.ones(WIDTH)
+    norm = bind_add_norm_with(library, RMSNormProblem(**new), weight)
+    group = None if kind == "int8" else 32
+    coded = bind_codes(library, RMSNormCodesProblem(**new, group=group), weight)
+    made = [product(kind, QKV) for _ in range(LAYERS)]
+    whole = cycled([native.bind_with(library, p, w, None) for p, w, native in made], 0)
+    codes = [native.bind_with(library, replace(p, coded=True), w, None) for p, w, native in made]
+    reads = cycled(codes, 1)
+    return lambda x, r: whole(norm(x, r)), lambda x, r: reads(coded(x, r))
+
+
+def gate(library: NativeLibrary, kind: str) -> Pair:
+    """(separate, in one): gate and up, and silu."""
+    outputs = 2 * INNER
+    weights = [product(kind, outputs)[1] for _ in range(LAYERS)]
+    plain = LinearProblem(**NEW, outputs=outputs)
+    silu = GatedActProblem(device="cpu", dtype=torch.bfloat16, width=INNER, activation="silu")
+    act = gated_act.bind_with(library, silu)
+    asked = FusedLinearProblem(**NEW, outputs=outputs, activation="silu")
+    whole = cycled([linear.bind_with(library, plain, w, None) for w in weights], 0)
+    fused = cycled([fused_linear.bind_with(library, asked, w) for w in weights], 1)
+    return lambda x, r: act(whole(x)), lambda x, r: fused(x)
+
+
+def head(library: NativeLibrary, kind: str) -> Pair:
+    """(separate, in one): all logits and their greatest."""
+    asked, weight, native = product(kind, VOCABULARY, wide=True)
+    whole, best = native.bind_with(library, asked, weight, None), greedy.bind_with(library)
+    top = linear_top.bind_with(library, LinearTopProblem(product=asked, count=1), weight)
+    return lambda x, r: best(whole(x)), lambda x, r: top(x)
+
+
+CASES = (
+    ("norm to codes, qkv", norm_codes, ("int8", "int4"), (1, 8, 32, 512)),
+    ("gate", gate, ("bf16",), (1, 8, 32, 512)),
+    ("head, greedy", head, ("bf16", "int8", "int4"), (1, 8, 32)),
+)
+
+
+def main() -> None:
+    library, arguments = setup(__doc__)
+    row("ops", "weights", "rows", "separate us", "in one us", "saved (minima)")
+    row(*["---"] * 6)
+    for name, make, kinds, sizes in CASES:
+        for kind in kinds:
+            separate, fused = make(library, kind)
+            for rows in sizes:
+                x, residual = (torch.randn(rows, WIDTH).bfloat16() for _ in range(2))
+                calls = {
+                    "separate": partial(separate, x, residual),
+                    "fused": partial(fused, x, residual),
+                }
+                taken = interleaved(calls, seconds=arguments.seconds)
+                saved = 1 - taken["fused"][1] / taken["separate"][1]
+                row(name, kind, rows, cell(taken["separate"]), cell(taken["fused"]), f"{saved:.1%}")
+
+
+if __name__ == "__main__":
+    main()

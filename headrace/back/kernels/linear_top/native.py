@@ -1,0 +1,92 @@
+"""The greatest results of a product by the native kernels of the products, which never write the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace.back.kernels.linear.op import LinearProblem
+from headrace.back.kernels.linear_blocks import native as linear_blocks
+from headrace.back.kernels.linear_blocks.layout import BlockWeight
+from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem
+from headrace.back.kernels.linear_quant import native as linear_quant
+from headrace.back.kernels.linear_quant.layout import PackedWeight
+from headrace.back.kernels.linear_quant.op import LinearQuantProblem
+from headrace.back.kernels.linear_top.op import LinearTop, LinearTopProblem, Weight
+from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
+from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.op import Kernel
+
+MAX_COUNT = 64
+"""More would be sorted faster than kept in order."""
+
+
+def bind_with(library: NativeLibrary, problem: LinearTopProblem, weight: Weight) -> LinearTop:
+    """The kernel of one library; keeps the weight."""
+    product, count = problem.product, problem.count
+    call, kept = _call(library, product, weight)
+
+    def top(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = x_TI.shape[0]
+        assert x_TI.shape == (rows, product.inputs) and x_TI.dtype == product.dtype, x_TI.shape
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        id_TC = x_TI.new_empty(rows, count, dtype=torch.int64)
+        value_TC = x_TI.new_empty(rows, count, dtype=torch.float32)
+        call(x_TI, id_TC.data_ptr(), value_TC.data_ptr(), rows, count)
+        return id_TC, value_TC
+
+    top.__dict__["kept"] = kept
+    return top
+
+
+def _call(library: NativeLibrary, product: Any, weight: Any) -> tuple[Callable[..., None], object]:
+    """(x, address of ids, of values, rows, count) -> None, and what has to be kept."""
+    inputs, outputs, code = product.inputs, product.outputs, DTYPES[product.dtype]
+    if isinstance(weight, BlockWeight):
+        kernel = library.bind("linear_blocks_top", *(POINTER,) * 4, *(INT64,) * 5, INT32)
+        table = linear_blocks.segment_table(weight)
+        at, segments = table.ctypes.data, len(table)
+        return lambda x, ids, values, rows, count: kernel(
+            x.data_ptr(), at, ids, values, rows, inputs, x.stride(0), segments, count, code
+        ), (weight, table)
+    if isinstance(weight, PackedWeight):
+        kernel = library.bind("linear_quant_top", *(POINTER,) * 4, *(INT64,) * 5, INT32)
+        panels = weight.panels
+        return lambda x, ids, values, rows, count: kernel(
+            x.data_ptr(), panels.data_ptr(), ids, values, rows, outputs, inputs, x.stride(0), count, code
+        ), weight  # fmt: skip
+    assert weight.dtype == product.dtype and weight.stride(1) == 1, weight.stride()
+    kernel = library.bind("linear_top", *(POINTER,) * 4, *(INT64,) * 6, INT32)
+    return lambda x, ids, values, rows, count: kernel(
+        x.data_ptr(), weight.data_ptr(), ids, values, rows, outputs, inputs, x.stride(0), weight.stride(0),
+        count, code,
+    ), weight  # fmt: skip
+
+
+def _supports(problem: LinearTopProblem) -> str | None:
+    product = problem.product
+    if problem.count > min(MAX_COUNT, product.outputs):
+        return (
+            f"keeps at most {min(MAX_COUNT, product.outputs)} results of a row, not {problem.count}"
+        )
+    if product.bias or not product.wide:
+        return "knows wide products without a bias"
+    if isinstance(product, LinearProblem):
+        return unsupported(product.device, product.dtype)
+    if product.activation is not None or product.coded:
+        return "knows neither gates nor coded rows"
+    if isinstance(product, LinearQuantProblem):
+        return linear_quant.KERNEL.supports(product)
+    assert isinstance(product, LinearBlocksProblem), product
+    return linear_blocks.KERNEL.supports(product)
+
+
+KERNEL = Kernel(
+    name="native",
+    supports=_supports,
+    bind=lambda problem, weight: bind_with(loaded(), problem, weight),
+    invariant=True,
+)
