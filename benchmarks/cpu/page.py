@@ -12,11 +12,14 @@ PARAMETERS = (
 LAYERS, HEADS, HEAD_DIM = 28, 16, 128
 MIB = 1 << 20
 NOT_COMPARED = {
-    "onnxruntime-genai": "installs, but reads its own converted checkpoints only; on another machine it was at 35.7 "
-    "tok/s (int4, 1 stream) and 95 (prefill, 32 streams), behind both others in the same table",
+    "onnxruntime-genai at bf16 and int8": "its builder makes neither for a CPU; int4 (groups of 32) is in the tables",
+    "llama_cpp.server": "answers one request at a time; llama-server does not",
 }
 """Peers that are not in the tables, and why."""
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "start": "torch alone takes more than a second to import: 1,123 Python modules, the collector already off; those "
+    "it does not need import each other in a circle and cannot be put off",
+}
 """Row -> why its bar is missed: what counters, bytes or cycles say."""
 
 
@@ -175,7 +178,8 @@ def _start(rows: list[dict[str, Any]]) -> list[str]:
         verdict, imports = "-", "-"
         if "imports_s" in row:
             verdict = _verdict("start", row["first_token_s"] <= 2.5, row["imports_s"] <= 1.0)
-            imports = f"{row['imports_s']:.2f} ({row['front_imports_s']:.2f} without torch)"
+            beside = f"torch {row['torch_s']:.2f}; API process, beside, {row['api_imports_s']:.2f}"
+            imports = f"{row['imports_s']:.2f} ({beside})"
         shown.append(
             [
                 row["precision"],

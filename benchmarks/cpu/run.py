@@ -1,9 +1,10 @@
 """The CPU path beside other engines, in turn (A B A B), medians: every row of the table that has a bar.
 
-    GGUF=PREFIX PEER_PYTHON=PYTHON LLAMA_SERVER=FILE python -m benchmarks.cpu.run --write [--only decode,prefill,...]
+    GGUF=PREFIX ONNX=FOLDER PEER_PYTHON=PYTHON LLAMA_SERVER=FILE python -m benchmarks.cpu.run --write [--only decode]
 
-PREFIX-BF16.gguf, -Q8_0.gguf, -Q4_0.gguf: the same shape for the other engines (make_gguf.py); PYTHON: an interpreter
-that has llama-cpp-python and perhaps openvino-genai. Engines that are not there are left out and the page says so.
+PREFIX-BF16.gguf, -Q8_0.gguf, -Q4_0.gguf: the same shape for the other engines (make_gguf.py), FOLDER: for
+onnxruntime-genai (onnx_peer.py); PYTHON: an interpreter that has llama-cpp-python and perhaps openvino-genai and
+onnxruntime-genai. Engines that are not there are left out and the page says so.
 Sections: decode, prefill, server, start (with memory), plan. What is measured goes into engines.json, section by
 section, and engines.md is made of all of it (page.py): sections may be measured apart. `--quick` tries the script, it
 measures nothing worth keeping.
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--precisions", default="bf16,int8,int4")
     parser.add_argument("--gguf", default=os.environ.get("GGUF", ""))
     parser.add_argument("--peer-python", default=os.environ.get("PEER_PYTHON", ""))
+    parser.add_argument("--onnx", default=os.environ.get("ONNX", ""))
     parser.add_argument("--llama-server", default=os.environ.get("LLAMA_SERVER", ""))
     parser.add_argument("--checkpoint", type=Path, default=starts.CHECKPOINT)
     parser.add_argument("--quick", action="store_true", help="one round of tiny loads")
@@ -116,6 +118,7 @@ def main() -> None:
         LOADS.update({1: (8, 6), 8: (8, 5), 32: (4, 4)})
     peers = Peers(
         gguf=given.gguf, python=given.peer_python or "python3", llama_server=given.llama_server,
+        onnx=given.onnx,
         threads=usable_cores(),
     )  # fmt: skip
     kinds, merged = set(given.only.split(",")), {}

@@ -23,11 +23,12 @@ GGUF = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 @dataclass(frozen=True, kw_only=True)
 class Peers:
     """Where the other engines are: PREFIX-BF16.gguf and so on (make_gguf.py), an interpreter that has their packages,
-    and llama-server; empty: not there."""
+    llama-server, and the folder of an int4 model (onnx_peer.py); empty: not there."""
 
     gguf: str
     python: str
     llama_server: str
+    onnx: str
     threads: int
 
 
@@ -100,6 +101,8 @@ def commands(peers: Peers, precision: str) -> Mapping[str, list[str]]:
             if _has(peers.python, module):
                 script = HERE / f"{name.partition('.')[0]}_peer.py"
                 found[name] = [peers.python, str(script), file, *threads]
+    if precision == "int4" and peers.onnx and _has(peers.python, "onnxruntime_genai"):
+        found["onnxruntime"] = [peers.python, str(HERE / "onnx_peer.py"), peers.onnx, *threads]
     if precision == "bf16":
         found["transformers"] = [
             sys.executable, str(HERE / "transformers_peer.py"), str(SHAPE), *threads,

@@ -2,12 +2,14 @@
 
 The checkpoint (random weights in bf16, safetensors) is made on first use. Memory is the proportional share (PSS) of all
 processes of the server once the first token is out, and the sum of their peaks: the KV pool is kept small, so that
-hardly any of it hides what else is held.
+hardly any of it hides what else is held. It is shared with whoever else has the same libraries mapped: nothing else
+that uses torch must run.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,14 +25,16 @@ from headrace.bench.startup import _first_token, free_port, wait_ready
 CHECKPOINT = Path(tempfile.gettempdir()) / "headrace-bench-0.6b"
 TOKENIZER = Path(__file__).resolve().parents[2] / "demo" / "model"
 KV_BYTES = 64 << 20
-IMPORTS = """
-import time
-begin = time.perf_counter()
-import headrace.cli.serve, headrace.launch.supervisor, headrace.front.server.app
-front = time.perf_counter() - begin
-import headrace.launch.core_process, headrace.back.executor.inline
-print(front, time.perf_counter() - begin)
-"""
+IMPORTS = {
+    "supervisor": ("headrace.cli.main", "headrace.cli.serve"),
+    "engine": (
+        "headrace.launch.core_process",
+        "headrace.back.executor.inline",
+        "headrace.back.models.load",
+    ),
+    "API": ("headrace.front.server.process",),
+}
+"""Process -> what it imports, as launch/begin.py does. The first two follow one another; the third is beside."""
 
 
 def make_checkpoint(shape: Path, folder: Path) -> None:
@@ -63,20 +67,24 @@ def measure(shape: Path, folder: Path, *, rounds: int) -> dict[str, list[dict[st
         memory.append({"precision": precision, "weight_bytes": weight_bytes(options), "kv_bytes": KV_BYTES,
                        "held_bytes": first["held_bytes"], "peak_bytes": first["peak_bytes"]})  # fmt: skip
         print(starts[-1], memory[-1], flush=True)
-    front, all_s = imports(rounds)
-    starts[0] |= {"imports_s": all_s, "front_imports_s": front}
+    spent = {name: imports(modules, rounds) for name, modules in IMPORTS.items()}
+    starts[0] |= {"imports_s": spent["supervisor"] + spent["engine"], "api_imports_s": spent["API"],
+                  "torch_s": imports(("torch",), rounds)}  # fmt: skip
     return {"start": starts, "memory": memory}
 
 
-def imports(rounds: int) -> tuple[float, float]:
-    """Seconds for what the API process imports, and with what the engine's process imports."""
+def imports(modules: tuple[str, ...], rounds: int) -> float:
+    """Seconds that importing modules takes in a fresh process, the collector off."""
+    code = "import gc, sys, time; gc.disable(); begin = time.perf_counter()\n"
+    code += "".join(f"import {name}\n" for name in modules) + "print(time.perf_counter() - begin)"
     found = []
     for _ in range(rounds):
         done = subprocess.run(
-            [sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True
-        )
-        found.append([float(word) for word in done.stdout.split()])
-    return statistics.median(f[0] for f in found), statistics.median(f[1] for f in found)
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        )  # fmt: skip
+        found.append(float(done.stdout))
+    return statistics.median(found)
 
 
 def weight_bytes(options: list[str]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -34,6 +35,9 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "fox", "max_output_tokens": 1, "store": False},
     "/v1/responses/input_tokens": {"input": "fox"},
     "/v1/responses/compact": {"input": "fox"},
+    "/v1/conversations": {"items": SAID, "metadata": {"a": "b"}},
+    "/v1/conversations/{id}": {"metadata": {"a": "b"}},
+    "/v1/conversations/{id}/items": {"items": SAID},
     "/v1/embeddings": {"input": "fox"},
     "/v2/embed": {"texts": ["fox"], "input_type": "search_query", "embedding_types": ["float"]},
     "/pooling": {"input": "fox"},
@@ -44,6 +48,8 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/v1/rerank": RANKED,
     "/v2/rerank": RANKED,
     "/generative_scoring": {"query": "fox", "items": ["dog"], "label_token_ids": [5]},
+    "/v1/decisions": {"input": "fox", "questions": [{"type": "predicate", "instructions": "dog"}]},
+    "/v1/systemone": {"state": "fox", "questions": {"a": {"type": "noul", "instructions": "dog"}}},
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
     "/v1/chat/completions/render": CHAT,
     "/v1/chat/completions/derender": {"request": CHAT, "response": ANSWER},
@@ -62,9 +68,10 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/v1/admin/log_level": {"level": "info"},
     "/v1/batches": {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
 }  # fmt: skip
-"""Path -> a small body that is answered; that of /v1/batches names a file, which is not there."""
+"""Path -> a small body that is answered; that of /v1/batches names a file, which is not there, as a path with {id} does
+what it names."""
 
-MORE_FIELDS = {"/v1/messages": ["metadata", "top_k"], "/v1/responses": ["metadata", "conversation"]}
+MORE_FIELDS = {"/v1/messages": ["metadata", "top_k"], "/v1/responses": ["metadata", "prompt"]}
 """Fields that clients send and the structs do not have."""
 
 BAD: list[Any] = [
@@ -172,9 +179,7 @@ def _filled(path: str) -> Iterator[str]:
     if "{" not in path:
         yield path
         return
-    before, _, rest = path.partition("{")
-    after = rest.partition("}")[2]
-    yield from (before + ident + after for ident in IDS)
+    yield from (re.sub(r"\{[^}]*\}", lambda _, ident=ident: ident, path) for ident in IDS)  # type: ignore[misc]
 
 
 def any_case(random_: random.Random, row: str, route: ApiRoute) -> Case:

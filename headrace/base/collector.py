@@ -7,16 +7,25 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_ours = False
+
+
+def adopt() -> None:
+    """This process is one of ours from its first line to its last: what it imports, it keeps."""
+    global _ours
+    _ours = True
+
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """Nothing is collected within it. What is alive at its end is taken to stay: the collector passes over it from
-    then on, so that it holds up no step either."""
+    """Nothing is collected within it. In a process of ours the collector passes over what is alive at its end from then
+    on, so that it holds up no step either; in others, where we are a guest, nothing is left changed."""
     was = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was:
-            gc.freeze()
+            if _ours:
+                gc.freeze()
             gc.enable()

@@ -17,7 +17,9 @@ import msgspec
 
 from headrace.base.errors import Conflict, InvalidRequest, Unavailable, to_wire
 from headrace.base.wire.request import Call, Reply
+from headrace.core.admission import retry_after_s
 from headrace.core.request import Request
+from headrace.core.swap import RETRY_S
 
 if TYPE_CHECKING:
     from headrace.core.core import EngineCore
@@ -63,7 +65,19 @@ class Control:
     @property
     def frozen(self) -> bool:
         """Whether nothing may be planned."""
-        return self.pause is Pause.KEEP or self._core.swap.asleep
+        return self.pause is Pause.KEEP or self._core.swap.asleep or bool(self._core.swap.lost)
+
+    def check_open(self) -> None:
+        """Unavailable where no request is taken: while draining, and without weights."""
+        if self.draining or self._core.swap.lost:
+            raise self._closed()
+
+    def _closed(self) -> Unavailable:
+        core = self._core
+        if core.swap.lost:
+            return Unavailable(core.swap.lost, retry_after_s=RETRY_S)
+        wait = retry_after_s(core.scheduler.queue.num_tokens, core.counters.rate)
+        return Unavailable("the engine is draining", retry_after_s=wait)
 
     @property
     def is_still(self) -> bool:
@@ -184,7 +198,7 @@ class Control:
         folder = call.arguments.get("folder")
         if folder is not None and not isinstance(folder, str):
             raise InvalidRequest(f"folder is {folder!r}, a path is wanted", field="folder")
-        if self._core.swap.asleep:
+        if self._core.swap.is_empty:
             raise Conflict("the engine is asleep: wake it first")
         return {"places": self._core.executor.profile(folder)}
 

@@ -25,7 +25,7 @@ from headrace.base.errors import (
     to_wire,
 )
 from headrace.base.wire.request import Call, EngineRequest, Finished, Hello, Reply
-from headrace.core.admission import Load, check_queue, check_request, retry_after_s
+from headrace.core.admission import Load, check_queue, check_request
 from headrace.core.control import Control
 from headrace.core.counters import Counters
 from headrace.core.jump import Jumps
@@ -121,6 +121,7 @@ class EngineCore:
             else self.rows.num_rows + self.spec.max_queued_requests,
             num_blocks=self.facts.num_blocks,
             block_tokens=self.facts.block_tokens,
+            trouble=self.swap.lost,
             start_s=self.facts.start_s,
             decisions=self.facts.decisions,
         )
@@ -139,10 +140,7 @@ class EngineCore:
     def _admit(self, wire: EngineRequest) -> None:
         if wire.id in self.requests:
             raise Conflict(f"request {wire.id} is in flight already", field="id")
-        queue = self.scheduler.queue
-        if self.control.draining:
-            wait = retry_after_s(queue.num_tokens, self.counters.rate)
-            raise Unavailable("the engine is draining", retry_after_s=wait)
+        self.control.check_open()
         length_limit = check_request(wire, self.facts, self.kv)
         self._check_queue(wire)
         self.gates.admit(wire)
@@ -224,11 +222,15 @@ class EngineCore:
         self.control.advance()
         return self.outbox.take()
 
+    def refuse_all(self, error: HeadraceError) -> None:
+        """Ends everything with this error."""
+        for request in list(self.requests.values()):
+            self.end(request, "error", error=to_wire(error))
+
     def fail_all(self, error: HeadraceError) -> StepOutput:
         """Ends everything with this error: the workers are gone."""
         self._flights.clear()
-        for request in list(self.requests.values()):
-            self.end(request, "error", error=to_wire(error))
+        self.refuse_all(error)
         self.control.advance()
         return self.outbox.take()
 

@@ -2,30 +2,47 @@
 
 All three need a complete pause of mode wait or abort: then nothing runs, and what waits holds nothing. The executor is
 closed before the next one is made, so that a device need not hold two models; if the next one cannot be made, the one
-before it is made again, and serving goes on as before. What waits is checked against the new facts.
+before it is made again, and serving goes on as before. What waits is checked against the new facts. Where that fails
+too the core has nothing to run: it refuses everything with the reason until a reload or wake succeeds.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
-from headrace.base.errors import Conflict, InvalidRequest, StartError
+from headrace.base.errors import (
+    Conflict,
+    EngineError,
+    HeadraceError,
+    InvalidRequest,
+    StartError,
+    Unavailable,
+)
 from headrace.base.wire.request import Call
-from headrace.core.ports import ExecutorSource
+from headrace.core.ports import Executor, ExecutorSource
 
 if TYPE_CHECKING:
     from headrace.core.core import EngineCore
 
 LEVELS = (1, 2)
+RETRY_S = 5.0
+log = logging.getLogger(__name__)
 
 
 class Swap:
-    """`asleep`: there is no executor now; nothing may be planned."""
+    """`asleep`: there is no executor now; nothing may be planned. `lost`: why there is none against our will, or ""."""
 
     def __init__(self, core: EngineCore, source: ExecutorSource | None) -> None:
         self._core = core
         self._source = source
         self.asleep = False
+        self.lost = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no executor now."""
+        return self.asleep or bool(self.lost)
 
     def reload(self, call: Call) -> dict[str, object]:
         """Weights from `model` (a folder or GGUF file; "" for the present ones), of the same architecture."""
@@ -37,16 +54,16 @@ class Swap:
             source.check(model)
         except StartError as error:
             raise InvalidRequest(f"model: {error.message}", field="model") from None
-        self._core.executor.close()
+        if not self.is_empty:
+            self._core.executor.close()
         try:
             executor = source.make(model)
         except Exception as error:
-            self._core.install(source.make(""))
+            self._install(source)
             if not isinstance(error, StartError):
                 raise
             raise InvalidRequest(f"model: {error.message}", field="model") from None
-        self._core.install(executor)
-        self.asleep = False
+        self._install(source, executor)
         return {"reloaded": True, "weight_bytes": executor.facts.weight_bytes}
 
     def sleep(self, call: Call) -> dict[str, object]:
@@ -55,18 +72,32 @@ class Swap:
         if level not in LEVELS:
             raise InvalidRequest(f"level is {level!r}, allowed are 1 and 2", field="level")
         self._ready()
-        if not self.asleep:
+        if not self.is_empty:
             self._core.executor.close()
-            self.asleep = True
+        self.asleep = True
         return {"asleep": True}
 
     def wake(self, call: Call) -> dict[str, object]:
         """Loads the weights again."""
         source = self._ready()
-        if self.asleep:
-            self._core.install(source.make(""))
-            self.asleep = False
+        if self.is_empty:
+            self._install(source)
         return {"asleep": False}
+
+    def _install(self, source: ExecutorSource, executor: Executor | None = None) -> None:
+        """Goes on with this executor, else with one like the last; without any, EngineError, and everything that waits
+        is refused."""
+        try:
+            self._core.install(executor or source.make(""))
+        except Exception as error:
+            why = error.message if isinstance(error, HeadraceError) else str(error)
+            self.lost = f"the engine has no weights, for they could not be loaded: {why}"
+            log.error("%s; reload or wake it", self.lost)
+            self._core.refuse_all(Unavailable(self.lost, retry_after_s=RETRY_S))
+            raise EngineError(
+                f"{self.lost}; nothing is served until a reload or wake succeeds"
+            ) from error
+        self.asleep, self.lost = False, ""
 
     def _ready(self) -> ExecutorSource:
         """The source; Conflict unless nothing runs and nothing can begin."""

@@ -6,11 +6,12 @@ from __future__ import annotations
 import importlib
 import sys
 
-from headrace.base.collector import put_off
+from headrace.base.collector import adopt, put_off
 
 
 def main() -> int:
     """Runs MODULE's `main` with the arguments behind its name."""
+    adopt()
     with put_off():
         module = importlib.import_module(sys.argv[1])
     del sys.argv[1]

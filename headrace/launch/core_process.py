@@ -101,6 +101,7 @@ class CoreLoop:
         self._owner: dict[int, int] = {}
         self._calls: dict[int, tuple[int, int]] = {}
         self._call_number = 0
+        self._trouble = ""
 
     def run(self) -> None:
         """Serves until the process ends."""
@@ -154,6 +155,9 @@ class CoreLoop:
         self._call_number += 1
         self._calls[self._call_number] = (front, call.number)
         reply = self._core.call(msgspec.structs.replace(call, number=self._call_number))
+        if self._core.swap.lost != self._trouble:
+            self._trouble = self._core.swap.lost
+            self._fronts.announce(self._core.hello())
         if reply is not None:
             self._reply(reply)
 

@@ -121,6 +121,12 @@ class Fronts:
             self.drop(front, "it does not read")
         self._wake()
 
+    def announce(self, hello: Hello) -> None:
+        """Says Hello anew to all fronts, and to those that come."""
+        self._hello = self._outgoing.frame(hello)
+        for front in list(self._peers):
+            self.send(front, hello)
+
     def drop(self, front: int, why: str) -> None:
         """Ends a connection; its `FrontGone` follows from the IO thread."""
         peer = self._peers.get(front)

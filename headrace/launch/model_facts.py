@@ -26,6 +26,7 @@ from headrace.base.config.hf import ConfigReader, read_json, refuse_quantization
 from headrace.base.config.resolved import DenseSpec, PoolingSpec
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import find_weight_files
+from headrace.launch.colbert import read_colbert
 from headrace.launch.locate import LocatedModel
 from headrace.launch.pooling_facts import labels_of, read_pooling
 from headrace.launch.pooling_modules import read_modules
@@ -126,7 +127,7 @@ def describe(
     dtype = _dtype(reader, stored)
     encodes = chosen in ENCODERS
     labels = labels_of(reader) if named.head in ("sequence", "token") else ()
-    modules = read_modules(located.path)
+    modules = read_modules(located.path) or read_colbert(located.path, reader)
     sizes = (layers, hidden, heads, kv_heads, head_dim)
     num_params = stored.num_params if stored else _count_params(reader, *sizes)
     return ModelFacts(

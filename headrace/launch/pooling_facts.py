@@ -46,7 +46,14 @@ def read_pooling(
         labels=labels,
         activation=activation,
         matryoshka=_matryoshka(config),
+        judge=None if encodes or head in ("sequence", "token") else _judge(config),
     )
+
+
+def _judge(config: ConfigReader) -> tuple[str, str] | None:
+    """The words of a generative reranker: for "does not fit" and for "fits"."""
+    words = config.list("classifier_from_token", None, of=str, length=2)
+    return None if words is None else (words[0], words[1])
 
 
 def _matryoshka(config: ConfigReader) -> tuple[int, ...] | None:

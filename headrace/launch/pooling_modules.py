@@ -1,5 +1,5 @@
-"""The modules of a sentence-transformers folder: `modules.json`, the pooling folder, dense layers, and what ColBERT
-checkpoints say of queries and documents (config_sentence_transformers.json)."""
+"""The modules of a sentence-transformers folder: `modules.json`, the pooling folder, dense layers, and what late
+interaction checkpoints say of queries and documents (config_sentence_transformers.json)."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -29,11 +30,12 @@ PLACE = re.compile(r"administration: (\S+)/v1/admin/")
 
 
 @contextlib.contextmanager
-def plane(*options: str, key: str | None = KEY) -> Iterator[tuple[Served, httpx.Client]]:
+def plane(
+    *options: str, key: str | None = KEY, model: Path = MODEL
+) -> Iterator[tuple[Served, httpx.Client]]:
     keyed = {} if key is None else {"HEADRACE_ADMIN_KEY": key}
-    with serving(
-        None, "--threads", "1", "--admin-listen", "127.0.0.1:0", *options, **keyed
-    ) as served:
+    options = (str(model), "--threads", "1", "--admin-listen", "127.0.0.1:0", *options)
+    with serving(None, *options, **keyed) as served:
         eventually(lambda: any("administration:" in line for line in served.lines), within_s=5)
         base = next(found[1] for line in served.lines if (found := PLACE.search(line)))
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -123,6 +125,41 @@ def test_a_reload_that_fails_leaves_the_old_weights_serving(
     assert misfit.status_code >= 400 and "num_hidden_layers" in misfit.text
     assert client.post("/reload_model", json={"model": "/nowhere/at/all"}).status_code >= 400
     assert said(served) == before and client.get("/health").json()["is_paused"] is False
+
+
+def test_when_the_old_weights_are_gone_too_everything_is_refused_until_some_are_there(
+    tmp_path: Path, other_weights: Path
+) -> None:
+    """API-20: the server is unready and says why, requests get 503, nothing dies, and a later reload mends it."""
+    served_from, broken = tmp_path / "served", tmp_path / "broken"
+    shutil.copytree(MODEL, served_from)
+    shutil.copytree(other_weights, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
+    save_file(tensors, broken / "model.safetensors")
+    with plane(model=served_from) as (served, client):
+        before = said(served)
+        (core,) = served.cores
+        (served_from / "model.safetensors").rename(tmp_path / "away")
+        for _ in range(2):
+            failed = client.post("/reload_model", json={"model": str(broken)})
+            assert failed.status_code >= 400, failed.text
+        eventually(lambda: served.get("/health/ready").status_code == 503, within_s=5)
+        assert "no weights" in served.get("/health/ready").json()["status"]
+        assert served.get("/health/live").status_code == 200
+        assert "no weights" in client.get("/health").json()["trouble"]
+        refused = served.post("/v1/completions", ASK)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert "no weights" in refused.json()["error"]["message"]
+        assert client.post("/profile", json={"action": "stop"}).status_code in (403, 409)
+        assert client.post("/wake").status_code >= 400
+        (tmp_path / "away").rename(served_from / "model.safetensors")
+        again = client.post("/reload_model", json={"model": str(served_from)})
+        assert again.status_code == 200, again.text
+        eventually(lambda: served.get("/health/ready").status_code == 200, within_s=5)
+        assert said(served) == before and client.get("/health").json()["trouble"] is None
+        assert served.cores == [core], "the core was restarted"
+        assert served.at_rest()
 
 
 def test_when_one_of_two_replicas_cannot_read_the_weights_both_keep_the_old_weights(

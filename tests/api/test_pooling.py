@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,22 +129,53 @@ def test_a_dense_module_follows_the_pooling(mode: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(tokens, hidden.numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize("attends", [True, False])
-def test_a_colbert_checkpoint_scores_as_it_was_trained(attends: bool, tmp_path: Path) -> None:
-    """Prefixes, expansion by mask tokens, skipped punctuation, a projection of every token, MaxSim (MUL-09)."""
-    oracle, tokenizer = write_bert(tmp_path, "BertModel")
-    write_modules(tmp_path, ["Transformer", "Dense"])
-    dense = write_dense(tmp_path / "1_Dense", 8, bias=False, activation="Identity")
+def write_late(
+    folder: Path, layout: str, *, attends: bool
+) -> tuple[torch.nn.Module, Tokenizer, torch.nn.Module]:
+    """A late-interaction checkpoint, stored as sentence-transformers does or as ColBERT's authors do."""
+    oracle, tokenizer = write_bert(folder, "BertModel")
+    if layout == "modules":
+        write_modules(folder, ["Transformer", "Dense"])
+        said: dict[str, object] = {
+            "query_prefix": "[Q] ",
+            "document_prefix": "[D] ",
+            "query_length": 10,
+            "document_length": 7,
+            "do_query_expansion": True,
+            "attend_to_expansion_tokens": attends,
+            "skiplist_words": [".", "!"],
+        }
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
+        dense = write_dense(folder / "1_Dense", 8, bias=False, activation="Identity")
+        return oracle, tokenizer, dense
+    dense = write_dense(folder / "dense", 8, bias=False, activation="Identity")
+    shutil.rmtree(folder / "dense")
+    tensors = {f"bert.{name}": value for name, value in oracle.state_dict().items()}
+    tensors["linear.weight"] = dense.state_dict()["weight"]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["HF_ColBERT"]}))
     said = {
-        "query_prefix": "[Q] ",
-        "document_prefix": "[D] ",
-        "query_length": 10,
-        "document_length": 7,
-        "do_query_expansion": True,
-        "attend_to_expansion_tokens": attends,
-        "skiplist_words": [".", "!"],
+        "query_token_id": "[Q] ",
+        "doc_token_id": "[D] ",
+        "query_maxlen": 10,
+        "doc_maxlen": 7,
+        "attend_to_mask_tokens": attends,
+        "mask_punctuation": True,
+        "similarity": "cosine",
+        "dim": 8,
     }
-    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(said))
+    (folder / "artifact.metadata").write_text(json.dumps(said))
+    return oracle, tokenizer, dense
+
+
+@pytest.mark.parametrize("layout", ["modules", "authors"])
+@pytest.mark.parametrize("attends", [True, False])
+def test_a_colbert_checkpoint_scores_as_it_was_trained(
+    attends: bool, layout: str, tmp_path: Path
+) -> None:
+    """Prefixes, expansion by mask tokens, skipped punctuation, a projection of every token, MaxSim (MUL-09)."""
+    oracle, tokenizer, dense = write_late(tmp_path, layout, attends=attends)
 
     def vectors(ids: list[int]) -> np.ndarray:
         with torch.inference_mode():

@@ -143,7 +143,7 @@ def test_every_field_with_every_bad_value(row: str, request: pytest.FixtureReque
     step = 1 if row in FIRST_WITH_ITS_FIELDS else 4
     with closing(Wire(served.port, authorization=f"Bearer {KEY}")) as wire:
         first = send(wire, posted(row, path, ANSWERED[path]))
-        assert first == (404 if path == "/v1/batches" else 200)
+        assert first == (404 if path == "/v1/batches" or "{" in path else 200)
         statuses = {send(wire, case) for case in field_cases(row, ROUTES[row], step=step)}
     assert 400 in statuses and statuses <= {200, 400, 403, 404}
 

@@ -460,7 +460,9 @@ def test_a_server_without_a_store_says_so(model: Any) -> None:
         ({"tool_choice": {"type": "teleport"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}, "structured_outputs"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": "conv_1", "store": False}, "conversation"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_x"}, "conversation"),
+        ({"conversation": 5}, "conversation"),
         ({"background": True, "store": False}, "background"),
         ({"temperature": 3}, "temperature"),
         ({"metadata": {"x" * 65: "y"}}, "metadata"),
@@ -530,15 +532,10 @@ def test_an_agents_turn_with_parallel_calls_and_an_error(gpt: openai.OpenAI) -> 
     assert "image" in caught.value.message and str(caught.value.param).startswith("input[")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("conversation", "conv_1"), ("prompt", {"id": "pmpt_1"})]
-)
-def test_what_is_not_kept_here_is_refused_with_what_to_send_instead(
-    gpt: openai.OpenAI, field: str, value: Any
-) -> None:
+def test_a_prompt_kept_elsewhere_is_refused_with_what_to_send_instead(gpt: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(gpt, extra_body={field: value})
-    assert caught.value.param == field and "send" in caught.value.message
+        ask(gpt, extra_body={"prompt": {"id": "pmpt_1"}})
+    assert caught.value.param == "prompt" and "send" in caught.value.message
 
 
 def test_a_hosted_tool_is_passed_over_and_cannot_be_forced(gpt: openai.OpenAI) -> None:

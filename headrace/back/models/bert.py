@@ -24,7 +24,12 @@ from headrace.back.models.encoder import (
 )
 from headrace.base.config.hf import ConfigReader
 
-IGNORED = (r"(.*\.)?embeddings\.position_ids", r"cls\..*", r"lm_head\..*")
+IGNORED = (
+    r"(.*\.)?embeddings\.position_ids",
+    r"cls\..*",
+    r"lm_head\..*",
+    r"linear\.weight",  # ColBERT's projection, which load/dense.py reads
+)
 POOLER = r"(.*\.)?pooler\..*"
 
 

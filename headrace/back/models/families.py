@@ -31,6 +31,8 @@ ENCODERS = frozenset({"bert", "roberta", "modernbert"})
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
 FIRST_POSITION = {"roberta": "pad_token_id"}
 """Families whose positions begin one behind the id under this key, and so have fewer than the config states."""
+COLBERT = "HF_ColBERT"
+"""BERT below a projection of every token (Khattab and Zaharia 2020), in one file as its authors store it."""
 CAUSAL, MASKED = "ForCausalLM", "ForMaskedLM"
 _HEADS = {
     CAUSAL: "lm",
@@ -62,6 +64,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             f"config.json: architectures is {names!r}; it must be a list of class names",
             field="architectures",
         )
+    if names[0] == COLBERT:
+        return Architecture(family="bert", head="none")
     for suffix, head in _HEADS.items():
         base = names[0].removesuffix(suffix)
         if base != names[0] and base in _BASES:

@@ -28,8 +28,6 @@ class ExactSizes:
     def __init__(self, *, max_rows: int, max_tokens: int, groups: int) -> None:
         self._groups = groups
         self.largest = self.of(tokens=max_tokens, rows=max_rows)
-        sizes = (2**i for i in range(9, -1, -1))
-        self.common_rows = (max_rows, *(size for size in sizes if size < max_rows))
 
     def of(self, *, tokens: int, rows: int) -> Bucket:
         """The step's own size."""

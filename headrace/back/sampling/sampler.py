@@ -17,8 +17,9 @@
 Penalties come before the bias, so that a bias of +-100 stays what the user wrote; masks come last, so that nothing
 lifts them. Temperature comes before truncation: top_p is over the tempered distribution.
 
-Cost: a step whose rows are all greedy and ask for nothing is one argmax; on a device, one whose rows ask for no more
-than op `draw` does is part of the step itself. A feature costs its own rows only.
+Cost: a step whose rows are all greedy and ask for nothing is one argmax, to which log-probabilities add no second; on
+a device, one whose rows ask for no more than op `draw` does is part of the step itself. A feature costs its own rows
+only.
 """
 
 from __future__ import annotations
@@ -194,6 +195,14 @@ class Sampler:
         token_N, best_N = picks
         if not used:
             return Sampled(token_N=token_N, best_N=best_N)
+        scored = np.flatnonzero(use_N & Use.LOGPROBS)
+        if (
+            used == Use.LOGPROBS and not self._processed
+        ):  # the picks stand, and the logits as they are
+            every = scored.size == len(rows)
+            told_MV = logits_NV if every else _rows(logits_NV, scored)
+            told = self._score(told_MV, token_N, rows, scored)
+            return Sampled(token_N=token_N, best_N=best_N, told=told)
         picked = Picked(
             rows=rows,
             positions=positions,
@@ -201,7 +210,6 @@ class Sampler:
             tokens=tokens,
         )
         self._quieten(logits_NV, best_N)
-        scored = np.flatnonzero(use_N & Use.LOGPROBS)
         told_MV = _rows(logits_NV, scored)
         self._process(logits_NV, use_N, picked)
         if self._processed:
@@ -256,8 +264,9 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         """The choice, and the rows for which it is still to be made."""
         token_N, best_N = self.greedy(logits_NV)
-        if self.drawn is None:
-            return token_N, best_N.to(torch.float64), np.flatnonzero(use_N & Use.RANDOM)
+        random = np.flatnonzero(use_N & Use.RANDOM)
+        if self.drawn is None or not random.size:
+            return token_N, best_N.to(torch.float64), random
         self.drawn.refresh()
         at = [to_device(one, logits_NV.device) for one in (picked.rows, picked.positions)]
         token_N, best_N = self.drawn.draw(logits_NV, (token_N, best_N), *at)
@@ -276,7 +285,7 @@ class Sampler:
             return None
         asked = [self._alternatives[int(row)] for row in rows[scored]]
         most = max(self._width if count < 0 else count for count, _ in asked)
-        token_M = _rows(token_N, scored)
+        token_M = token_N if scored.size == len(rows) else _rows(token_N, scored)
         return Told(
             index=scored,
             kept=[1 + (self._width if count < 0 else count) for count, _ in asked],

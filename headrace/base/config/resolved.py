@@ -143,7 +143,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     `how` and `normalize` are the defaults of embeddings. `labels` name the logits of the classification head, empty
     without one; `head` says per what they are ("sequence", "token"), `activation` what makes them scores: sigmoid,
     softmax or none. `matryoshka`: lengths an embedding may be cut to, empty for any, None for no cutting. `late`: the
-    model has a vector per token (`how` is "tokens") and compares them one by one.
+    model has a vector per token (`how` is "tokens") and compares them one by one. `judge`: the model generates, and was
+    trained to say these words (no, yes) of a pair.
     """
 
     how: str = "last"
@@ -153,6 +154,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     activation: str = "none"
     matryoshka: tuple[int, ...] | None = None
     late: LateSpec | None = None
+    judge: tuple[str, str] | None = None
 
 
 class TextSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,11 +64,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """The first message of a core that is ready: what the front must know to check requests.
+    """The first message of a core that is ready, and again when it changes: what the front must know to check requests.
 
     `logits_width` bounds every token id; `capacity_tokens` is the most tokens one request can ever hold in the KV
     pool; `max_model_len` its bound by the model. `max_in_flight`: requests that may run and wait together; None where
-    a more urgent one still gets in. `start_s` breaks the start-up time down by phase.
+    a more urgent one still gets in. `trouble`: why nothing can be served, or "". `start_s` breaks the
+    start-up time down by phase.
     """
 
     logits_width: int
@@ -78,6 +79,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     max_in_flight: int | None = None
     num_blocks: int
     block_tokens: int
+    trouble: str = ""
     start_s: dict[str, float] = {}
     decisions: list[tuple[str, str, str, str]] = []
 

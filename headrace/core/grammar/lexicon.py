@@ -14,6 +14,7 @@ import numpy.typing as npt
 from headrace.base.wire.grammar import Vocabulary
 
 _BREAKS = b"\r\n"
+CACHE_BYTES = 8 << 20  # what the masks of each kind may hold
 Int32 = npt.NDArray[np.int32]
 
 
@@ -29,9 +30,10 @@ class Lexicon:
         self.break_ids = self.mask_of(sorted(self.breaks))
         self.eos_mask = self.mask_of(list(vocabulary.eos_ids))
         self.full_mask = self.mask_of(list(range(len(vocabulary.pieces))))
-        self.crossing = lru_cache(maxsize=1024)(self._crossing)
-        self.leading_to = lru_cache(maxsize=1024)(self._leading_to)
-        self.forcing = lru_cache(maxsize=1024)(self._forcing)
+        kept = max(16, CACHE_BYTES // (4 * self.words))
+        self.crossing = lru_cache(maxsize=kept)(self._crossing)
+        self.leading_to = lru_cache(maxsize=kept)(self._leading_to)
+        self.forcing = lru_cache(maxsize=kept)(self._forcing)
 
     def mask_of(self, ids: list[int]) -> Int32:
         """A mask of these ids, int32 [words]."""

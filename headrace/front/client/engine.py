@@ -26,7 +26,7 @@ from headrace.base.errors import (
     NotFound,
     Unavailable,
 )
-from headrace.base.wire.request import AbortRequests, Finished, TokenBatch, TokenLogprobs
+from headrace.base.wire.request import AbortRequests, Finished, Hello, TokenBatch, TokenLogprobs
 from headrace.front.client.beam import beam_search
 from headrace.front.client.connection import Connection
 from headrace.front.client.events import Event, Generation, Started
@@ -82,7 +82,21 @@ class AsyncLLM:
     @property
     def ready(self) -> bool:
         """Whether at least one core can take requests."""
-        return any(core.connection.hello is not None for core in self._cores)
+        return any(not hello.trouble for hello in self._hellos)
+
+    @property
+    def trouble(self) -> str:
+        """See `events.Engine.trouble`."""
+        return next((hello.trouble for hello in self._hellos if hello.trouble), "")
+
+    @property
+    def _hellos(self) -> list[Hello]:
+        return [c.connection.hello for c in self._cores if c.connection.hello is not None]
+
+    @property
+    def window(self) -> int:
+        """See `events.Engine.window`: what the cores run in two steps."""
+        return max(1, 2 * sum(hello.max_running for hello in self._hellos))
 
     @property
     def alive(self) -> bool:
@@ -110,7 +124,6 @@ class AsyncLLM:
     def check_room(self) -> None:
         """See `events.Engine.check_room`: by the core that would get the next request."""
         core = self._least_loaded()
-        assert core.connection.hello is not None
         core.room.check(core.connection.hello, len(core.running))
 
     def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
@@ -174,9 +187,10 @@ class AsyncLLM:
         return list(await asyncio.gather(*calls))
 
     def _least_loaded(self) -> _Core:
-        ready = [core for core in self._cores if core.connection.hello is not None]
+        ready = [c for c in self._cores if (h := c.connection.hello) and not h.trouble]
         if not ready:
-            raise Unavailable("the engine is starting; try again soon", retry_after_s=1.0)
+            why = self.trouble or "the engine is starting; try again soon"
+            raise Unavailable(why, retry_after_s=1.0)
         return min(ready, key=lambda core: len(core.running))
 
     def _launch(

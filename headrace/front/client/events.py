@@ -143,8 +143,18 @@ class Engine(Protocol):
         ...
 
     @property
+    def window(self) -> int:
+        """How many generations one request of many parts keeps in flight: enough that the engine never waits."""
+        ...
+
+    @property
     def ready(self) -> bool:
         """Whether requests can be served now."""
+        ...
+
+    @property
+    def trouble(self) -> str:
+        """Why an engine core can serve nothing although it lives, or ""."""
         ...
 
     @property

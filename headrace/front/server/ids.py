@@ -6,6 +6,7 @@ import re
 import secrets
 
 _LABEL = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+RESPONSE_PREFIX, CONVERSATION_PREFIX = "resp_", "conv_"
 
 
 def request_id() -> str:
@@ -32,4 +33,9 @@ def message_id() -> str:
 
 def response_id() -> str:
     """The public id of one response; the ids of its items are made from it."""
-    return "resp_" + secrets.token_hex(16)
+    return RESPONSE_PREFIX + secrets.token_hex(16)
+
+
+def conversation_id() -> str:
+    """The public id of one conversation of the Responses dialect."""
+    return CONVERSATION_PREFIX + secrets.token_hex(16)

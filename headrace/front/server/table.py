@@ -19,6 +19,8 @@ from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from headrace.front.server.batches import routes as batches
+from headrace.front.server.decisions import routes as decisions
+from headrace.front.server.decisions.schema import DecisionsRequest, SystemOneRequest
 from headrace.front.server.exchange import Exchange, exchange_of
 from headrace.front.server.failures import OPENAI, Shape
 from headrace.front.server.limits import read_json
@@ -32,8 +34,8 @@ from headrace.front.server.openai import batch, models
 from headrace.front.server.openai import routes as openai
 from headrace.front.server.openai.schema import ChatRequest, CompletionRequest
 from headrace.front.server.openapi import ApiRoute
+from headrace.front.server.pooling import generative, scoring
 from headrace.front.server.pooling import routes as pooling
-from headrace.front.server.pooling import scoring
 from headrace.front.server.pooling.schema import (
     ClassifyRequest,
     CohereEmbedRequest,
@@ -43,9 +45,15 @@ from headrace.front.server.pooling.schema import (
     RerankRequest,
     ScoreRequest,
 )
-from headrace.front.server.responses import compact
+from headrace.front.server.responses import compact, conversations
 from headrace.front.server.responses import routes as responses
-from headrace.front.server.responses.schema import InputRequest, ResponsesRequest
+from headrace.front.server.responses.schema import (
+    ConversationRequest,
+    InputRequest,
+    ItemsRequest,
+    MetadataRequest,
+    ResponsesRequest,
+)
 from headrace.front.server.sse import until_gone
 from headrace.front.server.tokens import dialects, generate, render
 from headrace.front.server.tokens.schema import DerenderRequest, GenerateRequest
@@ -54,6 +62,7 @@ from headrace.front.server.webui.pages import PAGES
 
 Reader = Callable[[Exchange, Request], Awaitable[Response]]
 Writer = Callable[[Exchange, Any], Any]
+Changer = Callable[[Exchange, Request, Any], Awaitable[Response]]
 
 
 def table() -> list[ApiRoute]:
@@ -80,8 +89,24 @@ def _generation() -> list[ApiRoute]:
         _route("/v1/responses/{id}", responses.delete_response, "DELETE"),
         _route("/v1/responses/{id}/cancel", responses.post_cancel, "POST"),
         _route("/v1/responses/{id}/input_items", responses.get_input_items),
+        *_conversations(),
         _posts("/invocations", invocations.post_invocations, *invocations.BODIES, queued=True),
         _route("/api/hello", anthropic.get_hello),
+    ]
+
+
+def _conversations() -> list[ApiRoute]:
+    """What the Responses dialect keeps under an id."""
+    one = "/v1/conversations/{id}"
+    return [
+        _posts("/v1/conversations", conversations.post_conversations, ConversationRequest),
+        _route(one, conversations.get_conversation),
+        _posts_to(one, conversations.post_metadata, MetadataRequest),
+        _route(one, conversations.delete_conversation, "DELETE"),
+        _posts_to(f"{one}/items", conversations.post_items, ItemsRequest),
+        _route(f"{one}/items", conversations.get_items),
+        _route(f"{one}/items/{{item}}", conversations.get_item),
+        _route(f"{one}/items/{{item}}", conversations.delete_item, "DELETE"),
     ]
 
 
@@ -102,10 +127,12 @@ def _pooling() -> list[ApiRoute]:
         ),
         _posts(
             "/generative_scoring",
-            scoring.post_generative_scoring,
+            generative.post_generative_scoring,
             GenerativeScoringRequest,
             queued=True,
         ),
+        _posts("/v1/decisions", decisions.post_decisions, DecisionsRequest, queued=True),
+        _posts("/v1/systemone", decisions.post_systemone, SystemOneRequest, queued=True),
     ]
 
 
@@ -225,6 +252,20 @@ def _posts(
 
     doc = handler.__doc__ or ""
     return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies, sockets=sockets)
+
+
+def _posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> ApiRoute:
+    """A route with a JSON body for the thing that its path names."""
+
+    async def endpoint(request: Request) -> Response:
+        exchange = exchange_of(request)
+        spec = exchange.services.server
+        document = await read_json(
+            request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s
+        )
+        return await handler(exchange, request, document)
+
+    return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "", bodies=bodies)
 
 
 def _by_dialect(openai: Reader, anthropic: Reader) -> Reader:

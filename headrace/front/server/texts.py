@@ -27,6 +27,8 @@ class NoEngine:
 
     ready = True
     alive = True
+    window = 1
+    trouble = ""
 
     def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """Refused."""

@@ -136,9 +136,16 @@ def _content(message: dict[str, Any], field: str, guard: Guard) -> str:
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         return guard.protect(_text(message.get("refusal") or "", field))
-    if isinstance(content, list):
-        content = "\n".join(_part(part, f"{field}[{i}]") for i, part in enumerate(content))
-    return _own_words(_text(content, field), message["role"], guard)
+    return _own_words(parts_text(content, field), message["role"], guard)
+
+
+def parts_text(content: Any, field: str) -> str:
+    """The text of a message's content, given as a text or as parts, which are joined by line breaks."""
+    return _text(_joined(content, field) if isinstance(content, list) else content, field)
+
+
+def _joined(parts: list[Any], field: str) -> str:
+    return "\n".join(_part(part, f"{field}[{i}]") for i, part in enumerate(parts))
 
 
 def _own_words(text: str, role: str, guard: Guard) -> str:

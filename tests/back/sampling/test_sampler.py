@@ -378,6 +378,29 @@ def test_counts_are_right_over_steps_after_row_reuse_and_after_resuming() -> Non
         sampler.end(np.array([1]))
 
 
+def test_being_told_costs_greedy_rows_no_second_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens and bits as beside a row whose logits are processed."""
+    logits = 3 * torch.randn(4, 97, generator=torch.Generator().manual_seed(4))
+    told = RowSampling(temperature=0.0, logprobs=3, logprob_ids=(5,))
+    found = []
+    for last in (RowSampling(temperature=0.0), RowSampling(temperature=0.7, presence_penalty=1.0)):
+        sampler = Sampler(max_rows=4, logits_width=97, device=HERE)
+        for row, sampling in enumerate((told, told, told, last)):
+            sampler.start(start_of(row, [1, 2, 3], 2, sampling))
+        picks = sampler.greedy(logits.to(HERE))
+        if last.greedy:
+            monkeypatch.setattr(sampler, "greedy", None)
+        where = {"rows": np.arange(4), "positions": np.full(4, 3)}
+        tokens = torch.tensor([[1, 2, 3, 0]] * 4, dtype=torch.int32, device=HERE)
+        seen = sampler.sample(logits.to(HERE), picks, **where, tokens=tokens)
+        if HERE.type == "cuda":
+            torch.cuda.synchronize()
+        assert seen.told is not None
+        scores = [(one.ids.tolist(), one.values.tobytes(), one.rank) for one in seen.told.rows()]
+        found.append((seen.token_N[:3].tolist(), scores))
+    assert found[0] == found[1] and found[0][0] == logits[:3].argmax(1).tolist()
+
+
 def test_logprobs_are_of_the_raw_distribution_with_alternatives_rank_and_named_ids() -> None:
     """Raw log-softmax, whatever processing does; ties in falling order go to the lowest id."""
     rng = np.random.default_rng(7)

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -73,3 +74,13 @@ def test_building_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == build.source_digest()
+
+
+def test_one_library_serves_every_torch_and_every_python(library_path):
+    """Nothing of libtorch or Python is linked or named in it (PLT-19): tensors go in as addresses and sizes."""
+    data = library_path.read_bytes()
+    assert not re.search(
+        rb"libtorch|libc10|libpython|_ZN2at|_ZN3c10|_ZN5torch|PyObject|PyErr", data
+    )
+    code = f"import ctypes; ctypes.CDLL({str(library_path)!r}).hr_linear_portable"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)

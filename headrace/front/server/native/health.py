@@ -33,6 +33,7 @@ async def get_ready(exchange: Exchange, request: Request) -> Response:
         return _answer("ready", healthy=True)
     loaded = services.warm and services.engine.ready
     why = "draining" if services.draining or services.leaving else "stuck" if loaded else "loading"
+    why = services.engine.trouble or why
     return _answer(why, healthy=False)
 
 

@@ -87,6 +87,7 @@ async def get_health(exchange: Exchange, request: Request) -> Response:
         "is_running": alive,
         "is_paused": bool(engines) and all(engine["paused"] for engine in engines),
         "is_asleep": bool(engines) and all(engine["asleep"] for engine in engines),
+        "trouble": services.engine.trouble or None,
         "is_draining": services.draining,
     }
     return json_response(document, status=200 if alive else 503)

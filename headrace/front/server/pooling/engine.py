@@ -1,7 +1,7 @@
 """One way to pool for every dialect: texts, ids, pairs or conversations in, vectors out.
 
-A request pools at most MAX_TEXTS texts; they run at once, share the request's place and deadline, and the first failure
-ends all. Nothing is run before everything was tokenized and checked.
+A request pools at most MAX_TEXTS texts; they share the request's place in the queue and its deadline, and the first
+failure ends all. Nothing is run before everything was tokenized and checked.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,10 +17,11 @@ import msgspec
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.params import RowPooling
 from headrace.front.client.pooling import PooledAnswer, fold_pooled, pooling_generation
-from headrace.front.client.together import all_of
+from headrace.front.client.together import all_admitted
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import completion_id
 from headrace.front.server.measure import measured
+from headrace.front.server.pooling.wish import Counted
 
 MAX_TEXTS = 2048
 
@@ -81,7 +83,6 @@ async def pooled(
             f"input: {len(inputs)} texts given, at most {MAX_TEXTS} are allowed", field="input"
         )
     label = completion_id("pool")
-    deadline_s = exchange.deadline_s(job.timeout_s)
     services = exchange.services
 
     async def one(number: int, given: PoolInput) -> PooledAnswer:
@@ -92,7 +93,7 @@ async def pooled(
             tenant=exchange.tenant,
             priority=job.priority,
             cache_salt=job.cache_salt,
-            deadline_s=deadline_s,
+            deadline_s=exchange.deadline_s(job.timeout_s),
         )
         events = services.engine.generate(generation)
         counted = measured(events, exchange)
@@ -100,11 +101,12 @@ async def pooled(
             await stack.enter_async_context(aclosing(counted))
             return await fold_pooled(counted, num_prompt=len(given.ids))
 
-    return await all_of(one(*numbered) for numbered in enumerate(inputs))
+    works = (partial(one, *numbered) for numbered in enumerate(inputs))
+    return await all_admitted(works, window=services.engine.window)
 
 
-def usage_of(answers: Sequence[PooledAnswer]) -> dict[str, Any]:
-    """OpenAI's usage of pooled answers."""
+def usage_of(answers: Sequence[Counted]) -> dict[str, Any]:
+    """OpenAI's usage of answers without tokens of their own."""
     prompt = sum(answer.num_prompt for answer in answers)
     cached = sum(answer.num_cached for answer in answers)
     return {

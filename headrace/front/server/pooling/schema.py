@@ -1,5 +1,5 @@
 """Requests of the pooling routes: fields, types and bounds (contract 3). Unknown fields are ignored; what would need
-a medium this model does not take is refused by type."""
+a medium this model does not take is refused by its place and type (content.py)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 Truncate = Annotated[int, Meta(ge=-1, lt=2**31)]
 Top = Annotated[int, Meta(ge=0, lt=2**31)]
 Encoding = Literal["float", "base64"]
+MAX_PARTS = 1024
 
 
 class Shared(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,26 +81,32 @@ class CohereEmbedRequest(Shared, frozen=True, kw_only=True):
     truncate: Literal["NONE", "START", "END"] = "END"
 
 
-class TextPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A document as an object."""
+class Content(msgspec.Struct, frozen=True, kw_only=True):
+    """A query or document as an object: exactly one of `text`, `content` (a text or the parts of a chat message: text,
+    image_url, video_url ...) and `image` (a URL)."""
 
-    text: str
+    text: str | None = None
+    content: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_PARTS)] | None = None
+    image: str | None = None
 
 
-Document = str | TextPart
-Documents = Annotated[list[Document], Meta(min_length=1, max_length=MAX_TEXTS)]
+One = str | Content
+Many = Annotated[list[One], Meta(min_length=1, max_length=MAX_TEXTS)]
+Instruction = Annotated[str, Meta(max_length=2**20)]
 
 
 class ScoreRequest(Shared, frozen=True, kw_only=True):
-    """POST /score: 1:1, 1:N or N:N. Each side has three names; `late_interaction` scores by token vectors (MaxSim)."""
+    """POST /score: 1:1, 1:N or N:N. Each side has several names; `late_interaction` scores by token vectors (MaxSim),
+    `instruction` tells a model that judges (MUL-08) what makes a document fit."""
 
-    text_1: str | Texts | None = None
-    text_2: str | Texts | None = None
-    queries: str | Texts | None = None
-    documents: str | Texts | None = None
-    items: str | Texts | None = None
-    data_1: str | Texts | None = None
-    data_2: str | Texts | None = None
+    text_1: One | Many | None = None
+    text_2: One | Many | None = None
+    queries: One | Many | None = None
+    documents: One | Many | None = None
+    items: One | Many | None = None
+    data_1: One | Many | None = None
+    data_2: One | Many | None = None
+    instruction: Instruction | None = None
     use_activation: bool | None = None
     late_interaction: bool = False
 
@@ -107,8 +114,9 @@ class ScoreRequest(Shared, frozen=True, kw_only=True):
 class RerankRequest(Shared, frozen=True, kw_only=True):
     """POST /rerank, /v1/rerank, /v2/rerank. `top_n` 0 or absent: all."""
 
-    query: str
-    documents: Documents
+    query: One
+    documents: Many
+    instruction: Instruction | None = None
     top_n: Top | None = None
     max_tokens_per_doc: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     return_documents: bool = True

@@ -17,6 +17,7 @@ import orjson
 from headrace.base.errors import NotFound, Unavailable
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.failures import failure_of
+from headrace.front.server.ids import RESPONSE_PREFIX
 from headrace.front.server.responses.run import Prepared, run, store
 from headrace.front.server.responses.schema import Json
 from headrace.front.server.responses.stream import encoded
@@ -126,7 +127,9 @@ async def follow(exchange: Exchange, ident: str, *, after: int) -> AsyncGenerato
 async def current(exchange: Exchange, ident: str) -> Record:
     """The stored response; one whose process died is told, and stored, as failed."""
     kept = exchange.services.store
-    record = None if kept is None else await kept.get(ident, exchange.tenant)
+    record = None
+    if kept is not None and ident.startswith(RESPONSE_PREFIX):
+        record = await kept.get(ident, exchange.tenant)
     if kept is None or record is None:
         raise NotFound(f"response {ident!r:.80} is not there (any more)", field="response_id")
     if not record.lost:

@@ -42,8 +42,9 @@ def to_request(
     """The conversation. `history`: items of the responses before; `given`: this request's own."""
     folded = Messages(tools, unseal)
     folded.instructions(request.instructions)
+    before = "previous_response_id" if request.conversation is None else "conversation"
     for item in history:
-        folded.take(item, "previous_response_id")
+        folded.take(item, before)
     for i, item in enumerate(given):
         folded.take(item, "input" if isinstance(request.input, str) else f"input[{i}]")
     if not folded.messages:

@@ -13,7 +13,13 @@ import msgspec
 from headrace.front.client.events import Ended
 from headrace.front.server.failures import Failure
 from headrace.front.server.parsed import ParsedEnded
-from headrace.front.server.responses.schema import ENCRYPTED, LOGPROBS, Json, ResponsesRequest
+from headrace.front.server.responses.schema import (
+    ENCRYPTED,
+    LOGPROBS,
+    Json,
+    ResponsesRequest,
+    conversation_of,
+)
 from headrace.front.server.responses.tools import Offered
 
 
@@ -51,6 +57,7 @@ class ResponseReply:
 def new_response(reply: ResponseReply, *, status: str) -> Json:
     """The response before anything has been said."""
     request = reply.request
+    talk = conversation_of(request)
     text = {"format": {"type": "text"}, "verbosity": "medium"}
     if request.text is not None:
         given = {"format": request.text.format, "verbosity": request.text.verbosity}
@@ -66,6 +73,7 @@ def new_response(reply: ResponseReply, *, status: str) -> Json:
         "error": None,
         "incomplete_details": None,
         "instructions": request.instructions,
+        "conversation": None if talk is None else {"id": talk},
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,
         "metadata": request.metadata or {},

@@ -14,8 +14,9 @@ from headrace.base.errors import HeadraceError, InvalidRequest, NotFound
 from headrace.front.server.conversation import as_sent, render, streamed
 from headrace.front.server.exchange import Exchange, json_response
 from headrace.front.server.failures import OPENAI, Failure, Shape, failure_of
-from headrace.front.server.ids import response_id
+from headrace.front.server.ids import RESPONSE_PREFIX, response_id
 from headrace.front.server.responses import background
+from headrace.front.server.responses.pages import number_of, page_of
 from headrace.front.server.responses.run import (
     Prepared,
     prepare,
@@ -26,8 +27,6 @@ from headrace.front.server.responses.run import (
 )
 from headrace.front.server.responses.schema import Json, parse_prompt, parse_response
 from headrace.front.server.responses.stream import encoded
-
-MAX_LISTED = 100
 
 
 async def post_responses(exchange: Exchange, document: Any) -> Response:
@@ -100,14 +99,14 @@ async def get_response(exchange: Exchange, request: Request) -> Response:
             "stream: only a response that was made with background: true can be streamed again",
             field="stream",
         )
-    after = _number(request, "starting_after", default=-1, least=0, most=2**31)
+    after = number_of(request, "starting_after", default=-1, least=0, most=2**31)
     return await _followed(exchange, ident, after=after)
 
 
 async def delete_response(exchange: Exchange, request: Request) -> Response:
     """DELETE /v1/responses/{id}."""
     ident = request.path_params["id"]
-    kept = exchange.services.store
+    kept = exchange.services.store if ident.startswith(RESPONSE_PREFIX) else None
     if kept is None or not await kept.delete(ident, exchange.tenant):
         raise NotFound(f"response {ident!r:.80} is not there (any more)", field="response_id")
     return json_response({"id": ident, "object": "response", "deleted": True})
@@ -130,21 +129,7 @@ async def get_input_items(exchange: Exchange, request: Request) -> Response:
     """GET /v1/responses/{id}/input_items."""
     record = await background.current(exchange, request.path_params["id"])
     items: list[Json] = orjson.loads(record.input)
-    order = request.query_params.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order: {order[:50]!r} given; allowed: asc, desc", field="order")
-    limit = _number(request, "limit", default=20, least=1, most=MAX_LISTED)
-    if order == "desc":
-        items.reverse()
-    after = request.query_params.get("after")
-    if after is not None:
-        at = next((i for i, item in enumerate(items) if item["id"] == after), None)
-        if at is None:
-            raise InvalidRequest(f"after: no item {after[:80]!r} here", field="after")
-        items = items[at + 1 :]
-    page = items[:limit]
-    ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
-    return json_response({"object": "list", "data": page, "has_more": len(items) > limit, **ends})
+    return json_response(page_of(request, items))
 
 
 async def post_input_tokens(exchange: Exchange, document: Any) -> Response:
@@ -157,16 +142,3 @@ async def post_input_tokens(exchange: Exchange, document: Any) -> Response:
     with as_sent(translated):
         ids = await render(exchange, chat)
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
-
-
-def _number(request: Request, name: str, *, default: int, least: int, most: int) -> int:
-    given = request.query_params.get(name)
-    if given is None:
-        return default
-    if not (
-        given.isascii() and given.isdigit() and len(given) <= 10 and least <= int(given) <= most
-    ):
-        raise InvalidRequest(
-            f"{name}: {given[:50]!r} given; allowed: a number from {least} to {most}", field=name
-        )
-    return int(given)

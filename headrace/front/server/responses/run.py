@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 import orjson
 
-from headrace.base.errors import ContextTooLong, InvalidRequest
+from headrace.base.errors import ContextTooLong, InvalidRequest, NotFound
 from headrace.front.client.events import Event
 from headrace.front.server.conversation import Translated, as_sent, begin_translated, render
 from headrace.front.server.exchange import Exchange
-from headrace.front.server.ids import response_id
+from headrace.front.server.ids import RESPONSE_PREFIX, response_id
 from headrace.front.server.openai.schema import ChatRequest
+from headrace.front.server.responses import conversations
 from headrace.front.server.responses.conversation import to_request
 from headrace.front.server.responses.document import ResponseReply
 from headrace.front.server.responses.items import response_of, with_ids
-from headrace.front.server.responses.schema import InputRequest, Json, ResponsesRequest
+from headrace.front.server.responses.schema import (
+    InputRequest,
+    Json,
+    ResponsesRequest,
+    conversation_of,
+)
 from headrace.front.server.responses.stream import TERMINAL, ResponseStream
 from headrace.front.server.responses.tools import offered
 from headrace.front.server.state.store import MAX_CHAIN, Record
@@ -112,6 +118,8 @@ async def translate(
                 field="previous_response_id",
             )
         history = found
+    if (talk := conversation_of(request)) is not None:
+        history = await conversations.history_of(exchange, talk)
     given = with_ids(await _resolved(request.input, recall), ident)
 
     def unseal(sealed: str) -> str | None:
@@ -228,6 +236,11 @@ async def store(prepared: Prepared, *, running: bool = False) -> None:
         running=running,
     )
     await kept.put(record)
+    talk = conversation_of(request)
+    if talk is not None and prepared.stream.response["status"] in ("completed", "incomplete"):
+        said = [*prepared.given, *prepared.stream.response["output"]]
+        with suppress(NotFound):  # it was deleted meanwhile
+            await conversations.add(prepared.exchange, talk, said)
 
 
 def recall_from(exchange: Exchange) -> Recall:
@@ -236,7 +249,7 @@ def recall_from(exchange: Exchange) -> Recall:
 
     async def recall(ident: str, *, alone: bool = False) -> list[Json] | None:
         kept = exchange.services.store
-        if kept is None:
+        if kept is None or not ident.startswith(RESPONSE_PREFIX):
             return None
         depth = 1 if alone else MAX_CHAIN
         records = await kept.chain(ident, exchange.tenant, depth=depth, max_bytes=most)

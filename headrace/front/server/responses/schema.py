@@ -16,6 +16,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.front.server.openai.schema import Count, Effort, Name, typed
 
 MAX_ITEMS = 4096
+MAX_ADDED = 20
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 EXTENSIONS = (
@@ -26,6 +27,11 @@ EXTENSIONS = (
     "thinking_token_budget",
 )
 Json = dict[str, Any]
+Ident = Annotated[str, Meta(max_length=128)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,13 +48,20 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+class ConversationRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation by its id."""
+
+    id: Ident
+
+
 class InputRequest(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/responses/input_tokens and /v1/responses/compact: what makes up the prompt."""
 
     model: Name | None = None
     input: str | Annotated[list[Json], Meta(max_length=MAX_ITEMS)] | None = None
     instructions: str | None = None
-    previous_response_id: Annotated[str, Meta(max_length=128)] | None = None
+    previous_response_id: Ident | None = None
+    conversation: Ident | ConversationRef | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
@@ -64,13 +77,7 @@ class ResponsesRequest(InputRequest, frozen=True, kw_only=True):
     include: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=16)] | None = None
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-            Meta(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
     store: bool | None = None
     stream: bool | None = None
@@ -83,32 +90,63 @@ class ResponsesRequest(InputRequest, frozen=True, kw_only=True):
 def parse_response(document: Any) -> ResponsesRequest:
     """The request of POST /v1/responses; InvalidRequest where it asks for what is not there."""
     request = typed(document, ResponsesRequest)
-    _refuse(document)
+    _check(request, document)
     if request.background and request.store is False:
         raise InvalidRequest("background: needs store: true", field="background")
-    if request.input is None and request.previous_response_id is None:
-        raise InvalidRequest("input: this field is required", field="input")
+    if request.conversation is not None and request.store is False:
+        raise InvalidRequest(
+            "conversation: keeps what is said, store: false does not", field="conversation"
+        )
     return request
 
 
 def parse_prompt(document: Any) -> InputRequest:
     """The request of POST /v1/responses/input_tokens and /compact."""
     request = typed(document, InputRequest)
-    _refuse(document)
-    if request.input is None and request.previous_response_id is None:
-        raise InvalidRequest("input: this field is required", field="input")
+    _check(request, document)
     return request
 
 
-def _refuse(document: Json) -> None:
-    for field, instead in (
-        ("conversation", "send previous_response_id, or the items themselves"),
-        ("prompt", "send instructions and input"),
-    ):
-        if document.get(field) is not None:
-            raise InvalidRequest(f"{field}: not kept by this server; {instead}", field=field)
+def _check(request: InputRequest, document: Json) -> None:
+    if document.get("prompt") is not None:
+        raise InvalidRequest(
+            "prompt: not kept by this server; send instructions and input", field="prompt"
+        )
+    if request.conversation is not None and request.previous_response_id is not None:
+        raise InvalidRequest(
+            "conversation: does not go with previous_response_id; send one of them",
+            field="conversation",
+        )
+    before = request.previous_response_id or request.conversation
+    if request.input is None and before is None:
+        raise InvalidRequest("input: this field is required", field="input")
+
+
+def conversation_of(request: InputRequest) -> str | None:
+    """The id of the conversation that a request belongs to."""
+    given = request.conversation
+    return given.id if isinstance(given, ConversationRef) else given
 
 
 def extensions(document: Json) -> Json:
     """The sampling fields beyond OpenAI's, as they were sent."""
     return {name: document[name] for name in EXTENSIONS if document.get(name) is not None}
+
+
+class ItemsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/conversations/{id}/items."""
+
+    items: Annotated[list[Json], Meta(min_length=1, max_length=MAX_ADDED)]
+
+
+class ConversationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/conversations."""
+
+    items: Annotated[list[Json], Meta(max_length=MAX_ADDED)] | None = None
+    metadata: Metadata | None = None
+
+
+class MetadataRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/conversations/{id}."""
+
+    metadata: Metadata | None

@@ -1,4 +1,5 @@
-"""The store of responses: bounded in bytes (per owner and in all), expiring, owner-bound, surviving restarts.
+"""The store of responses and conversations: bounded in bytes (per owner and in all), expiring, owner-bound, there after
+a restart.
 
 An owner is the tenant of an API key; nothing of another owner is ever found, whatever id is asked for. What a response
 was asked with is kept beside it, and which response came before: a conversation is read by walking that chain, which
@@ -37,7 +38,8 @@ _COLUMNS = "id, owner, previous, response, input, running, beat, cancelled"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One stored response. `response` and `input` (the items it was asked with) are JSON."""
+    """One stored response: `response` and `input` (the items it was asked with) are JSON. Or one conversation: itself
+    and its items."""
 
     id: str
     owner: str
@@ -148,6 +150,31 @@ class ResponseStore:
                 db.execute("UPDATE responses SET used = ? WHERE id = ?", now, after)
                 after = found[-1].previous
             return found[::-1]
+
+        return await self._database.run(work)
+
+    async def change(
+        self, ident: str, owner: str, change: Callable[[Record], Record]
+    ) -> Record | None:
+        """Replaces what is kept of this owner under `ident` by what `change` makes of it, as one step; None if nothing
+        is. What `change` raises leaves it as it was."""
+        now = self._clock()
+
+        def work(db: Database) -> Record | None:
+            mine = (ident, owner, now - self._ttl_s)  # the update goes first: it locks the row
+            where = "WHERE id = ? AND owner = ? AND used > ?"
+            db.execute(f"UPDATE responses SET used = ? {where}", now, *mine)
+            rows = db.rows(f"SELECT {_COLUMNS} FROM responses {where}", *mine)
+            if not rows:
+                return None
+            made = change(_record(rows[0]))
+            size = len(made.response) + len(made.input) + ROW_BYTES
+            db.execute(
+                "UPDATE responses SET response = ?, input = ?, size = ? WHERE id = ?",
+                *(made.response, made.input, size, ident),
+            )
+            self._untrimmed += size
+            return made
 
         return await self._database.run(work)
 

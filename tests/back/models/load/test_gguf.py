@@ -134,6 +134,7 @@ def test_a_rank_gets_its_rows_and_columns(tmp_path: Path) -> None:
 
 
 def test_dropped_dimensions_of_size_one_come_back(tmp_path: Path) -> None:
+    """REG-063."""
     path = write_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"))
     source = GGUFSource(path)
     entry = source.entries["model.norm.weight"]

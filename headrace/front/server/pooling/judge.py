@@ -1,0 +1,69 @@
+"""Reranking by a generative model trained to judge pairs: it is asked, and its next word is yes or no (MUL-08).
+
+The score is sigmoid(logit of yes - logit of no) behind the prompt, which is the share of yes among the two. The words
+are the checkpoint's (`classifier_from_token` in config.json: no, yes); the question is the one that Qwen3-Reranker was
+trained on (its model card), put into the model's own chat template.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from headrace.base.errors import InvalidRequest, RequestError
+from headrace.front.server.exchange import Exchange
+from headrace.front.server.pooling.engine import shortened
+from headrace.front.server.pooling.likelihood import Asked, Expected, Manner, expected
+from headrace.front.server.pooling.wish import Wish
+
+TASK = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+async def judged(exchange: Exchange, wish: Wish) -> tuple[list[float], list[Expected]]:
+    """One score per document: the probability of yes, or (not activated) the difference of the logits."""
+    if wish.truncate is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens: would cut off what the model is asked; send max_tokens_per_doc",
+            field="truncate_prompt_tokens",
+        )
+    words = _word_ids(exchange)
+    queries = wish.queries * len(wish.documents) if len(wish.queries) == 1 else wish.queries
+    asked = []
+    for query, text in zip(queries, wish.documents, strict=True):
+        ids = await _prompt(exchange, wish, query, text)
+        asked.append(Asked(prompt_ids=ids, token_ids=words))
+    answers = await expected(exchange, asked, Manner(timeout_s=wish.timeout_s))
+    if wish.activate:
+        return [float(one.shares[1]) for one in answers], answers
+    return [float(one.values[1] - one.values[0]) for one in answers], answers
+
+
+def _word_ids(exchange: Exchange) -> tuple[int, ...]:
+    """The ids of no and yes."""
+    judge = exchange.services.text.pooling.judge
+    assert judge is not None, "only asked of a model that judges"
+    found = [exchange.services.tokenizer.encode_plain(word) for word in judge]
+    if any(len(ids) != 1 for ids in found):
+        raise InvalidRequest(
+            f"classifier_from_token {list(judge)}: each must be one token of the model's vocabulary",
+            field="model",
+        )
+    return found[0][0], found[1][0]
+
+
+async def _prompt(exchange: Exchange, wish: Wish, query: str, text: str) -> list[int]:
+    services = exchange.services
+    field = wish.fields[1]
+    if wish.document_tokens is not None:
+        ids = await asyncio.to_thread(services.tokenizer.encode_plain, text)
+        text = services.tokenizer.decode(ids[: wish.document_tokens])
+    pair = f"<Instruct>: {wish.instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {text}"
+    messages = [{"role": "system", "content": TASK}, {"role": "user", "content": pair}]
+    try:
+        ids = await services.template.render_async(messages, kwargs={"enable_thinking": False})
+    except RequestError as error:
+        raise type(error)(error.message, field=field) from None
+    return shortened(ids, None, most=services.text.max_model_len - 1, field=field)

@@ -1,0 +1,48 @@
+"""ColBERT checkpoints as its authors store them: the projection beside the encoder's tensors (`linear.weight`), and how
+texts become tokens in `artifact.metadata`. The other layout is that of sentence-transformers (pooling_modules.py)."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+from headrace.back.models.families import COLBERT
+from headrace.base.config.hf import ConfigReader, read_json
+from headrace.base.config.resolved import DenseSpec, LateSpec
+from headrace.base.config.safetensors_header import read_safetensors_header
+from headrace.base.config.weight_files import find_weight_files
+from headrace.base.errors import CheckpointError
+from headrace.launch.pooling_modules import Modules
+
+PROJECTION = "linear.weight"
+
+
+def read_colbert(folder: Path, config: ConfigReader) -> Modules | None:
+    """The projection, and the tokens of queries and documents; what is not said is as ColBERTv2 has it. None for any
+    other checkpoint."""
+    if config.raw.get("architectures") != [COLBERT]:
+        return None
+    path = folder / "artifact.metadata"
+    said = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
+    said.choice("similarity", ("cosine",), "cosine")
+    masks = said.bool("attend_to_mask_tokens", False)
+    punctuation = tuple(string.punctuation) if said.bool("mask_punctuation", True) else ()
+    late = LateSpec(
+        query_prefix=str(said.raw.get("query_token_id") or "[unused0]"),
+        document_prefix=str(said.raw.get("doc_token_id") or "[unused1]"),
+        query_tokens=said.int("query_maxlen", 32, ge=4, le=1 << 20),
+        document_tokens=said.int("doc_maxlen", 220, ge=4, le=1 << 20),
+        expands=masks,
+        skipped=punctuation,
+    )
+    outputs, inputs = _shape(folder)
+    dense = DenseSpec(path="", inputs=inputs, outputs=outputs, bias=False, activation="identity")
+    return Modules(how="tokens", normalize=True, dense=(dense,), late=late, unattended=not masks)
+
+
+def _shape(folder: Path) -> tuple[int, int]:
+    for file in find_weight_files(folder).files:
+        stored = read_safetensors_header(file).get(PROJECTION)
+        if stored is not None and len(stored.shape) == 2:
+            return stored.shape[0], stored.shape[1]
+    raise CheckpointError(f"{folder}: no matrix {PROJECTION}, which projects every token")
