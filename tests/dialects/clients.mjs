@@ -114,6 +114,34 @@ const checks = {
     const last = await gpt.responses.create({ ...asked, input: [output], previous_response_id: first.id });
     assert.match(last.output_text, /18/);
   },
+  async conversations() {
+    const said = { type: "message", role: "user", content: "My name is Ada." };
+    const talk = await gpt.conversations.create({ items: [said], metadata: { topic: "names" } });
+    assert.deepEqual((await gpt.conversations.update(talk.id, { metadata: { topic: "mills" } })).metadata, { topic: "mills" });
+    const asked = { model, temperature: 0, max_output_tokens: 40, input: "What is 17 + 25?" };
+    const answer = await gpt.responses.create({ ...asked, conversation: talk.id });
+    assert.match(answer.output_text, /42/);
+    const kept = [];
+    for await (const item of gpt.conversations.items.list(talk.id, { order: "asc", limit: 2 })) kept.push(item);
+    assert.deepEqual(kept.map((item) => item.content[0].text), [said.content, asked.input, answer.output_text]);
+    const more = await gpt.conversations.items.create(talk.id, { items: [said] });
+    const where = { conversation_id: talk.id };
+    assert.equal((await gpt.conversations.items.retrieve(more.data[0].id, where)).content[0].text, said.content);
+    assert.equal((await gpt.conversations.items.delete(more.data[0].id, where)).id, talk.id);
+    await assert.rejects(gpt.conversations.items.retrieve(more.data[0].id, where), OpenAI.NotFoundError);
+    assert.equal((await gpt.conversations.delete(talk.id)).deleted, true);
+    await assert.rejects(gpt.conversations.retrieve(talk.id), OpenAI.NotFoundError);
+  },
+  async decisions() { // through the client's own way to routes that it has no method for
+    const question = { type: "choice", instructions: "Which team?", choices: [{ value: "sales" }, { value: "support" }] };
+    const body = { model, input: "The order arrived broken.", questions: [question] };
+    const [answer] = (await gpt.post("/decisions", { body })).answers;
+    assert.ok(["sales", "support"].includes(answer.choice));
+    const total = answer.probabilities.reduce((sum, one) => sum + one.probability, 0);
+    assert.ok(Math.abs(total - 1) < 1e-4);
+    const none = { ...body, questions: [{ ...question, choices: [] }] };
+    await assert.rejects(gpt.post("/decisions", { body: none }), OpenAI.BadRequestError);
+  },
   async errors() {
     const bad = { model, max_tokens: -1, messages: [] };
     await assert.rejects(claude.messages.create(bad), Anthropic.BadRequestError);

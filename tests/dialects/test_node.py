@@ -44,5 +44,5 @@ def test_the_clients_of_node_are_served(folder: Path, bundled: Served) -> None:
     assert done.stdout.splitlines() == [
         *("ok chat", "ok completions", "ok embeddings", "ok models", "ok filesAndBatches"),
         *("ok messages", "ok messagesAgent", "ok responses", "ok responsesAgent"),
-        *("ok errors", "ok leaving"),
+        *("ok conversations", "ok decisions", "ok errors", "ok leaving"),
     ]
