@@ -271,6 +271,7 @@ class Control:
             "free_blocks": pool.num_free,
             "cached_blocks": pool.num_cached,
             "total_blocks": pool.num_usable,
+            "block_tokens": core.kv.block_tokens,
             "held_blocks": pool.num_usable - pool.num_free,
             "refcount_sum": pool.refcount_sum(),
             "free_rows": core.rows.num_free,

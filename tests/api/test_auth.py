@@ -21,7 +21,10 @@ GUARDED = [
     *("/v1/responses/input_tokens", "/v1/responses/compact", "/v1/responses/x/cancel"),
     *("/v1/responses/x/input_items", "/docs", "/openapi.json", "/v2/anything"),
 ]
-ADMIN_ROUTES = ["/is_paused", "/pause", "/resume", "/reset_prefix_cache"]
+ADMIN_ROUTES = [
+    *("/is_paused", "/pause", "/resume", "/reset_prefix_cache", "/sleep", "/wake_up"),
+    *("/is_sleeping", "/reset_mm_cache", "/start_profile", "/stop_profile", "/server_info"),
+]
 MUTATIONS = [
     *(
         "/{p}",

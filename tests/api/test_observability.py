@@ -117,6 +117,17 @@ def test_one_trace_leads_from_the_caller_to_the_engine(served: Served, collector
     assert request.parent_span_id.hex() == PARENT and core.parent_span_id == request.span_id
     names = [event.name for event in core.events]
     assert names == [f"journey.{n}" for n in ("QUEUED", "SCHEDULED", "FIRST_TOKEN", "FINISHED")]
+    told = {each.key: each.value for each in core.attributes}
+    for name in ("id", "model", "max_tokens", "temperature", "top_p", "n"):
+        assert f"gen_ai.request.{name}" in told, name
+    assert told["gen_ai.request.max_tokens"].int_value == CHAT["max_tokens"]
+    for old, new in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens")):
+        counts = [told[f"gen_ai.usage.{name}"].int_value for name in (old, new)]
+        assert counts[0] == counts[1] > 0
+    parts = ("time_in_queue", "time_to_first_token", "e2e", "time_in_model_inference")
+    spent = {name: told[f"gen_ai.latency.{name}"].double_value for name in parts}
+    assert 0 < spent["time_to_first_token"] <= spent["e2e"]
+    assert spent["time_in_model_inference"] + spent["time_in_queue"] <= spent["e2e"] + 1e-6
     times = [event.time_unix_nano for event in core.events]
     assert times == sorted(times)
 
@@ -146,8 +157,11 @@ def test_dashboards_for_vllm_find_their_series(served: Served) -> None:
         *("time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
         *("e2e_request_latency_seconds_bucket", "request_queue_time_seconds_sum"),
         *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"),
+        *("time_per_output_token_seconds_bucket", "request_time_per_output_token_seconds_count"),
+        *("cache_config_info", "engine_sleep_state"),
     ):
         assert f"vllm:{name}" in names, name
+    assert 'block_size="16"' in text and 'num_gpu_blocks="' in text
     ours = {line for line in text.splitlines() if line.startswith("headrace_generation_tokens")}
     theirs = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens")]
     assert theirs[0].split()[-1] == ours.pop().split()[-1]

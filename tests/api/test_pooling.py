@@ -265,6 +265,49 @@ def test_cohere_forms(embedder: tuple[Served, torch.nn.Module, Tokenizer]) -> No
     np.testing.assert_array_equal(signs, floats > 0)
 
 
+def test_numbers_of_base64_come_as_asked_for(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    served, _, _ = embedder
+    whole = served.post("/v1/embeddings", {"input": QUERY}).json()["data"][0]["embedding"]
+    asked = {"input": QUERY, "encoding_format": "base64", "embed_dtype": "float16"}
+    for path, key in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
+        for endianness, dtype in (("big", ">f2"), ("little", "<f2"), ("native", "<f2")):
+            told = served.post(path, {**asked, "endianness": endianness}).json()
+            raw = base64.b64decode(told["data"][0][key])
+            np.testing.assert_array_equal(np.frombuffer(raw, dtype), np.float16(whole))
+
+
+def test_a_text_is_cut_at_the_end_that_is_asked_for(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    served, _, tokenizer = embedder
+    ids = tokenizer.encode(DOCUMENTS[0]).ids
+    assert len(ids) > 4
+
+    def vector(**more: object) -> list[float]:
+        found = served.post("/v1/embeddings", {"input": ids, **more})
+        return list(found.json()["data"][0]["embedding"])
+
+    for side, kept in (("right", [*ids[:3], ids[-1]]), ("left", [ids[0], *ids[-3:]])):
+        cut = vector(truncate_prompt_tokens=4, truncation_side=side)
+        np.testing.assert_allclose(cut, vector(input=kept), atol=1e-6)
+        cohere = {"texts": [DOCUMENTS[0]], "max_tokens": 4}
+        truncate = "START" if side == "left" else "END"
+        told = served.post("/v2/embed", {**cohere, "truncate": truncate}).json()
+        np.testing.assert_allclose(told["embeddings"]["float"][0], cut, atol=1e-6)
+
+
+def test_inputs_of_cohere_are_texts_in_parts(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    served, _, _ = embedder
+    plain = served.post("/v2/embed", {"texts": DOCUMENTS}).json()
+    inputs = [{"content": [{"type": "text", "text": text}]} for text in DOCUMENTS]
+    parts = served.post("/v2/embed", {"inputs": inputs}).json()
+    assert (parts["texts"], parts["embeddings"]) == (plain["texts"], plain["embeddings"])
+
+
 def test_every_token_of_a_prompt(embedder: tuple[Served, torch.nn.Module, Tokenizer]) -> None:
     served, oracle, tokenizer = embedder
     ids = tokenizer.encode(QUERY).ids
@@ -357,6 +400,11 @@ def test_an_encoder_does_not_generate(cross: tuple[Served, torch.nn.Module, Toke
         ("/classify", {"input": QUERY}, "model"),
         ("/pooling", {"input": QUERY, "task": "token_embed", "pooling": "mean"}, "pooling"),
         ("/v1/embeddings", {"input": QUERY, "dimensions": 0}, "dimensions"),
+        ("/v1/embeddings", {"input": QUERY, "embed_dtype": "fp8"}, "embed_dtype"),
+        ("/v2/embed", {}, "texts"),
+        ("/v2/embed", {"texts": [QUERY], "inputs": [{"text": QUERY}]}, "texts"),
+        ("/v2/embed", {"images": ["data:,"]}, "images"),
+        ("/v2/embed", {"inputs": [{"image": "data:,"}]}, "inputs[0].image"),
     ],
 )
 def test_what_cannot_be_pooled_is_named(

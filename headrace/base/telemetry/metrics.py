@@ -74,7 +74,9 @@ ROUTES = (
     ),
     *("/ui/markdown.js", "/ui/icon.svg"),
     *("/ping", "/version", "/metrics", "/load", "/v1/requests", "/v1/requests/{id}"),
-    *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
+    *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/server_info"),
+    *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+    *("/start_profile", "/stop_profile"),
     *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content"),
     *("/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel"),
     *("/tokenizer_info", "/inference/v1/generate"),
@@ -271,11 +273,15 @@ def metrics_page() -> str:
     ]
     head = "# Metrics\n\nGenerated from `headrace/base/telemetry/metrics.py`.\n\n"
     table = "| name | kind | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
-    names = "\n".join(f"| `{theirs}` | {ours} |" for ours, theirs in SERIES.items())
+    names = "\n".join(f"| `{name}` | {ours} |" for ours, theirs in SERIES.items() for name in theirs)
     figures = "\n".join(
         f"| `{theirs}` | headrace_engine_{figure} |" for figure, (theirs, _) in FIGURES.items()
     )
-    held = "| `vllm:kv_cache_usage_perc` | headrace_engine_held_blocks / headrace_engine_total_blocks |"
+    held = (
+        "| `vllm:kv_cache_usage_perc` | headrace_engine_held_blocks / headrace_engine_total_blocks |\n"
+        "| `vllm:cache_config_info` | tokens in a block and blocks in all, as labels |\n"
+        "| `vllm:num_requests_waiting_by_reason` | what `/v1/admin/queue` tells |"
+    )
     mapped = (
         "\n\n## Names of vLLM\n\nWith `--metrics-names vllm` these are told beside ours (suffixes of counters and "
         f"histograms stay), so that dashboards for vLLM work:\n\n| vLLM | ours |\n|---|---|\n{names}\n{figures}\n{held}"

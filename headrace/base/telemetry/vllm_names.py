@@ -9,22 +9,27 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-SERIES: Mapping[str, str] = {
-    "headrace_prompt_tokens": "vllm:prompt_tokens",
-    "headrace_generation_tokens": "vllm:generation_tokens",
-    "headrace_cached_prompt_tokens": "vllm:prompt_tokens_cached",
-    "headrace_request_success": "vllm:request_success",
-    "headrace_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-    "headrace_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
-    "headrace_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
-    "headrace_request_queue_time_seconds": "vllm:request_queue_time_seconds",
-    "headrace_request_prefill_time_seconds": "vllm:request_prefill_time_seconds",
-    "headrace_request_decode_time_seconds": "vllm:request_decode_time_seconds",
-    "headrace_request_inference_time_seconds": "vllm:request_inference_time_seconds",
-    "headrace_request_prompt_tokens": "vllm:request_prompt_tokens",
-    "headrace_request_generation_tokens": "vllm:request_generation_tokens",
+SERIES: Mapping[str, tuple[str, ...]] = {
+    "headrace_prompt_tokens": ("vllm:prompt_tokens",),
+    "headrace_generation_tokens": ("vllm:generation_tokens",),
+    "headrace_cached_prompt_tokens": ("vllm:prompt_tokens_cached",),
+    "headrace_request_success": ("vllm:request_success",),
+    "headrace_time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
+    "headrace_inter_token_latency_seconds": (
+        "vllm:inter_token_latency_seconds",
+        "vllm:time_per_output_token_seconds",
+        "vllm:request_time_per_output_token_seconds",
+    ),
+    "headrace_e2e_request_latency_seconds": ("vllm:e2e_request_latency_seconds",),
+    "headrace_request_queue_time_seconds": ("vllm:request_queue_time_seconds",),
+    "headrace_request_prefill_time_seconds": ("vllm:request_prefill_time_seconds",),
+    "headrace_request_decode_time_seconds": ("vllm:request_decode_time_seconds",),
+    "headrace_request_inference_time_seconds": ("vllm:request_inference_time_seconds",),
+    "headrace_request_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "headrace_request_generation_tokens": ("vllm:request_generation_tokens",),
+    "headrace_rejections": ("vllm:admission_rejections",),
 }
-"""Ours -> vLLM's, without the suffixes of counters and histograms."""
+"""Ours -> vLLM's (old names of a series too), without the suffixes of counters and histograms."""
 
 FIGURES: Mapping[str, tuple[str, str]] = {
     "running": ("vllm:num_requests_running", "gauge"),
@@ -32,8 +37,15 @@ FIGURES: Mapping[str, tuple[str, str]] = {
     "preemptions": ("vllm:num_preemptions_total", "counter"),
     "prefix_query_tokens": ("vllm:prefix_cache_queries_total", "counter"),
     "prefix_hit_tokens": ("vllm:prefix_cache_hits_total", "counter"),
+    "asleep": ("vllm:engine_sleep_state", "gauge"),
 }
 """Figure of a core's status -> vLLM's series and its type."""
+
+OF_SEVERAL_FIGURES = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+    "vllm:num_requests_waiting_by_reason",
+)
 
 _LINE = re.compile(r"^(headrace_\w+?)(_total|_bucket|_sum|_count)?(?:\{(.*)\})? (\S+)$")
 _TYPE = re.compile(r"^# TYPE (headrace_\w+?)(_total)? (\w+)$")
@@ -42,31 +54,45 @@ _TYPE = re.compile(r"^# TYPE (headrace_\w+?)(_total)? (\w+)$")
 def vllm_text(ours: str, engines: Sequence[Mapping[str, object]], model: str) -> str:
     """The lines to add to the exposition `ours`."""
     label = f'model_name="{_escaped(model)}"'
-    lines = [line for line in (_renamed(line, label) for line in ours.splitlines()) if line]
+    lines = [renamed for line in ours.splitlines() for renamed in _renamed(line, label)]
     for figure, (name, kind) in FIGURES.items():
         lines.append(f"# TYPE {name} {kind}")
         for index, engine in enumerate(engines):
             value = engine.get(figure)
             if isinstance(value, int | float):
                 lines.append(f'{name}{{engine="{index}",{label}}} {float(value)}')
-    lines.append("# TYPE vllm:kv_cache_usage_perc gauge")
-    for index, engine in enumerate(engines):
-        held, total = engine.get("held_blocks"), engine.get("total_blocks")
-        if isinstance(held, int) and isinstance(total, int) and total:
-            lines.append(f'vllm:kv_cache_usage_perc{{engine="{index}",{label}}} {held / total}')
+    for name in OF_SEVERAL_FIGURES:
+        lines.append(f"# TYPE {name} gauge")
+        for index, engine in enumerate(engines):
+            lines += _of_several(name, engine, f'engine="{index}",{label}')
     return "\n".join(lines) + "\n"
 
 
-def _renamed(line: str, label: str) -> str | None:
+def _of_several(name: str, engine: Mapping[str, object], label: str) -> list[str]:
+    """The lines of a series that is no single figure."""
+    held, total = engine.get("held_blocks"), engine.get("total_blocks")
+    waiting = engine.get("waiting_by_reason")
+    if name == "vllm:num_requests_waiting_by_reason":
+        counts = waiting.items() if isinstance(waiting, Mapping) else ()
+        return [f'{name}{{{label},reason="{_escaped(str(k))}"}} {float(n)}' for k, n in counts]
+    if not (isinstance(total, int) and isinstance(held, int) and total):
+        return []
+    if name == "vllm:kv_cache_usage_perc":
+        return [f"{name}{{{label}}} {held / total}"]
+    size = engine.get("block_tokens")
+    return [f'{name}{{{label},block_size="{size}",num_gpu_blocks="{total}"}} 1.0']
+
+
+def _renamed(line: str, label: str) -> list[str]:
     typed = _TYPE.match(line)
-    if typed is not None and typed[1] in SERIES:
-        return f"# TYPE {SERIES[typed[1]]}{typed[2] or ''} {typed[3]}"
+    if typed is not None:
+        return [f"# TYPE {name}{typed[2] or ''} {typed[3]}" for name in SERIES.get(typed[1], ())]
     found = _LINE.match(line)
-    if found is None or found[1] not in SERIES:
-        return None
-    name, suffix, labels, value = found.groups()
+    if found is None:
+        return []
+    ours, suffix, labels, value = found.groups()
     both = f"{label},{labels}" if labels else label
-    return f"{SERIES[name]}{suffix or ''}{{{both}}} {value}"
+    return [f"{name}{suffix or ''}{{{both}}} {value}" for name in SERIES.get(ours, ())]
 
 
 def _escaped(text: str) -> str:

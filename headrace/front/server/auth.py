@@ -23,7 +23,13 @@ PUBLIC = frozenset(
         *PAGES,
     }
 )
-ADMIN = frozenset({"/pause", "/resume", "/is_paused", "/reset_prefix_cache"})
+ADMIN = frozenset(
+    {
+        *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
+        *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+        *("/start_profile", "/stop_profile", "/server_info"),
+    }
+)
 TENANT_CHARS = 32
 
 

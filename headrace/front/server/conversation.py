@@ -203,7 +203,7 @@ def generate(
         events = parsed(events, answers)
         if isinstance(request, ChatRequest) and request.include_reasoning is False:
             events = without_reasoning(events)
-    return measured(events, exchange)
+    return measured(events, exchange, generation)
 
 
 def _pace(options: StreamOptions) -> Pace | None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from headrace.base.telemetry.metrics import Metrics
-from headrace.front.client.events import Delta, Ended, Event, Started
+from headrace.front.client.events import Delta, Ended, Event, Generation, Started
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.timing import Timeline, timeline
 
@@ -17,10 +17,10 @@ _PARTS = ("queue", "prefill", "decode")
 
 
 async def measured(
-    events: AsyncGenerator[Event, None], exchange: Exchange
+    events: AsyncGenerator[Event, None], exchange: Exchange, generation: Generation
 ) -> AsyncGenerator[Event, None]:
     """Passes the events on; closing this generator closes `events`, which aborts what still runs."""
-    watch = _Watch(exchange)
+    watch = _Watch(exchange, generation)
     async with aclosing(events):
         try:
             async for event in events:
@@ -44,12 +44,13 @@ class _Watch:
 
     _num_prompt = 0
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, generation: Generation) -> None:
         self._exchange = exchange
         self._metrics = exchange.services.metrics
         self._handed = time.monotonic()
         self._first: dict[int, float] = {}
-        self._span = None if exchange.trace is None else exchange.trace.begin_core()
+        model = exchange.services.text.model_names[0]
+        self._span = exchange.trace and exchange.trace.begin_core(generation, model)
 
     def started(self, event: Started) -> None:
         self._num_prompt = event.num_prompt
@@ -72,7 +73,7 @@ class _Watch:
             gap_s = (now - first) / (event.num_output - 1)
             self._metrics.observe("headrace_inter_token_latency_seconds", gap_s)
         if self._span is not None and event.index == 0:
-            self._span.finished(event, num_prompt=self._num_prompt)
+            self._span.finished(event, found, num_prompt=self._num_prompt)
 
     def lost(self, reason: str) -> None:
         if self._span is not None:

@@ -181,7 +181,15 @@ def _house() -> list[ApiRoute]:
         _route("/pause", admin.post_pause, "POST"),
         _route("/resume", admin.post_resume, "POST"),
         _route("/is_paused", admin.get_is_paused),
+        _route("/sleep", admin.post_sleep, "POST"),
+        _route("/wake_up", admin.post_wake_up, "POST"),
+        _route("/is_sleeping", admin.get_is_sleeping),
         _route("/reset_prefix_cache", admin.post_reset_prefix_cache, "POST"),
+        _route("/reset_mm_cache", admin.post_reset_media, "POST"),
+        _route("/reset_encoder_cache", admin.post_reset_media, "POST"),
+        _route("/start_profile", admin.post_start_profile, "POST"),
+        _route("/stop_profile", admin.post_stop_profile, "POST"),
+        _route("/server_info", admin.get_server_info),
     ]
 
 

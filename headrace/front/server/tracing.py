@@ -18,9 +18,12 @@ from starlette.types import Scope
 
 from headrace import __version__
 from headrace.base.optional import require
-from headrace.front.client.events import Ended
+from headrace.front.client.events import Ended, Generation
+from headrace.front.server.timing import Timeline
 
 NS = 1_000_000_000
+_NUM_PROMPT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")  # the latter: an old name
+_NUM_OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
 
 
 class Tracer:
@@ -82,10 +85,11 @@ class RequestTrace:
         self._api = api
         self._span = span
 
-    def begin_core(self) -> CoreTrace:
+    def begin_core(self, generation: Generation, model: str) -> CoreTrace:
         """A generation goes to the engine."""
         context = self._api.set_span_in_context(self._span)
-        span = self._tracer.start_span("llm_core", context=context)
+        told = _asked(generation, model)
+        span = self._tracer.start_span("llm_core", context=context, attributes=told)
         span.add_event("journey.QUEUED")
         return CoreTrace(span)
 
@@ -97,6 +101,20 @@ class RequestTrace:
         self._span.end()
 
 
+def _asked(generation: Generation, model: str) -> dict[str, Any]:
+    """The request as attributes; what was not asked for is absent."""
+    params = generation.params
+    told = {
+        "id": generation.label,
+        "model": model,
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "n": params.n,
+    }
+    return {f"gen_ai.request.{name}": v for name, v in told.items() if v is not None}
+
+
 class CoreTrace:
     """The span of one generation in the engine; ended exactly once."""
 
@@ -105,7 +123,7 @@ class CoreTrace:
         self._began_ns = time.time_ns()
         self._ended = False
 
-    def finished(self, end: Ended, *, num_prompt: int) -> None:
+    def finished(self, end: Ended, found: Timeline, *, num_prompt: int) -> None:
         """The first choice has ended; the engine's times become events."""
         began = self._began_ns
         if end.scheduled_s is not None:
@@ -117,8 +135,16 @@ class CoreTrace:
             self._span.add_event("journey.FIRST_TOKEN", timestamp=at)
         self._span.set_attributes(
             {
-                "gen_ai.usage.input_tokens": num_prompt,
-                "gen_ai.usage.output_tokens": end.num_output,
+                **dict.fromkeys(_NUM_PROMPT, num_prompt),
+                **dict.fromkeys(_NUM_OUTPUT, end.num_output),
+                "gen_ai.latency.time_in_queue": found.queue_s,
+                "gen_ai.latency.time_to_first_token": found.total_s
+                - found.decode_s
+                - found.delivery_s,
+                "gen_ai.latency.e2e": found.total_s,
+                "gen_ai.latency.time_in_model_prefill": found.prefill_s,
+                "gen_ai.latency.time_in_model_decode": found.decode_s,
+                "gen_ai.latency.time_in_model_inference": found.prefill_s + found.decode_s,
                 "headrace.num_preemptions": end.num_preemptions,
                 "headrace.num_cached": end.num_cached,
             }

@@ -44,22 +44,31 @@ class PoolJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def tokenized(
-    exchange: Exchange, text: str, *, field: str, special: bool = True, truncate: int | None = None
+    exchange: Exchange,
+    text: str,
+    *,
+    field: str,
+    special: bool = True,
+    truncate: int | None = None,
+    side: str = "right",
 ) -> list[int]:
-    """A text's ids; with `truncate` its first so many (-1: what the model can hold), else refused if too long."""
+    """A text's ids; with `truncate` its first so many (-1: what the model can hold; side left: its last), else refused
+    if too long."""
     services = exchange.services
     most = services.text.max_model_len
     limit = None if truncate is not None else most
     services.tokenizer.check_length(text, limit, field=field)
     ids = await services.tokenizer.encode_async(text, add_special_tokens=special)
-    return shortened(ids, truncate, most=most, field=field)
+    return shortened(ids, truncate, most=most, field=field, side=side)
 
 
-def shortened(ids: list[int], truncate: int | None, *, most: int, field: str) -> list[int]:
-    """Applies `truncate`; ContextTooLong for what still does not fit."""
+def shortened(
+    ids: list[int], truncate: int | None, *, most: int, field: str, side: str = "right"
+) -> list[int]:
+    """Applies `truncate` on that side; ContextTooLong for what still does not fit."""
     if truncate is not None:
         keep = most if truncate == -1 else truncate
-        ids = ids if len(ids) <= keep else _keeping_end(ids, keep)
+        ids = ids if len(ids) <= keep else _cut(ids, keep, side)
     if len(ids) > most:
         raise ContextTooLong(
             f"{field} is too long: {len(ids)} tokens > {most} maximum", field=field
@@ -69,9 +78,11 @@ def shortened(ids: list[int], truncate: int | None, *, most: int, field: str) ->
     return ids
 
 
-def _keeping_end(ids: list[int], keep: int) -> list[int]:
-    """The first ids and the closing one: encoders were trained with their closing token in place."""
-    return [*ids[: keep - 1], ids[-1]] if keep > 1 else ids[:keep]
+def _cut(ids: list[int], keep: int, side: str) -> list[int]:
+    """The first ids and the closing one, or the opening one and the last: encoders were trained with both in place."""
+    if keep < 2:
+        return ids[:keep]
+    return [*ids[: keep - 1], ids[-1]] if side == "right" else [ids[0], *ids[1 - keep :]]
 
 
 async def pooled(
@@ -96,7 +107,7 @@ async def pooled(
             deadline_s=exchange.deadline_s(job.timeout_s),
         )
         events = services.engine.generate(generation)
-        counted = measured(events, exchange)
+        counted = measured(events, exchange, generation)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(aclosing(counted))
             return await fold_pooled(counted, num_prompt=len(given.ids))

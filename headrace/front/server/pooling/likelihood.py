@@ -74,7 +74,9 @@ async def expected(exchange: Exchange, asked: Sequence[Asked], manner: Manner) -
         )
         values: list[float] = []
         num_cached = 0
-        async with aclosing(measured(services.engine.generate(generation), exchange)) as told:
+        async with aclosing(
+            measured(services.engine.generate(generation), exchange, generation)
+        ) as told:
             async for event in told:
                 if isinstance(event, Delta) and event.scores:
                     values = [score.logprob for score in event.scores[0].named]

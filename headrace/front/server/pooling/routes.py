@@ -20,6 +20,7 @@ from headrace.front.server.conversation import render
 from headrace.front.server.exchange import Exchange, json_response
 from headrace.front.server.ids import completion_id
 from headrace.front.server.openai.schema import ChatRequest, parse
+from headrace.front.server.pooling.content import texts_of
 from headrace.front.server.pooling.engine import (
     PoolInput,
     PoolJob,
@@ -36,7 +37,7 @@ from headrace.front.server.pooling.schema import (
     PoolingRequest,
     TextRequest,
 )
-from headrace.front.server.pooling.vectors import cohere_forms, encoded
+from headrace.front.server.pooling.vectors import cohere_forms, encoded, wire_dtype
 
 _TASKS = {"embed": False, "classify": True, "token_embed": False, "token_classify": True}
 _EMBED = ("embed", "token_embed")
@@ -49,10 +50,9 @@ async def post_embeddings(exchange: Exchange, document: Any) -> Response:
     spec = _one_vector(exchange)
     answers = await _pooled_texts(exchange, request, how=spec.how, head=False)
     vectors = _finished(exchange, answers, request.dimensions, request.normalize)
-    data = [
-        {"object": "embedding", "index": i, "embedding": encoded(v, request.encoding_format)}
-        for i, v in enumerate(vectors)
-    ]
+    dtype = wire_dtype(request.embed_dtype, request.endianness)
+    told = [encoded(vector, request.encoding_format, dtype=dtype) for vector in vectors]
+    data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(told)]
     return json_response(listed(exchange, request.model, data, usage_of(answers), kind="embd"))
 
 
@@ -62,9 +62,13 @@ async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
     services = exchange.services
     services.model_name(request.model)
     _one_vector(exchange)
+    field, texts = _cohere_texts(request)
     exchange.hold_place()
-    truncate = None if request.truncate == "NONE" else -1
-    ids = [await tokenized(exchange, t, field="texts", truncate=truncate) for t in request.texts]
+    truncate = None if request.truncate == "NONE" else request.max_tokens or -1
+    side = "left" if request.truncate == "START" else "right"
+    ids = [
+        await tokenized(exchange, text, field=field, truncate=truncate, side=side) for text in texts
+    ]
     job = PoolJob(how=services.text.pooling.how, timeout_s=request.timeout_s)
     answers = await pooled(exchange, [PoolInput(ids=one) for one in ids], job)
     vectors = _finished(exchange, answers, request.output_dimension, None)
@@ -75,11 +79,23 @@ async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
             "embeddings": cohere_forms(
                 np.stack(vectors), list(request.embedding_types or ("float",))
             ),
-            "texts": request.texts,
+            "texts": texts,
             "meta": {"api_version": {"version": "2"}, "billed_units": billed},
             "response_type": "embeddings_by_type",
         }
     )
+
+
+def _cohere_texts(request: CohereEmbedRequest) -> tuple[str, list[str]]:
+    """What is to be embedded, and the name it came under."""
+    given = [n for n in ("texts", "inputs", "images") if getattr(request, n) is not None]
+    if len(given) != 1:
+        raise InvalidRequest("texts: exactly one of texts, inputs and images is needed", field="texts")
+    if request.images is not None:
+        raise InvalidRequest(
+            "images: images are not accepted by this model (only text is)", field="images"
+        )
+    return given[0], texts_of(request.texts or request.inputs or [], given[0])
 
 
 async def post_pooling(exchange: Exchange, document: Any) -> Response:
@@ -100,7 +116,11 @@ async def post_pooling(exchange: Exchange, document: Any) -> Response:
         {
             "object": "pooling",
             "index": i,
-            "data": encoded(row if how == "tokens" else row[0], request.encoding_format),
+            "data": encoded(
+                row if how == "tokens" else row[0],
+                request.encoding_format,
+                dtype=wire_dtype(request.embed_dtype, request.endianness),
+            ),
         }
         for i, row in enumerate(rows)
     ]
@@ -191,16 +211,22 @@ async def _inputs(exchange: Exchange, request: TextRequest) -> list[PoolInput]:
             chat_template_kwargs=request.chat_template_kwargs,
         )
         ids = await render(exchange, chat)
-        return [PoolInput(ids=shortened(ids, truncate, most=most, field="messages"))]
+        ids = shortened(ids, truncate, most=most, field="messages", side=request.truncation_side)
+        return [PoolInput(ids=ids)]
     assert request.input is not None
     found = []
     for one in _listed_inputs(request.input):
         if isinstance(one, str):
-            special = request.add_special_tokens
-            ids = await tokenized(exchange, one, field="input", special=special, truncate=truncate)
+            ids = await tokenized(
+                *(exchange, one),
+                field="input",
+                special=request.add_special_tokens,
+                truncate=truncate,
+                side=request.truncation_side,
+            )
         else:
             services.tokenizer.check_ids(one, field="input")
-            ids = shortened(one, truncate, most=most, field="input")
+            ids = shortened(one, truncate, most=most, field="input", side=request.truncation_side)
         found.append(PoolInput(ids=ids))
     return found
 

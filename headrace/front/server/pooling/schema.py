@@ -32,13 +32,16 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRequest(Shared, frozen=True, kw_only=True):
-    """Texts, lists of ids, or one conversation."""
+    """Texts, lists of ids, or one conversation. `embed_dtype` and `endianness` (native is little) are those of base64."""
 
     input: Inputs | None = None
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
+    truncation_side: Literal["left", "right"] = "right"
     encoding_format: Encoding = "float"
+    embed_dtype: Literal["float32", "float16"] = "float32"
+    endianness: Literal["native", "little", "big"] = "native"
 
 
 class EmbeddingRequest(TextRequest, frozen=True, kw_only=True):
@@ -65,10 +68,22 @@ class ClassifyRequest(TextRequest, frozen=True, kw_only=True):
     use_activation: bool | None = None
 
 
-class CohereEmbedRequest(Shared, frozen=True, kw_only=True):
-    """POST /v2/embed."""
+class Content(msgspec.Struct, frozen=True, kw_only=True):
+    """A query or document as an object: exactly one of `text`, `content` (a text or the parts of a chat message: text,
+    image_url, video_url ...) and `image` (a URL)."""
 
-    texts: Texts
+    text: str | None = None
+    content: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_PARTS)] | None = None
+    image: str | None = None
+
+
+class CohereEmbedRequest(Shared, frozen=True, kw_only=True):
+    """POST /v2/embed: one of `texts`, `inputs` (texts as parts) and `images`. `truncate` START drops the beginning."""
+
+    texts: Texts | None = None
+    inputs: Annotated[list[Content], Meta(min_length=1, max_length=MAX_TEXTS)] | None = None
+    images: list[str] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     input_type: Annotated[str, Meta(max_length=64)] | None = None
     embedding_types: (
         Annotated[
@@ -79,15 +94,6 @@ class CohereEmbedRequest(Shared, frozen=True, kw_only=True):
     ) = None
     output_dimension: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     truncate: Literal["NONE", "START", "END"] = "END"
-
-
-class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """A query or document as an object: exactly one of `text`, `content` (a text or the parts of a chat message: text,
-    image_url, video_url ...) and `image` (a URL)."""
-
-    text: str | None = None
-    content: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_PARTS)] | None = None
-    image: str | None = None
 
 
 One = str | Content

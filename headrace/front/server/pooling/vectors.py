@@ -12,11 +12,16 @@ from headrace.front.client.pooling import Float32
 _INT8_SCALE = 127.0
 
 
-def encoded(vectors: Float32, form: str) -> Any:
-    """One vector or matrix as "float" (nested lists) or "base64" (little-endian float32, no padding between rows)."""
+def encoded(vectors: Float32, form: str, *, dtype: str = "<f4") -> Any:
+    """One vector or matrix as "float" (nested lists) or "base64" (numbers of `dtype`, no padding between rows)."""
     if form == "base64":
-        return base64.b64encode(np.ascontiguousarray(vectors, dtype="<f4").tobytes()).decode()
+        return base64.b64encode(np.ascontiguousarray(vectors, dtype=dtype).tobytes()).decode()
     return vectors.tolist()
+
+
+def wire_dtype(embed_dtype: str, endianness: str) -> str:
+    """How numpy calls such numbers."""
+    return (">" if endianness == "big" else "<") + {"float32": "f4", "float16": "f2"}[embed_dtype]
 
 
 def cohere_forms(vectors: Float32, forms: list[str]) -> dict[str, Any]:
