@@ -48,7 +48,9 @@ def coded(data: bytes) -> str:
 
 PICTURE = coded(png(50_000))
 URL = f"data:image/png;base64,{PICTURE}"
-SVG = "data:image/svg+xml;base64," + coded(b"<svg xmlns='http://www.w3.org/2000/svg'>" + b"<g>" * 9999)
+SVG = "data:image/svg+xml;base64," + coded(
+    b"<svg xmlns='http://www.w3.org/2000/svg'>" + b"<g>" * 9999
+)
 PARTS: list[dict[str, Any]] = [
     {"type": "image_url", "image_url": {"url": URL}},
     {"type": "image_url", "image_url": {"url": SVG}},
@@ -62,17 +64,20 @@ def bodies(part: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The same part through every route that takes messages or parts."""
     messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
     chat: dict[str, Any] = {"messages": messages, "max_tokens": 2}
-    claude = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PICTURE}}
+    claude = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": PICTURE},
+    }
     item = [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]
     return {
         **dict.fromkeys(
             ["/v1/chat/completions", "/v1/chat/completions/render", "/invocations"], chat
         ),
         "/v1/chat/completions/batch": {"messages": [messages, messages], "max_tokens": 2},
-        **dict.fromkeys(["/tokenize", "/v1/embeddings", "/pooling"], {"messages": messages}),
+        **{path: {"messages": messages} for path in ("/tokenize", "/v1/embeddings", "/pooling")},
         "/v1/messages": {"messages": [{"role": "user", "content": [claude]}], "max_tokens": 2},
         "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": [claude]}]},
-        **dict.fromkeys(["/v1/responses", "/v1/responses/input_tokens"], {"input": item}),
+        **{path: {"input": item} for path in ("/v1/responses", "/v1/responses/input_tokens")},
         "/v1/rerank": {"query": "a", "documents": [{"content": [part]}]},
         "/score": {"text_1": {"image": URL}, "text_2": "b"},
         "/v2/embed": {"images": [URL], "input_type": "image"},
@@ -99,7 +104,9 @@ def test_many_parts_are_refused_before_one_is_read(server: Served) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:,"}}
     before = api.memory_info().rss
     content = [part] * 100_000
-    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+    answer = server.post(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}
+    )
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert api.memory_info().rss - before < 64 * MIB

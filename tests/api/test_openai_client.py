@@ -193,6 +193,14 @@ def test_streamed_completion_logprobs_equal_the_plain_ones(client: openai.OpenAI
         ({"echo": True}, "echo", "chat"),
         ({"best_of": 2}, "best_of", "chat"),
         ({"return_prompt_text": True}, "return_prompt_text", "not supported"),
+        ({"return_token_offsets": True}, "return_token_offsets", "not supported"),
+        ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params", "not accepted"),
+        ({"ec_transfer_params": {"remote_host": "x"}}, "ec_transfer_params", "not accepted"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "may not"),
+        ({"media_io_kwargs": {"video": {"num_frames": 9}}}, "media_io_kwargs", "may not"),
+        ({"logits_processors": ["os.system"]}, "logits_processors", "may not name code"),
+        ({"repetition_detection": {"max": 3}}, "repetition_detection", "not supported"),
+        ({"watermarking": {"key": 1}}, "watermarking", "not supported"),
         ({"use_beam_search": True, "n": 2, "top_p": 0.5}, "top_p", "beam search"),
         ({"use_beam_search": True, "temperature": 0.5}, "temperature", "0 or 1"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue", "excludes"),
@@ -257,7 +265,7 @@ def test_a_wrong_method_is_told_the_right_ones(server: Served) -> None:
         ),
         *({"moderation": {"policy": "report"}}, {"stop": ["a", "b", "c", "d"]}, {"stop": []}),
         *({"stop": None, "n": None, "tools": None, "tool_choice": None, "stream": None},),
-        *({"use_beam_search": True, "n": 2},),
+        *({"use_beam_search": True, "n": 2}, {"kv_transfer_params": None}),
     ],
 )
 def test_what_clients_send_and_we_do_not_need_is_taken(

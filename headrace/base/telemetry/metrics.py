@@ -273,7 +273,9 @@ def metrics_page() -> str:
     ]
     head = "# Metrics\n\nGenerated from `headrace/base/telemetry/metrics.py`.\n\n"
     table = "| name | kind | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
-    names = "\n".join(f"| `{name}` | {ours} |" for ours, theirs in SERIES.items() for name in theirs)
+    names = "\n".join(
+        f"| `{name}` | {ours} |" for ours, theirs in SERIES.items() for name in theirs
+    )
     figures = "\n".join(
         f"| `{theirs}` | headrace_engine_{figure} |" for figure, (theirs, _) in FIGURES.items()
     )

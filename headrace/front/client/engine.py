@@ -256,8 +256,7 @@ class _Stream:
     def token(self, request_id: int, token_id: int, scored: TokenLogprobs | None) -> None:
         """One token of one answer."""
         answer = self.running[request_id]
-        stopped = answer.add_token(token_id, scored)
-        if stopped:
+        if answer.add_token(token_id, scored):
             self._remove(request_id)
             self.core.abort([request_id])
         elif answer.queued and answer.pending_bytes > self.most_bytes:

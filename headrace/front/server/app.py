@@ -82,9 +82,8 @@ class Shell:
         assert scope["type"] == "http", f"no handler for {scope['type']}"
         exchange = Exchange(services=self.services, request_id=request_id())
         scope[SCOPE_KEY] = exchange
-        scope["app"] = (
-            self  # with an app in the scope starlette raises 404 and 405 instead of answering them
-        )
+        # With an app in the scope starlette raises 404 and 405 instead of answering them.
+        scope["app"] = self
         wire = _Wire(scope, receive, send, exchange)
         metrics = self.services.metrics
         metrics.add("headrace_http_requests_in_flight")
@@ -109,12 +108,8 @@ class Shell:
             exchange.held.close()
             _tell(exchange, wire.status)
             metrics.add("headrace_http_requests_in_flight", -1)
-            metrics.add(
-                "headrace_http_requests_total",
-                method=scope["method"],
-                route=_template(scope["path"]),
-                status=str(wire.status),
-            )
+            method, route, status = scope["method"], _template(scope["path"]), str(wire.status)
+            metrics.add("headrace_http_requests_total", method=method, route=route, status=status)
 
     def _refuse_while_draining(self, scope: Scope) -> None:
         asked_of_api = self.sockets is not None  # administration goes on while the API drains
@@ -167,13 +162,11 @@ class _Wire:
         self._receive = receive
         self._send = send
         self.headers = headers = dict(scope["headers"])
-        self._body_pending = (
-            headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
-        )
+        length = headers.get(b"content-length", b"0")
+        self._body_pending = length != b"0" or b"transfer-encoding" in headers
         ident = exchange.request_id.encode()
         self._marks = [(b"x-request-id", ident), (b"request-id", ident)]
-        label = client_label(headers.get(b"x-request-id"))
-        if label is not None:
+        if (label := client_label(headers.get(b"x-request-id"))) is not None:
             self._marks.append((b"x-client-request-id", label.encode()))
 
     async def receive(self) -> Message:

@@ -24,13 +24,7 @@ async def measured(
     async with aclosing(events):
         try:
             async for event in events:
-                match event:
-                    case Delta():
-                        watch.delta(event)
-                    case Started():
-                        watch.started(event)
-                    case Ended():
-                        watch.ended(event)
+                watch.take(event)
                 yield event
         except Exception:
             watch.lost("error")
@@ -49,21 +43,22 @@ class _Watch:
         self._metrics = exchange.services.metrics
         self._handed = time.monotonic()
         self._first: dict[int, float] = {}
-        model = exchange.services.text.model_names[0]
-        self._span = exchange.trace and exchange.trace.begin_core(generation, model)
+        self._span = exchange.trace and exchange.trace.begin_core(generation)
 
-    def started(self, event: Started) -> None:
-        self._num_prompt = event.num_prompt
-        self._metrics.add("headrace_prompt_tokens_total", event.num_prompt)
-        self._metrics.observe("headrace_request_prompt_tokens", event.num_prompt)
+    def take(self, event: Event) -> None:
+        match event:
+            case Delta() if event.index not in self._first:
+                now = self._first[event.index] = time.monotonic()
+                since = now - self._exchange.arrival
+                self._metrics.observe("headrace_time_to_first_token_seconds", since)
+            case Started():
+                self._num_prompt = event.num_prompt
+                self._metrics.add("headrace_prompt_tokens_total", event.num_prompt)
+                self._metrics.observe("headrace_request_prompt_tokens", event.num_prompt)
+            case Ended():
+                self._end(event)
 
-    def delta(self, event: Delta) -> None:
-        if event.index not in self._first:
-            now = self._first[event.index] = time.monotonic()
-            since = now - self._exchange.arrival
-            self._metrics.observe("headrace_time_to_first_token_seconds", since)
-
-    def ended(self, event: Ended) -> None:
+    def _end(self, event: Ended) -> None:
         now, first = time.monotonic(), self._first.get(event.index)
         times = (self._exchange.arrival, self._handed, first, now)
         found = timeline(event, *times, num_prompt=self._num_prompt)

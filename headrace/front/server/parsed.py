@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
 import msgspec
+from msgspec.structs import asdict
 
 from headrace.front.client.events import Delta, Ended, Event
 from headrace.front.text.parsing.counting import ReasoningTokens
@@ -67,8 +68,7 @@ class ParsedAnswer:
     def _delta(self, event: Delta, parts: list[Part]) -> ParsedDelta:
         self._num_output += len(event.token_ids)
         self._count(event.token_ids)
-        fields = msgspec.structs.asdict(event)
-        return ParsedDelta(**fields, parts=parts, num_reasoning=self._num_reasoning)
+        return ParsedDelta(**asdict(event), parts=parts, num_reasoning=self._num_reasoning)
 
     def _count(self, token_ids: Sequence[int]) -> None:
         """Counts the reasoning tokens; those of earlier stretches of reasoning are known already."""
@@ -88,14 +88,11 @@ class ParsedAnswer:
 
     def _end(self, event: Ended) -> list[Event]:
         self.over = True
-        found: list[Event] = []
         parts = [] if self._parser.closed else self._parser.finish()
         last = self._delta(Delta(index=event.index, text=""), parts)
-        if parts:
-            found.append(last)
-        fields = msgspec.structs.asdict(event)
-        fields |= {"num_reasoning": self._num_reasoning, "num_calls": self._parser.num_calls}
-        return [*found, ParsedEnded(**fields)]
+        told = {"num_reasoning": self._num_reasoning, "num_calls": self._parser.num_calls}
+        ended = ParsedEnded(**asdict(event), **told)
+        return [last, ended] if parts else [ended]
 
 
 async def parsed(

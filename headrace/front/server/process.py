@@ -120,7 +120,9 @@ def services_over(
         server=server,
         metrics=Metrics(),
         shares=KeyShares(server.max_requests_per_key),
-        tracer=None if server.otlp_endpoint is None else Tracer(server.otlp_endpoint),
+        tracer=None
+        if server.otlp_endpoint is None
+        else Tracer(server.otlp_endpoint, model=text.model_names[0]),
         answers=AnswerFormat.named(
             tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
         ).bound(tokenizer),

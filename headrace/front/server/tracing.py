@@ -27,9 +27,9 @@ _NUM_OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
 
 
 class Tracer:
-    """Makes the spans of requests. `exporter` is any OpenTelemetry span exporter; by default OTLP over HTTP."""
+    """Makes the spans of requests to `model`. `exporter`: any OpenTelemetry span exporter; by default OTLP over HTTP."""
 
-    def __init__(self, endpoint: str, *, exporter: Any = None) -> None:
+    def __init__(self, endpoint: str, *, model: str, exporter: Any = None) -> None:
         purpose = "--otlp-endpoint"
         sdk = require("opentelemetry.sdk.trace", extra="otel", purpose=purpose)
         export = require("opentelemetry.sdk.trace.export", extra="otel", purpose=purpose)
@@ -46,6 +46,7 @@ class Tracer:
         )
         self._provider = sdk.TracerProvider(resource=resource)
         self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
+        self._model = model
         self._tracer = self._provider.get_tracer("headrace", __version__)
         self._api = require("opentelemetry.trace", extra="otel", purpose=purpose)
         propagation = require(
@@ -70,7 +71,7 @@ class Tracer:
                 "headrace.request_id": request_id,
             },
         )
-        return RequestTrace(self._tracer, self._api, span)
+        return RequestTrace(self._tracer, self._api, span, model=self._model)
 
     def close(self) -> None:
         """Sends what is left."""
@@ -80,15 +81,16 @@ class Tracer:
 class RequestTrace:
     """The spans of one request."""
 
-    def __init__(self, tracer: Any, api: Any, span: Any) -> None:
+    def __init__(self, tracer: Any, api: Any, span: Any, *, model: str) -> None:
+        self._model = model
         self._tracer = tracer
         self._api = api
         self._span = span
 
-    def begin_core(self, generation: Generation, model: str) -> CoreTrace:
+    def begin_core(self, generation: Generation) -> CoreTrace:
         """A generation goes to the engine."""
         context = self._api.set_span_in_context(self._span)
-        told = _asked(generation, model)
+        told = _asked(generation, self._model)
         span = self._tracer.start_span("llm_core", context=context, attributes=told)
         span.add_event("journey.QUEUED")
         return CoreTrace(span)

@@ -103,9 +103,8 @@ async def to_chunks(
     with_usage = options is not None and options.include_usage
     continuous = options is not None and options.continuous_usage_stats
     tally = Tally(request.n or 1)
-    plain = not (
-        request.logprobs or request.logprob_token_ids or request.return_token_ids or continuous
-    )
+    by_token = request.logprobs or request.logprob_token_ids or request.return_token_ids
+    plain = not (by_token or continuous)
     heads = [_delta_head(reply, index) for index in range(tally.num_choices)]
     tail = _delta_tail(with_usage)
     async with aclosing(events):

@@ -155,6 +155,14 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "this server moderates nothing, so it cannot block",
     ),
     "return_prompt_text": (bool, "not supported by this server; /detokenize tells a prompt's text"),
+    "kv_transfer_params": (bool, "not accepted by this server"),  # a request chooses no peer (P5)
+    "ec_transfer_params": (bool, "not accepted by this server"),
+    "mm_processor_kwargs": (bool, "a request may not choose how media are processed"),
+    "media_io_kwargs": (bool, "a request may not choose how media are read"),
+    "logits_processors": (bool, "a request may not name code"),
+    "repetition_detection": (bool, "not supported; repetition_penalty and dry_multiplier are"),
+    "watermarking": (bool, "not supported by this server"),
+    "return_token_offsets": (bool, "not supported by this server"),
     "web_search_options": (lambda value: value is not None, "there is no web search here"),
 }
 

@@ -90,7 +90,9 @@ def _cohere_texts(request: CohereEmbedRequest) -> tuple[str, list[str]]:
     """What is to be embedded, and the name it came under."""
     given = [n for n in ("texts", "inputs", "images") if getattr(request, n) is not None]
     if len(given) != 1:
-        raise InvalidRequest("texts: exactly one of texts, inputs and images is needed", field="texts")
+        raise InvalidRequest(
+            "texts: exactly one of texts, inputs and images is needed", field="texts"
+        )
     if request.images is not None:
         raise InvalidRequest(
             "images: images are not accepted by this model (only text is)", field="images"

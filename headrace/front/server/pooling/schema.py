@@ -32,7 +32,7 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRequest(Shared, frozen=True, kw_only=True):
-    """Texts, lists of ids, or one conversation. `embed_dtype` and `endianness` (native is little) are those of base64."""
+    """Texts, lists of ids, or one conversation. `embed_dtype` and `endianness` (native: little) are of base64."""
 
     input: Inputs | None = None
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)] | None = None
