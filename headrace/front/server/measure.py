@@ -43,7 +43,7 @@ class _Watch:
         self._metrics = exchange.services.metrics
         self._handed = time.monotonic()
         self._first: dict[int, float] = {}
-        self._span = exchange.trace and exchange.trace.begin_core(generation)
+        self._span = None if exchange.trace is None else exchange.trace.begin_core(generation)
 
     def take(self, event: Event) -> None:
         match event:

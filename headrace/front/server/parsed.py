@@ -90,8 +90,8 @@ class ParsedAnswer:
         self.over = True
         parts = [] if self._parser.closed else self._parser.finish()
         last = self._delta(Delta(index=event.index, text=""), parts)
-        told = {"num_reasoning": self._num_reasoning, "num_calls": self._parser.num_calls}
-        ended = ParsedEnded(**asdict(event), **told)
+        thoughts, calls = self._num_reasoning, self._parser.num_calls
+        ended = ParsedEnded(**asdict(event), num_reasoning=thoughts, num_calls=calls)
         return [last, ended] if parts else [ended]
 
 

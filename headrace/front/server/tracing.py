@@ -27,7 +27,7 @@ _NUM_OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
 
 
 class Tracer:
-    """Makes the spans of requests to `model`. `exporter`: any OpenTelemetry span exporter; by default OTLP over HTTP."""
+    """Makes the spans of requests to `model`. `exporter`: any OpenTelemetry span exporter; else OTLP over HTTP."""
 
     def __init__(self, endpoint: str, *, model: str, exporter: Any = None) -> None:
         purpose = "--otlp-endpoint"

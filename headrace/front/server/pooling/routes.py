@@ -33,6 +33,7 @@ from headrace.front.server.pooling.engine import (
 from headrace.front.server.pooling.schema import (
     ClassifyRequest,
     CohereEmbedRequest,
+    Content,
     EmbeddingRequest,
     PoolingRequest,
     TextRequest,
@@ -97,7 +98,8 @@ def _cohere_texts(request: CohereEmbedRequest) -> tuple[str, list[str]]:
         raise InvalidRequest(
             "images: images are not accepted by this model (only text is)", field="images"
         )
-    return given[0], texts_of(request.texts or request.inputs or [], given[0])
+    found: list[str | Content] = [*(request.texts or request.inputs or [])]
+    return given[0], texts_of(found, given[0])
 
 
 async def post_pooling(exchange: Exchange, document: Any) -> Response:
