@@ -39,6 +39,8 @@ from headrace.back.kernels.gumbel.op import GumbelProblem
 from headrace.back.kernels.nucleus.op import OP as NUCLEUS
 from headrace.back.kernels.nucleus.op import NucleusProblem
 from headrace.back.kernels.op import Choice, decisions
+from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
+from headrace.back.kernels.token_scores.op import TokenScoresProblem
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.allowed import AllowedIds
 from headrace.back.sampling.bad_words import BadWords
@@ -89,12 +91,13 @@ def failures(best_N: np.ndarray, left_N: np.ndarray | None) -> dict[int, Headrac
 
 
 def choose_kernels(device: torch.device) -> tuple[Choice[Any], ...]:
-    """What samplers are made of on a device: greedy, gumbel, nucleus, and draw where it is used."""
+    """What samplers are made of on a device: greedy, gumbel, nucleus, token scores, and draw where it is used."""
     drawn = () if device.type == "cpu" else (DRAW.choose(DrawProblem(device=device.type)),)
     return (
         GREEDY.choose(GreedyProblem(device=device.type)),
         GUMBEL.choose(GumbelProblem(device=device.type)),
         NUCLEUS.choose(NucleusProblem(device=device.type)),
+        TOKEN_SCORES.choose(TokenScoresProblem(device=device.type)),
         *drawn,
     )
 
@@ -115,8 +118,8 @@ class Sampler:
         self._numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._processed: set[int] = set()
-        choices = choose_kernels(device)[:3]
-        greedy, gumbel, _ = choices
+        choices = choose_kernels(device)[:4]
+        greedy, gumbel, *_ = choices
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
         self._quieten = _quieten_host if device.type == "cpu" else _quieten_device
         self.decisions = decisions(choices)
