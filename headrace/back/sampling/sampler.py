@@ -39,6 +39,8 @@ from headrace.back.kernels.gumbel.op import GumbelProblem
 from headrace.back.kernels.nucleus.op import OP as NUCLEUS
 from headrace.back.kernels.nucleus.op import NucleusProblem
 from headrace.back.kernels.op import Choice, decisions
+from headrace.back.kernels.penalties.op import OP as PENALTIES
+from headrace.back.kernels.penalties.op import PenaltiesProblem
 from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
 from headrace.back.kernels.token_scores.op import TokenScoresProblem
 from headrace.back.kernels.upload import to_device
@@ -91,13 +93,15 @@ def failures(best_N: np.ndarray, left_N: np.ndarray | None) -> dict[int, Headrac
 
 
 def choose_kernels(device: torch.device) -> tuple[Choice[Any], ...]:
-    """What samplers are made of on a device: greedy, gumbel, nucleus, token scores, and draw where it is used."""
+    """What samplers are made of on a device: greedy, gumbel, nucleus, token scores, penalties, and draw where
+    it is used."""
     drawn = () if device.type == "cpu" else (DRAW.choose(DrawProblem(device=device.type)),)
     return (
         GREEDY.choose(GreedyProblem(device=device.type)),
         GUMBEL.choose(GumbelProblem(device=device.type)),
         NUCLEUS.choose(NucleusProblem(device=device.type)),
         TOKEN_SCORES.choose(TokenScoresProblem(device=device.type)),
+        PENALTIES.choose(PenaltiesProblem(device=device.type)),
         *drawn,
     )
 
@@ -118,7 +122,7 @@ class Sampler:
         self._numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._processed: set[int] = set()
-        choices = choose_kernels(device)[:4]
+        choices = choose_kernels(device)[:5]
         greedy, gumbel, *_ = choices
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
         self._quieten = _quieten_host if device.type == "cpu" else _quieten_device
@@ -278,7 +282,9 @@ class Sampler:
     def _tell(self, token_N: torch.Tensor, use_N: np.ndarray, picked: Picked) -> None:
         for use, feature in self._features:
             index = np.flatnonzero(use_N & use)
-            if index.size:
+            if index.size == len(use_N):
+                feature.sampled(token_N, picked)
+            elif index.size:
                 feature.sampled(_rows(token_N, index), picked.take(index))
 
     def _score(
@@ -306,7 +312,9 @@ Picks = tuple[torch.Tensor, torch.Tensor]
 
 
 def _rows(values: torch.Tensor, index: np.ndarray) -> torch.Tensor:
-    """A copy of some rows."""
+    """A copy of some rows; of none it costs nothing."""
+    if not index.size:
+        return values[:0]
     return values.index_select(0, to_device(index, values.device))
 
 
@@ -319,4 +327,4 @@ def _quieten_host(logits_NV: torch.Tensor, best_N: torch.Tensor) -> None:
 
 def _quieten_device(logits_NV: torch.Tensor, best_N: torch.Tensor) -> None:
     """The same without asking the device."""
-    logits_NV.masked_fill_(~best_N.isfinite()[:, None], 0.0)
+    logits_NV.masked_fill_((best_N - best_N != 0.0)[:, None], 0.0)

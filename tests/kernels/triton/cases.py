@@ -18,6 +18,7 @@ from headrace.back.kernels.linear.triton_fixed import fixed
 from headrace.back.kernels.linear.triton_small import Product, launcher
 from headrace.back.kernels.nucleus import op as nucleus
 from headrace.back.kernels.op import Kernel, Op, load_kernel
+from headrace.back.kernels.penalties import op as penalties
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.rms_norm import op as rms_norm
 from headrace.back.kernels.step_commit import op as step_commit
@@ -180,6 +181,14 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("sums one shot", _sums(two_shot=False, norm=False)),
     ("sums one shot norm", _sums(two_shot=False, norm=True)),
     ("sums two shots norm fp32", _sums(two_shot=True, norm=True, dtype=FP32)),
+    (
+        "penalties",
+        _call(
+            penalties.OP,
+            "penalties.triton_penalties:KERNEL",
+            penalties.PenaltiesProblem(device="cpu"),
+        ),
+    ),
     (
         "token_scores",
         _call(
