@@ -18,8 +18,10 @@ Penalties come before the bias, so that a bias of +-100 stays what the user wrot
 lifts them. Temperature comes before truncation: top_p is over the tempered distribution.
 
 Cost: a step whose rows are all greedy and ask for nothing is one argmax, to which log-probabilities add no second; on
-a device, one whose rows ask for no more than op `draw` does is part of the step itself. A feature costs its own rows
-only.
+a device, one whose rows ask for no more than op `draw` does is part of the step itself. What is left there is a handful
+of launches behind the step, which tests/kernels/triton/test_sampling.py counts: up to 20 log-probabilities are one and
+a copy; changed logits take three against rows that are not finite, one for penalties, three for biases, three to choose
+and two copies of row numbers, two to count tokens. A feature costs its own rows only.
 """
 
 from __future__ import annotations
