@@ -3,7 +3,8 @@ inside the product, an output head that keeps its best results.
 
     OMP_WAIT_POLICY=passive PYTHONPATH=. python benchmarks/cpu/fused.py --threads 2
 
-The norm is timed with the product that follows it. Weights of the layers cycle, so that they come from memory.
+The norm is timed with the product that follows it. Weights of the layers cycle, so that they come from memory; each way
+has weights of its own, or one would find in the cache what the other has just read.
 """
 
 from __future__ import annotations
@@ -64,23 +65,25 @@ def norm_codes(library: NativeLibrary, kind: str) -> Pair:
     norm = bind_add_norm_with(library, RMSNormProblem(**new), weight)
     group = None if kind == "int8" else 32
     coded = bind_codes(library, RMSNormCodesProblem(**new, group=group), weight)
-    made = [product(kind, QKV) for _ in range(LAYERS)]
-    whole = cycled([native.bind_with(library, p, w, None) for p, w, native in made], 0)
-    codes = [native.bind_with(library, replace(p, coded=True), w, None) for p, w, native in made]
-    reads = cycled(codes, 1)
+    made = [product(kind, QKV) for _ in range(2 * LAYERS)]
+    plain = [native.bind_with(library, p, w, None) for p, w, native in made[::2]]
+    codes = [
+        native.bind_with(library, replace(p, coded=True), w, None) for p, w, native in made[1::2]
+    ]
+    whole, reads = cycled(plain, 0), cycled(codes, 0)
     return lambda x, r: whole(norm(x, r)), lambda x, r: reads(coded(x, r))
 
 
 def gate(library: NativeLibrary, kind: str) -> Pair:
     """(separate, in one): gate and up, and silu."""
     outputs = 2 * INNER
-    weights = [product(kind, outputs)[1] for _ in range(LAYERS)]
+    weights = [product(kind, outputs)[1] for _ in range(2 * LAYERS)]
     plain = LinearProblem(**NEW, outputs=outputs)
     silu = GatedActProblem(device="cpu", dtype=torch.bfloat16, width=INNER, activation="silu")
     act = gated_act.bind_with(library, silu)
     asked = FusedLinearProblem(**NEW, outputs=outputs, activation="silu")
-    whole = cycled([linear.bind_with(library, plain, w, None) for w in weights], 0)
-    fused = cycled([fused_linear.bind_with(library, asked, w) for w in weights], 1)
+    whole = cycled([linear.bind_with(library, plain, w, None) for w in weights[::2]], 0)
+    fused = cycled([fused_linear.bind_with(library, asked, w) for w in weights[1::2]], 0)
     return lambda x, r: act(whole(x)), lambda x, r: fused(x)
 
 

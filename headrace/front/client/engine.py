@@ -124,7 +124,6 @@ class AsyncLLM:
     def check_room(self) -> None:
         """See `events.Engine.check_room`: by the core that would get the next request."""
         core = self._least_loaded()
-        assert core.connection.hello is not None
         core.room.check(core.connection.hello, len(core.running))
 
     def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:

@@ -30,9 +30,9 @@ class Room:
         """A request has left the core."""
         self._ends.append(self._clock())
 
-    def check(self, hello: Hello, in_flight: int) -> None:
+    def check(self, hello: Hello | None, in_flight: int) -> None:
         """Unavailable if the core holds as much as it takes; Retry-After is when those before will be done."""
-        if hello.max_in_flight is None or in_flight < hello.max_in_flight:
+        if hello is None or hello.max_in_flight is None or in_flight < hello.max_in_flight:
             return
         wait_s = self._wait_s(in_flight - hello.max_running)
         self._told.append(self._clock() + wait_s)

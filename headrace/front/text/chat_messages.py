@@ -141,9 +141,11 @@ def _content(message: dict[str, Any], field: str, guard: Guard) -> str:
 
 def parts_text(content: Any, field: str) -> str:
     """The text of a message's content, given as a text or as parts, which are joined by line breaks."""
-    if isinstance(content, list):
-        content = "\n".join(_part(part, f"{field}[{i}]") for i, part in enumerate(content))
-    return _text(content, field)
+    return _text(_joined(content, field) if isinstance(content, list) else content, field)
+
+
+def _joined(parts: list[Any], field: str) -> str:
+    return "\n".join(_part(part, f"{field}[{i}]") for i, part in enumerate(parts))
 
 
 def _own_words(text: str, role: str, guard: Guard) -> str:
