@@ -165,7 +165,8 @@ class Session:
                 f"{MAX_ACTIVE} responses are being made on this connection, its limit; wait for one to end",
                 retry_after_s=1.0,
             )
-        if lane not in self._lanes and len(self._lanes) >= MAX_LANES:
+        names = self._lanes.keys() - {""}
+        if lane and lane not in names and len(names) >= MAX_LANES:
             raise TooManyLanes(
                 f"stream_id: {MAX_LANES} names are in use on this connection, its limit",
                 field="stream_id",
