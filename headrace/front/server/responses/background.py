@@ -26,6 +26,8 @@ from headrace.front.server.state.store import Record, ResponseStore
 
 FLUSH_S = 0.1
 BEAT_S = 1.0
+STATUS = {"completed": 200, "incomplete": 200, "cancelled": 499}
+"""What a trace tells of a response by its status; the others failed."""
 
 
 async def start(prepared: Prepared) -> None:
@@ -39,6 +41,7 @@ async def start(prepared: Prepared) -> None:
         timeout_s=first.timeout_s,
     )
     await store(prepared, running=True)
+    prepared.exchange.trace, first.trace = first.trace, None  # it ends with the response
     task = asyncio.ensure_future(_make(prepared))
     services.background.add(task)
     task.add_done_callback(services.background.discard)
@@ -66,6 +69,7 @@ async def _make(prepared: Prepared) -> None:
         prepared.exchange.held.close()
         over.cancel()
         pump.cancel()
+        prepared.exchange.over(STATUS.get(prepared.stream.response["status"], 500))
 
 
 async def _flush_until_done(
