@@ -7,6 +7,8 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -183,6 +185,37 @@ def test_each_response_over_a_websocket_has_a_trace(served: Served, collector: A
     }
     assert statuses == {200, 400, 499}
     assert sorted(finishes(core)[0] for core in spans["llm_core"]) == ["abort", "length"]
+
+
+def test_preemptions_are_told_and_a_dead_engine_ends_the_trace_once(
+    collector: Any, tmp_path: Path
+) -> None:
+    """OBS-01: two requests share a cache that holds one of them; then their core is killed."""
+    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+    options = ("--otlp-endpoint", endpoint, "--kv-blocks", "8", "--block-tokens", "16")
+    folder = write_model_folder(tmp_path / "model")
+    asked = {"prompt": "fox", "max_tokens": 100, "ignore_eos": True}
+    with (
+        serving(folder, *options, step_s=0.01) as small,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        traces = ["5" * 32, "6" * 32, "7" * 32]
+
+        def ask(trace: str, tokens: int = 100) -> int:
+            body = {**asked, "max_tokens": tokens}
+            traceparent = f"00-{trace}-{PARENT}-01"
+            return small.post("/v1/completions", body, traceparent=traceparent).status_code
+
+        assert list(pool.map(ask, traces[:2])) == [200, 200]
+        killed = pool.submit(ask, traces[2], 110)
+        eventually(lambda: small.ledger()["engines"][0]["running"] == 1, within_s=5)
+        small.cores[0].kill()
+        assert killed.result(20) >= 500
+        eventually(lambda: all(len(spans_of(collector, t)) == 2 for t in traces), within_s=15)
+    cores = [spans_of(collector, trace)["llm_core"] for trace in traces]
+    assert [[finishes(core) for core in each] for each in cores] == [[["length"]]] * 2 + [[["error"]]]  # fmt: skip
+    names = [event.name for (core,) in cores[:2] for event in core.events]
+    assert "journey.PREEMPTED" in names
 
 
 def test_every_route_is_counted_under_its_own_name(served: Served) -> None:
