@@ -102,6 +102,7 @@ IDS = [
 QUERIES = [
     "", "?", "?stream=true", "?stream=true&starting_after=-1", "?limit=x&order=y&after=z", "?limit=0", "?limit=-1",
     "?limit=1&limit=2", "?mode=nap", "?%00=%00", "?purpose=x&purpose=y", "?a=" + "b" * 3000, "?include[]=x&=&&",
+    "?limit=%C2%B2", "?limit=" + "0" * 4500 + "1",
 ]  # fmt: skip
 METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS", "FOO"]
 

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     for name in ("action", "mode", "model", "level"):
         if getattr(given, name) is not None:
             body[name] = getattr(given, name)
-    if given.command == "sleep" and given.level is not None:
+    if given.command == "sleep" and (given.level or "").isdecimal():
         body["level"] = int(given.level)
     method = "GET" if given.command in READS else "POST"
     status, answer = ask(_address(given.address), method, f"/v1/admin/{given.command}", body)
@@ -85,6 +85,10 @@ def ask(
         connection: http.client.HTTPConnection = _UnixConnection(address.removeprefix("unix:"))
     else:
         host, _, port = address.rpartition(":")
+        if not (port.isascii() and port.isdecimal()):
+            raise ConfigError(
+                f"--address: {address!r:.200} given; allowed: PORT, HOST:PORT, unix:FILE"
+            )
         connection = http.client.HTTPConnection(host or "127.0.0.1", int(port), timeout=TIMEOUT_S)
     headers = {"content-type": "application/json"}
     if key := env.get("HEADRACE_ADMIN_KEY"):

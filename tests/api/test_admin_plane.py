@@ -21,6 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headrace.base.errors import ConfigError
+from headrace.cli import admin
 from tests.api.serving import NO_TLS, Served, eventually, serving
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
@@ -252,7 +254,7 @@ def test_the_command_speaks_over_a_unix_socket(tmp_path: Path) -> None:
     with serving(None, "--threads", "1", "--admin-listen", place) as served:
         assert oct(os.stat(tmp_path / "admin.sock").st_mode)[-3:] == "600"
 
-        def admin(*words: str) -> subprocess.CompletedProcess[str]:
+        def ask(*words: str) -> subprocess.CompletedProcess[str]:
             command = [
                 sys.executable,
                 "-m",
@@ -264,9 +266,16 @@ def test_the_command_speaks_over_a_unix_socket(tmp_path: Path) -> None:
             ]
             return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
-        assert json.loads(admin("health").stdout)["status"] == "ok"
-        assert json.loads(admin("pause", "--mode", "keep").stdout)["mode"] == "keep"
+        assert json.loads(ask("health").stdout)["status"] == "ok"
+        assert json.loads(ask("pause", "--mode", "keep").stdout)["mode"] == "keep"
         assert served.get("/health").status_code == 200
-        assert admin("resume").returncode == 0
-        assert admin("reload_model", "--model", "/nowhere").returncode == 1
-        assert admin("log_level", "--level", "debug").returncode == 0
+        assert ask("resume").returncode == 0
+        assert ask("reload_model", "--model", "/nowhere").returncode == 1
+        assert ask("log_level", "--level", "debug").returncode == 0
+        assert ask("sleep", "--level", "deep").returncode == 1
+
+
+def test_an_address_that_is_none_is_refused_by_its_option() -> None:
+    for wrong in ("foo", "127.0.0.1:x", "127.0.0.1:", "1:²"):
+        with pytest.raises(ConfigError, match="--address"):
+            admin.main(["health", "--address", wrong])

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from websockets.sync.client import connect
 
+from headrace.base.telemetry.metrics import ROUTES
+from headrace.front.server.table import plane_table, table
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import NO_TLS, Served, eventually, serving
 
@@ -146,6 +152,99 @@ def test_a_client_that_leaves_ends_its_trace_once(served: Served, collector: Any
     eventually(lambda: len(spans_of(collector, trace)) == 2, within_s=15)
     (core,) = spans_of(collector, trace)["llm_core"]
     assert finishes(core) == ["abort"]
+
+
+def test_what_runs_in_the_background_ends_its_trace_once(served: Served, collector: Any) -> None:
+    """The trace is the response's, not that of the request which was answered at once; a cancelled one is aborted."""
+    for trace, tokens, reason in (("2" * 32, 4, "length"), ("3" * 32, 2000, "abort")):
+        asked = {"input": "fox", "background": True, "max_output_tokens": tokens, "ignore_eos": True}  # fmt: skip
+        traceparent = f"00-{trace}-{PARENT}-01"
+        ident = served.post("/v1/responses", asked, traceparent=traceparent).json()["id"]
+        if reason == "abort":
+            eventually(
+                lambda: served.get(f"/v1/responses/{ident}").json()["status"] == "in_progress",  # noqa: B023
+                within_s=10,
+            )
+            served.post(f"/v1/responses/{ident}/cancel", {})
+        eventually(lambda: len(spans_of(collector, trace)) == 2, within_s=15)  # noqa: B023
+        (request,), (core,) = spans_of(collector, trace).values()
+        assert {request.name, core.name} == {"llm_request", "llm_core"}
+        (core,) = spans_of(collector, trace)["llm_core"]
+        assert finishes(core) == [reason]
+
+
+def test_each_response_over_a_websocket_has_a_trace(served: Served, collector: Any) -> None:
+    trace = "4" * 32
+    headers = {"traceparent": f"00-{trace}-{PARENT}-01"}
+    url = served.url.replace("http", "ws") + "/v1/responses"
+    with connect(url, additional_headers=headers) as socket:
+        for more in ({}, {"temperature": 9}, {"max_output_tokens": 2000}):
+            asked = {"type": "response.create", "input": "fox", "max_output_tokens": 3}
+            socket.send(json.dumps({**asked, "ignore_eos": True, **more}))
+            kind = ""
+            while kind not in ("response.incomplete", "error", "response.output_text.delta"):
+                kind = json.loads(socket.recv(timeout=10))["type"]
+                if kind == "response.output_text.delta" and "max_output_tokens" not in more:
+                    kind = ""
+    eventually(lambda: len(spans_of(collector, trace).get("llm_request", [])) == 3, within_s=15)
+    spans = spans_of(collector, trace)
+    statuses = {
+        attribute.value.int_value
+        for span in spans["llm_request"]
+        for attribute in span.attributes
+        if attribute.key == "http.response.status_code"
+    }
+    assert statuses == {200, 400, 499}
+    assert sorted(finishes(core)[0] for core in spans["llm_core"]) == ["abort", "length"]
+
+
+def test_preemptions_are_told_and_a_dead_engine_ends_the_trace_once(
+    collector: Any, tmp_path: Path
+) -> None:
+    """OBS-01: two requests share a cache that holds one of them; then their core is killed."""
+    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+    options = ("--otlp-endpoint", endpoint, "--kv-blocks", "8", "--block-tokens", "16")
+    folder = write_model_folder(tmp_path / "model")
+    asked = {"prompt": "fox", "max_tokens": 100, "ignore_eos": True}
+    with (
+        serving(folder, *options, step_s=0.01) as small,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        traces = ["5" * 32, "6" * 32, "7" * 32]
+
+        def ask(trace: str, tokens: int = 100) -> int:
+            body = {**asked, "max_tokens": tokens}
+            traceparent = f"00-{trace}-{PARENT}-01"
+            return small.post("/v1/completions", body, traceparent=traceparent).status_code
+
+        assert list(pool.map(ask, traces[:2])) == [200, 200]
+        killed = pool.submit(ask, traces[2], 110)
+        eventually(lambda: small.ledger()["engines"][0]["running"] == 1, within_s=5)
+        small.cores[0].kill()
+        assert killed.result(20) >= 500
+        eventually(lambda: all(len(spans_of(collector, t)) == 2 for t in traces), within_s=15)
+    cores = [spans_of(collector, trace)["llm_core"] for trace in traces]
+    assert [[finishes(core) for core in each] for each in cores] == [[["length"]]] * 2 + [[["error"]]]  # fmt: skip
+    names = [event.name for (core,) in cores[:2] for event in core.events]
+    assert "journey.PREEMPTED" in names
+
+
+def test_every_route_is_counted_under_its_own_name(served: Served) -> None:
+    """A new row of the table belongs into ROUTES; ids never do (P20)."""
+    rows = {route.path.replace(":path", "") for route in (*table(), *plane_table())}
+    assert rows == set(ROUTES)
+    asked = {
+        "/v1/conversations/conv_1/items/msg_1": "/v1/conversations/{id}/items/{item}",
+        "/v1/conversations/conv_1/items": "/v1/conversations/{id}/items",
+        "/v1/responses/resp_1/input_items": "/v1/responses/{id}/input_items",
+        "/v1/models/a/b": "/v1/models/{id}",
+        "/v1/nothing": "other",
+    }
+    for path in asked:
+        served.get(path)
+    text = served.get("/metrics").text
+    counted = set(re.findall(r'http_requests_total{method="GET",route="([^"]+)"', text))
+    assert set(asked.values()) <= counted <= {*ROUTES, "other"}
 
 
 def test_dashboards_for_vllm_find_their_series(served: Served) -> None:

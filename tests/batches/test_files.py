@@ -73,6 +73,9 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(
         ({"purpose": (None, "x" * 5000), "file": ("a", b"x")}, 400),
         ({"purpose": (None, "batch"), "file": ("a" * 300, b"x")}, 400),
         ({"purpose": (None, "batch"), "file": ("a", b"x"), "expires_after[seconds]": (None, "-1")}, 400),
+        ({"purpose": (None, "batch"), "file": ("a", b"x"), "expires_after[seconds]": (None, "²")}, 400),
+        ({"purpose": (None, "batch"), "file": ("a", b"x"), "expires_after[seconds]": (None, "00000003600999999")}, 400),
+        ({"purpose": (None, "batch"), "file": ("a", b"x"), "expires_after[seconds]": (None, "1" * 4500)}, 400),
         ({"purpose": (None, "batch"), "file": ("a", b"x"), **{f"f{i}": (None, "x") for i in range(20)}}, 400),
     ],
 )  # fmt: skip

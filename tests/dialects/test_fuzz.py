@@ -184,6 +184,7 @@ KINDS = st.sampled_from(
     [
         *("text", "image", "document", "thinking", "redacted_thinking", "tool_use", "tool_result"),
         *("search_result", "tool_reference", "server_tool_use", "message", "reasoning"),
+        *("tool_addition", "tool_removal", "tool_definition", "web_search_tool_result"),
         *("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
         *("item_reference", "compaction", "web_search_call", "input_text", "output_text"),
         *("function", "custom", "namespace", "web_search", "bash_20250124", "input_image"),
@@ -196,6 +197,7 @@ KEYS = st.sampled_from(
         *("tool_use_id", "is_error", "call_id", "arguments", "output", "summary", "role", "title"),
         *("encrypted_content", "namespace", "tools", "parameters", "input_schema", "format"),
         *("schema", "budget_tokens", "display", "effort", "strict", "mode", "status", "refusal"),
+        *("tool", "definition"),
     ]
 )
 VALUES: st.SearchStrategy[Any] = st.recursive(

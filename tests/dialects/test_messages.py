@@ -4,7 +4,9 @@ REG-103)."""
 from __future__ import annotations
 
 import json
+import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anthropic
@@ -235,6 +237,70 @@ def test_counting_equals_what_the_answer_bills(claude: anthropic.Anthropic) -> N
     usage = ask(claude, WEATHER, tools=agent.for_messages()).usage
     counted = count(claude, WEATHER, tools=agent.for_messages())
     assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_the_conversation_changes_which_tools_are_offered(claude: anthropic.Anthropic) -> None:
+    """Changes stand in system messages; the prompt is that of a request which offers what is left."""
+    weather, clock, lamp = agent.for_messages()
+    turns: Any = [{"role": "user", "content": "Hello!"}]
+    last: Any = {"role": "user", "content": "Go on."}
+
+    def counted(tools: Any, *changes: tuple[str, Any]) -> int:
+        blocks = [{"type": kind, "tool": tool} for kind, tool in changes]
+        system = [{"role": "system", "content": blocks}] if blocks else []
+        return count(claude, [*turns, *system, last], tools=tools)
+
+    def named(tool: Any) -> Any:
+        return {"type": "tool_reference", "name": tool["name"]}
+
+    defined = {"type": "tool_definition", "definition": lamp}
+    both = counted([weather, clock])
+    assert counted([weather, clock], ("tool_removal", named(clock))) == counted([weather]) < both
+    again = (("tool_removal", named(clock)), ("tool_addition", named(clock)))
+    assert counted([weather, clock], *again) == both
+    assert counted([weather], ("tool_addition", defined)) == counted([weather, lamp])
+    for change, field in (
+        (("tool_removal", named(lamp)), "messages[1].content[0].tool.name"),
+        (("tool_removal", defined), "messages[1].content[0].tool.type"),
+        (("tool_addition", "x"), "messages[1].content[0].tool.type"),
+        (("tool_addition", {**defined, "definition": 5}), "messages[1].content[0].tool.definition"),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=re.escape(field)):
+            counted([weather], change)
+
+
+def test_results_of_tools_run_elsewhere_are_passed_over(claude: anthropic.Anthropic) -> None:
+    result = {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []}
+    text = {"type": "text", "text": "What is 17 + 25?"}
+    assert count(claude, [{"role": "user", "content": [result, text]}]) == count(claude, ADD)
+
+
+def test_counting_takes_no_place_in_a_full_queue(model: Any) -> None:
+    """Agents count every tool of theirs at once, whatever the engine is doing."""
+    options = ("--max-running", "1", "--max-queued-requests", "1", "--served-model-name", "tiny")
+    with serving(model, *options, step_s=0.1) as served, ThreadPoolExecutor(24) as pool:
+        long = {"messages": ADD, "max_tokens": 300, "ignore_eos": True}
+        asked = [pool.submit(served.post, "/v1/messages", long) for _ in range(2)]
+        eventually(
+            lambda: (
+                served.ledger()["engines"][0]["running"] == 1
+                and served.post("/v1/messages", long).status_code == 503
+            ),
+            within_s=10,
+        )
+        tools = [{"name": f"tool{n}", "input_schema": {"type": "object"}} for n in range(24)]
+        counted = list(
+            pool.map(
+                lambda tool: served.post(
+                    "/v1/messages/count_tokens", {"messages": ADD, "tools": [tool]}
+                ),
+                tools,
+            )
+        )
+        assert [answer.status_code for answer in counted] == [200] * 24
+        assert not any(each.done() for each in asked)
+        served.process.terminate()
+        served.process.wait(60)
 
 
 def test_what_agents_send_is_understood(bundled: Served) -> None:

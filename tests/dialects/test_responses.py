@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from tests.dialects.conftest import KEY, OTHER
 ADD = "What is 17 + 25?"
 WEATHER = "What is the weather in Paris?"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
+TERMINAL = ("response.completed", "response.incomplete", "response.failed", "error")
 
 
 def ask(gpt: openai.OpenAI, given: Any = ADD, **more: Any) -> Any:
@@ -72,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tools": {"input": WEATHER, "tools": agent.for_responses()},
     "cut": {"max_output_tokens": 2},
     "logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
-    "items": {"input": [{"role": "user", "content": ADD}]},
+    "items": {"input": [{"role": "user", "content": ADD, "id": "msg_1", "type": None}]},
 }
 
 
@@ -291,6 +293,12 @@ def test_tools_and_include_may_be_empty(gpt: openai.OpenAI) -> None:
     assert "42" in ask(gpt, tools=[], include=[]).output_text
 
 
+def test_tools_are_repeated_with_the_fields_their_schema_requires(bundled: Served) -> None:
+    given = {"type": "function", "name": "lamp"}
+    (shown,) = post(bundled, tools=[given], max_output_tokens=1).json()["tools"]
+    assert shown == {**given, "parameters": None, "strict": None}
+
+
 def test_a_cut_answer_is_incomplete_and_says_why(gpt: openai.OpenAI) -> None:
     answer = ask(gpt, "Tell me a story.", max_output_tokens=5)
     assert answer.status == "incomplete"
@@ -386,6 +394,39 @@ def test_cancelling_ends_the_work_whichever_process_is_asked(slow: Served) -> No
     eventually(slow.at_rest, within_s=5)
 
 
+def _followed(served: Served, ident: str, after: int) -> list[dict[str, Any]]:
+    query = f"?stream=true&starting_after={after}" if after >= 0 else "?stream=true"
+    text = served.get(f"/v1/responses/{ident}{query}").text
+    events = [event for event in text.strip().split("\n\n") if not event.startswith(":")]
+    return [json.loads(event.partition("\ndata: ")[2]) for event in events]
+
+
+def test_who_follows_is_told_the_end_of_a_cancelled_or_deleted_response(slow: Served) -> None:
+    """Exactly one terminal event, with the next number; also for whoever comes back after it."""
+    asked = {"input": "fox", "background": True, "max_output_tokens": 2000, "ignore_eos": True}
+    for end in ("cancel", "delete"):
+        ident = slow.post("/v1/responses", asked).json()["id"]
+        with ThreadPoolExecutor(1) as pool:
+            following = pool.submit(_followed, slow, ident, -1)
+            eventually(lambda ident=ident: _status(slow, ident) == "in_progress", within_s=10)  # type: ignore[misc]
+            if end == "cancel":
+                slow.post(f"/v1/responses/{ident}/cancel", {})
+            else:
+                httpx.delete(f"{slow.url}/v1/responses/{ident}", verify=NO_TLS)
+            events = following.result(20)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        terminal = [event for event in events if event["type"] in TERMINAL]
+        assert terminal == events[-1:]
+        if end == "delete":
+            assert terminal[0]["type"] == "error" and terminal[0]["param"] == "response_id"
+            continue
+        assert terminal[0]["response"]["status"] == "cancelled"
+        last = len(events) - 1
+        assert _followed(slow, ident, last) == []
+        assert _followed(slow, ident, last - 1) == terminal
+    eventually(slow.at_rest, within_s=5)
+
+
 def _status(served: Served, ident: str) -> Any:
     return served.get(f"/v1/responses/{ident}").json()["status"]
 
@@ -425,6 +466,10 @@ def test_state_survives_a_restart_and_a_crash_in_the_background_is_told(
         assert served.post("/v1/responses", after).status_code == 200
         found = served.get(f"/v1/responses/{lost['id']}").json()
         assert found["status"] == "failed" and "restarted" in found["error"]["message"]
+        told = _followed(served, lost["id"], -1)
+        assert [event["sequence_number"] for event in told] == list(range(len(told)))
+        assert told[0]["type"] == "response.created" and told[-1]["type"] == "response.failed"
+        assert told[-1]["response"] == found
         assert served.stop() == 0
 
 

@@ -17,9 +17,7 @@ from websockets.sync.client import ClientConnection, connect
 from tests.api.serving import Served, eventually, serving
 from tests.dialects import agent
 from tests.dialects.conftest import KEY, OTHER
-from tests.dialects.test_responses import ADD, CASES, _comparable, events_of
-
-TERMINAL = ("response.completed", "response.incomplete", "response.failed", "error")
+from tests.dialects.test_responses import ADD, CASES, TERMINAL, _comparable, events_of
 
 
 @contextmanager
@@ -193,6 +191,8 @@ def test_lanes_and_concurrent_responses_are_bounded(slow_server: Served) -> None
             create(socket, stream_id=f"n{n}", model="tiny", max_output_tokens=1, store=False)
             event = answer(socket)[-1]
         assert event["error"]["code"] == "websocket_stream_limit_reached"
+        create(socket, model="tiny", max_output_tokens=1, store=False)
+        assert answer(socket)[-1]["type"] == "response.incomplete", "no name is none of the 32"
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +252,13 @@ def test_who_may_not_connect_is_told_by_http(bundled: Served, slow_server: Serve
         pass
     for served in (bundled, slow_server):
         assert not any("without completing" in line for line in served.lines)
+
+
+def test_either_header_may_hold_the_key(bundled: Served) -> None:
+    url = bundled.url.replace("http", "ws") + "/v1/responses"
+    with connect(url, additional_headers={"x-api-key": KEY}) as socket:
+        create(socket)
+        assert answer(socket)[-1]["type"] == "response.completed"
 
 
 def test_a_frame_that_is_too_large_ends_the_connection_alone(bundled: Served) -> None:

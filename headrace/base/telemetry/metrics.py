@@ -86,6 +86,12 @@ ROUTES = (
     *("/v1/messages", "/v1/messages/count_tokens", "/api/hello", "/openapi.json"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"),
     *("/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items"),
+    *("/v1/conversations", "/v1/conversations/{id}", "/v1/conversations/{id}/items"),
+    *("/v1/conversations/{id}/items/{item}", "/v1/decisions", "/v1/systemone"),
+    *("/v1/admin/health", "/v1/admin/models", "/v1/admin/config", "/v1/admin/queue"),
+    *("/v1/admin/ledger", "/v1/admin/requests/{id}", "/v1/admin/pause", "/v1/admin/drain"),
+    *("/v1/admin/resume", "/v1/admin/reload_model", "/v1/admin/sleep", "/v1/admin/wake"),
+    *("/v1/admin/reset_prefix_cache", "/v1/admin/profile", "/v1/admin/log_level"),
 )
 REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")

@@ -26,10 +26,13 @@ from headrace.front.server.responses import websocket
 from headrace.front.server.sockets import SocketShell
 from headrace.front.server.sse import ClientGone, SlowReader
 from headrace.front.server.table import plane_table, shape_of, table
-from headrace.front.server.timing import log_slow
 
 DRAIN_RETRY_S = 5.0
 DISCARD_S = 2.0
+COLLECTIONS = (
+    *("/v1/models", "/v1/requests", "/v1/responses", "/v1/files", "/v1/batches"),
+    *("/v1/conversations", "/v1/admin/requests"),
+)
 TIMING_HEADER = b"x-headrace-timing"
 """A request with this header is told where its time went: Server-Timing, or a comment at the end of a stream."""
 log = logging.getLogger(__name__)
@@ -106,7 +109,7 @@ class Shell:
             await wire.fail(failure_of(error, request_id=exchange.request_id))
         finally:
             exchange.held.close()
-            _tell(exchange, wire.status)
+            exchange.over(wire.status)
             metrics.add("headrace_http_requests_in_flight", -1)
             method, route, status = scope["method"], _template(scope["path"]), str(wire.status)
             metrics.add("headrace_http_requests_total", method=method, route=route, status=status)
@@ -129,23 +132,15 @@ class Shell:
         self.services.metrics.add("headrace_rejections_total", reason=reason)
 
 
-def _tell(exchange: Exchange, status: int) -> None:
-    """The request is over: its spans end, and a slow one is logged."""
-    if exchange.trace is not None:
-        exchange.trace.end(status)
-    if exchange.timeline is not None:
-        after_s = exchange.services.server.log_slow_s
-        log_slow(exchange.timeline, exchange.request_id, after_s=after_s)
-
-
 def _template(path: str) -> str:
     """The route's template: a closed set, whatever clients ask for (P20)."""
     if path in ROUTES:
         return path
-    for prefix in ("/v1/models", "/v1/requests", "/v1/responses", "/v1/files", "/v1/batches"):
+    for prefix in COLLECTIONS:
         if path.startswith(prefix + "/"):
             _, slash, rest = path.removeprefix(prefix + "/").partition("/")
-            template = f"{prefix}/{{id}}{slash}{rest}"
+            part, further, _ = rest.partition("/")
+            template = f"{prefix}/{{id}}{slash}{part}{further and '/{item}'}"
             return template if template in ROUTES else prefix + "/{id}"
     return "other"
 

@@ -25,7 +25,7 @@ from headrace.front.server.batches.files import FileStore
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.sealing import SECRET_BYTES, Sealer
 from headrace.front.server.state.store import ResponseStore
-from headrace.front.server.timing import Timeline
+from headrace.front.server.timing import Timeline, log_slow
 from headrace.front.server.tracing import RequestTrace, Tracer
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.parsing.parser import AnswerFormat
@@ -105,6 +105,14 @@ class Exchange:
         if self.timeline is None:
             return b""
         return b": timing " + orjson.dumps(self.timeline.document()) + b"\n\n"
+
+    def over(self, status: int) -> None:
+        """The request is over: its spans end, and a slow one is logged."""
+        if self.trace is not None:
+            self.trace.end(status)
+        if self.timeline is not None:
+            after_s = self.services.server.log_slow_s
+            log_slow(self.timeline, self.request_id, after_s=after_s)
 
     def hold_place(self) -> None:
         """Takes one of this key's places until the answer is complete; RateLimited when none is left."""

@@ -66,7 +66,7 @@ class Tracer:
             context=self._propagator.extract(headers),
             kind=self._api.SpanKind.SERVER,
             attributes={
-                "http.request.method": scope["method"],
+                "http.request.method": scope.get("method", "GET"),
                 "url.path": scope["path"],
                 "headrace.request_id": request_id,
             },

@@ -13,10 +13,11 @@ import orjson
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest, Thinking
-from headrace.front.server.anthropic.tools import to_choice, to_tools
+from headrace.front.server.anthropic.tools import changed, to_choice, to_tools
 from headrace.front.server.conversation import Translated
 
 Unseal = Callable[[str], str | None]
+CHANGES = ("tool_addition", "tool_removal")
 BILLING = "x-anthropic-billing-header:"
 _NAMES = {
     "stop": "stop_sequences",
@@ -33,7 +34,7 @@ def to_request(request: CountTokensRequest, *, unseal: Unseal, max_model_len: in
     folded.system(request.system)
     for i, message in enumerate(request.messages):
         folded.take(message, f"messages[{i}]")
-    tools = to_tools(request.tools)
+    tools = changed(to_tools(request.tools), folded.changes)
     document: dict[str, Any] = {
         "model": request.model,
         "messages": folded.messages,
@@ -89,6 +90,7 @@ class _Messages:
         self.messages: list[dict[str, Any]] = []
         self.places: list[str] = []
         self.prefilled = False
+        self.changes: list[tuple[dict[str, Any], str]] = []
         self._unseal = unseal
 
     def system(self, given: str | list[dict[str, Any]] | None) -> None:
@@ -119,8 +121,7 @@ class _Messages:
             case "assistant":
                 self._assistant(blocks, at)
             case "system":
-                texts = [_text(block, f"{at}.content[{j}]") for j, block in enumerate(blocks)]
-                self._add("system", at, content="\n\n".join(texts))
+                self._system(blocks, at)
             case role:
                 raise _bad(f"{at}.role", f"{role!r:.50} given; allowed: 'user', 'assistant'")
 
@@ -128,11 +129,25 @@ class _Messages:
         self.messages.append({"role": role, **fields})
         self.places.append(at)
 
+    def _system(self, blocks: list[dict[str, Any]], at: str) -> None:
+        """A system message in mid-conversation; it may also change which tools are offered."""
+        texts: list[str] = []
+        for j, block in enumerate(blocks):
+            place = f"{at}.content[{j}]"
+            if block["type"] in CHANGES:
+                self.changes.append((block, place))
+            else:
+                texts.append(_text(block, place))
+        if texts:
+            self._add("system", at, content="\n\n".join(texts))
+
     def _user(self, blocks: list[dict[str, Any]], at: str) -> None:
         texts: list[str] = []
         results = 0
         for j, block in enumerate(blocks):
             place = f"{at}.content[{j}]"
+            if block["type"].endswith("_tool_result"):
+                continue  # of a tool that another server ran
             if block["type"] != "tool_result":
                 texts.append(_text(block, place))
                 continue

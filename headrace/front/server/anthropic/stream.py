@@ -94,6 +94,8 @@ class MessageStream:
                 return made
             case CallArguments():
                 self._texts.append(part.text)
+                if not self._texts[0].startswith("{"):
+                    return []  # no object: clients would fail where they put the pieces together
                 return [self._delta({"type": "input_json_delta", "partial_json": part.text})]
             case CallEnd():
                 self._complete_calls += 1
@@ -179,11 +181,13 @@ class MessageStream:
 
 
 def _input(text: str) -> object:
-    """The arguments of a call; {} where the answer's end cut them off."""
+    """The arguments of a call; {} where the answer's end cut them off, or where the model wrote no object: the tool's
+    own check tells it so."""
     try:
-        return orjson.loads(text or b"{}")
+        found = orjson.loads(text or b"{}")
     except orjson.JSONDecodeError:
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def usage(num_prompt: int, ended: Ended | None) -> Json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.base.errors import InvalidRequest
@@ -58,6 +58,46 @@ _TYPED: Mapping[str, tuple[str, dict[str, Any], list[str]]] = {
 def to_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """The tools as functions; None where there are none."""
     return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or [])] or None
+
+
+def changed(
+    tools: list[dict[str, Any]] | None, changes: Sequence[tuple[dict[str, Any], str]]
+) -> list[dict[str, Any]] | None:
+    """The tools that are offered after the `changes` (blocks and where they stood) of the conversation."""
+    if not changes:
+        return tools
+    known = {tool["function"]["name"]: tool for tool in tools or []}
+    offered = dict(known)
+    for block, at in changes:
+        adds = block["type"] == "tool_addition"
+        name = _changed_name(block.get("tool"), f"{at}.tool", known, adds=adds)
+        if adds:
+            offered[name] = known[name]
+        else:
+            offered.pop(name, None)
+    return list(offered.values()) or None
+
+
+def _changed_name(tool: Any, at: str, known: dict[str, dict[str, Any]], *, adds: bool) -> str:
+    """Which tool a change is about; one that it defines becomes known."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind == "tool_definition" and adds:
+        definition = tool.get("definition")
+        if not isinstance(definition, dict):
+            raise InvalidRequest(f"{at}.definition: an object is needed", field=f"{at}.definition")
+        made = _tool(definition, f"{at}.definition")
+        name: str = made["function"]["name"]
+        known[name] = made
+        return name
+    if kind != "tool_reference":
+        allowed = "tool_reference, tool_definition" if adds else "tool_reference"
+        raise InvalidRequest(
+            f"{at}.type: {kind!r:.80} given; allowed: {allowed}", field=f"{at}.type"
+        )
+    found = tool.get("name")
+    if not isinstance(found, str) or found not in known:
+        raise InvalidRequest(f"{at}.name: {found!r:.80} is not among the tools", field=f"{at}.name")
+    return found
 
 
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:

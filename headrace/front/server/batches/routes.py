@@ -19,6 +19,7 @@ from headrace.front.server.batches.lines import HANDLERS
 from headrace.front.server.batches.upload import receive_file
 from headrace.front.server.exchange import Exchange, json_response
 from headrace.front.server.openai.schema import Name, parse
+from headrace.front.server.responses.pages import number_of
 
 _CHUNK = 1 << 16
 _MAX_PAGE = 10_000
@@ -172,16 +173,12 @@ def _page(
     request: Request, found: Sequence[T], *, default: int = _MAX_PAGE
 ) -> tuple[list[T], bool]:
     """The asked part of a list, and whether there is more behind it."""
-    given = request.query_params.get("limit", str(default))
-    if not given.isdigit() or not 1 <= int(given[:8]) <= _MAX_PAGE:
-        raise InvalidRequest(
-            f"limit: {given[:50]!r} given; allowed: 1 to {_MAX_PAGE}", field="limit"
-        )
+    limit = number_of(request, "limit", default=default, least=1, most=_MAX_PAGE)
     start = 0
     after = request.query_params.get("after")
     if after is not None:
         start = next((i + 1 for i, item in enumerate(found) if item.id == after), len(found))
-    end = start + int(given)
+    end = start + limit
     return list(found[start:end]), len(found) > end
 
 

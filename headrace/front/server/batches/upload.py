@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from headrace.base.errors import DeadlineExceeded, InvalidRequest, UnsupportedMedia
 from headrace.front.server.batches.files import FileInfo, FileStore, Upload, checked_filename
+from headrace.front.server.responses.pages import number
 
 MAX_PARTS = 16
 MAX_FIELD_BYTES = 4096
@@ -104,12 +105,7 @@ class _Form:
         given = self.fields.get("expires_after[seconds]")
         if given is None:
             return None
-        if not given.isdigit() or not 3600 <= int(given[:12]) <= MAX_EXPIRY_S:
-            raise InvalidRequest(
-                f"expires_after[seconds]: {given[:50]!r} given; allowed: 3600 to {MAX_EXPIRY_S}",
-                field="expires_after",
-            )
-        return int(given)
+        return number(given, "expires_after[seconds]", least=3600, most=MAX_EXPIRY_S)
 
     def _part_begin(self) -> None:
         self._num_parts += 1

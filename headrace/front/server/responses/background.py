@@ -10,13 +10,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from headrace.base.errors import NotFound, Unavailable
 from headrace.front.server.exchange import Exchange
-from headrace.front.server.failures import failure_of
+from headrace.front.server.failures import OPENAI, failure_of
 from headrace.front.server.ids import RESPONSE_PREFIX
 from headrace.front.server.responses.run import Prepared, run, store
 from headrace.front.server.responses.schema import Json
@@ -25,6 +26,8 @@ from headrace.front.server.state.store import Record, ResponseStore
 
 FLUSH_S = 0.1
 BEAT_S = 1.0
+STATUS = {"completed": 200, "incomplete": 200, "cancelled": 499}
+"""What a trace tells of a response by its status; the others failed."""
 
 
 async def start(prepared: Prepared) -> None:
@@ -38,6 +41,7 @@ async def start(prepared: Prepared) -> None:
         timeout_s=first.timeout_s,
     )
     await store(prepared, running=True)
+    prepared.exchange.trace, first.trace = first.trace, None  # it ends with the response
     task = asyncio.ensure_future(_make(prepared))
     services.background.add(task)
     task.add_done_callback(services.background.discard)
@@ -57,16 +61,15 @@ async def _make(prepared: Prepared) -> None:
             _note(pending, prepared.stream.fail(failure_of(leaving, request_id=prepared.reply.id)))
         pump.cancel()
         await asyncio.gather(pump, return_exceptions=True)
-        if wanted:
-            await kept.beat(prepared.reply.id, pending)
-            await store(prepared)
-        elif await kept.get(prepared.reply.id, prepared.exchange.tenant) is not None:
-            prepared.stream.cancel()
+        if prepared.stream.response["status"] in ("queued", "in_progress"):
+            _note(pending, prepared.stream.cancel())
+        if await kept.beat(prepared.reply.id, pending, last=True):  # or it was deleted
             await store(prepared)
     finally:
         prepared.exchange.held.close()
         over.cancel()
         pump.cancel()
+        prepared.exchange.over(STATUS.get(prepared.stream.response["status"], 500))
 
 
 async def _flush_until_done(
@@ -109,19 +112,30 @@ def _note(pending: list[tuple[int, bytes]], events: list[Json]) -> None:
     pending += [(event["sequence_number"], encoded(event)) for event in events]
 
 
-async def follow(exchange: Exchange, ident: str, *, after: int) -> AsyncGenerator[bytes, None]:
-    """The events of a response in the background, from the one after `after` on, to its end."""
-    while True:
-        record = await current(exchange, ident)
-        kept = exchange.services.store
-        assert kept is not None
-        while events := await kept.events(ident, after=after):
-            for number, event in events:
-                after = number
-                yield event
-        if not record.running:
-            return
-        await asyncio.sleep(FLUSH_S)
+@dataclass
+class Follower:
+    """Follows a response in the background; `after` is the number of the last event that was told."""
+
+    exchange: Exchange
+    ident: str
+    after: int
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events from the one after `after` on, to its end; a comment where there are none."""
+        told = False
+        while True:
+            record = await current(self.exchange, self.ident)
+            kept = self.exchange.services.store
+            assert kept is not None
+            while events := await kept.events(self.ident, after=self.after):
+                for number, event in events:
+                    self.after, told = number, True
+                    yield event
+            if not record.running:
+                break
+            await asyncio.sleep(FLUSH_S)
+        if not told:
+            yield OPENAI.ping
 
 
 async def current(exchange: Exchange, ident: str) -> Record:
@@ -137,6 +151,14 @@ async def current(exchange: Exchange, ident: str) -> Record:
     response = orjson.loads(record.response)
     error = {"code": "server_error", "message": "the server was restarted meanwhile"}
     response |= {"status": "failed", "error": error}
+    number = await kept.num_events(ident)
+    kinds = ["response.failed"] if number else ["response.created", "response.failed"]
+    events = [
+        {"type": kind, "sequence_number": i, "response": response}
+        for i, kind in enumerate(kinds, number)
+    ]
+    told = [(i, encoded(event)) for i, event in enumerate(events, number)]
+    await kept.beat(ident, told, last=True)
     failed = Record(
         id=record.id,
         owner=record.owner,

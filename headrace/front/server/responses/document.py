@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from headrace.front.client.events import Ended
 from headrace.front.server.failures import Failure
 from headrace.front.server.parsed import ParsedEnded
@@ -90,13 +88,20 @@ def new_response(reply: ResponseReply, *, status: str) -> Json:
         "temperature": _or(request.temperature, reply.defaults.get("temperature", 1.0)),
         "text": text,
         "tool_choice": _or(request.tool_choice, "auto"),
-        "tools": [msgspec.to_builtins(tool) for tool in request.tools or []],
+        "tools": [_shown(tool) for tool in request.tools or []],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": _or(request.top_p, reply.defaults.get("top_p", 1.0)),
         "truncation": request.truncation or "disabled",
         "usage": None,
         "user": request.user,
     }
+
+
+def _shown(tool: Json) -> Json:
+    """A tool as it was sent; a function with the fields that its published schema requires."""
+    if tool.get("type") != "function":
+        return tool
+    return {"parameters": None, "strict": None, **tool}
 
 
 def _or(given: object, default: object) -> object:

@@ -55,7 +55,7 @@ def with_ids(given: str | list[Json] | None, response: str) -> list[Json]:
 
 
 def _with_id(item: Json, response: str, index: int) -> Json:
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     prefix = _PREFIXES.get(kind, "msg") if isinstance(kind, str) else "msg"
     made = {"id": item_id(prefix, response, index, given=True), **item, "type": kind}
     if kind == "message":
@@ -88,7 +88,7 @@ class Messages:
 
     def take(self, item: Json, at: str) -> None:
         """One item."""
-        match item.get("type", "message"):
+        match item.get("type") or "message":
             case "message":
                 self._message(item, at)
             case "reasoning":

@@ -33,11 +33,13 @@ def page_of(request: Request, items: list[Json]) -> Json:
 def number_of(request: Request, name: str, *, default: int, least: int, most: int) -> int:
     """A number of the query within its bounds."""
     given = request.query_params.get(name)
-    if given is None:
-        return default
-    if not (
-        given.isascii() and given.isdigit() and len(given) <= 10 and least <= int(given) <= most
-    ):
+    return default if given is None else number(given, name, least=least, most=most)
+
+
+def number(given: str, name: str, *, least: int, most: int) -> int:
+    """A number that came as text, within its bounds."""
+    is_short = given.isascii() and given.isdigit() and len(given) <= 10
+    if not (is_short and least <= int(given) <= most):
         raise InvalidRequest(
             f"{name}: {given[:50]!r} given; allowed: a number from {least} to {most}", field=name
         )

@@ -72,17 +72,22 @@ def _failed(prepared: Prepared, failure: Failure) -> bytes:
 
 
 async def _followed(exchange: Exchange, ident: str, *, after: int) -> Response:
-    error = Shape(body=OPENAI.body, last_words=_error_event, ping=OPENAI.ping)
-    return await streamed(exchange, background.follow(exchange, ident, after=after), shape=error)
+    follower = background.Follower(exchange, ident, after)
+    shape = Shape(
+        body=OPENAI.body,
+        last_words=lambda failure, _: _error_event(failure, follower.after + 1),
+        ping=OPENAI.ping,
+    )
+    return await streamed(exchange, follower.events(), shape=shape)
 
 
-def _error_event(failure: Failure, _: str) -> bytes:
+def _error_event(failure: Failure, number: int) -> bytes:
     event = {
         "type": "error",
         "code": failure.code,
         "message": failure.message,
         "param": failure.field,
-        "sequence_number": 0,
+        "sequence_number": number,
     }
     return encoded(event)
 

@@ -32,6 +32,7 @@ MAX_AGE_S = 3600.0
 MAX_KEPT = 16
 MAX_KEPT_BYTES = 16 << 20
 _LANE = re.compile(r"[A-Za-z0-9_.-]{1,256}")
+CLIENT_GONE = 499
 GOING_AWAY, UNSUPPORTED, RESTARTING = 1001, 1003, 1012
 
 
@@ -165,7 +166,8 @@ class Session:
                 f"{MAX_ACTIVE} responses are being made on this connection, its limit; wait for one to end",
                 retry_after_s=1.0,
             )
-        if lane not in self._lanes and len(self._lanes) >= MAX_LANES:
+        names = self._lanes.keys() - {""}
+        if lane and lane not in names and len(names) >= MAX_LANES:
             raise TooManyLanes(
                 f"stream_id: {MAX_LANES} names are in use on this connection, its limit",
                 field="stream_id",
@@ -177,6 +179,9 @@ class Session:
     async def _respond(self, document: Json, lane: asyncio.Lock, named: Json) -> None:
         first = self._exchange
         exchange = Exchange(services=first.services, request_id=request_id(), tenant=first.tenant)
+        status = CLIENT_GONE
+        if first.services.tracer is not None:
+            exchange.trace = first.services.tracer.request(self._socket.scope, exchange.request_id)
         async with lane:
             prepared: Prepared | None = None
             try:
@@ -186,14 +191,17 @@ class Session:
                         if event["type"] in ("response.completed", "response.incomplete"):
                             self._remember(prepared)
                         await self._send({**event, **named})
+                status = 200
             except (WebSocketDisconnect, asyncio.CancelledError):
                 raise
             except Exception as error:
                 parent = document.get("previous_response_id")
                 self._memory.forget(parent if isinstance(parent, str) else None)
+                status = failure_of(error, request_id=exchange.request_id).status
                 await self._fail(error, named, prepared)
             finally:
                 exchange.held.close()
+                exchange.over(status)
 
     async def _prepared(self, exchange: Exchange, document: Json) -> Prepared:
         body = {

@@ -200,19 +200,25 @@ class ResponseStore:
 
         await self._database.run(work)
 
-    async def beat(self, ident: str, events: Sequence[tuple[int, bytes]]) -> bool:
-        """Adds events of a running response and says that it is alive; False if it shall stop (or was deleted)."""
+    async def beat(
+        self, ident: str, events: Sequence[tuple[int, bytes]], *, last: bool = False
+    ) -> bool:
+        """Adds events of a running response and says that it is alive; False if it shall stop (or was deleted). Its
+        `last` ones are added although it shall stop."""
         now = self._clock()
         size = sum(len(event) for _, event in events)
 
         def work(db: Database) -> bool:
             found = db.execute(
-                "UPDATE responses SET beat = ?, size = size + ? WHERE id = ? AND cancelled = 0",
-                *(now, size, ident),
+                "UPDATE responses SET beat = ?, size = size + ? WHERE id = ? AND cancelled <= ?",
+                *(now, size, ident, int(last)),
             )
             if found.rowcount:
                 for number, event in events:
-                    db.execute("INSERT INTO response_events VALUES (?, ?, ?)", ident, number, event)
+                    db.execute(
+                        "INSERT INTO response_events VALUES (?, ?, ?) ON CONFLICT (id, number) DO NOTHING",
+                        *(ident, number, event),
+                    )
             return bool(found.rowcount)
 
         return await self._database.run(work)
@@ -226,6 +232,16 @@ class ResponseStore:
                 *(ident, after, limit),
             )
             return [(int(number), bytes(event)) for number, event in rows]
+
+        return await self._database.run(work)
+
+    async def num_events(self, ident: str) -> int:
+        """How many events a response has: the number of its next one."""
+
+        def work(db: Database) -> int:
+            most = "SELECT COALESCE(MAX(number), -1) FROM response_events WHERE id = ?"
+            ((found,),) = db.rows(most, ident)
+            return int(found) + 1
 
         return await self._database.run(work)
 

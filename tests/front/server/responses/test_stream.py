@@ -199,3 +199,28 @@ def test_an_administrators_abort_is_no_normal_end() -> None:
         stream.take(Started(1))
         with pytest.raises(Unavailable, match="administrator"):
             stream.take(Ended(index=0, reason="abort"))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "wanted"),
+    [
+        (['{"a"', ": 1}"], {"a": 1}),
+        (["[1", "]"], {}),
+        (["5"], {}),
+        (['"x"'], {}),
+        (["{}"], {}),
+        ([], {}),
+    ],
+)
+def test_the_input_of_a_tool_is_an_object_streamed_and_whole(
+    pieces: list[str], wanted: object
+) -> None:
+    """Whatever the model wrote: clients fail on anything else (contract 6)."""
+    stream = MessageStream(MessageReply(id="msg_1", model="m", max_tokens=99, sign=lambda text: ""))
+    parts = [CallBegin(0, "call_0", "plain"), *(CallArguments(0, p) for p in pieces), CallEnd(0)]
+    made = [event for each in events(parts, "stop", 1) for event in stream.take(each)]
+    deltas = [event["delta"] for event in made if event["type"] == "content_block_delta"]
+    streamed = "".join(delta["partial_json"] for delta in deltas)
+    assert orjson.loads(streamed or "{}") == wanted
+    assert stream.message["content"][0]["input"] == wanted
+    assert stream.message["stop_reason"] == "tool_use"
