@@ -25,6 +25,9 @@ LinearTop = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Product = linear.LinearProblem | linear_quant.LinearQuantProblem | linear_blocks.LinearBlocksProblem
 Weight = torch.Tensor | PackedWeight | BlockWeight
 
+MAX_COUNT = 64
+"""The greatest count of a kernel: more would be sorted faster than kept in order."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearTopProblem:
