@@ -33,7 +33,7 @@ from headrace.back.kernels.linear_quant import native as linear_quant
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
 from headrace.back.kernels.linear_quant.op import random_weight as random_codes
 from headrace.back.kernels.linear_top import native as linear_top
-from headrace.back.kernels.linear_top.op import MAX_COUNT, LinearTopProblem
+from headrace.back.kernels.linear_top.op import TOPS, LinearTopProblem
 from headrace.back.kernels.native.library import NativeLibrary
 from headrace.back.kernels.rms_norm.native import bind_add_norm_with
 from headrace.back.kernels.rms_norm.op import RMSNormProblem
@@ -100,13 +100,13 @@ def head(library: NativeLibrary, kind: str) -> Pair:
 
 
 def drawn_head(library: NativeLibrary, kind: str) -> Pair:
-    """(separate, in one): all logits and their greatest or the best 64, then the sampler, for top_k 40 and top_p 0.9."""
+    """(separate, in one): all logits, or the best TOPS, and the draw for top_k 20 and top_p 0.9."""
     asked, weight, native = product(kind, VOCABULARY, wide=True)
     whole = native.bind_with(library, asked, weight, None)
-    best = linear_top.bind_with(library, LinearTopProblem(product=asked, count=MAX_COUNT), weight)
+    best = linear_top.bind_with(library, LinearTopProblem(product=asked, count=TOPS), weight)
     sampler = Sampler(max_rows=32, logits_width=VOCABULARY, device=torch.device("cpu"))
     for at in range(32):
-        sampling = RowSampling(seed=at, top_k=40, top_p=0.9)
+        sampling = RowSampling(seed=at, top_k=20, top_p=0.9)
         tokens = np.zeros(1, np.int32)
         sampler.start(
             RowStart(row=at, request=at, tokens=tokens, num_prompt=1, num_computed=0, sampling=sampling)
@@ -136,7 +136,7 @@ CASES = (
 
 
 def main() -> None:
-    library, arguments = setup(__doc__, only=True)
+    library, arguments = setup(__doc__)
     row("ops", "weights", "rows", "separate us", "in one us", "saved (minima)")
     row(*["---"] * 6)
     for name, make, kinds, sizes in CASES:

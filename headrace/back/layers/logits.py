@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.linear.op import Linear
-from headrace.back.kernels.linear_top.op import MAX_COUNT, LinearTopProblem
 from headrace.back.kernels.linear_top.op import OP as LINEAR_TOP
+from headrace.back.kernels.linear_top.op import TOPS, LinearTopProblem
 from headrace.back.layers.embedding import TokenEmbedding, vocabulary_part
 from headrace.back.layers.linear import Weight, bind_linear, product_of
 from headrace.back.layers.scope import Scope, not_loaded
@@ -28,7 +28,7 @@ class LogitsHead:
 
     `pick`: hidden_NE -> what op greedy gives for these logits, of which no whole rows are written (CPU), or which are
     not widened to float32 (other devices); None where there is no kernel for it, or where the logits are not the
-    products themselves. `tops`: hidden_NE -> the best MAX_COUNT ids and logits of each row, in the order of op
+    products themselves. `tops`: hidden_NE -> the best TOPS ids and logits of each row, in the order of op
     linear_top; CPUs only.
 
     `tied` is the embedding whose weight the head shares; else the checkpoint holds `scope /
@@ -97,7 +97,7 @@ class LogitsHead:
         plain = self._scope.mesh.tp.size == 1 and self._scale == 1.0 and self._softcap is None
         if plain and self._scope.device.type == "cpu":
             self.pick = self._bind_pick(weight_VE, shared=shared)
-            self.tops = self._bind_tops(weight_VE, MAX_COUNT, shared=shared)
+            self.tops = self._bind_tops(weight_VE, TOPS, shared=shared)
         elif plain and isinstance(weight_VE, torch.Tensor):
             self.pick = self._bind_narrow_pick(weight_VE, shared=shared)
 

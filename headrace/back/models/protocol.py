@@ -46,7 +46,7 @@ class CausalModel(Protocol):
 
     @property
     def tops(self) -> Pick | None:
-        """hidden_NE -> the best MAX_COUNT (op linear_top) tokens of each row and their logits, likewise."""
+        """hidden_NE -> the best TOPS (op linear_top) tokens of each row and their logits, likewise."""
         ...
 
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Drawing from the best tokens of a row alone, where the step has left these and no logits (KRN-02, op linear_top).
 
-A row whose top_k is less than MAX_COUNT is drawn among them: every token above the last one's value is there, so all
+A row whose top_k is less than TOPS is drawn among them: every token above the last one's value is there, so all
 that top_k keeps, ties included, if the k-th value is greater than the last. Where it is not, or the best value is not
 finite, the row is not `proven`, and its logits have to be computed after all.
 
-N rows, K of them drawn, C = MAX_COUNT.
+N rows, K of them drawn, C = TOPS.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-from headrace.back.kernels.linear_top.op import MAX_COUNT
+from headrace.back.kernels.linear_top.op import TOPS
 from headrace.back.sampling.candidates import Candidates
 from headrace.back.sampling.draw import Draw
 from headrace.back.sampling.features import DRAWN, Picked, RowNumbers, Use
 
 Leaves = Literal["logits", "picks", "tops"]
-"""What a step leaves for the sampler: whole rows of logits, the greedy picks, or each row's MAX_COUNT best tokens."""
+"""What a step leaves for the sampler: whole rows of logits, the greedy picks, or each row's TOPS best tokens."""
 
 Tops = tuple[torch.Tensor, torch.Tensor]
 """ids int64 [N, C] and logits float32 [N, C], best first: the order of op linear_top."""
@@ -30,9 +30,7 @@ def needs(numbers: RowNumbers, rows: np.ndarray) -> Leaves:
     """Tops, if each of these rows is greedy or has a top_k that tops may prove, and asks for nothing they do not tell;
     else logits."""
     use_N = numbers.use[rows]
-    provable_N = (
-        (use_N & Use.TOP_K != 0) & (use_N & ~DRAWN == 0) & (numbers.top_k[rows] < MAX_COUNT)
-    )
+    provable_N = (use_N & Use.TOP_K != 0) & (use_N & ~DRAWN == 0) & (numbers.top_k[rows] < TOPS)
     return "tops" if ((use_N == 0) | provable_N).all() else "logits"
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headrace.back.attention.plan import Batch
+from headrace.back.kernels.linear_top.op import TOPS
 from headrace.back.runner.buckets import Bucket, Outputs
 from headrace.back.runner.devices import MakeSteps, bucket_steps, make_steps
 from headrace.back.runner.runner import Runner
@@ -239,8 +240,8 @@ class Topped(TinyModel):
         self.told = None
         values, ids = self.logits(hidden_NE).sort(dim=1, descending=True, stable=True)
         self.num_told += 1
-        self.told = ids[:, :64].contiguous()
-        return self.told, values[:, :64].contiguous()
+        self.told = ids[:, :TOPS].contiguous()
+        return self.told, values[:, :TOPS].contiguous()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.told = None
@@ -255,8 +256,8 @@ def test_rows_drawn_from_their_best_tokens_survive_chunking_preemption_and_compa
     sampling = [
         RowSampling(temperature=0.0),
         RowSampling(seed=4, top_k=7),
-        RowSampling(seed=5, top_k=50, top_p=0.9, temperature=2.0),
-        RowSampling(seed=6, top_k=60, min_p=0.02),
+        RowSampling(seed=5, top_k=20, top_p=0.9, temperature=2.0),
+        RowSampling(seed=6, top_k=23, min_p=0.02),
     ]
 
     def generate(model: Topped) -> list[list[int]]:
