@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.back.kernels.native.library import NativeLibrary, load
+from headrace.back.kernels.upload import to_host
 from headrace.back.layers import logits, norm
 from headrace.back.runner import devices
 from headrace.back.runner.buckets import BucketSteps
@@ -181,3 +183,11 @@ def _tapes_after(running: OfflineEngine, lengths: list[tuple[int, int, float]]):
     replay = replay_of(running)
     assert replay.foreign == ()
     return list(replay._tapes.values())
+
+
+def test_what_is_read_is_not_what_the_next_step_overwrites():
+    """A step's result is read after the next one was launched, which replays into the same memory."""
+    left = torch.ones(3)
+    read = to_host(left)
+    left.fill_(torch.nan)
+    assert read.tolist() == [1.0, 1.0, 1.0]
