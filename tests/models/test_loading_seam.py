@@ -56,7 +56,7 @@ def test_a_model_that_is_not_finished_refuses_to_run(tmp_path: Path) -> None:
 def test_decisions_name_the_kernel_of_every_op(tmp_path: Path) -> None:
     save_oracle(tiny_config("llama"), tmp_path)
     fields = {decision.field for decision in load_ours(model_spec(tmp_path)).decisions}
-    ops = ("linear", "rms_norm", "add_rms_norm", "rope", "gated_act", "qk_rope_write", "attention")
+    ops = ("linear", "rms_norm", "add_rms_norm", "fused_linear", "rope", "qk_rope_write", "attention")
     assert {f"kernel.{op}" for op in ops} <= fields
 
 

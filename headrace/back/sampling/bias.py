@@ -15,6 +15,7 @@ class LogitBias:
 
     def __init__(self, device: torch.device) -> None:
         self._entries = RaggedRows(device)
+        self._split: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def start(self, start: RowStart) -> None:
         """Keeps the row's pairs."""
@@ -28,10 +29,13 @@ class LogitBias:
         self._entries.drop(row)
 
     def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
-        """Adds the biases."""
+        """Adds the biases. A row names an id once, so that no sum over equal places is needed."""
         index_M, entries_M2 = self._entries.join(picked.rows)
-        value_M = entries_M2[:, 1].contiguous().view(torch.float64).to(logits_KV.dtype)
-        logits_KV.index_put_((index_M, entries_M2[:, 0]), value_M, accumulate=True)
+        if self._split is None or self._split[0] is not entries_M2:
+            id_M, bits_M = (column.contiguous() for column in entries_M2.unbind(1))
+            self._split = entries_M2, id_M, bits_M.view(torch.float64).to(logits_KV.dtype)
+        _, id_M, value_M = self._split
+        logits_KV[index_M, id_M] += value_M
 
     def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
         """Nothing to count."""

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens and their alternatives, from the model's own distribution: before any processing.
 
 M positions, V vocabulary, A alternatives. Alternatives are the most likely tokens in falling order, of equals the
-lowest id first, whatever the device's selection does: they are found on integer keys that hold value and id.
+lowest id first, whatever the device's selection does (kernels/token_scores).
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.back.kernels.log_sum_exp.op import OP as LOG_SUM_EXP
-from headrace.back.kernels.log_sum_exp.op import LogSumExpProblem
+from headrace.back.kernels.token_scores.op import MOST, ScoreTable, TokenScoresProblem, top_ids
+from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.base.wire.step import RowLogprobs
-
-_ID_MASK = 0x7FFF_FFFF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,32 +61,23 @@ def score(
     """Scores the tokens of M positions.
 
     Column 0 is the token itself, then the alternatives (-1: the whole vocabulary; the token may be among them), then
-    the named ids. The rank counts from 1: tokens with a greater logit, plus one.
+    the named ids. The rank counts from 1: tokens with a greater logit, plus one. Up to MOST alternatives and no named
+    ids are one launch and one copy.
     """
-    count = logits_MV.shape[1]
-    top_MA = top_ids(logits_MV, count if alternatives < 0 else min(alternatives, count))
-    named_MN = to_device(np.array(named, np.int64), logits_MV.device)
-    ids = torch.cat([token_M[:, None], top_MA, named_MN.expand(len(token_M), -1)], dim=1)
-    log_sum_exp = LOG_SUM_EXP.choose(LogSumExpProblem(device=logits_MV.device.type)).bind()
-    values = logits_MV.gather(1, ids) - log_sum_exp(logits_MV)
-    ranks_M = (logits_MV > logits_MV.gather(1, token_M[:, None])).sum(1) + 1
+    device, width = logits_MV.device, logits_MV.shape[1]
+    count = width if alternatives < 0 else min(alternatives, width)
+    told = ScoreTable.empty(len(token_M), 1 + (count if count <= MOST else 0), device)
+    token_scores = TOKEN_SCORES.choose(TokenScoresProblem(device=device.type)).bind()
+    token_scores(logits_MV, token_M, told)
+    if count <= MOST and not named:
+        told = ScoreTable(to_host(told.data))
+        return Scores(ids=told.ids, values=told.values, ranks=told.ranks)
+    more = [top_ids(logits_MV, count)] if count > MOST else []
+    more.append(to_device(np.array(named, np.int64), device).expand(len(token_M), -1))
+    more_MN = torch.cat(more, dim=1)
+    values_MN = logits_MV.gather(1, more_MN) - told.log_sum_exp
     return Scores(
-        ids=to_host(ids.to(torch.int32)),
-        values=to_host(values.to(torch.float32)),
-        ranks=to_host(ranks_M.to(torch.int32)),
+        ids=to_host(torch.cat([told.ids, more_MN.to(torch.int32)], dim=1)),
+        values=to_host(torch.cat([told.values, values_MN], dim=1)),
+        ranks=to_host(told.ranks),
     )
-
-
-def top_ids(logits_MV: torch.Tensor, count: int) -> torch.Tensor:
-    """The ids of the `count` greatest logits in falling order, of equals the lowest id first; int64 [M, count].
-
-    A float's bits, with the lower 31 inverted if it is negative, order like the float as a signed integer; adding 0.0
-    makes -0.0 and 0.0 equal.
-    """
-    if count == 0:
-        return torch.empty((len(logits_MV), 0), dtype=torch.int64, device=logits_MV.device)
-    bits_MV = (logits_MV + 0.0).view(torch.int32)
-    order_MV = (bits_MV ^ ((bits_MV >> 31) & _ID_MASK)).to(torch.int64)
-    id_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
-    keys_MV = (order_MV << 32) + (_ID_MASK - id_V)
-    return _ID_MASK - (keys_MV.topk(count, dim=1).values & _ID_MASK)

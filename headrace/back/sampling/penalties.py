@@ -1,19 +1,33 @@
 """Repetition, presence and frequency penalties (ENG-26).
 
 K rows, V vocabulary, S slots, L tokens of the longest row. A row that uses a penalty holds a slot: the counts of its
-output tokens. Slots are few (rows without penalties have none) and are written whole when a row takes one, so that
-nothing of an earlier owner remains (REG-030). Only the logits of tokens that a row has seen are touched: a step costs
-its context, not the vocabulary.
+output tokens, a mark at those of its prompt, and its three numbers. Slots are few (rows without penalties have none)
+and are written whole when a row takes one, so that nothing of an earlier owner remains (REG-030). Only the logits of
+tokens that a row has seen are touched; on a device a step is one launch, and while its rows stay the same it needs no
+word from the host (kernels/penalties).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from headrace.back.kernels.penalties.op import OP, PROMPT, PenaltiesProblem
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.features import Picked
 from headrace.base.wire.step import RowStart
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slots:
+    """Of the rows of a step: slot int64 [K], where it begins in the table of counts, and ones int32 [K]."""
+
+    rows: bytes
+    slot_K: torch.Tensor
+    begin_K: torch.Tensor
+    one_K: torch.Tensor
 
 
 class Penalties:
@@ -26,42 +40,50 @@ class Penalties:
 
     def __init__(self, *, max_rows: int, width: int, device: torch.device) -> None:
         self._width, self._device = width, device
+        self._penalise = OP.choose(PenaltiesProblem(device=device.type)).bind()
         self._slot = np.full(max_rows, -1, np.int64)
         self._free: list[int] = []
-        self._numbers = np.zeros((max_rows, 3), np.float32)
+        self._numbers_S3 = torch.zeros((0, 3), device=device)
         self._count_SV = torch.zeros((0, width), dtype=torch.int32, device=device)
+        self._last: _Slots | None = None
 
     def start(self, start: RowStart) -> None:
         """Counts the row's outputs: there are some if it resumes after a preemption."""
         s, slot = start.sampling, self._take_slot()
-        self._slot[start.row] = slot
+        self._slot[start.row], self._last = slot, None
         numbers = np.array([s.repetition_penalty, s.presence_penalty, s.frequency_penalty])
-        self._numbers[start.row] = numbers.clip(-_LARGEST, _LARGEST)
+        numbers = numbers.clip(-_LARGEST, _LARGEST).astype(np.float32)
         counts = np.bincount(start.tokens[start.num_prompt :], minlength=self._width)
+        counts[start.tokens[: start.num_prompt]] |= PROMPT
+        self._numbers_S3[slot] = to_device(numbers, self._device)
         self._count_SV[slot] = to_device(counts.astype(np.int32), self._device)
 
     def end(self, row: int) -> None:
         """Gives the slot back."""
         self._free.append(int(self._slot[row]))
-        self._slot[row] = -1
+        self._slot[row], self._last = -1, None
 
     def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
-        """Rewrites the logits of the tokens seen. A token seen twice is written twice, with the same value."""
-        seen_KL = self._seen(picked)
-        slot_K1 = to_device(self._slot[picked.rows], self._device)[:, None]
-        numbers = to_device(self._numbers[picked.rows], self._device)
-        repetition_K1, presence_K1, frequency_K1 = numbers.split(1, dim=1)
-        count_KL = self._count_SV.view(-1)[slot_K1 * self._width + seen_KL]
-        logit_KL = logits_KV.gather(1, seen_KL)
-        less_KL = torch.where(logit_KL > 0, logit_KL / repetition_K1, logit_KL * repetition_K1)
-        less_KL.sub_(count_KL * frequency_K1).sub_((count_KL > 0) * presence_K1)
-        logits_KV.scatter_(1, seen_KL, less_KL)
+        """Rewrites the logits of the tokens seen."""
+        slot_K = self._slots(picked.rows).slot_K
+        self._penalise(
+            logits_KV, self._count_SV, self._numbers_S3, slot_K, lambda: self._seen(picked)
+        )
 
     def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
         """Counts the sampled tokens."""
-        slot_K = to_device(self._slot[picked.rows], self._device)
-        at_K = slot_K * self._width + token_K
-        self._count_SV.view(-1).index_add_(0, at_K, torch.ones_like(at_K, dtype=torch.int32))
+        slots = self._slots(picked.rows)
+        self._count_SV.view(-1).index_add_(0, slots.begin_K + token_K, slots.one_K)
+
+    def _slots(self, rows: np.ndarray) -> _Slots:
+        """Kept while the same rows come step after step."""
+        asked = rows.tobytes()
+        if self._last is None or self._last.rows != asked:
+            slot_K = to_device(self._slot[rows], self._device)
+            one_K = torch.ones_like(slot_K, dtype=torch.int32)
+            begin_K = slot_K * self._width
+            self._last = _Slots(rows=asked, slot_K=slot_K, begin_K=begin_K, one_K=one_K)
+        return self._last
 
     def _seen(self, picked: Picked) -> torch.Tensor:
         """The tokens of each row, int64 [K, L]; a shorter row's first token fills it up."""
@@ -76,8 +98,9 @@ class Penalties:
         if not self._free:
             have = self._count_SV.shape[0]
             more = max(1, have)
-            self._count_SV = torch.cat(
-                [self._count_SV, self._count_SV.new_zeros((more, self._width))]
+            self._count_SV, self._numbers_S3 = (
+                torch.cat([table, table.new_zeros((more, table.shape[1]))])
+                for table in (self._count_SV, self._numbers_S3)
             )
             self._free = list(range(have, have + more))[::-1]
         return self._free.pop()

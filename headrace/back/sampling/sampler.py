@@ -18,9 +18,11 @@ Penalties come before the bias, so that a bias of +-100 stays what the user wrot
 lifts them. Temperature comes before truncation: top_p is over the tempered distribution.
 
 Cost: a step whose rows are all greedy and ask for nothing is one argmax, to which log-probabilities add no second; on
-a device, one whose rows ask for no more than op `draw` does is part of the step itself; on a CPU, one whose rows are
-greedy or have a small top_k reads the best tokens of each row and no logits (tops.py). A feature costs its own rows
-only.
+a device, one whose rows ask for no more than op `draw` does is part of the step itself. What is left there is a handful
+of launches behind the step, which tests/kernels/triton/test_sampling.py counts: up to 20 log-probabilities are one and
+a copy; changed logits take three against rows that are not finite, one for penalties, three for biases, three to choose
+and two copies of row numbers, two to count tokens. On a CPU a step whose rows are
+greedy or have a small top_k reads the best tokens of each row and no logits (tops.py). A feature costs its own rows only.
 """
 
 from __future__ import annotations
@@ -41,6 +43,10 @@ from headrace.back.kernels.gumbel.op import GumbelProblem
 from headrace.back.kernels.nucleus.op import OP as NUCLEUS
 from headrace.back.kernels.nucleus.op import NucleusProblem
 from headrace.back.kernels.op import Choice, decisions
+from headrace.back.kernels.penalties.op import OP as PENALTIES
+from headrace.back.kernels.penalties.op import PenaltiesProblem
+from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
+from headrace.back.kernels.token_scores.op import TokenScoresProblem
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.allowed import AllowedIds
 from headrace.back.sampling.bad_words import BadWords
@@ -101,12 +107,15 @@ def failures(best_N: np.ndarray, left_N: np.ndarray | None) -> dict[int, Headrac
 
 
 def choose_kernels(device: torch.device) -> tuple[Choice[Any], ...]:
-    """What samplers are made of on a device: greedy, gumbel, nucleus, and draw where it is used."""
+    """What samplers are made of on a device: greedy, gumbel, nucleus, token scores, penalties, and draw where
+    it is used."""
     drawn = () if device.type == "cpu" else (DRAW.choose(DrawProblem(device=device.type)),)
     return (
         GREEDY.choose(GreedyProblem(device=device.type)),
         GUMBEL.choose(GumbelProblem(device=device.type)),
         NUCLEUS.choose(NucleusProblem(device=device.type)),
+        TOKEN_SCORES.choose(TokenScoresProblem(device=device.type)),
+        PENALTIES.choose(PenaltiesProblem(device=device.type)),
         *drawn,
     )
 
@@ -127,8 +136,8 @@ class Sampler:
         self._numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._processed: set[int] = set()
-        choices = choose_kernels(device)[:3]
-        greedy, gumbel, _ = choices
+        choices = choose_kernels(device)[:5]
+        greedy, gumbel, *_ = choices
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
         self._quieten = _quieten_host if device.type == "cpu" else _quieten_device
         self.decisions = decisions(choices)
@@ -313,7 +322,9 @@ class Sampler:
     def _tell(self, token_N: torch.Tensor, use_N: np.ndarray, picked: Picked) -> None:
         for use, feature in self._features:
             index = np.flatnonzero(use_N & use)
-            if index.size:
+            if index.size == len(use_N):
+                feature.sampled(token_N, picked)
+            elif index.size:
                 feature.sampled(_rows(token_N, index), picked.take(index))
 
     def _score(
@@ -341,7 +352,9 @@ Picks = tuple[torch.Tensor, torch.Tensor]
 
 
 def _rows(values: torch.Tensor, index: np.ndarray) -> torch.Tensor:
-    """A copy of some rows."""
+    """A copy of some rows; of none it costs nothing."""
+    if not index.size:
+        return values[:0]
     return values.index_select(0, to_device(index, values.device))
 
 
@@ -354,4 +367,4 @@ def _quieten_host(logits_NV: torch.Tensor, best_N: torch.Tensor) -> None:
 
 def _quieten_device(logits_NV: torch.Tensor, best_N: torch.Tensor) -> None:
     """The same without asking the device."""
-    logits_NV.masked_fill_(~best_N.isfinite()[:, None], 0.0)
+    logits_NV.masked_fill_((best_N - best_N != 0.0)[:, None], 0.0)

@@ -138,7 +138,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     total_s: float = 0.0
 
 
-class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tokens"):
+class TokenBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag="tokens"):
     """What one step produced for one front: pairs (ids[i], tokens[i]) in order, and what ended.
 
     An id may occur several times (speculation). `logprobs` is empty or parallel to `tokens`.

@@ -16,13 +16,14 @@ from headrace.back.kernels.gumbel import op as gumbel
 from headrace.back.kernels.linear.table import ProductPlan
 from headrace.back.kernels.linear.triton_fixed import fixed
 from headrace.back.kernels.linear.triton_small import Product, launcher
-from headrace.back.kernels.log_sum_exp import op as log_sum_exp
 from headrace.back.kernels.nucleus import op as nucleus
 from headrace.back.kernels.op import Kernel, Op, load_kernel
+from headrace.back.kernels.penalties import op as penalties
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.rms_norm import op as rms_norm
 from headrace.back.kernels.step_commit import op as step_commit
 from headrace.back.kernels.step_inputs import op as step_inputs
+from headrace.back.kernels.token_scores import op as token_scores
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -181,11 +182,19 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("sums one shot norm", _sums(two_shot=False, norm=True)),
     ("sums two shots norm fp32", _sums(two_shot=True, norm=True, dtype=FP32)),
     (
-        "log_sum_exp",
+        "penalties",
         _call(
-            log_sum_exp.OP,
-            "log_sum_exp.triton_log_sum_exp:KERNEL",
-            log_sum_exp.LogSumExpProblem(device="cpu"),
+            penalties.OP,
+            "penalties.triton_penalties:KERNEL",
+            penalties.PenaltiesProblem(device="cpu"),
+        ),
+    ),
+    (
+        "token_scores",
+        _call(
+            token_scores.OP,
+            "token_scores.triton_token_scores:KERNEL",
+            token_scores.TokenScoresProblem(device="cpu"),
         ),
     ),
     ("gemv", _product(GEMV, 1)),

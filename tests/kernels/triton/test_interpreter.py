@@ -15,7 +15,9 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["kernels", "draw", "prefill", "codes", "cascade", "fixed"])
+@pytest.mark.parametrize(
+    "name", ["kernels", "draw", "token_scores", "sampling", "prefill", "codes", "cascade", "fixed"]
+)
 def test_every_kernel_agrees_with_its_reference_in_the_interpreter(name: str) -> None:
     command = [sys.executable, "-m", "pytest", f"tests/kernels/triton/test_{name}.py", "-x"]
     done = subprocess.run(

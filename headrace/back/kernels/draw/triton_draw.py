@@ -16,7 +16,7 @@ import triton.language as tl
 from headrace.back.kernels.draw.op import NUMBERS, Draw, DrawProblem, Picks
 from headrace.back.kernels.gumbel.triton_gumbel import CHUNK, chunk_winner, row_winner
 from headrace.back.kernels.op import Kernel
-from headrace.back.kernels.triton.grid import enter
+from headrace.back.kernels.triton.grid import enter, ordered
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
@@ -33,15 +33,8 @@ _LOWEST = tl.constexpr(-2139095041)
 
 
 @triton.jit
-def _order(b_x):
-    """float32 to int32 of the same order; -0 equals +0."""
-    b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
-    return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
-
-
-@triton.jit
 def _value(b_order):
-    """The other way."""
+    """The logit of an order."""
     b_order = b_order.to(tl.int32)
     return tl.where(b_order < 0, b_order ^ 0x7FFFFFFF, b_order).to(tl.float32, bitcast=True)
 
@@ -61,7 +54,7 @@ def _pivots(low, high, heat, P: tl.constexpr):
     first, last = _value(low), _value(high - 1)
     b_even = first + (last - first) * ((o_p + 1).to(tl.float32) / P)
     b_spread = last - heat.to(tl.float32) * tl.exp2((o_p - 1).to(tl.float32))
-    b_order = _order(tl.where(first == float("-inf"), b_spread, b_even)).to(tl.int64)
+    b_order = ordered(tl.where(first == float("-inf"), b_spread, b_even)).to(tl.int64)
     b_order = tl.where(o_p == 0, low + (high - low) // 2, b_order)
     return tl.minimum(tl.maximum(b_order, low + 1), high - 1)
 
@@ -74,7 +67,7 @@ def _last_kept(
     """The order of the greatest logit at which the weight of all that reach it is at least `target` (float64). Among
     those of order `low` and above, whose weight is. Sums are single precision over RUN tokens, then double."""
     per_nat = (1.4426950408889634 / heat).to(tl.float32)
-    high = _order(top).to(tl.int64) + 1
+    high = ordered(top).to(tl.int64) + 1
     passes = tl.full([], 0, tl.int32)
     while passes < PASSES:
         b_pivot = _pivots(low, high, heat, P)
@@ -87,7 +80,7 @@ def _last_kept(
                 o_v = start + tl.arange(0, TILE)
                 m_v = o_v < width
                 b_x = tl.load(p_row + o_v, mask=m_v, other=float("-inf"))
-                b_order = _order(b_x)
+                b_order = ordered(b_x)
                 b_one = _weights(b_x, m_v, top, per_nat, MASS)
                 reaches = b_order[None, :] >= b_pivot.to(tl.int32)[:, None]
                 b_part += tl.where(reaches, b_one[None, :], 0.0)
@@ -114,7 +107,7 @@ def _gather(p_row, width, low, p_kept, MOST: tl.constexpr, TILE: tl.constexpr):
     for start in range(0, width, TILE):
         o_v = start + tl.arange(0, TILE)
         b_x = tl.load(p_row + o_v, mask=o_v < width, other=float("-inf"))
-        kept = (o_v < width) & (_order(b_x) >= low)
+        kept = (o_v < width) & (ordered(b_x) >= low)
         number = tl.sum(kept.to(tl.int32), axis=0)
         if number > 0:
             o_to = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
@@ -127,7 +120,7 @@ def _gather(p_row, width, low, p_kept, MOST: tl.constexpr, TILE: tl.constexpr):
 def _least_by_min_p(top, heat, log_min_p):
     """The least logit that min_p keeps: z is compared in double precision, so neighbours of its product are tried."""
     least_z = top.to(tl.float64) / heat + log_min_p
-    near = _order((least_z * heat).to(tl.float32)) + tl.arange(0, 8) - 4
+    near = ordered((least_z * heat).to(tl.float32)) + tl.arange(0, 8) - 4
     b_value = _value(near)
     found = tl.min(
         tl.where(b_value.to(tl.float64) / heat >= least_z, b_value, float("inf")), axis=0
@@ -183,7 +176,7 @@ def cut_kernel(
         for start in range(0, count, TILE):
             o_v = start + tl.arange(0, TILE)
             b_x = tl.load(p_from + o_v, mask=o_v < count, other=float("-inf"))
-            m_v = (o_v < count) & (_order(b_x) >= low)
+            m_v = (o_v < count) & (ordered(b_x) >= low)
             b_mass += _weights(b_x, m_v, highest, per_nat, True).to(tl.float64)
         target = tl.sum(b_mass, axis=0) * top_p
         low = _last_kept(p_from, count, low, highest, heat, target, True, PASSES, TILE, RUN, P)

@@ -25,6 +25,13 @@ def enter_late(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
+def ordered(b_x):
+    """float32 to int32 of the same order; -0 equals +0, a NaN is beyond the infinity of its sign."""
+    b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
+    return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
+
+
+@triton.jit
 def prefetch(p_lines):
     """Asks for the lines of 128 bytes at these pointers, into the second-level cache."""
     tl.inline_asm_elementwise(

@@ -1,0 +1,232 @@
+"""The sampler on Triton's kernels: how many launches a step makes, and that it samples what a CPU's does (in the
+interpreter and on a GPU, as test_kernels.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+triton = pytest.importorskip("triton")
+
+from triton.runtime.interpreter import GridExecutor  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from headrace.back.kernels.draw.op import OP as DRAW  # noqa: E402
+from headrace.back.kernels.greedy.op import OP as GREEDY  # noqa: E402
+from headrace.back.kernels.gumbel.op import OP as GUMBEL  # noqa: E402
+from headrace.back.kernels.nucleus.op import OP as NUCLEUS  # noqa: E402
+from headrace.back.kernels.penalties import op as penalties  # noqa: E402
+from headrace.back.kernels.penalties import triton_penalties  # noqa: E402
+from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES  # noqa: E402
+from headrace.back.kernels.triton.wrap import interpreted  # noqa: E402
+from headrace.back.sampling.sampler import Sampled, Sampler  # noqa: E402
+from headrace.base.wire.params import RowSampling  # noqa: E402
+from headrace.base.wire.step import RowStart  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (interpreted() or torch.cuda.is_available()),
+        reason="no CUDA device here; test_interpreter.py runs these tests in the interpreter",
+    ),
+]
+DEVICE = torch.device("cpu" if interpreted() else "cuda")
+CPU = torch.device("cpu")
+WIDTH = 4200
+PENALISED = RowSampling(
+    temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2, seed=3
+)
+FREE = {
+    *(
+        "empty",
+        "empty_strided",
+        "empty_like",
+        "new_empty",
+        "pin_memory",
+        "_pin_memory",
+        "is_pinned",
+    ),
+    *("view", "_unsafe_view", "as_strided", "alias", "slice", "select", "expand", "unsqueeze"),
+    *("split", "split_with_sizes", "unbind", "detach", "lift_fresh", "t", "transpose", "permute"),
+}
+"""Operations of torch that launch nothing."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is launched within it, copies included: torch's operations and Triton's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition("::")[2]
+        if not self.inside and name.partition(".")[0] not in FREE:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """The names of all launches within it."""
+    seen = Launches()
+    owner, attribute = (GridExecutor, "__call__") if interpreted() else (JITFunction, "run")
+    launch: Callable[..., Any] = getattr(owner, attribute)
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        seen.names.append(self.fn.__name__)
+        seen.inside = True
+        try:
+            return launch(self, *args, **options)
+        finally:
+            seen.inside = False
+
+    setattr(owner, attribute, noted)
+    try:
+        with seen:
+            yield seen.names
+    finally:
+        setattr(owner, attribute, launch)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Whether samplers take Triton's kernels, in the interpreter too, or torch's references."""
+
+    def use(triton_kernels: bool) -> None:
+        for op in (GREEDY, GUMBEL, NUCLEUS, DRAW, TOKEN_SCORES, penalties.OP):
+            found = [name for name in op.kernels if "triton" in name] if triton_kernels else []
+            monkeypatch.setattr(op, "kernels", tuple(found))
+            monkeypatch.setattr(op, "_choices", {})
+        monkeypatch.setattr("headrace.back.kernels.op.GPU_MODULES", "none_")
+
+    return use
+
+
+class Steps:
+    """Rows that decode step after step on logits that are given."""
+
+    def __init__(self, samplings: list[RowSampling], device: torch.device) -> None:
+        self.device, self.count = device, len(samplings)
+        self.sampler = Sampler(
+            max_rows=self.count, logits_width=WIDTH, device=device, on_device=True
+        )
+        rng = np.random.default_rng(5)
+        self.positions = rng.integers(2, 30, self.count)
+        prompts = rng.integers(0, WIDTH, (self.count, 30)).astype(np.int32)
+        self.tokens = torch.zeros((self.count, 60), dtype=torch.int32, device=device)
+        self.tokens[:, :30] = torch.from_numpy(prompts)
+        for row, sampling in enumerate(samplings):
+            length = int(self.positions[row])
+            self.sampler.start(
+                RowStart(
+                    row=row,
+                    request=row,
+                    tokens=prompts[row, :length],
+                    num_prompt=length - 1,
+                    num_computed=0,
+                    sampling=sampling,
+                )
+            )
+
+    def step(self, logits: torch.Tensor) -> tuple[Sampled, list[str]]:
+        """Samples every row, and the launches of that."""
+        rows, logits = np.arange(self.count), logits.to(self.device, copy=True)
+        picks = self.sampler.greedy(logits)
+        with counted() as launches:
+            found = self.sampler.sample(
+                logits, picks, rows=rows, positions=self.positions, tokens=self.tokens
+            )
+        at = torch.from_numpy(self.positions).to(self.device)
+        self.tokens[torch.arange(self.count, device=self.device), at] = found.token_N.int()
+        self.positions = self.positions + 1
+        return found, launches
+
+
+def flat_logits(count: int, seed: int) -> torch.Tensor:
+    """Few values, so that penalties decide and equals are many."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, (count, WIDTH), generator=generator) * 0.125
+
+
+LOADS = {
+    "5 log-probabilities": (RowSampling(temperature=0.0, logprobs=5), 3),
+    "penalties": (PENALISED, 13),
+    "penalties and log-probabilities": (
+        RowSampling(temperature=0.0, frequency_penalty=0.3, logprobs=5),
+        14,
+    ),
+    "bias": (RowSampling(temperature=0.7, logit_bias={3: 1.0, 9: -2.0}), 13),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_a_step_is_a_handful_of_launches(name: str, kernels: Callable[[bool], None]) -> None:
+    """Rows that all ask for it, as in steady decode: what is kept from step to step is not made again."""
+    sampling, most = LOADS[name]
+    kernels(True)
+    steps = Steps([sampling] * (3 if interpreted() else 64), DEVICE)
+    for seed in range(3):
+        _, launches = steps.step(flat_logits(steps.count, seed))
+    assert 0 < len(launches) <= most, launches
+
+
+def test_penalised_rows_get_the_tokens_of_a_cpu(kernels: Callable[[bool], None]) -> None:
+    """ENG-26: beside rows without penalties, over steps that count what the ones before have sampled."""
+    samplings = [
+        PENALISED,
+        RowSampling(temperature=0.0, repetition_penalty=0.7, logprobs=3),
+        RowSampling(temperature=0.0),
+        RowSampling(temperature=0.0, presence_penalty=-2.0, logprobs=2, logprobs_mode="processed"),
+        RowSampling(temperature=0.0, frequency_penalty=2.0, logit_bias={7: 0.25, 11: 0.25}),
+        RowSampling(temperature=1.3, repetition_penalty=1e300, frequency_penalty=-1e300),
+    ]
+    found, left = [], []
+    for triton_kernels, device in ((True, DEVICE), (False, CPU)):
+        kernels(triton_kernels)
+        steps, told = Steps(samplings, device), []
+        for seed in range(8):
+            sampled, _ = steps.step(flat_logits(6, seed % 3))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            assert sampled.told is not None and sampled.left_N is not None
+            scores = [(s.index, s.ids.tolist(), s.rank) for s in sampled.told.rows()]
+            told.append((sampled.token_N.tolist(), scores))
+            left.append(sampled.left_N.tolist())
+        found.append(told)
+    assert found[0] == found[1]
+    np.testing.assert_allclose(left[:8], left[8:], rtol=1e-12)
+    assert len({tokens[4] for tokens, _ in found[0]}) > 2, "the penalty means to change tokens"
+
+
+@pytest.mark.parametrize("width", [1, 33, 4096, 9001])
+def test_only_tokens_seen_are_touched_and_to_the_bit(width: int) -> None:
+    """REG-030 too: counts of other slots do not show."""
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.full((4, width + 3), float("nan"))[:, :width]
+    logits[:] = 3 * torch.randn(4, width, generator=generator)
+    logits[1, width // 2], logits[2, ::5], logits[3, 0] = float("nan"), -float("inf"), -0.0
+    seen = torch.randint(width, (4, 50), generator=generator)
+    slot, numbers = torch.tensor([4, 1, 0, 2]), 2 * torch.randn(5, 3, generator=generator)
+    numbers[:, 0] = numbers[:, 0].abs() + 0.1
+    counts = torch.randint(5, (5, width), generator=generator, dtype=torch.int32)
+    for at, row in zip(slot.tolist(), seen, strict=True):
+        counts[at] = row[20:].bincount(minlength=width)
+        counts[at, row[:20]] += torch.tensor(penalties.PROMPT, dtype=torch.int32) * (
+            counts[at, row[:20]] < penalties.PROMPT
+        )
+    ours = torch.full((4, width + 3), float("nan"), device=DEVICE)[:, :width].copy_(logits)
+    on = [one.to(DEVICE) for one in (counts, numbers, slot)]
+    triton_penalties.bind(penalties.PenaltiesProblem(device=DEVICE.type))(ours, *on, pytest.fail)
+    wanted = logits.clone()
+    penalties.bind_reference(penalties.PenaltiesProblem(device="cpu"))(
+        wanted, counts, numbers, slot, lambda: seen
+    )
+    torch.testing.assert_close(ours.cpu(), wanted, rtol=0.0, atol=0.0, equal_nan=True)
