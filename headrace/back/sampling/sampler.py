@@ -21,8 +21,8 @@ Cost: a step whose rows are all greedy and ask for nothing is one argmax, to whi
 a device, one whose rows ask for no more than op `draw` does is part of the step itself. What is left there is a handful
 of launches behind the step, which tests/kernels/triton/test_sampling.py counts: up to 20 log-probabilities are one and
 a copy; changed logits take three against rows that are not finite, one for penalties, three for biases, three to choose
-and two copies of row numbers, two to count tokens. On a CPU a step whose rows are
-greedy or have a small top_k reads the best tokens of each row and no logits (tops.py). A feature costs its own rows only.
+and two copies of row numbers, two to count tokens. On a CPU a step whose rows are greedy or have a small top_k reads
+the best tokens of each row and no logits (tops.py). A feature costs its own rows only.
 """
 
 from __future__ import annotations
