@@ -1,5 +1,5 @@
 """Ops made in one beside the same ops one after the other, on the sizes of a 0.6B model: norm and quantization, a gate
-inside the product, an output head that keeps its best results.
+inside the product, an output head that keeps its best results, alone and with the draw of rows with top_k.
 
     OMP_WAIT_POLICY=passive PYTHONPATH=. python benchmarks/cpu/fused.py --threads 2
 
@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from linear_blocks import cycled
 from measure import cell, interleaved, row, setup
@@ -32,12 +33,15 @@ from headrace.back.kernels.linear_quant import native as linear_quant
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
 from headrace.back.kernels.linear_quant.op import random_weight as random_codes
 from headrace.back.kernels.linear_top import native as linear_top
-from headrace.back.kernels.linear_top.op import LinearTopProblem
+from headrace.back.kernels.linear_top.op import TOPS, LinearTopProblem
 from headrace.back.kernels.native.library import NativeLibrary
 from headrace.back.kernels.rms_norm.native import bind_add_norm_with
 from headrace.back.kernels.rms_norm.op import RMSNormProblem
 from headrace.back.kernels.rms_norm_codes.native import bind_with as bind_codes
 from headrace.back.kernels.rms_norm_codes.op import RMSNormCodesProblem
+from headrace.back.sampling.sampler import SampledRows, Sampler
+from headrace.base.wire.params import RowSampling
+from headrace.base.wire.step import RowStart
 
 WIDTH, QKV, INNER, VOCABULARY = 1024, 4096, 3072, 151_936
 LAYERS = 28
@@ -95,10 +99,39 @@ def head(library: NativeLibrary, kind: str) -> Pair:
     return lambda x, r: best(whole(x)), lambda x, r: top(x)
 
 
+def drawn_head(library: NativeLibrary, kind: str) -> Pair:
+    """(separate, in one): all logits, or the best TOPS, and the draw for top_k 20 and top_p 0.9."""
+    asked, weight, native = product(kind, VOCABULARY, wide=True)
+    whole = native.bind_with(library, asked, weight, None)
+    best = linear_top.bind_with(library, LinearTopProblem(product=asked, count=TOPS), weight)
+    sampler = Sampler(max_rows=32, logits_width=VOCABULARY, device=torch.device("cpu"))
+    for at in range(32):
+        sampling = RowSampling(seed=at, top_k=20, top_p=0.9)
+        tokens = np.zeros(1, np.int32)
+        sampler.start(
+            RowStart(row=at, request=at, tokens=tokens, num_prompt=1, num_computed=0, sampling=sampling)
+        )  # fmt: skip
+    tokens_MC = torch.zeros(32, 1, dtype=torch.int32)
+
+    def rows(x: torch.Tensor) -> SampledRows:
+        index = np.arange(len(x))
+        return {"rows": index, "positions": index + 5, "tokens": tokens_MC}
+
+    def separate(x: torch.Tensor, r: torch.Tensor) -> object:
+        logits = whole(x)
+        return sampler.sample(logits, sampler.greedy(logits), **rows(x))
+
+    def fused(x: torch.Tensor, r: torch.Tensor) -> object:
+        return sampler.sample_tops(best(x), lambda at: whole(x[at]), **rows(x))
+
+    return separate, fused
+
+
 CASES = (
     ("norm to codes, qkv", norm_codes, ("int8", "int4"), (1, 8, 32, 512)),
     ("gate", gate, ("bf16",), (1, 8, 32, 512)),
     ("head, greedy", head, ("bf16", "int8", "int4"), (1, 8, 32)),
+    ("head, top_k", drawn_head, ("bf16", "int8", "int4"), (1, 8, 32)),
 )
 
 
@@ -107,6 +140,8 @@ def main() -> None:
     row("ops", "weights", "rows", "separate us", "in one us", "saved (minima)")
     row(*["---"] * 6)
     for name, make, kinds, sizes in CASES:
+        if arguments.only not in name:
+            continue
         for kind in kinds:
             separate, fused = make(library, kind)
             for rows in sizes:

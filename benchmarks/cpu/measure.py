@@ -17,6 +17,9 @@ def setup(description: str) -> tuple[NativeLibrary, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.5, help="per row of the table")
+    parser.add_argument(
+        "--only", default="", help="part of a name, where a script has several parts"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     library = load()

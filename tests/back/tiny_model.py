@@ -85,6 +85,7 @@ class TinyModel:
         return x_TE / x_TE.norm(dim=-1, keepdim=True) * 4
 
     pick = None
+    tops = None
 
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Two labels: the sums of the halves of a hidden state."""

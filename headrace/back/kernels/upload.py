@@ -22,8 +22,9 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on the host. From a device its values are there once the current stream has come to this point: the
-    caller records an event afterwards and reads behind it. On the CPU it is the tensor itself."""
+    caller records an event afterwards and reads behind it. On the CPU it is a copy too: what a replayed step leaves is
+    overwritten by the next one, which may be launched before the result is read."""
     if tensor.device.type == "cpu":
-        return tensor
+        return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)

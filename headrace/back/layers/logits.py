@@ -11,7 +11,7 @@ from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.linear.op import Linear
 from headrace.back.kernels.linear_top.op import OP as LINEAR_TOP
-from headrace.back.kernels.linear_top.op import LinearTopProblem
+from headrace.back.kernels.linear_top.op import TOPS, LinearTopProblem
 from headrace.back.layers.embedding import TokenEmbedding, vocabulary_part
 from headrace.back.layers.linear import Weight, bind_linear, product_of
 from headrace.back.layers.scope import Scope, not_loaded
@@ -28,7 +28,8 @@ class LogitsHead:
 
     `pick`: hidden_NE -> what op greedy gives for these logits, of which no whole rows are written (CPU), or which are
     not widened to float32 (other devices); None where there is no kernel for it, or where the logits are not the
-    products themselves.
+    products themselves. `tops`: hidden_NE -> the best TOPS ids and logits of each row, in the order of op
+    linear_top; CPUs only.
 
     `tied` is the embedding whose weight the head shares; else the checkpoint holds `scope /
     "weight"`.
@@ -46,6 +47,7 @@ class LogitsHead:
     ) -> None:
         self._project: Linear = not_loaded
         self.pick: Pick | None = None
+        self.tops: Pick | None = None
         self._scope = scope
         self._tied = tied
         self._scale = scale
@@ -95,6 +97,7 @@ class LogitsHead:
         plain = self._scope.mesh.tp.size == 1 and self._scale == 1.0 and self._softcap is None
         if plain and self._scope.device.type == "cpu":
             self.pick = self._bind_pick(weight_VE, shared=shared)
+            self.tops = self._bind_tops(weight_VE, TOPS, shared=shared)
         elif plain and isinstance(weight_VE, torch.Tensor):
             self.pick = self._bind_narrow_pick(weight_VE, shared=shared)
 
@@ -108,16 +111,7 @@ class LogitsHead:
         return lambda hidden_NE: greedy(product(hidden_NE))
 
     def _bind_pick(self, weight_VE: Weight, *, shared: bool) -> Pick | None:
-        _, product = product_of(
-            weight_VE,
-            device=self._scope.device.type,
-            dtype=self._scope.dtype,
-            shared=shared,
-            wide=True,
-        )
-        top = self._scope.bind_fused(
-            LINEAR_TOP, LinearTopProblem(product=product, count=1), weight_VE
-        )
+        top = self._bind_tops(weight_VE, 1, shared=shared)
         if top is None:
             return None
 
@@ -126,3 +120,14 @@ class LogitsHead:
             return token_N1[:, 0], value_N1[:, 0]
 
         return pick
+
+    def _bind_tops(self, weight_VE: Weight, count: int, *, shared: bool) -> Pick | None:
+        _, product = product_of(
+            weight_VE,
+            device=self._scope.device.type,
+            dtype=self._scope.dtype,
+            shared=shared,
+            wide=True,
+        )
+        problem = LinearTopProblem(product=product, count=count)
+        return self._scope.bind_fused(LINEAR_TOP, problem, weight_VE)

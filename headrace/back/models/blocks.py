@@ -235,6 +235,11 @@ class Decoder:
         """See CausalModel."""
         return None if self._head is None else self._head.pick
 
+    @property
+    def tops(self) -> Pick | None:
+        """See CausalModel."""
+        return None if self._head is None else self._head.tops
+
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Class logits [N, labels], float32."""
         assert self._classifier is not None, "the model has no classification head"

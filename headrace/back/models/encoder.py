@@ -195,6 +195,8 @@ class Encoder:
         """See CausalModel: it has no such kernel."""
         return None
 
+    tops = pick
+
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Class logits [N, labels], float32."""
         assert self._classifier is not None, "the model has no classification head"

@@ -44,6 +44,11 @@ class CausalModel(Protocol):
         model cannot."""
         ...
 
+    @property
+    def tops(self) -> Pick | None:
+        """hidden_NE -> the best TOPS (op linear_top) tokens of each row and their logits, likewise."""
+        ...
+
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Class logits [N, labels] in float32 of pooled hidden states; only where the model has such a head."""
         ...

@@ -147,6 +147,8 @@ class TransformersModel:
         """See CausalModel: it has no such kernel."""
         return None
 
+    tops = pick
+
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """The fallback runs language models only."""
         raise AssertionError("the model has no classification head")

@@ -14,6 +14,7 @@ import torch
 from headrace.back.attention.plan import AttentionPlan, Batch, Tap
 from headrace.back.kernels.upload import to_device
 from headrace.back.runner.requests import Rows
+from headrace.back.sampling.tops import Leaves
 from headrace.base.wire.step import StepPlan
 
 
@@ -23,8 +24,7 @@ class StepShape:
 
     rows [R] int64; query_start [R+1], kv_len [R] int32; row_T, position_T [T] int64;
     sampled [N] int64: indices into the plan's rows; sampled_row, sampled_position [N]: the row, and the position the
-    sampled token will have (the row's length after this step). plain: the tokens are the greedy picks, and nobody asks
-    for logits.
+    sampled token will have (the row's length after this step). needs: what the sampler needs of the step.
     """
 
     rows: np.ndarray
@@ -38,7 +38,7 @@ class StepShape:
     num_decodes: int
     max_query_len: int
     max_kv_len: int
-    plain: bool = False
+    needs: Leaves = "logits"
 
 
 def shape_of(plan: StepPlan) -> StepShape:

@@ -28,6 +28,7 @@ from headrace.back.runner.batch import StepShape
 from headrace.back.runner.requests import GrowingTable, Rows
 from headrace.back.runner.steps import ExactSteps, Machine, Moment, Ran
 from headrace.back.sampling.sampler import Picks
+from headrace.back.sampling.tops import Leaves, Tops
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
 
@@ -42,14 +43,14 @@ MIXED_ROWS = 16
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `draws`: tokens
-    are drawn as their rows ask, not picked. `plain`: it leaves the picks and no logits."""
+    are drawn as their rows ask, not picked. `leaves`: what it leaves for the sampler."""
 
     tokens: int
     rows: int
     decode: bool
     updates: int
     draws: bool = False
-    plain: bool = False
+    leaves: Leaves = "logits"
 
     def __str__(self) -> str:
         size = f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
@@ -139,12 +140,22 @@ def _token_sizes(most: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a bucket's step leaves: hidden [T, E], logits float32 [R, V] (None: the bucket is plain) and greedy picks of
-    all R rows."""
+    """What a bucket's step leaves: hidden [T, E], and of all R rows logits float32 [R, V] and the greedy picks, the
+    picks alone, or the tops alone."""
 
     hidden_TE: torch.Tensor
-    logits_RV: torch.Tensor | None
-    picks: Picks
+    logits_RV: torch.Tensor | None = None
+    picks: Picks | None = None
+    tops: Tops | None = None
+
+    def aliases(self, alias: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+        """The same through tensors that `alias` makes of these."""
+        picks, tops = (
+            None if pair is None else (alias(pair[0]), alias(pair[1]))
+            for pair in (self.picks, self.tops)
+        )
+        logits_RV = None if self.logits_RV is None else alias(self.logits_RV)
+        return Outputs(hidden_TE=alias(self.hidden_TE), logits_RV=logits_RV, picks=picks, tops=tops)
 
 
 class Replay(Protocol):
@@ -197,6 +208,8 @@ class BucketSteps:
     ) -> None:
         device = machine.device
         self._machine, self._replay, self._kv = machine, replay, machine.kv
+        shortcuts = {"picks": machine.model.pick, "tops": machine.model.tops}
+        self._shortcuts = {leaves: way for leaves, way in shortcuts.items() if way is not None}
         self.buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
         problem = StepInputsProblem(
             device=device.type, block_tokens=block_tokens, max_rows=max_rows
@@ -257,8 +270,8 @@ class BucketSteps:
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
         if draws:
             bucket = replace(bucket, draws=True)
-        elif shape.plain and bucket.decode:
-            bucket = replace(bucket, plain=True)
+        elif bucket.decode and shape.needs in self._shortcuts:
+            bucket = replace(bucket, leaves=shape.needs)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)
         self._replay.read(self._told[slot], self._rings[slot])
@@ -268,8 +281,9 @@ class BucketSteps:
             hidden_TE=out.hidden_TE,
             logits=out.logits_RV,
             picks=out.picks,
+            tops=out.tops,
             index=shape.sampled,
-            told=self._host_told[slot],
+            told=None if out.picks is None else self._host_told[slot],
         )
 
     def moment(self) -> Moment:
@@ -285,8 +299,10 @@ class BucketSteps:
         frame, model, words = self._frames[bucket], self._machine.model, self._message.words
         self._inputs(words, self._tables, frame.out)
         hidden_TE = model.forward(frame.batch)
-        if bucket.plain and model.pick is not None:
-            logits_RV, picks = None, model.pick(hidden_TE)
+        if bucket.leaves == "tops":  # whose tokens the sampler puts into the rows
+            return Outputs(hidden_TE=hidden_TE, tops=self._shortcuts["tops"](hidden_TE))
+        if bucket.leaves == "picks":
+            logits_RV, picks = None, self._shortcuts["picks"](hidden_TE)
         else:
             wanted = hidden_TE if bucket.decode else hidden_TE.index_select(0, frame.out.last_R)
             logits_RV = model.logits(wanted)

@@ -111,11 +111,7 @@ class Graphs:
                 raise
             graph.capture_end()
         # The pool may give the outputs' memory to the next graph that is recorded: they are read before it runs.
-        aliases = Outputs(
-            hidden_TE=_alias(outputs.hidden_TE),
-            logits_RV=None if outputs.logits_RV is None else _alias(outputs.logits_RV),
-            picks=(_alias(outputs.picks[0]), _alias(outputs.picks[1])),
-        )
+        aliases = outputs.aliases(_alias)
         del outputs
         self._graphs[bucket] = _Recorded(graph=graph, outputs=aliases)
         self._record_s += time.perf_counter() - begin

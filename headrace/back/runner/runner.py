@@ -35,7 +35,7 @@ from headrace.back.runner.states.state import ModelState
 from headrace.back.runner.steps import Machine, Ran
 from headrace.back.runner.warmup import run_largest, warm_up
 from headrace.back.sampling.prompt_logprobs import PromptScorer, Scored
-from headrace.back.sampling.sampler import Sampler
+from headrace.back.sampling.sampler import SampledRows, Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import EngineError, HeadraceError
 from headrace.base.wire.grammar import GATE, NOTHING
@@ -199,9 +199,8 @@ class Runner:
             self._steps.rows.apply(plan)
             return Launched(plan=plan)
         shape, supplied = shape_of(plan), once(supplied) if plan.late else supplied
-        picks = self._model.pick is not None and not plan.late
-        if picks and not self._sampler.uses(shape.sampled_row):
-            shape = dataclasses.replace(shape, plain=True)
+        if not plan.late:
+            shape = dataclasses.replace(shape, needs=self._sampler.needs(shape.sampled_row))
         try:
             return self._run(plan, shape, supplied)
         except torch.OutOfMemoryError:
@@ -268,20 +267,22 @@ class Runner:
     ) -> Draws:
         """Samples the rows that the plan wants sampled and stores their tokens for the next step. `draws`: what the
         step has told was drawn."""
-        told = draws or not (plan.late or self._sampler.uses(shape.sampled_row))
-        if ran.told is not None and told:
+        if ran.told is not None and (draws or shape.needs == "picks"):
             return Draws(tokens=ran.told[0], best=ran.told[1], index=shape.sampled)
-        logits_NV, picks = ran.wanted()
         late = supplied(plan.step) if plan.late else {}
         rows = self._steps.rows.tokens
-        sampled = self._sampler.sample(
-            logits_NV,
-            picks,
-            rows=shape.sampled_row,
-            positions=shape.sampled_position,
-            tokens=rows.data,
-            masks=late.get(GATE, NOTHING),
-        )
+        asked: SampledRows = {
+            "rows": shape.sampled_row,
+            "positions": shape.sampled_position,
+            "tokens": rows.data,
+        }
+        if ran.tops is not None:
+            sampled = self._sampler.sample_tops(
+                ran.best(), lambda at: self._model.logits(ran.hidden(at)), **asked
+            )
+        else:
+            masks = late.get(GATE, NOTHING)
+            sampled = self._sampler.sample(*ran.wanted(), masks=masks, **asked)
         token_N = sampled.token_N.to(torch.int32)
         rows.put(shape.sampled_row, shape.sampled_position, token_N)
         return Draws(

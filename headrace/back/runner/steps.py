@@ -8,7 +8,7 @@ T query tokens, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +24,7 @@ from headrace.back.runner.batch import StepShape, build_batch
 from headrace.back.runner.requests import Rows
 from headrace.back.runner.states.state import ModelState
 from headrace.back.sampling.sampler import Picks
+from headrace.back.sampling.tops import Tops
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
 
@@ -58,6 +59,7 @@ class Ran:
 
     logits, picks   of the N sampled rows, or of all rows of the step and padding, of which `index` [N] are sampled;
                     picks are the greedy choice. None if no row is sampled
+    tops            instead of both, where every row has one token: the best tokens of all rows
     told            (tokens int32, values float32) on the host, index by row of the step, to be read behind
                     `Steps.moment`: the tokens drawn, if that was asked for, else picked, and the picks' values. The
                     rows have these tokens already. None: neither
@@ -66,22 +68,36 @@ class Ran:
     hidden_TE: torch.Tensor
     logits: torch.Tensor | None
     picks: Picks | None
+    tops: Tops | None = None
     index: np.ndarray | None = None
     told: tuple[np.ndarray, np.ndarray] | None = None
 
     def wanted(self) -> tuple[torch.Tensor, Picks]:
         """The logits float32 [N, V] and the picks of the sampled rows."""
         assert self.logits is not None and self.picks is not None
+        logits, token, value = self._sampled(self.logits, *self.picks)
+        return logits, (token, value)
+
+    def best(self) -> Tops:
+        """The tops of the sampled rows."""
+        assert self.tops is not None
+        id_NC, value_NC = self._sampled(*self.tops)
+        return id_NC, value_NC
+
+    def hidden(self, at: np.ndarray) -> torch.Tensor:
+        """The hidden states of some of the sampled rows, where every row has one token."""
+        assert self.index is not None
+        index = to_device(self.index[at], self.hidden_TE.device)
+        return self.hidden_TE.index_select(0, index)
+
+    def _sampled(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.index is None:
-            return self.logits, self.picks
+            return values
         count = self.index.size
         if count == self.index[-1] + 1:
-            return self.logits[:count], (self.picks[0][:count], self.picks[1][:count])
-        at = to_device(self.index, self.logits.device)
-        logits, token, value = (
-            x.index_select(0, at) for x in (self.logits, self.picks[0], self.picks[1])
-        )
-        return logits, (token, value)
+            return [value[:count] for value in values]
+        at = to_device(self.index, values[0].device)
+        return [value.index_select(0, at) for value in values]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,11 +93,7 @@ class Tapes:
         if recorder.foreign:
             self.foreign = tuple(sorted(set(recorder.foreign)))
             return outputs
-        kept = Outputs(
-            hidden_TE=unowned(outputs.hidden_TE),
-            logits_RV=None if outputs.logits_RV is None else unowned(outputs.logits_RV),
-            picks=(unowned(outputs.picks[0]), unowned(outputs.picks[1])),
-        )
+        kept = outputs.aliases(unowned)
         self._tapes[bucket] = _Recorded(tape=recorder.tape(), outputs=kept)
         return kept
 

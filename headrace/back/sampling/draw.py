@@ -50,7 +50,7 @@ class Draw:
         self._top_k = numbers.top_k[rows]
         keys = noise.keys(numbers.seed[rows], picked.positions)
         self._keys = to_device(keys.view(np.int64), device)
-        self._temperature = self._column(numbers.temperature[rows])
+        self.temperature = self._column(numbers.temperature[rows])
         self._typical_p = self._column(numbers.typical_p[rows])
         self._top_p = self._column(numbers.top_p[rows])
         with np.errstate(divide="ignore"):
@@ -76,16 +76,23 @@ class Draw:
     def candidates(self, logits_KV: torch.Tensor, asked: int) -> tuple[Choice, torch.Tensor]:
         """The choice among candidates, and bool [K]: whether it is proven to be that among all tokens."""
         wanted = np.where(self._use & Use.TOP_K, self._top_k, asked)
-        found = select(logits_KV, k_K=wanted, temperature_K1=self._temperature)
+        found = select(logits_KV, k_K=wanted, temperature_K1=self.temperature)
         lse_K1 = self._whole_row_lse(logits_KV)
         proven_K = self._proven(found, lse_K1)
+        return self._among(found, lse_K1), proven_K
+
+    def among(self, found: Candidates) -> Choice:
+        """The choice among candidates that hold all that top_k keeps of every row."""
+        return self._among(found, torch.zeros_like(self.temperature))
+
+    def _among(self, found: Candidates, lse_K1: torch.Tensor) -> Choice:
         self._truncate(found.z_KC, lse_K1)
         at_K1, best_K = self._argmax(found.z_KC, found.ids_KC)
-        return (found.ids_KC.gather(1, at_K1)[:, 0], best_K), proven_K
+        return found.ids_KC.gather(1, at_K1)[:, 0], best_K
 
     def left(self, logits_KV: torch.Tensor) -> torch.Tensor:
         """z of every token, float64 [K, V]: -Inf for those that truncation removes."""
-        z_KV = logits_KV.to(torch.float64).div_(self._temperature)
+        z_KV = logits_KV.to(torch.float64).div_(self.temperature)
         if self._uses & TRUNCATES:
             self._truncate(z_KV, z_KV.logsumexp(1, keepdim=True))
         return z_KV
@@ -101,8 +108,8 @@ class Draw:
         """log sum exp of z over the whole rows; only top_p without top_k asks for it."""
         needs = ((self._use & Use.TOP_P) != 0) & ((self._use & Use.TOP_K) == 0)
         if not needs.any():
-            return torch.zeros_like(self._temperature)
-        return logits_KV.to(torch.float64).div_(self._temperature).logsumexp(1, keepdim=True)
+            return torch.zeros_like(self.temperature)
+        return logits_KV.to(torch.float64).div_(self.temperature).logsumexp(1, keepdim=True)
 
     def _proven(self, found: Candidates, lse_K1: torch.Tensor) -> torch.Tensor:
         complete_K1 = found.cut_K1 == -torch.inf
@@ -115,9 +122,10 @@ class Draw:
     def _truncate(self, z_KC: torch.Tensor, lse_K1: torch.Tensor) -> None:
         """Truncates in place. `lse_K1` is the whole row's; it is taken anew once something was removed."""
         if self._uses & Use.TOP_K:
-            keep_top_k_(z_KC, to_device(self._top_k, self._device), most=int(self._top_k.max()))
+            k_K = to_device(self._top_k, self._device)
+            left_K1 = keep_top_k_(z_KC, k_K, most=int(self._top_k.max()))
             top_k_K1 = to_device((self._use & Use.TOP_K) != 0, self._device)[:, None]
-            lse_K1 = torch.where(top_k_K1, z_KC.logsumexp(1, keepdim=True), lse_K1)
+            lse_K1 = torch.where(top_k_K1, left_K1, lse_K1)
         if self._uses & Use.TYPICAL_P:
             keep_typical_p_(z_KC, self._typical_p, lse_K1)
             typical_K1 = self._typical_p < 1.0

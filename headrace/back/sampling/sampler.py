@@ -21,13 +21,15 @@ Cost: a step whose rows are all greedy and ask for nothing is one argmax, to whi
 a device, one whose rows ask for no more than op `draw` does is part of the step itself. What is left there is a handful
 of launches behind the step, which tests/kernels/triton/test_sampling.py counts: up to 20 log-probabilities are one and
 a copy; changed logits take three against rows that are not finite, one for penalties, three for biases, three to choose
-and two copies of row numbers, two to count tokens. A feature costs its own rows only.
+and two copies of row numbers, two to count tokens. On a CPU a step whose rows are greedy or have a small top_k reads
+the best tokens of each row and no logits (tops.py). A feature costs its own rows only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -64,6 +66,7 @@ from headrace.back.sampling.grammar_mask import GrammarMask
 from headrace.back.sampling.logprobs import Told, score
 from headrace.back.sampling.min_tokens import MinTokens
 from headrace.back.sampling.penalties import Penalties
+from headrace.back.sampling.tops import Leaves, Tops, draw_tops, needs
 from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
 from headrace.base.wire.grammar import NOTHING
 from headrace.base.wire.step import RowStart
@@ -82,6 +85,15 @@ class Sampled:
     best_N: torch.Tensor
     left_N: torch.Tensor | None = None
     told: Told | None = None
+
+
+class SampledRows(TypedDict):
+    """The N rows to sample: rows [N], positions [N] of the tokens to be sampled, and tokens [max_rows, columns]: the
+    rows' tokens so far, at their positions."""
+
+    rows: np.ndarray
+    positions: np.ndarray
+    tokens: torch.Tensor
 
 
 def failures(best_N: np.ndarray, left_N: np.ndarray | None) -> dict[int, HeadraceError]:
@@ -167,9 +179,9 @@ class Sampler:
             if start.sampling.logprobs_mode == "processed":
                 self._processed.add(start.row)
 
-    def uses(self, rows: np.ndarray) -> bool:
-        """Whether any of these rows asks for more than the greedy choice."""
-        return np.count_nonzero(self._numbers.use[rows]) > 0
+    def needs(self, rows: np.ndarray) -> Leaves:
+        """The least a step has to leave for these rows, if no masks come with it."""
+        return needs(self._numbers, rows) if np.count_nonzero(self._numbers.use[rows]) else "picks"
 
     def draws(self, rows: np.ndarray) -> bool:
         """Whether some of these rows are random and op `draw` does all that any of them asks for; then the table it
@@ -231,6 +243,32 @@ class Sampler:
             left_N=left_N,
             told=self._score(told_MV, token_N, rows, scored),
         )
+
+    def sample_tops(
+        self,
+        tops: Tops,
+        logits: Callable[[np.ndarray], torch.Tensor],
+        *,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        tokens: torch.Tensor,
+    ) -> Sampled:
+        """What `sample` gives, of rows that need no more than their tops; `logits`: indices into the rows -> their
+        logits, for those whose tops do not suffice."""
+        num_output = positions - self._numbers.num_prompt[rows]
+        picked = Picked(rows=rows, positions=positions, num_output=num_output, tokens=tokens)
+        token_N, best_N, left = draw_tops(tops, self._numbers, picked)
+        if left.size:
+            logits_KV, some = logits(left), picked.take(left)
+            sampled = self.sample(
+                logits_KV,
+                self.greedy(logits_KV),
+                rows=some.rows,
+                positions=some.positions,
+                tokens=tokens,
+            )
+            token_N[left], best_N[left] = sampled.token_N, sampled.best_N
+        return Sampled(token_N=token_N, best_N=best_N)
 
     def _process(self, logits_NV: torch.Tensor, use_N: np.ndarray, picked: Picked) -> None:
         for use, feature in self._features:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.back.attention.plan import Batch
+from headrace.back.kernels.linear_top.op import TOPS
 from headrace.back.runner.buckets import Bucket, Outputs
 from headrace.back.runner.devices import MakeSteps, bucket_steps, make_steps
 from headrace.back.runner.runner import Runner
@@ -222,6 +224,59 @@ def test_seeded_sampling_survives_chunking_preemption_and_company() -> None:
     assert generate(crowd, preempt=True) == [alone[i] for i in crowd]
     assert generate([5, 4], preempt=True) == [alone[5], alone[4]]
     assert all(token < 9 for token in alone[3])
+
+
+class Topped(TinyModel):
+    """Says the best tokens of each row; whole numbers, so that there are ties, and rows that prove nothing."""
+
+    told: torch.Tensor | None = None
+    num_told = num_again = 0
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        self.num_again += self.told is not None
+        return (super().logits(hidden_NE) * 1.5).round()
+
+    def tops(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        self.told = None
+        values, ids = self.logits(hidden_NE).sort(dim=1, descending=True, stable=True)
+        self.num_told += 1
+        self.told = ids[:, :TOPS].contiguous()
+        return self.told, values[:, :TOPS].contiguous()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.told = None
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize("steps", ["buckets"], indirect=True)
+def test_rows_drawn_from_their_best_tokens_survive_chunking_preemption_and_company(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ENG-25, P17: also those whose logits are computed after all, and beside greedy ones."""
+    sampling = [
+        RowSampling(temperature=0.0),
+        RowSampling(seed=4, top_k=7),
+        RowSampling(seed=5, top_k=20, top_p=0.9, temperature=2.0),
+        RowSampling(seed=6, top_k=23, min_p=0.02),
+    ]
+
+    def generate(model: Topped) -> list[list[int]]:
+        rng = np.random.default_rng(8)
+        runner, driver = make(model, num_blocks=200)
+        sequences = [driver.add([i, 5, 9, 5, 9], sampling[i % 4]) for i in range(8)]
+        while any(len(s.outputs) < 40 for s in sequences):
+            for s in sequences:
+                if s.started and rng.random() < 0.02:
+                    driver.release(s)
+            runs = random_run(rng, [s for s in sequences if len(s.outputs) < 40], 8)
+            if runs:
+                driver.read(runner.execute(driver.plan(runs)))
+        return [s.outputs for s in sequences]
+
+    topped, whole = Topped(width=97), Topped(width=97)
+    monkeypatch.setattr(whole, "tops", None)
+    assert generate(topped) == generate(whole)
+    assert topped.num_told > 20 and topped.num_again > 5 and whole.num_told == 0
 
 
 def test_prompt_logprobs_beyond_what_is_made_fail_that_request_alone(

@@ -16,8 +16,8 @@ from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem
 from headrace.back.kernels.linear_quant import native as quant_native
 from headrace.back.kernels.linear_quant import op as quant_op
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
-from headrace.back.kernels.linear_top.native import KERNEL, MAX_COUNT, bind_with
-from headrace.back.kernels.linear_top.op import OP, LinearTopProblem, bind_reference
+from headrace.back.kernels.linear_top.native import KERNEL, bind_with
+from headrace.back.kernels.linear_top.op import MAX_COUNT, OP, LinearTopProblem, bind_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

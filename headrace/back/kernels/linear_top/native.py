@@ -14,13 +14,10 @@ from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem
 from headrace.back.kernels.linear_quant import native as linear_quant
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
-from headrace.back.kernels.linear_top.op import LinearTop, LinearTopProblem, Weight
+from headrace.back.kernels.linear_top.op import MAX_COUNT, LinearTop, LinearTopProblem, Weight
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
-
-MAX_COUNT = 64
-"""More would be sorted faster than kept in order."""
 
 
 def bind_with(library: NativeLibrary, problem: LinearTopProblem, weight: Weight) -> LinearTop:

@@ -25,6 +25,12 @@ LinearTop = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Product = linear.LinearProblem | linear_quant.LinearQuantProblem | linear_blocks.LinearBlocksProblem
 Weight = torch.Tensor | PackedWeight | BlockWeight
 
+MAX_COUNT = 64
+"""The greatest count of a kernel: more would be sorted faster than kept in order."""
+TOPS = 24
+"""The count with which output heads serve draws. The kernels' time grows with it: with more than 32 a step takes longer
+than one that writes all logits and draws from them (benchmarks/cpu/fused.py)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearTopProblem:
