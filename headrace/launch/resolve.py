@@ -505,7 +505,7 @@ def _admin_address(given: ServerOptions) -> str | None:
         return address
     host, _, port = address.rpartition(":")
     host = host or "127.0.0.1"
-    if not port.isdigit() or int(port) > 65535:
+    if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(
             f"--admin-listen {address}: PORT, HOST:PORT or unix:FILE is expected",
             field="admin_listen",

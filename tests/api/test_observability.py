@@ -74,7 +74,8 @@ def test_the_parts_of_a_request_add_up(served: Served) -> None:
     )
     total = float(told.pop("total"))
     assert sum(map(float, told.values())) == pytest.approx(total, rel=0.01)
-    assert 70 <= float(told["decode"]) < total
+    # Eight steps of 10 ms; when the first token is seen, between the two, is the loop's affair.
+    assert 79 <= float(told["prefill"]) + float(told["decode"]) < total
     assert "server-timing" not in served.post("/v1/chat/completions", CHAT).headers
 
 

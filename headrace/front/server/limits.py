@@ -106,7 +106,7 @@ def _check_content_type(request: Request) -> None:
 
 async def _read_body(request: Request, *, max_bytes: int, idle_s: float) -> bytes:
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > max_bytes:
+    if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     inflater = _inflater(request.headers.get("content-encoding", "identity"))
     body = bytearray()
