@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -394,9 +395,15 @@ def test_cancelling_ends_the_work_whichever_process_is_asked(slow: Served) -> No
     eventually(slow.at_rest, within_s=5)
 
 
-def _followed(served: Served, ident: str, after: int) -> list[dict[str, Any]]:
+def _followed(
+    served: Served, ident: str, after: int, begun: threading.Event | None = None
+) -> list[dict[str, Any]]:
     query = f"?stream=true&starting_after={after}" if after >= 0 else "?stream=true"
-    text = served.get(f"/v1/responses/{ident}{query}").text
+    url = f"{served.url}/v1/responses/{ident}{query}"
+    with httpx.stream("GET", url, verify=NO_TLS, timeout=60) as answer:
+        if begun is not None:
+            begun.set()
+        text = answer.read().decode()
     events = [event for event in text.strip().split("\n\n") if not event.startswith(":")]
     return [json.loads(event.partition("\ndata: ")[2]) for event in events]
 
@@ -407,8 +414,9 @@ def test_who_follows_is_told_the_end_of_a_cancelled_or_deleted_response(slow: Se
     for end in ("cancel", "delete"):
         ident = slow.post("/v1/responses", asked).json()["id"]
         with ThreadPoolExecutor(1) as pool:
-            following = pool.submit(_followed, slow, ident, -1)
+            following = pool.submit(_followed, slow, ident, -1, begun := threading.Event())
             eventually(lambda ident=ident: _status(slow, ident) == "in_progress", within_s=10)  # type: ignore[misc]
+            assert begun.wait(10)
             if end == "cancel":
                 slow.post(f"/v1/responses/{ident}/cancel", {})
             else:
