@@ -163,11 +163,11 @@ def test_what_runs_in_the_background_ends_its_trace_once(served: Served, collect
         ident = served.post("/v1/responses", asked, traceparent=traceparent).json()["id"]
         if reason == "abort":
             eventually(
-                lambda: served.get(f"/v1/responses/{ident}").json()["status"] == "in_progress",  # noqa: B023
+                lambda: served.get(f"/v1/responses/{ident}").json()["status"] == "in_progress",  # noqa: B023 (called in this turn)
                 within_s=10,
             )
             served.post(f"/v1/responses/{ident}/cancel", {})
-        eventually(lambda: len(spans_of(collector, trace)) == 2, within_s=15)  # noqa: B023
+        eventually(lambda: len(spans_of(collector, trace)) == 2, within_s=15)  # noqa: B023 (as above)
         (request,), (core,) = spans_of(collector, trace).values()
         assert {request.name, core.name} == {"llm_request", "llm_core"}
         (core,) = spans_of(collector, trace)["llm_core"]

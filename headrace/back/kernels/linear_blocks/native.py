@@ -13,7 +13,7 @@ import torch
 from headrace.back.kernels.gated_act.native import ACTIVATIONS
 from headrace.back.kernels.linear_blocks.layout import CODINGS, PANEL, BlockWeight, Segment
 from headrace.back.kernels.linear_blocks.op import Linear, LinearBlocksProblem
-from headrace.back.kernels.linear_quant.rows import CodedRows, padded_inputs
+from headrace.back.kernels.linear_quant.rows import CodedRows, checked, padded_inputs
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
@@ -81,9 +81,7 @@ def _bind_coded(
     segments, count = table.ctypes.data, len(table)
 
     def linear(x: torch.Tensor | CodedRows) -> torch.Tensor:
-        assert isinstance(x, CodedRows) and x.codes_TP.shape[1] == padded, x
-        codes, scales, sums = x
-        assert codes.stride(1) == 1 and scales.is_contiguous() and sums.is_contiguous()
+        codes, scales, sums = checked(x, padded=padded)
         y_TO = scales.new_empty(len(codes), problem.results, dtype=out)
         kernel(
             codes.data_ptr(), scales.data_ptr(), sums.data_ptr(), segments,

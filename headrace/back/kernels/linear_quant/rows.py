@@ -33,6 +33,14 @@ def padded_inputs(inputs: int, group: int | None) -> int:
     return -(-inputs // unit) * unit
 
 
+def checked(x: torch.Tensor | CodedRows, *, padded: int) -> CodedRows:
+    """The rows, laid out as native products read them."""
+    assert isinstance(x, CodedRows) and x.codes_TP.shape[1] == padded, x
+    assert x.codes_TP.stride(1) == 1
+    assert x.scales_TG.is_contiguous() and x.sums_TGS.is_contiguous()
+    return x
+
+
 def quantize_activations(x_TI: torch.Tensor, *, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (float64 [T, I]) and scales (float32 [T, G]), one for each `group` inputs."""
     tokens, inputs = x_TI.shape
