@@ -110,7 +110,7 @@ def structure_of(request: ChatRequest, answers: AnswerFormat, *, prompt_tail: st
     elif request.tools and request.tool_choice != "none":
         grammar, field = _offered(request, request.tools, answers, grammar, field)
     tags = None if answers.reasoning is None else answers.reasoning.tags
-    if grammar is not None and field != "tools" and tags is not None and tags.harmony is not None:
+    if grammar is not None and field != "tools" and tags is not None and tags.messages is not None:
         grammar = Sequence((Literal(unmarked(tags.close)), grammar))
     rule = _rule(request, tags, prompt_tail, constrained=grammar is not None)
     return Structure(grammar=grammar, field=field, reasoning=rule)
@@ -219,8 +219,8 @@ def _rule(
     inside = tags.begins_inside(prompt_tail, unfinished=unfinished)
     over = prompt_tail.rstrip().endswith(tags.close) or bool(unfinished)
     close = unmarked(tags.close)
-    if tags.harmony is not None:  # what follows the reasoning is another message
-        close = f"{unmarked(tags.harmony.end)}{unmarked(tags.harmony.start)}assistant"
+    if tags.messages is not None:  # what follows the reasoning is another message
+        close = unmarked(tags.messages.next)
     return ReasoningRule(
         open=unmarked(tags.open),
         close=close,

@@ -27,6 +27,7 @@ EXAMPLES = settings(max_examples=150, deadline=None)
 SOME = settings(max_examples=40, deadline=None)  # where each family has its own
 FAMILIES = [family.name for family in TOOL_FAMILIES]
 THOUGHTS = [family.name for family in REASONING_FAMILIES]
+MESSAGES = ("gpt_oss", "inkling")  # formats whose whole answer is a row of messages
 WORDS = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>", "<function=f>"),
     *("</function>", "<parameter=s>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>"),
@@ -43,9 +44,16 @@ def words_of(family: str) -> list[str]:
     """The tags of a family and the pieces of its calls."""
     row = tool_family(family)
     assert row is not None
-    grammar = [v for v in msgspec.to_builtins(row.grammar).values() if isinstance(v, str) and v]
+    values = msgspec.to_builtins(row.grammar).values()
+    listed = [v for value in values if isinstance(value, list | tuple) for v in value]
+    grammar = [v for v in (*values, *listed) if isinstance(v, str) and v]
     written = write_calls(row.writing, [("f", {"s": "x", "a": 1}), ("g", {})])
     return [*grammar, *_TAG.findall(written), *_TAG.split(written), written]
+
+
+def own_thought(family: str) -> str:
+    """The reasoning format that goes with a family's calls."""
+    return family if family in THOUGHTS else "qwen3"
 
 
 def cut(text: str, sizes: list[int]) -> list[str]:
@@ -99,7 +107,7 @@ def test_any_cut_of_a_mangled_call_gives_the_same_parts(
 ) -> None:
     words = st.sampled_from([*words_of(family), *WORDS, "x" * 300, "true", "'"])
     text = "".join(data.draw(st.lists(words, max_size=16)))
-    think = "gpt_oss" if family == "gpt_oss" else "qwen3"
+    think = own_thought(family)
     whole = parse(parser_of(family, think), [text])
     assert parse(parser_of(family, think), cut(text, sizes)) == whole
     meaning(whole)
@@ -132,7 +140,8 @@ def test_a_written_call_is_read_back(
     row = tool_family(family)
     assert row is not None
     schemas = {name: {k: _schema(v) for k, v in given.items()} for name, given in calls}
-    parser = parser_of(family, "gpt_oss" if family == "gpt_oss" else "none", schemas=schemas)
+    think = own_thought(family) if family in MESSAGES else "none"
+    parser = parser_of(family, think, schemas=schemas)
     parts = parse(parser, cut(write_calls(row.writing, calls), [size]))
     content, _, found, complete = meaning(parts)
     assert [(name, json.loads(text)) for name, text in found] == calls
@@ -293,7 +302,7 @@ def test_time_is_linear_in_a_mangled_call(family: str) -> None:
 
 @pytest.mark.parametrize("think", THOUGHTS)
 def test_time_is_linear_in_mangled_reasoning(think: str) -> None:
-    tools = "gpt_oss" if think == "gpt_oss" else "none"
+    tools = think if think in MESSAGES else "none"
     _assert_linear(tools, _thought(think), 1 << 16, 1 << 20, think)
     _assert_linear(tools, _thought(think), 1 << 13, 7, think)
 
@@ -302,7 +311,7 @@ def test_time_is_linear_in_mangled_reasoning(think: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("think", THOUGHTS)
 def test_time_is_linear_in_mangled_reasoning_of_1_mb(think: str) -> None:
-    tools = "gpt_oss" if think == "gpt_oss" else "none"
+    tools = think if think in MESSAGES else "none"
     for size in (1 << 20, 7):
         _assert_linear(tools, _thought(think), 1 << 20, size, think)
 
