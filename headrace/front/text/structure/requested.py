@@ -44,7 +44,10 @@ def _json(asked: StructuredOutputs, field: str) -> Json:
         schema = checked_schema(asked.json, field=field, close_objects=close)
     whitespace = asked.whitespace_pattern
     if whitespace is not None:
-        _text(whitespace, f"{field.split('.')[0]}.whitespace_pattern", 256)
+        where = f"{field.split('.')[0]}.whitespace_pattern"
+        _text(whitespace, where, 256)
+        if asked.disable_any_whitespace:
+            raise InvalidRequest(f"{where}: excludes disable_any_whitespace", field=where)
     return Json(schema, compact=bool(asked.disable_any_whitespace), whitespace=whitespace)
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.front.text.parsing.families import (
-    REASONING_FAMILIES,
-    TOOL_FAMILIES,
-    reasoning_family,
-    tool_family,
+from benchmarks.robustness.parsers import (
+    ADVERSARIAL,
+    MESSAGES,
+    Make,
+    linear,
+    mangled,
+    own_calls,
+    own_thought,
+    thought,
 )
+from headrace.front.text.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES, tool_family
 from headrace.front.text.parsing.parts import CallArguments, CallEnd, Content
 from headrace.front.text.parsing.writing import write_calls
 from tests.front.text.parsing.golden import GOLDEN, SCHEMAS, Golden, meaning, parse, parser_of
@@ -27,7 +30,6 @@ EXAMPLES = settings(max_examples=150, deadline=None)
 SOME = settings(max_examples=40, deadline=None)  # where each family has its own
 FAMILIES = [family.name for family in TOOL_FAMILIES]
 THOUGHTS = [family.name for family in REASONING_FAMILIES]
-MESSAGES = ("gpt_oss", "inkling")  # formats whose whole answer is a row of messages
 WORDS = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>", "<function=f>"),
     *("</function>", "<parameter=s>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>"),
@@ -49,11 +51,6 @@ def words_of(family: str) -> list[str]:
     grammar = [v for v in (*values, *listed) if isinstance(v, str) and v]
     written = write_calls(row.writing, [("f", {"s": "x", "a": 1}), ("g", {})])
     return [*grammar, *_TAG.findall(written), *_TAG.split(written), written]
-
-
-def own_thought(family: str) -> str:
-    """The reasoning format that goes with a family's calls."""
-    return family if family in THOUGHTS else "qwen3"
 
 
 def cut(text: str, sizes: list[int]) -> list[str]:
@@ -213,79 +210,12 @@ def test_without_offered_tools_calls_are_text() -> None:
     assert parse(parser_of("hermes", schemas=None), [text]) == [Content(text)]
 
 
-ADVERSARIAL: list[Callable[[int], str]] = [
-    lambda n: "<tool_call>" * (n // 11),
-    lambda n: "<tool_call>{" * (n // 12),
-    lambda n: '<tool_call>{"name": "f", "arguments": ' + "[" * n,
-    lambda n: '<tool_call>{"name": "f", "arguments": {"a": "' + "\\\\" * (n // 2),
-    lambda n: '<tool_call>{"x": "' + "<tool_call>" * (n // 11),
-    lambda n: '<tool_call>[' + '{"name": "f"},' * (n // 14),
-    lambda n: '<tool_call>{"name": "' + "f" * n,
-    lambda n: "<tool_call><function=f>" + "<parameter=s>\n\n</parameter>" * (n // 28),
-    lambda n: "<tool_call><function=f><parameter=s>" + "\n</parameter" * (n // 12),
-    lambda n: "<tool_call><function=" + "f" * n,
-    lambda n: "<tool_call>f<arg_key>a</arg_key><arg_value>" + "</arg_valu" * (n // 10),
-    lambda n: "<think>" + "\n" * n,
-    lambda n: "<think>" + "</think" * (n // 7),
-    lambda n: " " * n,
-    lambda n: "<" * n,
-    lambda n: '{"name": "f", "parameters": {}};' * (n // 32),
-]  # fmt: skip
-
-
-def _seconds(family: str, text: str, size: int, think: str) -> float:
-    pieces = cut(text, [size])
-    parser = parser_of(family, think)
-    begin = time.process_time()
-    for piece in pieces:
-        parser.push(piece)
-    parser.finish()
-    return time.process_time() - begin
-
-
-def _mangled(family: str) -> list[Callable[[int], str]]:
-    """What a family's own call becomes when a piece of it is written for ever."""
-    row = tool_family(family)
-    assert row is not None
-    call = row.writing.begin + row.writing.call_begin.replace("{name}", "f").replace("{n}", "0")
-    whole = write_calls(row.writing, [("f", {"s": "x"})])
-    ends = [row.writing.call_end[:-1] or "}", "(", ",", "'", "x"]
-    made = [lambda n, end=end: call + end * (n // len(end)) for end in ends]
-    return [*made, lambda n: call[:-1] * (n // len(call)), lambda n: whole * (n // len(whole))]
-
-
-def _thought(family: str) -> list[Callable[[int], str]]:
-    """What a family's reasoning becomes when a piece of it is written for ever."""
-    row = reasoning_family(family)
-    assert row is not None
-    tags = row.tags
-    pieces = [
-        tags.open,
-        tags.close,
-        tags.open[:-1],
-        tags.close[:-1],
-        tags.open[0],
-        "\n",
-        *tags.frame,
-    ]
-    pieces += [tags.open + "x" + tags.close, tags.close + "\n" + tags.open]
-    begun = [lambda n, end=end: tags.open + end * (n // len(end)) for end in pieces]
-    return [*begun, *(lambda n, end=end: end * (n // len(end)) for end in pieces)]
-
-
 def _assert_linear(
-    family: str, makes: list[Callable[[int], str]], length: int, size: int, think: str = "qwen3"
+    tools: str, makes: Sequence[Make], length: int, size: int, think: str = "qwen3"
 ) -> None:
-    """T12: t(2n) / t(n) <= 2.3; what is too short to be measured gets 4 ms."""
-    for make in makes:
-        half, whole = make(length // 2), make(length)
-        once = twice = math.inf
-        for _ in range(8):  # a shared machine: the least of a few tries
-            once = min(once, _seconds(family, half, size, think))
-            twice = min(twice, _seconds(family, whole, size, think))
-            if twice <= 2.3 * once + 0.004:
-                break
-        assert twice <= 2.3 * once + 0.004, (make(64), once, twice)
+    """T12: t(2n) / t(n) <= 2.3."""
+    _, over = linear(tools, think, makes, length, size)
+    assert not over
 
 
 @pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45"])
@@ -296,24 +226,24 @@ def test_time_is_linear_in_any_text(family: str, size: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_time_is_linear_in_a_mangled_call(family: str) -> None:
-    _assert_linear(family, _mangled(family), 1 << 16, 1 << 20)
-    _assert_linear(family, _mangled(family), 1 << 13, 7)
+    _assert_linear(family, mangled(family), 1 << 16, 1 << 20)
+    _assert_linear(family, mangled(family), 1 << 13, 7)
 
 
 @pytest.mark.parametrize("think", THOUGHTS)
 def test_time_is_linear_in_mangled_reasoning(think: str) -> None:
-    tools = think if think in MESSAGES else "none"
-    _assert_linear(tools, _thought(think), 1 << 16, 1 << 20, think)
-    _assert_linear(tools, _thought(think), 1 << 13, 7, think)
+    tools = own_calls(think)
+    _assert_linear(tools, thought(think), 1 << 16, 1 << 20, think)
+    _assert_linear(tools, thought(think), 1 << 13, 7, think)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("think", THOUGHTS)
 def test_time_is_linear_in_mangled_reasoning_of_1_mb(think: str) -> None:
-    tools = think if think in MESSAGES else "none"
+    tools = own_calls(think)
     for size in (1 << 20, 7):
-        _assert_linear(tools, _thought(think), 1 << 20, size, think)
+        _assert_linear(tools, thought(think), 1 << 20, size, think)
 
 
 @pytest.mark.slow
@@ -327,7 +257,7 @@ def test_time_is_linear_in_any_text_of_1_mb_for_every_format(family: str) -> Non
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_time_is_linear_in_a_mangled_call_of_1_mb(family: str) -> None:
-    _assert_linear(family, _mangled(family), 1 << 20, 1 << 20)
+    _assert_linear(family, mangled(family), 1 << 20, 1 << 20)
 
 
 def test_values_are_parsed_and_never_evaluated() -> None:
