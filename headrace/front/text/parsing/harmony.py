@@ -68,7 +68,8 @@ class Harmony(Messages):
     def end(self, rest: str) -> None:
         """An answer that ends anywhere; a call whose arguments are complete was ended by a token that is not shown."""
         if self._mode == self._body:
-            self._piece(rest)
+            if self._kind is not Kind.CALL or not self._value.done:  # else it began a tag
+                self._piece(rest)
             if self._kind is Kind.CALL and (self._value.done or self._fresh):
                 self._end_call()
         elif self._mode in (self._first, self._read_header):
