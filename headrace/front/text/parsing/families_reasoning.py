@@ -32,6 +32,7 @@ REASONING_FAMILIES: tuple[ReasoningFamily, ...] = (
         tags=ReasoningTags(
             open="<|channel|>analysis<|message|>",
             close="<|channel|>final<|message|>",
+            answer="<|channel|>final<|message|>",
             messages=HarmonyTags(),
         ),
     ),
@@ -40,7 +41,10 @@ REASONING_FAMILIES: tuple[ReasoningFamily, ...] = (
         marks=("<|content_thinking|>",),
         models=("inkling", "inkling2", "inkling_mm_model"),
         tags=ReasoningTags(
-            open="<|content_thinking|>", close="<|content_text|>", messages=INKLING_BLOCKS
+            open="<|content_thinking|>",
+            close="<|content_text|>",
+            answer="<|content_text|>",
+            messages=INKLING_BLOCKS,
         ),
     ),
     ReasoningFamily(
@@ -50,6 +54,7 @@ REASONING_FAMILIES: tuple[ReasoningFamily, ...] = (
         tags=ReasoningTags(
             open="<|open|>think<|sep|>",
             close="<|close|>think<|sep|>",
+            answer="<|open|>response<|sep|>",
             frame=(
                 "<|open|>response<|sep|>",
                 "<|close|>response<|sep|>",

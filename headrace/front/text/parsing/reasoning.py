@@ -21,8 +21,8 @@ _BREAKS = "\r\n"
 class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
     """A family's tags. `always`: the answer begins inside, unless the prompt has closed the tag already. `kept`: the
     reasoning stays in the content, tags included. `frame`: tags that enclose the answer itself. `until`: what ends the
-    reasoning without `close`, and is read as what follows it. `messages`: the whole answer is a row of messages; `open`
-    and `close` then begin its reasoning and its final message."""
+    reasoning without `close`, and is read as what follows it. `answer`: what the answer begins with. `messages`: the
+    whole answer is a row of messages; `open` and `close` then begin its reasoning and its final message."""
 
     open: str
     close: str
@@ -30,6 +30,7 @@ class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
     kept: bool = False
     frame: tuple[str, ...] = ()
     until: tuple[str, ...] = ()
+    answer: str = ""
     messages: HarmonyTags | BlockTags | None = None
 
     def begins_inside(self, prompt_tail: str, *, unfinished: str | None = None) -> bool:
