@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from benchmarks.robustness.parsers import MESSAGES, own_calls, own_thought
 from headrace.front.client.events import Delta, Ended
@@ -162,6 +162,24 @@ def test_an_answer_that_is_cut_off_keeps_what_was_whole(name: str, data: st.Data
         assert found[-1][0] == calls[complete][0]
         assert whole.startswith(found[-1][1].replace(" ", "").removesuffix('"')[:1])
     assert all(isinstance(part, CallEnd) is False or part.valid for part in parts)
+
+
+@pytest.mark.parametrize("tag", ["<tool_call>", "[INST]", "◁think▷", "]<]minimax[>["])
+def test_a_tag_that_is_an_added_token_is_kept_out_of_what_users_type(tag: str) -> None:
+    """Where a vocabulary does not call it special, its template shows that it is markup."""
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    library.train_from_iterator(["a"], trainer)
+    library.add_tokens([AddedToken(tag, special=False)])
+    facts = TokenizerFacts(chat_template="{{ '" + tag + "' }}{{ messages }}")
+    tokenizer = JsonTokenizer(library.to_str(), facts)
+    assert tag in tokenizer.guard.tokens
+    (token,) = tokenizer.encode(tag)
+    typed = tokenizer.encode_guarded(tokenizer.guard.protect(f"say {tag} twice") + tag)
+    assert typed.count(token) == 1 and typed[-1] == token, "the template's own, not the user's"
 
 
 @pytest.mark.parametrize("reason", ["length", "stop", "abort"])
