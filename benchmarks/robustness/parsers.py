@@ -87,8 +87,7 @@ def mangled(family: str) -> list[Make]:
     parameter = write_calls(row.writing, [("f", {"o": 1})]).removeprefix(call)
     ends = [row.writing.call_end[:-1] or "}", "(", ",", "'", "x"]
     ends += [parameter, parameter.partition("1")[0] or "x"]
-    made: list[Make] = [lambda n, end=end: call + end * (n // len(end)) for end in ends]
-    return [*made, lambda n: call[:-1] * (n // len(call)), lambda n: whole * (n // len(whole))]
+    return [*(_endless(call, end) for end in ends), _endless("", call[:-1]), _endless("", whole)]
 
 
 def thought(family: str) -> list[Make]:
@@ -99,8 +98,11 @@ def thought(family: str) -> list[Make]:
     pieces = [tags.open, tags.close, tags.open[:-1], tags.close[:-1], tags.open[0], "\n"]
     pieces += [*tags.frame, *tags.until]
     pieces += [tags.open + "x" + tags.close, tags.close + "\n" + tags.open]
-    begun: list[Make] = [lambda n, end=end: tags.open + end * (n // len(end)) for end in pieces]
-    return [*begun, *(lambda n, end=end: end * (n // len(end)) for end in pieces)]
+    return [_endless(lead, piece) for lead in (tags.open, "") for piece in pieces]
+
+
+def _endless(lead: str, piece: str) -> Make:
+    return lambda n: lead + piece * (n // len(piece))
 
 
 def own_thought(family: str) -> str:

@@ -88,11 +88,11 @@ def _speaks_of(row: F, template: str) -> bool:
 def _named(rows: Sequence[F], name: str, option: str, template: str) -> F | None:
     if name == NONE:
         return None
-    found = [row for row in rows if name in _names(row)]
-    shown = [row for row in found if _shows(template, row)]
-    own = [row for row in found if name == row.name]
-    for row in (*shown, *own, *found):
-        return row
+    found: list[F] = [row for row in rows if name in _names(row)]
+    shown: list[F] = [row for row in found if _shows(template, row)]
+    own: list[F] = [row for row in found if name == row.name]
+    if found:
+        return (shown or own or found)[0]
     raise ConfigError(f"{option}: {name!r} is not known; allowed: {_all_names(rows)}", field=option)
 
 

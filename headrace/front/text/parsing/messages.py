@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import Enum
 
 from headrace.front.text.parsing.engine import Engine, Modes
@@ -16,7 +17,7 @@ class Kind(Enum):
     CALL = 3
 
 
-class Messages(Modes):
+class Messages(Modes, ABC):
     """The base of such states. `spans`: where reasoning stands, in characters; `over`: no more of it is expected."""
 
     def __init__(self, engine: Engine) -> None:
@@ -27,6 +28,10 @@ class Messages(Modes):
         self._kind = Kind.CONTENT
         self._said: set[Kind] = set()
         self._fresh = True
+
+    @abstractmethod
+    def end(self, rest: str) -> None:
+        """See State."""
 
     def _begin_message(self, kind: Kind, at: int) -> None:
         """A message whose text begins at character `at` of the answer."""
