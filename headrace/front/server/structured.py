@@ -226,6 +226,7 @@ def _rule(
     inside = tags.begins_inside(prompt_tail, unfinished=unfinished)
     over = prompt_tail.rstrip().endswith(tags.close) or bool(unfinished)
     close = unmarked(tags.close)
+    offered = bool(request.tools) and request.tool_choice != "none"
     if tags.messages is not None:  # what follows the reasoning is another message
         close = unmarked(tags.messages.next)
     return ReasoningRule(
@@ -234,6 +235,7 @@ def _rule(
         inside=inside,
         may_open=not inside and not over,
         budget=budget,
+        until=tuple(map(unmarked, tags.until)) if offered else (),
     )
 
 

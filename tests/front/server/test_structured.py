@@ -108,6 +108,19 @@ def test_a_prompt_that_has_begun_the_answer_is_not_told_to_begin_it_again() -> N
         assert made.grammar == Regex("a")
 
 
+def test_a_call_ends_the_thought_where_the_format_and_the_request_have_calls() -> None:
+    asked = {"thinking_token_budget": 5, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    for name in ("kimi_k2", "apertus"):
+        answers = AnswerFormat(reasoning=FAMILIES[name])
+        for fields, until in (
+            (asked, FAMILIES[name].tags.until),
+            ({**asked, "tool_choice": "none"}, ()),
+            ({"thinking_token_budget": 5}, ()),
+        ):
+            rule = structure_of(request(**fields), answers, prompt_tail="").reasoning
+            assert rule is not None and rule.until == until
+
+
 def test_a_budget_needs_a_format_of_reasoning() -> None:
     with pytest.raises(InvalidRequest, match="thinking_token_budget: no reasoning format"):
         structure_of(request(thinking_token_budget=5), AnswerFormat(), prompt_tail="")
