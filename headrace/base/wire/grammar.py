@@ -107,8 +107,8 @@ class ReasoningRule(msgspec.Struct, frozen=True, kw_only=True):
     """The reasoning before the answer: what opens and closes it, and whether the prompt has opened it already.
 
     The grammar holds from behind `close` on. `may_open`: the answer may begin with `open`. After `budget` tokens of
-    reasoning `close` is all that may follow (None: no bound). `until`: what ends the reasoning too, as a call that begins
-    within it, where only its length is bounded.
+    reasoning `close` is all that may follow (None: no bound). `until`: what ends the reasoning too, as a call
+    that begins within it, where only its length is bounded.
     """
 
     open: str
