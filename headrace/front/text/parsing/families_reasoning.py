@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.front.text.parsing.families_json import INKLING_BLOCKS
 from headrace.front.text.parsing.harmony import HarmonyTags
 from headrace.front.text.parsing.reasoning import ReasoningTags
-from headrace.front.text.parsing.rows_json import INKLING_BLOCKS
 
 
 class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):

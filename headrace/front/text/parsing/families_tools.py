@@ -1,4 +1,4 @@
-"""The formats of tool calls: the rows of the three tables, from special to general.
+"""The formats of tool calls: the rows of three tables (families_json.py, families_tags.py, families_syntax.py), special first.
 
 The order matters: of the rows whose marks a template has, the first is taken. The formats are those of the families'
 own chat templates.
@@ -6,9 +6,9 @@ own chat templates.
 
 from __future__ import annotations
 
-from headrace.front.text.parsing import rows_json as json
-from headrace.front.text.parsing import rows_syntax as syntax
-from headrace.front.text.parsing import rows_tags as tags
+from headrace.front.text.parsing import families_json as json
+from headrace.front.text.parsing import families_syntax as syntax
+from headrace.front.text.parsing import families_tags as tags
 from headrace.front.text.parsing.rows import ToolFamily
 
 TOOL_FAMILIES: tuple[ToolFamily, ...] = (
