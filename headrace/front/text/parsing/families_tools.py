@@ -1,4 +1,4 @@
-"""The formats of tool calls: the rows of three tables (families_json.py, families_tags.py, families_syntax.py), special first.
+"""The formats of tool calls: the rows of families_json.py, families_tags.py and families_syntax.py, special ones first.
 
 The order matters: of the rows whose marks a template has, the first is taken. The formats are those of the families'
 own chat templates.
