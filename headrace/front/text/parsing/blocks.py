@@ -91,6 +91,7 @@ class Blocks(Messages):
             self._head = ""
             self._open(tag, at=self._engine.consumed + place + len(tag))
         elif tag:
+            self._head = head if head.strip() else ""
             self._alone()
             self._mode = self._header
         return place + len(tag)
@@ -99,7 +100,7 @@ class Blocks(Messages):
         """The header was none: it is content, and so is what follows it."""
         self._begin_message(Kind.CONTENT, 0)
         self._mode = self._body
-        self._say(self._head if self._head.strip() else "")
+        self._say(self._head)
         self._head = ""
 
     def _open(self, tag: str, *, at: int) -> None:
