@@ -421,16 +421,16 @@ def _tool_parser(given: ServerOptions, model: ModelFacts, choose: Chooser) -> st
     """The name of a known format of tool calls, or "none"."""
     found = choose_tools(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--tool-parser", given.tool_parser, found.name, found.why)
-    tool_family(name)
-    return name
+    row = tool_family(name, model.chat_template)
+    return name if row is None else row.name
 
 
 def _reasoning_parser(given: ServerOptions, model: ModelFacts, choose: Chooser) -> str:
     """The name of a known format of reasoning, or "none"."""
     found = choose_reasoning(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--reasoning-parser", given.reasoning_parser, found.name, found.why)
-    reasoning_family(name)
-    return name
+    row = reasoning_family(name, model.chat_template)
+    return name if row is None else row.name
 
 
 def _generation_defaults(given: dict[str, Any]) -> dict[str, float | int]:
