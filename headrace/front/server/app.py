@@ -34,6 +34,7 @@ COLLECTIONS = (
     *("/v1/conversations", "/v1/admin/requests"),
 )
 TIMING_HEADER = b"x-headrace-timing"
+ID_HEADERS = (b"x-request-id", b"request-id")  # what the clients of each vendor read
 """A request with this header is told where its time went: Server-Timing, or a comment at the end of a stream."""
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class _Wire:
         length = headers.get(b"content-length", b"0")
         self._body_pending = length != b"0" or b"transfer-encoding" in headers
         ident = exchange.request_id.encode()
-        self._marks = [(b"x-request-id", ident), (b"request-id", ident)]
+        self._marks = [(name, ident) for name in ID_HEADERS]
         if (label := client_label(headers.get(b"x-request-id"))) is not None:
             self._marks.append((b"x-client-request-id", label.encode()))
 
@@ -177,6 +178,8 @@ class _Wire:
             self._started = True
             self.status = message["status"]
             extra = list(self._marks)
+            if (label := self.exchange.client_label) is not None and len(extra) == len(ID_HEADERS):
+                extra.append((b"x-client-request-id", label.encode()))
             if self.exchange.tells_timing and self.exchange.timeline is not None:
                 told = self.exchange.timeline.server_timing()
                 extra.append((b"server-timing", told.encode()))

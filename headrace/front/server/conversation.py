@@ -26,7 +26,7 @@ from headrace.front.server.failures import OPENAI, Shape
 from headrace.front.server.measure import measured
 from headrace.front.server.openai import chat
 from headrace.front.server.openai.sampling import truncated
-from headrace.front.server.openai.schema import ChatRequest, Common, StreamOptions, parse
+from headrace.front.server.openai.schema import ChatRequest, Common, parse
 from headrace.front.server.parsed import ParsedAnswer, parsed, without_reasoning
 from headrace.front.server.sse import EventStream, started
 from headrace.front.server.structured import FREE, Structure, is_plain, narrowed, structure_of
@@ -101,12 +101,13 @@ async def begin_translated(
     """`begin` for a translated request."""
     with as_sent(translated):
         _, events = await begin(exchange, request, label=label)
-    return _as_sent(events, translated)
+    return told_as_sent(events, translated)
 
 
-async def _as_sent(
+async def told_as_sent(
     events: AsyncGenerator[Event, None], translated: Translated
 ) -> AsyncGenerator[Event, None]:
+    """The events; what goes wrong among them is told in the words of the request as it was sent."""
     async with aclosing(events):
         with as_sent(translated):
             async for event in events:
@@ -137,13 +138,14 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
             kwargs.setdefault(name, getattr(request, name))
     if request.reasoning_effort is not None:  # templates that know only on and off
         kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
-    return await template.render_async(
+    ids = await template.render_async(
         request.messages,
         tools=None if request.tool_choice == "none" else request.tools,
         add_generation_prompt=opens,
         continue_final_message=tail,
         kwargs=kwargs,
     )
+    return services.tokenizer.surrounded(ids) if request.add_special_tokens else ids
 
 
 def parsers(
@@ -183,6 +185,7 @@ def generate(
 ) -> AsyncGenerator[Event, None]:
     """The events of one prompt, parsed where there are parsers, and counted."""
     services = exchange.services
+    exchange.client_label = request.request_id
     generation = Generation(
         prompt_ids=prompt_ids,
         params=params,
@@ -197,7 +200,7 @@ def generate(
         reasoning=structure.reasoning,
     )
     events = services.engine.generate(generation)
-    if request.stream_options is not None and (pace := _pace(request.stream_options)) is not None:
+    if (pace := _pace(request)) is not None:
         events = paced(events, pace)
     if answers is not None:
         events = parsed(events, answers)
@@ -206,12 +209,16 @@ def generate(
     return measured(events, exchange, generation)
 
 
-def _pace(options: StreamOptions) -> Pace | None:
+def _pace(request: Common) -> Pace | None:
     """How much a chunk holds; None: what is there."""
-    if options.stream_interval is None and options.stream_interval_ms is None:
+    options = request.stream_options
+    tokens = request.stream_interval if options is None else options.stream_interval
+    milliseconds = None if options is None else options.stream_interval_ms
+    if tokens is None:
+        tokens = request.stream_interval
+    if tokens is None and milliseconds is None:
         return None
-    milliseconds = options.stream_interval_ms
-    return Pace(options.stream_interval, None if milliseconds is None else milliseconds / 1000)
+    return Pace(tokens, None if milliseconds is None else milliseconds / 1000)
 
 
 async def streamed(

@@ -27,9 +27,11 @@ from headrace.front.server.openai.fold import (
     Tally,
     chat_logprobs,
     finish_reason,
+    padded,
     scores_by_id,
     usage,
 )
+from headrace.front.server.openai.legacy import FunctionArguments, FunctionBegin
 from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import ChatRequest
 from headrace.front.server.parsed import ParsedDelta
@@ -56,6 +58,7 @@ class ChatReply:
     model: str
     request: ChatRequest
     prompt_ids: list[int]
+    prompt_text: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -104,7 +107,8 @@ async def to_chunks(
     continuous = options is not None and options.continuous_usage_stats
     tally = Tally(request.n or 1)
     by_token = request.logprobs or request.logprob_token_ids or request.return_token_ids
-    plain = not (by_token or continuous)
+    pads = options is not None and options.include_obfuscation
+    plain = not (by_token or continuous or pads)
     heads = [_delta_head(reply, index) for index in range(tally.num_choices)]
     tail = _delta_tail(with_usage)
     async with aclosing(events):
@@ -135,11 +139,13 @@ async def to_chunks(
 
 
 def _envelope(reply: ChatReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    tier = reply.request.service_tier
     return {
         "id": reply.id,
         "object": "chat.completion.chunk",
         "created": reply.created,
         "model": reply.model,
+        **({} if tier is None else {"service_tier": tier}),
         "choices": choices,
     }
 
@@ -165,6 +171,9 @@ def _event(
         document["usage"] = usage([tally])
     elif with_usage:
         document["usage"] = None
+    options = reply.request.stream_options
+    if options is not None and options.include_obfuscation:
+        document = padded(document)
     return b"data: " + orjson.dumps(document) + b"\n\n"
 
 
@@ -172,6 +181,8 @@ def _role(reply: ChatReply, index: int) -> dict[str, Any]:
     choice = _plain_choice(index, {"role": "assistant", "content": ""})
     if reply.request.return_token_ids:
         choice["prompt_token_ids"] = reply.prompt_ids
+    if reply.prompt_text is not None:
+        choice["prompt_text"] = reply.prompt_text
     return choice
 
 
@@ -186,6 +197,10 @@ def part_delta(part: Part) -> dict[str, Any] | None:
         case CustomInput():
             custom = {"input": custom_input(part.text)}
             return {"tool_calls": [{"index": part.index, "custom": custom}]}
+        case FunctionBegin():
+            return {"function_call": {"name": part.name, "arguments": ""}}
+        case FunctionArguments():
+            return {"function_call": {"arguments": part.text}}
         case Content():
             return {"content": part.text}
         case Reasoning():
@@ -248,6 +263,8 @@ async def to_answer(events: AsyncGenerator[Event, None], reply: ChatReply) -> by
         )
     if reply.request.return_token_ids:
         document["prompt_token_ids"] = reply.prompt_ids
+    if reply.prompt_text is not None:
+        document["prompt_text"] = reply.prompt_text
     return orjson.dumps(document)
 
 
@@ -262,7 +279,9 @@ def _message(choice: Choice) -> dict[str, Any]:
     }
     if choice.reasoning:
         message["reasoning"] = message["reasoning_content"] = "".join(choice.reasoning)
-    if choice.calls:
+    if choice.calls and choice.calls[0].legacy:
+        message["function_call"] = _call(choice.calls[0])["function"]
+    elif choice.calls:
         message["tool_calls"] = [_call(call) for call in choice.calls]
     return message
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from secrets import token_hex
+
+import orjson
 
 from headrace.front.client.events import (
     AttentionTold,
@@ -21,9 +24,11 @@ from headrace.front.client.events import (
     TokenScore,
 )
 from headrace.front.server.openai.custom import CustomBegin
+from headrace.front.server.openai.legacy import FunctionBegin, FunctionEnded
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
+_PAD_BYTES = 64
 LOWEST = -9999.0
 """Stands for minus infinity and NaN, which JSON does not have."""
 
@@ -60,11 +65,12 @@ class Tally:
 
 @dataclass
 class Call:
-    """One tool call as far as it has come."""
+    """One tool call as far as it has come. `legacy`: it is told as a `function_call`."""
 
     id: str
     name: str
     custom: bool = False
+    legacy: bool = False
     arguments: list[str] = field(default_factory=list)
 
 
@@ -88,7 +94,8 @@ class Choice:
                 self.reasoning.append(part.text)
             case CallBegin():
                 assert part.index == len(self.calls), "calls have contiguous indices"
-                self.calls.append(Call(part.id, part.name, isinstance(part, CustomBegin)))
+                custom, legacy = isinstance(part, CustomBegin), isinstance(part, FunctionBegin)
+                self.calls.append(Call(part.id, part.name, custom, legacy))
             case CallArguments():
                 self.calls[part.index].arguments.append(part.text)
 
@@ -139,10 +146,16 @@ def usage(folds: Sequence[Tally]) -> dict[str, object]:
     }
 
 
+def padded(document: dict[str, object]) -> dict[str, object]:
+    """A chunk with `obfuscation`, so that chunks come in few sizes whatever text they hold."""
+    size = len(orjson.dumps(document))
+    return document | {"obfuscation": token_hex(_PAD_BYTES)[: 2 * _PAD_BYTES - size % _PAD_BYTES]}
+
+
 def finish_reason(ended: Ended) -> str:
     """OpenAI's name of the reason; "abort" (an administrator ended it) is the one name it lacks."""
     if isinstance(ended, ParsedEnded) and ended.num_calls and ended.reason == "stop":
-        return "tool_calls"
+        return "function_call" if isinstance(ended, FunctionEnded) else "tool_calls"
     return ended.reason
 
 
