@@ -52,6 +52,14 @@ class Translated:
         return msgspec.structs.replace(request, stop=list(self.stop)) if self.stop else request
 
 
+def _inside(place: str, field: str) -> str:
+    """Which part of the message at `place` is meant. What is no list of parts was made here; outputs are such lists."""
+    _, found, part = field.partition(".content[")
+    if not found:
+        return place
+    return f"{place}[{part}" if place.endswith(".output") else f"{place}{found}{part}"
+
+
 @contextmanager
 def as_sent(translated: Translated) -> Iterator[None]:
     """Errors about fields of the translation become errors about the fields they came from."""
@@ -61,7 +69,7 @@ def as_sent(translated: Translated) -> Iterator[None]:
         given = error.field or ""
         found = _MESSAGE.match(given)
         if found is not None and int(found[1]) < len(translated.places):
-            sent = translated.places[int(found[1])]
+            sent = _inside(translated.places[int(found[1])], found[0])
         else:
             head = re.split(r"[.\[]", given, maxsplit=1)[0]
             sent = translated.names.get(given) or translated.names.get(head, given)

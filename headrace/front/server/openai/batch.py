@@ -43,7 +43,7 @@ async def post_batch(exchange: Exchange, document: Any) -> Response:
     replies, streams = [], []
     try:
         for number, request in enumerate(requests):
-            with _numbered(number):
+            with numbered(number):
                 one = f"{label}-{number}" if number else label
                 reply, events = await answered(exchange, request, label=one)
             streams.append(events)
@@ -60,7 +60,7 @@ async def post_batch(exchange: Exchange, document: Any) -> Response:
 
 
 @contextmanager
-def _numbered(number: int) -> Iterator[None]:
+def numbered(number: int) -> Iterator[None]:
     """Errors about a conversation's messages say which conversation it is."""
     try:
         yield
@@ -91,7 +91,7 @@ def _requests(document: Any) -> list[ChatRequest]:
         raise InvalidRequest("stream: a batch is not streamed", field="stream")
     requests = []
     for number, one in enumerate(given):
-        with _numbered(number):
+        with numbered(number):
             requests.append(parse({**document, "messages": one}, ChatRequest))
     if len(requests) * (requests[0].n or 1) > MAX_CHOICES:
         raise InvalidRequest(
