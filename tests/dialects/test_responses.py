@@ -514,7 +514,7 @@ def user(part: dict[str, Any]) -> dict[str, Any]:
         (user(PICTURE), "input[0].content[0].type"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": [PICTURE]}]}, "input[0].output[0].type"),
         (user({"type": "input_file", "file_id": "file-1"}), "input[0].content[0].file_id"),
-        (user({"type": "input_file", "file_data": "data:application/pdf;base64,JVBERg=="}), "input[0].content[0].file_data"),
+        (user({"type": "input_file", "file_data": "data:application/pdf,x"}), "input[0].content[0].file_data"),
         ({"include": ["message.thoughts"]}, "include[0]"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"n": 2}, "n"),

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.server
 import json
+import threading
 import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import anthropic
 import jiter
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from headrace.front.client.events import Event, Started
 from headrace.front.server.anthropic.arguments import INVALID, ToolInput
+from headrace.front.server.anthropic.stream import MessageReply, to_chunks, to_message
+from headrace.front.server.parsed import ParsedDelta, ParsedEnded
+from headrace.front.text.parsing.parts import CallArguments, CallBegin, CallEnd
 
 Json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -126,3 +136,56 @@ def test_time_is_linear(unit: str) -> None:
         return best
 
     assert seconds(40_000) < 3.2 * seconds(20_000) + 0.01
+
+
+BROKEN = '{"city": "Paris", "days": tru}'
+
+
+@contextmanager
+def replaying(body: bytes) -> Iterator[str]:
+    """A server that answers everything with this stream."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream; charset=utf-8")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def folded(client: anthropic.Anthropic, asked: Any) -> anthropic.types.Message:
+    with client.messages.stream(**asked) as stream:
+        return stream.get_final_message()
+
+
+async def test_the_official_client_reads_a_call_that_is_no_json() -> None:
+    """Raw, its accumulator would raise at the third letter of `tru`."""
+    reply = MessageReply(id="msg_1", model="m", max_tokens=99, sign=lambda text: "")
+    parts = [CallBegin(0, "call_0", "f"), *(CallArguments(0, c) for c in BROKEN), CallEnd(0)]
+
+    async def events() -> AsyncGenerator[Event, None]:
+        yield Started(7)
+        for part in parts:
+            yield ParsedDelta(index=0, text="", parts=[part], num_reasoning=0)
+        yield ParsedEnded(index=0, reason="stop", num_output=9, num_reasoning=0, num_calls=1)
+
+    body = b"".join([chunk async for chunk in to_chunks(events(), reply)])
+    whole = await to_message(events(), reply)
+    with replaying(body) as url, anthropic.Anthropic(api_key="k", base_url=url) as client:
+        asked: Any = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+        message = await asyncio.to_thread(lambda: folded(client, asked))
+    assert message.content[0].input == {"city": "Paris", INVALID: BROKEN}  # type: ignore[union-attr]
+    assert whole["content"][0]["input"] == message.content[0].input  # type: ignore[union-attr]
+    assert message.stop_reason == "tool_use"
