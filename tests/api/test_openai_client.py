@@ -191,7 +191,11 @@ TOOLS = [{"type": "function", "function": {"name": "a"}}]
         ({"web_search_options": {}}, "web_search_options", "no web search"),
         ({"moderation": {"policy": "block"}}, "moderation", "cannot block"),
         ({"moderation": {"policy": {"output": "block"}}}, "moderation", "cannot block"),
-        ({"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
+        (
+            {"reasoning_effort": "huge"},
+            "reasoning_effort",
+            "allowed: 'none', 'minimal', 'low', 'medium', 'high', 'xhigh', 'max'; got \"huge\"",
+        ),
         ({"verbosity": "loud"}, "verbosity", "loud"),
         ({"echo": True}, "echo", "chat"),
         ({"best_of": 2}, "best_of", "chat"),

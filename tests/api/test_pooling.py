@@ -8,7 +8,9 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import cohere
 import numpy as np
 import pytest
 import safetensors.torch
@@ -248,6 +250,30 @@ def test_forms_and_lengths_of_an_embedding(
     np.testing.assert_allclose(short["data"][0]["embedding"], cut, atol=1e-5)
     wrong = served.post("/v1/embeddings", {"input": QUERY, "dimensions": 9})
     assert wrong.status_code == 400 and "allowed: 8, 16" in wrong.json()["error"]["message"]
+
+
+def test_the_official_client_of_cohere_embeds_and_reranks(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    served, oracle, tokenizer = embedder
+    with cohere.ClientV2(api_key="none", base_url=served.url) as client:
+        name = served.get("/v1/models").json()["data"][0]["id"]
+        asked: Any = {"model": name, "input_type": "search_document", "truncate": "END"}
+        told = client.embed(texts=DOCUMENTS, embedding_types=["float", "int8"], **asked)
+        parts: Any = [{"content": [{"type": "text", "text": text}]} for text in DOCUMENTS]
+        same = client.embed(inputs=parts, embedding_types=["float"], **asked)
+        assert told.embeddings.float_ == same.embeddings.float_ and told.embeddings.int8
+        for text, vector in zip(DOCUMENTS, told.embeddings.float_ or [], strict=True):
+            wanted = expected(oracle, tokenizer.encode(text).ids, "mean")
+            np.testing.assert_allclose(vector, wanted, atol=1e-4)
+        ranked = client.rerank(model=name, query=QUERY, documents=DOCUMENTS, top_n=2)
+        scores = [result.relevance_score for result in ranked.results]
+        assert len(scores) == 2 and scores == sorted(scores, reverse=True)
+        assert ranked.meta is not None and ranked.meta.billed_units is not None
+        with pytest.raises(cohere.NotFoundError):
+            client.rerank(model="other", query=QUERY, documents=DOCUMENTS)
+        with pytest.raises(cohere.BadRequestError):
+            client.rerank(model=name, query=QUERY, documents=[])
 
 
 def test_cohere_forms(embedder: tuple[Served, torch.nn.Module, Tokenizer]) -> None:

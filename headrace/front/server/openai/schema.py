@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -233,7 +233,27 @@ def _named(message: str, document: dict[str, Any], kind: type[msgspec.Struct]) -
         return InvalidRequest(f"{field}: this field is required", field=field)
     field = path.removeprefix(".").replace("[...]", "")
     allowed = what[:1].lower() + what[1:]
+    if what.startswith("Invalid enum value") and (words := _words(kind, path)):
+        allowed = f"allowed: {', '.join(map(repr, words))}"
     return InvalidRequest(f"{field}: {allowed}; got {_shown(document, path)}", field=field)
+
+
+def _words(kind: Any, path: str) -> list[Any]:
+    """What a field of fixed words may be."""
+    forms = [kind]
+    for name, _ in _STEP.findall(path):
+        forms = [part for form in forms for part in _parts(form)]
+        if name:
+            structs = [form for form in forms if name in getattr(form, "__struct_fields__", ())]
+            forms = [get_type_hints(form, include_extras=True)[name] for form in structs]
+    fixed = [part for form in forms for part in _parts(form) if get_origin(part) is Literal]
+    return list(dict.fromkeys(word for form in fixed for word in get_args(form)))
+
+
+def _parts(form: Any) -> list[Any]:
+    """A type, and those that it is put together from."""
+    inner = [] if get_origin(form) is Literal else get_args(form)
+    return [form, *(part for each in inner for part in _parts(each))]
 
 
 def _wrong_entry(
