@@ -19,7 +19,7 @@ from headrace.base.telemetry.metrics import ROUTES
 from headrace.front.server.auth import PUBLIC, Gatekeeper
 from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services
 from headrace.front.server.failures import Failure, failure_of
-from headrace.front.server.ids import client_label, request_id
+from headrace.front.server.ids import ID_HEADERS, client_label, request_id
 from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s
 from headrace.front.server.native.plane import PlaneKeeper
 from headrace.front.server.responses import websocket
@@ -34,7 +34,6 @@ COLLECTIONS = (
     *("/v1/conversations", "/v1/admin/requests"),
 )
 TIMING_HEADER = b"x-headrace-timing"
-ID_HEADERS = (b"x-request-id", b"request-id")  # what the clients of each vendor read
 """A request with this header is told where its time went: Server-Timing, or a comment at the end of a stream."""
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from headrace.front.server.failures import OPENAI, Shape
 from headrace.front.server.measure import measured
 from headrace.front.server.openai import chat
 from headrace.front.server.openai.sampling import truncated
-from headrace.front.server.openai.schema import ChatRequest, Common, parse
+from headrace.front.server.openai.schema import ChatRequest, Common, StreamOptions, parse
 from headrace.front.server.parsed import ParsedAnswer, parsed, without_reasoning
 from headrace.front.server.sse import EventStream, started
 from headrace.front.server.structured import FREE, Structure, is_plain, narrowed, structure_of
@@ -208,7 +208,7 @@ def generate(
         reasoning=structure.reasoning,
     )
     events = services.engine.generate(generation)
-    if (pace := _pace(request)) is not None:
+    if (request.stream_interval or request.stream_options) and (pace := _pace(request)):
         events = paced(events, pace)
     if answers is not None:
         events = parsed(events, answers)
@@ -219,14 +219,11 @@ def generate(
 
 def _pace(request: Common) -> Pace | None:
     """How much a chunk holds; None: what is there."""
-    options = request.stream_options
-    tokens = request.stream_interval if options is None else options.stream_interval
-    milliseconds = None if options is None else options.stream_interval_ms
-    if tokens is None:
-        tokens = request.stream_interval
-    if tokens is None and milliseconds is None:
+    options = request.stream_options or StreamOptions()
+    tokens, wait_ms = options.stream_interval or request.stream_interval, options.stream_interval_ms
+    if tokens is None and wait_ms is None:
         return None
-    return Pace(tokens, None if milliseconds is None else milliseconds / 1000)
+    return Pace(tokens, None if wait_ms is None else wait_ms / 1000)
 
 
 async def streamed(

@@ -26,9 +26,9 @@ _BY_ENDING = {".md": "text/markdown", ".jsonl": "application/jsonl", ".yaml": "a
 
 def file_text(part: dict[str, Any], field: str) -> str:
     """The name and the text of a file given by `file_data` and `filename`."""
-    for name in ("file_id", "file_url"):
-        if part.get(name) is not None:
-            raise _bad(f"{field}.{name}", "files are taken inline only; send file_data")
+    for elsewhere in ("file_id", "file_url"):
+        if part.get(elsewhere) is not None:
+            raise _bad(f"{field}.{elsewhere}", "files are taken inline only; send file_data")
     given, name = part.get("file_data"), part.get("filename")
     if not isinstance(given, str):
         raise _bad(f"{field}.file_data", "a data URL, or base64 beside a filename, is needed")

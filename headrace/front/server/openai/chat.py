@@ -27,7 +27,6 @@ from headrace.front.server.openai.fold import (
     Tally,
     chat_logprobs,
     finish_reason,
-    padded,
     scores_by_id,
     usage,
 )
@@ -107,8 +106,7 @@ async def to_chunks(
     continuous = options is not None and options.continuous_usage_stats
     tally = Tally(request.n or 1)
     by_token = request.logprobs or request.logprob_token_ids or request.return_token_ids
-    pads = options is not None and options.include_obfuscation
-    plain = not (by_token or continuous or pads)
+    plain = not (by_token or continuous)
     heads = [_delta_head(reply, index) for index in range(tally.num_choices)]
     tail = _delta_tail(with_usage)
     async with aclosing(events):
@@ -140,14 +138,9 @@ async def to_chunks(
 
 def _envelope(reply: ChatReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
     tier = reply.request.service_tier
-    return {
-        "id": reply.id,
-        "object": "chat.completion.chunk",
-        "created": reply.created,
-        "model": reply.model,
-        **({} if tier is None else {"service_tier": tier}),
-        "choices": choices,
-    }
+    head = {"id": reply.id, "object": "chat.completion.chunk", "created": reply.created}
+    told = {} if tier is None else {"service_tier": tier}
+    return {**head, "model": reply.model, **told, "choices": choices}
 
 
 def _delta_head(reply: ChatReply, index: int) -> bytes:
@@ -171,9 +164,6 @@ def _event(
         document["usage"] = usage([tally])
     elif with_usage:
         document["usage"] = None
-    options = reply.request.stream_options
-    if options is not None and options.include_obfuscation:
-        document = padded(document)
     return b"data: " + orjson.dumps(document) + b"\n\n"
 
 

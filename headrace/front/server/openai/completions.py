@@ -24,7 +24,6 @@ from headrace.front.server.openai.fold import (
     TextOffsets,
     completion_logprobs,
     finish_reason,
-    padded,
     scores_by_id,
     usage,
 )
@@ -124,8 +123,6 @@ async def to_chunks(
         document = _envelope(reply, [choice])
         if with_usage or continuous:
             document["usage"] = usage(folds) if continuous else None
-        if options is not None and options.include_obfuscation:
-            document = padded(document)
         return b"data: " + orjson.dumps(document) + b"\n\n"
 
     async with aclosing(events):

@@ -9,9 +9,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from secrets import token_hex
-
-import orjson
 
 from headrace.front.client.events import (
     AttentionTold,
@@ -28,7 +25,6 @@ from headrace.front.server.openai.legacy import FunctionBegin, FunctionEnded
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
-_PAD_BYTES = 64
 LOWEST = -9999.0
 """Stands for minus infinity and NaN, which JSON does not have."""
 
@@ -144,12 +140,6 @@ def usage(folds: Sequence[Tally]) -> dict[str, object]:
             "reasoning_tokens": sum(sum(fold.reasoning) for fold in folds)
         },
     }
-
-
-def padded(document: dict[str, object]) -> dict[str, object]:
-    """A chunk with `obfuscation`, so that chunks come in few sizes whatever text they hold."""
-    size = len(orjson.dumps(document))
-    return document | {"obfuscation": token_hex(_PAD_BYTES)[: 2 * _PAD_BYTES - size % _PAD_BYTES]}
 
 
 def finish_reason(ended: Ended) -> str:

@@ -19,6 +19,7 @@ from headrace.front.server.parsed import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, Part
 
 Json = dict[str, Any]
+_CALLS = frozenset({"function_call", "tool_calls"})
 SENT_AS = {"tools": "functions", "tool_choice": "function_call"}
 """What the fields of the request with tools are called in the request as it was sent."""
 
@@ -33,6 +34,12 @@ class FunctionArguments(CallArguments, frozen=True):
 
 class FunctionEnded(ParsedEnded, frozen=True, kw_only=True):
     """The end of a choice that may have called a function."""
+
+
+def is_plain(request: ChatRequest) -> bool:
+    """Whether neither tools nor calls stand in the request, under old names or new ones."""
+    said = any(_CALLS & m.keys() or m.get("role") == "function" for m in request.messages)
+    return not (said or request.tools or request.functions or request.function_call)
 
 
 def with_tools(request: ChatRequest) -> ChatRequest:

@@ -16,7 +16,8 @@ from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started
 from headrace.front.server.failures import Failure
 from headrace.front.server.openai.custom import custom_input
-from headrace.front.server.openai.fold import chat_logprobs, padded
+from headrace.front.server.openai.fold import chat_logprobs
+from headrace.front.server.openai.padding import padding
 from headrace.front.server.parsed import parts_of
 from headrace.front.server.responses.document import ResponseReply, error_of, new_response, usage
 from headrace.front.server.responses.items import item_id
@@ -260,8 +261,9 @@ class ResponseStream:
         where: Json = {"item_id": self._open["id"], "output_index": self._index}
         if content_index is not None:
             where["content_index"] = content_index
-        made = self._made(kind, **where, **fields)
-        return padded(made) if self.reply.pads and "delta" in fields else made
+        if self.reply.pads and "delta" in fields:
+            fields["obfuscation"] = padding(len(orjson.dumps(fields)))
+        return self._made(kind, **where, **fields)
 
     def _end(self, ended: Ended) -> list[Json]:
         if ended.reason == "abort":
