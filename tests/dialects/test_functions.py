@@ -86,6 +86,20 @@ def test_errors_name_the_fields_as_they_were_sent(bundled: Served) -> None:
     assert error["message"].startswith("functions:/properties/a/not")
 
 
+def test_they_are_counted_as_tools_and_other_routes_say_what_they_take(bundled: Served) -> None:
+    def post(path: str, body: dict[str, Any]) -> httpx.Response:
+        key = {"x-api-key": KEY}
+        return httpx.post(bundled.url + path, json=body, headers=key, timeout=60)
+
+    counts = [
+        post("/tokenize", {"messages": ASK, **offered}).json()["count"]
+        for offered in ({"functions": FUNCTIONS}, {"tools": TOOLS}, {})
+    ]
+    assert counts[0] == counts[1] > counts[2]
+    refused = post("/v1/chat/completions/render", {"messages": ASK, "functions": FUNCTIONS})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "functions"
+
+
 def test_a_custom_call_of_an_earlier_turn_needs_no_tools(gpt: openai.OpenAI) -> None:
     call = {"id": "c1", "type": "custom", "custom": {"name": "shell", "input": "ls"}}
     history: Any = [

@@ -69,6 +69,8 @@ def to_params(
         raise InvalidRequest(
             "top_logprobs: allowed only together with logprobs: true", field="top_logprobs"
         )
+    if request.functions and not request.tools:  # not translated
+        raise InvalidRequest("functions: this route takes tools instead", field="functions")
     if request.tool_choice is not None and not request.tools:
         raise InvalidRequest("tool_choice: allowed only together with tools", field="tool_choice")
     limit = request.max_completion_tokens
