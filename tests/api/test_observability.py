@@ -174,6 +174,44 @@ def test_what_runs_in_the_background_ends_its_trace_once(served: Served, collect
         assert finishes(core) == [reason]
 
 
+def test_each_line_of_a_batch_has_a_trace_that_ends_with_it(served: Served, collector: Any) -> None:
+    lines = [
+        {
+            "custom_id": f"{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": "fox", **more},
+        }
+        for i, more in enumerate(({"max_tokens": 2}, {"temperature": 9}))
+    ]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    sent = {"files": {"file": ("in.jsonl", data)}, "data": {"purpose": "batch"}}
+    file = httpx.post(served.url + "/v1/files", **sent, verify=NO_TLS, timeout=10).json()["id"]  # type: ignore[arg-type]
+    asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    made = served.post("/v1/batches", asked).json()["id"]
+    eventually(
+        lambda: served.get(f"/v1/batches/{made}").json()["status"] == "completed", within_s=30
+    )
+
+    def told() -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {}
+        for span in collector.spans:
+            facts = {a.key: a.value for a in span.attributes}
+            if facts.get("url.path") and facts["url.path"].string_value == "/v1/completions":
+                found.setdefault(facts["headrace.request_id"].string_value, []).append(
+                    facts["http.response.status_code"].int_value
+                )
+        return found
+
+    batch = served.get(f"/v1/batches/{made}").json()
+    answers = {}
+    for name in ("output_file_id", "error_file_id"):
+        line = json.loads(served.get(f"/v1/files/{batch[name]}/content").text)
+        answers[line["response"]["request_id"]] = [line["response"]["status_code"]]
+    assert sorted(answers.values()) == [[200], [400]]
+    eventually(lambda: answers.items() <= told().items(), within_s=15)
+
+
 def test_each_response_over_a_websocket_has_a_trace(served: Served, collector: Any) -> None:
     trace = "4" * 32
     headers = {"traceparent": f"00-{trace}-{PARENT}-01"}

@@ -19,7 +19,7 @@ from headrace.base.telemetry.metrics import ROUTES
 from headrace.front.server.auth import PUBLIC, Gatekeeper
 from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services
 from headrace.front.server.failures import Failure, failure_of
-from headrace.front.server.ids import client_label, request_id
+from headrace.front.server.ids import ID_HEADERS, client_label, request_id
 from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s
 from headrace.front.server.native.plane import PlaneKeeper
 from headrace.front.server.responses import websocket
@@ -160,7 +160,7 @@ class _Wire:
         length = headers.get(b"content-length", b"0")
         self._body_pending = length != b"0" or b"transfer-encoding" in headers
         ident = exchange.request_id.encode()
-        self._marks = [(b"x-request-id", ident), (b"request-id", ident)]
+        self._marks = [(name, ident) for name in ID_HEADERS]
         if (label := client_label(headers.get(b"x-request-id"))) is not None:
             self._marks.append((b"x-client-request-id", label.encode()))
 
@@ -177,6 +177,8 @@ class _Wire:
             self._started = True
             self.status = message["status"]
             extra = list(self._marks)
+            if (label := self.exchange.client_label) is not None and len(extra) == len(ID_HEADERS):
+                extra.append((b"x-client-request-id", label.encode()))
             if self.exchange.tells_timing and self.exchange.timeline is not None:
                 told = self.exchange.timeline.server_timing()
                 extra.append((b"server-timing", told.encode()))

@@ -87,7 +87,8 @@ class Services:
 class Exchange:
     """One request and its answer. `arrival` is on the monotonic clock, `timeout_s` what its header asked for.
 
-    `timeline` is there once a generation of it has ended; `tells_timing`: its client asked to be told.
+    `timeline` is there once a generation of it has ended; `tells_timing`: its client asked to be told. `client_label`:
+    what the body calls the request, sent back as a header.
     """
 
     services: Services
@@ -97,6 +98,7 @@ class Exchange:
     arrival: float = field(default_factory=time.monotonic)
     held: ExitStack = field(default_factory=ExitStack)
     tells_timing: bool = False
+    client_label: str | None = None
     timeline: Timeline | None = None
     trace: RequestTrace | None = None
 

@@ -6,6 +6,8 @@ import re
 import secrets
 
 _LABEL = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+ID_HEADERS = (b"x-request-id", b"request-id")
+"""What the clients of each vendor read."""
 RESPONSE_PREFIX, CONVERSATION_PREFIX = "resp_", "conv_"
 
 

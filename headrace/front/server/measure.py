@@ -90,18 +90,20 @@ def _count_end(event: Ended, found: Timeline, metrics: Metrics) -> None:
 
 
 async def joined(
-    streams: list[AsyncGenerator[Event, None]],
+    streams: list[AsyncGenerator[Event, None]], *, window: int | None = None
 ) -> AsyncGenerator[tuple[int, Event], None]:
     """The events of several generations as they come, each with its generation's number.
 
+    At most `window` of them run at once, so that a request of many prompts does not fill the engine's queue by itself.
     The first failure ends all; closing this generator closes every stream. The queue is bounded, so that a slow
     consumer slows the producers down.
     """
     queue: asyncio.Queue[tuple[int, Event] | BaseException | None] = asyncio.Queue(_QUEUED_EVENTS)
+    places = asyncio.Semaphore(window or len(streams) or 1)
 
     async def pump(number: int, events: AsyncGenerator[Event, None]) -> None:
         try:
-            async with aclosing(events):
+            async with places, aclosing(events):
                 async for event in events:
                     await queue.put((number, event))
         except Exception as error:

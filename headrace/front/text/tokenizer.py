@@ -129,6 +129,12 @@ class Tokenizer(ABC):
             ids.append(eos)
         return ids
 
+    def surrounded(self, ids: list[int]) -> list[int]:
+        """Ids between the prefix and suffix tokens that a raw prompt gets."""
+        bare, whole = self._encode_bare("a"), self.encode("a")
+        start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return [*whole[:start], *ids, *whole[start + len(bare) :]]
+
     def encode_pair(
         self, first: str, second: str, *, second_tokens: int | None = None
     ) -> tuple[list[int], int]:
