@@ -1,0 +1,78 @@
+"""A few layers of a model, run as an engine with dummy weights: from their steps those of all layers are foretold
+(launch/forecast.py). Everything a step has is in it: products by as many rows, attention, the head, the host's work.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+from msgspec.structs import replace
+
+from headrace.back.models.registry import DTYPES
+from headrace.base.config.resolved import Decision, Resolved
+from headrace.bench.latency import decode_gaps
+from headrace.bench.offline import OfflineEngine, Trace
+from headrace.launch.forecast import ModelCost, Sampled
+from headrace.launch.plan import build_without_memory, cost_of, with_layers
+
+ROWS = (1, 8, 32)
+NUM_INPUT, NUM_OUTPUT = 8, 4
+"""The first step computes the prompts, the second is recorded, two are replayed."""
+MAX_LEN = 64
+SAMPLE_LAYERS = 4
+SAMPLE_BYTES = 2 << 30
+
+
+def run_sample(resolved: Resolved, cost: ModelCost) -> tuple[Sampled, tuple[Decision, ...]]:
+    """What steps of a sample take on this machine's CPU, and the kernels they ran; `cost` is the whole model's."""
+    sampled = _sample(resolved, cost)
+    engine = OfflineEngine(sampled)
+    try:
+        engine.run([engine.request(np.random.default_rng(0), NUM_INPUT, 2, 0.0)])
+        begin, rng = time.perf_counter(), np.random.default_rng(0)
+        traces = [_run(engine, rng, rows) for rows in ROWS]
+        seconds = time.perf_counter() - begin
+        decisions = tuple(Decision(*told) for told in engine.core.facts.decisions)
+    finally:
+        engine.close()
+    model, last = sampled.engine.model, traces[-1]
+    bare = build_without_memory(model, block_tokens=sampled.engine.kv.block_tokens)
+    return Sampled(
+        cost=cost_of(bare, dtype=DTYPES[model.dtype]),
+        context=NUM_INPUT + NUM_OUTPUT // 2,
+        steps=tuple(
+            (rows, statistics.median(decode_gaps(trace, rows)[1:].tolist()))
+            for rows, trace in zip(ROWS, traces, strict=True)
+        ),
+        prompt_tokens=ROWS[-1] * NUM_INPUT,
+        prompt_s=max(last.first_s.values()) - last.start_s,
+        seconds=seconds,
+    ), decisions
+
+
+def _run(engine: OfflineEngine, rng: np.random.Generator, rows: int) -> Trace:
+    return engine.run([engine.request(rng, NUM_INPUT, NUM_OUTPUT, 0.0) for _ in range(rows)])
+
+
+def _sample(resolved: Resolved, cost: ModelCost) -> Resolved:
+    """The engine of a few layers, on the CPU, as large as the runs need it."""
+    spec = resolved.engine
+    all_layers = len(cost.kv_layers)
+    small = cost.weight_bytes / all_layers * SAMPLE_LAYERS < SAMPLE_BYTES
+    model = with_layers(spec.model, min(all_layers, SAMPLE_LAYERS if small else 1))
+    blocks = 2 * ROWS[-1] * -(-MAX_LEN // spec.kv.block_tokens) + 8
+    engine = replace(
+        spec,
+        model=replace(model, max_model_len=MAX_LEN),
+        kv=replace(spec.kv, prefix_caching=False, num_blocks=blocks, memory_bytes=None),
+        scheduler=replace(
+            spec.scheduler, max_running=ROWS[-1], max_step_tokens=2 * ROWS[-1] * NUM_INPUT
+        ),
+        device=replace(
+            spec.device, device="cpu", executor="inline", tensor_parallel=1, memory_bytes=None
+        ),
+        grammar=None,
+    )
+    return replace(resolved, engine=engine)
