@@ -1,4 +1,4 @@
-"""Keeps a thread, and the threads it starts, to some CPUs, and says how OpenMP's threads wait for work there."""
+"""Keeps a thread, and the threads it starts, to some CPUs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,3 @@ def keep_to(cpus: Sequence[int]) -> None:
         os.sched_setaffinity(0, cpus)
     except OSError:
         return
-
-
-def openmp_environment(threads: int) -> dict[str, str]:
-    """Where `threads` take every core, OpenMP's must not spin while they wait: one disturbed thread would hold up all
-    (an 8 x 1024 x 3072 product took 12 ms instead of 0.4). It must be said before torch's libraries are loaded."""
-    return {"OMP_WAIT_POLICY": "passive"} if threads >= len(os.sched_getaffinity(0)) else {}

@@ -14,14 +14,7 @@ from headrace.base.config.tree import Options
 from headrace.base.errors import EngineDead, StartError
 from headrace.launch.facts import resolve_options
 from headrace.launch.supervisor import CORE_MODULE
-from headrace.launch.topology import (
-    Child,
-    Report,
-    RuntimeFolder,
-    core_environment,
-    spawn,
-    torch_threads,
-)
+from headrace.launch.topology import Child, Report, RuntimeFolder, core_environment, spawn
 
 STOP_GRACE_S = 5.0
 
@@ -67,7 +60,6 @@ def start_local(options: Options) -> LocalEngine:
             *("core", CORE_MODULE, "--spec", spec, "--socket", folder.socket_path(index)),
             die_with_thread=False,
             environment=core_environment(resolved, index),
-            torch_threads=torch_threads(resolved.engine.device),
         )
         for index in range(resolved.replicas)
     ]

@@ -33,7 +33,6 @@ from headrace.launch.topology import (
     RuntimeFolder,
     core_environment,
     spawn,
-    torch_threads,
 )
 
 log = logging.getLogger(__name__)
@@ -269,26 +268,17 @@ def _core_seats(resolved: Resolved, folder: RuntimeFolder) -> list[Seat]:
     return [
         Seat(
             f"engine core {index}",
-            _core_starter(resolved, index, spec, folder.socket_path(index)),
+            _core_starter(spec, folder.socket_path(index), core_environment(resolved, index)),
             is_core=True,
         )
         for index in range(resolved.replicas)
     ]
 
 
-def _core_starter(
-    resolved: Resolved, index: int, spec: str, socket_path: str
-) -> Callable[[], Child]:
+def _core_starter(spec: str, socket_path: str, environment: dict[str, str]) -> Callable[[], Child]:
     arguments = ("--spec", spec, "--socket", socket_path)
-    environment = core_environment(resolved, index)
-    threads = torch_threads(resolved.engine.device)
     return lambda: spawn(
-        "core",
-        CORE_MODULE,
-        *arguments,
-        die_with_thread=True,
-        environment=environment,
-        torch_threads=threads,
+        "core", CORE_MODULE, *arguments, die_with_thread=True, environment=environment
     )
 
 

@@ -23,8 +23,7 @@ from headrace.back.platforms.detect import detect
 from headrace.back.platforms.facts import visible_devices
 from headrace.back.platforms.placement import place
 from headrace.base import env
-from headrace.base.affinity import openmp_environment
-from headrace.base.config.resolved import DeviceSpec, Resolved
+from headrace.base.config.resolved import Resolved
 from headrace.launch.resolve import DeviceFacts
 
 PR_SET_PDEATHSIG = 1
@@ -85,11 +84,6 @@ def core_environment(resolved: Resolved, index: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(seen[begin:end])}
 
 
-def torch_threads(device: DeviceSpec) -> int:
-    """Threads of a core that wants torch as soon as it begins; 0 on GPUs, whose libraries find each other on import."""
-    return device.threads * device.tensor_parallel if device.device == "cpu" else 0
-
-
 def spawn(
     name: str,
     module: str,
@@ -97,19 +91,14 @@ def spawn(
     pass_fds: tuple[int, ...] = (),
     die_with_thread: bool,
     environment: dict[str, str] | None = None,
-    torch_threads: int = 0,
 ) -> Child:
-    """Starts `python -m module`; `torch_threads`: it wants torch at once, with so many (begin.py).
-    `die_with_thread` kills it with the thread that called this (never a passing one)."""
+    """Starts `python -m module`. `die_with_thread` kills it with the thread that called this (never a passing one)."""
     env.set_default("OPENBLAS_NUM_THREADS", "1")  # numpy's: never used, 0.06 s and 30 MB to start
-    for variable, value in openmp_environment(torch_threads).items():
-        env.set_default(variable, value)
     ours, theirs = socket.socketpair()
     command = [
         sys.executable,
         "-m",
         _BEGIN,
-        *(["--torch"] if torch_threads else []),
         module,
         *arguments,
         "--status-fd",

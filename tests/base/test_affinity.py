@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from headrace.base.affinity import keep_to, openmp_environment
+from headrace.base.affinity import keep_to
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs affinity")
 
@@ -41,9 +41,3 @@ def test_a_thread_keeps_to_its_cpus_and_can_be_moved_again() -> None:
 def test_nothing_given_or_nothing_left_changes_nothing() -> None:
     every = os.sched_getaffinity(0)
     assert masks((), (4095,)) == [every, every, every]
-
-
-def test_openmp_waits_without_spinning_where_its_threads_take_every_core() -> None:
-    every = len(os.sched_getaffinity(0))
-    assert openmp_environment(every) == {"OMP_WAIT_POLICY": "passive"}
-    assert openmp_environment(every - 1) == openmp_environment(0) == {}
