@@ -6,6 +6,10 @@ _GROUPS = (
     "each 32 inputs end a tile's sum: its store, and per row a conversion, a product of scales and a fused sum (1.2 "
     "ns, see the README), beside 5.9 ns of the tile for 16 rows; groups of 128 pay a quarter of that"
 )
+_SMALL = (
+    "6 to 23 MB of weights lie in the caches, so a plain read of them is no bound; 0.16 to 0.18 ms of a step are the "
+    "host's (host.py)"
+)
 REASONS: dict[str, dict[str, str]] = {
     "qwen3-0.6b": {
         "decode bf16 1": "the shared host's memory: seven minutes later the same step was at 18.3 tok/s (last "
@@ -21,6 +25,9 @@ REASONS: dict[str, dict[str, str]] = {
         "start": "torch alone takes more than a second to import: 1,123 Python modules, the collector already off; "
         "those it does not need import each other in a circle and cannot be put off",
     },
-    "bundled": {},
+    "bundled": {
+        **{f"decode {precision} 1": _SMALL for precision in ("bf16", "int8", "int4")},
+        "start": "as above",
+    },
 }
 """Shape -> row -> why its bar is missed: what counters, bytes or cycles say."""

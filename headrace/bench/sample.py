@@ -23,6 +23,8 @@ NUM_INPUT, NUM_OUTPUT = 8, 4
 MAX_LEN = 64
 SAMPLE_LAYERS = 4
 SAMPLE_BYTES = 2 << 30
+WHOLE_BYTES = 64 << 20
+"""A model as small is run whole: the host's part of its steps does not grow with the layers."""
 
 
 def run_sample(resolved: Resolved, cost: ModelCost) -> tuple[Sampled, tuple[Decision, ...]]:
@@ -56,12 +58,18 @@ def _run(engine: OfflineEngine, rng: np.random.Generator, rows: int) -> Trace:
     return engine.run([engine.request(rng, NUM_INPUT, NUM_OUTPUT, 0.0) for _ in range(rows)])
 
 
+def _num_layers(cost: ModelCost) -> int:
+    all_layers = len(cost.kv_layers)
+    if cost.weight_bytes <= WHOLE_BYTES:
+        return all_layers
+    small = cost.weight_bytes / all_layers * SAMPLE_LAYERS < SAMPLE_BYTES
+    return min(all_layers, SAMPLE_LAYERS if small else 1)
+
+
 def _sample(resolved: Resolved, cost: ModelCost) -> Resolved:
     """The engine of a few layers, on the CPU, as large as the runs need it."""
     spec = resolved.engine
-    all_layers = len(cost.kv_layers)
-    small = cost.weight_bytes / all_layers * SAMPLE_LAYERS < SAMPLE_BYTES
-    model = with_layers(spec.model, min(all_layers, SAMPLE_LAYERS if small else 1))
+    model = with_layers(spec.model, _num_layers(cost))
     blocks = 2 * ROWS[-1] * -(-MAX_LEN // spec.kv.block_tokens) + 8
     engine = replace(
         spec,
