@@ -18,8 +18,10 @@ from headrace.launch.forecast import ModelCost, Sampled
 from headrace.launch.plan import build_without_memory, cost_of, with_layers
 
 ROWS = (1, 8, 32)
-NUM_INPUT, NUM_OUTPUT = 8, 4
-"""The first step computes the prompts, the second is recorded, two are replayed."""
+NUM_INPUT, LEAST_OUTPUT, MOST_OUTPUT = 8, 4, 32
+"""The first step computes the prompts, the second is recorded, two or more are replayed."""
+ROW_S = 0.02
+"""Steps of one row are taken for so long; of more rows as many."""
 MAX_LEN = 64
 SAMPLE_LAYERS = 4
 SAMPLE_BYTES = 2 << 30
@@ -32,9 +34,11 @@ def run_sample(resolved: Resolved, cost: ModelCost) -> tuple[Sampled, tuple[Deci
     sampled = _sample(resolved, cost)
     engine = OfflineEngine(sampled)
     try:
-        engine.run([engine.request(np.random.default_rng(0), NUM_INPUT, 2, 0.0)])
-        begin, rng = time.perf_counter(), np.random.default_rng(0)
-        traces = [_run(engine, rng, rows) for rows in ROWS]
+        rng = np.random.default_rng(0)
+        step_s = decode_gaps(_run(engine, rng, 1, LEAST_OUTPUT), 1)[-1]
+        begin = time.perf_counter()
+        num_output = min(MOST_OUTPUT, max(LEAST_OUTPUT, int(ROW_S / step_s)))
+        traces = [_run(engine, rng, rows, num_output) for rows in ROWS]
         seconds = time.perf_counter() - begin
         decisions = tuple(Decision(*told) for told in engine.core.facts.decisions)
     finally:
@@ -43,7 +47,7 @@ def run_sample(resolved: Resolved, cost: ModelCost) -> tuple[Sampled, tuple[Deci
     bare = build_without_memory(model, block_tokens=sampled.engine.kv.block_tokens)
     return Sampled(
         cost=cost_of(bare, dtype=DTYPES[model.dtype]),
-        context=NUM_INPUT + NUM_OUTPUT // 2,
+        context=NUM_INPUT + num_output // 2,
         steps=tuple(
             (rows, statistics.median(decode_gaps(trace, rows)[1:].tolist()))
             for rows, trace in zip(ROWS, traces, strict=True)
@@ -54,8 +58,8 @@ def run_sample(resolved: Resolved, cost: ModelCost) -> tuple[Sampled, tuple[Deci
     ), decisions
 
 
-def _run(engine: OfflineEngine, rng: np.random.Generator, rows: int) -> Trace:
-    return engine.run([engine.request(rng, NUM_INPUT, NUM_OUTPUT, 0.0) for _ in range(rows)])
+def _run(engine: OfflineEngine, rng: np.random.Generator, rows: int, num_output: int) -> Trace:
+    return engine.run([engine.request(rng, NUM_INPUT, num_output, 0.0) for _ in range(rows)])
 
 
 def _num_layers(cost: ModelCost) -> int:
