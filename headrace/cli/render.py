@@ -24,15 +24,12 @@ def main(argv: Sequence[str]) -> int:
         groups=("model", "server"),
     )
     add_model_argument(line)
-    line.parser.add_argument(
-        "--grpc-port", type=int, help="also serve gRPC on this port; 0 takes a free one"
-    )
     own, options = line.parse(argv)
     text, server, _ = resolve_text(with_model(options, own.path))
     logs.configure("render", server.log_level)
     listener = bind(server.host, server.port)
     host = f"[{server.host}]" if ":" in server.host else server.host
-    grpc_address = None if own.grpc_port is None else f"{host}:{own.grpc_port}"
+    grpc_address = None if server.grpc_port is None else f"{host}:{server.grpc_port}"
     services = text_services(text, server)
 
     def announce(grpc_port: int | None) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -18,7 +19,7 @@ from headrace.base.errors import StartError
 from headrace.base.telemetry import log as logs
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.launch.facts import resolve_options
-from headrace.launch.supervisor import Seat, Supervisor, bind, bind_admin
+from headrace.launch.supervisor import Seat, Supervisor, bind, bind_admin, reserve
 from headrace.launch.topology import RuntimeFolder
 
 
@@ -42,6 +43,7 @@ def run(options: Options) -> int:
         listener = bind(resolved.server.host, resolved.server.port)
         address = resolved.server.admin_listen
         admin = None if address is None else bind_admin(address)
+        resolved, grpc = _with_grpc(resolved)
     except StartError as error:
         print(f"headrace: {error.message}", file=sys.stderr, flush=True)
         return 2
@@ -50,8 +52,11 @@ def run(options: Options) -> int:
 
     def announce(seats: list[Seat]) -> None:
         show_start(resolved, seats, seconds=time.monotonic() - began)
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        shown_host = f"[{host}]" if ":" in host else host
+        address = f"http://{shown_host}:{port}"
         print(f"headrace is ready: {address}", flush=True)
+        if grpc is not None:
+            print(f"headrace serves gRPC: {shown_host}:{resolved.server.grpc_port}", flush=True)
         if admin is not None:
             print(f"administration: {_shown(admin)}", flush=True)
         if resolved.server.log_level != "error":
@@ -61,9 +66,19 @@ def run(options: Options) -> int:
         return Supervisor(resolved, folder, listener, announce, admin=admin).run()
     finally:
         folder.close()
-        listener.close()
-        if admin is not None:
-            admin.close()
+        for one in (listener, admin, grpc):
+            if one is not None:
+                one.close()
+
+
+def _with_grpc(resolved: Resolved) -> tuple[Resolved, socket.socket | None]:
+    """With the port that gRPC gets, and the socket that holds it for the API processes."""
+    server = resolved.server
+    if server.grpc_port is None:
+        return resolved, None
+    held = reserve(server.host, server.grpc_port)
+    server = msgspec.structs.replace(server, grpc_port=held.getsockname()[1])
+    return msgspec.structs.replace(resolved, server=server), held
 
 
 def _shown(admin: socket.socket) -> str:

@@ -122,6 +122,7 @@ class EngineCore:
             num_blocks=self.facts.num_blocks,
             block_tokens=self.facts.block_tokens,
             trouble=self.swap.lost,
+            log_level=self.control.log_level,
             start_s=self.facts.start_s,
             decisions=self.facts.decisions,
         )

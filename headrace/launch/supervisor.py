@@ -24,6 +24,7 @@ from pathlib import Path
 
 from headrace.base.config.resolved import Resolved
 from headrace.base.errors import ConfigError
+from headrace.base.telemetry import log as logs
 from headrace.launch import api_process
 from headrace.launch.api_process import ApiSpec
 from headrace.launch.topology import (
@@ -178,7 +179,11 @@ class Supervisor:
         for found in reports:
             if seat.is_core:
                 seat.heard_at = time.monotonic()
-            if found.beat:
+            if found.log_level:
+                logs.set_level(found.log_level)
+            if found.stop and self.state is State.SERVING:
+                self._drain()
+            if found.beat or found.log_level or found.stop:
                 continue
             seat.error = found.error
             seat.ready = found.ready
@@ -241,6 +246,9 @@ class Supervisor:
         if self.state is not State.SERVING:
             self.state = State.STOPPING  # not serving yet, or the second signal
             return
+        self._drain()
+
+    def _drain(self) -> None:
         self.state = State.DRAINING
         server = self._resolved.server
         timeout_s = server.pre_drain_s + server.shutdown_timeout_s
@@ -278,7 +286,9 @@ def _core_seats(resolved: Resolved, folder: RuntimeFolder) -> list[Seat]:
 def _core_starter(spec: str, socket_path: str, environment: dict[str, str]) -> Callable[[], Child]:
     arguments = ("--spec", spec, "--socket", socket_path)
     return lambda: spawn(
-        "core", CORE_MODULE, *arguments, die_with_thread=True, environment=environment
+        *("core", CORE_MODULE, *arguments, "--log-level", logs.level()),
+        die_with_thread=True,
+        environment=environment,
     )
 
 
@@ -307,7 +317,7 @@ def _api_seats(
 
     def start(index: int) -> Child:
         fds = [listener.fileno()]
-        arguments = ["--spec", path, "--listen-fd", str(fds[0])]
+        arguments = ["--spec", path, "--listen-fd", str(fds[0]), "--log-level", logs.level()]
         if admin is not None and index == 0:
             fds.append(admin.fileno())
             arguments += ["--admin-fd", str(fds[1])]
@@ -339,6 +349,19 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     listener.listen(2048)
     return listener
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """Holds a port for processes that bind it together (SO_REUSEPORT); nothing is taken from it here."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        held.bind((host.strip("[]"), port))
+    except OSError as error:
+        held.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return held
 
 
 def bind_admin(address: str) -> socket.socket:

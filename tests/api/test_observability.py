@@ -59,7 +59,7 @@ def collector() -> Iterator[Any]:
 def served(tmp_path_factory: pytest.TempPathFactory, collector: Any) -> Iterator[Served]:
     folder = write_model_folder(tmp_path_factory.mktemp("model"))
     endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
-    options = ("--otlp-endpoint", endpoint, "--metrics-names", "vllm", "--log-slow-s", "0.05")
+    options = ("--otlp-endpoint", endpoint, "--metrics-compat", "vllm", "--log-slow-s", "0.05")
     with serving(folder, *options, step_s=0.01) as found:
         yield found
 
@@ -258,7 +258,13 @@ def test_dashboards_for_vllm_find_their_series(served: Served) -> None:
         *("e2e_request_latency_seconds_bucket", "request_queue_time_seconds_sum"),
         *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"),
         *("time_per_output_token_seconds_bucket", "request_time_per_output_token_seconds_count"),
-        *("cache_config_info", "engine_sleep_state"),
+        *("cache_config_info", "engine_sleep_state", "iteration_tokens_total_bucket"),
+        *("request_params_n_count", "request_params_max_tokens_sum", "corrupted_requests_total"),
+        *(
+            "websocket_connections_active",
+            "websocket_connections_total",
+            "admission_rejections_total",
+        ),
     ):
         assert f"vllm:{name}" in names, name
     assert 'block_size="16"' in text and 'num_gpu_blocks="' in text

@@ -232,6 +232,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(description="Keys clients must show; none: no key is asked for (loopback only)."),
     ] = ()
+    grpc_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(
+            description="Serve gRPC on this port too; 0 takes a free one and prints it. none: it is off."
+        ),
+    ] = None
     admin_listen: Annotated[
         str | None,
         Meta(
@@ -343,12 +349,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         Natural, Meta(description="Open WebSocket connections per API process; more get 503.")
     ] = 100
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True
-    metrics_names: Annotated[
-        Literal["headrace", "vllm"],
+    metrics_compat: Annotated[
+        Literal["none", "vllm"],
         Meta(
             description="vllm: /metrics carries the series dashboards for vLLM ask for beside ours."
         ),
-    ] = "headrace"
+    ] = "none"
     log_slow_s: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(description="Log where the time of a request went that took longer, seconds."),

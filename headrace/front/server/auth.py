@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from headrace.base.errors import Forbidden, NotFound, Unauthorized
+from headrace.base.telemetry.metrics import OTHER, template_of
 from headrace.front.server.webui.pages import PAGES
 
 PUBLIC = frozenset(
@@ -28,6 +29,12 @@ ADMIN = frozenset(
         *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
         *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
         *("/start_profile", "/stop_profile", "/server_info"),
+        *("/abort_requests", "/collective_rpc", "/get_world_size", "/is_scaling_elastic_ep"),
+        *("/kv_event_sources", "/release_kv_cache", "/release_kv_cache_memory"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine"),
+        *("/start_weight_update", "/update_weights", "/finish_weight_update"),
+        *("/update_weight_version", "/weight_info", "/weight_checker", "/scale_elastic_ep"),
+        *("/fault_tolerance/apply", "/fault_tolerance/status"),
     }
 )
 TENANT_CHARS = 32
@@ -61,6 +68,8 @@ class Gatekeeper:
         if any(matches):
             return presented[:TENANT_CHARS]
         if self.admin_key_digest and hmac.compare_digest(presented, self.admin_key_digest):
+            if template_of(path) == OTHER:
+                raise NotFound("unknown route")
             raise Forbidden("the admin key opens the administrative routes only")
         raise Unauthorized("the API key is not valid")
 

@@ -140,6 +140,7 @@ def _tokens() -> list[ApiRoute]:
     """Tokens in, tokens out."""
     return [
         _posts("/inference/v1/generate", generate.post_generate, GenerateRequest, queued=True),
+        _posts("/inference/v1/abort_requests", admin.post_abort_own, admin.AbortWish),
         _posts("/v1/chat/completions/render", render.post_render_chat, ChatRequest),
         _posts("/v1/chat/completions/derender", render.post_derender_chat, DerenderRequest),
         _posts("/v1/messages/render", dialects.post_render_messages, MessagesRequest),
@@ -190,6 +191,12 @@ def _house() -> list[ApiRoute]:
         _route("/start_profile", admin.post_start_profile, "POST"),
         _route("/stop_profile", admin.post_stop_profile, "POST"),
         _route("/server_info", admin.get_server_info),
+        _posts("/abort_requests", admin.post_abort, admin.AbortWish),
+        _posts("/collective_rpc", admin.post_collective_rpc, admin.CollectiveWish),
+        _route("/get_world_size", admin.get_world_size),
+        _route("/is_scaling_elastic_ep", admin.get_is_scaling, "GET", "POST"),
+        _route("/kv_event_sources", admin.get_kv_event_sources),
+        *(_route(path, admin.refusing(path), "GET", "POST") for path in admin.REFUSED),
     ]
 
 

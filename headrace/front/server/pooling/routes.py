@@ -48,9 +48,9 @@ _PER_TOKEN = {"token_embed", "token_classify"}
 async def post_embeddings(exchange: Exchange, document: Any) -> Response:
     """POST /v1/embeddings."""
     request = parse(document, EmbeddingRequest)
-    spec = _one_vector(exchange)
+    spec = one_vector(exchange)
     answers = await _pooled_texts(exchange, request, how=spec.how, head=False)
-    vectors = _finished(exchange, answers, request.dimensions, request.normalize)
+    vectors = embeddings(exchange, answers, request.dimensions, request.normalize)
     dtype = wire_dtype(request.embed_dtype, request.endianness)
     told = [encoded(vector, request.encoding_format, dtype=dtype) for vector in vectors]
     data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(told)]
@@ -62,7 +62,7 @@ async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
     request = parse(document, CohereEmbedRequest)
     services = exchange.services
     services.model_name(request.model)
-    _one_vector(exchange)
+    one_vector(exchange)
     field, texts = _cohere_texts(request)
     exchange.hold_place()
     truncate = None if request.truncate == "NONE" else request.max_tokens or -1
@@ -72,7 +72,7 @@ async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
     ]
     job = PoolJob(how=services.text.pooling.how, timeout_s=request.timeout_s)
     answers = await pooled(exchange, [PoolInput(ids=one) for one in ids], job)
-    vectors = _finished(exchange, answers, request.output_dimension, None)
+    vectors = embeddings(exchange, answers, request.output_dimension, None)
     billed = {"input_tokens": sum(answer.num_prompt for answer in answers)}
     return json_response(
         {
@@ -162,7 +162,7 @@ def _how(exchange: Exchange, request: PoolingRequest, task: str) -> str:
     return given or exchange.services.text.pooling.how
 
 
-def _one_vector(exchange: Exchange) -> PoolingSpec:
+def one_vector(exchange: Exchange) -> PoolingSpec:
     """The model's pooling; refused where there is a vector per token and none for a text."""
     spec = exchange.services.text.pooling
     if spec.how == "tokens":
@@ -247,7 +247,7 @@ def _listed_inputs(given: str | list[Any]) -> list[str | list[int]]:
     return given
 
 
-def _finished(
+def embeddings(
     exchange: Exchange,
     answers: list[PooledAnswer],
     dimensions: int | None,

@@ -19,7 +19,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, TokenScore
 from headrace.front.server.conversation import generate, streamed
 from headrace.front.server.exchange import Exchange
-from headrace.front.server.ids import completion_id
+from headrace.front.server.ids import completion_id, own_id
 from headrace.front.server.openai.fold import LOWEST, Choice, Fold, logprob, scores_by_id, usage
 from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import parse
@@ -43,6 +43,16 @@ class GenerateReply:
 async def post_generate(exchange: Exchange, document: Any) -> Response:
     """POST /inference/v1/generate."""
     request = parse(document, GenerateRequest)
+    events, reply = begin_generate(exchange, request)
+    if request.stream:
+        return await streamed(exchange, _chunks(events, reply))
+    return Response(await _answer(events, reply), media_type="application/json")
+
+
+def begin_generate(
+    exchange: Exchange, request: GenerateRequest
+) -> tuple[AsyncGenerator[Event, None], GenerateReply]:
+    """The events of the answer, which run once they are read, and what its chunks share."""
     services = exchange.services
     model = services.model_name(request.model)
     _refuse(request)
@@ -58,7 +68,8 @@ async def post_generate(exchange: Exchange, document: Any) -> Response:
     )
     services.tokenizer.check_ids(request.token_ids, field="token_ids")
     exchange.hold_place()
-    label = completion_id("gen")
+    asked = request.request_id
+    label = completion_id("gen") if asked is None else own_id(exchange.tenant, asked)
     events = generate(
         *(exchange, sampling, request.token_ids, params),
         label=label,
@@ -72,9 +83,7 @@ async def post_generate(exchange: Exchange, document: Any) -> Response:
         sampling=sampling,
         request=request,
     )
-    if request.stream:
-        return await streamed(exchange, _chunks(events, reply))
-    return Response(await _answer(events, reply), media_type="application/json")
+    return events, reply
 
 
 def _refuse(request: GenerateRequest) -> None:
