@@ -349,10 +349,15 @@ class Control:
             "refused": counters.refused,
             "held_by_gates": core.gates.num_held,
             "finished": dict(counters.finished),
-            "step_tokens": dict(zip([*STEP_TOKENS, 0], counters.step_tokens, strict=True)),
+            "step_tokens": _by_bound(counters.step_tokens),
             "plan_s": counters.plan_s,
             "land_s": counters.land_s,
         }
+
+
+def _by_bound(counts: list[int]) -> dict[str, int]:
+    """Greatest value of a bucket -> count."""
+    return dict(zip([*map(str, STEP_TOKENS), "inf"], counts, strict=True))
 
 
 def _is_of(label: str, asked: str) -> bool:

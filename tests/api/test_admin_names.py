@@ -121,7 +121,7 @@ def as_admin(served: Served, path: str, document: object = None) -> httpx.Respon
 
 @pytest.mark.parametrize("path", ["/sleep?level=1&mode=keep", "/pause?mode=keep"])
 def test_what_is_frozen_goes_on_with_the_same_tokens(slow: Served, path: str) -> None:
-    """A request that had begun outlives the loss of its KV blocks; its answer is that of one which did not lose them."""
+    """A request that had begun outlives the loss of its KV blocks; its answer is that of one which kept them."""
     undisturbed = asked(slow, 60)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         frozen = pool.submit(asked, slow, 60)

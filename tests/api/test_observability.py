@@ -260,11 +260,7 @@ def test_dashboards_for_vllm_find_their_series(served: Served) -> None:
         *("time_per_output_token_seconds_bucket", "request_time_per_output_token_seconds_count"),
         *("cache_config_info", "engine_sleep_state", "iteration_tokens_total_bucket"),
         *("request_params_n_count", "request_params_max_tokens_sum", "corrupted_requests_total"),
-        *(
-            "websocket_connections_active",
-            "websocket_connections_total",
-            "admission_rejections_total",
-        ),
+        *("websocket_connections_active", "websocket_connections_total"),
     ):
         assert f"vllm:{name}" in names, name
     assert 'block_size="16"' in text and 'num_gpu_blocks="' in text

@@ -1,8 +1,8 @@
 """What a worker does, in its own process or in a thread of the core's: threads, mesh, model, runner.
 
 As a process (`python -m headrace.back.executor.worker FD RANK LOG_LEVEL`) it takes its orders from the socket it
-inherited as FD. It ends as soon as its parent is gone or a step fails: other ranks may wait in a collective for ever, and are ended by the
-parent (ENG-14).
+inherited as FD. It ends as soon as its parent is gone or a step fails: other ranks may wait in a collective for ever,
+and are ended by the parent (ENG-14).
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ TABLE: tuple[Series, ...] = (
     Series(
         name="headrace_nonfinite_requests_total",
         kind=Kind.COUNTER,
-        doc="Requests that ended because the model gave NaN or infinity for them.",
+        doc="Requests that ended because their logits were NaN or infinite.",
     ),
 )
 

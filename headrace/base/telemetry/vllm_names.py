@@ -113,7 +113,7 @@ def _step_tokens(engine: Mapping[str, object], label: str) -> list[str]:
     name, lines, total = "vllm:iteration_tokens_total", [], 0
     for bound, count in counts.items():
         total += int(count)
-        least = f"{float(bound)}" if bound else "+Inf"
+        least = "+Inf" if bound == "inf" else str(float(bound))
         lines.append(f'{name}_bucket{{{label},le="{least}"}} {float(total)}')
     return [*lines, f"{name}_sum{{{label}}} {tokens}", f"{name}_count{{{label}}} {float(total)}"]
 

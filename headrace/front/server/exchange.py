@@ -41,9 +41,9 @@ class Services:
     """Everything the handlers use.
 
     `warm`: start-up is over. `leaving`: not ready any more, so that load balancers turn away. `draining`: no new work.
-    `abandon` is set when running work must end now; `shut_down` asks for what SIGTERM does. Templates that come with requests are rendered by
-    `guest_templates`: they cannot hold up the model's own. `answers`: the format of the model's reasoning and tool
-    calls. `sealer` is the same in every API process of a server.
+    `abandon` is set when running work must end now; `shut_down` asks for what SIGTERM does. Templates that come with
+    requests are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format of the
+    model's reasoning and tool calls. `sealer` is the same in every API process of a server.
     """
 
     engine: Engine

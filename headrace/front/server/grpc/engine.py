@@ -211,7 +211,6 @@ async def _request_of(exchange: Exchange, given: Given) -> GenerateRequest:
     document = {
         "token_ids": ids[-keep:] if keep else ids,
         "sampling_params": _sampling(sampling, room=_room(exchange, len(ids))),
-        "stream": True,
         "request_id": given.get("request_id"),
     }
     return parse({k: v for k, v in document.items() if v is not None}, GenerateRequest)

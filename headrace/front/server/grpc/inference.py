@@ -143,7 +143,6 @@ async def request_of(exchange: Exchange, given: Given) -> GenerateRequest:
     document = {
         "token_ids": await _prompt_ids(exchange, given),
         "sampling_params": sampling_of(given),
-        "stream": True,
         "model": given.get("model"),
         "cache_salt": salt,
         "priority": given.get("priority"),

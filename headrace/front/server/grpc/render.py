@@ -11,20 +11,20 @@ from headrace.front.server.exchange import Exchange
 from headrace.front.server.grpc.messages import RENDER
 from headrace.front.server.grpc.rpc import Given, Rpc, RpcService
 from headrace.front.server.native.tokenize import TokenizeRequest
-from headrace.front.server.openai.schema import ChatRequest, CompletionRequest, parse
-from headrace.front.server.tokens.render import rendered_chat, rendered_completion
+from headrace.front.server.openai.schema import parse
+from headrace.front.server.tokens.render import render_chat, render_completion
 
 
 async def chat(exchange: Exchange, given: Given) -> Given:
     """RenderChat."""
     document = {**given.pop("sampling", {}), **given}
-    return _told(await rendered_chat(exchange, parse(document, ChatRequest)))
+    return _told(await render_chat(exchange, document))
 
 
 async def completion(exchange: Exchange, given: Given) -> Given:
     """RenderCompletion."""
     document = {**given.pop("sampling", {}), **given, "prompt": given.pop("prompts", [])}
-    found = await rendered_completion(exchange, parse(document, CompletionRequest))
+    found = await render_completion(exchange, document)
     return {"prompts": [_told(each) for each in found]}
 
 

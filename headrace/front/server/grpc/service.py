@@ -65,7 +65,7 @@ class GrpcServer:
 async def start_grpc(
     services: Services, address: str, offered: Sequence[RpcService] = SERVING
 ) -> GrpcServer:
-    """A server that takes calls at `address` (host:port, port 0 takes a free one). Several processes may share a port."""
+    """A server that takes calls at `address` (port 0 takes a free one). Several processes may share a port."""
     server = aio.server(
         options=[
             ("grpc.max_receive_message_length", services.server.max_body_bytes),
@@ -191,7 +191,7 @@ class _Calls:
         finally:
             exchange.held.close()
             exchange.over(_status(failure, code))
-            method, name = self._path.rpartition(".")[2], code.name
+            method, name = self._path.rpartition("/")[2], code.name
             services.metrics.add("headrace_grpc_requests_total", method=method, code=name)
         if failure is not None:
             await context.abort(code, failure.message)
