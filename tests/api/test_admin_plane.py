@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -247,6 +248,41 @@ def test_read_only_tells_but_changes_nothing() -> None:
             assert client.post(path, json={}).status_code == 403, path
         assert client.get("/health", headers={"host": "evil.example"}).status_code == 403
         assert said(served)
+
+
+def test_the_log_level_reaches_every_process_and_those_that_come_later() -> None:
+    """Plane and command alike; a core that is started anew logs at the level that was set."""
+    options = ("--replicas", "2", "--api-servers", "2", "--executor", "processes")
+    with plane(*options) as (served, client):
+        assert client.post("/log_level", json={"level": "loud"}).status_code == 400
+        assert client.post("/log_level", json={"level": "debug"}).status_code == 200
+
+        def telling() -> Counter[str]:
+            words = (line.split(" DEBUG ", 1)[1] for line in served.lines if " DEBUG " in line)
+            return Counter(word.partition(":")[0] for word in words)
+
+        told = lambda: {"headrace", "api", "core", "worker 0"} <= telling().keys()  # noqa: E731
+        eventually(told, within_s=10)
+        for name, count in (("api", 2), ("core", 2), ("worker 0", 2)):
+            lines = [line for line in served.lines if f" DEBUG {name}: logs at" in line]
+            assert len(lines) >= count, served.lines
+        core = served.cores[0]
+        before = telling()["core"]
+        core.kill()
+        eventually(
+            lambda: len(served.cores) == 2 and core.pid not in {c.pid for c in served.cores},
+            within_s=60,
+        )
+        eventually(lambda: served.get("/health").status_code == 200, within_s=60)
+        eventually(lambda: telling()["core"] > before, within_s=10)
+        client.post("/log_level", json={"level": "error"})
+        eventually(
+            lambda: client.post("/log_level", json={"level": "error"}).status_code == 200,
+            within_s=5,
+        )
+        quiet = telling()
+        assert said(served)
+        assert telling() == quiet
 
 
 def test_the_command_speaks_over_a_unix_socket(tmp_path: Path) -> None:

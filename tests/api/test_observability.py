@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from websockets.sync.client import connect
 
 from headrace.base.telemetry.metrics import ROUTES
+from headrace.front.server.grpc import inference
 from headrace.front.server.table import plane_table, table
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import NO_TLS, Served, eventually, serving
@@ -60,7 +62,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, collector: Any) -> Iterator
     folder = write_model_folder(tmp_path_factory.mktemp("model"))
     endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
     options = ("--otlp-endpoint", endpoint, "--metrics-compat", "vllm", "--log-slow-s", "0.05")
-    with serving(folder, *options, step_s=0.01) as found:
+    with serving(folder, *options, "--grpc-port", "0", step_s=0.01) as found:
         yield found
 
 
@@ -228,6 +230,73 @@ def test_preemptions_are_told_and_a_dead_engine_ends_the_trace_once(
     assert [[finishes(core) for core in each] for each in cores] == [[["length"]]] * 2 + [[["error"]]]  # fmt: skip
     names = [event.name for (core,) in cores[:2] for event in core.events]
     assert "journey.PREEMPTED" in names
+
+
+def statuses_of(collector: Any, trace: str) -> list[int]:
+    return [
+        attribute.value.int_value
+        for span in spans_of(collector, trace).get("llm_request", [])
+        for attribute in span.attributes
+        if attribute.key == "http.response.status_code"
+    ]
+
+
+def test_what_is_refused_wrong_or_late_ends_its_trace_once(collector: Any, tmp_path: Path) -> None:
+    """OBS-01, REG-116: one request span with the status, and at most one of the engine, finished once."""
+    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+    options = ("--max-running", "1", "--max-queued-requests", "0")
+    folder = write_model_folder(tmp_path / "model")
+    asked = {"prompt": "fox", "ignore_eos": True}
+    with (
+        serving(folder, "--otlp-endpoint", endpoint, *options, step_s=0.02) as small,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def ask(trace: str, **more: object) -> int:
+            traceparent = f"00-{trace}-{PARENT}-01"
+            found = small.post("/v1/completions", {**asked, **more}, traceparent=traceparent)
+            return found.status_code
+
+        traces = [f"{number:032x}" for number in range(0xA1, 0xA6)]
+        long = pool.submit(ask, traces[0], max_tokens=40)
+        eventually(lambda: small.ledger()["engines"][0]["running"] == 1, within_s=5)
+        refused = ask(traces[1], max_tokens=4)
+        assert (long.result(20), refused) == (200, 503)
+        assert ask(traces[2], max_tokens=200, timeout_s=0.1) == 504
+        assert ask(traces[3], max_tokens=-1) == 400
+        assert ask(traces[4], max_tokens=10**6) == 400
+        wanted = [[200], [503], [504], [400], [400]]
+        eventually(lambda: [statuses_of(collector, t) for t in traces] == wanted, within_s=15)
+    ends = [[finishes(core) for core in spans_of(collector, t).get("llm_core", [])] for t in traces]
+    assert ends[0] == [["length"]] and ends[2] == [["error"]] and ends[3] == []
+    assert ends[1] in ([], [["error"]]) and ends[4] in ([], [["error"]])
+
+
+def test_a_call_over_grpc_has_its_callers_trace(served: Served, collector: Any) -> None:
+    """OBS-01: the traceparent of the metadata; a call that is cancelled is a client that left."""
+    address = next(line.split()[-1] for line in served.lines if "serves gRPC" in line)
+    service = inference.SERVICE
+    asked = service.message("GenerateRequest")
+    with grpc.insecure_channel(address) as channel:
+        stub = channel.unary_stream(
+            f"/{service.full_name}/GenerateStream",
+            request_serializer=asked.SerializeToString,
+            response_deserializer=service.message("GenerateResponse").FromString,
+        )
+        for trace, tokens in (("8" * 32, 3), ("9" * 32, 1500)):
+            given = asked(text="fox", stopping={"max_new_tokens": tokens, "ignore_eos": True})
+            metadata = [("traceparent", f"00-{trace}-{PARENT}-01")]
+            answers = stub(given, metadata=metadata, timeout=20)
+            next(answers)
+            if tokens > 3:
+                answers.cancel()
+            else:
+                list(answers)
+    for trace, reason, status in (("8" * 32, "length", 200), ("9" * 32, "abort", 499)):
+        eventually(lambda: len(spans_of(collector, trace)) == 2, within_s=15)  # noqa: B023 (called in this turn)
+        (request,), (core,) = (spans_of(collector, trace)[n] for n in ("llm_request", "llm_core"))
+        assert request.parent_span_id.hex() == PARENT and core.parent_span_id == request.span_id
+        assert finishes(core) == [reason] and statuses_of(collector, trace) == [status]
 
 
 def test_every_route_is_counted_under_its_own_name(served: Served) -> None:

@@ -254,7 +254,6 @@ def _read_plans(
             supplies.put(message)
         elif isinstance(message, LogLevel):
             logs.set_level(message.level)
-            log.debug("logs at this level now")
         else:
             assert isinstance(message, StepPlan | Profile), message
             plans.put(message)

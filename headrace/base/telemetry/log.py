@@ -47,6 +47,7 @@ def set_level(level: str) -> None:
     logging.getLogger().setLevel(level.upper())
     for noisy in ("uvicorn", "uvicorn.error", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    logging.getLogger(__name__).debug("logs at %s from now on", level)
 
 
 def level() -> str:

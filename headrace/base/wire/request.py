@@ -129,7 +129,8 @@ class Captured(msgspec.Struct, frozen=True):
 class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of one request, sent exactly once. `reason`: stop, length, abort or error.
 
-    `stop_id` is the stop token that ended it (it is the last token sent). Times are seconds since arrival in the core.
+    `stop_id` is the stop token that ended it (it is the last token sent). Times are seconds since arrival in the core;
+    `gated_s` is how long a gate held it back (a grammar that was being compiled).
     """
 
     id: int
@@ -139,6 +140,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_cached: int = 0
     num_preemptions: int = 0
     preempted_s: tuple[float, ...] = ()
+    gated_s: float = 0.0
     scheduled_s: float | None = None
     first_token_s: float | None = None
     total_s: float = 0.0

@@ -337,6 +337,7 @@ class Scheduler:
 
     def _ask_gates(self, request: Request) -> str | None:
         refusal, error = self.gates.refusal(request.id)
+        request.note_gate(opens=refusal is None, now=self._now())
         if error is not None:
             self.refused.append((request, error))
         return refusal
