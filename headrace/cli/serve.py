@@ -19,7 +19,8 @@ from headrace.base.errors import StartError
 from headrace.base.telemetry import log as logs
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.launch.facts import resolve_options
-from headrace.launch.supervisor import Seat, Supervisor, bind, bind_admin, reserve
+from headrace.launch.listen import address_of, bind, bind_admin, reserve
+from headrace.launch.supervisor import Seat, Supervisor
 from headrace.launch.topology import RuntimeFolder
 
 
@@ -41,25 +42,26 @@ def run(options: Options) -> int:
     try:
         resolved = resolve_options(options)
         listener = bind(resolved.server.host, resolved.server.port)
-        address = resolved.server.admin_listen
-        admin = None if address is None else bind_admin(address)
+        place = resolved.server.admin_listen
+        admin = None if place is None else bind_admin(place)
         resolved, grpc = _with_grpc(resolved)
     except StartError as error:
         print(f"headrace: {error.message}", file=sys.stderr, flush=True)
         return 2
     folder = RuntimeFolder()
-    host, port = listener.getsockname()[:2]
+    address = address_of(listener)
 
     def announce(seats: list[Seat]) -> None:
         show_start(resolved, seats, seconds=time.monotonic() - began)
-        shown_host = f"[{host}]" if ":" in host else host
-        address = f"http://{shown_host}:{port}"
         print(f"headrace is ready: {address}", flush=True)
         if grpc is not None:
-            print(f"headrace serves gRPC: {shown_host}:{resolved.server.grpc_port}", flush=True)
+            print(f"headrace serves gRPC: {address_of(grpc, scheme='')}", flush=True)
         if admin is not None:
-            print(f"administration: {_shown(admin)}", flush=True)
-        if resolved.server.log_level != "error":
+            at = address_of(admin)
+            print(
+                f"administration: {at if at.startswith('unix:') else at + '/v1/admin/'}", flush=True
+            )
+        if resolved.server.log_level != "error" and not address.startswith("unix:"):
             print(what_to_try(resolved, address), flush=True)
 
     try:
@@ -79,12 +81,6 @@ def _with_grpc(resolved: Resolved) -> tuple[Resolved, socket.socket | None]:
     held = reserve(server.host, server.grpc_port)
     server = msgspec.structs.replace(server, grpc_port=held.getsockname()[1])
     return msgspec.structs.replace(resolved, server=server), held
-
-
-def _shown(admin: socket.socket) -> str:
-    """The address of the administrative plane, with the port that was found."""
-    name = admin.getsockname()
-    return f"unix:{name}" if isinstance(name, str) else f"http://{name[0]}:{name[1]}/v1/admin/"
 
 
 def what_to_try(resolved: Resolved, address: str) -> str:

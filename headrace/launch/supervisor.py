@@ -20,10 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from pathlib import Path
 
 from headrace.base.config.resolved import Resolved
-from headrace.base.errors import ConfigError
 from headrace.base.telemetry import log as logs
 from headrace.launch import api_process
 from headrace.launch.api_process import ApiSpec
@@ -333,53 +331,3 @@ def _api_seats(
     return [
         Seat(f"API process {index}", partial(start, index), is_core=False) for index in range(count)
     ]
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """The listening socket; ConfigError if the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # asyncio asks it for TCP_NODELAY
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host.strip("[]"), port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    listener.listen(2048)
-    return listener
-
-
-def reserve(host: str, port: int) -> socket.socket:
-    """Holds a port for processes that bind it together (SO_REUSEPORT); nothing is taken from it here."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    held = socket.socket(family, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        held.bind((host.strip("[]"), port))
-    except OSError as error:
-        held.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    return held
-
-
-def bind_admin(address: str) -> socket.socket:
-    """The listening socket of the administrative plane: "HOST:PORT", or "unix:FILE" with mode 0600."""
-    if not address.startswith("unix:"):
-        host, _, port = address.rpartition(":")
-        return bind(host, int(port))
-    path = Path(address.removeprefix("unix:"))
-    if path.is_socket():
-        path.unlink()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o177)
-    try:
-        listener.bind(str(path))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {address}: {error.strerror or error}") from None
-    finally:
-        os.umask(mask)
-    listener.listen(64)
-    return listener

@@ -203,6 +203,8 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     profile_dir: str | None = None
     metrics_compat: str = "none"
     grpc_port: int | None = None
+    stream_interval: int | None = None
+    stream_interval_ms: float | None = None
     log_slow_s: float | None = None
     otlp_endpoint: str | None = None
     file_store: str = "none"

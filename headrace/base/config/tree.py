@@ -223,7 +223,12 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP server."""
 
-    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    host: Annotated[
+        str,
+        Meta(
+            description="Address to listen on, or unix:FILE for a socket that its owner alone opens."
+        ),
+    ] = "127.0.0.1"
     port: Annotated[
         int,
         Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it."),
@@ -297,6 +302,18 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         Seconds,
         Meta(description="A stream that is silent this long gets an SSE comment; 0: never."),
     ] = 15.0
+    stream_interval: Annotated[
+        Positive | None,
+        Meta(
+            description="Tokens in a chunk of a stream, where its request names none; 1 and none: what is there."
+        ),
+    ] = None
+    stream_interval_ms: Annotated[
+        Annotated[float, Meta(ge=0, le=60_000)] | None,
+        Meta(
+            description="The same by time: a chunk holds what came in so many milliseconds. The first comes at once."
+        ),
+    ] = None
     max_requests_per_key: Annotated[
         Positive, Meta(description="Requests of one key that may be in flight; more get 429.")
     ] = 1024

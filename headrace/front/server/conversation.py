@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from headrace.base.config.resolved import ServerSpec
 from headrace.base.errors import Forbidden, RequestError
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Event, Generation
@@ -197,7 +198,7 @@ def generate(
         reasoning=structure.reasoning,
     )
     events = services.engine.generate(generation)
-    if request.stream_options is not None and (pace := _pace(request.stream_options)) is not None:
+    if (pace := _pace(request.stream_options, services.server)) is not None:
         events = paced(events, pace)
     if answers is not None:
         events = parsed(events, answers)
@@ -206,12 +207,16 @@ def generate(
     return measured(events, exchange, generation)
 
 
-def _pace(options: StreamOptions) -> Pace | None:
-    """How much a chunk holds; None: what is there."""
-    if options.stream_interval is None and options.stream_interval_ms is None:
+def _pace(options: StreamOptions | None, server: ServerSpec) -> Pace | None:
+    """How much a chunk holds, as the request says, else as the server was told; None: what is there."""
+    own = (
+        options is not None and (options.stream_interval, options.stream_interval_ms) != (None,) * 2
+    )
+    said = options if options is not None and own else server
+    if said.stream_interval is None and said.stream_interval_ms is None:
         return None
-    milliseconds = options.stream_interval_ms
-    return Pace(options.stream_interval, None if milliseconds is None else milliseconds / 1000)
+    milliseconds = said.stream_interval_ms
+    return Pace(said.stream_interval, None if milliseconds is None else milliseconds / 1000)
 
 
 async def streamed(

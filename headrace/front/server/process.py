@@ -215,7 +215,8 @@ async def _start_grpc(services: Services) -> GrpcServer | None:
         return None
     from headrace.front.server.grpc.service import start_grpc
 
-    host = f"[{spec.host}]" if ":" in spec.host else spec.host
+    host = "127.0.0.1" if spec.host.startswith("unix:") else spec.host
+    host = f"[{host}]" if ":" in host else host
     return await start_grpc(services, f"{host}:{spec.grpc_port}")
 
 

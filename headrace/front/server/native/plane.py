@@ -105,7 +105,17 @@ async def get_models(exchange: Exchange, request: Request) -> Response:
 
 async def get_config(exchange: Exchange, request: Request) -> Response:
     """The resolved configuration, without keys, and every decision that was made for the user."""
-    return json_response(exchange.services.config)
+    config = exchange.services.config
+    engine: Any = config.get("engine") or {"model": {}, "device": {}}
+    model, device = engine["model"], engine["device"]
+    short = {
+        "model": exchange.services.text.model_names[0],
+        "dtype": model.get("dtype"),
+        "max_model_len": exchange.services.text.max_model_len,
+        "tp": device.get("tensor_parallel", 1),
+        "dp": config.get("replicas", 1),
+    }
+    return json_response({**short, "pp": 1, "ep": 1, **config})
 
 
 async def get_queue(exchange: Exchange, request: Request) -> Response:
@@ -117,7 +127,7 @@ async def get_queue(exchange: Exchange, request: Request) -> Response:
     )
     told = [{name: engine[name] for name in wanted} for engine in engines]
     load = exchange.services.shares.total
-    return json_response({"server_load": load, "engines": told})
+    return json_response({"server_load": load, "load_tracking_enabled": True, "engines": told})
 
 
 async def get_ledger(exchange: Exchange, request: Request) -> Response:
