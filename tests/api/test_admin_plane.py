@@ -91,8 +91,24 @@ def test_it_tells_configuration_and_queue(running: tuple[Served, httpx.Client]) 
     assert config["engine"]["model"]["dtype"] == "bfloat16"
     assert any(one["field"] == "--device" for one in config["decisions"])
     assert KEY not in json.dumps(config)
+    short = {name: config[name] for name in ("dtype", "tp", "pp", "dp", "ep")}
+    assert short == {"dtype": "bfloat16", "tp": 1, "pp": 1, "dp": 1, "ep": 1}
+    assert config["model"] and config["max_model_len"] > 0
+    assert client.get("/queue").json()["load_tracking_enabled"] is True
     assert client.get("/queue").json()["engines"][0]["waiting"] == 0
     assert client.get("/health").json()["is_running"] is True
+
+
+def test_a_change_takes_its_fields_in_the_query_too(running: tuple[Served, httpx.Client]) -> None:
+    """API-20: POST drain?mode&clear_cache."""
+    served, client = running
+    assert client.post("/drain?mode=keep&clear_cache=false").json()["mode"] == "keep"
+    assert client.get("/health").json()["is_paused"] is True
+    assert client.post("/resume").json() == {"status": "resumed"}
+    for path, field in (("/drain?mode=nap", "mode"), ("/drain?clear_cache=perhaps", "clear_cache")):
+        refused = client.post(path)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    assert said(served) and served.at_rest()
 
 
 def test_reload_changes_what_is_said_and_back(

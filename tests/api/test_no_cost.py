@@ -78,6 +78,9 @@ def test_tracing_is_a_matter_of_requests_and_never_of_tokens_or_steps(
 def test_attention_capture_that_nobody_asks_for_runs_the_same_lines(plain: Lines) -> None:
     """API-21: a server that could capture does for a plain request what one that cannot does."""
     able = lines_of(model={"attention_capture": True})
-    assert able.keys() == plain.keys()
-    assert {name for name in plain if able[name] != plain[name]} == set()
-    assert "back/runner/capture.py" not in plain
+    # Which lines overlap in time differs from run to run; what no plain run does would be in none of two of them.
+    again = lines_of()
+    more = {name: able[name] - plain.get(name, set()) - again.get(name, set()) for name in able}
+    steps = {name: lines for name, lines in more.items() if name.startswith(("back/", "core/"))}
+    assert len(steps) > 20 and not any(steps.values()), steps
+    assert "back/runner/capture.py" not in plain.keys() | able.keys()
