@@ -221,6 +221,7 @@ def test_keys_open_over_grpc_what_they_open_over_http(channel: grpc.Channel) -> 
     [
         (inference.SERVICE, "Generate", {}, Code.INVALID_ARGUMENT),
         (inference.SERVICE, "Generate", {"text": "x", "temperature": 9.0}, Code.INVALID_ARGUMENT),
+        (inference.SERVICE, "Generate", {"text": "fox " * 500_000}, Code.INVALID_ARGUMENT),
         (inference.SERVICE, "Generate", {"text": "x", "model": "other"}, Code.NOT_FOUND),
         (inference.SERVICE, "Generate", {"text": "x", "lora_name": "a"}, Code.UNIMPLEMENTED),
         (

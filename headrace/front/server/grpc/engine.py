@@ -23,6 +23,7 @@ from headrace import __version__
 from headrace.base.errors import HeadraceError, InvalidRequest, Unsupported
 from headrace.front.client.events import Delta, Ended, ScoredToken
 from headrace.front.server.exchange import Exchange
+from headrace.front.server.grpc.inference import ids_of
 from headrace.front.server.grpc.rpc import Given, Rpc, RpcService
 from headrace.front.server.grpc.wire import Protocol
 from headrace.front.server.native import operations
@@ -199,13 +200,12 @@ async def _request_of(exchange: Exchange, given: Given) -> GenerateRequest:
     for name in _REFUSED:
         if given.get(name):
             raise Unsupported(f"{name}: not accepted by this server", field=name)
-    if "text" in given:
-        tokenizer = exchange.services.tokenizer
-        ids = await tokenizer.encode_async(given["text"], add_special_tokens=True)
-    else:
-        ids = given.get("tokenized", {}).get("input_ids", [])
     sampling = given.get("sampling_params", {})
     keep = sampling.get("truncate_prompt_tokens")
+    if "text" in given:
+        ids = await ids_of(exchange, given["text"], truncates=bool(keep))
+    else:
+        ids = given.get("tokenized", {}).get("input_ids", [])
     if keep == -1:
         keep = exchange.services.text.max_model_len - 1
     document = {

@@ -91,7 +91,8 @@ _KINDS = ("json", "regex", "grammar", "json_object", "structural_tag")
 async def generate_stream(exchange: Exchange, given: Given) -> AsyncGenerator[Given, None]:
     """GenerateStream: what each step adds, and the end of each sequence."""
     request = await request_of(exchange, given)
-    wish, prompt = given.get("response", {}), {}
+    wish: Given = given.get("response", {})
+    prompt: Given = {}
     events, _ = begin_generate(exchange, request)
     last: dict[int, int] = {}
     async with aclosing(events):
@@ -152,13 +153,20 @@ async def request_of(exchange: Exchange, given: Given) -> GenerateRequest:
 
 
 async def _prompt_ids(exchange: Exchange, given: Given) -> list[int]:
+    keep = given.get("truncate_prompt_tokens")
     if "text" in given:
-        tokenizer = exchange.services.tokenizer
-        ids = await tokenizer.encode_async(given["text"], add_special_tokens=True)
+        ids = await ids_of(exchange, given["text"], truncates=bool(keep))
     else:
         ids = given.get("token_ids", {}).get("ids", [])
-    keep = given.get("truncate_prompt_tokens")
     return ids[-keep:] if keep else ids
+
+
+async def ids_of(exchange: Exchange, text: str, *, truncates: bool) -> list[int]:
+    """The ids of a prompt; one that is surely too long is refused before it is tokenized (P9)."""
+    services = exchange.services
+    limit = None if truncates else services.text.max_model_len
+    services.tokenizer.check_length(text, limit, field="text")
+    return await services.tokenizer.encode_async(text, add_special_tokens=True)
 
 
 def sampling_of(given: Given) -> dict[str, Any]:
