@@ -317,6 +317,90 @@ def test_every_route_is_counted_under_its_own_name(served: Served) -> None:
     assert set(asked.values()) <= counted <= {*ROUTES, "other"}
 
 
+STEPPED = "vllm:iteration_tokens_total_sum"
+
+
+def series(served: Served) -> dict[str, float]:
+    """Every line of /metrics, by name and labels."""
+    lines = [line for line in served.get("/metrics").text.splitlines() if line[:1] not in ("#", "")]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_every_series_moves_as_a_scripted_run_predicts(tmp_path: Path) -> None:
+    """OBS-03: a plain answer, one of two choices, one that is aborted, two that take each other's KV blocks."""
+    folder = write_model_folder(tmp_path / "model")
+    options = ("--metrics-compat", "vllm", "--kv-blocks", "8", "--block-tokens", "16")
+    with serving(folder, *options, step_s=0.01) as small, ThreadPoolExecutor(2) as pool:
+
+        def ask(**more: object) -> int:
+            asked = {"prompt": [5] * 10, "max_tokens": 4, "ignore_eos": True, **more}
+            return small.post("/v1/completions", asked).status_code
+
+        def moved(before: dict[str, float]) -> dict[str, float]:
+            names = {
+                "prompt": "headrace_prompt_tokens_total",
+                "generated": "headrace_generation_tokens_total",
+                "length": 'headrace_request_success_total{finished_reason="length"}',
+                "requests": "headrace_request_n_count",
+                "choices": "headrace_request_n_sum",
+                "wanted": "headrace_request_max_tokens_sum",
+                "first": "headrace_time_to_first_token_seconds_count",
+                "ended": "headrace_e2e_request_latency_seconds_count",
+                "stepped": next(name for name in before if name.startswith(STEPPED)),
+                "preempted": 'headrace_engine_preemptions{engine="0"}',
+                "left": "headrace_client_disconnects_total",
+            }
+            now = series(small)
+            return {k: now.get(name, 0) - before.get(name, 0) for k, name in names.items()}
+
+        before = series(small)
+        assert ask() == 200
+        one = {
+            "prompt": 10,
+            "generated": 4,
+            "length": 1,
+            "requests": 1,
+            "choices": 1,
+            "wanted": 4,
+            "first": 1,
+        }
+        still = {"ended": 1, "stepped": 13, "preempted": 0, "left": 0}
+        assert moved(before) == {**one, **still}
+        before = series(small)
+        assert ask(n=2, prompt=[6] * 10) == 200
+        two = {
+            "prompt": 10,
+            "generated": 8,
+            "length": 2,
+            "requests": 1,
+            "choices": 2,
+            "wanted": 4,
+            "first": 2,
+        }
+        assert moved(before) == {**two, **still, "ended": 2, "stepped": 26}
+        before = series(small)
+        body = {"prompt": [7] * 10, "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", small.url + "/v1/completions", json=body, verify=NO_TLS) as it:
+            next(it.iter_bytes())
+        eventually(lambda: moved(before)["left"] == 1, within_s=5)
+        found = moved(before)
+        assert (found["prompt"], found["first"], found["ended"], found["length"]) == (10, 1, 0, 0)
+        before = series(small)
+        both = [pool.submit(ask, prompt=[8 + i] * 10, max_tokens=100) for i in range(2)]
+        assert [each.result(30) for each in both] == [200, 200]
+        found = moved(before)
+        assert found["preempted"] >= 1 and found["stepped"] > 2 * 109, "computed again"
+        counted = {
+            "prompt": 20,
+            "generated": 200,
+            "length": 2,
+            "requests": 2,
+            "choices": 2,
+            "wanted": 200,
+        }
+        assert {name: found[name] for name in counted} == counted, "and counted once"
+
+
 def test_dashboards_for_vllm_find_their_series(served: Served) -> None:
     text = served.get("/metrics").text
     names = {line.split("{")[0] for line in text.splitlines() if line.startswith("vllm:")}
