@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import psutil
 import pytest
@@ -24,6 +25,8 @@ from safetensors.torch import load_file, save_file
 
 from headrace.base.errors import ConfigError
 from headrace.cli import admin
+from headrace.front.server.auth import ADMIN, READS
+from headrace.front.server.grpc import control
 from tests.api.serving import NO_TLS, Served, eventually, serving
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
@@ -299,6 +302,37 @@ def test_the_log_level_reaches_every_process_and_those_that_come_later() -> None
         quiet = telling()
         assert said(served)
         assert telling() == quiet
+
+
+def test_read_only_holds_for_every_way_to_ask(model: Path) -> None:
+    """API-20: the names on the API's own port and gRPC too."""
+    options = ("--admin-readonly", "--admin-key", KEY, "--grpc-port", "0")
+    with serving(model, *options) as served:
+        admin = {"x-api-key": KEY}
+        for path in sorted(ADMIN - READS):
+            assert served.post(path, {}, **admin).status_code == 403, path
+        for path in sorted(READS):
+            assert served.get(path, **admin).status_code == 200, path
+        eventually(lambda: any("serves gRPC" in line for line in served.lines), within_s=5)
+        address = next(line.split()[-1] for line in served.lines if "serves gRPC" in line)
+        service = control.SERVICE
+        with grpc.insecure_channel(address) as channel:
+            for method, allowed in (("IsPaused", True), ("Shutdown", False), ("Sleep", False)):
+                asked = service.message(f"{method}Request")
+                told = service.message(f"{method}Response")
+                stub = channel.unary_unary(
+                    f"/{service.full_name}/{method}",
+                    request_serializer=asked.SerializeToString,
+                    response_deserializer=told.FromString,
+                )
+                metadata = [("authorization", f"Bearer {KEY}")]
+                if allowed:
+                    assert stub(asked(), metadata=metadata, timeout=10).paused is False
+                    continue
+                with pytest.raises(grpc.RpcError) as caught:
+                    stub(asked(), metadata=metadata, timeout=10)
+                assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
 def test_the_command_speaks_over_a_unix_socket(tmp_path: Path) -> None:

@@ -251,7 +251,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     admin_readonly: Annotated[
-        bool, Meta(description="The administrative plane answers questions and changes nothing.")
+        bool,
+        Meta(
+            description="Administration answers questions and changes nothing, whichever way it is asked."
+        ),
     ] = False
     profile_dir: Annotated[
         str | None,

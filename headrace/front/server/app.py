@@ -41,6 +41,7 @@ def make_app(services: Services) -> ASGIApp:
         api_key_digests=spec.api_key_digests,
         admin_key_digest=spec.admin_key_digest,
         public_metrics=spec.public_metrics,
+        readonly=spec.admin_readonly,
     )
     sockets = SocketShell(services, keeper, {"/v1/responses": websocket.serve})
     return Shell(services, Router(table(), redirect_slashes=False), keeper, sockets)

@@ -37,6 +37,13 @@ ADMIN = frozenset(
         *("/fault_tolerance/apply", "/fault_tolerance/status"),
     }
 )
+READS = frozenset(
+    {
+        *("/is_paused", "/is_sleeping", "/server_info", "/get_world_size"),
+        *("/is_scaling_elastic_ep", "/kv_event_sources"),
+    }
+)
+"""Administrative routes that change nothing."""
 TENANT_CHARS = 32
 
 
@@ -47,6 +54,7 @@ class Gatekeeper:
     api_key_digests: tuple[str, ...]
     admin_key_digest: str | None
     public_metrics: bool
+    readonly: bool = False
 
     def tenant(self, scope: Scope) -> str:
         """The tenant this request belongs to ("" without keys); raises Unauthorized, Forbidden or NotFound."""
@@ -55,7 +63,7 @@ class Gatekeeper:
             return ""
         presented = presented_digest(scope)
         if path in ADMIN:
-            return self._admin(presented)
+            return self._admin(path, presented)
         if not self.api_key_digests:
             check_host(scope)
             return ""
@@ -73,7 +81,7 @@ class Gatekeeper:
             raise Forbidden("the admin key opens the administrative routes only")
         raise Unauthorized("the API key is not valid")
 
-    def _admin(self, presented: str | None) -> str:
+    def _admin(self, path: str, presented: str | None) -> str:
         if presented is None and (self.admin_key_digest or self.api_key_digests):
             raise Unauthorized("this route needs the admin key")
         if self.admin_key_digest is None:
@@ -82,6 +90,8 @@ class Gatekeeper:
             raise NotFound("the administrative routes are off; start with --admin-key to use them")
         assert presented is not None
         if hmac.compare_digest(presented, self.admin_key_digest):
+            if self.readonly and path not in READS:
+                raise Forbidden("administration is read-only here (--admin-readonly)")
             return "admin"
         if self._is_api_key(presented):
             raise Forbidden("this route needs the admin key")

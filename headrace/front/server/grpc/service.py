@@ -79,6 +79,7 @@ async def start_grpc(
         api_key_digests=spec.api_key_digests,
         admin_key_digest=spec.admin_key_digest,
         public_metrics=False,
+        readonly=spec.admin_readonly,
     )
     for service in offered:
         server.add_generic_rpc_handlers((_handlers(services, keeper, service),))
