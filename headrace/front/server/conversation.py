@@ -138,13 +138,14 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
             kwargs.setdefault(name, getattr(request, name))
     if request.reasoning_effort is not None:  # templates that know only on and off
         kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
-    return await template.render_async(
+    ids = await template.render_async(
         request.messages,
         tools=None if request.tool_choice == "none" else request.tools,
         add_generation_prompt=opens,
         continue_final_message=tail,
         kwargs=kwargs,
     )
+    return services.tokenizer.with_special(ids) if request.add_special_tokens else ids
 
 
 def parsers(
