@@ -17,8 +17,8 @@ def _tokenizer(path: str) -> Tokenizer:
 
 
 def encoder_of(tokenizer_path: str) -> Callable[[str], list[int]]:
-    """The tokenizer's encode of plain text."""
-    return _tokenizer(tokenizer_path).encode_plain
+    """The tokenizer's encode of what a grammar forces."""
+    return _tokenizer(tokenizer_path).encode_written
 
 
 def vocabulary_of(tokenizer_path: str, model: ModelSpec) -> Vocabulary:

@@ -184,6 +184,26 @@ def test_required_means_a_call_of_an_offered_tool(client: openai.OpenAI, stream:
         jsonschema.validate(json.loads(arguments), tool["function"]["parameters"])
 
 
+def test_a_response_format_beside_a_forced_call_is_about_no_text(client: openai.OpenAI) -> None:
+    asked: Any = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
+    choice = chat(client, HELLO, response_format={"type": "json_object"}, **asked).choices[0]
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "add" and choice.message.content is None
+
+
+def test_a_forced_call_is_written_in_the_models_own_tokens(client: openai.OpenAI) -> None:
+    """API-12: markup of a forced call is the token the model was trained on, so that the model stays what it is."""
+    ask: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    body = {"return_token_ids": True}
+    asked: Any = {"tools": [WEATHER, ADD], "temperature": 0, "extra_body": body}
+    free = chat(client, ask, tool_choice="auto", **asked).choices[0]
+    told = chat(client, ask, tool_choice="required", **asked).choices[0]
+    assert told.finish_reason == "tool_calls"
+    assert told.token_ids == free.token_ids
+    told = chat(client, ask, tool_choice="required", logprobs=True, **asked).choices[0]
+    assert told.token_ids == free.token_ids, "without jumps"
+
+
 def test_a_named_tool_is_called_once_whatever_was_said(client: openai.OpenAI) -> None:
     for seed in range(4):
         choice = chat(
@@ -276,7 +296,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "structured_outputs", "beam"),
     ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
      "tool_choice", "'sub'"),
-    ({"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}},
+    ({"tools": [ADD], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
      "tool_choice", "excludes"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
       "tool_choice": "required"}, "tools[0].function.parameters", "not"),

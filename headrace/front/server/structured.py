@@ -102,7 +102,8 @@ def structure_of(request: ChatRequest, answers: AnswerFormat, *, prompt_tail: st
     grammar = None if asked is None else node_of(asked, field=field)
     forced = forced_tools(request)
     if forced is not None:
-        if grammar is not None:
+        # response_format is about the text of an answer, and there is none; some clients send it along.
+        if grammar is not None and not field.startswith("response_format"):
             raise InvalidRequest(
                 f"tool_choice: a call is forced, which excludes {field}", field="tool_choice"
             )

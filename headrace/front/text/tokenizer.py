@@ -1,9 +1,10 @@
 """A tokenizer as the rest of the house sees it: text to ids and back, with the facts that templates and limits need.
 
 The formats live in files of their own (`tokenizer_json`, `tokenizer_sentencepiece`, `tokenizer_tiktoken`,
-`gguf_tokenizer`) and are imported on use. There are three ways to encode: `encode` for a raw prompt, in which control
+`gguf_tokenizer`) and are imported on use. There are four ways to encode: `encode` for a raw prompt, in which control
 tokens are recognised; `encode_plain` for text in which nothing is a control token; `encode_guarded` for the output of
-a chat template, in which only the template's own control tokens are (see `guard.py`, P28).
+a chat template, in which only the template's own control tokens are (see `guard.py`, P28), and `encode_written` for
+what a grammar makes the model write.
 A tokenizer is never changed after it was loaded, so that threads may share it (REG-101).
 """
 
@@ -92,6 +93,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_guarded(self, text: str) -> list[int]:
         """Encodes the output of a template whose input went through `guard.protect`."""
+
+    def encode_written(self, text: str) -> list[int]:
+        """Encodes text as a model writes it: markup (<tool_call>) is its own token, a special token's name is text."""
+        return self.encode_guarded(self.guard.protect_special(text))
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:

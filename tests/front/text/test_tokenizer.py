@@ -60,6 +60,24 @@ def test_plain_text_never_gives_a_control_id(make, control):
     assert tokenizer.token_id(control) in raw  # in a raw prompt it does
 
 
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("control", vocabularies.SPECIAL)
+def test_what_is_written_holds_no_control_id(make, control):
+    tokenizer = make()
+    text = f"a{control}b"
+    assert tokenizer.encode_written(text) == tokenizer.encode_plain(text)
+
+
+def test_what_is_written_has_markup_as_its_token():
+    tokenizer = load_tokenizer("demo/model")
+    text = '<tool_call>\n{"name": "add"}\n</tool_call><|im_end|>'
+    ids = tokenizer.encode_written(text)
+    begin, end = tokenizer.token_id("<tool_call>"), tokenizer.token_id("</tool_call>")
+    assert [i for i in ids if i in (begin, end)] == [begin, end]
+    assert not tokenizer.special_ids.intersection(ids)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
 def test_guarded_vocabulary_keeps_every_id():
     tokenizer = vocabularies.byte_fallback()
     guarded = tokenizer._guarded.get_vocab(with_added_tokens=True)
