@@ -484,7 +484,10 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         admin_listen=_admin_address(given),
         admin_readonly=given.admin_readonly,
         profile_dir=_absolute(given.profile_dir),
-        metrics_names=given.metrics_names,
+        metrics_compat=given.metrics_compat,
+        grpc_port=given.grpc_port,
+        stream_interval=given.stream_interval,
+        stream_interval_ms=given.stream_interval_ms,
         log_slow_s=given.log_slow_s,
         otlp_endpoint=_url(given.otlp_endpoint),
         file_store=given.file_store,
@@ -537,7 +540,7 @@ def _response_store(given: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
+    if host == "localhost" or host.startswith("unix:"):
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

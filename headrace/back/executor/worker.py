@@ -1,8 +1,8 @@
 """What a worker does, in its own process or in a thread of the core's: threads, mesh, model, runner.
 
-As a process (`python -m headrace.back.executor.worker FD`) it takes its orders from the socket it inherited as FD. It
-ends as soon as its parent is gone or a step fails: other ranks may wait in a collective for ever, and are ended by the
-parent (ENG-14).
+As a process (`python -m headrace.back.executor.worker FD RANK LOG_LEVEL`) it takes its orders from the socket it
+inherited as FD. It ends as soon as its parent is gone or a step fails: other ranks may wait in a collective for ever,
+and are ended by the parent (ENG-14).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from headrace.back.executor.channel import (
     Begin,
     Channel,
     Failed,
+    LogLevel,
     Profile,
     Profiled,
     Ready,
@@ -48,6 +49,7 @@ from headrace.base.affinity import keep_to
 from headrace.base.config.resolved import DeviceSpec, EngineSpec
 from headrace.base.errors import ConfigError, HeadraceError, StartError, WireError, to_wire
 from headrace.base.registry import Registry
+from headrace.base.telemetry import log as logs
 from headrace.base.wire.step import StepPlan, Supply, WorkerFacts
 
 log = logging.getLogger(__name__)
@@ -252,6 +254,8 @@ def _read_plans(
         message = TO_WORKER.decode(body)
         if isinstance(message, Supply):
             supplies.put(message)
+        elif isinstance(message, LogLevel):
+            logs.set_level(message.level)
         else:
             assert isinstance(message, StepPlan | Profile), message
             plans.put(message)
@@ -267,6 +271,7 @@ def _start_error(error: Exception) -> WireError:
 def main() -> None:
     """The process: never returns to Python's own shutdown, which would wait for collectives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.configure(f"worker {sys.argv[2]}", sys.argv[3])
     try:
         serve(Channel(socket.socket(fileno=int(sys.argv[1])), send_timeout_s=60.0))
     except Exception:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from headrace.base.config.resolved import ServerSpec
 from headrace.base.errors import Forbidden, RequestError
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Event, Generation
@@ -153,7 +154,7 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
         continue_final_message=tail,
         kwargs=kwargs,
     )
-    return services.tokenizer.surrounded(ids) if request.add_special_tokens else ids
+    return services.tokenizer.with_special(ids) if request.add_special_tokens else ids
 
 
 def parsers(
@@ -208,7 +209,7 @@ def generate(
         reasoning=structure.reasoning,
     )
     events = services.engine.generate(generation)
-    if (request.stream_interval or request.stream_options) and (pace := _pace(request)):
+    if (pace := _pace(request, services.server)) is not None:
         events = paced(events, pace)
     if answers is not None:
         events = parsed(events, answers)
@@ -217,10 +218,12 @@ def generate(
     return measured(events, exchange, generation)
 
 
-def _pace(request: Common) -> Pace | None:
-    """How much a chunk holds; None: what is there."""
+def _pace(request: Common, server: ServerSpec) -> Pace | None:
+    """How much a chunk holds, as the request says, else as the server was told; None: what is there."""
     options = request.stream_options or StreamOptions()
     tokens, wait_ms = options.stream_interval or request.stream_interval, options.stream_interval_ms
+    if tokens is None and wait_ms is None:
+        tokens, wait_ms = server.stream_interval, server.stream_interval_ms
     if tokens is None and wait_ms is None:
         return None
     return Pace(tokens, None if wait_ms is None else wait_ms / 1000)

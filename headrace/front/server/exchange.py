@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -40,9 +41,9 @@ class Services:
     """Everything the handlers use.
 
     `warm`: start-up is over. `leaving`: not ready any more, so that load balancers turn away. `draining`: no new work.
-    `abandon` is set when running work must end now. Templates that come with requests are rendered by
-    `guest_templates`: they cannot hold up the model's own. `answers`: the format of the model's reasoning and tool
-    calls. `sealer` is the same in every API process of a server.
+    `abandon` is set when running work must end now; `shut_down` asks for what SIGTERM does. Templates that come with
+    requests are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format of the
+    model's reasoning and tool calls. `sealer` is the same in every API process of a server.
     """
 
     engine: Engine
@@ -65,6 +66,7 @@ class Services:
     leaving: bool = False
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
+    shut_down: Callable[[], None] = lambda: None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:

@@ -7,7 +7,9 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from headrace.base.errors import NonFiniteLogits
 from headrace.base.telemetry.metrics import Metrics
+from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Delta, Ended, Event, Generation, Started
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.timing import Timeline, timeline
@@ -26,8 +28,8 @@ async def measured(
             async for event in events:
                 watch.take(event)
                 yield event
-        except Exception:
-            watch.lost("error")
+        except Exception as error:
+            watch.failed(error)
             raise
         finally:
             watch.lost("abort")
@@ -41,6 +43,7 @@ class _Watch:
     def __init__(self, exchange: Exchange, generation: Generation) -> None:
         self._exchange = exchange
         self._metrics = exchange.services.metrics
+        self._params = generation.params
         self._handed = time.monotonic()
         self._first: dict[int, float] = {}
         self._span = None if exchange.trace is None else exchange.trace.begin_core(generation)
@@ -55,6 +58,7 @@ class _Watch:
                 self._num_prompt = event.num_prompt
                 self._metrics.add("headrace_prompt_tokens_total", event.num_prompt)
                 self._metrics.observe("headrace_request_prompt_tokens", event.num_prompt)
+                _count_wishes(self._params, self._metrics)
             case Ended():
                 self._end(event)
 
@@ -70,9 +74,20 @@ class _Watch:
         if self._span is not None and event.index == 0:
             self._span.finished(event, found, num_prompt=self._num_prompt)
 
+    def failed(self, error: Exception) -> None:
+        if isinstance(error, NonFiniteLogits):
+            self._metrics.add("headrace_nonfinite_requests_total")
+        self.lost("error")
+
     def lost(self, reason: str) -> None:
         if self._span is not None:
             self._span.lost(reason)
+
+
+def _count_wishes(params: SamplingParams, metrics: Metrics) -> None:
+    metrics.observe("headrace_request_n", params.n)
+    if params.max_tokens is not None:
+        metrics.observe("headrace_request_max_tokens", params.max_tokens)
 
 
 def _count_end(event: Ended, found: Timeline, metrics: Metrics) -> None:

@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
@@ -48,6 +49,9 @@ from headrace.front.text.template_pool import TemplateLimits, TemplatePool
 from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
 from headrace.launch.api_process import ApiSpec
 from headrace.launch.topology import DRAIN_SIGNAL, Report, report, tie_to_parent
+
+if TYPE_CHECKING:
+    from headrace.front.server.grpc.service import GrpcServer
 
 log = logging.getLogger(__name__)
 BACKLOG = 2048
@@ -163,7 +167,11 @@ async def serve(
     services, engine = make_services(spec)
     services.stores = open_stores(spec.text, spec.server)
     services.config = msgspec.to_builtins(
-        {"engine": spec.engine, "decisions": [_told(one) for one in spec.decisions]}
+        {
+            "engine": spec.engine,
+            "replicas": len(spec.socket_paths),
+            "decisions": [_told(one) for one in spec.decisions],
+        }
     )
     server = http_server(services, make_app(services))
     loop = asyncio.get_running_loop()
@@ -178,9 +186,13 @@ async def serve(
     if admin is not None:
         plane = http_server(services, make_plane(services))
         working.append(asyncio.ensure_future(plane._serve([admin])))
+    services.shut_down = lambda: report(status, Report(stop=True))
+    remote = await _start_grpc(services)
     try:
         await server._serve([listener])
     finally:
+        if remote is not None:
+            await remote.stop(LAST_WORDS_S)
         if plane is not None:
             plane.should_exit = True
         for task in working:
@@ -194,6 +206,18 @@ async def serve(
             await services.store.close()
         if services.tracer is not None:
             await asyncio.to_thread(services.tracer.close)
+
+
+async def _start_grpc(services: Services) -> GrpcServer | None:
+    """The gRPC server, if one is wanted: its libraries are imported only then."""
+    spec = services.server
+    if spec.grpc_port is None:
+        return None
+    from headrace.front.server.grpc.service import start_grpc
+
+    host = "127.0.0.1" if spec.host.startswith("unix:") else spec.host
+    host = f"[{host}]" if ":" in host else host
+    return await start_grpc(services, f"{host}:{spec.grpc_port}")
 
 
 def _told(decision: Decision) -> dict[str, str]:
@@ -272,13 +296,14 @@ def main() -> int:
     parser.add_argument("--admin-fd", type=int)
     parser.add_argument("--status-fd", type=int, required=True)
     parser.add_argument("--parent", type=int)
+    parser.add_argument("--log-level")
     given = parser.parse_args()
     tie_to_parent(given.parent)
     status = socket.socket(fileno=given.status_fd)
     listener = socket.socket(fileno=given.listen_fd)
     admin = None if given.admin_fd is None else socket.socket(fileno=given.admin_fd)
     spec = msgspec.json.decode(Path(given.spec).read_bytes(), type=ApiSpec)
-    logs.configure("api", spec.server.log_level)
+    logs.configure("api", given.log_level or spec.server.log_level)
     if spec.engine is not None:
         keep_to(spec.engine.device.other_cpus)
     import uvloop

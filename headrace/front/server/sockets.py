@@ -8,6 +8,7 @@ is an ordinary HTTP answer to the upgrade.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -47,6 +48,8 @@ class SocketShell:
             return
         self._open += 1
         metrics.add("headrace_websockets_open")
+        metrics.add("headrace_websockets_total")
+        opened = time.monotonic()
         try:
             socket = WebSocket(scope, receive, send)
             await socket.accept(
@@ -58,6 +61,7 @@ class SocketShell:
         finally:
             self._open -= 1
             metrics.add("headrace_websockets_open", -1)
+            metrics.observe("headrace_websocket_seconds", time.monotonic() - opened)
 
     def _admit(self, scope: Scope) -> Session:
         if self._services.draining:

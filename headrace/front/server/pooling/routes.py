@@ -57,9 +57,9 @@ _PER_TOKEN = {"token_embed", "token_classify"}
 async def post_embeddings(exchange: Exchange, document: Any) -> Response:
     """POST /v1/embeddings."""
     request = parse(document, EmbeddingRequest)
-    spec = _one_vector(exchange)
+    spec = one_vector(exchange)
     answers = await _pooled_texts(exchange, request, how=spec.how, head=False)
-    vectors = _finished(exchange, answers, request.dimensions, _normalizes(request))
+    vectors = embeddings(exchange, answers, request.dimensions, _normalizes(request))
     return _sent(exchange, request, vectors, usage_of(answers), kinds=("embedding", "embd"))
 
 
@@ -102,7 +102,7 @@ async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
     request = parse(document, CohereEmbedRequest)
     services = exchange.services
     services.model_name(request.model)
-    _one_vector(exchange)
+    one_vector(exchange)
     field, texts = _cohere_texts(request)
     exchange.hold_place()
     truncate = None if request.truncate == "NONE" else request.max_tokens or -1
@@ -112,7 +112,7 @@ async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
     ]
     job = PoolJob(how=services.text.pooling.how, timeout_s=request.timeout_s)
     answers = await pooled(exchange, [PoolInput(ids=one) for one in ids], job)
-    vectors = _finished(exchange, answers, request.output_dimension, None)
+    vectors = embeddings(exchange, answers, request.output_dimension, None)
     billed = {"input_tokens": sum(answer.num_prompt for answer in answers)}
     return json_response(
         {
@@ -191,7 +191,7 @@ def _how(exchange: Exchange, request: PoolingRequest, task: str) -> str:
     return given or exchange.services.text.pooling.how
 
 
-def _one_vector(exchange: Exchange) -> PoolingSpec:
+def one_vector(exchange: Exchange) -> PoolingSpec:
     """The model's pooling; refused where there is a vector per token and none for a text."""
     spec = exchange.services.text.pooling
     if spec.how == "tokens":
@@ -319,7 +319,7 @@ def _listed_inputs(given: str | list[Any]) -> list[str | list[int]]:
     return given
 
 
-def _finished(
+def embeddings(
     exchange: Exchange,
     answers: list[PooledAnswer],
     dimensions: int | None,
