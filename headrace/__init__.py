@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headrace.base.config.resolved import TextSpec
     from headrace.base.config.tree import Options
     from headrace.base.errors import HeadraceError
-    from headrace.base.wire.params import SamplingParams, StructuredOutputs
+    from headrace.base.wire.params import RepetitionDetection, SamplingParams, StructuredOutputs
     from headrace.front.client.engine import AsyncLLM
     from headrace.front.client.events import Delta, Ended, Generation
     from headrace.front.client.limits import Limits
@@ -32,6 +32,7 @@ _HOMES = {
     "Limits": "headrace.front.client.limits",
     "Options": "headrace.base.config.tree",
     "Output": "headrace.front.client.llm",
+    "RepetitionDetection": "headrace.base.wire.params",
     "SamplingParams": "headrace.base.wire.params",
     "StructuredOutputs": "headrace.base.wire.params",
     "TextSpec": "headrace.base.config.resolved",
@@ -48,6 +49,7 @@ __all__ = [
     "Limits",
     "Options",
     "Output",
+    "RepetitionDetection",
     "SamplingParams",
     "StructuredOutputs",
     "TextSpec",

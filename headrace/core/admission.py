@@ -17,6 +17,8 @@ from headrace.base.errors import ContextTooLong, InvalidRequest, Unavailable
 from headrace.base.wire.params import (
     BOUNDS,
     LOGPROBS_MODES,
+    MAX_PATTERN_COUNT,
+    MAX_PATTERN_TOKENS,
     POOLINGS,
     ROW_BOUNDS,
     Bound,
@@ -82,6 +84,11 @@ def _check_stop(request: EngineRequest, width: int) -> None:
     _between("max_tokens", stop.max_tokens, 0, MAX_ID)
     _between("min_tokens", stop.min_tokens, 0, stop.max_tokens)
     _check_ids("stop_ids", stop.stop_ids, width)
+    if (rule := stop.repetition) is not None:
+        most = rule.max_pattern_size
+        _between("repetition_detection.max_pattern_size", most, 1, MAX_PATTERN_TOKENS)
+        _between("repetition_detection.min_pattern_size", rule.min_pattern_size, 0, most)
+        _between("repetition_detection.min_count", rule.min_count, 2, MAX_PATTERN_COUNT)
 
 
 def check_sampling(sampling: RowSampling, width: int) -> None:

@@ -67,7 +67,7 @@ class Jumps:
         row = request.row
         if request.state is not State.DECODE or not self._rows.decoding[row]:
             return False
-        if not _is_forgetful(request.wire.sampling):
+        if not _is_forgetful(request.wire.sampling) or request.repeats is not None:
             return False
         place = flight.rows == row
         return bool((place & (flight.epochs == self._rows.epoch[row]) & flight.sample).any())
@@ -88,6 +88,6 @@ class Jumps:
         self._scheduler.resume(request)
         self._outbox.add_tokens(ids, np.asarray(tokens, np.int32), [])
         ends = gates.landed(ids.tolist(), tokens)
-        if request.id in ends:
-            assert ends[request.id] is None, "a gate does not follow what it forced"
-            self._end(request, "stop")
+        if (end := ends.get(request.id)) is not None:
+            assert isinstance(end, str), "a gate does not follow what it forced"
+            self._end(request, end)

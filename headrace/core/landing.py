@@ -11,12 +11,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.errors import WireError, to_wire
+from headrace.base.errors import HeadraceError, WireError, to_wire
 from headrace.base.wire.request import PromptLogprobs, TokenLogprobs
 from headrace.base.wire.step import StepResult
 from headrace.core.kv.manager import KVManager
 from headrace.core.outbox import Outbox
 from headrace.core.ports import Ends
+from headrace.core.repeats import REASON
 from headrace.core.request import TOKEN_BYTES, Request
 from headrace.core.rows import Bool, Int32, RowTable
 from headrace.core.scheduler.draft import Flight
@@ -133,8 +134,19 @@ class Landing:
         logprobs = _by_row(result, sampled) if result.logprobs else []
         self._outbox.add_tokens(table.id[rows], tokens, logprobs)
         ends = self._gates.landed(table.id[rows].tolist(), tokens.tolist()) if self._gates else {}
+        if table.repeats:
+            ends = {**self._repeating(rows, tokens), **ends}
         self._end_complete(rows, position, tokens, ends)
         return len(rows)
+
+    def _repeating(self, rows: Int32, tokens: Int32) -> Ends:
+        """The requests whose answers go round in a circle."""
+        table = self._rows
+        ends: Ends = {}
+        for i in np.isin(rows, list(table.repeats)).nonzero()[0].tolist():
+            if table.repeats[int(rows[i])].add(int(tokens[i])):
+                ends[int(table.id[rows[i]])] = REASON
+        return ends
 
     def _end_complete(self, rows: Int32, position: Int32, tokens: Int32, ends: Ends) -> None:
         table = self._rows
@@ -147,12 +159,12 @@ class Landing:
             ended |= np.isin(table.id[rows], list(ends))
         for i in ended.nonzero()[0].tolist():
             request, token = table.owner(int(rows[i])), int(tokens[i])
-            if (error := ends.get(request.id)) is not None:
-                self._end(request, "error", error=to_wire(error))
+            if isinstance(end := ends.get(request.id), HeadraceError):
+                self._end(request, "error", error=to_wire(end))
             elif stops[i] and token in request.stop_set:
                 self._end(request, "stop", stop_id=token)
-            elif request.id in ends:
-                self._end(request, "stop")
+            elif end is not None:
+                self._end(request, end)
             elif last[i]:
                 self._end(request, "length")
 

@@ -93,7 +93,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 Encode: TypeAlias = Callable[[str], list[int]]
-Ends: TypeAlias = dict[int, HeadraceError | None]
+Ends: TypeAlias = dict[int, HeadraceError | str]
 
 
 class Gate(Protocol):
@@ -136,8 +136,8 @@ class Gate(Protocol):
         return {}
 
     def landed(self, request_ids: list[int], tokens: list[int]) -> Ends:
-        """New tokens that count. Returns the requests among these that end with their token: None, complete; or why
-        they cannot go on."""
+        """New tokens that count. Returns the requests among these that end with their token: the reason ("stop" where
+        it is complete), or why they cannot go on."""
         return {}
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.wire.request import EngineRequest
+from headrace.core.repeats import Repeats
 
 TOKEN_BYTES = 4
 
@@ -65,6 +66,7 @@ class Request:
     reason: str = field(init=False, default="new")
     row: int = field(init=False, default=-1)
     output: bytearray = field(init=False, default_factory=bytearray)
+    repeats: Repeats | None = field(init=False, default=None)
     # KV
     blocks: list[list[int]] = field(init=False)
     trimmed: list[int] = field(init=False)
@@ -92,6 +94,8 @@ class Request:
         self.arrived_at = self.since = now
         self.num_prompt = len(self.wire.prompt) // TOKEN_BYTES
         self.stop_set = frozenset(self.wire.stop.stop_ids)
+        if (rule := self.wire.stop.repetition) is not None:
+            self.repeats = Repeats(rule, min_tokens=self.wire.stop.min_tokens)
         self.key = (self.arrival,)
         self.blocks = [[] for _ in range(groups)]
         self.trimmed = [0] * groups

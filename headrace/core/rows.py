@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from headrace.core.repeats import Repeats
 from headrace.core.request import TOKEN_BYTES, Request
 
 STOP_COLUMNS = 4
@@ -33,6 +34,7 @@ class RowTable:
     stop_from   position from which on stop ids count
     decoding    whether the row decodes (its prompt is computed or in flight)
     stops       [stop, row]: up to STOP_COLUMNS stop ids, -1 elsewhere; `always`: it has more, so look at every token
+    repeats     row -> what looks at each of its tokens, for the rows that asked for it
     epoch       changes when the row changes hands; a result for an earlier epoch is void
     """
 
@@ -51,6 +53,7 @@ class RowTable:
         self.always = np.zeros(num_rows, np.bool_)
         self.stops = np.full((STOP_COLUMNS, num_rows), -1, np.int32)
         self.tail = np.zeros((num_rows, block_tokens), np.int32)
+        self.repeats: dict[int, Repeats] = {}
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -71,6 +74,8 @@ class RowTable:
         self.stop_from[row] = request.num_prompt + request.wire.stop.min_tokens
         self.decoding[row] = False
         self._set_stops(row, request.wire.stop.stop_ids)
+        if request.repeats is not None:
+            self.repeats[row] = request.repeats
         begin = known - known % self.block_tokens
         self.tail[row, : known - begin] = np.frombuffer(request.token_bytes(begin, known), "<i4")
         return row
@@ -86,6 +91,7 @@ class RowTable:
         row = request.row
         assert self.requests[row] is request, (row, request.id)
         self.requests[row] = None
+        self.repeats.pop(row, None)
         self.decoding[row] = False
         self.epoch[row] += 1
         self._free.append(row)

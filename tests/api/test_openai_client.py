@@ -235,7 +235,22 @@ TOOLS = [{"type": "function", "function": {"name": "a"}}]
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "may not"),
         ({"media_io_kwargs": {"video": {"num_frames": 9}}}, "media_io_kwargs", "may not"),
         ({"logits_processors": ["os.system"]}, "logits_processors", "may not name code"),
-        ({"repetition_detection": {"max": 3}}, "repetition_detection", "not supported"),
+        ({"repetition_detection": {"max": 3}}, "repetition_detection", "unknown field"),
+        (
+            {"repetition_detection": {"max_pattern_size": 1025, "min_count": 2}},
+            "repetition_detection.max_pattern_size",
+            "0 to 1024",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 9, "min_count": 1}},
+            "repetition_detection.min_count",
+            "2 to 65536",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 3}},
+            "repetition_detection.min_pattern_size",
+            "0 to 2",
+        ),
         ({"watermarking": {"key": 1}}, "watermarking", "not supported"),
         ({"use_beam_search": True, "n": 2, "top_p": 0.5}, "top_p", "beam search"),
         ({"use_beam_search": True, "temperature": 0.5}, "temperature", "0 or 1"),

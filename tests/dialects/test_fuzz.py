@@ -202,18 +202,21 @@ KEYS = st.sampled_from(
         *("tool", "definition"),
     ]
 )
-VALUES: st.SearchStrategy[Any] = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.builds(
-            lambda kind, rest: {**rest, "type": kind},
-            KINDS,
-            st.dictionaries(KEYS, inner, max_size=4),
-        ),
-    ),
-    max_leaves=12,
-)
+Drawn = st.SearchStrategy[Any]
+
+
+def _around(inner: Drawn) -> Drawn:
+    """Lists and blocks of these. A function, not a lambda: hypothesis reads its source, and finds that of a lambda
+    only by guessing from the lines around it."""
+    blocks = st.builds(
+        lambda kind, rest: {**rest, "type": kind},
+        KINDS,
+        st.dictionaries(KEYS, inner, max_size=4),
+    )
+    return st.one_of(st.lists(inner, max_size=3), blocks)
+
+
+VALUES: Drawn = st.recursive(SCALARS, _around, max_leaves=12)
 TOP = {
     "/v1/messages": (
         *("messages", "system", "tools", "tool_choice", "thinking", "output_config", "metadata"),

@@ -105,7 +105,7 @@ COLLECTIONS = (
     *("/v1/models", "/v1/requests", "/v1/responses", "/v1/files", "/v1/batches"),
     *("/v1/conversations", "/v1/admin/requests"),
 )
-REASONS = ("stop", "length", "abort", "error")
+REASONS = ("stop", "length", "repetition", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")
 
 GRPC_METHODS = (

@@ -34,6 +34,21 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     disable_additional_properties: bool | None = None
 
 
+MAX_PATTERN_TOKENS = 1024
+MAX_PATTERN_COUNT = 65536
+
+
+class RepetitionDetection(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Ends an answer ("repetition") whose last tokens are one pattern of `min_pattern_size` (0: 1) to
+    `max_pattern_size` tokens, `min_count` times over. A greatest size of 0 is off."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
 class Bound(msgspec.Struct, frozen=True):
     """The finite numbers a parameter may be; with `above` the least itself is not one of them."""
 
@@ -130,6 +145,7 @@ class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=T
     logprob_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    repetition_detection: RepetitionDetection | None = None
 
 
 class StopRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +158,7 @@ class StopRules(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
+    repetition: RepetitionDetection | None = None
 
 
 class RowSampling(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True):

@@ -127,7 +127,7 @@ class Captured(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The end of one request, sent exactly once. `reason`: stop, length, abort or error.
+    """The end of one request, sent exactly once. `reason`: stop, length, repetition, abort or error.
 
     `stop_id` is the stop token that ended it (it is the last token sent). Times are seconds since arrival in the core;
     `gated_s` is how long a gate held it back (a grammar that was being compiled).

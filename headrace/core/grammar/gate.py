@@ -213,7 +213,7 @@ class GrammarGate:
             if (failure := self._follow(held, held.follower, token)) is not None:
                 ends[request_id] = failure
             elif held.follower.complete:
-                ends[request_id] = None
+                ends[request_id] = "stop"
         return ends
 
     def _follow(self, held: _Held, follower: Follower, token: int) -> HeadraceError | None:

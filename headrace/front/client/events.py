@@ -97,7 +97,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of choice `index`. `reason`: stop, length or abort. `stop` is the stop string or stop id that matched.
+    """The end of choice `index`. `reason`: stop, length, repetition or abort. `stop`: the text or id that matched.
 
     Times are seconds since the engine took the request: first scheduled, first token, preempted, ended; None where a
     stop string ended the choice before the engine knew. `gated_s`: how long its grammar held it back.

@@ -20,8 +20,11 @@ from headrace.base.wire.grammar import GATE, Constraint, pack
 from headrace.base.wire.params import (
     BOUNDS,
     LOGPROBS_MODES,
+    MAX_PATTERN_COUNT,
+    MAX_PATTERN_TOKENS,
     ROW_BOUNDS,
     Bound,
+    RepetitionDetection,
     RowSampling,
     SamplingNumbers,
     SamplingParams,
@@ -82,11 +85,12 @@ class InputChecker:
     def _stop_rules(self, generation: Generation, widths: Widths) -> StopRules:
         params = generation.params
         room = widths.context_tokens - len(generation.prompt_ids)
-        eos = () if params.ignore_eos else widths.eos_ids
+        eos, rule = () if params.ignore_eos else widths.eos_ids, params.repetition_detection
         return StopRules(
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             min_tokens=params.min_tokens,
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
+            repetition=rule if rule is not None and rule.max_pattern_size else None,
         )
 
     def _row_sampling(self, params: SamplingParams, stop: StopRules) -> RowSampling:
@@ -179,8 +183,9 @@ def _check_params(params: SamplingParams, limits: Limits, widths: Widths) -> Non
         if field != "logit_bias":
             _number(field, getattr(params, field), bound)
     _check_counts(params, limits, widths)
-    _check_lists(params, limits, widths)
-    _check_logprobs(params, limits, widths)
+    for check, names in _CHECKS:
+        if any(getattr(params, name) != getattr(_PLAIN, name) for name in names):
+            check(params, limits, widths)
     _check_types(params)
 
 
@@ -213,12 +218,22 @@ def _check_counts(params: SamplingParams, limits: Limits, widths: Widths) -> Non
         _integer("seed", params.seed, -(1 << 63), (1 << 63) - 1)
 
 
+def _check_repetition(params: SamplingParams, limits: Limits, widths: Widths) -> None:
+    rule = params.repetition_detection
+    if not isinstance(rule, RepetitionDetection):
+        raise bad("repetition_detection", rule, "a RepetitionDetection")
+    field, most = "repetition_detection.", rule.max_pattern_size
+    _integer(field + "max_pattern_size", most, 0, MAX_PATTERN_TOKENS)
+    _integer(field + "min_pattern_size", rule.min_pattern_size, 0, most)
+    _integer(field + "min_count", rule.min_count, 2 if most else 0, MAX_PATTERN_COUNT)
+
+
 # Beam search ranks by the model's own log-probabilities: what would change them is refused, not ignored.
 _NOT_WITH_BEAMS = (
     *("best_of", "stop", "bad_words", "logit_bias", "allowed_token_ids", "prompt_logprobs"),
     *("logprob_token_ids", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "dry_multiplier", "xtc_probability", "logprobs_mode"),
-    *("structured_outputs", "capture_layers"),
+    *("structured_outputs", "capture_layers", "repetition_detection"),
 )
 
 
@@ -264,6 +279,23 @@ def _check_logprobs(params: SamplingParams, limits: Limits, widths: Widths) -> N
         raise InvalidRequest(
             "logprob_token_ids: need logprobs (0 gives no alternatives)", field="logprob_token_ids"
         )
+
+
+# What is left at its default needs no check; most requests leave all of these.
+_CHECKS = (
+    (
+        _check_lists,
+        (
+            *("stop", "bad_words", "dry_sequence_breakers", "stop_token_ids", "logprob_token_ids"),
+            *("logit_bias", "allowed_token_ids"),
+        ),
+    ),
+    (
+        _check_logprobs,
+        ("logprobs_mode", "logprobs", "prompt_logprobs", "logprob_token_ids"),
+    ),
+    (_check_repetition, ("repetition_detection",)),
+)
 
 
 def _num_logprobs(field: str, given: int | None, most: int, widths: Widths) -> None:

@@ -33,10 +33,10 @@ def parts_of(delta: Delta) -> list[Part]:
 
 
 class ParsedEnded(Ended, frozen=True, kw_only=True):
-    """The end of a parsed choice: its reasoning tokens and its calls."""
+    """The end of a parsed choice: its reasoning tokens, and whether it made calls none of which is cut off."""
 
     num_reasoning: int
-    num_calls: int
+    called: bool
 
 
 class ParsedAnswer:
@@ -90,8 +90,8 @@ class ParsedAnswer:
         self.over = True
         parts = [] if self._parser.closed else self._parser.finish()
         last = self._delta(Delta(index=event.index, text=""), parts)
-        thoughts, calls = self._num_reasoning, self._parser.num_calls
-        ended = ParsedEnded(**asdict(event), num_reasoning=thoughts, num_calls=calls)
+        thoughts, called = self._num_reasoning, self._parser.called
+        ended = ParsedEnded(**asdict(event), num_reasoning=thoughts, called=called)
         return [last, ended] if parts else [ended]
 
 

@@ -179,7 +179,7 @@ async def test_the_official_client_reads_a_call_that_is_no_json() -> None:
         yield Started(7)
         for part in parts:
             yield ParsedDelta(index=0, text="", parts=[part], num_reasoning=0)
-        yield ParsedEnded(index=0, reason="stop", num_output=9, num_reasoning=0, num_calls=1)
+        yield ParsedEnded(index=0, reason="stop", num_output=9, num_reasoning=0, called=True)
 
     body = b"".join([chunk async for chunk in to_chunks(events(), reply)])
     whole = await to_message(events(), reply)

@@ -53,6 +53,7 @@ class MessageStream:
     _space: str = field(init=False, default="")
     _num_prompt: int = field(init=False, default=0)
     _complete_calls: int = field(init=False, default=0)
+    _cut: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.message = {
@@ -162,6 +163,7 @@ class MessageStream:
     def _end(self, ended: Ended) -> list[Json]:
         if ended.reason == "abort":
             raise Unavailable("the request was ended by an administrator", retry_after_s=1.0)
+        self._cut = self._open == "tool_use"  # a complete call closed its block itself
         made = self._close()
         stop = {
             "stop_reason": self._stop_reason(ended),
@@ -181,7 +183,7 @@ class MessageStream:
             return "max_tokens" if asked else "model_context_window_exceeded"
         if isinstance(ended.stop, str):
             return "stop_sequence"
-        return "tool_use" if self._complete_calls else "end_turn"
+        return "tool_use" if self._complete_calls and not self._cut else "end_turn"
 
 
 def usage(num_prompt: int, ended: Ended | None) -> Json:

@@ -19,7 +19,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Delta, Ended, Event, Started
 from headrace.front.server.openai.attention import attention_document
-from headrace.front.server.openai.custom import CustomBegin, CustomInput, custom_input
+from headrace.front.server.openai.custom import CustomBegin, CustomInput
 from headrace.front.server.openai.fold import (
     Call,
     Choice,
@@ -28,6 +28,7 @@ from headrace.front.server.openai.fold import (
     chat_logprobs,
     finish_reason,
     scores_by_id,
+    stop_reason,
     usage,
 )
 from headrace.front.server.openai.legacy import FunctionArguments, FunctionBegin
@@ -187,7 +188,7 @@ def part_delta(part: Part) -> dict[str, Any] | None:
             call = {"index": part.index, "id": part.id, "type": "custom", "custom": custom}
             return {"tool_calls": [call]}
         case CustomInput():
-            custom = {"input": custom_input(part.text)}
+            custom = {"input": part.text}
             return {"tool_calls": [{"index": part.index, "custom": custom}]}
         case FunctionBegin():
             return {"function_call": {"name": part.name, "arguments": ""}}
@@ -228,7 +229,7 @@ def _deltas(reply: ChatReply, event: Delta) -> list[dict[str, Any]]:
 
 def _end(event: Ended) -> dict[str, Any]:
     choice = _plain_choice(event.index, {})
-    return choice | {"finish_reason": finish_reason(event), "stop_reason": event.stop}
+    return choice | {"finish_reason": finish_reason(event), "stop_reason": stop_reason(event)}
 
 
 async def to_answer(events: AsyncGenerator[Event, None], reply: ChatReply) -> bytes:
@@ -281,7 +282,7 @@ def _message(choice: Choice) -> dict[str, Any]:
 def _call(call: Call) -> dict[str, Any]:
     arguments = "".join(call.arguments)
     if call.custom:
-        custom = {"name": call.name, "input": custom_input(arguments)}
+        custom = {"name": call.name, "input": arguments}
         return {"id": call.id, "type": "custom", "custom": custom}
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -298,7 +299,7 @@ def choice_of(reply: ChatReply, fold: Fold, index: int) -> dict[str, Any]:
         "message": _message(choice),
         "logprobs": chat_logprobs(choice.scores, as_id=as_id) if wants_scores else None,
         "finish_reason": finish_reason(choice.ended),
-        "stop_reason": choice.ended.stop,
+        "stop_reason": stop_reason(choice.ended),
     }
     if reply.request.return_token_ids:
         found["token_ids"] = choice.token_ids

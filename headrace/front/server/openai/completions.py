@@ -25,6 +25,7 @@ from headrace.front.server.openai.fold import (
     completion_logprobs,
     finish_reason,
     scores_by_id,
+    stop_reason,
     usage,
 )
 from headrace.front.server.openai.sampling import sampling_params
@@ -205,7 +206,7 @@ def _delta(
 
 def _end(reply: CompletionReply, number: int, event: Ended) -> dict[str, Any]:
     choice = _piece(reply, number, event.index, "")
-    return choice | {"finish_reason": finish_reason(event), "stop_reason": event.stop}
+    return choice | {"finish_reason": finish_reason(event), "stop_reason": stop_reason(event)}
 
 
 def _as_id(reply: CompletionReply) -> bool:
@@ -238,7 +239,10 @@ def _choice(reply: CompletionReply, fold: Fold, number: int, sample: int) -> dic
     assert choice.ended is not None, f"choice {sample} of prompt {number} of {reply.id} never ended"
     text = "".join(choice.text)
     found = _piece(reply, number, sample, prompt.text + text if request.echo else text)
-    found |= {"finish_reason": finish_reason(choice.ended), "stop_reason": choice.ended.stop}
+    found |= {
+        "finish_reason": finish_reason(choice.ended),
+        "stop_reason": stop_reason(choice.ended),
+    }
     if request.logprobs is not None or request.logprob_token_ids is not None:
         head = (fold.prompt_scores or []) if request.echo else []
         scores: list[ScoredToken | None] = [*head, *choice.scores]

@@ -5,7 +5,9 @@ Their input goes out whole: it is a text inside JSON, and known once the JSON is
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from typing import Any
 
@@ -27,7 +29,7 @@ class CustomBegin(CallBegin, frozen=True):
 
 
 class CustomInput(CallArguments, frozen=True):
-    """The whole input of a custom tool's call; `text` is still the JSON around it."""
+    """The whole input of a custom tool's call, or as much of it as there is."""
 
 
 def custom_function(name: str, description: str | None, form: Any) -> Json:
@@ -55,6 +57,25 @@ def custom_input(arguments: str) -> str:
         return arguments
     text = found.get(CUSTOM_ARGUMENT) if isinstance(found, dict) else None
     return text if isinstance(text, str) else arguments
+
+
+_HEAD = re.compile(r'\s*\{\s*"' + CUSTOM_ARGUMENT + r'"\s*:\s*"')
+_LONGEST_ESCAPE = len("\\ud83d\\ude00")
+
+
+def cut_input(arguments: str) -> str:
+    """The free text inside a custom tool's arguments that were cut off: as far as it had come, nothing of the JSON."""
+    head = _HEAD.match(arguments)
+    if head is None:
+        return "" if arguments.lstrip()[:1] in ("", "{") else arguments
+    rest = arguments[head.end() :]
+    for missing in range(min(len(rest), _LONGEST_ESCAPE) + 1):  # the cut may be inside an escape
+        text = '"' + rest[: len(rest) - missing]
+        for whole in (text + '"', text):  # or behind the text
+            with contextlib.suppress(orjson.JSONDecodeError):
+                found: str = orjson.loads(whole)
+                return found
+    return ""
 
 
 def with_functions(request: ChatRequest) -> tuple[ChatRequest, frozenset[str]]:
@@ -134,7 +155,7 @@ async def customized(
                 mine = held.setdefault(event.index, _Held(names))
                 event = msgspec.structs.replace(event, parts=mine.take(event.parts))
             elif isinstance(event, ParsedEnded) and event.index in held:
-                rest, thought = held.pop(event.index).rest(), event.num_reasoning
+                rest, thought = held.pop(event.index).rest(cut_input), event.num_reasoning
                 yield ParsedDelta(index=event.index, text="", parts=rest, num_reasoning=thought)
             yield event
 
@@ -152,20 +173,20 @@ class _Held:
         made: list[Part] = []
         for part in parts:
             if isinstance(part, CallBegin):
-                made += self.rest()
+                made += self.rest(cut_input)
                 if part.name in self._names:
                     self._call = part.index
                     part = CustomBegin(part.index, part.id, part.name)
             elif isinstance(part, CallEnd):
-                made += self.rest()
+                made += self.rest(custom_input)
             elif isinstance(part, CallArguments) and part.index == self._call:
                 self._texts.append(part.text)
                 continue
             made.append(part)
         return made
 
-    def rest(self) -> list[Part]:
-        """What was held back."""
+    def rest(self, read: Callable[[str], str]) -> list[Part]:
+        """What was held back, as `read` reads it."""
         call, text = self._call, "".join(self._texts)
         self._call, self._texts = None, []
-        return [] if call is None else [CustomInput(call, text)]
+        return [] if call is None else [CustomInput(call, read(text))]

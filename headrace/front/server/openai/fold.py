@@ -143,10 +143,18 @@ def usage(folds: Sequence[Tally]) -> dict[str, object]:
 
 
 def finish_reason(ended: Ended) -> str:
-    """OpenAI's name of the reason; "abort" (an administrator ended it) is the one name it lacks."""
-    if isinstance(ended, ParsedEnded) and ended.num_calls and ended.reason == "stop":
+    """OpenAI's name of the reason, which knows neither "abort" (an administrator ended it) nor "repetition".
+
+    Calls are only named where a client may run them: one that a stop string or the model's own end cut off is "stop".
+    """
+    if isinstance(ended, ParsedEnded) and ended.called and ended.reason == "stop":
         return "function_call" if isinstance(ended, FunctionEnded) else "tool_calls"
     return ended.reason
+
+
+def stop_reason(ended: Ended) -> str | int | None:
+    """What ended the choice, beyond the reason's name."""
+    return "repetition_detected" if ended.reason == "repetition" else ended.stop
 
 
 def logprob(value: float) -> float:

@@ -17,7 +17,7 @@ _GIVEN = (
     *("dry_allowed_length", "dry_range", "xtc_probability", "xtc_threshold", "min_tokens"),
     *("include_stop_str_in_output", "ignore_eos", "seed", "prompt_logprobs", "skip_special_tokens"),
     *("logprobs_mode", "dry_sequence_breakers", "stop_token_ids", "bad_words", "allowed_token_ids"),
-    "logprob_token_ids",
+    *("logprob_token_ids", "repetition_detection"),
 )
 
 

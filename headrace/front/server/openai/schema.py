@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.params import BOUNDS, StructuredOutputs
+from headrace.base.wire.params import BOUNDS, RepetitionDetection, StructuredOutputs
 
 Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -102,6 +102,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
 
+    repetition_detection: RepetitionDetection | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -179,7 +180,6 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "mm_processor_kwargs": (bool, "a request may not choose how media are processed"),
     "media_io_kwargs": (bool, "a request may not choose how media are read"),
     "logits_processors": (bool, "a request may not name code"),
-    "repetition_detection": (bool, "not supported; repetition_penalty and dry_multiplier are"),
     "watermarking": (bool, "not supported by this server"),
     "return_token_offsets": (bool, "not supported by this server"),
     "web_search_options": (lambda value: value is not None, "there is no web search here"),

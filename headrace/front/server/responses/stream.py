@@ -15,7 +15,7 @@ import orjson
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started
 from headrace.front.server.failures import Failure
-from headrace.front.server.openai.custom import custom_input
+from headrace.front.server.openai.custom import custom_input, cut_input
 from headrace.front.server.openai.fold import chat_logprobs
 from headrace.front.server.openai.padding import padding
 from headrace.front.server.parsed import parts_of
@@ -31,6 +31,8 @@ from headrace.front.text.parsing.parts import (
     Reasoning,
 )
 
+_CALLS = frozenset({"function_call", "custom_tool_call"})
+_CUT = {"length": "max_output_tokens", "repetition": "repetition"}
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
 
 
@@ -123,7 +125,7 @@ class ResponseStream:
                     return []  # its input is inside the arguments: known at the end
                 return [self._said("response.function_call_arguments.delta", None, delta=part.text)]
             case CallEnd():
-                return self._close(complete=True)
+                return self._close(complete=True, ends_call=True)
 
     def _content(self, text: str) -> list[Json]:
         if self._open is None or self._open["type"] != "message":
@@ -162,11 +164,12 @@ class ResponseStream:
             made.append(self._said("response.content_part.added", 0, part=self._whole("")))
         return made
 
-    def _close(self, *, complete: bool) -> list[Json]:
-        """Says the open item's whole text and closes it."""
+    def _close(self, *, complete: bool, ends_call: bool = False) -> list[Json]:
+        """Says the open item's whole text and closes it. A call is complete only where its own end closes it."""
         item = self._open
         if item is None:
             return []
+        complete = complete and (ends_call or item["type"] not in _CALLS)
         whole = "".join(self._texts)
         match item["type"]:
             case "message":
@@ -174,7 +177,7 @@ class ResponseStream:
             case "reasoning":
                 made = self._end_reasoning(item, whole)
             case "custom_tool_call":
-                made = self._end_custom(item, whole)
+                made = self._end_custom(item, custom_input(whole) if complete else cut_input(whole))
             case _:
                 item["arguments"] = whole
                 name = item["name"]
@@ -222,8 +225,8 @@ class ResponseStream:
             item["encrypted_content"] = self.reply.seal(whole)
         return made
 
-    def _end_custom(self, item: Json, whole: str) -> list[Json]:
-        item["input"] = text = custom_input(whole)
+    def _end_custom(self, item: Json, text: str) -> list[Json]:
+        item["input"] = text
         kind = "response.custom_tool_call_input."
         return [
             self._said(kind + "delta", None, delta=text),
@@ -268,11 +271,11 @@ class ResponseStream:
     def _end(self, ended: Ended) -> list[Json]:
         if ended.reason == "abort":
             raise Unavailable("the request was ended by an administrator", retry_after_s=1.0)
-        cut = ended.reason == "length" and not self.warm
-        made = self._close(complete=not cut)
+        cut = _CUT.get("" if self.warm else ended.reason)
+        made = self._close(complete=cut is None)
         self.response |= {
             "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": cut} if cut else None,
             "completed_at": None if cut else int(time.time()),
             "usage": usage(self._num_prompt, ended),
         }

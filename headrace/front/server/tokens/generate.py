@@ -21,7 +21,15 @@ from headrace.front.server.conversation import generate, parsers, streamed
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import completion_id, own_id
 from headrace.front.server.openai import chat
-from headrace.front.server.openai.fold import LOWEST, Choice, Fold, logprob, scores_by_id, usage
+from headrace.front.server.openai.fold import (
+    LOWEST,
+    Choice,
+    Fold,
+    logprob,
+    scores_by_id,
+    stop_reason,
+    usage,
+)
 from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import ChatRequest, parse
 from headrace.front.server.parsed import without_reasoning
@@ -188,7 +196,7 @@ def _choice(reply: GenerateReply, index: int, choice: Choice) -> dict[str, Any]:
         "index": index,
         "token_ids": choice.token_ids,
         "finish_reason": None if ended is None else ended.reason,
-        "stop_reason": None if ended is None else ended.stop,
+        "stop_reason": None if ended is None else stop_reason(ended),
         "logprobs": None,
     }
     if choice.scores:

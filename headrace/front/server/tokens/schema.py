@@ -67,7 +67,7 @@ class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     index: Annotated[int, Meta(ge=0, lt=4096)] = 0
-    finish_reason: Literal["stop", "length", "abort"] = "stop"
+    finish_reason: Literal["stop", "length", "repetition", "abort"] = "stop"
     stop_reason: str | int | None = None
     logprobs: Scores | None = None
 

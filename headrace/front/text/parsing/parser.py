@@ -184,9 +184,9 @@ class OutputParser:
         return None
 
     @property
-    def num_calls(self) -> int:
-        """Calls that have begun."""
-        return self._sink.num_calls
+    def called(self) -> bool:
+        """Whether there are calls, and all that have begun are complete."""
+        return 0 < self._sink.num_calls == self._sink.num_complete
 
     @property
     def closed(self) -> bool:

@@ -70,6 +70,7 @@ class Sink:
     only_one_call: bool = field(kw_only=True, default=False)
     marked: bool = field(kw_only=True, default=False)
     num_calls: int = field(init=False, default=0)
+    num_complete: int = field(init=False, default=0)
     closed: bool = field(init=False, default=False)
     _parts: list[Part] = field(init=False, default_factory=list)
     _arguments: list[str] = field(init=False, default_factory=list)
@@ -97,6 +98,7 @@ class Sink:
         if not self.closed:
             valid = is_object(unmarked("".join(self._arguments)))
             self.add(CallEnd(self.num_calls - 1, valid))
+            self.num_complete += 1
         self._arguments.clear()
         self.closed = self.only_one_call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started, TokenScore
 from headrace.front.server.anthropic.stream import MessageReply, MessageStream
-from headrace.front.server.openai.custom import custom_input
+from headrace.front.server.openai.custom import custom_input, cut_input
+from headrace.front.server.openai.fold import finish_reason
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
 from headrace.front.server.responses.document import ResponseReply
 from headrace.front.server.responses.schema import ResponsesRequest
@@ -59,11 +61,12 @@ def answers(draw: st.DrawFn) -> tuple[list[Part], str]:
 
 def events(parts: list[Part], reason: str, group: int) -> list[Event]:
     """The parts in deltas of `group` parts each."""
-    calls = sum(isinstance(part, CallBegin) for part in parts)
+    calls, ends = (sum(isinstance(p, kind) for p in parts) for kind in (CallBegin, CallEnd))
     found: list[Event] = [Started(7)]
     for at in range(0, len(parts), group):
         found.append(ParsedDelta(index=0, text="", parts=parts[at : at + group], num_reasoning=0))
-    ended = ParsedEnded(index=0, reason=reason, num_output=9, num_reasoning=2, num_calls=calls)
+    called = 0 < calls == ends
+    ended = ParsedEnded(index=0, reason=reason, num_output=9, num_reasoning=2, called=called)
     return [*found, ended]
 
 
@@ -154,6 +157,37 @@ def test_calls_carry_the_names_that_were_offered() -> None:
     assert (shell["type"], shell["input"]) == ("custom_tool_call", "ls")
     assert plain["arguments"] == '{"input":"ls"}' and "namespace" not in plain
     assert made_up["name"] == "made_up"
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_call_that_was_cut_off_is_none_in_any_dialect(reason: str) -> None:
+    """By the model's own end or by the limit: no client may take it for one it can run."""
+    parts: list[Part] = [
+        *(CallBegin(0, "call_0", "plain"), CallArguments(0, '{"a":1}'), CallEnd(0)),
+        *(CallBegin(1, "call_1", "shell"), CallArguments(1, '{"input": "ls \\"-')),
+    ]
+    given = events(parts, reason, 2)
+    ended = given[-1]
+    assert isinstance(ended, ParsedEnded) and finish_reason(ended) == reason
+    response = response_stream()
+    message = MessageStream(MessageReply(id="m", model="m", max_tokens=9, sign=str))
+    for each in given:
+        response.take(each)
+        message.take(each)
+    whole, cut = response.response["output"]
+    assert (whole["status"], cut["status"]) == ("completed", "incomplete")
+    assert cut["input"] == 'ls "-'
+    assert message.message["stop_reason"] == ("end_turn" if reason == "stop" else "max_tokens")
+
+
+@given(st.text(max_size=6), st.data())
+def test_the_input_of_a_cut_call_is_a_part_of_the_text_and_never_json(
+    text: str, data: st.DataObject
+) -> None:
+    for whole in (json.dumps({"input": text}), orjson.dumps({"input": text}).decode()):
+        cut = data.draw(st.integers(0, len(whole)))
+        assert text.startswith(cut_input(whole[:cut]))
+        assert cut_input(whole) == cut_input(whole[:-1]) == text
 
 
 def test_free_text_that_is_no_object_stays_as_it_is() -> None:
