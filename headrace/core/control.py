@@ -54,7 +54,7 @@ class Control:
             "status": lambda call: self._status(),
             "explain": self._explain,
             "metrics": lambda call: self._metrics(),
-            "is_paused": lambda call: {"paused": self.pause is not None, "mode": self._mode()},
+            "is_paused": lambda call: {"paused": self.pause is not None, "mode": self.mode},
             "pause": self._pause,
             "resume": lambda call: self._resume(),
             "drain": self._drain,
@@ -119,7 +119,7 @@ class Control:
         if self._waiting_pause and self._pause_is_complete():
             if self._clear_cache:
                 self._reset_prefix_cache()
-            self._answer(self._waiting_pause, {"paused": True, "mode": self._mode()})
+            self._answer(self._waiting_pause, {"paused": True, "mode": self.mode})
         if self.draining:
             self._advance_drain()
 
@@ -168,7 +168,14 @@ class Control:
         self._waiting_pause.clear()
         return {"paused": False, "mode": None}
 
-    def _mode(self) -> str | None:
+    def begin_paused(self, mode: str) -> None:
+        """As a core that died while it was paused goes on."""
+        self.pause = Pause(mode)
+        self._core.scheduler.admit_new = False
+
+    @property
+    def mode(self) -> str | None:
+        """How it is paused; None if it is not."""
         return None if self.pause is None else self.pause.value
 
     # drain
@@ -326,7 +333,7 @@ class Control:
             "free_rows": core.rows.num_free,
             "total_rows": core.rows.num_rows,
             "capacity_tokens": core.kv.capacity_tokens,
-            "paused": self._mode(),
+            "paused": self.mode,
             "draining": self.draining,
             "asleep": self._core.swap.asleep,
             "tokens_per_s": core.counters.rate,

@@ -158,7 +158,10 @@ class CoreLoop:
         """Numbers of different fronts may be equal: the core sees numbers of ours."""
         self._call_number += 1
         self._calls[self._call_number] = (front, call.number)
+        before = self._core.control.mode
         reply = self._core.call(msgspec.structs.replace(call, number=self._call_number))
+        if (mode := self._core.control.mode) != before:
+            self._watchdog.report(Report(paused=mode or ""))
         if (hello := self._core.hello()) != self._told:
             if hello.log_level != self._told.log_level:
                 self._watchdog.report(Report(log_level=hello.log_level))
@@ -224,13 +227,14 @@ def main() -> int:
     parser.add_argument("--status-fd", type=int, required=True)
     parser.add_argument("--parent", type=int)
     parser.add_argument("--log-level", default="info")
+    parser.add_argument("--paused", default="")
     given = parser.parse_args()
     tie_to_parent(given.parent)
     faulthandler.enable()
     logs.configure("core", given.log_level)
     status = socket.socket(fileno=given.status_fd)
     try:
-        loop = _start(given.spec, given.socket, status)
+        loop = _start(given.spec, given.socket, status, paused=given.paused)
     except StartError as error:
         report(status, Report(error=error.message))
         return 2
@@ -242,7 +246,7 @@ def main() -> int:
     return 0
 
 
-def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
+def _start(spec_path: str, socket_path: str, status: socket.socket, *, paused: str) -> CoreLoop:
     born = psutil.Process().create_time()
     parts = {"process": max(0.0, time.time() - born)}
     began = time.monotonic()
@@ -255,6 +259,8 @@ def _start(spec_path: str, socket_path: str, status: socket.socket) -> CoreLoop:
     parts |= executor.facts.start_s
     parts["imports"] = time.monotonic() - began - sum(executor.facts.start_s.values())
     core = EngineCore(spec, executor, gates=gates_of(spec), source=Weights(spec, Path(spec_path)))
+    if paused:  # before it died; who paused it has not resumed it
+        core.control.begin_paused(paused)
     fronts = Fronts(socket_path, core.hello(), status)
     facts = executor.facts
     memory = {

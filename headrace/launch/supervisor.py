@@ -54,12 +54,14 @@ class State(Enum):
 
 
 class Seat:
-    """A place in the process tree and who sits in it. `ready` is about the present occupant."""
+    """A place in the process tree and who sits in it. `ready` is about the present occupant, `paused` (see Report) is
+    handed on to the next one."""
 
-    def __init__(self, name: str, start: Callable[[], Child], *, is_core: bool) -> None:
+    def __init__(self, name: str, start: Callable[[str], Child], *, is_core: bool) -> None:
         self.name = name
         self.start = start
         self.is_core = is_core
+        self.paused = ""
         self.child: Child | None = None
         self.pidfd = -1
         self.ready = False
@@ -163,7 +165,7 @@ class Supervisor:
         return max(0.0, min(times) - now) if times else None
 
     def _start(self, seat: Seat) -> None:
-        seat.child = seat.start()
+        seat.child = seat.start(seat.paused)
         seat.ready, seat.report, seat.error, seat.heard_at = False, None, None, None
         seat.pidfd = os.pidfd_open(seat.child.process.pid)
         self._selector.register(seat.pidfd, selectors.EVENT_READ, lambda: self._died(seat))
@@ -181,7 +183,9 @@ class Supervisor:
                 logs.set_level(found.log_level)
             if found.stop and self.state is State.SERVING:
                 self._drain()
-            if found.beat or found.log_level or found.stop:
+            if found.paused is not None:
+                seat.paused = found.paused
+            if found.beat or found.log_level or found.stop or found.paused is not None:
                 continue
             seat.error = found.error
             seat.ready = found.ready
@@ -281,10 +285,12 @@ def _core_seats(resolved: Resolved, folder: RuntimeFolder) -> list[Seat]:
     ]
 
 
-def _core_starter(spec: str, socket_path: str, environment: dict[str, str]) -> Callable[[], Child]:
+def _core_starter(
+    spec: str, socket_path: str, environment: dict[str, str]
+) -> Callable[[str], Child]:
     arguments = ("--spec", spec, "--socket", socket_path)
-    return lambda: spawn(
-        *("core", CORE_MODULE, *arguments, "--log-level", logs.level()),
+    return lambda paused: spawn(
+        *("core", CORE_MODULE, *arguments, "--log-level", logs.level(), "--paused", paused),
         die_with_thread=True,
         environment=environment,
     )
@@ -313,7 +319,7 @@ def _api_seats(
         metrics.mkdir(mode=0o700)
         environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
 
-    def start(index: int) -> Child:
+    def start(index: int, _: str) -> Child:
         fds = [listener.fileno()]
         arguments = ["--spec", path, "--listen-fd", str(fds[0]), "--log-level", logs.level()]
         if admin is not None and index == 0:

@@ -229,7 +229,7 @@ TOOLS = [{"type": "function", "function": {"name": "a"}}]
             "messages[0].function_call",
             "assistant",
         ),
-        ({"return_token_offsets": True}, "return_token_offsets", "not supported"),
+        ({"return_token_offsets": True, "stream": True}, "return_token_offsets", "streamed"),
         ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params", "not accepted"),
         ({"ec_transfer_params": {"remote_host": "x"}}, "ec_transfer_params", "not accepted"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "may not"),

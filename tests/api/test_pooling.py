@@ -504,6 +504,8 @@ def test_a_cross_encoder_scores_pairs_and_classifies_texts(
     np.testing.assert_allclose(scores, pair_scores(oracle, tokenizer), atol=1e-4)
     answer = served.post("/classify", {"input": QUERY}).json()["data"][0]
     assert answer["num_classes"] == 1 and answer["label"] == "LABEL_0"
+    refused = served.post("/classify", {"input": QUERY, "encoding_format": "base64"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "encoding_format"
 
 
 def test_an_encoder_does_not_generate(cross: tuple[Served, torch.nn.Module, Tokenizer]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -153,3 +154,46 @@ def test_every_unready_probe_says_when_to_come_back(model: Path) -> None:
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         served.process.terminate()
         served.process.wait(10)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions/batch"])
+def test_many_prompts_wait_for_room_between_their_waves(narrow: Served, path: str) -> None:
+    """Others fill the queue meanwhile: what was done for the first prompts is not thrown away."""
+    some = 12
+    body: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
+    if path == "/v1/completions":
+        body["prompt"] = ["fox"] * some
+    else:
+        body["messages"] = [[{"role": "user", "content": "fox"}]] * some
+    refused = threading.Event()
+    over = threading.Event()
+
+    def crowd() -> None:
+        """Takes every place in the queue as it comes free."""
+        while not over.is_set():
+            short = {"prompt": "fox", "max_tokens": 3}
+            if narrow.post("/v1/completions", short).status_code == 503:
+                refused.set()
+
+    others = [threading.Thread(target=crowd) for _ in range(4)]
+    for other in others:
+        other.start()
+    try:
+        assert refused.wait(10)
+        answers = []
+        while not answers or answers[-1].status_code == 503:  # refused at once: nothing was done
+            answers.append(narrow.post(path, body))
+    finally:
+        over.set()
+        for other in others:
+            other.join()
+    assert answers[-1].status_code == 200, answers[-1].text
+    assert len(answers[-1].json()["choices"]) == some
+
+
+def test_the_wait_between_waves_is_part_of_the_deadline(narrow: Served) -> None:
+    body = {"prompt": ["fox"] * 3, "max_tokens": 1500, "ignore_eos": True, "timeout_s": 0.5}
+    began = time.monotonic()
+    answer = narrow.post(PATH, body)
+    assert answer.status_code == 504 and time.monotonic() - began < 3
+    eventually(narrow.at_rest, within_s=5)

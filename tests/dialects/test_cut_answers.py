@@ -1,4 +1,4 @@
-"""Answers that end early: in the middle of a call, or because they go round in a circle. Real server, official client."""
+"""Answers that end early: inside a call, or because they go round in a circle. Real server, official client."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_errors_name_the_fields_as_they_were_sent(bundled: Served) -> None:
     assert error["message"].startswith("functions:/properties/a/not")
 
 
-def test_they_are_counted_as_tools_and_other_routes_say_what_they_take(bundled: Served) -> None:
+def test_they_are_counted_and_rendered_as_tools(bundled: Served) -> None:
     def post(path: str, body: dict[str, Any]) -> httpx.Response:
         key = {"x-api-key": KEY}
         return httpx.post(bundled.url + path, json=body, headers=key, timeout=60)
@@ -96,7 +96,13 @@ def test_they_are_counted_as_tools_and_other_routes_say_what_they_take(bundled: 
         for offered in ({"functions": FUNCTIONS}, {"tools": TOOLS}, {})
     ]
     assert counts[0] == counts[1] > counts[2]
-    refused = post("/v1/chat/completions/render", {"messages": ASK, "functions": FUNCTIONS})
+    rendered = [
+        post("/v1/chat/completions/render", {"messages": ASK, **offered}).json()
+        for offered in ({"functions": FUNCTIONS}, {"tools": TOOLS})
+    ]
+    assert rendered[0]["token_ids"] == rendered[1]["token_ids"]
+    both = {"messages": ASK, "functions": FUNCTIONS, "tools": TOOLS}
+    refused = post("/v1/chat/completions/render", both)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "functions"
 
 

@@ -352,6 +352,8 @@ def test_what_agents_send_is_understood(bundled: Served) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}]}, "mcp_servers"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"system": [{"type": "image", "source": {}}]}, "system[0].type"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),

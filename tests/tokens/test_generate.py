@@ -43,7 +43,34 @@ CHATS: list[dict[str, Any]] = [
         "logprobs": True,
         "top_logprobs": 2,
     },
+    {
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "functions": [
+            {
+                "name": "get_weather",
+                "description": "The weather in a city.",
+                "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+            }
+        ],
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
+    {
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [
+            {"type": "custom", "custom": {"name": "get_weather", "description": "The weather."}}
+        ],
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
 ]
+
+
+def test_calls_of_every_kind_are_among_the_chats(bundled: Served) -> None:
+    """Or else what follows would hold of nothing."""
+    made = [post(bundled, "/v1/chat/completions", {**chat, "temperature": 0}) for chat in CHATS]
+    messages = [answer["choices"][0]["message"] for answer in made]
+    assert messages[2]["tool_calls"][0]["type"] == "function"
+    assert messages[5]["function_call"]["name"] == "get_weather"
+    assert messages[6]["tool_calls"][0]["type"] == "custom"
 
 
 def post(served: Served, path: str, document: object) -> Any:
@@ -79,6 +106,11 @@ def test_render_generate_derender_is_the_direct_answer(
     told, shown = generated["choices"][0]["logprobs"], back["choices"][0]["logprobs"]
     if told is not None:
         assert [t["logprob"] for t in told["content"]] == [t["logprob"] for t in shown["content"]]
+    if (
+        "functions" in chat
+    ):  # the direct route stops behind the one call; ids alone do not say where it ends
+        assert back["usage"].pop("completion_tokens") >= direct["usage"].pop("completion_tokens")
+        del back["usage"]["total_tokens"], direct["usage"]["total_tokens"]
     assert without_identity(back) == without_identity(direct)
 
 
@@ -201,3 +233,33 @@ def test_tokenizer_info_tells_what_a_client_needs(bundled: Served) -> None:
     assert ids == [info["special_token_ids"]["<|im_end|>"]]
     assert info["vocab_size"] > max(ids) and info["tool_parser"] == "hermes"
     assert "message" in info["chat_template"]
+
+
+@pytest.mark.parametrize("path", ["chat", "completion", "generate"])
+def test_token_offsets_cut_the_texts_into_the_tokens(bundled: Served, path: str) -> None:
+    """Spans of the prompt and of each answer, in code points of their texts with control tokens."""
+    text = "Grüße an ☃ and 𝛼!"
+    asked = {"max_tokens": 12, "temperature": 0, "n": 2, "return_token_offsets": True}
+    ids = {"return_token_ids": True}
+    if path == "generate":
+        prompt = post(bundled, "/tokenize", {"prompt": text})["tokens"]
+        body: dict[str, Any] = {"token_ids": prompt, "sampling_params": asked}
+        answer = post(bundled, "/inference/v1/generate", body)
+        told = {**answer, "prompt_token_ids": prompt}
+    elif path == "chat":
+        body = {"messages": [{"role": "user", "content": text}], **asked, **ids}
+        answer = told = post(bundled, "/v1/chat/completions", body)
+    else:
+        answer = post(bundled, "/v1/completions", {"prompt": text, **asked, **ids})
+        told = answer["choices"][0]
+    _assert_spans(bundled, told["prompt_token_ids"], told["prompt_token_offsets"])
+    for choice in answer["choices"]:
+        _assert_spans(bundled, choice["token_ids"], choice["token_offsets"])
+
+
+def _assert_spans(served: Served, ids: list[int], spans: list[tuple[int, int]]) -> None:
+    whole = post(served, "/detokenize", {"tokens": ids})["prompt"]
+    assert len(spans) == len(ids) > 0 and spans[0][0] == 0 and spans[-1][1] == len(whole)
+    for token, (begin, end) in zip(ids, spans, strict=True):
+        alone = post(served, "/detokenize", {"tokens": [token]})["prompt"]
+        assert alone == whole[begin:end] or "\ufffd" in alone

@@ -331,5 +331,5 @@ def test_a_rendered_chat_can_be_answered_as_a_chat_at_once(
 
 def _comparable(choice: dict[str, Any]) -> Any:
     message = dict(choice["message"])
-    calls = [call["function"] for call in message.pop("tool_calls", None) or []]
+    calls = [call[call["type"]] for call in message.pop("tool_calls", None) or []]
     return choice["finish_reason"], message, calls, choice["logprobs"]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
-from headrace.base.errors import Unavailable
+import msgspec
+
+from headrace.base.errors import DeadlineExceeded, Unavailable
+from headrace.front.client.events import Engine, Event, Generation
 
 T = TypeVar("T")
 Work = Coroutine[Any, Any, T]
@@ -29,31 +34,72 @@ async def all_admitted(works: Iterable[Callable[[], Work[T]]], *, window: int) -
     They are admitted as a whole: a part that finds the engine's queue full is tried again, so that what was done for
     the others is not lost. Unavailable only where no part found room.
     """
-    crowd = _Crowd(window)
-    return await all_of(crowd.admitted(work) for work in works)
+    crowd, places = _Crowd(), asyncio.Semaphore(window)
 
-
-class _Crowd:
-    """The parts of one request. `_inside` of them are with the engine; `_done`: one has come back."""
-
-    def __init__(self, window: int) -> None:
-        self._places = asyncio.Semaphore(window)
-        self._inside = 0
-        self._done = False
-
-    async def admitted(self, work: Callable[[], Work[T]]) -> T:
-        """The result of one part."""
-        async with self._places:
+    async def admitted(work: Callable[[], Work[T]]) -> T:
+        async with places:
             while True:
-                self._inside += 1
+                crowd.inside += 1
                 try:
                     found = await work()
                 except Unavailable:
-                    self._inside -= 1
-                    if not self._inside and not self._done:
+                    if crowd.is_refused():
                         raise
                 else:
-                    self._inside -= 1
-                    self._done = True
+                    crowd.inside -= 1
+                    crowd.found_room = True
                     return found
                 await asyncio.sleep(RETRY_S)
+
+    return await all_of(admitted(work) for work in works)
+
+
+class PatientEngine:
+    """The engine, for the generations of one request: as in `all_admitted` they are admitted as a whole. How long one
+    waits for room is part of its deadline."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._crowd = _Crowd()
+
+    def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
+        """See `events.Engine.generate`. The deadline counts from now, not from when the events are read."""
+        return self._patient(generation, time.monotonic())
+
+    async def _patient(self, generation: Generation, made_at: float) -> AsyncGenerator[Event, None]:
+        crowd, admitted = self._crowd, False
+        while not admitted:
+            crowd.inside += 1
+            try:
+                async with aclosing(self._engine.generate(_left(generation, made_at))) as events:
+                    async for event in events:
+                        admitted = crowd.found_room = True
+                        yield event
+            except Unavailable:
+                if admitted or crowd.is_refused():
+                    raise
+                await asyncio.sleep(RETRY_S)
+
+
+def _left(generation: Generation, made_at: float) -> Generation:
+    """The generation with what is left of its time."""
+    limit = generation.deadline_s
+    if limit is None:
+        return generation
+    left = made_at + limit - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded(f"not started within {limit:.3g} s", field="timeout_s")
+    return msgspec.structs.replace(generation, deadline_s=left)
+
+
+class _Crowd:
+    """The parts of one request. `inside` of them are with the engine; `found_room`: one has been admitted."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.found_room = False
+
+    def is_refused(self) -> bool:
+        """A part was refused: whether all are, because no other found room or still may."""
+        self.inside -= 1
+        return not self.inside and not self.found_room

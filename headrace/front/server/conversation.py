@@ -208,7 +208,7 @@ def generate(
         grammar_field=structure.field,
         reasoning=structure.reasoning,
     )
-    events = services.engine.generate(generation)
+    events = (exchange.crowd or services.engine).generate(generation)
     if (pace := _pace(request, services.server)) is not None:
         events = paced(events, pace)
     if answers is not None:

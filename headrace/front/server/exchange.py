@@ -21,6 +21,7 @@ from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import DeadlineExceeded, ModelNotFound
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Engine
+from headrace.front.client.together import PatientEngine
 from headrace.front.server.batches.batch import BatchStore
 from headrace.front.server.batches.files import FileStore
 from headrace.front.server.limits import KeyShares
@@ -90,7 +91,7 @@ class Exchange:
     """One request and its answer. `arrival` is on the monotonic clock, `timeout_s` what its header asked for.
 
     `timeline` is there once a generation of it has ended; `tells_timing`: its client asked to be told. `client_label`:
-    what the body calls the request, sent back as a header.
+    what the body calls the request, sent back as a header. `crowd`: the engine of a request of many generations.
     """
 
     services: Services
@@ -103,6 +104,7 @@ class Exchange:
     client_label: str | None = None
     timeline: Timeline | None = None
     trace: RequestTrace | None = None
+    crowd: PatientEngine | None = None
 
     def timing_comment(self) -> bytes:
         """Where the time went, as a comment in an event stream: parsers pass over it."""

@@ -110,6 +110,8 @@ class _Messages:
         content = message.get("content")
         if not isinstance(content, str | list):
             raise _bad(f"{at}.content", "a text or an array of blocks is needed")
+        if content == [] and message.get("role") == "user":
+            raise _bad(f"{at}.content", "at least one block is needed")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         for j, block in enumerate(blocks):
             if not isinstance(block, dict) or not isinstance(block.get("type"), str):

@@ -72,11 +72,17 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     context_management: dict[str, Any] | None = None
+    mcp_servers: list[dict[str, Any]] | None = None
 
 
 def parse_messages(document: Any) -> MessagesRequest:
     """The request of POST /v1/messages; InvalidRequest where fields contradict each other."""
     request = typed(document, MessagesRequest)
+    if request.mcp_servers:
+        raise InvalidRequest(
+            "mcp_servers: this server connects to no others; send the tools themselves",
+            field="mcp_servers",
+        )
     thinking = request.thinking
     if thinking is not None and thinking.type == "enabled":
         if thinking.budget_tokens is None:

@@ -15,6 +15,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest, RequestError
+from headrace.front.client.together import PatientEngine
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import completion_id
 from headrace.front.server.measure import joined
@@ -40,6 +41,8 @@ async def post_batch(exchange: Exchange, document: Any) -> Response:
     """Answers all conversations; the first that fails fails the request."""
     requests = _requests(document)
     label = completion_id("chatcmpl")
+    if len(requests) > 1:
+        exchange.crowd = PatientEngine(exchange.services.engine)
     replies, streams = [], []
     try:
         for number, request in enumerate(requests):

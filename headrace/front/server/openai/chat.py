@@ -24,6 +24,7 @@ from headrace.front.server.openai.fold import (
     Call,
     Choice,
     Fold,
+    Spans,
     Tally,
     chat_logprobs,
     finish_reason,
@@ -59,6 +60,7 @@ class ChatReply:
     request: ChatRequest
     prompt_ids: list[int]
     prompt_text: str | None = None
+    spans: Spans | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -70,8 +72,6 @@ def to_params(
         raise InvalidRequest(
             "top_logprobs: allowed only together with logprobs: true", field="top_logprobs"
         )
-    if request.functions and not request.tools:  # not translated
-        raise InvalidRequest("functions: this route takes tools instead", field="functions")
     if request.tool_choice is not None and not request.tools:
         raise InvalidRequest("tool_choice: allowed only together with tools", field="tool_choice")
     limit = request.max_completion_tokens
@@ -258,6 +258,8 @@ async def to_answer(events: AsyncGenerator[Event, None], reply: ChatReply) -> by
         document["prompt_token_ids"] = reply.prompt_ids
     if reply.prompt_text is not None:
         document["prompt_text"] = reply.prompt_text
+    if reply.spans is not None:
+        document["prompt_token_offsets"] = reply.spans(reply.prompt_ids, continues=False)
     return orjson.dumps(document)
 
 
@@ -303,4 +305,6 @@ def choice_of(reply: ChatReply, fold: Fold, index: int) -> dict[str, Any]:
     }
     if reply.request.return_token_ids:
         found["token_ids"] = choice.token_ids
+    if reply.spans is not None:
+        found["token_offsets"] = reply.spans(choice.token_ids, continues=True)
     return found

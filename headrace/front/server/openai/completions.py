@@ -21,6 +21,7 @@ from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Start
 from headrace.front.server.openai.attention import attention_document
 from headrace.front.server.openai.fold import (
     Fold,
+    Spans,
     TextOffsets,
     completion_logprobs,
     finish_reason,
@@ -57,6 +58,7 @@ class CompletionReply:
     created: int
     request: CompletionRequest
     prompts: list[Prompt]
+    spans: Spans | None = None
 
     @property
     def n(self) -> int:
@@ -187,6 +189,8 @@ def _told(reply: CompletionReply, number: int) -> dict[str, Any]:
         found["prompt_token_ids"] = prompt.ids
     if prompt.told is not None:
         found["prompt_text"] = prompt.told
+    if reply.spans is not None:
+        found["prompt_token_offsets"] = reply.spans(prompt.ids, continues=False)
     return found
 
 
@@ -253,4 +257,6 @@ def _choice(reply: CompletionReply, fold: Fold, number: int, sample: int) -> dic
         found["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
     if request.return_token_ids:
         found["token_ids"] = choice.token_ids
+    if reply.spans is not None:
+        found["token_offsets"] = reply.spans(choice.token_ids, continues=True)
     return found | _told(reply, number)

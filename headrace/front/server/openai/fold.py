@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from headrace.front.client.events import (
     AttentionTold,
@@ -24,6 +25,13 @@ from headrace.front.server.openai.custom import CustomBegin
 from headrace.front.server.openai.legacy import FunctionBegin, FunctionEnded
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part, Reasoning
+
+
+class Spans(Protocol):
+    """[begin, end) of each token in the text of all; see tokens/told.py."""
+
+    def __call__(self, ids: list[int], /, *, continues: bool) -> list[tuple[int, int]]: ...
+
 
 LOWEST = -9999.0
 """Stands for minus infinity and NaN, which JSON does not have."""

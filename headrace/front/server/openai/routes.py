@@ -5,30 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 
 from headrace.front.client.events import Event
-from headrace.front.server.conversation import (
-    Translated,
-    as_sent,
-    begin,
-    generate,
-    streamed,
-    told_as_sent,
-)
+from headrace.front.client.together import PatientEngine
+from headrace.front.server.conversation import as_sent, begin, generate, streamed
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import completion_id
 from headrace.front.server.measure import joined
 from headrace.front.server.openai import chat, completions
-from headrace.front.server.openai.custom import customized, with_functions
-from headrace.front.server.openai.legacy import SENT_AS, as_function_calls, is_plain, with_tools
+from headrace.front.server.openai.calls import called
+from headrace.front.server.openai.legacy import is_plain
 from headrace.front.server.openai.padding import padded
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, Common, CompletionRequest, parse
 from headrace.front.server.structured import plain_structure
+from headrace.front.server.tokens.told import spans
 from headrace.front.text.fim import between
+from headrace.front.text.tokenizer import Tokenizer
 
 Chunks = AsyncGenerator[bytes, None]
 Answered = tuple[chat.ChatReply, AsyncGenerator[Event, None]]
@@ -51,23 +48,29 @@ async def answered(exchange: Exchange, request: ChatRequest, *, label: str) -> A
     else:
         request, ids, events = await _begin_with_calls(exchange, request, label=label)
     reply = chat.ChatReply(id=label, model=model, request=request, prompt_ids=ids)
-    if request.return_prompt_text:
-        text = exchange.services.tokenizer.decode(ids, skip_special_tokens=False)
-        reply = replace(reply, prompt_text=text)
+    if request.return_prompt_text or request.return_token_offsets:
+        reply = with_told(reply, exchange.services.tokenizer)
     return reply, events
+
+
+def with_told(reply: chat.ChatReply, tokenizer: Tokenizer) -> chat.ChatReply:
+    """What the chat asks to be told of its prompt and its tokens."""
+    if reply.request.return_prompt_text:
+        text = tokenizer.decode(reply.prompt_ids, skip_special_tokens=False)
+        reply = replace(reply, prompt_text=text)
+    if reply.request.return_token_offsets:
+        reply = replace(reply, spans=partial(spans, tokenizer))
+    return reply
 
 
 async def _begin_with_calls(
     exchange: Exchange, request: ChatRequest, *, label: str
 ) -> tuple[ChatRequest, list[int], AsyncGenerator[Event, None]]:
     """`begin` for a request with tools or calls of any kind; errors name the fields that were sent."""
-    request, custom = with_functions(with_tools(request))
-    said = Translated(document={}, places=(), names=SENT_AS if request.functions else {})
-    with as_sent(said):
-        ids, events = await begin(exchange, request, label=label)
-    if request.functions:
-        events = as_function_calls(told_as_sent(events, said))
-    return request, ids, customized(events, custom) if custom else events
+    found = called(request)
+    with as_sent(found.said):
+        ids, events = await begin(exchange, found.request, label=label)
+    return found.request, ids, found.told(events)
 
 
 async def _streamed(exchange: Exchange, request: Common, chunks: Chunks) -> Response:
@@ -85,6 +88,8 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
         request, defaults=services.text.generation_defaults, max_n=services.server.max_n
     )
     given = completions.prompts_of(request)
+    if len(given) > 1:
+        exchange.crowd = PatientEngine(services.engine)
     structure = plain_structure(request)
     exchange.hold_place()
     prompts = [await prompt_of(exchange, request, prompt) for prompt in given]
@@ -101,7 +106,12 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
         window=max(1, services.engine.window // params.n),
     )
     reply = completions.CompletionReply(
-        id=label, model=model, created=int(time.time()), request=request, prompts=prompts
+        id=label,
+        model=model,
+        created=int(time.time()),
+        request=request,
+        prompts=prompts,
+        spans=partial(spans, services.tokenizer) if request.return_token_offsets else None,
     )
     if request.stream:
         return await _streamed(exchange, request, completions.to_chunks(events, reply))

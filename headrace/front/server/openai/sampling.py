@@ -71,8 +71,9 @@ def _check(
         raise InvalidRequest(
             "stream_options: allowed only together with stream: true", field="stream_options"
         )
-    if request.prompt_logprobs is not None and request.stream:
-        raise InvalidRequest("prompt_logprobs: cannot be streamed", field="prompt_logprobs")
+    if request.stream and (request.prompt_logprobs is not None or request.return_token_offsets):
+        field = "return_token_offsets" if request.return_token_offsets else "prompt_logprobs"
+        raise InvalidRequest(f"{field}: cannot be streamed", field=field)
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
         raise InvalidRequest(
             f"min_tokens: {request.min_tokens} given, max_tokens is {max_tokens}",

@@ -94,6 +94,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_prompt_text: bool | None = None
+    return_token_offsets: bool | None = None
     request_id: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:/+=@-]+$")] | None = (
         None
     )
@@ -181,7 +182,6 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "media_io_kwargs": (bool, "a request may not choose how media are read"),
     "logits_processors": (bool, "a request may not name code"),
     "watermarking": (bool, "not supported by this server"),
-    "return_token_offsets": (bool, "not supported by this server"),
     "web_search_options": (lambda value: value is not None, "there is no web search here"),
 }
 

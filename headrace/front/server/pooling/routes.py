@@ -163,6 +163,12 @@ async def post_pooling(exchange: Exchange, document: Any) -> Response:
 async def post_classify(exchange: Exchange, document: Any) -> Response:
     """POST /classify: the probabilities of all labels, and the likeliest one."""
     request = parse(document, ClassifyRequest)
+    if request.encoding_format != "float":
+        raise InvalidRequest(
+            f"encoding_format: {request.encoding_format!r} given; probabilities are told as 'float' "
+            "(/pooling with task classify has the other forms)",
+            field="encoding_format",
+        )
     spec = exchange.services.text.pooling
     _need_head(exchange)
     answers = await _pooled_texts(exchange, request, how=spec.how, head=True)

@@ -35,11 +35,11 @@ NOT_HERE = (
     *("prompt_embeds", "modalities", "audio", "moderation", "kv_transfer_params", "watermarking"),
     *("ec_transfer_params", "mm_processor_kwargs", "media_io_kwargs", "logits_processors"),
     *("vllm_xargs", "return_weight_versions", "web_search_options"),
-    "return_token_offsets",
 )
 """What conversations refuse by name, here as there."""
 ONLY_CHAT = (
     *("n", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_prompt_text"),
+    "return_token_offsets",
     *("return_tokens_as_token_ids", "continue_final_message", "attn_capture", "echo"),
 )
 """What has no place in a response."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,14 +18,16 @@ from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, TokenScore
-from headrace.front.server.conversation import generate, parsers, streamed
+from headrace.front.server.conversation import as_sent, generate, parsers, streamed
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import completion_id, own_id
 from headrace.front.server.openai import chat
+from headrace.front.server.openai.calls import called
 from headrace.front.server.openai.fold import (
     LOWEST,
     Choice,
     Fold,
+    Spans,
     logprob,
     scores_by_id,
     stop_reason,
@@ -36,6 +39,7 @@ from headrace.front.server.parsed import without_reasoning
 from headrace.front.server.sse import DONE
 from headrace.front.server.structured import narrowed, plain_structure
 from headrace.front.server.tokens.schema import GenerateRequest, TokenSampling
+from headrace.front.server.tokens.told import spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,7 @@ class GenerateReply:
     num_choices: int
     sampling: TokenSampling
     request: GenerateRequest
+    spans: Spans | None = None
 
 
 async def post_generate(exchange: Exchange, document: Any) -> Response:
@@ -71,10 +76,17 @@ async def _derendered(exchange: Exchange, request: GenerateRequest) -> Response:
         "stream_options": options if request.stream else None,
         "messages": [{"role": "user", "content": ""}],
     }
-    talk = narrowed(parse(document, ChatRequest))
-    events, reply = begin_generate(exchange, request, talk)
+    found = called(parse(document, ChatRequest))
+    with as_sent(found.said):
+        talk = narrowed(found.request)
+        events, reply = begin_generate(exchange, request, talk)
+    events = found.told(events)
     told = chat.ChatReply(
-        id=completion_id("chatcmpl"), model=reply.model, request=talk, prompt_ids=request.token_ids
+        id=completion_id("chatcmpl"),
+        model=reply.model,
+        request=talk,
+        prompt_ids=request.token_ids,
+        spans=reply.spans,
     )
     if request.stream:
         return await streamed(exchange, chat.to_chunks(events, told))
@@ -118,6 +130,7 @@ def begin_generate(
         num_choices=params.n,
         sampling=sampling,
         request=request,
+        spans=partial(spans, services.tokenizer) if sampling.return_token_offsets else None,
     )
     return events, reply
 
@@ -151,6 +164,8 @@ async def _answer(events: AsyncGenerator[Event, None], reply: GenerateReply) -> 
     found["prompt_logprobs"] = None
     if fold.prompt_scores is not None and reply.sampling.prompt_logprobs is not None:
         found["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
+    if reply.spans is not None:
+        found["prompt_token_offsets"] = reply.spans(reply.request.token_ids, continues=False)
     return orjson.dumps(found)
 
 
@@ -201,6 +216,8 @@ def _choice(reply: GenerateReply, index: int, choice: Choice) -> dict[str, Any]:
     }
     if choice.scores:
         found["logprobs"] = {"content": [_scored(scored) for scored in choice.scores]}
+    if reply.spans is not None:
+        found["token_offsets"] = reply.spans(choice.token_ids, continues=True)
     if reply.request.output_mode == "text":
         found["text"] = "".join(choice.text)
     return found

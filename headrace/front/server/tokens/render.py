@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,12 +19,13 @@ from headrace.base.wire.params import SamplingParams, StopRules
 from headrace.base.wire.request import Finished
 from headrace.front.client.events import Delta, Event, ScoredToken, Started, TokenScore
 from headrace.front.client.outputs import Answer
-from headrace.front.server.conversation import parsers, render
+from headrace.front.server.conversation import as_sent, parsers, render
 from headrace.front.server.exchange import Exchange, json_response
 from headrace.front.server.ids import completion_id
 from headrace.front.server.measure import joined
 from headrace.front.server.openai import chat, completions
-from headrace.front.server.openai.routes import prompt_of
+from headrace.front.server.openai.calls import called
+from headrace.front.server.openai.routes import prompt_of, with_told
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, Common, CompletionRequest, parse
 from headrace.front.server.parsed import parsed
@@ -36,12 +38,13 @@ from headrace.front.server.tokens.schema import (
     TokenSampling,
     TopToken,
 )
-from headrace.front.server.tokens.told import taken_out, told
+from headrace.front.server.tokens.told import spans, taken_out, told
 from headrace.front.text.tokenizer import Tokenizer
 
 CONTEXT = (
     *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_effort"),
     *("logprobs", "top_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
+    *("functions", "function_call"),
 )
 _BESIDE = frozenset({"model", "stream", "stream_options", "cache_salt", "priority"})
 
@@ -59,12 +62,15 @@ async def render_chat(exchange: Exchange, document: Any) -> dict[str, Any]:
 
 
 async def rendered_chat(exchange: Exchange, request: ChatRequest) -> dict[str, Any]:
-    """The generate request of a chat."""
-    request = request if is_plain(request) else narrowed(request)
-    params = _chat_params(exchange, request)
-    ids = await chat_ids(exchange, request)
-    _refuse_structure(exchange, request, ids)
-    return _rendered(exchange, request, ids, params) | {"parse_context": context_of(request)}
+    """The generate request of a chat. Tools of other kinds than functions stay what they are in its context."""
+    found = called(request)
+    with as_sent(found.said):
+        plain = found.request if is_plain(found.request) else narrowed(found.request)
+        params = _chat_params(exchange, plain)
+        ids = await chat_ids(exchange, plain)
+        _refuse_structure(exchange, plain, ids)
+    context = context_of(request if found.custom or request.functions else plain)
+    return _rendered(exchange, plain, ids, params) | {"parse_context": context}
 
 
 def _refuse_structure(exchange: Exchange, request: ChatRequest, ids: list[int]) -> None:
@@ -110,21 +116,24 @@ def context_of(request: ChatRequest) -> dict[str, Any]:
 async def post_derender_chat(exchange: Exchange, document: Any) -> Response:
     """POST /v1/chat/completions/derender: generated ids as a chat completion."""
     given = parse(document, DerenderRequest)
-    request = narrowed(msgspec.structs.replace(parse(given.request, ChatRequest), stream=None))
-    request = msgspec.structs.replace(request, stream_options=None)
-    params = _chat_params(exchange, request)
-    _check(exchange, given, most=params.n)
-    ids = given.token_ids or await chat_ids(exchange, request)
-    answers = parsers(exchange, request, ids, params)
+    sent = msgspec.structs.replace(parse(given.request, ChatRequest), stream=None)
+    found = called(msgspec.structs.replace(sent, stream_options=None))
+    with as_sent(found.said):
+        request = narrowed(found.request)
+        params = _chat_params(exchange, request)
+        _check(exchange, given, most=params.n)
+        ids = given.token_ids or await chat_ids(exchange, request)
+        answers = parsers(exchange, request, ids, params)
     marked = exchange.services.answers.pieces is not None
     pieces = answers[0].pieces if answers and marked else None
     events: AsyncGenerator[Event, None] = _events(exchange, ids, given.response, params, pieces)
     if answers is not None:
-        events = parsed(events, answers)
+        events = found.told(parsed(events, answers))
     model = exchange.services.model_name(request.model)
     reply = chat.ChatReply(
         id=completion_id("chatcmpl"), model=model, request=request, prompt_ids=ids
     )
+    reply = with_told(reply, exchange.services.tokenizer)
     return Response(await chat.to_answer(events, reply), media_type="application/json")
 
 
@@ -149,6 +158,7 @@ async def post_derender_completion(exchange: Exchange, document: Any) -> Respons
         model=exchange.services.model_name(request.model),
         request=request,
         prompts=[prompt],
+        spans=partial(spans, exchange.services.tokenizer) if request.return_token_offsets else None,
     )
     body = await completions.to_answer(joined([events]), reply)
     return Response(body, media_type="application/json")

@@ -1,6 +1,6 @@
 """What a rendered request tells besides its ids, where it is asked: the prompt's text, and each token's span in it.
 
-Both are asked for of the render routes alone; a request that generates takes neither.
+Requests that generate may ask for both too; there the spans are of the prompt and of each answer.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ def told(tokenizer: Tokenizer, ids: list[int], asks: Asks) -> dict[str, Any]:
     return found
 
 
-def spans(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[int, int]]:
-    """[begin, end) of each token in the prompt's text, in code points. A character that several tokens make belongs to
-    each of them."""
+def spans(
+    tokenizer: Tokenizer, ids: list[int], *, continues: bool = False
+) -> list[tuple[int, int]]:
+    """[begin, end) of each token in the text of all, control tokens included, in code points. A character that several
+    tokens make belongs to each of them. `continues`: they stand behind others, so that a first space stays."""
     data = [tokenizer.token_bytes(i) for i in ids]
     begun = [0, *accumulate(sum(byte & 0xC0 != 0x80 for byte in one) for one in data)]
     found = [
@@ -51,5 +53,5 @@ def spans(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[int, int]]:
         for one, (begin, end) in zip(data, pairwise(begun), strict=True)
     ]
     whole = b"".join(data[:2])
-    cut = int(tokenizer.drop_first_space and whole.startswith(b" "))
+    cut = int(tokenizer.drop_first_space and not continues and whole.startswith(b" "))
     return [(max(0, begin - cut), max(0, end - cut)) for begin, end in found]
