@@ -160,35 +160,31 @@ def test_every_unready_probe_says_when_to_come_back(model: Path) -> None:
 def test_many_prompts_wait_for_room_between_their_waves(narrow: Served, path: str) -> None:
     """Others fill the queue meanwhile: what was done for the first prompts is not thrown away."""
     some = 12
-    body: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
+    body: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
     if path == "/v1/completions":
         body["prompt"] = ["fox"] * some
     else:
         body["messages"] = [[{"role": "user", "content": "fox"}]] * some
-    refused = threading.Event()
-    over = threading.Event()
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(narrow.post(path, body)))
+    refused: list[int] = []
 
     def crowd() -> None:
         """Takes every place in the queue as it comes free."""
-        while not over.is_set():
-            short = {"prompt": "fox", "max_tokens": 3}
-            if narrow.post("/v1/completions", short).status_code == 503:
-                refused.set()
+        while asking.is_alive():
+            other = narrow.post("/v1/completions", {"prompt": "fox", "max_tokens": 3})
+            refused.extend([1] if other.status_code == 503 else [])
 
-    others = [threading.Thread(target=crowd) for _ in range(4)]
+    asking.start()
+    eventually(lambda: narrow.ledger()["engines"][0]["running"] == 1, within_s=5)
+    others = [threading.Thread(target=crowd) for _ in range(6)]
     for other in others:
         other.start()
-    try:
-        assert refused.wait(10)
-        answers = []
-        while not answers or answers[-1].status_code == 503:  # refused at once: nothing was done
-            answers.append(narrow.post(path, body))
-    finally:
-        over.set()
-        for other in others:
-            other.join()
-    assert answers[-1].status_code == 200, answers[-1].text
-    assert len(answers[-1].json()["choices"]) == some
+    for thread in (*others, asking):
+        thread.join()
+    assert refused, "the queue was never full"
+    assert answers[0].status_code == 200, answers[0].text
+    assert len(answers[0].json()["choices"]) == some
 
 
 def test_the_wait_between_waves_is_part_of_the_deadline(narrow: Served) -> None:
