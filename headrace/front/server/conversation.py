@@ -17,11 +17,10 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from headrace.base.config.resolved import ServerSpec
 from headrace.base.errors import Forbidden, RequestError
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Event, Generation
-from headrace.front.server.coalesce import Pace, paced
+from headrace.front.server.coalesce import Pace, pace_of, paced
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.failures import OPENAI, Shape
 from headrace.front.server.measure import measured
@@ -209,7 +208,7 @@ def generate(
         reasoning=structure.reasoning,
     )
     events = services.engine.generate(generation)
-    if (pace := _pace(request, services.server)) is not None:
+    if (pace := _pace(request, services.pace)) is not None:
         events = paced(events, pace)
     if answers is not None:
         events = parsed(events, answers)
@@ -218,15 +217,11 @@ def generate(
     return measured(events, exchange, generation)
 
 
-def _pace(request: Common, server: ServerSpec) -> Pace | None:
-    """How much a chunk holds, as the request says, else as the server was told; None: what is there."""
+def _pace(request: Common, usual: Pace | None) -> Pace | None:
+    """How much a chunk holds, as the request says, else as usual; None: what is there."""
     options = request.stream_options or StreamOptions()
     tokens, wait_ms = options.stream_interval or request.stream_interval, options.stream_interval_ms
-    if tokens is None and wait_ms is None:
-        tokens, wait_ms = server.stream_interval, server.stream_interval_ms
-    if tokens is None and wait_ms is None:
-        return None
-    return Pace(tokens, None if wait_ms is None else wait_ms / 1000)
+    return usual if tokens is wait_ms is None else pace_of(tokens, wait_ms)
 
 
 async def streamed(

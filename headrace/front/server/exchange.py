@@ -23,6 +23,7 @@ from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Engine
 from headrace.front.server.batches.batch import BatchStore
 from headrace.front.server.batches.files import FileStore
+from headrace.front.server.coalesce import Pace
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.sealing import SECRET_BYTES, Sealer
 from headrace.front.server.state.store import ResponseStore
@@ -43,7 +44,8 @@ class Services:
     `warm`: start-up is over. `leaving`: not ready any more, so that load balancers turn away. `draining`: no new work.
     `abandon` is set when running work must end now; `shut_down` asks for what SIGTERM does. Templates that come with
     requests are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format of the
-    model's reasoning and tool calls. `sealer` is the same in every API process of a server.
+    model's reasoning and tool calls. `pace`: what a chunk holds unless a request says so. `sealer` is the same in
+    every API process of a server.
     """
 
     engine: Engine
@@ -56,6 +58,7 @@ class Services:
     shares: KeyShares
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     tracer: Tracer | None = None
+    pace: Pace | None = None
     config: dict[str, object] = field(default_factory=dict)
     sealer: Sealer = field(default_factory=lambda: Sealer(secrets.token_bytes(SECRET_BYTES)))
     stores: tuple[FileStore, BatchStore] | None = None

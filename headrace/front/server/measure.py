@@ -9,7 +9,6 @@ from contextlib import aclosing
 
 from headrace.base.errors import NonFiniteLogits
 from headrace.base.telemetry.metrics import Metrics
-from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Delta, Ended, Event, Generation, Started
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.timing import Timeline, timeline
@@ -58,7 +57,9 @@ class _Watch:
                 self._num_prompt = event.num_prompt
                 self._metrics.add("headrace_prompt_tokens_total", event.num_prompt)
                 self._metrics.observe("headrace_request_prompt_tokens", event.num_prompt)
-                _count_wishes(self._params, self._metrics)
+                self._metrics.observe("headrace_request_n", self._params.n)
+                if (most := self._params.max_tokens) is not None:
+                    self._metrics.observe("headrace_request_max_tokens", most)
             case Ended():
                 self._end(event)
 
@@ -82,12 +83,6 @@ class _Watch:
     def lost(self, reason: str) -> None:
         if self._span is not None:
             self._span.lost(reason)
-
-
-def _count_wishes(params: SamplingParams, metrics: Metrics) -> None:
-    metrics.observe("headrace_request_n", params.n)
-    if params.max_tokens is not None:
-        metrics.observe("headrace_request_max_tokens", params.max_tokens)
 
 
 def _count_end(event: Ended, found: Timeline, metrics: Metrics) -> None:

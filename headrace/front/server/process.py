@@ -36,6 +36,7 @@ from headrace.front.server.app import make_app, make_plane
 from headrace.front.server.batches.batch import BatchStore
 from headrace.front.server.batches.files import FileStore, private_folder
 from headrace.front.server.batches.runner import BatchRunner
+from headrace.front.server.coalesce import pace_of
 from headrace.front.server.exchange import Services
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.protocol import ConnectionLimits, guarded_protocol
@@ -127,6 +128,7 @@ def services_over(
         tracer=None
         if server.otlp_endpoint is None
         else Tracer(server.otlp_endpoint, model=text.model_names[0]),
+        pace=pace_of(server.stream_interval, server.stream_interval_ms),
         answers=AnswerFormat.named(
             tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
         ).bound(tokenizer),

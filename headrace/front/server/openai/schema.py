@@ -23,6 +23,7 @@ Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Layers = Annotated[str, Meta(max_length=1024, pattern=r"^\d{1,4}(,\d{1,4})*$")]
+Label = Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:/+=@-]+$")]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LOGIT_BIAS = 1024
@@ -94,9 +95,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_prompt_text: bool | None = None
-    request_id: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:/+=@-]+$")] | None = (
-        None
-    )
+    request_id: Label | None = None
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Meta(max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None

@@ -171,6 +171,8 @@ class OutputParser:
         """The state for a row of messages, if that is the format; tools of another one are not looked for in it."""
         thinks = None if reasoning is None else reasoning.messages
         tags = tools if isinstance(tools, HarmonyTags | BlockTags) else thinks
+        if tags is None:
+            return None
         offered = None if tags is not tools else self.schemas
         tail, reasons = self.prompt_tail, thinks is not None
         match tags:
@@ -181,7 +183,6 @@ class OutputParser:
             case BlockTags():
                 calls = offered is not None
                 return Blocks(self._engine, tags, calls=calls, reasons=reasons, prompt_tail=tail)
-        return None
 
     @property
     def num_calls(self) -> int:
@@ -212,6 +213,8 @@ class OutputParser:
 def _grammar_state(
     sink: Sink, grammar: ToolGrammar | None, schemas: Schemas, frame: Sequence[str]
 ) -> State:
+    if grammar is None:
+        return CallReader(sink, [], frame) if frame else Plain(sink)
     match grammar:
         case JsonTags():
             return TaggedJson(sink, grammar, frame)
