@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kStepBytes = kPanel * 4;  // 4 codes of 64 outputs
 constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 512;
 constexpr int64_t kPadded = 32;  // x has zeros up to a multiple of it: the inputs of a tile
-constexpr int64_t kFetched = 16 * kStepBytes;  // how far ahead
+constexpr int64_t kFetched = 16 * kStepBytes;        // how far ahead
 // Vectors of outputs and rows of x per tile of sums: as many as leave registers for what is widened.
 constexpr int kVectors = 4;
 constexpr int kRows = kRegisters == 32 ? 4 : 2;
@@ -101,6 +101,7 @@ HR_INLINE void vector_rows(const Product& p, const uint8_t* panel, int64_t m, in
 #if defined(HR_AMX)
 constexpr int64_t kTileSteps = kPadded / 4;  // of 4 inputs in one tile
 constexpr int64_t kBlockTiles = 16;          // of inputs that are widened at once for many rows
+constexpr int64_t kTilesFetched = 64 * kStepBytes;  // how far ahead, into the second-level cache
 
 HR_INLINE void tile_shapes(int64_t rows) {
   TileShapes shapes;
@@ -120,7 +121,7 @@ HR_INLINE void widen_tiles(const uint8_t* w, int64_t steps, bool fetch, char* to
     HR_UNROLL for (int t = 0; t < TILES; ++t) {
       U first{}, second{};
       if (s < steps) widen_pairs(w + t * 64, first, second);
-      if (fetch) __builtin_prefetch(w + kFetched + t * 64, 0, 3);
+      if (fetch) __builtin_prefetch(w + kTilesFetched + t * 64, 0, 2);
       __builtin_memcpy(to + t * kTileBytes, &first, 64);
       __builtin_memcpy(to + t * kTileBytes + 64, &second, 64);
     }

@@ -47,16 +47,24 @@ alignas(16) constexpr uint8_t kUpperFp8[16] = {0, 59, 59, 59, 60, 60, 60, 60, 60
 alignas(16) constexpr uint8_t kLowerFp8[16] = {0,    0,    0x80, 0xc0, 0,    0x20, 0x40, 0x60,
                                                0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0};
 
-#if defined(__AVX512VBMI__)
-// The bytes of all codes without a sign.
-struct FullFp8 {
-  alignas(64) uint8_t upper[128] = {}, lower[128] = {};
-  constexpr FullFp8() {
-    for (int i = 0; i < 128; ++i) upper[i] = uint8_t(i < 16 ? kUpperFp8[i] : 60 + i / 16);
-    for (int i = 0; i < 128; ++i) lower[i] = i < 16 ? kLowerFp8[i] : uint8_t(i << 4);
+#if defined(__GFNI__) && defined(__AVX512BW__)
+// 64 codes' upper and lower bytes. Of normal codes each bit is one of the code's, or its inverse: a product of bits. Denormal
+// ones are rare (below 1/28,000 of an output's largest weight), so they have a branch.
+HR_INLINE void widen_bytes(__m512i code, __m512i& upper, __m512i& lower) {
+  // A byte of these is the bit of the code that becomes a bit of the result, the highest one's first (in the lowest byte);
+  // the four in the middle are the exponent's highest bit, inverted by the constant.
+  upper = _mm512_gf2p8affine_epi64_epi8(code, _mm512_set1_epi64(0x1020404040404080), 0x3c);
+  lower = _mm512_gf2p8affine_epi64_epi8(code, _mm512_set1_epi64(0x0000000001020408), 0);
+  const __mmask64 denormal = _mm512_testn_epi8_mask(code, _mm512_set1_epi8(0x78));
+  if (__builtin_expect(denormal != 0, 0)) {
+    const __m512i size = _mm512_and_si512(code, _mm512_set1_epi8(7));
+    const __m512i uppers = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kUpperFp8)));
+    const __m512i lowers = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kLowerFp8)));
+    upper = _mm512_mask_shuffle_epi8(upper, denormal, uppers, size);
+    upper = _mm512_ternarylogic_epi32(upper, code, _mm512_set1_epi8(char(0x80)), 0xf8);  // upper | code & sign
+    lower = _mm512_mask_shuffle_epi8(lower, denormal, lowers, size);
   }
-};
-constexpr FullFp8 kFullFp8;
+}
 #endif
 
 // Weights, four inputs of 64 outputs at a time: 16 bytes hold the first two inputs of four outputs, then the other two, so that
@@ -65,13 +73,9 @@ HR_INLINE int64_t fp8_place(int64_t column) { return column / 4 * 16 + column % 
 
 // sizeof(U) bytes of such weights as pairs of bf16, one output in a lane.
 HR_INLINE void widen_pairs(const uint8_t* p, U& first, U& second) {
-#if defined(__AVX512VBMI__)
-  // Two tables of 128 bytes: fewer steps than below.
-  const FullFp8& all = kFullFp8;
-  const __m512i code = _mm512_loadu_si512(p);
-  const __m512i size = _mm512_permutex2var_epi8(_mm512_load_si512(all.upper), code, _mm512_load_si512(all.upper + 64));
-  const __m512i lower = _mm512_permutex2var_epi8(_mm512_load_si512(all.lower), code, _mm512_load_si512(all.lower + 64));
-  const __m512i upper = _mm512_ternarylogic_epi32(size, code, _mm512_set1_epi8(char(0x80)), 0xf8);  // size | code & sign
+#if defined(__GFNI__) && defined(__AVX512BW__)
+  __m512i upper, lower;
+  widen_bytes(_mm512_loadu_si512(p), upper, lower);
   first = (U)_mm512_unpacklo_epi8(lower, upper), second = (U)_mm512_unpackhi_epi8(lower, upper);
 #elif defined(__AVX512BW__)
   const __m512i code = _mm512_loadu_si512(p), tail = _mm512_and_si512(code, _mm512_set1_epi8(15));
