@@ -84,7 +84,7 @@ test-gpu:
 	@OMP_NUM_THREADS=1 python3 -m pytest -p no:cacheprovider -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist worksteal \
 	  --durations=20 $$(grep -rl "mark.gpu" tests --include="test_*.py") $(ARGS)
 
-# PEER_PYTHON and GGUF name an interpreter with llama-cpp-python and the files of make_gguf.py, if there are any.
+# PEERS, PEER_PYTHON and LLAMA_SERVER name the other engines' files, interpreter and server, if there are any.
 bench-cpu: $(NATIVE)
 	@$(BIN)/python -m benchmarks.cpu.run --write $(ARGS)
 

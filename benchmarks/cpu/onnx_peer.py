@@ -14,6 +14,9 @@ import numpy as np
 import onnxruntime_genai
 from answer import answer
 
+NUM_IDS = 4000
+"""Prompts are of ids below this: every vocabulary here has them."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -32,7 +35,7 @@ def main() -> None:
             batch_size=streams, min_length=length, max_length=length, do_sample=False
         )
         generator = onnxruntime_genai.Generator(model, params)
-        prompts = rng.integers(0, 100_000, (streams, num_input), dtype=np.int32)
+        prompts = rng.integers(0, NUM_IDS, (streams, num_input), dtype=np.int32)
         begin, times = time.perf_counter(), []
         generator.append_tokens(prompts)
         for _ in range(num_output):

@@ -1,6 +1,10 @@
-"""OpenVINO GenAI as one of the engines (loads: answer.py), from a GGUF file.
+"""OpenVINO GenAI as one of the engines (loads: answer.py), from a folder in its own format (optimum-intel):
 
-python benchmarks/cpu/openvino_peer.py MODEL.gguf --threads 2
+optimum-cli export openvino -m CHECKPOINT --task text-generation-with-past --disable-convert-tokenizer
+    --weight-format fp16|int8|int4 (int4: --group-size 32 --ratio 1.0) FOLDER
+python benchmarks/cpu/openvino_peer.py FOLDER --threads 2
+
+On a CPU with bf16 matrix units weights in fp16 compute in bf16 (its default).
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ import numpy as np
 import openvino
 import openvino_genai
 from answer import answer
+
+NUM_IDS = 4000
+"""Prompts are of ids below this: every vocabulary here has them."""
 
 
 def main() -> None:
@@ -33,7 +40,7 @@ def main() -> None:
         wanted.ignore_eos, wanted.do_sample = True, False
         begin, handles = time.perf_counter(), []
         for _ in range(streams):
-            prompt = openvino.Tensor(rng.integers(0, 100_000, (1, num_input)))
+            prompt = openvino.Tensor(rng.integers(0, NUM_IDS, (1, num_input)))
             handles.append(pipeline.add_request(next(ids), prompt, wanted))
         times: list[float] = []
         while pipeline.has_non_finished_requests():

@@ -4,36 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.cpu.reasons import REASONS
+from benchmarks.cpu.shapes import SHAPES, Shape
 from headrace.bench.report import markdown_table
 
-PARAMETERS = (
-    440.5e6  # multiplied per prompt token: all but the head, of which a prompt needs one row
-)
-LAYERS, HEADS, HEAD_DIM = 28, 16, 128
 MIB = 1 << 20
 NOT_COMPARED = {
-    "onnxruntime-genai at bf16 and int8": "its builder makes neither for a CPU; int4 (groups of 32) is in the tables",
+    "onnxruntime-genai at bf16": "its builder makes no such model for a CPU",
+    "OpenVINO GenAI from GGUF": "reads none of our files (bf16: Unsupported quantization type; Q8_0 and Q4_0: Check "
+    "'edge' failed); the tables have its own format, made by optimum-intel",
     "llama_cpp.server": "answers one request at a time; llama-server does not",
 }
 """Peers that are not in the tables, and why."""
-_GROUPS = (
-    "each 32 inputs end a tile's sum: its store, and per row a conversion, a product of scales and a fused sum (1.2 "
-    "ns, see the README), beside 5.9 ns of the tile for 16 rows; groups of 128 pay a quarter of that"
-)
-REASONS: dict[str, str] = {
-    "decode bf16 1": "the shared host's memory: seven minutes later the same step was at 18.3 tok/s (last section), "
-    "93 % of this row's reading",
-    "decode int4 1": "the shared host's memory, in part: a step of 18.7 ms here, of 14.2 when it was profiled, 12.7 of "
-    "them products at 26 GB/s, 0.9 attention, 0.3 norms, rotation and choice, 0.3 between steps",
-    "decode int4 8": "within the spread: 1.59 in the run before, 1.49 in this one",
-    "prefill int8 2048": "attention is a fifth of the operations and computes in bf16, at some 900 GFLOP/s: 87 % at "
-    "most; of the rest no more is known than that the same prompt of 512 ran at 860 and at 1,244 tok/s (last section)",
-    "prefill int4 512": _GROUPS,
-    "prefill int4 2048": _GROUPS,
-    "start": "torch alone takes more than a second to import: 1,123 Python modules, the collector already off; those "
-    "it does not need import each other in a circle and cannot be put off",
-}
-"""Row -> why its bar is missed: what counters, bytes or cycles say."""
 
 
 def page(stored: dict[str, Any]) -> str:
@@ -41,15 +23,25 @@ def page(stored: dict[str, Any]) -> str:
     parts = [
         "# The CPU path beside other engines",
         "",
-        "Made by `python -m benchmarks.cpu.run --write`: Qwen3-0.6B shape, random weights, greedy, engines in turn",
-        "(A B A B), each loaded once per precision in a process of its own; medians. Compare within a row.",
+        "Made by `python -m benchmarks.cpu.run --write`: greedy, engines in turn (A B A B), each loaded once per",
+        "precision in a process of its own; medians. Compare within a row.",
         "",
     ]
-    for kind, (title, make) in SECTIONS.items():
-        if kind in stored:
-            parts += [f"## {title}", "", _facts(stored[kind]), "", *make(stored[kind]["rows"]), ""]
+    for shape in SHAPES.values():
+        if shape.name in stored:
+            parts += _tables(shape, stored[shape.name])
     parts += ["## Not compared", "", *(f"- {name}: {why}." for name, why in NOT_COMPARED.items())]
     return "\n".join(parts) + "\n"
+
+
+def _tables(shape: Shape, stored: dict[str, Any]) -> list[str]:
+    """All sections of a shape."""
+    parts, why = [f"## {shape.title}", ""], REASONS[shape.name]
+    for kind, (title, make) in SECTIONS.items():
+        if kind in stored:
+            rows = stored[kind]["rows"]
+            parts += [f"### {title}", "", _facts(stored[kind]), "", *make(rows, why), ""]
+    return parts
 
 
 def _facts(section: dict[str, Any]) -> str:
@@ -62,15 +54,15 @@ def _facts(section: dict[str, Any]) -> str:
     )
 
 
-def _verdict(row: str, *met: bool | None) -> str:
+def _verdict(why: str | None, *met: bool | None) -> str:
     """met, missed with its reason, or that nothing was there to compare with."""
     if None in met:
-        return "nothing to compare with" if False not in met else _missed(row)
-    return "met" if all(met) else _missed(row)
+        return "nothing to compare with" if False not in met else _missed(why)
+    return "met" if all(met) else _missed(why)
 
 
-def _missed(row: str) -> str:
-    return f"missed: {REASONS.get(row, 'reason not found yet')}"
+def _missed(why: str | None) -> str:
+    return f"missed: {why or 'reason not found yet'}"
 
 
 def _cells(engines: dict[str, float | str], names: list[str]) -> list[str]:
@@ -101,7 +93,7 @@ def _show(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _decode(rows: list[dict[str, Any]]) -> list[str]:
+def _decode(rows: list[dict[str, Any]], why: dict[str, str]) -> list[str]:
     names, shown = _names(rows), []
     for row in rows:
         engines, streams = row["engines"], row["streams"]
@@ -119,7 +111,8 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
             else (_at_least(llama, 1.5), _at_least(fastest, 1.2))
         )
         shown.append([row["precision"], streams, *_cells(engines, names), _show(fastest), _show(llama),
-                      f"{row['read_gb_s']:.1f}", f"{share:.0%}" if share else "-", _verdict(key, *met)])  # fmt: skip
+                      f"{row['read_gb_s']:.1f}", f"{share:.0%}" if share else "-",
+                      _verdict(why.get(key), *met)])  # fmt: skip
     header = ["precision", "streams", *names, "ours / fastest other", "ours / llama.cpp", "read GB/s",
               "share of reading", "bar"]  # fmt: skip
     bars = (
@@ -129,24 +122,17 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
     return [f"Tokens per second. {bars}", "", markdown_table(header, shown)]
 
 
-def prefill_operations(length: int) -> float:
-    """Operations per token of a prompt: products, and attention over half of it on average."""
-    return 2 * PARAMETERS + 4 * LAYERS * HEADS * HEAD_DIM * length / 2
-
-
-def _prefill(rows: list[dict[str, Any]]) -> list[str]:
+def _prefill(rows: list[dict[str, Any]], why: dict[str, str]) -> list[str]:
     names, shown = _names(rows), []
     for row in rows:
         fastest, ours = _ratio(row["engines"]), row["engines"]["headrace"]
         share = (
-            ours * prefill_operations(row["prompt"]) / 1e9 / row["peak_gflops"]
-            if isinstance(ours, float)
-            else None
+            ours * row["operations"] / 1e9 / row["peak_gflops"] if isinstance(ours, float) else None
         )
         key = f"prefill {row['precision']} {row['prompt']}"
         shown.append([row["precision"], row["prompt"], *_cells(row["engines"], names), _show(fastest),
                       f"{row['peak_gflops']:,.0f}", f"{share:.0%}" if share else "-",
-                      _verdict(key, _at_least(fastest, 1.1), _at_least(share, 0.6))])  # fmt: skip
+                      _verdict(why.get(key), _at_least(fastest, 1.1), _at_least(share, 0.6))])  # fmt: skip
     header = [
         "precision",
         "prompt",
@@ -160,7 +146,7 @@ def _prefill(rows: list[dict[str, Any]]) -> list[str]:
     return [f"Tokens per second. {bars}", "", markdown_table(header, shown)]
 
 
-def _server(rows: list[dict[str, Any]]) -> list[str]:
+def _server(rows: list[dict[str, Any]], why: dict[str, str]) -> list[str]:
     found = {row["engine"]: row for row in rows}
     shown = []
     for name, row in found.items():
@@ -177,7 +163,7 @@ def _server(rows: list[dict[str, Any]]) -> list[str]:
         rate = ours["output_tok_s"] / theirs["output_tok_s"]
         itl = theirs["itl_p99_ms"] / ours["itl_p99_ms"]
     header = ["server", "output tok/s", "ITL p50 ms", "ITL p99 ms", "TTFT p50 ms"]
-    verdict = _verdict("server", _at_least(rate, 1.5), _at_least(itl, 1.5))
+    verdict = _verdict(why.get("server"), _at_least(rate, 1.5), _at_least(itl, 1.5))
     return [
         markdown_table(header, shown),
         "",
@@ -185,12 +171,14 @@ def _server(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _start(rows: list[dict[str, Any]]) -> list[str]:
+def _start(rows: list[dict[str, Any]], why: dict[str, str]) -> list[str]:
     shown = []
     for row in rows:
         verdict, imports = "-", "-"
         if "imports_s" in row:
-            verdict = _verdict("start", row["first_token_s"] <= 2.5, row["imports_s"] <= 1.0)
+            verdict = _verdict(
+                why.get("start"), row["first_token_s"] <= 2.5, row["imports_s"] <= 1.0
+            )
             beside = f"torch {row['torch_s']:.2f}; API process, beside, {row['api_imports_s']:.2f}"
             imports = f"{row['imports_s']:.2f} ({beside})"
         shown.append(
@@ -206,7 +194,7 @@ def _start(rows: list[dict[str, Any]]) -> list[str]:
     return [markdown_table(header, shown)]
 
 
-def _memory(rows: list[dict[str, Any]]) -> list[str]:
+def _memory(rows: list[dict[str, Any]], why: dict[str, str]) -> list[str]:
     shown = []
     for row in rows:
         over = (row["held_bytes"] - row["weight_bytes"] - row["kv_bytes"]) / MIB
@@ -214,7 +202,7 @@ def _memory(rows: list[dict[str, Any]]) -> list[str]:
         sizes = (f"{row[k] / MIB:,.0f}" for k in ("weight_bytes", "kv_bytes", "held_bytes"))
         shown.append([row["precision"], *sizes,
                       f"{over:,.0f}", f"{peak:,.0f}",
-                      _verdict(f"memory {row['precision']}", over * MIB <= 300e6)])  # fmt: skip
+                      _verdict(why.get(f"memory {row['precision']}"), over * MIB <= 300e6)])  # fmt: skip
     header = [
         "precision",
         "weights MiB",
@@ -231,11 +219,11 @@ def _memory(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _plan(rows: list[dict[str, Any]]) -> list[str]:
+def _plan(rows: list[dict[str, Any]], why: dict[str, str]) -> list[str]:
     shown = [
         [row["precision"], row["load"], f"{row['foretold']:,.0f}", f"{row['measured']:,.0f}",
          f"{row['measured'] / row['foretold']:.0%}", f"{row['probe_s']:.2f}",
-         _verdict("plan", row["probe_s"] < 0.5)]
+         _verdict(None, row["probe_s"] < 0.5)]
         for row in rows if row["measured"] is not None
     ]  # fmt: skip
     header = ["precision", "load", "foretold tok/s", "measured tok/s", "measured / foretold",

@@ -1,44 +1,41 @@
 """What `headrace plan` foretells, beside what the engine then does: the same shape, threads and loads, one after the
-other. The foretold figure is a roofline, the measured one is to stay below it."""
+other."""
 
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import subprocess
 import sys
 from typing import Any
 
-from benchmarks.cpu.sessions import SHAPE, Peers, Session, commands
+from benchmarks.cpu.sessions import Peers, Session, commands
+from benchmarks.cpu.shapes import Shape
 
 PRECISIONS = ("bf16", "int8", "int4")
-LOADS = {1: (32, 32), 8: (32, 24), 32: (32, 16)}
-"""Streams -> tokens in, out."""
 PROMPT = 512
 
 
-def foretold(precision: str, *, context: int) -> dict[str, Any]:
-    """`headrace plan --json`, and the seconds its probe says that it took."""
-    command = [sys.executable, "-m", "headrace", "plan", "--json", "--model", str(SHAPE), "--load-format", "dummy",
-               "--dtype", "bfloat16", "--context", str(context)]  # fmt: skip
+def foretold(shape: Shape, precision: str, *, context: int) -> dict[str, Any]:
+    """`headrace plan --json`."""
+    command = [sys.executable, "-m", "headrace", "plan", "--json", "--model", str(shape.folder),
+               "--load-format", "dummy", "--dtype", "bfloat16", "--context", str(context)]  # fmt: skip
     command += [] if precision == "bf16" else ["--quantization", precision]
     done = subprocess.run(command, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    said = re.search(r"in (\d+\.\d+) s", found["source"])
-    assert said, found["source"]
-    return {**found, "probe_s": float(said[1])}
+    return dict(json.loads(done.stdout))
 
 
-def measure(peers: Peers, *, rounds: int) -> list[dict[str, Any]]:
+def measure(peers: Peers, shape: Shape, *, rounds: int) -> list[dict[str, Any]]:
     """A row per precision and number of streams; the last of a precision is its prefill."""
     rows: list[dict[str, Any]] = []
+    num_input, num_output = shape.loads[8]
+    context = num_input + num_output // 2
     for precision in PRECISIONS:
-        plans = [foretold(precision, context=48) for _ in range(rounds)]
-        session = Session(commands(peers, precision)["headrace"])
+        plans = [foretold(shape, precision, context=context) for _ in range(rounds)]
+        session = Session(commands(peers, shape, precision)["headrace"])
         session.run(1, 8, 4)
         probe_s = max(plan["probe_s"] for plan in plans)
-        for streams, load in LOADS.items():
+        for streams, load in shape.loads.items():
             figures = [session.run(streams, *load) for _ in range(rounds)]
             said = [
                 p["decode_tok_s"] for plan in plans for p in plan["decode"] if p["batch"] == streams

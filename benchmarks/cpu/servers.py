@@ -11,11 +11,11 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.sessions import SHAPE, Peers, Session
+from benchmarks.cpu.sessions import Peers, Session
 from benchmarks.cpu.sessions import commands as session_commands
+from benchmarks.cpu.shapes import BUNDLED, Shape
 from headrace.bench.serve import Load, run_load
 from headrace.bench.startup import free_port
 
@@ -24,19 +24,18 @@ LENGTH = 512
 ALONE = "llama.cpp, engine alone"
 
 
-def commands(peers: Peers, port: int) -> dict[str, list[str]]:
+def commands(peers: Peers, shape: Shape, port: int) -> dict[str, list[str]]:
     """Engine -> the command of its server."""
-    file = f"{peers.gguf}-BF16.gguf"
-    has_file = bool(peers.gguf) and Path(file).exists()
-    model = [file] if has_file else [str(SHAPE), "--load-format", "dummy"]
-    tokenizer = [] if has_file else ["--tokenizer", str(SHAPE.parents[2] / "demo" / "model")]
+    file = peers.gguf(shape, "bf16")
+    model = [str(shape.folder), "--load-format", "dummy"] if file is None else [str(file)]
+    tokenizer = ["--tokenizer", str(BUNDLED)] if file is None else []
     ours = [sys.executable, "-m", "headrace", "serve", "--model", *model, *tokenizer]
     ours += ["--dtype", "bfloat16", "--max-model-len", str(LENGTH), "--no-prefix-caching"]
     ours += ["--threads", str(peers.threads), "--log-level", "error", "--port", str(port)]
     found = {"headrace": ours}
-    if has_file and peers.llama_server:
+    if file is not None and peers.llama_server:
         found["llama-server"] = [
-            peers.llama_server, "-m", file, "--threads", str(peers.threads), "--parallel", str(USERS),
+            peers.llama_server, "-m", str(file), "--threads", str(peers.threads), "--parallel", str(USERS),
             "--ctx-size", str(USERS * LENGTH), "--port", str(port), "--host", "127.0.0.1",
             "--cache-ram", "0", "--no-webui", "--flash-attn", "auto",
         ]  # fmt: skip
@@ -91,9 +90,9 @@ def _wait(base: str, process: subprocess.Popen[bytes], timeout_s: float = 120) -
     return "not ready in time"
 
 
-def engine_alone(peers: Peers, *, users: int, quick: bool) -> dict[str, Any] | str:
+def engine_alone(peers: Peers, shape: Shape, *, users: int, quick: bool) -> dict[str, Any] | str:
     """The same figures of llama.cpp's engine without a server."""
-    command = session_commands(peers, "bf16").get("llama.cpp")
+    command = session_commands(peers, shape, "bf16").get("llama.cpp")
     if command is None:
         return "not installed"
     session = Session(command)
@@ -109,16 +108,16 @@ def engine_alone(peers: Peers, *, users: int, quick: bool) -> dict[str, Any] | s
     }
 
 
-def compare(peers: Peers, *, rounds: int, quick: bool) -> list[dict[str, Any]]:
+def compare(peers: Peers, shape: Shape, *, rounds: int, quick: bool) -> list[dict[str, Any]]:
     """One row per engine, the engines in turn; at most two rounds, each is most of a minute."""
     port = free_port()
     seen: dict[str, list[dict[str, Any]]] = {}
     refused: dict[str, str] = {}
     for number in range(min(rounds, 2)):
-        users, here = 4 if quick else USERS, commands(peers, port)
+        users, here = 4 if quick else USERS, commands(peers, shape, port)
         for name in (*here, *([] if "llama-server" in here else [ALONE])):
             if name == ALONE:
-                found = engine_alone(peers, users=users, quick=quick)
+                found = engine_alone(peers, shape, users=users, quick=quick)
             else:
                 found = once(here[name], port, users=users, quick=quick, seed=number)
             if isinstance(found, str):

@@ -15,21 +15,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-SHAPE = HERE.parent / "models" / "qwen3-0.6b"
+from benchmarks.cpu.shapes import HERE, Shape
+
 GGUF = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Where the other engines are: PREFIX-BF16.gguf and so on (make_gguf.py), an interpreter that has their packages,
-    llama-server, and the folder of an int4 model (onnx_peer.py); empty: not there."""
+    """Where the other engines are. `files` is a folder of SHAPE-BF16.gguf, -Q8_0.gguf, -Q4_0.gguf (make_gguf.py),
+    SHAPE-openvino-PRECISION/ (openvino_peer.py) and SHAPE-onnx-PRECISION/ (onnx_peer.py); `python` an interpreter that
+    has their packages; empty or missing: not there."""
 
-    gguf: str
+    files: str
     python: str
     llama_server: str
-    onnx: str
     threads: int
+
+    def gguf(self, shape: Shape, precision: str) -> Path | None:
+        """The file of a shape at a precision, if it is there."""
+        return self._there(f"{shape.name}-{GGUF[precision]}.gguf")
+
+    def folder(self, shape: Shape, engine: str, precision: str) -> Path | None:
+        """An engine's own folder of a shape, if it is there."""
+        return self._there(f"{shape.name}-{engine}-{precision}")
+
+    def _there(self, name: str) -> Path | None:
+        path = Path(self.files) / name
+        return path if self.files and path.exists() else None
 
 
 class Session:
@@ -81,7 +93,7 @@ class Session:
         self._errors.close()
 
 
-def commands(peers: Peers, precision: str) -> Mapping[str, list[str]]:
+def commands(peers: Peers, shape: Shape, precision: str) -> Mapping[str, list[str]]:
     """Engine -> the command of its session at a precision, for all engines that are here."""
     threads = ["--threads", str(peers.threads)]
     quantized = [] if precision == "bf16" else ["--quantization", precision]
@@ -90,22 +102,21 @@ def commands(peers: Peers, precision: str) -> Mapping[str, list[str]]:
             sys.executable,
             "-m",
             "benchmarks.cpu.headrace_session",
-            str(SHAPE),
+            str(shape.folder),
             *threads,
             *quantized,
         ]
     }
-    file = f"{peers.gguf}-{GGUF[precision]}.gguf"
-    if peers.gguf and Path(file).exists():
-        for name, module in (("llama.cpp", "llama_cpp"), ("openvino", "openvino_genai")):
-            if _has(peers.python, module):
-                script = HERE / f"{name.partition('.')[0]}_peer.py"
-                found[name] = [peers.python, str(script), file, *threads]
-    if precision == "int4" and peers.onnx and _has(peers.python, "onnxruntime_genai"):
-        found["onnxruntime"] = [peers.python, str(HERE / "onnx_peer.py"), peers.onnx, *threads]
+    for name, (script, module, path) in {
+        "llama.cpp": ("llama", "llama_cpp", peers.gguf(shape, precision)),
+        "openvino": ("openvino", "openvino_genai", peers.folder(shape, "openvino", precision)),
+        "onnxruntime": ("onnx", "onnxruntime_genai", peers.folder(shape, "onnx", precision)),
+    }.items():
+        if path is not None and _has(peers.python, module):
+            found[name] = [peers.python, str(HERE / f"{script}_peer.py"), str(path), *threads]
     if precision == "bf16":
         found["transformers"] = [
-            sys.executable, str(HERE / "transformers_peer.py"), str(SHAPE), *threads,
+            sys.executable, str(HERE / "transformers_peer.py"), str(shape.folder), *threads,
         ]  # fmt: skip
     return found
 

@@ -13,17 +13,15 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.cpu.shapes import BUNDLED, Shape
 from headrace.bench.startup import _first_token, free_port, wait_ready
 
-CHECKPOINT = Path(tempfile.gettempdir()) / "headrace-bench-0.6b"
-TOKENIZER = Path(__file__).resolve().parents[2] / "demo" / "model"
 KV_BYTES = 64 << 20
 IMPORTS = {
     "supervisor": ("headrace.cli.main", "headrace.cli.serve"),
@@ -49,14 +47,15 @@ def make_checkpoint(shape: Path, folder: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def measure(shape: Path, folder: Path, *, rounds: int) -> dict[str, list[dict[str, Any]]]:
+def measure(shape: Shape, *, rounds: int) -> dict[str, list[dict[str, Any]]]:
     """Rows of "start" and of "memory"."""
-    make_checkpoint(shape, folder)
+    folder = shape.checkpoint
+    make_checkpoint(shape.folder, folder)
     for file in folder.glob("*.safetensors"):
         file.read_bytes()
     starts, memory = [], []
     for precision in ("bf16", "int8", "int4"):
-        options = ["--model", str(folder), "--tokenizer", str(TOKENIZER), "--dtype", "bfloat16"]
+        options = ["--model", str(folder), "--tokenizer", str(BUNDLED), "--dtype", "bfloat16"]
         options += ["--max-model-len", "512", "--kv-memory", str(KV_BYTES)]
         options += [] if precision == "bf16" else ["--quantization", precision]
         runs = [start_once(options) for _ in range(rounds)]

@@ -163,7 +163,7 @@ def start_lines() -> str:
         lines.append(f"- {shape}: `headrace serve` ready after {ready} s (dummy weights).")
         if (cold := load("server", shape).get("cold_ready_s")) is not None:
             lines.append(f"- {shape}: with an empty cache of kernels after {cold:.1f} s.")
-        for row in load("offline", shape)["gap"]:
+        for row in load("offline", shape).get("gap", []):
             lines.append(
                 f"- {shape}, batch {row['batch']}: the device idles {row['gap_us_p50']:.0f} us (p90 "
                 f"{row['gap_us_p90']:.0f}) between steps, under the profiler."

@@ -119,6 +119,8 @@ def main() -> None:
             stop(process)
             if given.out:
                 given.out.write_text(json.dumps(result, indent=1))
+    if not result["loads"]:
+        return
     header = [name for name in result["loads"][0] if name not in ("ledger", "problem")]
     print(markdown_table(header, [[row[name] for name in header] for row in result["loads"]]))
 

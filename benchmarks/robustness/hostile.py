@@ -27,6 +27,9 @@ RANKED = {"query": "fox", "documents": ["dog"]}
 ANSWER = {"choices": [{"token_ids": [5], "finish_reason": "stop"}]}
 
 ANSWERED: dict[str, dict[str, Any]] = {
+    "/abort_requests": {"request_ids": ["x"]},
+    "/inference/v1/abort_requests": {"request_ids": ["x"]},
+    "/collective_rpc": {"method": "status"},
     "/v1/chat/completions": CHAT,
     "/v1/chat/completions/batch": {"messages": [SAID], "max_tokens": 1},
     "/v1/completions": {"prompt": "fox", "max_tokens": 1},

@@ -3,6 +3,7 @@
     HeadraceError
     |-- RequestError            the caller of a request did something wrong; never retried unchanged
     |   |-- InvalidRequest      400  malformed, out of range, or can never fit
+    |   |   |-- Unsupported     400  known from other servers, and not built here
     |   |   `-- ContextTooLong  400  the prompt is longer than the model or the KV pool can hold
     |   |-- Unauthorized        401
     |   |-- Forbidden           403
@@ -64,6 +65,12 @@ class RequestError(HeadraceError):
 
 class InvalidRequest(RequestError):
     """A field is malformed, out of range, or asks for what can never be done."""
+
+
+class Unsupported(InvalidRequest):
+    """The route is known from other servers, and what it asks for is not built here; the message names it."""
+
+    code = "unsupported_feature"
 
 
 class ContextTooLong(InvalidRequest):

@@ -1,6 +1,7 @@
 """`headrace plan MODEL [--device h200]`: does it fit, how much KV remains, which kernels would run and why, how fast.
 
-Needs no such device. The speeds are rooflines: bytes over bandwidth and operations over rate, whichever is longer.
+Needs no such device. Its speeds are rooflines: bytes over bandwidth and operations over rate, whichever is longer.
+Those of this machine come from steps of a few of the model's layers.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ def _predict(
     import psutil
 
     from headrace.back.models.registry import DTYPES
+    from headrace.bench.sample import run_sample
     from headrace.launch.forecast import DeviceModel
     from headrace.launch.plan import build_without_memory, cost_of, kernels_of, probe_cpu
 
-    spec, kv = resolved.engine.model, resolved.engine.kv
+    spec, kv, sampled = resolved.engine.model, resolved.engine.kv, None
     cost = cost_of(
         build_without_memory(spec, block_tokens=kv.block_tokens), dtype=DTYPES[spec.dtype]
     )
@@ -75,10 +77,14 @@ def _predict(
     else:
         target = probe_cpu(resolved.engine, memory_bytes=psutil.virtual_memory().available)
         memory = kv.memory_bytes
-        kernels = kernels_of(spec, cost, block_tokens=kv.block_tokens)
+        if resolved.text.generates:
+            sampled, kernels = run_sample(resolved, cost)
+        else:
+            kernels = kernels_of(spec, block_tokens=kv.block_tokens)
     return forecast(
-        cost, target, kv_memory_bytes=memory, max_model_len=spec.max_model_len, context=context
-    ), kernels
+        cost, target, kv_memory_bytes=memory, max_model_len=spec.max_model_len, context=context,
+        sampled=sampled,
+    ), kernels  # fmt: skip
 
 
 def _show(resolved: Resolved, predicted: Forecast, decisions: Sequence[Decision]) -> None:
@@ -88,12 +94,15 @@ def _show(resolved: Resolved, predicted: Forecast, decisions: Sequence[Decision]
     console.print(f"{spec.name} ({spec.family}, {spec.dtype}) on {predicted.device}: {verdict}")
     console.print(
         f"weights {show_bytes(predicted.weight_bytes)}, KV cache {show_bytes(predicted.kv_memory_bytes)}"
-        f" = {predicted.kv_tokens:,} tokens, prefill at most {predicted.prefill_tok_s:,.0f} tokens/s"
+        f" = {predicted.kv_tokens:,} tokens, prefill {predicted.prefill_tok_s:,.0f} tokens/s"
     )
     console.print(
         f"reads {predicted.read_gb_s:,.1f} GB/s, products {predicted.gflops:,.0f} GFLOP/s ({predicted.source})"
     )
-    speed = Table("streams", "context", "decode step", "tokens/s", "bound by", title="roofline")
+    title = "roofline"
+    if predicted.sample_layers:
+        title = f"from steps of {predicted.sample_layers} layers, all measured in {predicted.probe_s:.2f} s"
+    speed = Table("streams", "context", "decode step", "tokens/s", "bound by", title=title)
     for p in predicted.decode:
         speed.add_row(
             str(p.batch),

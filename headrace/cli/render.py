@@ -12,7 +12,7 @@ from headrace.base.telemetry import log as logs
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.front.server.texts import serve_texts, text_services
 from headrace.launch.facts import resolve_text
-from headrace.launch.supervisor import bind
+from headrace.launch.listen import address_of, bind
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,23 +24,20 @@ def main(argv: Sequence[str]) -> int:
         groups=("model", "server"),
     )
     add_model_argument(line)
-    line.parser.add_argument(
-        "--grpc-port", type=int, help="also serve gRPC on this port; 0 takes a free one"
-    )
     own, options = line.parse(argv)
     text, server, _ = resolve_text(with_model(options, own.path))
     logs.configure("render", server.log_level)
     listener = bind(server.host, server.port)
-    host = f"[{server.host}]" if ":" in server.host else server.host
-    grpc_address = None if own.grpc_port is None else f"{host}:{own.grpc_port}"
+    host = "127.0.0.1" if server.host.startswith("unix:") else server.host
+    host = f"[{host}]" if ":" in host else host
+    grpc_address = None if server.grpc_port is None else f"{host}:{server.grpc_port}"
     services = text_services(text, server)
 
     def announce(grpc_port: int | None) -> None:
         seconds = time.monotonic() - began
         if grpc_port is not None:
             print(f"headrace serves gRPC: {host}:{grpc_port}", flush=True)
-        address = f"http://{host}:{listener.getsockname()[1]}"
-        print(f"headrace is ready: {address} ({seconds:.2f} s)", flush=True)
+        print(f"headrace is ready: {address_of(listener)} ({seconds:.2f} s)", flush=True)
 
     try:
         asyncio.run(serve_texts(services, listener, grpc_address=grpc_address, announce=announce))

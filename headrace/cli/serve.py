@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -18,7 +19,8 @@ from headrace.base.errors import StartError
 from headrace.base.telemetry import log as logs
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.launch.facts import resolve_options
-from headrace.launch.supervisor import Seat, Supervisor, bind, bind_admin
+from headrace.launch.listen import address_of, bind, bind_admin, reserve
+from headrace.launch.supervisor import Seat, Supervisor
 from headrace.launch.topology import RuntimeFolder
 
 
@@ -40,36 +42,45 @@ def run(options: Options) -> int:
     try:
         resolved = resolve_options(options)
         listener = bind(resolved.server.host, resolved.server.port)
-        address = resolved.server.admin_listen
-        admin = None if address is None else bind_admin(address)
+        place = resolved.server.admin_listen
+        admin = None if place is None else bind_admin(place)
+        resolved, grpc = _with_grpc(resolved)
     except StartError as error:
         print(f"headrace: {error.message}", file=sys.stderr, flush=True)
         return 2
     folder = RuntimeFolder()
-    host, port = listener.getsockname()[:2]
+    address = address_of(listener)
 
     def announce(seats: list[Seat]) -> None:
         show_start(resolved, seats, seconds=time.monotonic() - began)
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"headrace is ready: {address}", flush=True)
+        if grpc is not None:
+            print(f"headrace serves gRPC: {address_of(grpc, scheme='')}", flush=True)
         if admin is not None:
-            print(f"administration: {_shown(admin)}", flush=True)
-        if resolved.server.log_level != "error":
+            at = address_of(admin)
+            print(
+                f"administration: {at if at.startswith('unix:') else at + '/v1/admin/'}", flush=True
+            )
+        if resolved.server.log_level != "error" and not address.startswith("unix:"):
             print(what_to_try(resolved, address), flush=True)
 
     try:
         return Supervisor(resolved, folder, listener, announce, admin=admin).run()
     finally:
         folder.close()
-        listener.close()
-        if admin is not None:
-            admin.close()
+        for one in (listener, admin, grpc):
+            if one is not None:
+                one.close()
 
 
-def _shown(admin: socket.socket) -> str:
-    """The address of the administrative plane, with the port that was found."""
-    name = admin.getsockname()
-    return f"unix:{name}" if isinstance(name, str) else f"http://{name[0]}:{name[1]}/v1/admin/"
+def _with_grpc(resolved: Resolved) -> tuple[Resolved, socket.socket | None]:
+    """With the port that gRPC gets, and the socket that holds it for the API processes."""
+    server = resolved.server
+    if server.grpc_port is None:
+        return resolved, None
+    held = reserve(server.host, server.grpc_port)
+    server = msgspec.structs.replace(server, grpc_port=held.getsockname()[1])
+    return msgspec.structs.replace(resolved, server=server), held
 
 
 def what_to_try(resolved: Resolved, address: str) -> str:

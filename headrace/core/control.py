@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.base.errors import Conflict, InvalidRequest, Unavailable, to_wire
+from headrace.base.telemetry import log as logs
 from headrace.base.wire.request import Call, Reply
 from headrace.core.admission import retry_after_s
+from headrace.core.counters import STEP_TOKENS
 from headrace.core.request import Request
 from headrace.core.swap import RETRY_S
 
@@ -47,6 +49,7 @@ class Control:
         self._waiting_pause: list[int] = []
         self._waiting_drain: list[int] = []
         self._drain_aborted = 0
+        self.log_level = ""
         self._operations: dict[str, Callable[[Call], object]] = {
             "status": lambda call: self._status(),
             "explain": self._explain,
@@ -55,7 +58,9 @@ class Control:
             "pause": self._pause,
             "resume": lambda call: self._resume(),
             "drain": self._drain,
-            "reset_prefix_cache": lambda call: self._reset_prefix_cache(),
+            "reset_prefix_cache": self._reset,
+            "abort": self._abort,
+            "log_level": self._set_log_level,
             "profile": self._profile,
             "reload": core.swap.reload,
             "sleep": core.swap.sleep,
@@ -81,8 +86,16 @@ class Control:
 
     @property
     def is_still(self) -> bool:
-        """Whether nothing runs and nothing can begin: a pause of mode wait or abort is complete."""
-        return self.pause in (Pause.WAIT, Pause.ABORT) and self._pause_is_complete()
+        """Whether nothing runs and nothing can begin: a pause of mode wait or abort is complete, or one of mode keep
+        whose requests have gone back to the queue."""
+        if self.pause is Pause.KEEP and self._core.scheduler.num_running:
+            return False
+        return self.pause is not None and self._pause_is_complete()
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether a pause of mode keep is complete: rows are held, and none of them runs."""
+        return self.pause is Pause.KEEP and self._pause_is_complete()
 
     def call(self, call: Call) -> Reply | None:
         """Runs an operation; None if its reply comes later. A bad call is answered with an error."""
@@ -123,6 +136,8 @@ class Control:
             raise InvalidRequest(
                 f"clear_cache is {clear!r}, true or false is allowed", field="clear_cache"
             )
+        if mode == Pause.WAIT.value and self._core.swap.is_empty and self._begun():
+            raise Conflict("the engine is asleep, and requests that have begun wait: wake it first")
         self.pause = Pause(mode)
         self._clear_cache = clear and self.pause is not Pause.KEEP
         self._core.scheduler.admit_new = False
@@ -135,9 +150,12 @@ class Control:
         if core.num_in_flight:
             return False
         if self.pause is Pause.WAIT:
-            begun = any(request.scheduled_at is not None for request in core.scheduler.queue)
-            return core.scheduler.num_running == 0 and not begun
+            return core.scheduler.num_running == 0 and not self._begun()
         return True
+
+    def _begun(self) -> bool:
+        """Whether a request waits that has run before."""
+        return any(request.scheduled_at is not None for request in self._core.scheduler.queue)
 
     def _resume(self) -> Document:
         if self._core.swap.asleep:
@@ -202,7 +220,38 @@ class Control:
             raise Conflict("the engine is asleep: wake it first")
         return {"places": self._core.executor.profile(folder)}
 
+    def _abort(self, call: Call) -> Document:
+        """Ends the requests with these public ids (all: none given), of one tenant if one is named."""
+        labels, tenant = call.arguments.get("labels"), call.arguments.get("tenant")
+        if labels is not None and not isinstance(labels, list):
+            raise InvalidRequest(f"labels is {labels!r}, a list of ids is wanted", field="labels")
+        found = [
+            request.id
+            for request in self._core.requests.values()
+            if tenant in (None, request.wire.tenant)
+            and (labels is None or any(_is_of(request.wire.label, str(one)) for one in labels))
+        ]
+        self._core.abort(found)
+        return {"aborted": len(found)}
+
+    def _set_log_level(self, call: Call) -> Document:
+        """Of this process and its workers; fronts hear of it in the next Hello."""
+        level = str(call.arguments.get("level"))
+        if level not in logs.LEVELS:
+            raise InvalidRequest(f"level is {level!r}, allowed are {', '.join(logs.LEVELS)}")
+        logs.set_level(level)
+        if not self._core.swap.is_empty:
+            self._core.executor.log_level(level)
+        self.log_level = level
+        return {"level": level}
+
     # reports
+
+    def _reset(self, call: Call) -> Document:
+        """Forgets cached prefixes; with `running` what runs gives its blocks back too, and is computed again."""
+        if call.arguments.get("running") is True:
+            self._core.scheduler.put_back_all("the prefix cache was reset under it")
+        return self._reset_prefix_cache()
 
     def _reset_prefix_cache(self) -> Document:
         self._core.kv.reset_cache(self._core.scheduler.running())
@@ -300,9 +349,20 @@ class Control:
             "refused": counters.refused,
             "held_by_gates": core.gates.num_held,
             "finished": dict(counters.finished),
+            "step_tokens": _by_bound(counters.step_tokens),
             "plan_s": counters.plan_s,
             "land_s": counters.land_s,
         }
+
+
+def _by_bound(counts: list[int]) -> dict[str, int]:
+    """Greatest value of a bucket -> count."""
+    return dict(zip([*map(str, STEP_TOKENS), "inf"], counts, strict=True))
+
+
+def _is_of(label: str, asked: str) -> bool:
+    """Whether a request's label is this public id, or that of one of its several prompts."""
+    return label == asked or label.startswith(asked + "-")
 
 
 def _reply(number: int, result: object) -> Reply:

@@ -122,6 +122,7 @@ class EngineCore:
             num_blocks=self.facts.num_blocks,
             block_tokens=self.facts.block_tokens,
             trouble=self.swap.lost,
+            log_level=self.control.log_level,
             start_s=self.facts.start_s,
             decisions=self.facts.decisions,
         )
@@ -384,6 +385,7 @@ def _finished(
         num_cached=request.num_cached,
         num_preemptions=request.num_preemptions,
         preempted_s=tuple(at - began for at in request.preempted_at),
+        gated_s=request.gated_s,
         scheduled_s=None if request.scheduled_at is None else request.scheduled_at - began,
         first_token_s=None if request.first_token_at is None else request.first_token_at - began,
         total_s=now - began,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 
 RATE_WINDOW_S = 1.0
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Greatest step of each bucket but the last, which has no bound."""
 
 
 class Counters:
-    """Totals; `rate` is tokens (prompt and output) per second, smoothed over about RATE_WINDOW_S."""
+    """Totals; `rate` is tokens (prompt and output) per second, smoothed over about RATE_WINDOW_S. `step_tokens`: steps
+    by their tokens, a count for each bucket of STEP_TOKENS."""
 
     def __init__(self, now: float) -> None:
         self.steps = 0
@@ -21,6 +25,7 @@ class Counters:
         self.plan_s = 0.0
         self.land_s = 0.0
         self.rate = 0.0
+        self.step_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._window_start = now
         self._window_tokens = 0
 
@@ -29,6 +34,7 @@ class Counters:
         self.steps += 1
         self.rows += rows
         self.tokens += tokens
+        self.step_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
         self._window_tokens += tokens
         length = now - self._window_start
         if length >= RATE_WINDOW_S:

@@ -59,6 +59,10 @@ class Executor(Protocol):
         files. Conflict if it runs already, or does not."""
         ...
 
+    def log_level(self, level: str) -> None:
+        """What workers in processes of their own log from now on: debug, info, warning or error."""
+        ...
+
     def check(self) -> None:
         """Raises EngineDead if a worker has died."""
         ...

@@ -83,6 +83,8 @@ class Request:
     num_preemptions: int = field(init=False, default=0)
     preempted_at: tuple[float, ...] = field(init=False, default=())
     prompt_scored: int = field(init=False, default=0)
+    gated_s: float = field(init=False, default=0.0)
+    gated_since: float | None = field(init=False, default=None)
     scheduled_at: float | None = field(init=False, default=None)
     first_token_at: float | None = field(init=False, default=None)
 
@@ -120,6 +122,14 @@ class Request:
         assert state in _NEXT[self.state], f"request {self.id}: {self.state} -> {state}"
         self.state = state
         self.since = now
+
+    def note_gate(self, *, opens: bool, now: float) -> None:
+        """A gate was asked: how long one held the request back is told with its end."""
+        if opens and self.gated_since is not None:
+            self.gated_s += now - self.gated_since
+            self.gated_since = None
+        elif not opens and self.gated_since is None:
+            self.gated_since = now
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """Every token held here, int32 [num_tokens]."""

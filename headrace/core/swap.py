@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headrace.core.core import EngineCore
 
 LEVELS = (1, 2)
+PARTS = frozenset({"weights", "kv_cache"})
 RETRY_S = 5.0
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Swap:
         self._source = source
         self.asleep = False
         self.lost = ""
+        self._awaited = PARTS
 
     @property
     def is_empty(self) -> bool:
@@ -67,22 +69,31 @@ class Swap:
         return {"reloaded": True, "weight_bytes": executor.facts.weight_bytes}
 
     def sleep(self, call: Call) -> dict[str, object]:
-        """Gives back what the executor holds on the device and the host, weights and KV cache alike."""
+        """Gives back what the executor holds on the device and the host, weights and KV cache alike. What a pause of
+        mode keep has frozen goes back to the queue, and is computed again after waking: its tokens are kept."""
         level = call.arguments.get("level", 1)
         if level not in LEVELS:
             raise InvalidRequest(f"level is {level!r}, allowed are 1 and 2", field="level")
+        if self._core.control.is_frozen:
+            self._core.scheduler.put_back_all("asleep: its KV blocks were given back")
         self._ready()
         if not self.is_empty:
             self._core.executor.close()
-        self.asleep = True
+        self.asleep, self._awaited = True, PARTS
         return {"asleep": True}
 
     def wake(self, call: Call) -> dict[str, object]:
-        """Loads the weights again."""
+        """Loads the weights again, once all `parts` (all of them by default) have been called: they come together."""
+        parts = call.arguments.get("parts") or sorted(PARTS)
+        if not isinstance(parts, list) or not PARTS.issuperset(parts):
+            raise InvalidRequest(f"parts is {parts!r}, of {sorted(PARTS)}", field="tags")
         source = self._ready()
-        if self.is_empty:
+        if not self.is_empty:
+            return {"asleep": False, "awaited": []}
+        self._awaited = self._awaited.difference(str(part) for part in parts)
+        if not self._awaited:
             self._install(source)
-        return {"asleep": False}
+        return {"asleep": self.is_empty, "awaited": sorted(self._awaited)}
 
     def _install(self, source: ExecutorSource, executor: Executor | None = None) -> None:
         """Goes on with this executor, else with one like the last; without any, EngineError, and everything that waits

@@ -75,6 +75,10 @@ class Watchdog:
         """The step is over."""
         self._since = None
 
+    def report(self, message: Report) -> None:
+        """Tells the parent."""
+        report(self._status, message)
+
     def _watch(self) -> None:
         pause_s = min(1.0, max(0.01, self._timeout_s / 4))
         while True:
@@ -101,7 +105,7 @@ class CoreLoop:
         self._owner: dict[int, int] = {}
         self._calls: dict[int, tuple[int, int]] = {}
         self._call_number = 0
-        self._trouble = ""
+        self._told = core.hello()
 
     def run(self) -> None:
         """Serves until the process ends."""
@@ -155,9 +159,11 @@ class CoreLoop:
         self._call_number += 1
         self._calls[self._call_number] = (front, call.number)
         reply = self._core.call(msgspec.structs.replace(call, number=self._call_number))
-        if self._core.swap.lost != self._trouble:
-            self._trouble = self._core.swap.lost
-            self._fronts.announce(self._core.hello())
+        if (hello := self._core.hello()) != self._told:
+            if hello.log_level != self._told.log_level:
+                self._watchdog.report(Report(log_level=hello.log_level))
+            self._told = hello
+            self._fronts.announce(hello)
         if reply is not None:
             self._reply(reply)
 
@@ -217,10 +223,11 @@ def main() -> int:
     parser.add_argument("--socket", required=True)
     parser.add_argument("--status-fd", type=int, required=True)
     parser.add_argument("--parent", type=int)
+    parser.add_argument("--log-level", default="info")
     given = parser.parse_args()
     tie_to_parent(given.parent)
     faulthandler.enable()
-    logs.configure("core", "info")
+    logs.configure("core", given.log_level)
     status = socket.socket(fileno=given.status_fd)
     try:
         loop = _start(given.spec, given.socket, status)

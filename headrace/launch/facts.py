@@ -24,6 +24,7 @@ def resolve_options(options: Options) -> Resolved:
         raise MissingDependency(
             "--grammar-backend xgrammar needs the library 'xgrammar': pip install 'headrace[xgrammar]'"
         )
+    _check_grpc(options.server)
     located = locate(options.model)
     facts = read_model_facts(located, family=options.model.family)
     facts = msgspec.structs.replace(facts, chat_template=_chat_template(options, facts))
@@ -34,6 +35,7 @@ def resolve_options(options: Options) -> Resolved:
 
 def resolve_text(options: Options) -> tuple[TextSpec, ServerSpec, tuple[Decision, ...]]:
     """What a server of texts alone needs: no weights are looked at, no device is asked for."""
+    _check_grpc(options.server)
     located = locate(options.model)
     facts = read_model_facts(located, family=options.model.family)
     facts = msgspec.structs.replace(facts, chat_template=_chat_template(options, facts))
@@ -41,6 +43,15 @@ def resolve_text(options: Options) -> tuple[TextSpec, ServerSpec, tuple[Decision
     text = text_spec(options, facts, choose)
     server = server_spec(_with_keys(options.server))
     return text, server, (*located.decisions, *choose.decisions)
+
+
+def _check_grpc(given: ServerOptions) -> None:
+    """MissingDependency if gRPC is wanted without its libraries."""
+    for library in ("grpc", "grpc_health", "grpc_reflection"):
+        if given.grpc_port is not None and not available(library):
+            raise MissingDependency(
+                f"--grpc-port needs the library {library!r}: pip install 'headrace[grpc]'"
+            )
 
 
 def _chat_template(options: Options, facts: ModelFacts) -> str | None:

@@ -2,7 +2,8 @@
 
 A decode step reads every weight once and the KV of every row once; a prefill token costs two operations per weight.
 The step takes the longer of bytes / bandwidth and operations / rate. These are bounds, not measurements: the tables in
-benchmarks/ say which share of them is reached.
+benchmarks/ say which share of them is reached. On the machine at hand a sample of the model is measured instead (a few
+layers and the head, bench/sample.py), and its steps are scaled by what it costs and what the whole model does.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ GIB = 1 << 30
 
 class DeviceModel(msgspec.Struct, frozen=True, kw_only=True):
     """A device as the roofline sees it. Bandwidth in bytes/s and rate in operations/s, as reached by large streams
-    and matrix products; `source` says where the two come from."""
+    and matrix products; `source` says where the two come from, `probe_s` how long they were measured."""
 
     name: str
     memory_bytes: int
     bandwidth: float
     rate: float
     source: str
+    probe_s: float = 0.0
 
 
 REACHED = 0.9  # share of a data sheet that large streams and matrix products reach
@@ -60,13 +62,14 @@ def known_device(name: str) -> DeviceModel:
 
 class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     """What a model costs. `read_bytes` are the weights one decode step reads (all but the embedding table, unless it is
-    also the head); `multiplied` is the number of weights a token is multiplied with. `kv_layers`: one (bytes per token,
-    window in tokens or None) per layer."""
+    also the head), of them `head_bytes` the head's; `multiplied` is the number of weights a token is multiplied with.
+    `kv_layers`: one (bytes per token, window in tokens or None) per layer."""
 
     weight_bytes: int
     read_bytes: int
     multiplied: int
     kv_layers: tuple[tuple[int, int | None], ...]
+    head_bytes: int = 0
 
     def kv_bytes(self, context: int) -> int:
         """KV bytes of one sequence of `context` tokens."""
@@ -75,8 +78,46 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Sampled(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample of a model, measured: what it `cost`s, `steps` of (rows, seconds) at `context` tokens a row, and the
+    `prompt_s` of one step over `prompt_tokens` tokens of as many prompts as the last of `steps` has rows. All that was
+    measured in `seconds`."""
+
+    cost: ModelCost
+    context: int
+    steps: tuple[tuple[int, float], ...]
+    prompt_tokens: int
+    prompt_s: float
+    seconds: float = 0.0
+
+    def step_s(self, rows: int) -> float:
+        """Seconds of the sample's step: between measured numbers of rows, and beyond them, on a straight line."""
+        points = self.steps
+        at = next((i for i, (r, _) in enumerate(points[1:-1]) if rows <= r), len(points) - 2)
+        (r0, s0), (r1, s1) = points[at : at + 2]
+        return s0 + (s1 - s0) * (rows - r0) / (r1 - r0)
+
+    def decode_s(self, cost: ModelCost, rows: int) -> float:
+        """Seconds of the whole model's step over `rows` rows of `context` tokens: in proportion to the bytes read."""
+        whole = cost.read_bytes + rows * cost.kv_bytes(self.context)
+        return (
+            self.step_s(rows)
+            * whole
+            / (self.cost.read_bytes + rows * self.cost.kv_bytes(self.context))
+        )
+
+    def prefill_tok_s(self, cost: ModelCost) -> float:
+        """Tokens of a prompt per second: the layers' work in proportion, and the head once."""
+        rows = self.steps[-1][0]
+        head = self.cost.head_bytes / self.cost.read_bytes
+        layers_s = max(self.prompt_s - head * self.step_s(rows), 0.1 * self.prompt_s)
+        own_layers = self.cost.read_bytes - self.cost.head_bytes
+        whole_s = layers_s * (cost.read_bytes - cost.head_bytes) / own_layers
+        return self.prompt_tokens / (whole_s + head * self.step_s(1))
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """The roofline of one load: `batch` rows at `context` tokens each."""
+    """One load: `batch` rows at `context` tokens each. `bound`: what most of a step is spent on."""
 
     batch: int
     context: int
@@ -87,7 +128,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model fits, what is left for KV, and how fast it would run at so many 10^9 bytes and operations per
-    second, which are from `source`."""
+    second, which are from `source`; with `sample_layers` from their steps. `probe_s`: seconds of all measuring."""
 
     device: str
     read_gb_s: float
@@ -99,13 +140,26 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     prefill_tok_s: float
     decode: tuple[Prediction, ...]
+    probe_s: float = 0.0
+    sample_layers: int = 0
 
 
-def predict_step(cost: ModelCost, device: DeviceModel, *, batch: int, context: int) -> Prediction:
-    """One decode step at the roofline."""
+def predict_step(
+    cost: ModelCost,
+    device: DeviceModel,
+    *,
+    batch: int,
+    context: int,
+    sampled: Sampled | None = None,
+) -> Prediction:
+    """One decode step: at the roofline, or as a sample of the model says."""
     bytes_s = (cost.read_bytes + batch * cost.kv_bytes(context)) / device.bandwidth
     operations_s = 2 * batch * cost.multiplied / device.rate
     step_s = max(bytes_s, operations_s)
+    if sampled is not None:
+        more_kv = cost.kv_bytes(context) - cost.kv_bytes(sampled.context)
+        step_s = sampled.decode_s(cost, batch) + batch * more_kv / device.bandwidth
+        operations_s = step_s - bytes_s
     return Prediction(
         batch=batch,
         context=context,
@@ -123,8 +177,9 @@ def forecast(
     max_model_len: int,
     batches: Sequence[int] = (1, 8, 32, 128),
     context: int = 1024,
+    sampled: Sampled | None = None,
 ) -> Forecast:
-    """The whole forecast; `kv_memory_bytes` None takes 90 % of what the weights leave."""
+    """The whole forecast; `kv_memory_bytes` None takes 90 % of what the weights leave; without a sample rooflines."""
     left = device.memory_bytes - cost.weight_bytes
     kv_memory = int(max(0, left) * 0.9) if kv_memory_bytes is None else kv_memory_bytes
     context = min(context, max_model_len)
@@ -138,6 +193,12 @@ def forecast(
         weight_bytes=cost.weight_bytes,
         kv_memory_bytes=kv_memory,
         kv_tokens=kv_memory * context // max(1, per_sequence),
-        prefill_tok_s=device.rate / (2 * cost.multiplied),
-        decode=tuple(predict_step(cost, device, batch=b, context=context) for b in batches),
+        prefill_tok_s=device.rate / (2 * cost.multiplied)
+        if sampled is None
+        else sampled.prefill_tok_s(cost),
+        decode=tuple(
+            predict_step(cost, device, batch=b, context=context, sampled=sampled) for b in batches
+        ),
+        probe_s=device.probe_s + (sampled.seconds if sampled else 0.0),
+        sample_layers=len(sampled.cost.kv_layers) if sampled else 0,
     )

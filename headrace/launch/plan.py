@@ -1,6 +1,5 @@
-"""`headrace plan` without its printing: what a model costs, read off the model itself built without memory.
-
-The kernels are those the real choice picks: a few layers of the model are built with dummy weights on this machine.
+"""`headrace plan` without its printing: what a model costs, read off the model itself built without memory, and what
+this machine reads and multiplies per second.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from headrace.back.quant.scheme import SCHEMES
 from headrace.base.config.resolved import Decision, EngineSpec, ModelSpec
 from headrace.launch.forecast import DeviceModel, ModelCost
 
-SAMPLE_LAYERS = 6
-SAMPLE_BYTES = 2 << 30
-_PROBE_BYTES = 256 << 20
+_PROBE_BYTES = 128 << 20
 _PROBE_ROWS, _PROBE_SIZE = 256, 2048
-_PROBE_S = 0.08
+_PROBE_S = 0.03
 """Of each of the two probes."""
 
 
@@ -46,7 +43,7 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
     }
     tables = [name for name in sizes if "embed" in name]
     tied = not any("lm_head" in name or name == "head" for name in sizes)
-    unread = 0 if tied else sum(sizes[n][1] for n in tables)
+    table_bytes = sum(sizes[n][1] for n in tables)
     total = sum(num_bytes for _, num_bytes, _ in sizes.values())
     matrices = sum(
         count
@@ -57,8 +54,13 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
         (2 * layer.kv_heads * layer.head_dim * dtype.itemsize, layer.window)
         for layer in model.kv_layers
     )
+    head_bytes = sum(s[1] for n, s in sizes.items() if "lm_head" in n or n == "head")
     return ModelCost(
-        weight_bytes=total, read_bytes=total - unread, multiplied=matrices, kv_layers=kv
+        weight_bytes=total,
+        read_bytes=total if tied else total - table_bytes,
+        head_bytes=table_bytes if tied else head_bytes,
+        multiplied=matrices,
+        kv_layers=kv,
     )
 
 
@@ -66,23 +68,25 @@ def _num_bytes(param: Param) -> int:
     return param.packed_bytes or int(np.prod(param.shape)) * param.dtype.itemsize
 
 
-def kernels_of(spec: ModelSpec, cost: ModelCost, *, block_tokens: int) -> tuple[Decision, ...]:
-    """The kernels this machine would choose for the model's layers, with the reasons."""
-    num_layers = len(cost.kv_layers)
-    wanted = SAMPLE_LAYERS if cost.weight_bytes / num_layers * SAMPLE_LAYERS < SAMPLE_BYTES else 1
-    config = {**spec.config, "num_hidden_layers": min(num_layers, wanted)}
+def with_layers(spec: ModelSpec, num_layers: int) -> ModelSpec:
+    """The model's first layers, with dummy weights."""
+    config = {**spec.config, "num_hidden_layers": num_layers}
     if isinstance(config.get("layer_types"), list):
-        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
-    sample = msgspec.structs.replace(spec, config=config, format="dummy")
+        config["layer_types"] = config["layer_types"][:num_layers]
+    return msgspec.structs.replace(spec, config=config, format="dummy")
+
+
+def kernels_of(spec: ModelSpec, *, block_tokens: int) -> tuple[Decision, ...]:
+    """The kernels this machine would choose for the model's first layer, with the reasons."""
     _, report = load_model(
-        sample, mesh=Mesh(), device=torch.device("cpu"), block_tokens=block_tokens
+        with_layers(spec, 1), mesh=Mesh(), device=torch.device("cpu"), block_tokens=block_tokens
     )
     return report.decisions
 
 
 def probe_cpu(spec: EngineSpec, *, memory_bytes: int) -> DeviceModel:
     """This machine's read bandwidth and product rate, by the kernels, the threads and the type of weights the engine
-    would have; measured in under half a second (a slow machine gets fewer repetitions)."""
+    would have, in a tenth of a second (a slow machine gets fewer repetitions)."""
     begin = time.perf_counter()
     torch.set_num_threads(spec.device.threads)
     use_threads(spec.device.threads, spec.device.cpus or None)
@@ -100,7 +104,8 @@ def probe_cpu(spec: EngineSpec, *, memory_bytes: int) -> DeviceModel:
         memory_bytes=memory_bytes,
         bandwidth=bandwidth,
         rate=rate,
-        source=f"measured on {spec.device.threads} threads in {time.perf_counter() - begin:.2f} s, {bits}",
+        source=f"measured on {spec.device.threads} threads, {bits}",
+        probe_s=time.perf_counter() - begin,
     )
 
 

@@ -421,16 +421,16 @@ def _tool_parser(given: ServerOptions, model: ModelFacts, choose: Chooser) -> st
     """The name of a known format of tool calls, or "none"."""
     found = choose_tools(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--tool-parser", given.tool_parser, found.name, found.why)
-    tool_family(name)
-    return name
+    row = tool_family(name, model.chat_template)
+    return name if row is None else row.name
 
 
 def _reasoning_parser(given: ServerOptions, model: ModelFacts, choose: Chooser) -> str:
     """The name of a known format of reasoning, or "none"."""
     found = choose_reasoning(model.chat_template, str(model.config.get("model_type")))
     name: str = choose.pick("--reasoning-parser", given.reasoning_parser, found.name, found.why)
-    reasoning_family(name)
-    return name
+    row = reasoning_family(name, model.chat_template)
+    return name if row is None else row.name
 
 
 def _generation_defaults(given: dict[str, Any]) -> dict[str, float | int]:
@@ -484,7 +484,10 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         admin_listen=_admin_address(given),
         admin_readonly=given.admin_readonly,
         profile_dir=_absolute(given.profile_dir),
-        metrics_names=given.metrics_names,
+        metrics_compat=given.metrics_compat,
+        grpc_port=given.grpc_port,
+        stream_interval=given.stream_interval,
+        stream_interval_ms=given.stream_interval_ms,
         log_slow_s=given.log_slow_s,
         otlp_endpoint=_url(given.otlp_endpoint),
         file_store=given.file_store,
@@ -537,7 +540,7 @@ def _response_store(given: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
+    if host == "localhost" or host.startswith("unix:"):
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

@@ -20,10 +20,9 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from pathlib import Path
 
 from headrace.base.config.resolved import Resolved
-from headrace.base.errors import ConfigError
+from headrace.base.telemetry import log as logs
 from headrace.launch import api_process
 from headrace.launch.api_process import ApiSpec
 from headrace.launch.topology import (
@@ -178,7 +177,11 @@ class Supervisor:
         for found in reports:
             if seat.is_core:
                 seat.heard_at = time.monotonic()
-            if found.beat:
+            if found.log_level:
+                logs.set_level(found.log_level)
+            if found.stop and self.state is State.SERVING:
+                self._drain()
+            if found.beat or found.log_level or found.stop:
                 continue
             seat.error = found.error
             seat.ready = found.ready
@@ -241,6 +244,9 @@ class Supervisor:
         if self.state is not State.SERVING:
             self.state = State.STOPPING  # not serving yet, or the second signal
             return
+        self._drain()
+
+    def _drain(self) -> None:
         self.state = State.DRAINING
         server = self._resolved.server
         timeout_s = server.pre_drain_s + server.shutdown_timeout_s
@@ -278,7 +284,9 @@ def _core_seats(resolved: Resolved, folder: RuntimeFolder) -> list[Seat]:
 def _core_starter(spec: str, socket_path: str, environment: dict[str, str]) -> Callable[[], Child]:
     arguments = ("--spec", spec, "--socket", socket_path)
     return lambda: spawn(
-        "core", CORE_MODULE, *arguments, die_with_thread=True, environment=environment
+        *("core", CORE_MODULE, *arguments, "--log-level", logs.level()),
+        die_with_thread=True,
+        environment=environment,
     )
 
 
@@ -307,7 +315,7 @@ def _api_seats(
 
     def start(index: int) -> Child:
         fds = [listener.fileno()]
-        arguments = ["--spec", path, "--listen-fd", str(fds[0])]
+        arguments = ["--spec", path, "--listen-fd", str(fds[0]), "--log-level", logs.level()]
         if admin is not None and index == 0:
             fds.append(admin.fileno())
             arguments += ["--admin-fd", str(fds[1])]
@@ -323,40 +331,3 @@ def _api_seats(
     return [
         Seat(f"API process {index}", partial(start, index), is_core=False) for index in range(count)
     ]
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """The listening socket; ConfigError if the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # asyncio asks it for TCP_NODELAY
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host.strip("[]"), port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    listener.listen(2048)
-    return listener
-
-
-def bind_admin(address: str) -> socket.socket:
-    """The listening socket of the administrative plane: "HOST:PORT", or "unix:FILE" with mode 0600."""
-    if not address.startswith("unix:"):
-        host, _, port = address.rpartition(":")
-        return bind(host, int(port))
-    path = Path(address.removeprefix("unix:"))
-    if path.is_socket():
-        path.unlink()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o177)
-    try:
-        listener.bind(str(path))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {address}: {error.strerror or error}") from None
-    finally:
-        os.umask(mask)
-    listener.listen(64)
-    return listener

@@ -38,11 +38,14 @@ DRAIN_SIGNAL = signal.SIGUSR1
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a child tells its parent: it is ready (with figures for the log), or it cannot start (for the user).
 
-    `beat` alone says: I am still here. A child that beats and then falls silent is stopped or wedged.
+    `beat` alone says: I am still here. A child that beats and then falls silent is stopped or wedged. `log_level`: an
+    administrator wants every process to log at it; `stop`: to end the server as SIGTERM does.
     """
 
     ready: bool = False
     beat: bool = False
+    log_level: str = ""
+    stop: bool = False
     error: str | None = None
     memory: dict[str, int] = {}
     start_s: dict[str, float] = {}

@@ -12,9 +12,11 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import psutil
 import pytest
@@ -23,6 +25,8 @@ from safetensors.torch import load_file, save_file
 
 from headrace.base.errors import ConfigError
 from headrace.cli import admin
+from headrace.front.server.auth import ADMIN, READS
+from headrace.front.server.grpc import control
 from tests.api.serving import NO_TLS, Served, eventually, serving
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
@@ -90,8 +94,24 @@ def test_it_tells_configuration_and_queue(running: tuple[Served, httpx.Client]) 
     assert config["engine"]["model"]["dtype"] == "bfloat16"
     assert any(one["field"] == "--device" for one in config["decisions"])
     assert KEY not in json.dumps(config)
+    short = {name: config[name] for name in ("dtype", "tp", "pp", "dp", "ep")}
+    assert short == {"dtype": "bfloat16", "tp": 1, "pp": 1, "dp": 1, "ep": 1}
+    assert config["model"] and config["max_model_len"] > 0
+    assert client.get("/queue").json()["load_tracking_enabled"] is True
     assert client.get("/queue").json()["engines"][0]["waiting"] == 0
     assert client.get("/health").json()["is_running"] is True
+
+
+def test_a_change_takes_its_fields_in_the_query_too(running: tuple[Served, httpx.Client]) -> None:
+    """API-20: POST drain?mode&clear_cache."""
+    served, client = running
+    assert client.post("/drain?mode=keep&clear_cache=false").json()["mode"] == "keep"
+    assert client.get("/health").json()["is_paused"] is True
+    assert client.post("/resume").json() == {"status": "resumed"}
+    for path, field in (("/drain?mode=nap", "mode"), ("/drain?clear_cache=perhaps", "clear_cache")):
+        refused = client.post(path)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    assert said(served) and served.at_rest()
 
 
 def test_reload_changes_what_is_said_and_back(
@@ -247,6 +267,72 @@ def test_read_only_tells_but_changes_nothing() -> None:
             assert client.post(path, json={}).status_code == 403, path
         assert client.get("/health", headers={"host": "evil.example"}).status_code == 403
         assert said(served)
+
+
+def test_the_log_level_reaches_every_process_and_those_that_come_later() -> None:
+    """Plane and command alike; a core that is started anew logs at the level that was set."""
+    options = ("--replicas", "2", "--api-servers", "2", "--executor", "processes")
+    with plane(*options) as (served, client):
+        assert client.post("/log_level", json={"level": "loud"}).status_code == 400
+        assert client.post("/log_level", json={"level": "debug"}).status_code == 200
+
+        def telling() -> Counter[str]:
+            words = (line.split(" DEBUG ", 1)[1] for line in served.lines if " DEBUG " in line)
+            return Counter(word.partition(":")[0] for word in words)
+
+        told = lambda: {"headrace", "api", "core", "worker 0"} <= telling().keys()  # noqa: E731
+        eventually(told, within_s=10)
+        for name, count in (("api", 2), ("core", 2), ("worker 0", 2)):
+            lines = [line for line in served.lines if f" DEBUG {name}: logs at" in line]
+            assert len(lines) >= count, served.lines
+        core = served.cores[0]
+        before = telling()["core"]
+        core.kill()
+        eventually(
+            lambda: len(served.cores) == 2 and core.pid not in {c.pid for c in served.cores},
+            within_s=60,
+        )
+        eventually(lambda: served.get("/health").status_code == 200, within_s=60)
+        eventually(lambda: telling()["core"] > before, within_s=10)
+        client.post("/log_level", json={"level": "error"})
+        eventually(
+            lambda: client.post("/log_level", json={"level": "error"}).status_code == 200,
+            within_s=5,
+        )
+        quiet = telling()
+        assert said(served)
+        assert telling() == quiet
+
+
+def test_read_only_holds_for_every_way_to_ask(model: Path) -> None:
+    """API-20: the names on the API's own port and gRPC too."""
+    options = ("--admin-readonly", "--admin-key", KEY, "--grpc-port", "0")
+    with serving(model, *options) as served:
+        admin = {"x-api-key": KEY}
+        for path in sorted(ADMIN - READS):
+            assert served.post(path, {}, **admin).status_code == 403, path
+        for path in sorted(READS):
+            assert served.get(path, **admin).status_code == 200, path
+        eventually(lambda: any("serves gRPC" in line for line in served.lines), within_s=5)
+        address = next(line.split()[-1] for line in served.lines if "serves gRPC" in line)
+        service = control.SERVICE
+        with grpc.insecure_channel(address) as channel:
+            for method, allowed in (("IsPaused", True), ("Shutdown", False), ("Sleep", False)):
+                asked = service.message(f"{method}Request")
+                told = service.message(f"{method}Response")
+                stub = channel.unary_unary(
+                    f"/{service.full_name}/{method}",
+                    request_serializer=asked.SerializeToString,
+                    response_deserializer=told.FromString,
+                )
+                metadata = [("authorization", f"Bearer {KEY}")]
+                if allowed:
+                    assert stub(asked(), metadata=metadata, timeout=10).paused is False
+                    continue
+                with pytest.raises(grpc.RpcError) as caught:
+                    stub(asked(), metadata=metadata, timeout=10)
+                assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
 def test_the_command_speaks_over_a_unix_socket(tmp_path: Path) -> None:

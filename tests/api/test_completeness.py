@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.api.serving import NO_TLS, Served
+from tests.api.model_folder import write_model_folder
+from tests.api.serving import NO_TLS, Served, serving
 
 MESSAGES: Any = [{"role": "user", "content": "the quick brown fox"}]
 
@@ -146,3 +148,111 @@ def test_a_client_that_leaves_takes_its_grammar_along(server: Served) -> None:
     from tests.api.serving import eventually
 
     eventually(server.at_rest, within_s=5)
+
+
+# Extensions of requests
+
+
+def lines(server: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chunks of a stream."""
+    text = server.post(path, {**body, "stream": True}).text
+    found = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert found.pop() == "[DONE]"
+    return [json.loads(line) for line in found]
+
+
+LONG = {"max_tokens": 24, "seed": 3, "ignore_eos": True}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], **LONG},
+    "/v1/completions": {"prompt": "hello", **LONG},
+}
+
+
+def text_of(chunk: dict[str, Any]) -> str:
+    return "".join(
+        c.get("text") or c.get("delta", {}).get("content") or "" for c in chunk["choices"]
+    )
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_interval_may_also_stand_beside_the_options(server: Served, path: str) -> None:
+    plain = lines(server, path, BODIES[path])
+    paced = lines(server, path, {**BODIES[path], "stream_interval": 8})
+    assert "".join(map(text_of, paced)) == "".join(map(text_of, plain)) != ""
+    assert sum(bool(text_of(chunk)) for chunk in paced) <= 1 + 24 // 8
+    options = {"stream_interval": 8, "stream_options": {"stream_interval": 24}}
+    assert sum(bool(text_of(c)) for c in lines(server, path, {**BODIES[path], **options})) <= 2
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_padded_chunks_come_in_few_sizes(server: Served, path: str) -> None:
+    options = {"include_obfuscation": True, "include_usage": True}
+    chunks = lines(server, path, {**BODIES[path], "stream_options": options})
+    said = [chunk for chunk in chunks if chunk["choices"]]
+    assert all(chunk["obfuscation"] for chunk in said)
+    sizes = {
+        len(json.dumps(chunk, separators=(",", ":"), ensure_ascii=False).encode()) for chunk in said
+    }
+    assert len({size % 64 for size in sizes}) == 1
+    plain = lines(server, path, BODIES[path])
+    assert "".join(map(text_of, chunks)) == "".join(map(text_of, plain))
+    assert not any("obfuscation" in chunk for chunk in plain)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_tier_the_prompts_text_and_the_requests_own_id_come_back(
+    server: Served, path: str
+) -> None:
+    asked = {
+        **BODIES[path],
+        "service_tier": "flex",
+        "return_prompt_text": True,
+        "request_id": "mine/1",
+    }
+    answer = server.post(path, asked)
+    document = answer.json()
+    assert document["service_tier"] == "flex"
+    assert answer.headers["x-client-request-id"] == "mine/1" != answer.headers["x-request-id"]
+    chunks = lines(server, path, asked)
+    assert {chunk["service_tier"] for chunk in chunks} == {"flex"}
+    told = next(chunk["choices"][0] for chunk in chunks if chunk["choices"])["prompt_text"]
+    place = document if path.startswith("/v1/chat") else document["choices"][0]
+    assert place["prompt_text"] == told and "hello" in told
+    again = server.post(path, asked, **{"x-request-id": "header"})
+    assert again.headers.get_list("x-client-request-id") == ["header"]
+
+
+def test_the_vocabularys_own_tokens_go_around_a_rendered_chat_on_demand(
+    tmp_path: Path,
+) -> None:
+    folder = write_model_folder(tmp_path / "bos")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    bos = config.get("eos_token")
+    bos = bos["content"] if isinstance(bos, dict) else bos
+    written = {**config, "bos_token": bos, "add_bos_token": True, "add_eos_token": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(written))
+    with serving(folder) as served:
+        asked = {**BODIES["/v1/chat/completions"], "return_token_ids": True, "max_tokens": 1}
+        plain = served.post("/v1/chat/completions", asked).json()["prompt_token_ids"]
+        more = served.post("/v1/chat/completions", {**asked, "add_special_tokens": True}).json()
+        (first,) = served.post("/tokenize", {"prompt": bos, "add_special_tokens": False}).json()[
+            "tokens"
+        ]
+        assert more["prompt_token_ids"] == [first, *plain]
+
+
+def test_a_request_of_many_prompts_is_not_refused_by_its_own(model: Path) -> None:
+    """400 choices through a queue of 8, in waves."""
+    with serving(model, "--max-queued-requests", "8", "--max-running", "4") as served:
+        body = {"prompt": [f"{i} words" for i in range(200)], "max_tokens": 1, "n": 2}
+        answer = served.post("/v1/completions", body)
+        assert answer.status_code == 200, answer.text
+        assert [choice["index"] for choice in answer.json()["choices"]] == list(range(400))
+        chats = [[{"role": "user", "content": f"{i}"}] for i in range(100)]
+        answer = served.post("/v1/chat/completions/batch", {"messages": chats, "max_tokens": 1})
+        assert answer.status_code == 200 and len(answer.json()["choices"]) == 100
+        ranked = served.post(
+            "/v1/rerank", {"query": "a", "documents": [str(i) for i in range(2000)]}
+        )
+        assert ranked.status_code == 200 and len(ranked.json()["results"]) == 2000
+        assert served.at_rest()

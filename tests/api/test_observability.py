@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from websockets.sync.client import connect
 
 from headrace.base.telemetry.metrics import ROUTES
+from headrace.front.server.grpc import inference
 from headrace.front.server.table import plane_table, table
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import NO_TLS, Served, eventually, serving
@@ -59,8 +61,8 @@ def collector() -> Iterator[Any]:
 def served(tmp_path_factory: pytest.TempPathFactory, collector: Any) -> Iterator[Served]:
     folder = write_model_folder(tmp_path_factory.mktemp("model"))
     endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
-    options = ("--otlp-endpoint", endpoint, "--metrics-names", "vllm", "--log-slow-s", "0.05")
-    with serving(folder, *options, step_s=0.01) as found:
+    options = ("--otlp-endpoint", endpoint, "--metrics-compat", "vllm", "--log-slow-s", "0.05")
+    with serving(folder, *options, "--grpc-port", "0", step_s=0.01) as found:
         yield found
 
 
@@ -174,6 +176,44 @@ def test_what_runs_in_the_background_ends_its_trace_once(served: Served, collect
         assert finishes(core) == [reason]
 
 
+def test_each_line_of_a_batch_has_a_trace_that_ends_with_it(served: Served, collector: Any) -> None:
+    lines = [
+        {
+            "custom_id": f"{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": "fox", **more},
+        }
+        for i, more in enumerate(({"max_tokens": 2}, {"temperature": 9}))
+    ]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    sent = {"files": {"file": ("in.jsonl", data)}, "data": {"purpose": "batch"}}
+    file = httpx.post(served.url + "/v1/files", **sent, verify=NO_TLS, timeout=10).json()["id"]  # type: ignore[arg-type]
+    asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    made = served.post("/v1/batches", asked).json()["id"]
+    eventually(
+        lambda: served.get(f"/v1/batches/{made}").json()["status"] == "completed", within_s=30
+    )
+
+    def told() -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {}
+        for span in collector.spans:
+            facts = {a.key: a.value for a in span.attributes}
+            if facts.get("url.path") and facts["url.path"].string_value == "/v1/completions":
+                found.setdefault(facts["headrace.request_id"].string_value, []).append(
+                    facts["http.response.status_code"].int_value
+                )
+        return found
+
+    batch = served.get(f"/v1/batches/{made}").json()
+    answers = {}
+    for name in ("output_file_id", "error_file_id"):
+        line = json.loads(served.get(f"/v1/files/{batch[name]}/content").text)
+        answers[line["response"]["request_id"]] = [line["response"]["status_code"]]
+    assert sorted(answers.values()) == [[200], [400]]
+    eventually(lambda: answers.items() <= told().items(), within_s=15)
+
+
 def test_each_response_over_a_websocket_has_a_trace(served: Served, collector: Any) -> None:
     trace = "4" * 32
     headers = {"traceparent": f"00-{trace}-{PARENT}-01"}
@@ -230,6 +270,73 @@ def test_preemptions_are_told_and_a_dead_engine_ends_the_trace_once(
     assert "journey.PREEMPTED" in names
 
 
+def statuses_of(collector: Any, trace: str) -> list[int]:
+    return [
+        attribute.value.int_value
+        for span in spans_of(collector, trace).get("llm_request", [])
+        for attribute in span.attributes
+        if attribute.key == "http.response.status_code"
+    ]
+
+
+def test_what_is_refused_wrong_or_late_ends_its_trace_once(collector: Any, tmp_path: Path) -> None:
+    """OBS-01, REG-116: one request span with the status, and at most one of the engine, finished once."""
+    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+    options = ("--max-running", "1", "--max-queued-requests", "0")
+    folder = write_model_folder(tmp_path / "model")
+    asked = {"prompt": "fox", "ignore_eos": True}
+    with (
+        serving(folder, "--otlp-endpoint", endpoint, *options, step_s=0.02) as small,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def ask(trace: str, **more: object) -> int:
+            traceparent = f"00-{trace}-{PARENT}-01"
+            found = small.post("/v1/completions", {**asked, **more}, traceparent=traceparent)
+            return found.status_code
+
+        traces = [f"{number:032x}" for number in range(0xA1, 0xA6)]
+        long = pool.submit(ask, traces[0], max_tokens=40)
+        eventually(lambda: small.ledger()["engines"][0]["running"] == 1, within_s=5)
+        refused = ask(traces[1], max_tokens=4)
+        assert (long.result(20), refused) == (200, 503)
+        assert ask(traces[2], max_tokens=200, timeout_s=0.1) == 504
+        assert ask(traces[3], max_tokens=-1) == 400
+        assert ask(traces[4], max_tokens=10**6) == 400
+        wanted = [[200], [503], [504], [400], [400]]
+        eventually(lambda: [statuses_of(collector, t) for t in traces] == wanted, within_s=15)
+    ends = [[finishes(core) for core in spans_of(collector, t).get("llm_core", [])] for t in traces]
+    assert ends[0] == [["length"]] and ends[2] == [["error"]] and ends[3] == []
+    assert ends[1] in ([], [["error"]]) and ends[4] in ([], [["error"]])
+
+
+def test_a_call_over_grpc_has_its_callers_trace(served: Served, collector: Any) -> None:
+    """OBS-01: the traceparent of the metadata; a call that is cancelled is a client that left."""
+    address = next(line.split()[-1] for line in served.lines if "serves gRPC" in line)
+    service = inference.SERVICE
+    asked = service.message("GenerateRequest")
+    with grpc.insecure_channel(address) as channel:
+        stub = channel.unary_stream(
+            f"/{service.full_name}/GenerateStream",
+            request_serializer=asked.SerializeToString,
+            response_deserializer=service.message("GenerateResponse").FromString,
+        )
+        for trace, tokens in (("8" * 32, 3), ("9" * 32, 1500)):
+            given = asked(text="fox", stopping={"max_new_tokens": tokens, "ignore_eos": True})
+            metadata = [("traceparent", f"00-{trace}-{PARENT}-01")]
+            answers = stub(given, metadata=metadata, timeout=20)
+            next(answers)
+            if tokens > 3:
+                answers.cancel()
+            else:
+                list(answers)
+    for trace, reason, status in (("8" * 32, "length", 200), ("9" * 32, "abort", 499)):
+        eventually(lambda: len(spans_of(collector, trace)) == 2, within_s=15)  # noqa: B023 (called in this turn)
+        (request,), (core,) = (spans_of(collector, trace)[n] for n in ("llm_request", "llm_core"))
+        assert request.parent_span_id.hex() == PARENT and core.parent_span_id == request.span_id
+        assert finishes(core) == [reason] and statuses_of(collector, trace) == [status]
+
+
 def test_every_route_is_counted_under_its_own_name(served: Served) -> None:
     """A new row of the table belongs into ROUTES; ids never do (P20)."""
     rows = {route.path.replace(":path", "") for route in (*table(), *plane_table())}
@@ -248,6 +355,90 @@ def test_every_route_is_counted_under_its_own_name(served: Served) -> None:
     assert set(asked.values()) <= counted <= {*ROUTES, "other"}
 
 
+STEPPED = "vllm:iteration_tokens_total_sum"
+
+
+def series(served: Served) -> dict[str, float]:
+    """Every line of /metrics, by name and labels."""
+    lines = [line for line in served.get("/metrics").text.splitlines() if line[:1] not in ("#", "")]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_every_series_moves_as_a_scripted_run_predicts(tmp_path: Path) -> None:
+    """OBS-03: a plain answer, one of two choices, one that is aborted, two that take each other's KV blocks."""
+    folder = write_model_folder(tmp_path / "model")
+    options = ("--metrics-compat", "vllm", "--kv-blocks", "8", "--block-tokens", "16")
+    with serving(folder, *options, step_s=0.01) as small, ThreadPoolExecutor(2) as pool:
+
+        def ask(**more: object) -> int:
+            asked = {"prompt": [5] * 10, "max_tokens": 4, "ignore_eos": True, **more}
+            return small.post("/v1/completions", asked).status_code
+
+        def moved(before: dict[str, float]) -> dict[str, float]:
+            names = {
+                "prompt": "headrace_prompt_tokens_total",
+                "generated": "headrace_generation_tokens_total",
+                "length": 'headrace_request_success_total{finished_reason="length"}',
+                "requests": "headrace_request_n_count",
+                "choices": "headrace_request_n_sum",
+                "wanted": "headrace_request_max_tokens_sum",
+                "first": "headrace_time_to_first_token_seconds_count",
+                "ended": "headrace_e2e_request_latency_seconds_count",
+                "stepped": next(name for name in before if name.startswith(STEPPED)),
+                "preempted": 'headrace_engine_preemptions{engine="0"}',
+                "left": "headrace_client_disconnects_total",
+            }
+            now = series(small)
+            return {k: now.get(name, 0) - before.get(name, 0) for k, name in names.items()}
+
+        before = series(small)
+        assert ask() == 200
+        one = {
+            "prompt": 10,
+            "generated": 4,
+            "length": 1,
+            "requests": 1,
+            "choices": 1,
+            "wanted": 4,
+            "first": 1,
+        }
+        still = {"ended": 1, "stepped": 13, "preempted": 0, "left": 0}
+        assert moved(before) == {**one, **still}
+        before = series(small)
+        assert ask(n=2, prompt=[6] * 10) == 200
+        two = {
+            "prompt": 10,
+            "generated": 8,
+            "length": 2,
+            "requests": 1,
+            "choices": 2,
+            "wanted": 4,
+            "first": 2,
+        }
+        assert moved(before) == {**two, **still, "ended": 2, "stepped": 26}
+        before = series(small)
+        body = {"prompt": [7] * 10, "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", small.url + "/v1/completions", json=body, verify=NO_TLS) as it:
+            next(it.iter_bytes())
+        eventually(lambda: moved(before)["left"] == 1, within_s=5)
+        found = moved(before)
+        assert (found["prompt"], found["first"], found["ended"], found["length"]) == (10, 1, 0, 0)
+        before = series(small)
+        both = [pool.submit(ask, prompt=[8 + i] * 10, max_tokens=100) for i in range(2)]
+        assert [each.result(30) for each in both] == [200, 200]
+        found = moved(before)
+        assert found["preempted"] >= 1 and found["stepped"] > 2 * 109, "computed again"
+        counted = {
+            "prompt": 20,
+            "generated": 200,
+            "length": 2,
+            "requests": 2,
+            "choices": 2,
+            "wanted": 200,
+        }
+        assert {name: found[name] for name in counted} == counted, "and counted once"
+
+
 def test_dashboards_for_vllm_find_their_series(served: Served) -> None:
     text = served.get("/metrics").text
     names = {line.split("{")[0] for line in text.splitlines() if line.startswith("vllm:")}
@@ -258,7 +449,9 @@ def test_dashboards_for_vllm_find_their_series(served: Served) -> None:
         *("e2e_request_latency_seconds_bucket", "request_queue_time_seconds_sum"),
         *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"),
         *("time_per_output_token_seconds_bucket", "request_time_per_output_token_seconds_count"),
-        *("cache_config_info", "engine_sleep_state"),
+        *("cache_config_info", "engine_sleep_state", "iteration_tokens_total_bucket"),
+        *("request_params_n_count", "request_params_max_tokens_sum", "corrupted_requests_total"),
+        *("websocket_connections_active", "websocket_connections_total"),
     ):
         assert f"vllm:{name}" in names, name
     assert 'block_size="16"' in text and 'num_gpu_blocks="' in text

@@ -156,6 +156,9 @@ def test_streamed_completion_logprobs_equal_the_plain_ones(client: openai.OpenAI
     assert [token for part in parts for token in part.tokens or []] == plain.tokens
 
 
+TOOLS = [{"type": "function", "function": {"name": "a"}}]
+
+
 @pytest.mark.parametrize(
     ("change", "field", "said"),
     [
@@ -180,7 +183,7 @@ def test_streamed_completion_logprobs_equal_the_plain_ones(client: openai.OpenAI
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "reserved"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "robot"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "length <= 4"),
-        ({"logit_bias": {"1": 101}}, "logit_bias", "<= 100"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "['1']: expected `float` <= 100.0; got 101"),
         ({"tool_choice": "none"}, "tool_choice", "tools"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "text"),
         ({"tools": [{"type": "shovel"}]}, "tools[0].type", "'shovel'"),
@@ -188,11 +191,44 @@ def test_streamed_completion_logprobs_equal_the_plain_ones(client: openai.OpenAI
         ({"web_search_options": {}}, "web_search_options", "no web search"),
         ({"moderation": {"policy": "block"}}, "moderation", "cannot block"),
         ({"moderation": {"policy": {"output": "block"}}}, "moderation", "cannot block"),
-        ({"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
+        (
+            {"reasoning_effort": "huge"},
+            "reasoning_effort",
+            "allowed: 'none', 'minimal', 'low', 'medium', 'high', 'xhigh', 'max'; got \"huge\"",
+        ),
         ({"verbosity": "loud"}, "verbosity", "loud"),
         ({"echo": True}, "echo", "chat"),
         ({"best_of": 2}, "best_of", "chat"),
-        ({"return_prompt_text": True}, "return_prompt_text", "not supported"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "reads arguments"),
+        ({"return_weight_versions": True}, "return_weight_versions", "no versions"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds", "not accepted"),
+        ({"stream_interval": 0}, "stream_interval", ">= 1"),
+        ({"request_id": "a b"}, "request_id", '"a b"'),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "-1 means all"),
+        (
+            {"logit_bias": {"1": 1, "7": "x"}},
+            "logit_bias",
+            "logit_bias['7']: expected `float`, got `str`; got \"x\"",
+        ),
+        ({"functions": []}, "functions", "length >= 1"),
+        ({"functions": [{"description": "x"}]}, "functions[0].name", "text"),
+        ({"function_call": "auto"}, "function_call", "only together with functions"),
+        (
+            {"functions": [{"name": "a"}], "function_call": {"name": "b"}},
+            "function_call",
+            "no tool 'b'",
+        ),
+        ({"functions": [{"name": "a"}], "tools": TOOLS}, "functions", "one kind"),
+        (
+            {"messages": [{"role": "function", "content": "x"}]},
+            "messages[0].name",
+            "name of the function",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "function_call": {"name": "a"}}]},
+            "messages[0].function_call",
+            "assistant",
+        ),
         ({"return_token_offsets": True}, "return_token_offsets", "not supported"),
         ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params", "not accepted"),
         ({"ec_transfer_params": {"remote_host": "x"}}, "ec_transfer_params", "not accepted"),

@@ -8,7 +8,9 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import cohere
 import numpy as np
 import pytest
 import safetensors.torch
@@ -250,6 +252,30 @@ def test_forms_and_lengths_of_an_embedding(
     assert wrong.status_code == 400 and "allowed: 8, 16" in wrong.json()["error"]["message"]
 
 
+def test_the_official_client_of_cohere_embeds_and_reranks(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    served, oracle, tokenizer = embedder
+    with cohere.ClientV2(api_key="none", base_url=served.url) as client:
+        name = served.get("/v1/models").json()["data"][0]["id"]
+        asked: Any = {"model": name, "input_type": "search_document", "truncate": "END"}
+        told = client.embed(texts=DOCUMENTS, embedding_types=["float", "int8"], **asked)
+        parts: Any = [{"content": [{"type": "text", "text": text}]} for text in DOCUMENTS]
+        same = client.embed(inputs=parts, embedding_types=["float"], **asked)
+        assert told.embeddings.float_ == same.embeddings.float_ and told.embeddings.int8
+        for text, vector in zip(DOCUMENTS, told.embeddings.float_ or [], strict=True):
+            wanted = expected(oracle, tokenizer.encode(text).ids, "mean")
+            np.testing.assert_allclose(vector, wanted, atol=1e-4)
+        ranked = client.rerank(model=name, query=QUERY, documents=DOCUMENTS, top_n=2)
+        scores = [result.relevance_score for result in ranked.results]
+        assert len(scores) == 2 and scores == sorted(scores, reverse=True)
+        assert ranked.meta is not None and ranked.meta.billed_units is not None
+        with pytest.raises(cohere.NotFoundError):
+            client.rerank(model="other", query=QUERY, documents=DOCUMENTS)
+        with pytest.raises(cohere.BadRequestError):
+            client.rerank(model=name, query=QUERY, documents=[])
+
+
 def test_cohere_forms(embedder: tuple[Served, torch.nn.Module, Tokenizer]) -> None:
     served, _, _ = embedder
     body = {
@@ -276,6 +302,106 @@ def test_numbers_of_base64_come_as_asked_for(
             told = served.post(path, {**asked, "endianness": endianness}).json()
             raw = base64.b64decode(told["data"][0][key])
             np.testing.assert_array_equal(np.frombuffer(raw, dtype), np.float16(whole))
+
+
+def numbers_of(raw: bytes, number: str, *, big: bool) -> np.ndarray:
+    """PyTorch reads them."""
+    width = {"float32": 4, "float16": 2, "bfloat16": 2}.get(number, 1)
+    if big:
+        raw = np.frombuffer(raw, f">u{width}").astype(f"<u{width}").tobytes()
+    dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(number)
+    found = torch.frombuffer(bytearray(raw), dtype=dtype or getattr(torch, number))
+    return found.to(torch.float32).numpy()
+
+
+NUMBERS = ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_vectors_come_as_bytes_in_any_number(
+    number: str, embedder: tuple[Served, torch.nn.Module, Tokenizer]
+) -> None:
+    served, _, _ = embedder
+    plain = served.post("/v1/embeddings", {"input": DOCUMENTS}).json()
+    whole = np.float32([entry["embedding"] for entry in plain["data"]])
+    dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(number)
+    rounded = torch.from_numpy(whole).to(dtype or getattr(torch, number)).to(torch.float32).numpy()
+    for path in ("/v1/embeddings", "/pooling"):
+        for endianness in ("big", "little", "native"):
+            asked = {"input": DOCUMENTS, "embed_dtype": number, "endianness": endianness}
+            answer = served.post(path, {**asked, "encoding_format": "bytes"})
+            assert answer.headers["content-type"] == "application/octet-stream"
+            told = json.loads(answer.headers["metadata"])
+            assert told["usage"] == plain["usage"] and told["model"] == plain["model"]
+            big = endianness == "big"
+            for i, entry in enumerate(told["data"]):
+                assert (entry["index"], entry["embed_dtype"], entry["shape"]) == (i, number, [32])
+                assert entry["endianness"] == ("big" if big else "little")
+                part = answer.content[entry["start"] : entry["end"]]
+                np.testing.assert_array_equal(numbers_of(part, number, big=big), rounded[i])
+            bare = served.post(path, {**asked, "encoding_format": "bytes_only"})
+            assert bare.content == answer.content and "metadata" not in bare.headers
+
+
+def test_a_header_tells_of_512_vectors_and_more_are_refused_before_the_work(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    served, _, _ = embedder
+    asked = {"input": ["a"] * 512, "encoding_format": "bytes"}
+    answer = served.post("/v1/embeddings", asked)
+    assert len(json.loads(answer.headers["metadata"])["data"]) == 512
+    refused = served.post("/v1/embeddings", {**asked, "input": ["a"] * 513})
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] == "encoding_format", error
+    assert "bytes_only" in error["message"]
+    bare = served.post("/v1/embeddings", {"input": ["a"] * 513, "encoding_format": "bytes_only"})
+    assert len(bare.content) == 513 * 32 * 4
+
+
+def test_length_one_is_asked_for_by_two_names(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    served, _, _ = embedder
+
+    def length(path: str, **more: object) -> float:
+        entry = served.post(path, {"input": QUERY, **more}).json()["data"][0]
+        return float(np.linalg.norm(entry["embedding" if path == "/v1/embeddings" else "data"]))
+
+    for path in ("/v1/embeddings", "/pooling"):
+        assert length(path) == pytest.approx(1, abs=1e-4)
+        bare = length(path, normalize=False)
+        assert bare != pytest.approx(1, abs=1e-2)
+        assert length(path, use_activation=False) == pytest.approx(bare, rel=1e-5)
+        answer = served.post(path, {"input": QUERY, "use_activation": False, "normalize": True})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "use_activation"
+
+
+def test_several_conversations_are_embedded_at_once(bundled: Served) -> None:
+    talks = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]
+        for text in DOCUMENTS
+    ]
+    for path, key in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
+        together = served_rows(bundled, path, key, messages=talks)
+        alone = [served_rows(bundled, path, key, messages=talk)[0] for talk in talks]
+        np.testing.assert_allclose(together, alone, atol=1e-5)
+        opened = served_rows(bundled, path, key, messages=talks[0], add_generation_prompt=True)
+        assert np.abs(np.array(opened[0]) - alone[0]).max() > 1e-3
+    for given, field in (
+        ([talks[0], talks[0][0]], "messages"),
+        ([talks[0], []], "messages[1]"),
+        ([talks[0], [{"role": "robot", "content": "x"}]], "messages[1][0].role"),
+    ):
+        answer = bundled.post("/v1/embeddings", {"messages": given})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == field, answer.text
+
+
+def served_rows(served: Served, path: str, key: str, **body: object) -> list[list[float]]:
+    """The vectors of an answer."""
+    answer = served.post(path, body)
+    assert answer.status_code == 200, answer.text
+    return [entry[key] for entry in answer.json()["data"]]
 
 
 def test_a_text_is_cut_at_the_end_that_is_asked_for(

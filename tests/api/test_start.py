@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import stat
 from pathlib import Path
+
+import httpx
 
 from tests.api.serving import Served, eventually, launch, serving
 
@@ -47,3 +50,42 @@ def test_a_template_of_the_users_is_the_one_that_renders_and_is_quiet_for_script
         assert len(served.named("template_worker")) == 2
         assert served.stop() == 0
         assert not any(line.startswith("try:") for line in served.lines)
+
+
+def test_the_api_can_be_a_socket_file_that_its_owner_alone_opens(
+    model: Path, tmp_path: Path
+) -> None:
+    """API-22: no key is needed, as on the loopback interface; gRPC beside it stays on a port."""
+    place = tmp_path / "api.sock"
+    served = launch(model, "--host", f"unix:{place}", "--grpc-port", "0")
+    try:
+        eventually(lambda: any("ready: unix:" in line for line in served.lines), within_s=40)
+        assert stat.S_IMODE(place.stat().st_mode) == 0o600
+        transport = httpx.HTTPTransport(uds=str(place))
+        with httpx.Client(transport=transport, base_url="http://localhost", timeout=20) as client:
+            assert client.get("/health").status_code == 200
+            asked = {"prompt": "x", "max_tokens": 2}
+            assert client.post("/v1/completions", json=asked).status_code == 200
+            assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+        assert any("gRPC: 127.0.0.1:" in line for line in served.lines)
+        assert served.stop() == 0
+    finally:
+        served.close()
+
+
+def test_streams_are_paced_by_the_server_unless_their_requests_say_otherwise(model: Path) -> None:
+    """API-17: flags of the server; a request's own stream_options go before them."""
+    asked = {"prompt": "x", "max_tokens": 16, "ignore_eos": True, "stream": True, "temperature": 0}
+    with serving(model, "--stream-interval", "8", step_s=0.005) as served:
+
+        def chunks(**more: object) -> list[str]:
+            body = served.post("/v1/completions", {**asked, **more}).text
+            lines = [line for line in body.split("\n\n") if line.startswith("data: {")]
+            texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines]
+            return [text for text in texts if text]
+
+        paced = chunks()
+        finely = chunks(stream_options={"stream_interval": 1})
+        assert len(paced) <= 4 < len(finely) and "".join(paced) == "".join(finely)
+        counted = chunks(stream_options={"include_usage": False})
+        assert len(counted) <= 4, "options that say nothing of it leave the server's"

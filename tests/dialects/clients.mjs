@@ -24,6 +24,17 @@ const checks = {
     const folded = await gpt.chat.completions.stream(asked).finalChatCompletion();
     assert.equal(folded.choices[0].message.content, whole.choices[0].message.content);
   },
+  async functions() {
+    const functions = [{ name: "get_weather", description, parameters }];
+    const asked = { model, temperature: 0, max_tokens: 200, functions, messages: [{ role: "user", content: "What is the weather in Paris?" }] };
+    const whole = (await gpt.chat.completions.create(asked)).choices[0];
+    assert.deepEqual([whole.finish_reason, whole.message.function_call.name], ["function_call", "get_weather"]);
+    assert.equal(JSON.parse(whole.message.function_call.arguments).city, "Paris");
+    const folded = (await gpt.chat.completions.stream(asked).finalChatCompletion()).choices[0];
+    assert.deepEqual(folded.message.function_call, whole.message.function_call);
+    const messages = [...asked.messages, whole.message, { role: "function", name: "get_weather", content: result }];
+    assert.match((await gpt.chat.completions.create({ ...asked, messages })).choices[0].message.content, /18/);
+  },
   async completions() {
     const asked = { model, temperature: 0, max_tokens: 20, prompt: "Once upon" };
     const whole = await gpt.completions.create(asked);

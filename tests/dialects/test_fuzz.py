@@ -29,6 +29,7 @@ from benchmarks.robustness.hostile import (
     posted,
     routes,
 )
+from headrace.front.server.auth import ADMIN as ADMINISTRATION
 from headrace.front.server.auth import PUBLIC
 from headrace.front.server.openapi import ApiRoute
 from tests.api.model_folder import write_model_folder
@@ -141,7 +142,8 @@ def test_every_field_with_every_bad_value(row: str, request: pytest.FixtureReque
     path = ROUTES[row].path
     served = request.getfixturevalue("classifier" if path == "/classify" else "guarded")
     step = 1 if row in FIRST_WITH_ITS_FIELDS else 4
-    with closing(Wire(served.port, authorization=f"Bearer {KEY}")) as wire:
+    key = ADMIN if path in ADMINISTRATION else KEY
+    with closing(Wire(served.port, authorization=f"Bearer {key}")) as wire:
         first = send(wire, posted(row, path, ANSWERED[path]))
         assert first == (404 if path == "/v1/batches" or "{" in path else 200)
         statuses = {send(wire, case) for case in field_cases(row, ROUTES[row], step=step)}

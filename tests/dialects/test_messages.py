@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -503,3 +505,48 @@ def test_an_image_in_a_tools_result_is_refused_by_its_place(claude: anthropic.An
     body: Any = caught.value.body
     assert body["error"]["message"].startswith("messages[2].content[0].content[0]"), body
     assert "image" in body["error"]["message"]
+
+
+# The list of models
+
+
+@pytest.fixture(scope="module")
+def five(model: Path) -> Iterator[anthropic.Anthropic]:
+    """A client of a server with five names for its model."""
+    with (
+        serving(model, "--served-model-name", "a,b,c,d,e") as served,
+        anthropic_client(served.url, "none") as client,
+    ):
+        yield client
+
+
+def test_models_come_in_pages(five: anthropic.Anthropic) -> None:
+    first = five.models.list(limit=2)
+    assert [model.id for model in first.data] == ["a", "b"]
+    assert (first.has_more, first.first_id, first.last_id) == (True, "a", "b")
+    assert [model.id for model in first] == list("abcde"), "the client turns the pages"
+    last = five.models.list(limit=2, after_id="d")
+    assert [model.id for model in last.data] == ["e"] and last.has_more is False
+    before = five.models.list(limit=2, before_id="d")
+    assert [model.id for model in before.data] == ["b", "c"] and before.has_more
+    assert (before.first_id, before.last_id) == ("b", "c")
+    assert [model.id for model in before] == ["b", "c", "a"], "backwards, page by page"
+    none = five.models.list(after_id="e")
+    assert (none.data, none.has_more, none.first_id, none.last_id) == ([], False, None, None)
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ({"limit": 0}, "limit"),
+        ({"limit": 1001}, "limit"),
+        ({"after_id": "z"}, "after_id"),
+        ({"before_id": "z"}, "before_id"),
+        ({"before_id": "b", "after_id": "a"}, "before_id"),
+    ],
+)
+def test_a_page_that_is_none_is_refused(
+    five: anthropic.Anthropic, query: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=f"{field}:"):
+        five.models.list(**query)

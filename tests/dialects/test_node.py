@@ -42,7 +42,14 @@ def test_the_clients_of_node_are_served(folder: Path, bundled: Served) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == [
-        *("ok chat", "ok completions", "ok embeddings", "ok models", "ok filesAndBatches"),
+        *(
+            "ok chat",
+            "ok functions",
+            "ok completions",
+            "ok embeddings",
+            "ok models",
+            "ok filesAndBatches",
+        ),
         *("ok messages", "ok messagesAgent", "ok responses", "ok responsesAgent"),
         *("ok conversations", "ok decisions", "ok errors", "ok leaving"),
     ]

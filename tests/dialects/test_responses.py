@@ -495,6 +495,14 @@ def test_a_server_without_a_store_says_so(model: Any) -> None:
 # What is wrong with a request
 
 
+PICTURE = {"type": "input_image", "image_url": "x"}
+
+
+def user(part: dict[str, Any]) -> dict[str, Any]:
+    """The change to an input of one part."""
+    return {"input": [{"role": "user", "content": [part]}]}
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -503,7 +511,17 @@ def test_a_server_without_a_store_says_so(model: Any) -> None:
         ({"input": []}, "input"),
         ({"input": [{"type": "mystery"}]}, "input[0].type"),
         ({"input": [{"role": "boss", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0]"),
+        (user(PICTURE), "input[0].content[0].type"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": [PICTURE]}]}, "input[0].output[0].type"),
+        (user({"type": "input_file", "file_id": "file-1"}), "input[0].content[0].file_id"),
+        (user({"type": "input_file", "file_data": "data:application/pdf,x"}), "input[0].content[0].file_data"),
+        ({"include": ["message.thoughts"]}, "include[0]"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"n": 2}, "n"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
         ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].encrypted_content"),

@@ -250,6 +250,52 @@ def test_the_grammar_begins_behind_the_reasoning(client: openai.OpenAI) -> None:
             assert reasoning <= budget + 4, "the tag itself may be several tokens"
 
 
+def test_all_of_it_at_once_streamed_and_in_full(client: openai.OpenAI) -> None:
+    """API-12: thinking with a budget, a schema, tools beside it, a stop text, two choices with log-probabilities."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+    }
+    wanted = {"name": "person", "schema": schema, "strict": True}
+    fields: dict[str, Any] = {
+        "response_format": {"type": "json_schema", "json_schema": wanted},
+        "tools": [WEATHER],
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "stop": ["@@never@@"],
+        "temperature": 1.0,
+        "seed": 5,
+        "extra_body": {
+            "chat_template_kwargs": {"enable_thinking": True},
+            "thinking_token_budget": 6,
+        },
+    }
+    full = chat(client, **fields)
+    assert full.usage.completion_tokens_details.reasoning_tokens <= 2 * (6 + 4)
+    folded: dict[int, list[str]] = {0: ["", "", ""], 1: ["", "", ""]}
+    for chunk in chat(client, stream=True, **fields):
+        for choice in chunk.choices:
+            said = folded[choice.index]
+            said[0] += choice.delta.content or ""
+            said[1] += getattr(choice.delta, "reasoning", None) or ""
+            said[2] += "".join(c.function.arguments or "" for c in choice.delta.tool_calls or [])
+    for choice in full.choices:
+        message = choice.message
+        calls = message.tool_calls or []
+        assert choice.finish_reason == ("tool_calls" if calls else "stop")
+        if calls:
+            assert all(set(json.loads(call.function.arguments)) == {"city"} for call in calls)
+        else:
+            found = json.loads(message.content)
+            jsonschema.validate(found, {**schema, "additionalProperties": False})
+        assert choice.logprobs.content
+        assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+        arguments = "".join(call.function.arguments for call in calls)
+        assert folded[choice.index] == [message.content or "", message.reasoning or "", arguments]
+
+
 def test_a_budget_alone_shortens_the_thinking(client: openai.OpenAI) -> None:
     ask: Any = [{"role": "user", "content": "What is 17 + 25?"}]
     body = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 2}

@@ -9,6 +9,7 @@ from headrace.launch.forecast import (
     GIB,
     DeviceModel,
     ModelCost,
+    Sampled,
     forecast,
     known_device,
     predict_step,
@@ -37,6 +38,53 @@ def test_a_large_batch_is_bound_by_arithmetic() -> None:
 def test_windows_bound_the_kv_of_a_layer() -> None:
     assert COST.kv_bytes(50) == 100_000
     assert COST.kv_bytes(1000) == 1_100_000
+
+
+LAYERS_2 = Sampled(
+    cost=ModelCost(weight_bytes=300, read_bytes=300, head_bytes=100, multiplied=150, kv_layers=((1, None),) * 2),
+    context=10,
+    steps=((1, 0.030), (8, 0.037), (32, 0.061)),
+    prompt_tokens=64,
+    prompt_s=0.1,
+)  # fmt: skip
+ALL_8 = ModelCost(
+    weight_bytes=900, read_bytes=900, head_bytes=100, multiplied=450, kv_layers=((1, None),) * 8
+)
+
+
+def test_a_sample_that_is_the_whole_model_foretells_its_own_steps() -> None:
+    for rows, seconds in LAYERS_2.steps:
+        said = predict_step(LAYERS_2.cost, DEVICE, batch=rows, context=10, sampled=LAYERS_2)
+        assert said.decode_tok_s == pytest.approx(rows / seconds)
+    assert LAYERS_2.prefill_tok_s(LAYERS_2.cost) == pytest.approx(64 / (0.1 - 0.061 / 3 + 0.01))
+
+
+def test_the_whole_models_step_is_the_samples_by_what_both_read() -> None:
+    """300 bytes and 20 of KV per row, against 900 and 80."""
+    assert LAYERS_2.decode_s(ALL_8, 1) == pytest.approx(0.030 * (900 + 80) / (300 + 20))
+    assert LAYERS_2.decode_s(ALL_8, 32) == pytest.approx(0.061 * (900 + 32 * 80) / (300 + 32 * 20))
+
+
+@pytest.mark.parametrize(
+    ("rows", "milliseconds"), [(1, 30), (2, 31), (8, 37), (20, 49), (32, 61), (128, 157)]
+)
+def test_rows_in_between_and_beyond_lie_on_straight_lines(rows: int, milliseconds: int) -> None:
+    assert 1e3 * LAYERS_2.step_s(rows) == pytest.approx(milliseconds)
+
+
+def test_a_longer_context_costs_the_reading_of_its_kv() -> None:
+    slow = DeviceModel(name="slow", memory_bytes=1 << 30, bandwidth=1e6, rate=1e9, source="test")
+    short, long = (
+        predict_step(ALL_8, slow, batch=4, context=context, sampled=LAYERS_2).decode_step_ms
+        for context in (10, 1010)
+    )
+    assert long - short == pytest.approx(4 * 8 * 1000 / 1e6 * 1e3)
+
+
+def test_a_prompt_pays_for_the_head_once_and_for_all_layers() -> None:
+    """A third of the sample's bytes are the head's: of 0.1 s a third of a step at 32 rows is its own."""
+    layers_s = (0.1 - 0.061 / 3) * 800 / 200
+    assert LAYERS_2.prefill_tok_s(ALL_8) == pytest.approx(64 / (layers_s + 0.030 / 3))
 
 
 def test_what_does_not_fit_is_said() -> None:

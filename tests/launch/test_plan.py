@@ -1,7 +1,5 @@
 """`headrace plan` on this machine: what it measures, by which kernels, and that it says so."""
 
-import re
-
 import msgspec
 import pytest
 
@@ -25,8 +23,8 @@ def test_the_probe_measures_the_engines_own_products_and_says_on_what(
     given = spec(*extra)
     found = probe_cpu(given, memory_bytes=1 << 30)
     assert 1e8 < found.bandwidth < 1e13 and 1e8 < found.rate < 1e16
-    said = re.fullmatch(r"measured on 1 threads in (\d+\.\d\d) s, (\w+)", found.source)
-    assert said and said[2] == (given.model.quantization or given.model.dtype)
+    bits = given.model.quantization or given.model.dtype
+    assert found.source == f"measured on 1 threads, {bits}" and found.probe_s > 0
 
 
 def test_fewer_repetitions_are_taken_where_one_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +263,73 @@ def test_keys_guard_grpc_as_they_guard_http() -> None:
                 assert found.token_ids
         finally:
             process.terminate()
+
+
+@pytest.mark.parametrize("chat", CHATS[:4], ids=range(4))
+def test_the_text_and_the_spans_of_tokens_are_told_where_they_are_asked_for(
+    renderer: Renderer, chat: dict[str, Any]
+) -> None:
+    """Contract 10: spans are of code points; a token's own text lies in its span."""
+    path = renderer.url + "/v1/chat/completions/render"
+    told = {"return_prompt_text": True, "return_token_offsets": True}
+    plain = httpx.post(path, json=chat, verify=NO_TLS).json()
+    made = httpx.post(path, json={**chat, **told}, verify=NO_TLS).json()
+    assert made["token_ids"] == plain["token_ids"] and "prompt_text" not in plain
+    text, spans = made["prompt_text"], made["token_offsets"]
+    asked = {"tokens": made["token_ids"]}
+    assert (
+        httpx.post(renderer.url + "/detokenize", json=asked, verify=NO_TLS).json()["prompt"] == text
+    )
+    assert len(spans) == len(made["token_ids"]) and spans[0][0] == 0 and spans[-1][1] == len(text)
+    assert all(begin <= end for begin, end in spans)
+    assert all(after[0] in (before[1], before[1] - 1) for before, after in pairwise(spans))
+    refused = httpx.post(path, json={**chat, "return_mm_kwargs": True}, verify=NO_TLS)
+    assert refused.status_code == 400 and "return_mm_kwargs" in refused.text
+
+
+def test_a_character_of_several_tokens_lies_in_the_span_of_each(renderer: Renderer) -> None:
+    prompt = "naïve 水😀 end"
+    body = {"prompt": prompt, "return_prompt_text": True, "return_token_offsets": True}
+    (made,) = httpx.post(renderer.url + "/v1/completions/render", json=body, verify=NO_TLS).json()
+    text, spans = made["prompt_text"], made["token_offsets"]
+    assert text.endswith(prompt)
+    for token_id, (begin, end) in zip(made["token_ids"], spans, strict=True):
+        asked = {"tokens": [token_id]}
+        alone = httpx.post(renderer.url + "/detokenize", json=asked, verify=NO_TLS).json()["prompt"]
+        if "\ufffd" not in alone:
+            assert text[begin:end] == alone
+        else:
+            assert text[begin:end] and not text[begin:end].isascii()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chat", CHATS, ids=range(len(CHATS)))
+def test_a_rendered_chat_can_be_answered_as_a_chat_at_once(
+    bundled: Served, chat: dict[str, Any], stream: bool
+) -> None:
+    """render -> generate with output_mode derender is the direct call (contract 10)."""
+    chat = {**chat, "temperature": 0, "max_tokens": 24}
+    direct = post(bundled, "/v1/chat/completions", chat)
+    made = post(bundled, "/v1/chat/completions/render", chat)
+    body = {**made, "output_mode": "derender", "stream": stream}
+    if not stream:
+        answer = post(bundled, "/inference/v1/generate", body)
+        assert [_comparable(c) for c in answer["choices"]] == [
+            _comparable(c) for c in direct["choices"]
+        ]
+        assert answer["usage"]["completion_tokens"] == direct["usage"]["completion_tokens"]
+        return
+    lines = bundled.post("/inference/v1/generate", body).text.split("\n\n")
+    assert lines[-2] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    said: dict[int, str] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        said.setdefault(choice["index"], "")
+        said[choice["index"]] += choice["delta"].get("content") or ""
+    assert said == {c["index"]: c["message"].get("content") or "" for c in direct["choices"]}
+
+
+def _comparable(choice: dict[str, Any]) -> Any:
+    message = dict(choice["message"])
+    calls = [call["function"] for call in message.pop("tool_calls", None) or []]
+    return choice["finish_reason"], message, calls, choice["logprobs"]

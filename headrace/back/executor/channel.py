@@ -58,7 +58,13 @@ class Profiled(msgspec.Struct, frozen=True, tag="profiled"):
     error: WireError | None = None
 
 
-ToWorker = Begin | StepPlan | Supply | Profile
+class LogLevel(msgspec.Struct, frozen=True, tag="log_level"):
+    """What the worker logs from now on."""
+
+    level: str
+
+
+ToWorker = Begin | StepPlan | Supply | Profile | LogLevel
 ToCore = Ready | StepResult | Failed | Profiled
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
 TO_CORE: Codec[ToCore] = Codec(ToCore)

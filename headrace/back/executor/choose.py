@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import cast
 
+from headrace.back.kernels.triton import compilers
 from headrace.back.platforms import huge_pages
 from headrace.base import env
 from headrace.base.collector import put_off
@@ -43,9 +44,10 @@ def make_executor(spec: EngineSpec) -> Executor:
     if device.executor == "inline" and device.device == "cpu":
         huge_pages.expect(_bytes_as_stored(spec.model))
     try:
-        with put_off():
-            executor = EXECUTORS.load(device.executor)
-        return cast(Executor, executor(spec))
+        with compilers.expected(device.device if device.executor == "inline" else "elsewhere"):
+            with put_off():
+                executor = EXECUTORS.load(device.executor)
+            return cast(Executor, executor(spec))
     finally:
         huge_pages.settle()
 

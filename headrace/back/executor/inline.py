@@ -98,6 +98,9 @@ class InlineExecutor:
         self.check()
         return [self._thread.submit(self._profiler.turn, folder).result()]
 
+    def log_level(self, level: str) -> None:
+        """See Executor: this process's level is the worker's."""
+
     def check(self) -> None:
         """Raises EngineDead if a step has failed, or after `close`."""
         if self._failure is not None:

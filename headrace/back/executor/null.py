@@ -156,6 +156,9 @@ class NullExecutor:
         """See Executor."""
         raise InvalidRequest("the null executor has no workers to profile")
 
+    def log_level(self, level: str) -> None:
+        """See Executor."""
+
     def check(self) -> None:
         """See Executor."""
         if self._dead is not None:

@@ -26,6 +26,7 @@ from headrace.back.executor.channel import (
     Begin,
     Channel,
     Failed,
+    LogLevel,
     Profile,
     Profiled,
     Ready,
@@ -33,6 +34,7 @@ from headrace.back.executor.channel import (
 from headrace.base import env
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead, EngineError, HeadraceError, from_wire
+from headrace.base.telemetry import log as logs
 from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
 
 log = logging.getLogger(__name__)
@@ -79,7 +81,7 @@ class Worker:
         mine, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", WORKER, str(theirs.fileno())],
+                [sys.executable, "-m", WORKER, str(theirs.fileno()), str(rank), logs.level()],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
@@ -171,6 +173,11 @@ class ProcessExecutor:
             if one.error is not None:
                 raise from_wire(one.error)
         return sorted(one.place for one in told)
+
+    def log_level(self, level: str) -> None:
+        """See Executor."""
+        self.check()
+        self._send(TO_WORKER.frame(LogLevel(level)))
 
     def check(self) -> None:
         """Raises EngineDead if a worker has ended, or after `close`."""

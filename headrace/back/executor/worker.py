@@ -1,8 +1,8 @@
 """What a worker does, in its own process or in a thread of the core's: threads, mesh, model, runner.
 
-As a process (`python -m headrace.back.executor.worker FD`) it takes its orders from the socket it inherited as FD. It
-ends as soon as its parent is gone or a step fails: other ranks may wait in a collective for ever, and are ended by the
-parent (ENG-14).
+As a process (`python -m headrace.back.executor.worker FD RANK LOG_LEVEL`) it takes its orders from the socket it
+inherited as FD. It ends as soon as its parent is gone or a step fails: other ranks may wait in a collective for ever,
+and are ended by the parent (ENG-14).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from headrace.back.executor.channel import (
     Begin,
     Channel,
     Failed,
+    LogLevel,
     Profile,
     Profiled,
     Ready,
@@ -35,13 +36,12 @@ from headrace.back.executor.channel import (
 from headrace.back.executor.profiler import Profiler
 from headrace.back.kernels.all_reduce.op import with_sums
 from headrace.back.kernels.native.library import use_threads
-from headrace.back.kernels.op import PutOff
+from headrace.back.kernels.op import PutOff, SelfCheckFailed
 from headrace.back.models.registry import DTYPES
 from headrace.back.parallel.mesh import Mesh, tensor_parallel_mesh
 from headrace.back.platforms import code_pages
 from headrace.back.platforms.detect import detect
 from headrace.back.platforms.placement import interleave
-from headrace.back.runner.devices import compiling
 from headrace.back.runner.results import Launched
 from headrace.back.runner.runner import Runner
 from headrace.back.sampling.sampler import choose_kernels
@@ -49,6 +49,7 @@ from headrace.base.affinity import keep_to
 from headrace.base.config.resolved import DeviceSpec, EngineSpec
 from headrace.base.errors import ConfigError, HeadraceError, StartError, WireError, to_wire
 from headrace.base.registry import Registry
+from headrace.base.telemetry import log as logs
 from headrace.base.wire.step import StepPlan, Supply, WorkerFacts
 
 log = logging.getLogger(__name__)
@@ -107,21 +108,24 @@ def build_runner(
     ready_s = time.perf_counter() - began
     try:
 
-        def load() -> tuple[Any, Any]:
-            return load_model(
+        def build(checks: PutOff | None = None) -> Runner:
+            model, report = load_model(
                 spec.model, mesh=mesh, device=device, block_tokens=spec.kv.block_tokens
             )
+            if checks is not None:
+                choose_kernels(device)
+            load_s = time.perf_counter() - began - ready_s
+            return Runner(
+                spec,
+                model,
+                device=device,
+                weight_bytes=report.weight_bytes,
+                decisions=(*report.decisions, *summing),
+                start_s={"device": ready_s, "load": load_s},
+                checks=checks,
+            )
 
-        model, report = load_checked(load) if device.type == "cuda" else load()
-        load_s = time.perf_counter() - began - ready_s
-        runner = Runner(
-            spec,
-            model,
-            device=device,
-            weight_bytes=report.weight_bytes,
-            decisions=(*report.decisions, *summing),
-            start_s={"device": ready_s, "load": load_s},
-        )
+        runner = checked(build) if device.type == "cuda" else build()
         if device.type == "cpu":
             code_pages.let_go("libtorch")
         return runner
@@ -129,16 +133,16 @@ def build_runner(
         raise _too_small(error, device) from error
 
 
-def load_checked(load: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Loads on a GPU, the sampler's kernels included, with all self-checks put off to the end, where their kernels
-    compile beside each other; if one fails, loads again, so that another kernel is chosen."""
-    with PutOff() as checks:
-        loaded = load()
-        choose_kernels(torch.device("cuda"))
-    if checks.passed(compiling()):
-        return loaded
-    del loaded
-    return load()
+def checked(build: Callable[[PutOff | None], Runner]) -> Runner:
+    """Builds on a GPU, with all self-checks put off until their kernels have been compiled, beside each other and
+    beside those of the steps, and before any step runs; if one fails, builds again, so that another kernel is
+    chosen."""
+    try:
+        with PutOff() as checks:
+            return build(checks)
+    except SelfCheckFailed:
+        log.warning("a kernel's self-check failed: the model is loaded again, with other kernels")
+    return build(None)
 
 
 def choose_device(kind: str, mesh: Mesh) -> torch.device:
@@ -250,6 +254,8 @@ def _read_plans(
         message = TO_WORKER.decode(body)
         if isinstance(message, Supply):
             supplies.put(message)
+        elif isinstance(message, LogLevel):
+            logs.set_level(message.level)
         else:
             assert isinstance(message, StepPlan | Profile), message
             plans.put(message)
@@ -265,6 +271,7 @@ def _start_error(error: Exception) -> WireError:
 def main() -> None:
     """The process: never returns to Python's own shutdown, which would wait for collectives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.configure(f"worker {sys.argv[2]}", sys.argv[3])
     try:
         serve(Channel(socket.socket(fileno=int(sys.argv[1])), send_timeout_s=60.0))
     except Exception:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -195,6 +194,10 @@ class Op(Generic[P]):
 _put_off: list[tuple[Op[Any], Kernel[Any], Any]] | None = None
 
 
+class SelfCheckFailed(Exception):
+    """A self-check that was put off has failed."""
+
+
 class PutOff:
     """Self-checks that are made together, once all is chosen, so that their kernels compile beside each other: while
     it is entered, `choose` takes the first kernel that supports a problem. One at a time in a process."""
@@ -212,18 +215,21 @@ class PutOff:
         global _put_off
         _put_off = None
 
-    def passed(self, compiling: AbstractContextManager[object]) -> bool:
-        """Makes the checks, after their kernels have been compiled within `compiling`. If one fails, all choices made
-        are forgotten: what was bound is to be made anew, and then each check decides."""
-        with compiling:
-            for op, kernel, problem in self._checks:
-                op._run(kernel, op.sample(problem))
+    def ask(self) -> None:
+        """Launches what the checks will, where kernels are compiled and not launched."""
+        for op, kernel, problem in self._checks:
+            op._run(kernel, op.sample(problem))
+
+    def make(self) -> None:
+        """Makes the checks; none is put off from now on. If one fails, all choices made are forgotten and
+        SelfCheckFailed is raised: what was bound is to be made anew, and then each check decides."""
+        self.__exit__()
         if not any(op._failing(kernel, problem) for op, kernel, problem in self._checks):
-            return True
+            return
         for op, _, problem in self._checks:
             for invariant in (False, True):
                 op._choices.pop((problem, invariant), None)
-        return False
+        raise SelfCheckFailed
 
 
 def decisions(choices: Iterable[Choice[Any]]) -> tuple[Decision, ...]:

@@ -70,6 +70,11 @@ class Sizes(Protocol):
         """See Steps."""
         ...
 
+    @property
+    def distinct_rows(self) -> tuple[int, ...]:
+        """See Steps."""
+        ...
+
     def of(self, *, tokens: int, rows: int) -> Bucket:
         """A bucket that holds a step."""
         ...
@@ -120,6 +125,13 @@ class Buckets:
     def common_rows(self) -> tuple[int, ...]:
         """See Steps: all sizes of decodes."""
         return tuple(reversed(self._decodes))
+
+    @property
+    def distinct_rows(self) -> tuple[int, ...]:
+        """See Steps: powers of two, which kernels pad numbers of tokens to, half as many again, and the largest."""
+        largest = self._decodes[-1]
+        few = {*(1 << i for i in range(16)), *(3 << i for i in range(16))}
+        return tuple(rows for rows in self.common_rows if rows == largest or rows in few)
 
 
 def _decode_sizes(most: int) -> list[int]:
@@ -219,6 +231,7 @@ class BucketSteps:
         self._inputs, self._commit = inputs.bind(), commit.bind()
         self._chosen = decisions((inputs, commit))
         self.common_rows = self.buckets.common_rows
+        self.distinct_rows = self.buckets.distinct_rows
         columns = -(-max_model_len // block_tokens)
         new = {"dtype": torch.int32, "device": device}
         self._tables = StepTables(

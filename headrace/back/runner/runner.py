@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from headrace.back.kernels.op import PutOff
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.models.load.dense import load_projection
 from headrace.back.models.protocol import CausalModel
@@ -79,6 +80,7 @@ class Runner:
         weight_bytes: int = 0,
         decisions: Sequence[Decision] = (),
         start_s: dict[str, float] | None = None,
+        checks: PutOff | None = None,
     ) -> None:
         self._model = model
         layout = lay_out(
@@ -106,7 +108,7 @@ class Runner:
             device=device,
         )
         self._steps = steps(machine, spec, num_groups=len(layout.groups))
-        num_blocks, spent_s = self._get_ready(spec, layout, num_blocks)
+        num_blocks, spent_s = self._get_ready(spec, layout, num_blocks, checks)
         self.facts = WorkerFacts(
             num_blocks=num_blocks,
             block_tokens=spec.kv.block_tokens,
@@ -132,6 +134,11 @@ class Runner:
         return self._steps.common_rows
 
     @property
+    def distinct_rows(self) -> tuple[int, ...]:
+        """See Steps."""
+        return self._steps.distinct_rows
+
+    @property
     def num_groups(self) -> int:
         """Groups of KV blocks."""
         return len(self._steps.rows.tables)
@@ -142,13 +149,18 @@ class Runner:
         return bool(self._steps.common_rows) and self._sampler.drawn is not None
 
     def _get_ready(
-        self, spec: EngineSpec, layout: KVLayout, num_blocks: int
+        self, spec: EngineSpec, layout: KVLayout, num_blocks: int, checks: PutOff | None
     ) -> tuple[int, dict[str, float]]:
-        """Compiles, sizes the KV cache, warms up; the number of blocks, and the seconds of each."""
+        """Compiles, makes the self-checks, sizes the KV cache, warms up; the number of blocks, and the seconds of
+        each."""
         width, began = self._model.logits_width, time.perf_counter()
         if (ahead := self._steps.compiling()) is not None:
             with ahead:
+                if checks is not None:
+                    checks.ask()
                 warm_up(self, spec, width, self._device, compiling=True)
+        if checks is not None:
+            checks.make()
         compile_s = time.perf_counter() - began
         if spec.kv.fit:
             num_blocks = self._fit(spec, layout)

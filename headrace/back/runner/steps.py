@@ -121,6 +121,8 @@ class Steps(Protocol):
     decisions: tuple[Decision, ...]
     common_rows: tuple[int, ...]
     """Numbers of decodes that are worth running at start, largest first."""
+    distinct_rows: tuple[int, ...]
+    """Those of them that take all kernels between them."""
 
     def scope(self) -> AbstractContextManager[object]:
         """All work of the runner happens within it: the stream, where the device has streams."""
@@ -149,6 +151,7 @@ class ExactSteps:
     """See the top of the file."""
 
     common_rows: tuple[int, ...] = ()
+    distinct_rows: tuple[int, ...] = ()
 
     def __init__(self, machine: Machine, rows: Rows, why: str = "") -> None:
         self.rows = rows

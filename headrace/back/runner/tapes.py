@@ -24,6 +24,7 @@ class ExactSizes:
     """`Sizes` without padding, which costs time on a CPU and buys nothing. A tape is soon made: none is at start."""
 
     common_rows: tuple[int, ...] = ()
+    distinct_rows: tuple[int, ...] = ()
 
     def __init__(self, *, max_rows: int, max_tokens: int, groups: int) -> None:
         self._groups = groups

@@ -43,6 +43,11 @@ class Executes(Protocol):
         ...
 
     @property
+    def distinct_rows(self) -> tuple[int, ...]:
+        """See Steps."""
+        ...
+
+    @property
     def draws(self) -> bool:
         """Whether steps draw the tokens of random rows themselves."""
         ...
@@ -61,22 +66,23 @@ def warm_up(
     compiling: bool = False,
 ) -> float:
     """Runs one prefill and one decode step of the largest size, then the sizes of decode that are common, twice: where
-    steps are recorded, the second one is; all again with random rows, where those are steps of their own. Returns the
-    seconds. `compiling`: nothing is computed, so each size once is enough and what comes out means nothing.
+    steps are recorded, the second one is; again with random rows, where those are steps of their own, in powers of two
+    (others are recorded when they come). Returns the seconds. `compiling`: nothing is
+    computed, so the sizes that take all kernels between them, once, are enough, and what comes out means nothing.
 
     Raises CheckpointError if the model's logits are not finite.
     """
     began = time.perf_counter()
     num_rows, length = _largest(spec, device)
-    common = [
-        rows
-        for rows in runner.common_rows
-        if rows <= num_rows
-        for _ in range(1 if compiling else 2)
-    ]
-    decodes = [_decode(rows, length) for rows in common] or [_decode(num_rows, length)]
     generates = spec.model.head == "lm"
     for sampling in (GREEDY, *((RANDOM,) if generates and runner.draws else ())):
+        every = sampling is GREEDY and not compiling
+        common = runner.common_rows if every else runner.distinct_rows
+        if sampling is RANDOM:
+            common = tuple(rows for rows in common if not rows & (rows - 1))
+        again = 1 if compiling else 2
+        sizes = [rows for rows in common if rows <= num_rows for _ in range(again)] or [num_rows]
+        decodes = [_decode(rows, length) for rows in sizes]
         prompt = _prompt(length, logits_width)
         columns = runner.num_groups, 1 + length // spec.kv.block_tokens
         prefill = _prefill(

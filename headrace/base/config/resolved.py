@@ -201,7 +201,10 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     admin_listen: str | None = None
     admin_readonly: bool = False
     profile_dir: str | None = None
-    metrics_names: str = "headrace"
+    metrics_compat: str = "none"
+    grpc_port: int | None = None
+    stream_interval: int | None = None
+    stream_interval_ms: float | None = None
     log_slow_s: float | None = None
     otlp_endpoint: str | None = None
     file_store: str = "none"

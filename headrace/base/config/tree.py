@@ -224,7 +224,12 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP server."""
 
-    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    host: Annotated[
+        str,
+        Meta(
+            description="Address to listen on, or unix:FILE for a socket that its owner alone opens."
+        ),
+    ] = "127.0.0.1"
     port: Annotated[
         int,
         Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it."),
@@ -233,6 +238,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(description="Keys clients must show; none: no key is asked for (loopback only)."),
     ] = ()
+    grpc_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(
+            description="Serve gRPC on this port too; 0 takes a free one and prints it. none: it is off."
+        ),
+    ] = None
     admin_listen: Annotated[
         str | None,
         Meta(
@@ -241,7 +252,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     admin_readonly: Annotated[
-        bool, Meta(description="The administrative plane answers questions and changes nothing.")
+        bool,
+        Meta(
+            description="Administration answers questions and changes nothing, whichever way it is asked."
+        ),
     ] = False
     profile_dir: Annotated[
         str | None,
@@ -292,6 +306,18 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         Seconds,
         Meta(description="A stream that is silent this long gets an SSE comment; 0: never."),
     ] = 15.0
+    stream_interval: Annotated[
+        Positive | None,
+        Meta(
+            description="Tokens in a chunk of a stream, where its request names none; 1 and none: what is there."
+        ),
+    ] = None
+    stream_interval_ms: Annotated[
+        Annotated[float, Meta(ge=0, le=60_000)] | None,
+        Meta(
+            description="The same by time: a chunk holds what came in so many milliseconds. The first comes at once."
+        ),
+    ] = None
     max_requests_per_key: Annotated[
         Positive, Meta(description="Requests of one key that may be in flight; more get 429.")
     ] = 1024
@@ -344,12 +370,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         Natural, Meta(description="Open WebSocket connections per API process; more get 503.")
     ] = 100
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True
-    metrics_names: Annotated[
-        Literal["headrace", "vllm"],
+    metrics_compat: Annotated[
+        Literal["none", "vllm"],
         Meta(
             description="vllm: /metrics carries the series dashboards for vLLM ask for beside ours."
         ),
-    ] = "headrace"
+    ] = "none"
     log_slow_s: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(description="Log where the time of a request went that took longer, seconds."),

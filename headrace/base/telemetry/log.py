@@ -10,6 +10,7 @@ import logging
 import sys
 
 MAX_LINE_CHARS = 4000
+LEVELS = ("debug", "info", "warning", "error")
 _ESCAPES = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
 }
@@ -37,6 +38,18 @@ def configure(process: str, level: str) -> None:
     """Sets up the root logger of this process; called once, first."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(process))
-    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    logging.basicConfig(handlers=[handler], force=True)
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """What this process logs from now on: one of LEVELS. Libraries that say much say warnings only."""
+    logging.getLogger().setLevel(level.upper())
     for noisy in ("uvicorn", "uvicorn.error", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    logging.getLogger(__name__).debug("logs at %s from now on", level)
+
+
+def level() -> str:
+    """What this process logs now; children are started with it."""
+    return logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()

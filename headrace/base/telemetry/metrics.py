@@ -23,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from headrace.base import env
-from headrace.base.telemetry.vllm_names import FIGURES, SERIES
+from headrace.base.telemetry.vllm_names import ABSENT, FIGURES, SERIES
 
 OTHER = "other"
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -49,6 +49,8 @@ class Series:
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_LONG_SECONDS = (0.1, 1.0, 10.0, 60.0, 300.0, 900.0, 1800.0, 3600.0)
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
 _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
@@ -76,7 +78,13 @@ ROUTES = (
     *("/ping", "/version", "/metrics", "/load", "/v1/requests", "/v1/requests/{id}"),
     *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/server_info"),
     *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
-    *("/start_profile", "/stop_profile"),
+    *("/start_profile", "/stop_profile", "/abort_requests", "/inference/v1/abort_requests"),
+    *("/collective_rpc", "/get_world_size", "/is_scaling_elastic_ep", "/kv_event_sources"),
+    *("/release_kv_cache", "/release_kv_cache_memory", "/scale_elastic_ep"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine"),
+    *("/start_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/update_weight_version", "/weight_info", "/weight_checker"),
+    *("/fault_tolerance/apply", "/fault_tolerance/status"),
     *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content"),
     *("/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel"),
     *("/tokenizer_info", "/inference/v1/generate"),
@@ -93,8 +101,27 @@ ROUTES = (
     *("/v1/admin/resume", "/v1/admin/reload_model", "/v1/admin/sleep", "/v1/admin/wake"),
     *("/v1/admin/reset_prefix_cache", "/v1/admin/profile", "/v1/admin/log_level"),
 )
+COLLECTIONS = (
+    *("/v1/models", "/v1/requests", "/v1/responses", "/v1/files", "/v1/batches"),
+    *("/v1/conversations", "/v1/admin/requests"),
+)
 REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")
+
+GRPC_METHODS = (
+    *("RenderChat", "RenderCompletion", "Tokenize", "Detokenize", "HealthCheck"),
+    *("Generate", "GenerateStream", "Embed", "FlushCache", "StartProfile", "StopProfile", "Abort"),
+    *("GetModelInfo", "GetServerInfo", "GetLoads", "GetTokenizer", "SubscribeKvEvents"),
+    *("Shutdown", "LoadLora", "UnloadLora", "ListLoras", "GetKvEventSources", "PauseGeneration"),
+    *("ResumeGeneration", "IsPaused", "Sleep", "WakeUp", "IsSleeping", "InitWeightTransferEngine"),
+    *("StartWeightUpdate", "StartDraftWeightUpdate", "UpdateWeights", "FinishWeightUpdate"),
+    *("UpdateWeightVersion", "GetWeightVersion"),
+)
+GRPC_CODES = (
+    *("OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "PERMISSION_DENIED"),
+    *("RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE"),
+    "UNAUTHENTICATED",
+)
 
 TABLE: tuple[Series, ...] = (
     Series(
@@ -109,9 +136,26 @@ TABLE: tuple[Series, ...] = (
         doc="HTTP requests that are being answered now.",
     ),
     Series(
+        name="headrace_grpc_requests_total",
+        kind=Kind.COUNTER,
+        doc="gRPC calls answered.",
+        labels={"method": GRPC_METHODS, "code": GRPC_CODES},
+    ),
+    Series(
         name="headrace_websockets_open",
         kind=Kind.GAUGE,
         doc="WebSocket connections that are open.",
+    ),
+    Series(
+        name="headrace_websockets_total",
+        kind=Kind.COUNTER,
+        doc="WebSocket connections that were opened.",
+    ),
+    Series(
+        name="headrace_websocket_seconds",
+        kind=Kind.HISTOGRAM,
+        doc="How long a WebSocket connection was open.",
+        buckets=_LONG_SECONDS,
     ),
     Series(
         name="headrace_rejections_total",
@@ -200,7 +244,37 @@ TABLE: tuple[Series, ...] = (
         doc="Tokens generated for a choice.",
         buckets=_TOKENS,
     ),
+    Series(
+        name="headrace_request_n",
+        kind=Kind.HISTOGRAM,
+        doc="Choices that a request asked for.",
+        buckets=_CHOICES,
+    ),
+    Series(
+        name="headrace_request_max_tokens",
+        kind=Kind.HISTOGRAM,
+        doc="Tokens that a request asked for at most; those that named no number are not counted.",
+        buckets=_TOKENS,
+    ),
+    Series(
+        name="headrace_nonfinite_requests_total",
+        kind=Kind.COUNTER,
+        doc="Requests that ended because their logits were NaN or infinite.",
+    ),
 )
+
+
+def template_of(path: str) -> str:
+    """The route's template: a closed set, whatever clients ask for (P20)."""
+    if path in ROUTES:
+        return path
+    for prefix in COLLECTIONS:
+        if path.startswith(prefix + "/"):
+            _, slash, rest = path.removeprefix(prefix + "/").partition("/")
+            part, further, _ = rest.partition("/")
+            template = f"{prefix}/{{id}}{slash}{part}{further and '/{item}'}"
+            return template if template in ROUTES else prefix + "/{id}"
+    return OTHER
 
 
 class Metrics:
@@ -288,11 +362,15 @@ def metrics_page() -> str:
     held = (
         "| `vllm:kv_cache_usage_perc` | headrace_engine_held_blocks / headrace_engine_total_blocks |\n"
         "| `vllm:cache_config_info` | tokens in a block and blocks in all, as labels |\n"
-        "| `vllm:num_requests_waiting_by_reason` | what `/v1/admin/queue` tells |"
+        "| `vllm:num_requests_waiting_by_reason` | what `/v1/admin/queue` tells |\n"
+        "| `vllm:iteration_tokens_total` | steps of the engine cores by their tokens |\n"
+        "| `http_requests_total` | headrace_http_requests, by class of status (2xx, 4xx ...) |"
     )
     mapped = (
-        "\n\n## Names of vLLM\n\nWith `--metrics-names vllm` these are told beside ours (suffixes of counters and "
+        "\n\n## Names of vLLM\n\nWith `--metrics-compat vllm` these are told beside ours (suffixes of counters and "
         f"histograms stay), so that dashboards for vLLM work:\n\n| vLLM | ours |\n|---|---|\n{names}\n{figures}\n{held}"
     )
     tail = '\n\nEvery number an engine core reports appears as `headrace_engine_NAME{engine="i"}` as well.'
-    return head + table + tail + mapped + "\n"
+    absent = "\n".join(f"| `{name}` | {why} |" for name, why in ABSENT.items())
+    lacking = f"\n\nThese have no equal here:\n\n| vLLM | why |\n|---|---|\n{absent}"
+    return head + table + tail + mapped + lacking + "\n"

@@ -1,4 +1,4 @@
-"""Our series under the names that dashboards for vLLM ask for (OBS-03), when `--metrics-names vllm` wants them too.
+"""Our series under the names that dashboards for vLLM ask for (OBS-03), when `--metrics-compat vllm` wants them too.
 
 A text to a text: each line of the exposition that the table names is given a second time, with a `model_name` label;
 gauges and counters that only the engine cores know are made of their figures. What has no equal here is left out.
@@ -7,6 +7,7 @@ gauges and counters that only the engine cores know are made of their figures. W
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 SERIES: Mapping[str, tuple[str, ...]] = {
@@ -28,6 +29,12 @@ SERIES: Mapping[str, tuple[str, ...]] = {
     "headrace_request_prompt_tokens": ("vllm:request_prompt_tokens",),
     "headrace_request_generation_tokens": ("vllm:request_generation_tokens",),
     "headrace_rejections": ("vllm:admission_rejections",),
+    "headrace_request_n": ("vllm:request_params_n",),
+    "headrace_request_max_tokens": ("vllm:request_params_max_tokens",),
+    "headrace_nonfinite_requests": ("vllm:corrupted_requests",),
+    "headrace_websockets_open": ("vllm:websocket_connections_active",),
+    "headrace_websockets": ("vllm:websocket_connections",),
+    "headrace_websocket_seconds": ("vllm:websocket_connection_duration_seconds",),
 }
 """Ours -> vLLM's (old names of a series too), without the suffixes of counters and histograms."""
 
@@ -46,15 +53,30 @@ OF_SEVERAL_FIGURES = (
     "vllm:cache_config_info",
     "vllm:num_requests_waiting_by_reason",
 )
+ABSENT: Mapping[str, str] = {
+    "vllm:external_prefix_cache_queries, _hits": "there is no prefix cache outside the engine",
+    "vllm:mm_cache_queries, _hits": "no media are taken, so that none are cached",
+    "vllm:lora_requests_info": "there are no adapters",
+    "vllm:spec_decode_num_drafts, _draft_tokens, _accepted_tokens": "nothing is drafted",
+    "vllm:engine_sleep_state by level": "levels 1 and 2 are alike: the series is 1 while asleep",
+}
+"""vLLM's series that have no equal here, and why: a series that never moves would say that something is counted."""
 
 _LINE = re.compile(r"^(headrace_\w+?)(_total|_bucket|_sum|_count)?(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 _TYPE = re.compile(r"^# TYPE (headrace_\w+?)(_total)? (\w+)$")
 
 
 def vllm_text(ours: str, engines: Sequence[Mapping[str, object]], model: str) -> str:
     """The lines to add to the exposition `ours`."""
     label = f'model_name="{_escaped(model)}"'
-    lines = [renamed for line in ours.splitlines() for renamed in _renamed(line, label)]
+    # What the front counts belongs to no core; where there is one only, it is that one's.
+    front = f'engine="{0 if len(engines) == 1 else "all"}",{label}'
+    lines = [renamed for line in ours.splitlines() for renamed in _renamed(line, front)]
+    lines += _http_requests(ours)
+    lines.append("# TYPE vllm:iteration_tokens_total histogram")
+    for index, engine in enumerate(engines):
+        lines += _step_tokens(engine, f'engine="{index}",{label}')
     for figure, (name, kind) in FIGURES.items():
         lines.append(f"# TYPE {name} {kind}")
         for index, engine in enumerate(engines):
@@ -81,6 +103,36 @@ def _of_several(name: str, engine: Mapping[str, object], label: str) -> list[str
         return [f"{name}{{{label}}} {held / total}"]
     size = engine.get("block_tokens")
     return [f'{name}{{{label},block_size="{size}",num_gpu_blocks="{total}"}} 1.0']
+
+
+def _step_tokens(engine: Mapping[str, object], label: str) -> list[str]:
+    """The histogram of tokens in a step."""
+    counts, tokens = engine.get("step_tokens"), engine.get("tokens")
+    if not isinstance(counts, Mapping):
+        return []
+    name, lines, total = "vllm:iteration_tokens_total", [], 0
+    for bound, count in counts.items():
+        total += int(count)
+        least = "+Inf" if bound == "inf" else str(float(bound))
+        lines.append(f'{name}_bucket{{{label},le="{least}"}} {float(total)}')
+    return [*lines, f"{name}_sum{{{label}}} {tokens}", f"{name}_count{{{label}}} {float(total)}"]
+
+
+def _http_requests(ours: str) -> list[str]:
+    """Requests by route, method and class of status, under the name that instrumented web servers share."""
+    counts: Counter[tuple[str, ...]] = Counter()
+    for line in ours.splitlines():
+        found = _LINE.match(line)
+        if found is not None and found[1] == "headrace_http_requests" and found[3]:
+            told = dict(_LABEL.findall(found[3]))
+            status = told["status"]
+            kind = f"{status[0]}xx" if status.isdecimal() else status
+            counts[told["route"], told["method"], kind] += int(float(found[4]))
+    lines = [
+        f'http_requests_total{{handler="{route}",method="{method}",status="{kind}"}} {float(count)}'
+        for (route, method, kind), count in counts.items()
+    ]
+    return ["# TYPE http_requests_total counter", *lines]
 
 
 def _renamed(line: str, label: str) -> list[str]:

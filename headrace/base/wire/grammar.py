@@ -107,7 +107,8 @@ class ReasoningRule(msgspec.Struct, frozen=True, kw_only=True):
     """The reasoning before the answer: what opens and closes it, and whether the prompt has opened it already.
 
     The grammar holds from behind `close` on. `may_open`: the answer may begin with `open`. After `budget` tokens of
-    reasoning `close` is all that may follow (None: no bound).
+    reasoning `close` is all that may follow (None: no bound). `until`: what ends the reasoning too, as a call
+    that begins within it, where only its length is bounded.
     """
 
     open: str
@@ -115,6 +116,7 @@ class ReasoningRule(msgspec.Struct, frozen=True, kw_only=True):
     inside: bool
     may_open: bool
     budget: int | None = None
+    until: tuple[str, ...] = ()
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -6,6 +6,8 @@ A front numbers its requests with random 63-bit ids of its own making; ids from 
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 import numpy as np
 
@@ -48,19 +50,22 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 PING = "ping"
+Argument: TypeAlias = int | float | str | bool | list[int | str] | None
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     """A control call; answered by a `Reply` with the same number once it is complete.
 
     Operations: "status" {}, "explain" {ids: [int]}, "pause" {mode: abort|wait|keep, clear_cache: bool}, "resume" {},
-    "is_paused" {}, "reset_prefix_cache" {}, "metrics" {}, "drain" {timeout_s: float}. PING is answered by the core's IO
-    thread at once, also while a step takes long: only a process that is stopped or gone leaves it without an answer.
+    "is_paused" {}, "reset_prefix_cache" {running: bool}, "metrics" {}, "drain" {timeout_s: float},
+    "abort" {labels: [str], tenant: str}, "log_level" {level: str}, "wake" {parts: [str]}. PING is
+    answered by the core's IO thread at once, also while a step takes long: only a process that is stopped or gone
+    leaves it without an answer.
     """
 
     number: int
     operation: str
-    arguments: dict[str, int | float | str | bool | list[int] | None] = {}
+    arguments: dict[str, Argument] = {}
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -68,8 +73,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
     `logits_width` bounds every token id; `capacity_tokens` is the most tokens one request can ever hold in the KV
     pool; `max_model_len` its bound by the model. `max_in_flight`: requests that may run and wait together; None where
-    a more urgent one still gets in. `trouble`: why nothing can be served, or "". `start_s` breaks the
-    start-up time down by phase.
+    a more urgent one still gets in. `trouble`: why nothing can be served, or "". `log_level`: what
+    an administrator wants every process to log, or "". `start_s` breaks the start-up time down by phase.
     """
 
     logits_width: int
@@ -80,6 +85,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     num_blocks: int
     block_tokens: int
     trouble: str = ""
+    log_level: str = ""
     start_s: dict[str, float] = {}
     decisions: list[tuple[str, str, str, str]] = []
 
@@ -123,7 +129,8 @@ class Captured(msgspec.Struct, frozen=True):
 class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of one request, sent exactly once. `reason`: stop, length, abort or error.
 
-    `stop_id` is the stop token that ended it (it is the last token sent). Times are seconds since arrival in the core.
+    `stop_id` is the stop token that ended it (it is the last token sent). Times are seconds since arrival in the core;
+    `gated_s` is how long a gate held it back (a grammar that was being compiled).
     """
 
     id: int
@@ -133,6 +140,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_cached: int = 0
     num_preemptions: int = 0
     preempted_s: tuple[float, ...] = ()
+    gated_s: float = 0.0
     scheduled_s: float | None = None
     first_token_s: float | None = None
     total_s: float = 0.0

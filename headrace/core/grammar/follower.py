@@ -53,6 +53,10 @@ class Follower:
         self._budget = None if rule is None else rule.budget
         self._open = b"" if rule is None else rule.open.encode()
         self._close = b"" if rule is None else rule.close.encode()
+        # a grammar waits for the tag itself
+        until = () if rule is None or matcher is not None else rule.until
+        self._ends = [self._close, *(tag.encode() for tag in until)]
+        self._longest = max(map(len, self._ends))
         self._fresh = matcher
         self.matcher = None if matcher is None else matcher.copy()
         self._alive = True
@@ -147,9 +151,9 @@ class Follower:
 
     def _reason(self, text: bytes) -> None:
         self._tail += text
-        if self._close in self._tail:
+        if any(end in self._tail for end in self._ends):
             self.phase = self._constrained
             self._breaks_left = MAX_BREAKS
             self.matcher = None if self._fresh is None else self._fresh.copy()
             return
-        self._tail = self._tail[-len(self._close) :]
+        self._tail = self._tail[-self._longest :]

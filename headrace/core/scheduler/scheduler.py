@@ -231,6 +231,16 @@ class Scheduler:
         return True
 
     def _preempt(self, draft: Draft, request: Request) -> None:
+        """Takes row and blocks from a request for those that come before it."""
+        self._put_back(request, "preempted: its KV blocks went to requests before it")
+        draft.preempted.add(request.id)
+
+    def put_back_all(self, reason: str) -> None:
+        """Between two plans: every row is given back, and what ran waits in its old place."""
+        for request in self.running():
+            self._put_back(request, reason)
+
+    def _put_back(self, request: Request, reason: str) -> None:
         """Takes row and blocks from a request; it waits in its old place and is computed again. What is in flight for
         it is void: a token's randomness depends on its position alone, so that it comes out the same."""
         if request.state is State.PREFILL:
@@ -241,13 +251,12 @@ class Scheduler:
             request.preempted_at = (*request.preempted_at, self._now())
         self.num_preemptions += 1
         request.move(State.PREEMPTED, now=self._now())
-        request.reason = "preempted: its KV blocks went to requests before it"
+        request.reason = reason
         request.looked_at_step = self.step
         self.queue.push(request)
         self.queue.ended(request)
         self.kv.release(request)
         self._ends.append(self.rows.release(request))
-        draft.preempted.add(request.id)
 
     # prefills
 
@@ -328,6 +337,7 @@ class Scheduler:
 
     def _ask_gates(self, request: Request) -> str | None:
         refusal, error = self.gates.refusal(request.id)
+        request.note_gate(opens=refusal is None, now=self._now())
         if error is not None:
             self.refused.append((request, error))
         return refusal

@@ -14,8 +14,18 @@ from typing import Protocol, cast
 import msgspec
 
 from headrace.base.errors import EngineDead, HeadraceError, Unavailable, from_wire
+from headrace.base.telemetry import log as logs
 from headrace.base.wire.codec import MAX_FRAME_BYTES, Codec, cut_frames
-from headrace.base.wire.request import PING, Call, Hello, Reply, ToCore, ToFront, TokenBatch
+from headrace.base.wire.request import (
+    PING,
+    Argument,
+    Call,
+    Hello,
+    Reply,
+    ToCore,
+    ToFront,
+    TokenBatch,
+)
 from headrace.front.client.limits import Limits
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
@@ -100,9 +110,7 @@ class Connection:
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
         try:
-            known = msgspec.convert(
-                arguments, dict[str, int | float | str | bool | list[int] | None]
-            )
+            known = msgspec.convert(arguments, dict[str, Argument])
             self.send(Call(number=number, operation=operation, arguments=known))
             return await future
         finally:
@@ -149,6 +157,8 @@ class Connection:
             self._answer(message)
         elif isinstance(message, Hello):
             self.hello = message
+            if message.log_level:
+                logs.set_level(message.log_level)
             self._changed.set()
 
     def _answer(self, reply: Reply) -> None:

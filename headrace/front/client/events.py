@@ -100,7 +100,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """The end of choice `index`. `reason`: stop, length or abort. `stop` is the stop string or stop id that matched.
 
     Times are seconds since the engine took the request: first scheduled, first token, preempted, ended; None where a
-    stop string ended the choice before the engine knew.
+    stop string ended the choice before the engine knew. `gated_s`: how long its grammar held it back.
     """
 
     index: int
@@ -114,6 +114,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float | None = None
     num_preemptions: int = 0
     preempted_s: tuple[float, ...] = ()
+    gated_s: float = 0.0
 
 
 Event = Started | PromptScored | PooledPart | AttentionTold | Delta | Ended

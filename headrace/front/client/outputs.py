@@ -29,7 +29,15 @@ from headrace.front.text.detokenizer import Detokenizer
 from headrace.front.text.stop_strings import StopMatch, StopStrings
 from headrace.front.text.tokenizer import Tokenizer
 
-_TOLD = ("num_cached", "scheduled_s", "first_token_s", "total_s", "num_preemptions", "preempted_s")
+_TOLD = (
+    "num_cached",
+    "scheduled_s",
+    "first_token_s",
+    "total_s",
+    "num_preemptions",
+    "preempted_s",
+    "gated_s",
+)
 _SCORE_BYTES = 300
 _TOKEN_BYTES = 40
 

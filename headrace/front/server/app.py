@@ -15,11 +15,11 @@ from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.errors import OverloadError, RateLimited, Unavailable
-from headrace.base.telemetry.metrics import ROUTES
+from headrace.base.telemetry.metrics import template_of
 from headrace.front.server.auth import PUBLIC, Gatekeeper
 from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services
 from headrace.front.server.failures import Failure, failure_of
-from headrace.front.server.ids import client_label, request_id
+from headrace.front.server.ids import ID_HEADERS, client_label, request_id
 from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s
 from headrace.front.server.native.plane import PlaneKeeper
 from headrace.front.server.responses import websocket
@@ -29,10 +29,6 @@ from headrace.front.server.table import plane_table, shape_of, table
 
 DRAIN_RETRY_S = 5.0
 DISCARD_S = 2.0
-COLLECTIONS = (
-    *("/v1/models", "/v1/requests", "/v1/responses", "/v1/files", "/v1/batches"),
-    *("/v1/conversations", "/v1/admin/requests"),
-)
 TIMING_HEADER = b"x-headrace-timing"
 """A request with this header is told where its time went: Server-Timing, or a comment at the end of a stream."""
 log = logging.getLogger(__name__)
@@ -45,6 +41,7 @@ def make_app(services: Services) -> ASGIApp:
         api_key_digests=spec.api_key_digests,
         admin_key_digest=spec.admin_key_digest,
         public_metrics=spec.public_metrics,
+        readonly=spec.admin_readonly,
     )
     sockets = SocketShell(services, keeper, {"/v1/responses": websocket.serve})
     return Shell(services, Router(table(), redirect_slashes=False), keeper, sockets)
@@ -111,7 +108,7 @@ class Shell:
             exchange.held.close()
             exchange.over(wire.status)
             metrics.add("headrace_http_requests_in_flight", -1)
-            method, route, status = scope["method"], _template(scope["path"]), str(wire.status)
+            method, route, status = scope["method"], template_of(scope["path"]), str(wire.status)
             metrics.add("headrace_http_requests_total", method=method, route=route, status=status)
 
     def _refuse_while_draining(self, scope: Scope) -> None:
@@ -132,19 +129,6 @@ class Shell:
         self.services.metrics.add("headrace_rejections_total", reason=reason)
 
 
-def _template(path: str) -> str:
-    """The route's template: a closed set, whatever clients ask for (P20)."""
-    if path in ROUTES:
-        return path
-    for prefix in COLLECTIONS:
-        if path.startswith(prefix + "/"):
-            _, slash, rest = path.removeprefix(prefix + "/").partition("/")
-            part, further, _ = rest.partition("/")
-            template = f"{prefix}/{{id}}{slash}{part}{further and '/{item}'}"
-            return template if template in ROUTES else prefix + "/{id}"
-    return "other"
-
-
 class _Wire:
     """receive and send of one exchange: marks the answer with its ids and knows whether the body was read."""
 
@@ -160,7 +144,7 @@ class _Wire:
         length = headers.get(b"content-length", b"0")
         self._body_pending = length != b"0" or b"transfer-encoding" in headers
         ident = exchange.request_id.encode()
-        self._marks = [(b"x-request-id", ident), (b"request-id", ident)]
+        self._marks = [(name, ident) for name in ID_HEADERS]
         if (label := client_label(headers.get(b"x-request-id"))) is not None:
             self._marks.append((b"x-client-request-id", label.encode()))
 
@@ -177,6 +161,8 @@ class _Wire:
             self._started = True
             self.status = message["status"]
             extra = list(self._marks)
+            if (label := self.exchange.client_label) is not None and len(extra) == len(ID_HEADERS):
+                extra.append((b"x-client-request-id", label.encode()))
             if self.exchange.tells_timing and self.exchange.timeline is not None:
                 told = self.exchange.timeline.server_timing()
                 extra.append((b"server-timing", told.encode()))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from headrace.base.errors import Forbidden, NotFound, Unauthorized
+from headrace.base.telemetry.metrics import OTHER, template_of
 from headrace.front.server.webui.pages import PAGES
 
 PUBLIC = frozenset(
@@ -28,8 +29,21 @@ ADMIN = frozenset(
         *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
         *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
         *("/start_profile", "/stop_profile", "/server_info"),
+        *("/abort_requests", "/collective_rpc", "/get_world_size", "/is_scaling_elastic_ep"),
+        *("/kv_event_sources", "/release_kv_cache", "/release_kv_cache_memory"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine"),
+        *("/start_weight_update", "/update_weights", "/finish_weight_update"),
+        *("/update_weight_version", "/weight_info", "/weight_checker", "/scale_elastic_ep"),
+        *("/fault_tolerance/apply", "/fault_tolerance/status"),
     }
 )
+READS = frozenset(
+    {
+        *("/is_paused", "/is_sleeping", "/server_info", "/get_world_size"),
+        *("/is_scaling_elastic_ep", "/kv_event_sources"),
+    }
+)
+"""Administrative routes that change nothing."""
 TENANT_CHARS = 32
 
 
@@ -40,6 +54,7 @@ class Gatekeeper:
     api_key_digests: tuple[str, ...]
     admin_key_digest: str | None
     public_metrics: bool
+    readonly: bool = False
 
     def tenant(self, scope: Scope) -> str:
         """The tenant this request belongs to ("" without keys); raises Unauthorized, Forbidden or NotFound."""
@@ -48,7 +63,7 @@ class Gatekeeper:
             return ""
         presented = presented_digest(scope)
         if path in ADMIN:
-            return self._admin(presented)
+            return self._admin(path, presented)
         if not self.api_key_digests:
             check_host(scope)
             return ""
@@ -61,10 +76,12 @@ class Gatekeeper:
         if any(matches):
             return presented[:TENANT_CHARS]
         if self.admin_key_digest and hmac.compare_digest(presented, self.admin_key_digest):
+            if template_of(path) == OTHER:
+                raise NotFound("unknown route")
             raise Forbidden("the admin key opens the administrative routes only")
         raise Unauthorized("the API key is not valid")
 
-    def _admin(self, presented: str | None) -> str:
+    def _admin(self, path: str, presented: str | None) -> str:
         if presented is None and (self.admin_key_digest or self.api_key_digests):
             raise Unauthorized("this route needs the admin key")
         if self.admin_key_digest is None:
@@ -73,6 +90,8 @@ class Gatekeeper:
             raise NotFound("the administrative routes are off; start with --admin-key to use them")
         assert presented is not None
         if hmac.compare_digest(presented, self.admin_key_digest):
+            if self.readonly and path not in READS:
+                raise Forbidden("administration is read-only here (--admin-readonly)")
             return "admin"
         if self._is_api_key(presented):
             raise Forbidden("this route needs the admin key")

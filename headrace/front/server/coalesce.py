@@ -20,6 +20,13 @@ class Pace(msgspec.Struct, frozen=True):
     seconds: float | None
 
 
+def pace_of(tokens: int | None, milliseconds: float | None) -> Pace | None:
+    """The pace of these options; None where neither is given."""
+    if tokens is None and milliseconds is None:
+        return None
+    return Pace(tokens, None if milliseconds is None else milliseconds / 1000)
+
+
 class _Choice:
     """What waits of one choice. `since`: when its last delta went out; None: none has."""
 

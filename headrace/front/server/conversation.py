@@ -20,7 +20,7 @@ from starlette.responses import Response
 from headrace.base.errors import Forbidden, RequestError
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Event, Generation
-from headrace.front.server.coalesce import Pace, paced
+from headrace.front.server.coalesce import Pace, pace_of, paced
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.failures import OPENAI, Shape
 from headrace.front.server.measure import measured
@@ -52,6 +52,14 @@ class Translated:
         return msgspec.structs.replace(request, stop=list(self.stop)) if self.stop else request
 
 
+def _inside(place: str, field: str) -> str:
+    """Which part of the message at `place` is meant. What is no list of parts was made here; outputs are such lists."""
+    _, found, part = field.partition(".content[")
+    if not found:
+        return place
+    return f"{place}[{part}" if place.endswith(".output") else f"{place}{found}{part}"
+
+
 @contextmanager
 def as_sent(translated: Translated) -> Iterator[None]:
     """Errors about fields of the translation become errors about the fields they came from."""
@@ -61,7 +69,7 @@ def as_sent(translated: Translated) -> Iterator[None]:
         given = error.field or ""
         found = _MESSAGE.match(given)
         if found is not None and int(found[1]) < len(translated.places):
-            sent = translated.places[int(found[1])]
+            sent = _inside(translated.places[int(found[1])], found[0])
         else:
             head = re.split(r"[.\[]", given, maxsplit=1)[0]
             sent = translated.names.get(given) or translated.names.get(head, given)
@@ -101,12 +109,13 @@ async def begin_translated(
     """`begin` for a translated request."""
     with as_sent(translated):
         _, events = await begin(exchange, request, label=label)
-    return _as_sent(events, translated)
+    return told_as_sent(events, translated)
 
 
-async def _as_sent(
+async def told_as_sent(
     events: AsyncGenerator[Event, None], translated: Translated
 ) -> AsyncGenerator[Event, None]:
+    """The events; what goes wrong among them is told in the words of the request as it was sent."""
     async with aclosing(events):
         with as_sent(translated):
             async for event in events:
@@ -137,13 +146,14 @@ async def render(exchange: Exchange, request: ChatRequest) -> list[int]:
             kwargs.setdefault(name, getattr(request, name))
     if request.reasoning_effort is not None:  # templates that know only on and off
         kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
-    return await template.render_async(
+    ids = await template.render_async(
         request.messages,
         tools=None if request.tool_choice == "none" else request.tools,
         add_generation_prompt=opens,
         continue_final_message=tail,
         kwargs=kwargs,
     )
+    return services.tokenizer.with_special(ids) if request.add_special_tokens else ids
 
 
 def parsers(
@@ -183,6 +193,7 @@ def generate(
 ) -> AsyncGenerator[Event, None]:
     """The events of one prompt, parsed where there are parsers, and counted."""
     services = exchange.services
+    exchange.client_label = request.request_id
     generation = Generation(
         prompt_ids=prompt_ids,
         params=params,
@@ -197,7 +208,7 @@ def generate(
         reasoning=structure.reasoning,
     )
     events = services.engine.generate(generation)
-    if request.stream_options is not None and (pace := _pace(request.stream_options)) is not None:
+    if (pace := _pace(request, services.pace)) is not None:
         events = paced(events, pace)
     if answers is not None:
         events = parsed(events, answers)
@@ -206,12 +217,11 @@ def generate(
     return measured(events, exchange, generation)
 
 
-def _pace(options: StreamOptions) -> Pace | None:
-    """How much a chunk holds; None: what is there."""
-    if options.stream_interval is None and options.stream_interval_ms is None:
-        return None
-    milliseconds = options.stream_interval_ms
-    return Pace(options.stream_interval, None if milliseconds is None else milliseconds / 1000)
+def _pace(request: Common, usual: Pace | None) -> Pace | None:
+    """How much a chunk holds, as the request says, else as usual; None: what is there."""
+    options = request.stream_options or StreamOptions()
+    tokens, wait_ms = options.stream_interval or request.stream_interval, options.stream_interval_ms
+    return usual if tokens is wait_ms is None else pace_of(tokens, wait_ms)
 
 
 async def streamed(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Engine
 from headrace.front.server.batches.batch import BatchStore
 from headrace.front.server.batches.files import FileStore
+from headrace.front.server.coalesce import Pace
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.sealing import SECRET_BYTES, Sealer
 from headrace.front.server.state.store import ResponseStore
@@ -40,9 +42,10 @@ class Services:
     """Everything the handlers use.
 
     `warm`: start-up is over. `leaving`: not ready any more, so that load balancers turn away. `draining`: no new work.
-    `abandon` is set when running work must end now. Templates that come with requests are rendered by
-    `guest_templates`: they cannot hold up the model's own. `answers`: the format of the model's reasoning and tool
-    calls. `sealer` is the same in every API process of a server.
+    `abandon` is set when running work must end now; `shut_down` asks for what SIGTERM does. Templates that come with
+    requests are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format of the
+    model's reasoning and tool calls. `pace`: what a chunk holds unless a request says so. `sealer` is the same in
+    every API process of a server.
     """
 
     engine: Engine
@@ -55,6 +58,7 @@ class Services:
     shares: KeyShares
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     tracer: Tracer | None = None
+    pace: Pace | None = None
     config: dict[str, object] = field(default_factory=dict)
     sealer: Sealer = field(default_factory=lambda: Sealer(secrets.token_bytes(SECRET_BYTES)))
     stores: tuple[FileStore, BatchStore] | None = None
@@ -65,6 +69,7 @@ class Services:
     leaving: bool = False
     draining: bool = False
     abandon: asyncio.Event = field(default_factory=asyncio.Event)
+    shut_down: Callable[[], None] = lambda: None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:
@@ -87,7 +92,8 @@ class Services:
 class Exchange:
     """One request and its answer. `arrival` is on the monotonic clock, `timeout_s` what its header asked for.
 
-    `timeline` is there once a generation of it has ended; `tells_timing`: its client asked to be told.
+    `timeline` is there once a generation of it has ended; `tells_timing`: its client asked to be told. `client_label`:
+    what the body calls the request, sent back as a header.
     """
 
     services: Services
@@ -97,6 +103,7 @@ class Exchange:
     arrival: float = field(default_factory=time.monotonic)
     held: ExitStack = field(default_factory=ExitStack)
     tells_timing: bool = False
+    client_label: str | None = None
     timeline: Timeline | None = None
     trace: RequestTrace | None = None
 

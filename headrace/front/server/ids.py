@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 
 _LABEL = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+ID_HEADERS = (b"x-request-id", b"request-id")
+"""What the clients of each vendor read."""
 RESPONSE_PREFIX, CONVERSATION_PREFIX = "resp_", "conv_"
 
 
@@ -17,6 +20,12 @@ def request_id() -> str:
 def completion_id(kind: str) -> str:
     """The public id of one generation: `chatcmpl-...` or `cmpl-...`."""
     return f"{kind}-{secrets.token_hex(16)}"
+
+
+def own_id(tenant: str, asked: str) -> str:
+    """The public id of a generation that its client wants to name by an id of its own: nobody else can tell it, and the
+    same name of another tenant is another id (P6)."""
+    return "gen-" + hashlib.sha256(f"{tenant}\0{asked}".encode()).hexdigest()[:32]
 
 
 def client_label(value: bytes | None) -> str | None:

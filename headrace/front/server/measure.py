@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from headrace.base.errors import NonFiniteLogits
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.events import Delta, Ended, Event, Generation, Started
 from headrace.front.server.exchange import Exchange
@@ -26,8 +27,8 @@ async def measured(
             async for event in events:
                 watch.take(event)
                 yield event
-        except Exception:
-            watch.lost("error")
+        except Exception as error:
+            watch.failed(error)
             raise
         finally:
             watch.lost("abort")
@@ -41,6 +42,7 @@ class _Watch:
     def __init__(self, exchange: Exchange, generation: Generation) -> None:
         self._exchange = exchange
         self._metrics = exchange.services.metrics
+        self._params = generation.params
         self._handed = time.monotonic()
         self._first: dict[int, float] = {}
         self._span = None if exchange.trace is None else exchange.trace.begin_core(generation)
@@ -55,6 +57,9 @@ class _Watch:
                 self._num_prompt = event.num_prompt
                 self._metrics.add("headrace_prompt_tokens_total", event.num_prompt)
                 self._metrics.observe("headrace_request_prompt_tokens", event.num_prompt)
+                self._metrics.observe("headrace_request_n", self._params.n)
+                if (most := self._params.max_tokens) is not None:
+                    self._metrics.observe("headrace_request_max_tokens", most)
             case Ended():
                 self._end(event)
 
@@ -69,6 +74,11 @@ class _Watch:
             self._metrics.observe("headrace_inter_token_latency_seconds", gap_s)
         if self._span is not None and event.index == 0:
             self._span.finished(event, found, num_prompt=self._num_prompt)
+
+    def failed(self, error: Exception) -> None:
+        if isinstance(error, NonFiniteLogits):
+            self._metrics.add("headrace_nonfinite_requests_total")
+        self.lost("error")
 
     def lost(self, reason: str) -> None:
         if self._span is not None:
@@ -90,18 +100,20 @@ def _count_end(event: Ended, found: Timeline, metrics: Metrics) -> None:
 
 
 async def joined(
-    streams: list[AsyncGenerator[Event, None]],
+    streams: list[AsyncGenerator[Event, None]], *, window: int | None = None
 ) -> AsyncGenerator[tuple[int, Event], None]:
     """The events of several generations as they come, each with its generation's number.
 
+    At most `window` of them run at once, so that a request of many prompts does not fill the engine's queue by itself.
     The first failure ends all; closing this generator closes every stream. The queue is bounded, so that a slow
     consumer slows the producers down.
     """
     queue: asyncio.Queue[tuple[int, Event] | BaseException | None] = asyncio.Queue(_QUEUED_EVENTS)
+    places = asyncio.Semaphore(window or len(streams) or 1)
 
     async def pump(number: int, events: AsyncGenerator[Event, None]) -> None:
         try:
-            async with aclosing(events):
+            async with places, aclosing(events):
                 async for event in events:
                     await queue.put((number, event))
         except Exception as error:

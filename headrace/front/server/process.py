@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
@@ -35,6 +36,7 @@ from headrace.front.server.app import make_app, make_plane
 from headrace.front.server.batches.batch import BatchStore
 from headrace.front.server.batches.files import FileStore, private_folder
 from headrace.front.server.batches.runner import BatchRunner
+from headrace.front.server.coalesce import pace_of
 from headrace.front.server.exchange import Services
 from headrace.front.server.limits import KeyShares
 from headrace.front.server.protocol import ConnectionLimits, guarded_protocol
@@ -48,6 +50,9 @@ from headrace.front.text.template_pool import TemplateLimits, TemplatePool
 from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
 from headrace.launch.api_process import ApiSpec
 from headrace.launch.topology import DRAIN_SIGNAL, Report, report, tie_to_parent
+
+if TYPE_CHECKING:
+    from headrace.front.server.grpc.service import GrpcServer
 
 log = logging.getLogger(__name__)
 BACKLOG = 2048
@@ -123,6 +128,7 @@ def services_over(
         tracer=None
         if server.otlp_endpoint is None
         else Tracer(server.otlp_endpoint, model=text.model_names[0]),
+        pace=pace_of(server.stream_interval, server.stream_interval_ms),
         answers=AnswerFormat.named(
             tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
         ).bound(tokenizer),
@@ -163,7 +169,11 @@ async def serve(
     services, engine = make_services(spec)
     services.stores = open_stores(spec.text, spec.server)
     services.config = msgspec.to_builtins(
-        {"engine": spec.engine, "decisions": [_told(one) for one in spec.decisions]}
+        {
+            "engine": spec.engine,
+            "replicas": len(spec.socket_paths),
+            "decisions": [_told(one) for one in spec.decisions],
+        }
     )
     server = http_server(services, make_app(services))
     loop = asyncio.get_running_loop()
@@ -178,9 +188,13 @@ async def serve(
     if admin is not None:
         plane = http_server(services, make_plane(services))
         working.append(asyncio.ensure_future(plane._serve([admin])))
+    services.shut_down = lambda: report(status, Report(stop=True))
+    remote = await _start_grpc(services)
     try:
         await server._serve([listener])
     finally:
+        if remote is not None:
+            await remote.stop(LAST_WORDS_S)
         if plane is not None:
             plane.should_exit = True
         for task in working:
@@ -194,6 +208,18 @@ async def serve(
             await services.store.close()
         if services.tracer is not None:
             await asyncio.to_thread(services.tracer.close)
+
+
+async def _start_grpc(services: Services) -> GrpcServer | None:
+    """The gRPC server, if one is wanted: its libraries are imported only then."""
+    spec = services.server
+    if spec.grpc_port is None:
+        return None
+    from headrace.front.server.grpc.service import start_grpc
+
+    host = "127.0.0.1" if spec.host.startswith("unix:") else spec.host
+    host = f"[{host}]" if ":" in host else host
+    return await start_grpc(services, f"{host}:{spec.grpc_port}")
 
 
 def _told(decision: Decision) -> dict[str, str]:
@@ -272,13 +298,14 @@ def main() -> int:
     parser.add_argument("--admin-fd", type=int)
     parser.add_argument("--status-fd", type=int, required=True)
     parser.add_argument("--parent", type=int)
+    parser.add_argument("--log-level")
     given = parser.parse_args()
     tie_to_parent(given.parent)
     status = socket.socket(fileno=given.status_fd)
     listener = socket.socket(fileno=given.listen_fd)
     admin = None if given.admin_fd is None else socket.socket(fileno=given.admin_fd)
     spec = msgspec.json.decode(Path(given.spec).read_bytes(), type=ApiSpec)
-    logs.configure("api", spec.server.log_level)
+    logs.configure("api", given.log_level or spec.server.log_level)
     if spec.engine is not None:
         keep_to(spec.engine.device.other_cpus)
     import uvloop

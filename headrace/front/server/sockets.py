@@ -8,6 +8,7 @@ is an ordinary HTTP answer to the upgrade.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -18,7 +19,7 @@ from headrace.base.errors import Forbidden, HeadraceError, NotFound, Unavailable
 from headrace.front.server.auth import Gatekeeper, is_loopback
 from headrace.front.server.exchange import Exchange, Services
 from headrace.front.server.failures import failure_of
-from headrace.front.server.ids import request_id
+from headrace.front.server.ids import ID_HEADERS, request_id
 
 LEAVE_S = 2.0
 Session = Callable[[Exchange, WebSocket], Awaitable[None]]
@@ -47,15 +48,20 @@ class SocketShell:
             return
         self._open += 1
         metrics.add("headrace_websockets_open")
+        metrics.add("headrace_websockets_total")
+        opened = time.monotonic()
         try:
             socket = WebSocket(scope, receive, send)
-            await socket.accept(headers=[(b"x-request-id", exchange.request_id.encode())])
+            await socket.accept(
+                headers=[(name, exchange.request_id.encode()) for name in ID_HEADERS]
+            )
             await session(exchange, socket)
         except WebSocketDisconnect:
             pass
         finally:
             self._open -= 1
             metrics.add("headrace_websockets_open", -1)
+            metrics.observe("headrace_websocket_seconds", time.monotonic() - opened)
 
     def _admit(self, scope: Scope) -> Session:
         if self._services.draining:
@@ -87,7 +93,8 @@ async def _refuse(error: HeadraceError, exchange: Exchange, receive: Receive, se
     failure = failure_of(error, request_id=exchange.request_id)
     ident = exchange.request_id.encode()
     headers = [
-        *((b"content-type", b"application/json"), (b"x-request-id", ident)),
+        (b"content-type", b"application/json"),
+        *((name, ident) for name in ID_HEADERS),
         *failure.headers(),
     ]
     start = {

@@ -111,8 +111,8 @@ def structure_of(request: ChatRequest, answers: AnswerFormat, *, prompt_tail: st
     elif request.tools and request.tool_choice != "none":
         grammar, field = _offered(request, request.tools, answers, grammar, field)
     tags = None if answers.reasoning is None else answers.reasoning.tags
-    if grammar is not None and field != "tools" and tags is not None and tags.harmony is not None:
-        grammar = Sequence((Literal(unmarked(tags.close)), grammar))
+    if grammar is not None and field != "tools" and tags is not None:
+        grammar = _behind(tags.answer, grammar, prompt_tail)
     rule = _rule(request, tags, prompt_tail, constrained=grammar is not None)
     return Structure(grammar=grammar, field=field, reasoning=rule)
 
@@ -123,6 +123,13 @@ def plain_structure(request: Common) -> Structure:
     if asked is None:
         return FREE
     return Structure(grammar=node_of(asked, field=field), field=field)
+
+
+def _behind(lead: str, grammar: Node, prompt_tail: str) -> Node:
+    """A grammar behind what the model's answers begin with, unless the prompt has written it."""
+    if not lead or prompt_tail.rstrip().endswith(lead):
+        return grammar
+    return Sequence((Literal(unmarked(lead)), grammar))
 
 
 def _forced(request: ChatRequest, tools: list[dict[str, Any]], answers: AnswerFormat) -> Node:
@@ -220,14 +227,16 @@ def _rule(
     inside = tags.begins_inside(prompt_tail, unfinished=unfinished)
     over = prompt_tail.rstrip().endswith(tags.close) or bool(unfinished)
     close = unmarked(tags.close)
-    if tags.harmony is not None:  # what follows the reasoning is another message
-        close = f"{unmarked(tags.harmony.end)}{unmarked(tags.harmony.start)}assistant"
+    offered = bool(request.tools) and request.tool_choice != "none"
+    if tags.messages is not None:  # what follows the reasoning is another message
+        close = unmarked(tags.messages.next)
     return ReasoningRule(
         open=unmarked(tags.open),
         close=close,
         inside=inside,
         may_open=not inside and not over,
         budget=budget,
+        until=tuple(map(unmarked, tags.until)) if offered else (),
     )
 
 

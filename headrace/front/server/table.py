@@ -140,6 +140,7 @@ def _tokens() -> list[ApiRoute]:
     """Tokens in, tokens out."""
     return [
         _posts("/inference/v1/generate", generate.post_generate, GenerateRequest, queued=True),
+        _posts("/inference/v1/abort_requests", admin.post_abort_own, admin.AbortWish),
         _posts("/v1/chat/completions/render", render.post_render_chat, ChatRequest),
         _posts("/v1/chat/completions/derender", render.post_derender_chat, DerenderRequest),
         _posts("/v1/messages/render", dialects.post_render_messages, MessagesRequest),
@@ -190,6 +191,12 @@ def _house() -> list[ApiRoute]:
         _route("/start_profile", admin.post_start_profile, "POST"),
         _route("/stop_profile", admin.post_stop_profile, "POST"),
         _route("/server_info", admin.get_server_info),
+        _posts("/abort_requests", admin.post_abort, admin.AbortWish),
+        _posts("/collective_rpc", admin.post_collective_rpc, admin.CollectiveWish),
+        _route("/get_world_size", admin.get_world_size),
+        _route("/is_scaling_elastic_ep", admin.get_is_scaling, "GET", "POST"),
+        _route("/kv_event_sources", admin.get_kv_event_sources),
+        *(_route(path, admin.refusing(path), "GET", "POST") for path in admin.REFUSED),
     ]
 
 
@@ -203,15 +210,15 @@ def plane_table() -> list[ApiRoute]:
         _route(f"{at}/queue", plane.get_queue),
         _route(f"{at}/ledger", plane.get_ledger),
         _route(f"{at}/requests/{{id}}", requests.get_request),
-        _posts(f"{at}/pause", plane.post_pause, plane.PauseRequest),
-        _posts(f"{at}/drain", plane.post_pause, plane.PauseRequest),
-        _posts(f"{at}/resume", plane.post_resume),
-        _posts(f"{at}/reload_model", plane.post_reload, plane.ReloadRequest),
-        _posts(f"{at}/sleep", plane.post_sleep, plane.SleepRequest),
-        _posts(f"{at}/wake", plane.post_wake),
-        _posts(f"{at}/reset_prefix_cache", plane.post_reset),
-        _posts(f"{at}/profile", plane.post_profile, plane.ProfileRequest),
-        _posts(f"{at}/log_level", plane.post_log_level, plane.LogLevelRequest),
+        _changes(f"{at}/pause", plane.post_pause, plane.PauseRequest),
+        _changes(f"{at}/drain", plane.post_pause, plane.PauseRequest),
+        _changes(f"{at}/resume", plane.post_resume),
+        _changes(f"{at}/reload_model", plane.post_reload, plane.ReloadRequest),
+        _changes(f"{at}/sleep", plane.post_sleep, plane.SleepRequest),
+        _changes(f"{at}/wake", plane.post_wake),
+        _changes(f"{at}/reset_prefix_cache", plane.post_reset),
+        _changes(f"{at}/profile", plane.post_profile, plane.ProfileRequest),
+        _changes(f"{at}/log_level", plane.post_log_level, plane.LogLevelRequest),
     ]
 
 
@@ -260,6 +267,35 @@ def _posts(
 
     doc = handler.__doc__ or ""
     return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies, sockets=sockets)
+
+
+def _changes(path: str, handler: Writer, *bodies: type[msgspec.Struct]) -> ApiRoute:
+    """A change on the plane: its fields stand in a JSON body, or in the query where there is no body."""
+
+    async def endpoint(request: Request) -> Response:
+        exchange = exchange_of(request)
+        spec = exchange.services.server
+        headers = request.headers
+        if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+            document = {name: _plain(value) for name, value in request.query_params.items()}
+        else:
+            document = await read_json(
+                request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s
+            )
+        response: Response = await until_gone(
+            request.receive, handler(exchange, document), abandon=exchange.services.abandon
+        )
+        return response
+
+    doc = handler.__doc__ or ""
+    return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies)
+
+
+def _plain(text: str) -> str | int | bool:
+    """A field of a query as JSON would have it."""
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else text
 
 
 def _posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> ApiRoute:

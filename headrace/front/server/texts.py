@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable
 
 from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import NotServed
-from headrace.base.optional import require
 from headrace.front.client.events import Event, Generation
 from headrace.front.server.app import make_app
 from headrace.front.server.exchange import Services
@@ -65,16 +64,16 @@ async def serve_texts(
     if services.template.source is not None:
         await asyncio.to_thread(services.template.warm_up)
     server = http_server(services, make_app(services))
+    services.shut_down = server.begin_drain
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.begin_drain)
     remote, port = None, None
     if grpc_address is not None:
-        for library in ("grpc", "grpc_health", "grpc_reflection"):
-            require(library, extra="grpc", purpose="--grpc-port")
-        from headrace.front.server.grpc.service import start_grpc
+        from headrace.front.server.grpc.service import RENDERING, start_grpc
 
-        remote, port = await start_grpc(services, grpc_address)
+        remote = await start_grpc(services, grpc_address, RENDERING)
+        port = remote.port
     serving = asyncio.ensure_future(server._serve([listener]))
     announce(port)
     try:

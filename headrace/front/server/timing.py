@@ -3,7 +3,7 @@
 The parts follow each other and add up to the whole (OBS-05):
 
     front      reading, checking, template, tokenizing, until the engine has it
-    queue      waiting in the engine until first scheduled
+    queue      waiting in the engine until first scheduled; `grammar` is the part of it until its grammar was compiled
     prefill    from then to the first token (all of it for pooled requests)
     decode     from the first token to the last, preemptions included
     delivery   detokenizing, parsing, and waiting for the client to read
@@ -47,6 +47,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         }
         for name in ("reason", "num_cached", "num_output", "num_preemptions"):
             found[name] = getattr(self.end, name)
+        found["grammar_ms"] = round(1e3 * self.end.gated_s, 3)
         return found | {"num_prompt": self.num_prompt}
 
     def server_timing(self) -> str:
@@ -56,6 +57,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         told += [
             f'preemptions;desc="{self.end.num_preemptions}"',
             f'cached;desc="{self.end.num_cached}"',
+            f'grammar;desc="{1e3 * self.end.gated_s:.3f}"',
         ]
         return ", ".join(told)
 

@@ -149,6 +149,7 @@ class CoreTrace:
                 "gen_ai.latency.time_in_model_inference": found.prefill_s + found.decode_s,
                 "headrace.num_preemptions": end.num_preemptions,
                 "headrace.num_cached": end.num_cached,
+                "headrace.time_for_grammar": end.gated_s,
             }
         )
         self._end(end.reason)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import InvalidRequest
+from headrace.front.text.files import file_text
 from headrace.front.text.guard import Guard, neutral
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
@@ -157,6 +158,13 @@ def _part(part: Any, field: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "input_file":
+        return _text(file_text(part, field), field)
+    if kind == "file":
+        file = part.get("file")
+        if not isinstance(file, dict):
+            raise _bad(f"{field}.file", "an object with file_data and filename is needed")
+        return _text(file_text(file, f"{field}.file"), f"{field}.file")
     if kind not in _TEXT_PARTS:
         shown = repr(kind if isinstance(part, dict) else type(part).__name__)[:80]
         raise _bad(f"{field}.type", f"{shown} is not accepted by this model (only text is)")

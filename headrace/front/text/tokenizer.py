@@ -129,6 +129,15 @@ class Tokenizer(ABC):
             ids.append(eos)
         return ids
 
+    def with_special(self, ids: list[int]) -> list[int]:
+        """Ids of a rendered chat with the special tokens that a raw prompt gets; one that is there is not doubled."""
+        bare, whole = self._encode_bare("x"), self.encode("x")
+        at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        before, after = whole[:at], whole[at + len(bare) :]
+        before = [] if ids[: len(before)] == before else before
+        after = [] if after and ids[-len(after) :] == after else after
+        return [*before, *ids, *after]
+
     def encode_pair(
         self, first: str, second: str, *, second_tokens: int | None = None
     ) -> tuple[list[int], int]:

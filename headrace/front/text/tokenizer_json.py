@@ -20,8 +20,8 @@ from headrace.front.text.guard import Guard, neutral
 from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts, read_facts
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
-# Non-special added tokens that a template uses as markup (<think>, <tool_call>, [INST]).
-_MARKUP = re.compile(r"(?:<\S+>|\[\S+\])\Z")
+# Non-special added tokens that a template uses as markup (<think>, <tool_call>, [INST], ◁think▷, ]<]minimax[>[).
+_MARKUP = re.compile(r"(?:<\S+>|\[\S+\]|◁\S+▷|\]\S+\[)\Z")
 
 
 class JsonTokenizer(Tokenizer):

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.back.executor.worker import StepThreads, set_threads
+from headrace.back.executor.worker import StepThreads, checked, set_threads
 from headrace.back.kernels.native.build import build
 from headrace.back.kernels.native.library import NativeLibrary, load
+from headrace.back.kernels.op import PutOff, SelfCheckFailed
 from headrace.base.config.resolved import DeviceSpec
 from headrace.base.wire.step import StepPlan, WorkerFacts
 
@@ -92,3 +93,19 @@ def test_the_worker_and_its_helpers_keep_to_their_cpus() -> None:
         found = pool.submit(masks).result()
         pool.submit(set_threads, DeviceSpec(device="cpu", executor="inline")).result()
     assert found == [str(cpu)] * 2
+
+
+def test_after_a_failed_self_check_the_model_is_built_again_and_each_check_decides() -> None:
+    """REG-121: on a GPU checks are put off until all kernels are compiled; a kernel that fails one then is not used."""
+    tried: list[PutOff | None] = []
+
+    def made(checks: PutOff | None = None) -> Any:
+        tried.append(checks)
+        if checks is not None:
+            raise SelfCheckFailed
+        return "built"
+
+    assert checked(made) == "built"
+    assert isinstance(tried[0], PutOff) and tried[1:] == [None]
+    with PutOff():
+        pass  # none is entered any more

@@ -115,6 +115,25 @@ def test_a_spent_budget_allows_nothing_but_the_rest_of_the_tag(head: tuple[bytes
     assert text.count(b"</think>") == 1
 
 
+def test_a_call_within_the_thoughts_is_not_cut_by_their_budget() -> None:
+    rule = ReasoningRule(
+        open="<think>", close="</think>", inside=True, may_open=False, budget=3, until=("<a>",)
+    )
+    for pieces in ([b"<", b"a", b">"], [b"b", b"<", b"a", b">"]):
+        follower = Follower(LEXICON, rule, None)
+        for piece in pieces[:3]:
+            assert follower.wish() is None
+            follower.accept(ID[piece])
+        if len(pieces) == 3:
+            assert follower.phase is Phase.FREE and follower.wish() is None
+        else:
+            assert allowed(follower.wish()) == {b"<", b"</", b"</think>"}, "spent before the call"
+    held = Follower(LEXICON, rule, Letters())
+    for piece in (b"<", b"a", b">"):
+        held.accept(ID[piece])
+    assert held.phase is Phase.REASONING, "a grammar waits for the tag"
+
+
 def test_an_answer_may_open_its_reasoning_or_begin_at_once() -> None:
     rule = ReasoningRule(open="<think>", close="</think>", inside=False, may_open=True)
     for tokens, phase in (

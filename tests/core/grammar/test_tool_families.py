@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from headrace.core.grammar.gate import GrammarGate
-from headrace.front.text.parsing.families_tools import TOOL_FAMILIES, ToolFamily
+from headrace.front.text.parsing.families import TOOL_FAMILIES, ToolFamily
 from headrace.front.text.parsing.parser import AnswerFormat, schemas_of
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part
 from headrace.front.text.structure.tools import required_calls, strict_calls

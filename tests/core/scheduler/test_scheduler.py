@@ -180,6 +180,8 @@ def test_requests_that_wait_for_a_load_block_nobody() -> None:
     clock.now += 2 * GATE_POLL_S
     driver.run()
     assert {f.reason for f in driver.finished.values()} == {"length"}
+    held = {id: driver.finished[id].gated_s for id in (1, 2, 3)}
+    assert held == pytest.approx({1: 2 * GATE_POLL_S, 2: 2 * GATE_POLL_S, 3: 0.0}), "OBS-05"
 
 
 # ENG-04

@@ -116,6 +116,8 @@ _NORM = "rms_norm.triton_rms_norm:"
 GEMV = ProductPlan(kernel="gemv", n=2, k=2048, warps=8)
 SKINNY = ProductPlan(kernel="skinny", n=32, k=128, warps=4, stages=4, prefetch=2)
 SPLIT = ProductPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=4)
+SWAPPED = ProductPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=2, swap=True)
+STREAM = ProductPlan(kernel="stream", n=64, k=128, warps=4, stages=4)
 _ONES = torch.ones(4096)
 _ACT = "gated_act.triton_gated_act:KERNEL"
 STEP = step_inputs.StepInputsProblem(device="cpu", block_tokens=16, max_rows=9)
@@ -202,6 +204,9 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("gemv add bias", _product(GEMV, 1, bias_O=_ONES[:512].to(BF16), add=True)),
     ("skinny act", _product(SKINNY, 16, activation="silu")),
     ("skinny split add", _product(SPLIT, 64, add=True)),
+    ("skinny swapped act", _product(SWAPPED, 16, activation="silu")),
+    ("stream act", _product(STREAM, 8, activation="silu")),
+    ("stream add", _product(STREAM, 64, add=True)),
     ("step_inputs", _call(step_inputs.OP, "step_inputs.triton_step:KERNEL", STEP)),
     ("step_commit", _call(step_commit.OP, "step_commit.triton_commit:KERNEL", STEP)),
     ("draw", _call(draw.OP, "draw.triton_draw:KERNEL", draw.DrawProblem(device="cpu"))),
@@ -212,7 +217,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
 ]
 """(title, call)."""
 
-ONLY = {"attention Hopper": {"cuda:90"}}
+ONLY = {title: {"cuda:90"} for title in ("attention Hopper", "stream act", "stream add")}
 """The targets of kernels that are for some alone."""
 NEVER = {"fp8 codes": {"cuda:80"}}
 """Targets that lack what kernels with these words in their title need, as their `supports` says."""

@@ -216,10 +216,13 @@ def test_norm_rotation_and_write_in_one(dtype, eps, head_dim, rotary, layout):
 GEMV = ProductPlan(kernel="gemv", n=4, k=64, warps=4, prefetch=1)
 SKINNY = ProductPlan(kernel="skinny", n=16, k=32, warps=4, prefetch=2)
 SPLIT = ProductPlan(kernel="skinny", n=32, k=32, warps=4, split=3)
+SWAPPED = ProductPlan(kernel="skinny", n=64, k=64, warps=4, stages=4, split=2, swap=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("plan, tokens", [(GEMV, 1), (SKINNY, 3), (SPLIT, 1), (SPLIT, 17)])
+@pytest.mark.parametrize(
+    "plan, tokens", [(GEMV, 1), (SKINNY, 3), (SPLIT, 1), (SPLIT, 17), (SWAPPED, 1), (SWAPPED, 17)]
+)
 @pytest.mark.parametrize(
     "outputs, inputs, bias, eps, activation, add",
     [

@@ -38,9 +38,16 @@ from headrace.back.kernels.triton.wrap import (
 MAX_HEAD_DIM = 256
 PROGRAMS_PER_SM = 2
 """Pieces the decode kernel cuts the cache into, per multiprocessor; half as many for few rows, of large tiles."""
-MIN_PIECE = 256
+MIN_PIECE, MIN_PIECE_ALONE = 256, 64
+"""Positions of a piece at least; of a row that is alone fewer, or most of the device would have nothing to do."""
 FEW_ROWS = 16
-DECODE_TILES = ((FEW_ROWS, 128, 4, 5), (47, 128, 4, 3), (256, 64, 2, 3), (1 << 30, 64, 4, 5))
+DECODE_TILES = (
+    (1, 64, 4, 3),
+    (FEW_ROWS, 128, 4, 5),
+    (47, 128, 4, 3),
+    (256, 64, 2, 3),
+    (1 << 30, 64, 4, 5),
+)
 """Up to so many rows: positions of a tile, warps, stages. Measured on an H200 (benchmarks/h200/kernels.md): a few
 programs must keep much in flight each, many are better small and beside each other."""
 
@@ -166,7 +173,7 @@ def _bind_decode(
             "MAX_QUERIES": tiles.m // group,
             "N": tiles.n,
             "WINDOW": problem.window or 0,
-            "MIN_PIECE": MIN_PIECE,
+            "MIN_PIECE": MIN_PIECE if num_rows > 1 else min(MIN_PIECE, MIN_PIECE_ALONE),
         }
         per_sm = PROGRAMS_PER_SM // 2 if num_rows <= FEW_ROWS else PROGRAMS_PER_SM
         wanted = max(1, num_sms(device) * per_sm // kv_heads)

@@ -26,7 +26,7 @@ length, query tokens, first query token; and where there may be shared prefixes,
 and its lane (triton_shared.py)."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_pieces"])
 def pieces_kernel(
     starts,
     lengths,
@@ -76,7 +76,7 @@ def pieces_kernel(
         tl.store(p_piece + 10, tl.load(joins + i_row * 4 + 3))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     q,
     kv,

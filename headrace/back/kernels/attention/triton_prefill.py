@@ -89,7 +89,7 @@ def _step(
     return b_acc, b_higher, b_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def prefill_kernel(
     q,
     kv,

@@ -240,7 +240,7 @@ def _attend(
             gl.store(p_out[:, None] + o_d[None, :], b_out, mask=m_m[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_stride"])
 def prefill_hopper_kernel(
     cache,
     q,

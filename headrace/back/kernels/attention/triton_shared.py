@@ -31,7 +31,7 @@ ITEM_FIELDS = 6
 JOIN_FIELDS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def leaders_kernel(
     starts, lengths, table, groups, num_rows, table_stride,
     PROBE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
@@ -69,7 +69,7 @@ def leaders_kernel(
     tl.store(groups + num_rows + i_row, common)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def groups_kernel(
     groups, packed, joins, num_rows,
     MIN_ROWS: tl.constexpr, MIN_BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
@@ -99,7 +99,7 @@ def groups_kernel(
         tl.store(joins + i_row * 4, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_items", "wanted"])
 def items_kernel(
     groups, joins, items, num_rows, num_items, wanted,
     LANES: tl.constexpr, N: tl.constexpr, MIN_PIECE: tl.constexpr, ROWS: tl.constexpr,
@@ -144,7 +144,7 @@ def items_kernel(
         tl.store(joins + i_one * 4 + 3, rank % LANES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prefix_kernel(
     q, kv, scales, table, starts, packed, items, partial, q_token_stride, q_head_stride,
     out_token_stride, block_stride, kind_stride, head_stride, table_stride, scale, softcap,

@@ -23,7 +23,7 @@ def _longer(b_base, b_queries, b_tiles, end, QUERIES: tl.constexpr):
     return tl.where(b_base + b_queries > end, tl.maximum(b_tiles - b_over, 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def tiles_kernel(
     starts,
     lengths,

@@ -26,7 +26,7 @@ from headrace.back.kernels.triton.wrap import (
 CHUNK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def greedy_kernel(
     logits,
     partial,

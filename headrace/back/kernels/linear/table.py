@@ -25,10 +25,12 @@ SHIPPED = Path(__file__).parent / "tables"
 
 @dataclass(frozen=True, kw_only=True)
 class ProductPlan:
-    """One way to run a small product. `kernel` is "gemv" (one token, no matrix unit) or "skinny".
+    """One way to run a small product. `kernel` is "gemv" (one token, no matrix unit), "skinny" or "stream".
 
-    n, k: outputs of a program and inputs of a step; split: programs that share the inputs of one tile of outputs;
-    prefetch: steps asked for before the kernel waits for the one before it.
+    n, k: outputs of a program and inputs of a step; split: programs that share the inputs of one tile of outputs (of
+    "stream": programs of a multiprocessor);
+    prefetch: steps asked for before the kernel waits for the one before it; swap: the matrix unit multiplies weight by
+    tokens, not tokens by weight.
     """
 
     kernel: str
@@ -38,6 +40,7 @@ class ProductPlan:
     stages: int = 3
     split: int = 1
     prefetch: int = 0
+    swap: bool = False
 
 
 Measured = dict[str, dict[int, ProductPlan | None]]
@@ -91,13 +94,17 @@ def write(path: Path, device: str, shapes: Measured) -> None:
 
 
 def plan_for(
-    device: str, outputs: int, inputs: int, tokens: int, *, gated: bool
+    device: str, outputs: int, inputs: int, tokens: int, *, gated: bool, streams: bool = True
 ) -> ProductPlan | None:
-    """The plan for a padded number of tokens (a power of two); None: the library's product."""
+    """The plan for a padded number of tokens (a power of two); None: the library's product. `streams`: "stream" can
+    compute it."""
     if tokens > MAX_TOKENS:
         return None
     known = measured(device).get(shape_name(outputs, inputs, gated=gated), {})
-    return known[tokens] if tokens in known else _rule(outputs, inputs, tokens)
+    plan = known.get(tokens)
+    if tokens not in known or (plan is not None and plan.kernel == "stream" and not streams):
+        return _rule(outputs, inputs, tokens)
+    return plan
 
 
 def _rule(outputs: int, inputs: int, tokens: int) -> ProductPlan | None:

@@ -26,6 +26,15 @@ def prefetch_rows(p_first, o_row, INPUTS: tl.constexpr, COUNT: tl.constexpr):
     prefetch(p_first + o_row.to(tl.int64)[:, None] * INPUTS + o_line[None, :])
 
 
+@triton.jit
+def _times(b_x, b_weight, b_acc, SWAP: tl.constexpr):
+    """Adds x W^T; its transpose W x^T if SWAP."""
+    if SWAP:
+        return tl.dot(b_weight, tl.trans(b_x), b_acc, input_precision="ieee")
+    else:
+        return tl.dot(b_x, tl.trans(b_weight), b_acc, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def skinny_kernel(
     x,
@@ -44,6 +53,7 @@ def skinny_kernel(
     K: tl.constexpr,
     SPLIT: tl.constexpr,
     PREFETCH: tl.constexpr,
+    SWAP: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
@@ -72,8 +82,8 @@ def skinny_kernel(
         gdc_wait()
     p_x = x + o_m[:, None] * x_stride + begin + o_k[None, :]
     p_weight = weight + o_row.to(tl.int64)[:, None] * INPUTS + begin + o_k[None, :]
-    b_acc = tl.zeros([M, N], tl.float32)
-    b_acc_up = tl.zeros([M, N], tl.float32)
+    b_acc = tl.zeros([N, M] if SWAP else [M, N], tl.float32)
+    b_acc_up = tl.zeros([N, M] if SWAP else [M, N], tl.float32)
     EVEN: tl.constexpr = SHARE * SPLIT == INPUTS
     for k in range(0, SHARE, K):
         if EVEN:
@@ -89,9 +99,12 @@ def skinny_kernel(
                 b_weight_up = tl.load(
                     p_weight + k + UP, mask=m_k, other=0.0, eviction_policy="evict_first"
                 )
-        b_acc = tl.dot(b_x, tl.trans(b_weight), b_acc, input_precision="ieee")
+        b_acc = _times(b_x, b_weight, b_acc, SWAP)
         if GATED:
-            b_acc_up = tl.dot(b_x, tl.trans(b_weight_up), b_acc_up, input_precision="ieee")
+            b_acc_up = _times(b_x, b_weight_up, b_acc_up, SWAP)
+    if SWAP:
+        b_acc = tl.trans(b_acc)
+        b_acc_up = tl.trans(b_acc_up)
     if SPLIT > 1:
         TILE: tl.constexpr = M * N
         PARTS: tl.constexpr = 2 if GATED else 1

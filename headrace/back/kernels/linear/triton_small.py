@@ -10,6 +10,7 @@ import torch
 import triton
 
 from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
+from headrace.back.kernels.linear import stream
 from headrace.back.kernels.linear.table import MAX_TOKENS, ProductPlan, plan_for
 from headrace.back.kernels.linear.triton_gemv import gemv_kernel
 from headrace.back.kernels.linear.triton_skinny import skinny_kernel
@@ -60,7 +61,12 @@ def small(product: Product) -> Callable[[int], Launch | None]:
     @cache
     def padded(tokens: int) -> Launch | None:
         plan = plan_for(
-            device_name(device), outputs, inputs, tokens, gated=bool(product.activation)
+            device_name(device),
+            outputs,
+            inputs,
+            tokens,
+            gated=bool(product.activation),
+            streams=stream.unfit(product.weight_OI, product.activation) is None,
         )
         return plan and launcher(product, plan, tokens)
 
@@ -75,7 +81,7 @@ def device_name(device: torch.device) -> str:
 
 def launcher(product: Product, plan: ProductPlan, tokens: int) -> Launch:
     """The launch for up to `tokens` tokens (a power of two) by a plan."""
-    return (_gemv if plan.kernel == "gemv" else _skinny)(product, plan, tokens)
+    return _KINDS[plan.kernel](product, plan, tokens)
 
 
 def _shared(product: Product) -> dict[str, int | bool | str]:
@@ -115,7 +121,7 @@ def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
     prefetch = plan.prefetch if plan.prefetch * plan.k <= share else 0
     constants = {
         **_shared(product), "M": m, "N": plan.n, "K": plan.k, "SPLIT": split,
-        "PREFETCH": prefetch,
+        "PREFETCH": prefetch, "SWAP": plan.swap,
     }  # fmt: skip
     parts = tiles * split * (2 if product.activation else 1) * m * plan.n
     rows = m + plan.n * (2 if product.activation else 1)
@@ -133,3 +139,23 @@ def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
         )  # fmt: skip
 
     return run
+
+
+def _stream(product: Product, plan: ProductPlan, tokens: int) -> Launch:
+    assert product.norm_I is None, "the norm is a kernel of its own"
+    return stream.bind(
+        stream.Streamed(
+            weight_OI=product.weight_OI,
+            bias_O=product.bias_O,
+            gated=bool(product.activation),
+            add=product.add,
+            results=product.results,
+        ),
+        k=plan.k,
+        stages=plan.stages,
+        per_sm=plan.split,
+        most_tokens=tokens,
+    )
+
+
+_KINDS = {"gemv": _gemv, "skinny": _skinny, "stream": _stream}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from headrace.back.kernels.linear import stream
 from headrace.back.kernels.linear.table import Measured, ProductPlan, shape_name
 from headrace.back.kernels.linear.triton_small import Product, launcher
 from headrace.back.kernels.triton.timing import copies, each_us
@@ -22,6 +23,9 @@ SWEEPS = {1: (1,), 8: (2, 4, 8, 16), 32: (32,), 64: (64,)}
 """Numbers of tokens that share a sweep (of the first one), since the kernel pads them to one size."""
 SPARED_US = 2.0
 FINALISTS = 4
+LEAST_PROGRAMS = 40
+STREAMED = ((128, 4), (128, 8), (256, 2), (256, 3), (256, 4))
+"""Inputs of a step and stages that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +54,22 @@ def candidates(shape: Shape, tokens: int) -> Iterator[ProductPlan]:
                 yield ProductPlan(kernel="gemv", n=n, k=k, warps=warps, stages=1, prefetch=ahead)
         return
     splits = (1,) if shape.outputs > 8192 else (1, 2, 4)
-    for n, k, split, stages in itertools.product((32, 64), (128, 256), splits, (3, 5)):
+    plain = itertools.product((32,), (128, 256), splits, (3, 5), (False,))
+    swapped = itertools.product((64,), (64, 128, 256), splits, (4, 6), (True,))
+    for n, k, split, stages, swap in (*plain, *swapped):
         tiles = (shape.outputs // (2 if shape.gated else 1)) / n
         tile_bytes = (2 if shape.gated else 1) * n * k * 2 + max(16, tokens) * k * 2
         if stages * tile_bytes > 200_000 or shape.inputs / split < 2 * k:
             continue
-        if tiles * split < 60 or (split > 1 and tiles * split > 600):
+        if tiles * split < LEAST_PROGRAMS or (split > 1 and tiles * split > 600):
             continue
         yield ProductPlan(
-            kernel="skinny", n=n, k=k, warps=4, stages=stages, split=split, prefetch=2
+            kernel="skinny", n=n, k=k, warps=4, stages=stages, split=split, prefetch=2, swap=swap
         )
+    for (k, stages), per_sm in itertools.product(STREAMED, (1, 2)):
+        taken = stream.shared_bytes(k=k, stages=stages, tokens=tokens, gated=shape.gated)
+        if 60_000 < taken * per_sm < 220_000:
+            yield ProductPlan(kernel="stream", n=64, k=k, warps=4, stages=stages, split=per_sm)
 
 
 class Trial:

@@ -13,7 +13,7 @@ from headrace.back.kernels.step_inputs.op import HEADER, SLOT, StepInputsProblem
 TILE = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _commit_kernel(
     words,
     token,

@@ -31,7 +31,7 @@ def _update_kernel(words, blocks, UPDATES_AT: tl.constexpr, TILE: tl.constexpr):
     tl.store(blocks + b_at, tl.load(p_pair + 1, mask=m_u, other=0), mask=m_u)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "R"])
 def _build_kernel(
     words,
     tokens,

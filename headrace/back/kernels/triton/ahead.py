@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from triton import AsyncCompileMode
+import torch
+from triton import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
+
+from headrace.back.kernels.triton.compiler import job_of
+from headrace.back.kernels.triton.compilers import Compilers, running
+
+log = logging.getLogger(__name__)
 
 MOST_THREADS = 16
 
@@ -17,18 +24,71 @@ MOST_THREADS = 16
 @contextmanager
 def compiling() -> Iterator[None]:
     """Within it Triton kernels are compiled, beside each other, and none is launched: what they would have written
-    holds whatever it held. On leaving, all are compiled; the first launch of each loads it."""
-    run = JITFunction.run
+    holds whatever it held. On leaving, all are compiled and loaded."""
+    run, elsewhere = JITFunction.run, running()
+    asked: dict[JITFunction[Any], Callable[..., Any]] = {}
 
     def compile_only(
         self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any
     ) -> Any:
+        if elsewhere is not None and self not in asked:
+            assert self.device_caches[torch.cuda.current_device()]  # made by asking, and `compile`
+            asked[self] = self.compile
+            self.compile = _first(elsewhere, self.compile)
         return run(self, *args, grid=grid, warmup=True, **options)
 
     threads = min(MOST_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool):
-        JITFunction.run = compile_only  # type: ignore[method-assign]
+    try:
+        with _threads(threads) as pool, _Loading(pool):
+            JITFunction.run = compile_only  # type: ignore[method-assign]
+            try:
+                yield
+            finally:
+                JITFunction.run = run  # type: ignore[method-assign]
+    finally:
+        for function, compile_here in asked.items():
+            function.compile = compile_here
+
+
+def _first(elsewhere: Compilers, compile_here: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles in another process first, whose result is then found in the cache."""
+
+    def compiled(source: Any, *, target: Any, options: dict[str, Any], **more: Any) -> Any:
         try:
-            yield
-        finally:
-            JITFunction.run = run  # type: ignore[method-assign]
+            elsewhere.compile(job_of(source, target, options))
+        except TypeError:  # a constant that JSON cannot say
+            log.debug("%s is compiled in this process", source.name)
+        return compile_here(source, target=target, options=options, **more)
+
+    return compiled
+
+
+class _Loading(AsyncCompileMode):
+    """Has each kernel asked for once, and loaded by the thread that compiles it: its launcher is a C module that has to
+    be compiled as well (H200, 8B: 76 of them one by one took 7 of 28 s)."""
+
+    def submit(
+        self,
+        key: Hashable,
+        compile_fn: Callable[[], Any],
+        finalize_fn: Callable[[FutureKernel], None],
+    ) -> FutureKernel:
+        """The kernel to come, which later launches find where they look for it."""
+
+        def loaded() -> Any:
+            kernel = compile_fn()
+            assert kernel.run is not None
+            return kernel
+
+        found: FutureKernel = super().submit(key, loaded, finalize_fn)
+        finalize_fn(found)
+        return found
+
+
+def _threads(count: int) -> ThreadPoolExecutor:
+    """Threads that use the current device."""
+    if not torch.cuda.is_available():
+        return ThreadPoolExecutor(count)
+    return ThreadPoolExecutor(
+        count, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
+    )

@@ -18,13 +18,14 @@ from functools import cache
 import torch
 import triton
 
+from headrace.back.kernels.triton.compilers import FOLDER
 from headrace.base import env
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED_SMS = 3
 COUNTERS = 1 << 16
 
-env.set_default("TRITON_CACHE_DIR", str(env.cache_dir() / "triton"))
+env.set_default("TRITON_CACHE_DIR", str(env.cache_dir() / FOLDER))
 
 
 def interpreted() -> bool:

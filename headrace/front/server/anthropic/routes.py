@@ -22,8 +22,10 @@ from headrace.front.server.conversation import (
 )
 from headrace.front.server.exchange import Exchange, Services, json_response
 from headrace.front.server.ids import message_id
+from headrace.front.server.responses.pages import number_of
 
 THINKING = "thinking"
+MAX_LISTED = 1000
 
 
 async def post_messages(exchange: Exchange, document: Any) -> Response:
@@ -106,13 +108,35 @@ def _card(services: Services, name: str) -> dict[str, object]:
 
 
 async def get_models(exchange: Exchange, request: Request) -> Response:
-    """All names that are served."""
+    """The names that are served, in pages: `limit`, and `after_id` or `before_id`."""
     services = exchange.services
-    names = services.text.model_names
-    data = [_card(services, name) for name in names]
+    page, has_more = _page(request, list(services.text.model_names))
     return json_response(
-        {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+        {
+            "data": [_card(services, name) for name in page],
+            "has_more": has_more,
+            "first_id": page[0] if page else None,
+            "last_id": page[-1] if page else None,
+        }
     )
+
+
+def _page(request: Request, names: list[str]) -> tuple[list[str], bool]:
+    """The page that the query asks for, and whether there is more in its direction."""
+    limit = number_of(request, "limit", default=20, least=1, most=MAX_LISTED)
+    after, before = (request.query_params.get(name) for name in ("after_id", "before_id"))
+    if after is not None and before is not None:
+        raise InvalidRequest(
+            "before_id: does not go with after_id; send one of them", field="before_id"
+        )
+    for field, given in (("after_id", after), ("before_id", before)):
+        if given is not None and given not in names:
+            raise InvalidRequest(f"{field}: no model {given[:80]!r} is served", field=field)
+    if before is not None:
+        rest = names[: names.index(before)]
+        return rest[-limit:], len(rest) > limit
+    rest = names if after is None else names[names.index(after) + 1 :]
+    return rest[:limit], len(rest) > limit
 
 
 async def get_model(exchange: Exchange, request: Request) -> Response:

@@ -15,6 +15,7 @@ import orjson
 
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, Started
+from headrace.front.server.anthropic.arguments import ToolInput
 from headrace.front.server.parsed import ParsedEnded, parts_of
 from headrace.front.text.parsing.parts import (
     CallArguments,
@@ -48,6 +49,7 @@ class MessageStream:
     message: Json = field(init=False)
     _open: str | None = field(init=False, default=None)
     _texts: list[str] = field(init=False, default_factory=list)
+    _input: ToolInput = field(init=False, default_factory=ToolInput)
     _space: str = field(init=False, default="")
     _num_prompt: int = field(init=False, default=0)
     _complete_calls: int = field(init=False, default=0)
@@ -93,10 +95,7 @@ class MessageStream:
                 made += self._become("tool_use", {"id": ident, "name": part.name, "input": {}})
                 return made
             case CallArguments():
-                self._texts.append(part.text)
-                if not self._texts[0].startswith("{"):
-                    return []  # no object: clients would fail where they put the pieces together
-                return [self._delta({"type": "input_json_delta", "partial_json": part.text})]
+                return self._input_delta(self._input.push(part.text))
             case CallEnd():
                 self._complete_calls += 1
                 return self._close()
@@ -142,11 +141,16 @@ class MessageStream:
                     self._delta({"type": "signature_delta", "signature": block["signature"]})
                 )
             case "tool_use":
-                block["input"] = _input(whole)
+                made += self._input_delta(self._input.end())
+                block["input"] = self._input.value
+                self._input = ToolInput()
         made.append({"type": "content_block_stop", "index": self._index})
         self._open = None
         self._texts.clear()
         return made
+
+    def _input_delta(self, text: str) -> list[Json]:
+        return [self._delta({"type": "input_json_delta", "partial_json": text})] if text else []
 
     @property
     def _index(self) -> int:
@@ -178,16 +182,6 @@ class MessageStream:
         if isinstance(ended.stop, str):
             return "stop_sequence"
         return "tool_use" if self._complete_calls else "end_turn"
-
-
-def _input(text: str) -> object:
-    """The arguments of a call; {} where the answer's end cut them off, or where the model wrote no object: the tool's
-    own check tells it so."""
-    try:
-        found = orjson.loads(text or b"{}")
-    except orjson.JSONDecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def usage(num_prompt: int, ended: Ended | None) -> Json:

@@ -7,7 +7,6 @@ full the line waits; so only what would fail again is an error.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -47,6 +46,7 @@ _SHAPES = {"/v1/messages": ANTHROPIC}
 MAX_LINES = 50_000
 MAX_ENGINE_TRIES = 3
 RETRY_S = 0.5
+CLIENT_GONE = 499  # cancelled
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,16 +122,14 @@ def numbered_lines(file: BinaryIO, *, max_line_bytes: int) -> Lines:
 
 async def answer(services: Services, tenant: str, line: Line) -> Answered:
     """The answer to one line; waits while there is no room for it."""
-    body = {"priority": 100, **line.body}
     tries = 0
     while True:
         exchange = Exchange(services=services, request_id=request_id(), tenant=tenant)
+        if services.tracer is not None:
+            scope = {"method": line.method, "path": line.url, "headers": []}
+            exchange.trace = services.tracer.request(scope, exchange.request_id)
         try:
-            with contextlib.closing(exchange.held):
-                for field in ("stream", "background"):
-                    if body.get(field):
-                        raise InvalidRequest(f"{field}: not in a batch", field=field)
-                response = await HANDLERS[line.url](exchange, body)
+            response = await _handled(exchange, line)
             return _answered(line, exchange, response.status_code, bytes(response.body))
         except OverloadError as error:
             await asyncio.sleep(min(5.0, error.retry_after_s or RETRY_S))
@@ -144,6 +142,25 @@ async def answer(services: Services, tenant: str, line: Line) -> Answered:
             return _failed(line, exchange, error)
         except Exception as error:
             return _failed(line, exchange, error)
+
+
+async def _handled(exchange: Exchange, line: Line) -> Response:
+    """One attempt; its trace and its log line end with it, as those of an exchange over HTTP."""
+    body = {"priority": 100, **line.body}
+    status = CLIENT_GONE
+    try:
+        for field in ("stream", "background"):
+            if body.get(field):
+                raise InvalidRequest(f"{field}: not in a batch", field=field)
+        response = await HANDLERS[line.url](exchange, body)
+        status = response.status_code
+        return response
+    except Exception as error:
+        status = error.status if isinstance(error, HeadraceError) else 500
+        raise
+    finally:
+        exchange.held.close()
+        exchange.over(status)
 
 
 def _failed(line: Line, exchange: Exchange, error: Exception) -> Answered:

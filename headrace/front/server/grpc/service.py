@@ -1,41 +1,37 @@
-"""The gRPC server: generic handlers over the functions of the HTTP routes, with standard health and reflection.
+"""The gRPC server: the services of this package over the same functions as the HTTP routes, with standard health and
+reflection.
 
-Keys are checked as over HTTP, from the metadata. Errors: INVALID_ARGUMENT, UNAUTHENTICATED, PERMISSION_DENIED,
-NOT_FOUND, RESOURCE_EXHAUSTED, UNAVAILABLE, UNIMPLEMENTED, DEADLINE_EXCEEDED, else INTERNAL.
+Keys are checked as over HTTP, from the metadata; `traceparent` is taken from there too. Errors: INVALID_ARGUMENT (what
+the caller did wrong), UNAUTHENTICATED, PERMISSION_DENIED, NOT_FOUND, FAILED_PRECONDITION (409), RESOURCE_EXHAUSTED,
+UNAVAILABLE, UNIMPLEMENTED (no engine, or not built), DEADLINE_EXCEEDED, else INTERNAL.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Awaitable, Callable
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import grpc
-import msgspec
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from headrace import __version__
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, Unavailable, Unsupported
 from headrace.front.server.auth import Gatekeeper
 from headrace.front.server.exchange import Exchange, Services
 from headrace.front.server.failures import Failure, failure_of
-from headrace.front.server.grpc.messages import (
-    CLASSES,
-    METHODS,
-    SERVICE,
-    given_fields,
-)
-from headrace.front.server.native.tokenize import TokenizeRequest
-from headrace.front.server.openai.schema import ChatRequest, CompletionRequest, parse
-from headrace.front.server.tokens.render import rendered_chat, rendered_completion
+from headrace.front.server.grpc import control, engine, inference, render
+from headrace.front.server.grpc.rpc import Rpc, RpcService
+from headrace.front.server.grpc.wire import POOL, given_fields
+from headrace.front.server.ids import request_id
 
 _CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.FAILED_PRECONDITION,
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     501: grpc.StatusCode.UNIMPLEMENTED,
@@ -43,66 +39,163 @@ _CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 MAX_CONCURRENT = 256
-Handler = Callable[[Exchange, dict[str, Any]], Awaitable[dict[str, Any]]]
+HEALTH_S = 0.25
+SERVING = (render.SERVICE, inference.SERVICE, engine.SERVICE, control.SERVICE)
+"""What a server with a model serves."""
+RENDERING = (render.SERVICE,)
+"""What a server of texts serves; what needs a model is UNIMPLEMENTED."""
+for _known in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+    POOL.AddSerializedFile(_known.serialized_pb)
 
 
-async def start_grpc(services: Services, address: str) -> tuple[aio.Server, int]:
-    """A server that takes requests at `address` (host:port, port 0 takes a free one), and its port."""
+class GrpcServer:
+    """A running server. `port` is the one that was found."""
+
+    def __init__(self, server: aio.Server, port: int, watch: asyncio.Task[None]) -> None:
+        self.port = port
+        self._server = server
+        self._watch = watch
+
+    async def stop(self, within_s: float) -> None:
+        """Takes no more calls, and ends those that run after `within_s`."""
+        self._watch.cancel()
+        await self._server.stop(within_s)
+
+
+async def start_grpc(
+    services: Services, address: str, offered: Sequence[RpcService] = SERVING
+) -> GrpcServer:
+    """A server that takes calls at `address` (port 0 takes a free one). Several processes may share a port."""
     server = aio.server(
         options=[
             ("grpc.max_receive_message_length", services.server.max_body_bytes),
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", 1),
             ("grpc.max_concurrent_streams", MAX_CONCURRENT),
         ],
         maximum_concurrent_rpcs=MAX_CONCURRENT,
     )
-    server.add_generic_rpc_handlers((_handlers(services),))
+    spec = services.server
+    keeper = Gatekeeper(
+        api_key_digests=spec.api_key_digests,
+        admin_key_digest=spec.admin_key_digest,
+        public_metrics=False,
+        readonly=spec.admin_readonly,
+    )
+    for service in offered:
+        server.add_generic_rpc_handlers((_handlers(services, keeper, service),))
     state = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
-    for name in ("", SERVICE):
-        await state.set(name, health_pb2.HealthCheckResponse.SERVING)
+    names = [service.full_name for service in offered]
     reflection.enable_server_reflection(
-        (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server, pool=POOL
     )
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen for gRPC on {address}", field="--grpc-port") from error
+    await _tell_health(services, state, names)
     await server.start()
-    return server, port
+    watch = asyncio.ensure_future(_watch_health(services, state, names))
+    return GrpcServer(server, port, watch)
 
 
-def _handlers(services: Services) -> grpc.GenericRpcHandler:
-    spec = services.server
-    gatekeeper = Gatekeeper(
-        api_key_digests=spec.api_key_digests,
-        admin_key_digest=spec.admin_key_digest,
-        public_metrics=False,
-    )
+async def _watch_health(services: Services, state: Any, names: list[str]) -> None:
+    """What health says follows readiness: load balancers turn away from a server that drains or has no engine."""
+    while True:
+        await asyncio.sleep(HEALTH_S)
+        await _tell_health(services, state, names)
+
+
+async def _tell_health(services: Services, state: Any, names: list[str]) -> None:
+    kinds = health_pb2.HealthCheckResponse
+    for name in ("", *names):
+        await state.set(name, kinds.SERVING if services.ready else kinds.NOT_SERVING)
+
+
+def _handlers(
+    services: Services, keeper: Gatekeeper, service: RpcService
+) -> grpc.GenericRpcHandler:
     found = {}
-    for name, (taken, given) in METHODS.items():
-        found[name] = grpc.unary_unary_rpc_method_handler(
-            _method(services, gatekeeper, _ROUTES[name], CLASSES[given]),
-            request_deserializer=CLASSES[taken].FromString,
-            response_serializer=CLASSES[given].SerializeToString,
+    methods = service.protocol.services[service.name]
+    for name, (taken, told, streams) in methods.items():
+        rpc = service.methods[name]
+        path = f"{service.full_name}/{name}"
+        asked, answer = service.message(taken), service.message(told)
+        make = (
+            grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
         )
-    return grpc.method_handlers_generic_handler(SERVICE, found)
+        call = _Calls(services, keeper, service, rpc, path, answer)
+        found[name] = make(
+            call.stream if streams else call.unary,
+            request_deserializer=asked.FromString,
+            response_serializer=answer.SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(service.full_name, found)
 
 
-def _method(
-    services: Services, gatekeeper: Gatekeeper, handler: Handler, answer: Any
-) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def method(message: Any, context: Any) -> Any:
-        exchange = Exchange(services=services, request_id=f"req_{secrets.token_hex(12)}")
+class _Calls:
+    """The calls of one method."""
+
+    def __init__(
+        self,
+        services: Services,
+        keeper: Gatekeeper,
+        service: RpcService,
+        rpc: Rpc,
+        path: str,
+        answer: Any,
+    ) -> None:
+        self._services = services
+        self._keeper = keeper
+        self._lines = service.protocol.messages
+        self._rpc = rpc
+        self._path = path
+        self._answer = answer
+
+    async def unary(self, message: Any, context: Any) -> Any:
+        """One answer."""
+        assert self._rpc.unary is not None
+        async with self._exchange(context) as exchange:
+            given = given_fields(message, self._lines)
+            return self._answer(**await self._rpc.unary(exchange, given))
+
+    async def stream(self, message: Any, context: Any) -> AsyncGenerator[Any, None]:
+        """Answers as they come; a client that leaves ends what runs for it."""
+        assert self._rpc.stream is not None
+        async with self._exchange(context) as exchange:
+            given = given_fields(message, self._lines)
+            async with contextlib.aclosing(self._rpc.stream(exchange, given)) as answers:
+                async for one in answers:
+                    yield self._answer(**one)
+
+    @contextlib.asynccontextmanager
+    async def _exchange(self, context: Any) -> AsyncIterator[Exchange]:
+        """What app.Shell is to a request: who may ask, the trace, the count, and the failure as a code."""
+        services = self._services
+        exchange = Exchange(services=services, request_id=request_id())
+        failure, code = None, grpc.StatusCode.CANCELLED
+        headers = [(k.encode(), _bytes(v)) for k, v in context.invocation_metadata() or ()]
         try:
-            headers = [(k.encode(), _bytes(v)) for k, v in context.invocation_metadata()]
-            exchange.tenant = gatekeeper.tenant({"path": f"/{SERVICE}", "headers": headers})
-            return answer(**await handler(exchange, given_fields(message)))
+            exchange.tenant = self._keeper.tenant({"path": self._rpc.route, "headers": headers})
+            if services.draining:
+                raise Unavailable("the server is shutting down", retry_after_s=5.0)
+            if services.tracer is not None:
+                scope = {"method": "POST", "path": f"/{self._path}", "headers": headers}
+                exchange.trace = services.tracer.request(scope, exchange.request_id)
+            if (left_s := context.time_remaining()) is not None:
+                exchange.timeout_s = max(0.0, left_s)
+            yield exchange
+            code = grpc.StatusCode.OK
         except Exception as error:
             failure = failure_of(error, request_id=exchange.request_id)
-        await context.abort(_code(failure), failure.message)
-
-    return method
+            code = _code(failure)
+        finally:
+            exchange.held.close()
+            exchange.over(_status(failure, code))
+            method, name = self._path.rpartition("/")[2], code.name
+            services.metrics.add("headrace_grpc_requests_total", method=method, code=name)
+        if failure is not None:
+            await context.abort(code, failure.message)
 
 
 def _bytes(value: str | bytes) -> bytes:
@@ -110,61 +203,15 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _code(failure: Failure) -> grpc.StatusCode:
+    if failure.code == Unsupported.code:
+        return grpc.StatusCode.UNIMPLEMENTED
+    if 400 <= failure.status < 500:
+        return _CODES.get(failure.status, grpc.StatusCode.INVALID_ARGUMENT)
     return _CODES.get(failure.status, grpc.StatusCode.INTERNAL)
 
 
-async def _chat(exchange: Exchange, given: dict[str, Any]) -> dict[str, Any]:
-    wants_text = given.pop("return_prompt_text", False)
-    document = {**given.pop("sampling", {}), **given}
-    rendered = await rendered_chat(exchange, parse(document, ChatRequest))
-    made = _rendered(rendered)
-    if wants_text:
-        decode = exchange.services.tokenizer.decode
-        made["prompt_text"] = decode(rendered["token_ids"], skip_special_tokens=False)
-    return made
-
-
-async def _completion(exchange: Exchange, given: dict[str, Any]) -> dict[str, Any]:
-    document = {**given.pop("sampling", {}), **given, "prompt": given.pop("prompts", [])}
-    rendered = await rendered_completion(exchange, parse(document, CompletionRequest))
-    return {"prompts": [CLASSES["Rendered"](**_rendered(each)) for each in rendered]}
-
-
-def _rendered(rendered: dict[str, Any]) -> dict[str, Any]:
-    ids = rendered["token_ids"]
-    return {
-        "request_id": rendered["request_id"],
-        "token_ids": ids,
-        "num_tokens": len(ids),
-        "model": rendered["model"],
-        "sampling_params": msgspec.json.encode(rendered["sampling_params"]).decode(),
-    }
-
-
-async def _tokenize(exchange: Exchange, given: dict[str, Any]) -> dict[str, Any]:
-    request = parse(given, TokenizeRequest)
-    services = exchange.services
-    services.model_name(request.model)
-    ids = await services.tokenizer.encode_async(
-        request.prompt, add_special_tokens=request.add_special_tokens
-    )
-    return {"token_ids": ids, "max_model_len": services.text.max_model_len}
-
-
-async def _detokenize(exchange: Exchange, given: dict[str, Any]) -> dict[str, Any]:
-    exchange.services.model_name(given.get("model"))
-    ids = given.get("token_ids", [])
-    return {"text": exchange.services.tokenizer.decode(ids, skip_special_tokens=False)}
-
-
-async def _health(exchange: Exchange, given: dict[str, Any]) -> dict[str, Any]:
-    return {"status": "ok", "version": __version__}
-
-
-_ROUTES: dict[str, Handler] = {
-    "RenderChat": _chat,
-    "RenderCompletion": _completion,
-    "Tokenize": _tokenize,
-    "Detokenize": _detokenize,
-    "HealthCheck": _health,
-}
+def _status(failure: Failure | None, code: grpc.StatusCode) -> int:
+    """The HTTP status that traces tell: 499 for a client that left."""
+    if failure is not None:
+        return failure.status
+    return 200 if code is grpc.StatusCode.OK else 499

@@ -107,6 +107,6 @@ async def get_metrics(exchange: Exchange, request: Request) -> Response:
     engines = [figures if isinstance(figures, Mapping) else {} for figures in found]
     services = exchange.services
     text = services.metrics.exposition(engines)
-    if services.server.metrics_names == "vllm":
+    if services.server.metrics_compat == "vllm":
         text += vllm_text(text.decode(), engines, services.text.model_names[0]).encode()
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

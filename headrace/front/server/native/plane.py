@@ -19,7 +19,7 @@ from headrace import __version__
 from headrace.base.errors import Forbidden, HeadraceError
 from headrace.front.server.auth import check_host, digest_matches, presented_digest
 from headrace.front.server.exchange import Exchange, json_response
-from headrace.front.server.native import requests
+from headrace.front.server.native import operations, requests
 from headrace.front.server.openai.schema import parse
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class SleepRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogLevelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The level of this server process's log."""
+    """The level of every process's log."""
 
     level: Literal["debug", "info", "warning", "error"]
 
@@ -105,7 +105,17 @@ async def get_models(exchange: Exchange, request: Request) -> Response:
 
 async def get_config(exchange: Exchange, request: Request) -> Response:
     """The resolved configuration, without keys, and every decision that was made for the user."""
-    return json_response(exchange.services.config)
+    config = exchange.services.config
+    engine: Any = config.get("engine") or {"model": {}, "device": {}}
+    model, device = engine["model"], engine["device"]
+    short = {
+        "model": exchange.services.text.model_names[0],
+        "dtype": model.get("dtype"),
+        "max_model_len": exchange.services.text.max_model_len,
+        "tp": device.get("tensor_parallel", 1),
+        "dp": config.get("replicas", 1),
+    }
+    return json_response({**short, "pp": 1, "ep": 1, **config})
 
 
 async def get_queue(exchange: Exchange, request: Request) -> Response:
@@ -117,7 +127,7 @@ async def get_queue(exchange: Exchange, request: Request) -> Response:
     )
     told = [{name: engine[name] for name in wanted} for engine in engines]
     load = exchange.services.shares.total
-    return json_response({"server_load": load, "engines": told})
+    return json_response({"server_load": load, "load_tracking_enabled": True, "engines": told})
 
 
 async def get_ledger(exchange: Exchange, request: Request) -> Response:
@@ -128,13 +138,13 @@ async def get_ledger(exchange: Exchange, request: Request) -> Response:
 async def post_pause(exchange: Exchange, document: Any) -> Response:
     """Pauses every core; answers once the pause is complete."""
     wish = parse(document, PauseRequest)
-    await exchange.services.engine.call("pause", mode=wish.mode, clear_cache=wish.clear_cache)
+    await operations.pause(exchange, wish.mode, clear_cache=wish.clear_cache)
     return json_response({"status": "paused", "mode": wish.mode})
 
 
 async def post_resume(exchange: Exchange, document: Any) -> Response:
     """Lets every core run again."""
-    await exchange.services.engine.call("resume")
+    await operations.resume(exchange)
     return json_response({"status": "resumed"})
 
 
@@ -159,43 +169,34 @@ async def post_reload(exchange: Exchange, document: Any) -> Response:
 async def post_sleep(exchange: Exchange, document: Any) -> Response:
     """Lets what runs finish, then gives the memory back; new requests wait until `wake`."""
     wish = parse(document, SleepRequest)
-    engine = exchange.services.engine
-    await engine.call("pause", mode="wait", clear_cache=True)
-    await engine.call("sleep", level=wish.level)
+    await operations.sleep(exchange, wish.level, "wait")
     return json_response({"status": "asleep", "level": wish.level})
 
 
 async def post_wake(exchange: Exchange, document: Any) -> Response:
     """Loads the weights again and goes on."""
-    engine = exchange.services.engine
-    await engine.call("wake")
-    await engine.call("resume")
+    await operations.wake(exchange, ())
     return json_response({"status": "awake"})
 
 
 async def post_reset(exchange: Exchange, document: Any) -> Response:
     """Forgets every cached prefix that no running request holds."""
-    await exchange.services.engine.call("reset_prefix_cache")
+    await operations.reset_prefix_cache(exchange)
     return json_response({"status": "reset"})
 
 
 async def post_profile(exchange: Exchange, document: Any) -> Response:
     """Traces the steps of every worker until it is stopped; the answer names the folder, then the files."""
     wish = parse(document, ProfileRequest)
-    folder = exchange.services.server.profile_dir
-    if folder is None:
-        raise Forbidden("profiling is off: start the server with --profile-dir FOLDER")
-    where = folder if wish.action == "start" else None
-    told: list[Any] = await exchange.services.engine.call("profile", folder=where)
+    places = await operations.profile(exchange, start=wish.action == "start")
     status = "profiling" if wish.action == "start" else "written"
-    places = sorted({place for engine in told for place in engine["places"]})
     return json_response({"status": status, "places": places})
 
 
 async def post_log_level(exchange: Exchange, document: Any) -> Response:
-    """Changes what this server process logs."""
+    """Changes what every process of this server logs: API processes, cores, workers and their parent."""
     wish = parse(document, LogLevelRequest)
-    logging.getLogger().setLevel(wish.level.upper())
+    await exchange.services.engine.call("log_level", level=wish.level)
     return json_response({"status": "set", "level": wish.level})
 
 

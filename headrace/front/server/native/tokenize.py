@@ -12,6 +12,8 @@ from starlette.responses import Response
 
 from headrace.front.server.conversation import render
 from headrace.front.server.exchange import Exchange, json_response
+from headrace.front.server.openai.custom import with_functions
+from headrace.front.server.openai.legacy import with_tools
 from headrace.front.server.openai.schema import ChatRequest, Name, TokenId, parse
 
 THREAD_TOKENS = 4096
@@ -44,9 +46,10 @@ async def post_tokenize(exchange: Exchange, document: Any) -> Response:
     """Token ids of a prompt or of messages, with the model's length."""
     services = exchange.services
     if isinstance(document, dict) and "messages" in document:
-        chat = parse(document, TokenizeChatRequest)
-        services.model_name(chat.model)
-        ids, with_strings = await render(exchange, chat), chat.return_token_strs
+        given = parse(document, TokenizeChatRequest)
+        services.model_name(given.model)
+        chat, _ = with_functions(with_tools(given))
+        ids, with_strings = await render(exchange, chat), given.return_token_strs
     else:
         plain = parse(document, TokenizeRequest)
         services.model_name(plain.model)

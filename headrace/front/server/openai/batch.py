@@ -15,13 +15,13 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest, RequestError
-from headrace.front.server.conversation import begin
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import completion_id
 from headrace.front.server.measure import joined
 from headrace.front.server.openai import chat
 from headrace.front.server.openai.completions import MAX_CHOICES
 from headrace.front.server.openai.fold import Fold, usage
+from headrace.front.server.openai.routes import answered
 from headrace.front.server.openai.schema import ChatRequest, parse
 
 MAX_CONVERSATIONS = 256
@@ -39,30 +39,28 @@ class BatchChatRequest(ChatRequest, frozen=True, kw_only=True):
 async def post_batch(exchange: Exchange, document: Any) -> Response:
     """Answers all conversations; the first that fails fails the request."""
     requests = _requests(document)
-    services = exchange.services
-    model = services.model_name(requests[0].model)
     label = completion_id("chatcmpl")
     replies, streams = [], []
     try:
         for number, request in enumerate(requests):
-            with _numbered(number):
-                prompt_ids, events = await begin(exchange, request, label=f"{label}-{number}")
+            with numbered(number):
+                one = f"{label}-{number}" if number else label
+                reply, events = await answered(exchange, request, label=one)
             streams.append(events)
-            replies.append(
-                chat.ChatReply(id=label, model=model, request=request, prompt_ids=prompt_ids)
-            )
+            replies.append(reply)
     except BaseException:
         for events in streams:
             await events.aclose()
         raise
     folds = [Fold(request.n or 1) for request in requests]
-    async for number, event in joined(streams):
+    window = max(1, exchange.services.engine.window // folds[0].num_choices)
+    async for number, event in joined(streams, window=window):
         folds[number].take(event)
     return Response(orjson.dumps(_answer(replies, folds)), media_type="application/json")
 
 
 @contextmanager
-def _numbered(number: int) -> Iterator[None]:
+def numbered(number: int) -> Iterator[None]:
     """Errors about a conversation's messages say which conversation it is."""
     try:
         yield
@@ -93,7 +91,7 @@ def _requests(document: Any) -> list[ChatRequest]:
         raise InvalidRequest("stream: a batch is not streamed", field="stream")
     requests = []
     for number, one in enumerate(given):
-        with _numbered(number):
+        with numbered(number):
             requests.append(parse({**document, "messages": one}, ChatRequest))
     if len(requests) * (requests[0].n or 1) > MAX_CHOICES:
         raise InvalidRequest(

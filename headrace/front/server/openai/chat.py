@@ -30,6 +30,7 @@ from headrace.front.server.openai.fold import (
     scores_by_id,
     usage,
 )
+from headrace.front.server.openai.legacy import FunctionArguments, FunctionBegin
 from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import ChatRequest
 from headrace.front.server.parsed import ParsedDelta
@@ -56,6 +57,7 @@ class ChatReply:
     model: str
     request: ChatRequest
     prompt_ids: list[int]
+    prompt_text: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -67,6 +69,8 @@ def to_params(
         raise InvalidRequest(
             "top_logprobs: allowed only together with logprobs: true", field="top_logprobs"
         )
+    if request.functions and not request.tools:  # not translated
+        raise InvalidRequest("functions: this route takes tools instead", field="functions")
     if request.tool_choice is not None and not request.tools:
         raise InvalidRequest("tool_choice: allowed only together with tools", field="tool_choice")
     limit = request.max_completion_tokens
@@ -135,13 +139,10 @@ async def to_chunks(
 
 
 def _envelope(reply: ChatReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "id": reply.id,
-        "object": "chat.completion.chunk",
-        "created": reply.created,
-        "model": reply.model,
-        "choices": choices,
-    }
+    tier = reply.request.service_tier
+    head = {"id": reply.id, "object": "chat.completion.chunk", "created": reply.created}
+    told = {} if tier is None else {"service_tier": tier}
+    return {**head, "model": reply.model, **told, "choices": choices}
 
 
 def _delta_head(reply: ChatReply, index: int) -> bytes:
@@ -172,6 +173,8 @@ def _role(reply: ChatReply, index: int) -> dict[str, Any]:
     choice = _plain_choice(index, {"role": "assistant", "content": ""})
     if reply.request.return_token_ids:
         choice["prompt_token_ids"] = reply.prompt_ids
+    if reply.prompt_text is not None:
+        choice["prompt_text"] = reply.prompt_text
     return choice
 
 
@@ -186,6 +189,10 @@ def part_delta(part: Part) -> dict[str, Any] | None:
         case CustomInput():
             custom = {"input": custom_input(part.text)}
             return {"tool_calls": [{"index": part.index, "custom": custom}]}
+        case FunctionBegin():
+            return {"function_call": {"name": part.name, "arguments": ""}}
+        case FunctionArguments():
+            return {"function_call": {"arguments": part.text}}
         case Content():
             return {"content": part.text}
         case Reasoning():
@@ -248,6 +255,8 @@ async def to_answer(events: AsyncGenerator[Event, None], reply: ChatReply) -> by
         )
     if reply.request.return_token_ids:
         document["prompt_token_ids"] = reply.prompt_ids
+    if reply.prompt_text is not None:
+        document["prompt_text"] = reply.prompt_text
     return orjson.dumps(document)
 
 
@@ -262,7 +271,9 @@ def _message(choice: Choice) -> dict[str, Any]:
     }
     if choice.reasoning:
         message["reasoning"] = message["reasoning_content"] = "".join(choice.reasoning)
-    if choice.calls:
+    if choice.calls and choice.calls[0].legacy:
+        message["function_call"] = _call(choice.calls[0])["function"]
+    elif choice.calls:
         message["tool_calls"] = [_call(call) for call in choice.calls]
     return message
 

@@ -38,11 +38,13 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt. `text` and `first` (the text of its first token) are filled only where they are echoed."""
+    """One prompt. `text` and `first` (the text of its first token) are filled only where they are echoed, `told` (its
+    text with control tokens) where that is asked for."""
 
     ids: list[int]
     text: str = ""
     first: str = ""
+    told: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,22 +138,21 @@ async def to_chunks(
                     yield chunk(_delta(reply, number, event, offsets[number][event.index]))
                 case Ended():
                     yield chunk(_end(reply, number, event))
-                case Started() if reply.request.return_token_ids and not reply.request.echo:
-                    yield chunk(
-                        _piece(reply, number, 0, "")
-                        | {"prompt_token_ids": reply.prompts[number].ids}
-                    )
+                case Started() if not reply.request.echo and (told := _told(reply, number)):
+                    yield chunk(_piece(reply, number, 0, "") | told)
     if with_usage:
         yield b"data: " + orjson.dumps(_envelope(reply, []) | {"usage": usage(folds)}) + b"\n\n"
     yield DONE
 
 
 def _envelope(reply: CompletionReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    tier = reply.request.service_tier
     return {
         "id": reply.id,
         "object": "text_completion",
         "created": reply.created,
         "model": reply.model,
+        **({} if tier is None else {"service_tier": tier}),
         "choices": choices,
     }
 
@@ -174,9 +175,18 @@ def _echo(
         choice["logprobs"] = completion_logprobs(
             fold.prompt_scores, first=prompt.first, offsets=offsets, as_id=_as_id(reply)
         )
+    return choice | _told(reply, number)
+
+
+def _told(reply: CompletionReply, number: int) -> dict[str, Any]:
+    """What is told of a prompt, if anything is asked."""
+    prompt = reply.prompts[number]
+    found: dict[str, Any] = {}
     if reply.request.return_token_ids:
-        choice["prompt_token_ids"] = prompt.ids
-    return choice
+        found["prompt_token_ids"] = prompt.ids
+    if prompt.told is not None:
+        found["prompt_text"] = prompt.told
+    return found
 
 
 def _delta(
@@ -238,5 +248,5 @@ def _choice(reply: CompletionReply, fold: Fold, number: int, sample: int) -> dic
     if request.prompt_logprobs is not None and fold.prompt_scores is not None:
         found["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
     if request.return_token_ids:
-        found |= {"token_ids": choice.token_ids, "prompt_token_ids": prompt.ids}
-    return found
+        found["token_ids"] = choice.token_ids
+    return found | _told(reply, number)

@@ -60,6 +60,10 @@ def custom_input(arguments: str) -> str:
 def with_functions(request: ChatRequest) -> tuple[ChatRequest, frozenset[str]]:
     """The request with functions in the place of custom tools and of their earlier calls, and the tools' names."""
     given = request.tools or []
+    messages = request.messages
+    if any(_is_custom(call) for message in messages for call in _calls(message)):
+        messages = [_as_message(message) for message in messages]
+        request = msgspec.structs.replace(request, messages=messages)
     tools = [_as_function(tool, f"tools[{i}]") for i, tool in enumerate(given)]
     names = frozenset(
         made["function"]["name"]
@@ -71,9 +75,7 @@ def with_functions(request: ChatRequest) -> tuple[ChatRequest, frozenset[str]]:
     choice = request.tool_choice
     if isinstance(choice, dict):
         choice = _as_choice(choice)
-    messages = [_as_message(message) for message in request.messages]
-    made = msgspec.structs.replace(request, tools=tools, tool_choice=choice, messages=messages)
-    return made, names
+    return msgspec.structs.replace(request, tools=tools, tool_choice=choice), names
 
 
 def _as_function(tool: Json, at: str) -> Json:
@@ -97,17 +99,25 @@ def _as_choice(choice: Json) -> Json:
     return choice
 
 
+def _calls(message: Json) -> list[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
+
+
+def _is_custom(call: Any) -> bool:
+    given = call.get("custom") if isinstance(call, dict) else None
+    return isinstance(given, dict) and isinstance(given.get("input"), str)
+
+
 def _as_message(message: Json) -> Json:
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_as_call(call) for call in calls]}
+    calls = _calls(message)
+    return {**message, "tool_calls": [_as_call(call) for call in calls]} if calls else message
 
 
 def _as_call(call: Any) -> Any:
-    given = call.get("custom") if isinstance(call, dict) else None
-    if not isinstance(given, dict) or not isinstance(given.get("input"), str):
+    if not _is_custom(call):
         return call
+    given = call["custom"]
     arguments = orjson.dumps({CUSTOM_ARGUMENT: given["input"]}).decode()
     function = {"name": given.get("name"), "arguments": arguments}
     return {"id": call.get("id"), "type": "function", "function": function}

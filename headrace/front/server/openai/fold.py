@@ -21,6 +21,7 @@ from headrace.front.client.events import (
     TokenScore,
 )
 from headrace.front.server.openai.custom import CustomBegin
+from headrace.front.server.openai.legacy import FunctionBegin, FunctionEnded
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
@@ -60,11 +61,12 @@ class Tally:
 
 @dataclass
 class Call:
-    """One tool call as far as it has come."""
+    """One tool call as far as it has come. `legacy`: it is told as a `function_call`."""
 
     id: str
     name: str
     custom: bool = False
+    legacy: bool = False
     arguments: list[str] = field(default_factory=list)
 
 
@@ -88,7 +90,8 @@ class Choice:
                 self.reasoning.append(part.text)
             case CallBegin():
                 assert part.index == len(self.calls), "calls have contiguous indices"
-                self.calls.append(Call(part.id, part.name, isinstance(part, CustomBegin)))
+                custom, legacy = isinstance(part, CustomBegin), isinstance(part, FunctionBegin)
+                self.calls.append(Call(part.id, part.name, custom, legacy))
             case CallArguments():
                 self.calls[part.index].arguments.append(part.text)
 
@@ -142,7 +145,7 @@ def usage(folds: Sequence[Tally]) -> dict[str, object]:
 def finish_reason(ended: Ended) -> str:
     """OpenAI's name of the reason; "abort" (an administrator ended it) is the one name it lacks."""
     if isinstance(ended, ParsedEnded) and ended.num_calls and ended.reason == "stop":
-        return "tool_calls"
+        return "function_call" if isinstance(ended, FunctionEnded) else "tool_calls"
     return ended.reason
 
 

@@ -3,35 +3,77 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 
-from headrace.front.server.conversation import begin, generate, streamed
+from headrace.front.client.events import Event
+from headrace.front.server.conversation import (
+    Translated,
+    as_sent,
+    begin,
+    generate,
+    streamed,
+    told_as_sent,
+)
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import completion_id
 from headrace.front.server.measure import joined
 from headrace.front.server.openai import chat, completions
 from headrace.front.server.openai.custom import customized, with_functions
+from headrace.front.server.openai.legacy import SENT_AS, as_function_calls, is_plain, with_tools
+from headrace.front.server.openai.padding import padded
 from headrace.front.server.openai.sampling import truncated
-from headrace.front.server.openai.schema import ChatRequest, CompletionRequest, parse
+from headrace.front.server.openai.schema import ChatRequest, Common, CompletionRequest, parse
 from headrace.front.server.structured import plain_structure
 from headrace.front.text.fim import between
+
+Chunks = AsyncGenerator[bytes, None]
+Answered = tuple[chat.ChatReply, AsyncGenerator[Event, None]]
 
 
 async def post_chat(exchange: Exchange, document: Any) -> Response:
     """POST /v1/chat/completions."""
     request = parse(document, ChatRequest)
-    request, custom = with_functions(request) if request.tools else (request, ())
-    services = exchange.services
-    model = services.model_name(request.model)
-    label = completion_id("chatcmpl")
-    prompt_ids, events = await begin(exchange, request, label=label)
-    events = customized(events, custom) if custom else events
-    reply = chat.ChatReply(id=label, model=model, request=request, prompt_ids=prompt_ids)
+    reply, events = await answered(exchange, request, label=completion_id("chatcmpl"))
     if request.stream:
-        return await streamed(exchange, chat.to_chunks(events, reply))
+        return await _streamed(exchange, request, chat.to_chunks(events, reply))
     return Response(await chat.to_answer(events, reply), media_type="application/json")
+
+
+async def answered(exchange: Exchange, request: ChatRequest, *, label: str) -> Answered:
+    """One conversation: what its chunks share, and the events of its answer."""
+    model = exchange.services.model_name(request.model)
+    if is_plain(request):
+        ids, events = await begin(exchange, request, label=label)
+    else:
+        request, ids, events = await _begin_with_calls(exchange, request, label=label)
+    reply = chat.ChatReply(id=label, model=model, request=request, prompt_ids=ids)
+    if request.return_prompt_text:
+        text = exchange.services.tokenizer.decode(ids, skip_special_tokens=False)
+        reply = replace(reply, prompt_text=text)
+    return reply, events
+
+
+async def _begin_with_calls(
+    exchange: Exchange, request: ChatRequest, *, label: str
+) -> tuple[ChatRequest, list[int], AsyncGenerator[Event, None]]:
+    """`begin` for a request with tools or calls of any kind; errors name the fields that were sent."""
+    request, custom = with_functions(with_tools(request))
+    said = Translated(document={}, places=(), names=SENT_AS if request.functions else {})
+    with as_sent(said):
+        ids, events = await begin(exchange, request, label=label)
+    if request.functions:
+        events = as_function_calls(told_as_sent(events, said))
+    return request, ids, customized(events, custom) if custom else events
+
+
+async def _streamed(exchange: Exchange, request: Common, chunks: Chunks) -> Response:
+    options = request.stream_options
+    pads = options is not None and options.include_obfuscation
+    return await streamed(exchange, padded(chunks) if pads else chunks)
 
 
 async def post_completions(exchange: Exchange, document: Any) -> Response:
@@ -55,13 +97,14 @@ async def post_completions(exchange: Exchange, document: Any) -> Response:
                 structure=structure,
             )
             for i, p in enumerate(prompts)
-        ]
+        ],
+        window=max(1, services.engine.window // params.n),
     )
     reply = completions.CompletionReply(
         id=label, model=model, created=int(time.time()), request=request, prompts=prompts
     )
     if request.stream:
-        return await streamed(exchange, completions.to_chunks(events, reply))
+        return await _streamed(exchange, request, completions.to_chunks(events, reply))
     return Response(await completions.to_answer(events, reply), media_type="application/json")
 
 
@@ -83,8 +126,9 @@ async def prompt_of(
     if request.suffix:
         tokenizer.check_length(request.suffix, exchange.services.text.max_model_len)
         ids = between(tokenizer, ids, request.suffix)
+    told = tokenizer.decode(ids, skip_special_tokens=False) if request.return_prompt_text else None
     if not request.echo:
-        return completions.Prompt(ids=ids)
+        return completions.Prompt(ids=ids, told=told)
     text = given if isinstance(given, str) else tokenizer.decode(ids)
     first = tokenizer.token_text(ids[0]) if ids else ""
-    return completions.Prompt(ids=ids, text=text, first=first)
+    return completions.Prompt(ids=ids, text=text, first=first, told=told)

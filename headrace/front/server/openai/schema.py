@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from itertools import islice
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -22,19 +23,23 @@ Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Layers = Annotated[str, Meta(max_length=1024, pattern=r"^\d{1,4}(,\d{1,4})*$")]
+Label = Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:/+=@-]+$")]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LOGIT_BIAS = 1024
 MAX_SHOWN_CHARS = 200
+MAX_ENTRIES_TRIED = 4096
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` a running one to every chunk.
 
     A chunk holds `stream_interval` tokens, or those of `stream_interval_ms` milliseconds, or else what is there.
+    `include_obfuscation` pads chunks, so that their sizes tell an onlooker nothing of the text.
     """
 
     include_usage: bool = False
+    include_obfuscation: bool | None = None
     continuous_usage_stats: bool = False
     stream_interval: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     stream_interval_ms: Annotated[float, Meta(ge=0, le=60_000)] | None = None
@@ -46,6 +51,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=4)] | None = None
@@ -78,7 +84,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=2**20)] | None = None
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
     attn_capture: Literal[0, 1] | None = None
     attn_capture_layers: Layers | None = None
     attn_capture_dtype: Literal["float16", "float32"] | None = None
@@ -88,6 +94,9 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_prompt_text: bool | None = None
+    request_id: Label | None = None
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Meta(max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
@@ -117,8 +126,17 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     suffix: Annotated[str, Meta(max_length=2**22)] | None = None
 
 
+class FunctionName(msgspec.Struct, frozen=True, kw_only=True):
+    """The function that must be called."""
+
+    name: Name
+
+
 class ChatRequest(Common, frozen=True, kw_only=True):
-    """POST /v1/chat/completions. Messages are checked by the chat template's own types."""
+    """POST /v1/chat/completions. Messages are checked by the chat template's own types.
+
+    `functions` and `function_call` are the names that tools had before (legacy.py).
+    """
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
@@ -136,15 +154,14 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     chat_template: Annotated[str, Meta(max_length=65536)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    service_tier: Annotated[str, Meta(max_length=64)] | None = None
+    functions: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=1024)] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
 
 
 R = TypeVar("R", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "prompt_embeds": (bool, "prompt embeddings are not accepted"),
-    "functions": (bool, "the legacy functions field is not supported; send tools"),
-    "function_call": (bool, "the legacy function_call field is not supported; send tool_choice"),
     "modalities": (
         lambda value: isinstance(value, list) and "audio" in value,
         "this model cannot answer with audio; allowed: ['text']",
@@ -154,7 +171,8 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, dict) and "block" in str(value.get("policy")),
         "this server moderates nothing, so it cannot block",
     ),
-    "return_prompt_text": (bool, "not supported by this server; /detokenize tells a prompt's text"),
+    "vllm_xargs": (bool, "nothing here reads arguments of its own from a request"),
+    "return_weight_versions": (bool, "weights have no versions here"),
     "kv_transfer_params": (bool, "not accepted by this server"),  # a request chooses no peer (P5)
     "ec_transfer_params": (bool, "not accepted by this server"),
     "mm_processor_kwargs": (bool, "a request may not choose how media are processed"),
@@ -194,7 +212,7 @@ def typed(document: Any, kind: type[R]) -> R:
     try:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
-        raise _named(str(error), document) from None
+        raise _named(str(error), document, kind) from None
 
 
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`(?P<path>[^`]*)`)?$", re.DOTALL)
@@ -202,17 +220,60 @@ _MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
 
 
-def _named(message: str, document: dict[str, Any]) -> InvalidRequest:
+def _named(message: str, document: dict[str, Any], kind: type[msgspec.Struct]) -> InvalidRequest:
     found = _WHERE.match(message)
     assert found is not None
     what, path = found["what"], (found["path"] or "").removeprefix("$")
+    if (entry := _wrong_entry(document, path, kind)) is not None:
+        return entry
     missing = _MISSING.search(what)
     if missing:
         field = f"{path.removeprefix('.')}.{missing['name']}".strip(".")
         return InvalidRequest(f"{field}: this field is required", field=field)
     field = path.removeprefix(".").replace("[...]", "")
     allowed = what[:1].lower() + what[1:]
+    if what.startswith("Invalid enum value") and (words := _words(kind, path)):
+        allowed = f"allowed: {', '.join(map(repr, words))}"
     return InvalidRequest(f"{field}: {allowed}; got {_shown(document, path)}", field=field)
+
+
+def _words(kind: Any, path: str) -> list[Any]:
+    """What a field of fixed words may be."""
+    forms = [kind]
+    for name, _ in _STEP.findall(path):
+        forms = [part for form in forms for part in _parts(form)]
+        if name:
+            structs = [form for form in forms if name in getattr(form, "__struct_fields__", ())]
+            forms = [get_type_hints(form, include_extras=True)[name] for form in structs]
+    fixed = [part for form in forms for part in _parts(form) if get_origin(part) is Literal]
+    return list(dict.fromkeys(word for form in fixed for word in get_args(form)))
+
+
+def _parts(form: Any) -> list[Any]:
+    """A type, and those that it is put together from."""
+    inner = [] if get_origin(form) is Literal else get_args(form)
+    return [form, *(part for each in inner for part in _parts(each))]
+
+
+def _wrong_entry(
+    document: dict[str, Any], path: str, kind: type[msgspec.Struct]
+) -> InvalidRequest | None:
+    """The error of the one entry of an object field that is wrong, which msgspec does not name."""
+    field = path.removeprefix(".").removesuffix("[...]")
+    given = document.get(field)
+    if not isinstance(given, dict) or field not in kind.__struct_fields__:
+        return None
+    form = get_type_hints(kind, include_extras=True)[field]
+    for key, value in islice(given.items(), MAX_ENTRIES_TRIED):
+        try:
+            msgspec.convert({key: value}, form)
+        except msgspec.ValidationError as error:
+            at = f"{field}[{key[:64]!r}]"
+            found = _WHERE.match(str(error))
+            what = found["what"] if found is not None else str(error)
+            what = what[:1].lower() + what[1:]
+            return InvalidRequest(f"{at}: {what}; got {_shown(value, '')}", field=field)
+    return None
 
 
 def _shown(document: Any, path: str) -> str:

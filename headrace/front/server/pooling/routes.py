@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -19,9 +20,11 @@ from headrace.front.client.pooling import (
 from headrace.front.server.conversation import render
 from headrace.front.server.exchange import Exchange, json_response
 from headrace.front.server.ids import completion_id
+from headrace.front.server.openai.batch import numbered
 from headrace.front.server.openai.schema import ChatRequest, parse
 from headrace.front.server.pooling.content import texts_of
 from headrace.front.server.pooling.engine import (
+    MAX_TEXTS,
     PoolInput,
     PoolJob,
     listed,
@@ -38,23 +41,60 @@ from headrace.front.server.pooling.schema import (
     PoolingRequest,
     TextRequest,
 )
-from headrace.front.server.pooling.vectors import cohere_forms, encoded, wire_dtype
+from headrace.front.server.pooling.vectors import (
+    MAX_TOLD,
+    binary_response,
+    cohere_forms,
+    encoded,
+)
 
 _TASKS = {"embed": False, "classify": True, "token_embed": False, "token_classify": True}
 _EMBED = ("embed", "token_embed")
+BINARY = ("bytes", "bytes_only")
 _PER_TOKEN = {"token_embed", "token_classify"}
 
 
 async def post_embeddings(exchange: Exchange, document: Any) -> Response:
     """POST /v1/embeddings."""
     request = parse(document, EmbeddingRequest)
-    spec = _one_vector(exchange)
+    spec = one_vector(exchange)
     answers = await _pooled_texts(exchange, request, how=spec.how, head=False)
-    vectors = _finished(exchange, answers, request.dimensions, request.normalize)
-    dtype = wire_dtype(request.embed_dtype, request.endianness)
-    told = [encoded(vector, request.encoding_format, dtype=dtype) for vector in vectors]
-    data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(told)]
-    return json_response(listed(exchange, request.model, data, usage_of(answers), kind="embd"))
+    vectors = embeddings(exchange, answers, request.dimensions, _normalizes(request))
+    return _sent(exchange, request, vectors, usage_of(answers), kinds=("embedding", "embd"))
+
+
+def _sent(
+    exchange: Exchange,
+    request: TextRequest,
+    vectors: list[Float32],
+    usage: dict[str, Any],
+    *,
+    kinds: tuple[str, str],
+) -> Response:
+    """The vectors in the form that was asked for; `kinds`: what one of them is called, and the answer's id."""
+    kind, ident = kinds
+    form, big = request.encoding_format, request.endianness == "big"
+    if form in BINARY:
+        document = listed(exchange, request.model, [], usage, kind=ident)
+        told = form == "bytes"
+        return binary_response(vectors, document, request.embed_dtype, big=big, told=told)
+    name = "data" if kind == "pooling" else kind
+    data = [
+        {"object": kind, "index": i, name: encoded(one, form, number=request.embed_dtype, big=big)}
+        for i, one in enumerate(vectors)
+    ]
+    return json_response(listed(exchange, request.model, data, usage, kind=ident))
+
+
+def _normalizes(request: EmbeddingRequest | PoolingRequest) -> bool | None:
+    """Whether embeddings get length 1; None: as the model was trained."""
+    given, other = request.normalize, request.use_activation
+    if given is not None and other is not None and given != other:
+        raise InvalidRequest(
+            f"use_activation: {other} given, normalize is {given}; for embeddings they are one",
+            field="use_activation",
+        )
+    return other if given is None else given
 
 
 async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
@@ -62,7 +102,7 @@ async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
     request = parse(document, CohereEmbedRequest)
     services = exchange.services
     services.model_name(request.model)
-    _one_vector(exchange)
+    one_vector(exchange)
     field, texts = _cohere_texts(request)
     exchange.hold_place()
     truncate = None if request.truncate == "NONE" else request.max_tokens or -1
@@ -72,7 +112,7 @@ async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
     ]
     job = PoolJob(how=services.text.pooling.how, timeout_s=request.timeout_s)
     answers = await pooled(exchange, [PoolInput(ids=one) for one in ids], job)
-    vectors = _finished(exchange, answers, request.output_dimension, None)
+    vectors = embeddings(exchange, answers, request.output_dimension, None)
     billed = {"input_tokens": sum(answer.num_prompt for answer in answers)}
     return json_response(
         {
@@ -116,19 +156,8 @@ async def post_pooling(exchange: Exchange, document: Any) -> Response:
     if request.pooling == "step":
         marks = [np.asarray(one.ids) == request.step_tag_id for one in inputs]
         rows = [row[mark] for row, mark in zip(rows, marks, strict=True)]
-    data = [
-        {
-            "object": "pooling",
-            "index": i,
-            "data": encoded(
-                row if how == "tokens" else row[0],
-                request.encoding_format,
-                dtype=wire_dtype(request.embed_dtype, request.endianness),
-            ),
-        }
-        for i, row in enumerate(rows)
-    ]
-    return json_response(listed(exchange, request.model, data, usage_of(answers), kind="pool"))
+    vectors = [row if how == "tokens" else row[0] for row in rows]
+    return _sent(exchange, request, vectors, usage_of(answers), kinds=("pooling", "pool"))
 
 
 async def post_classify(exchange: Exchange, document: Any) -> Response:
@@ -162,7 +191,7 @@ def _how(exchange: Exchange, request: PoolingRequest, task: str) -> str:
     return given or exchange.services.text.pooling.how
 
 
-def _one_vector(exchange: Exchange) -> PoolingSpec:
+def one_vector(exchange: Exchange) -> PoolingSpec:
     """The model's pooling; refused where there is a vector per token and none for a text."""
     spec = exchange.services.text.pooling
     if spec.how == "tokens":
@@ -207,24 +236,19 @@ async def _inputs(exchange: Exchange, request: TextRequest) -> list[PoolInput]:
     if (request.input is None) == (request.messages is None):
         raise InvalidRequest("input: exactly one of input and messages is needed", field="input")
     exchange.hold_place()
-    most, truncate = services.text.max_model_len, request.truncate_prompt_tokens
     if request.messages is not None:
-        chat = ChatRequest(
-            messages=request.messages,
-            add_generation_prompt=False,
-            chat_template_kwargs=request.chat_template_kwargs,
-        )
-        ids = await render(exchange, chat)
-        ids = shortened(ids, truncate, most=most, field="messages", side=request.truncation_side)
-        return [PoolInput(ids=ids)]
+        return await _conversations(exchange, request, request.messages)
     assert request.input is not None
+    most, truncate = services.text.max_model_len, request.truncate_prompt_tokens
+    given = _listed_inputs(request.input)
+    _check_number(request, len(given), "input")
     found = []
-    for one in _listed_inputs(request.input):
+    for one in given:
         if isinstance(one, str):
             ids = await tokenized(
                 *(exchange, one),
                 field="input",
-                special=request.add_special_tokens,
+                special=request.add_special_tokens is not False,
                 truncate=truncate,
                 side=request.truncation_side,
             )
@@ -233,6 +257,54 @@ async def _inputs(exchange: Exchange, request: TextRequest) -> list[PoolInput]:
             ids = shortened(one, truncate, most=most, field="input", side=request.truncation_side)
         found.append(PoolInput(ids=ids))
     return found
+
+
+async def _conversations(
+    exchange: Exchange, request: TextRequest, messages: list[Any]
+) -> list[PoolInput]:
+    """One conversation, or each of a list of them."""
+    many = isinstance(messages[0], list)
+    if any(isinstance(one, list) != many for one in messages):
+        raise InvalidRequest(
+            "messages: one conversation, or a list of conversations; a mixture was given",
+            field="messages",
+        )
+    _check_number(request, len(messages) if many else 1, "messages")
+    found = []
+    for number, one in enumerate(messages if many else [messages]):
+        with numbered(number) if many else nullcontext():
+            found.append(PoolInput(ids=await _rendered(exchange, request, one)))
+    return found
+
+
+async def _rendered(
+    exchange: Exchange, request: TextRequest, messages: list[dict[str, Any]]
+) -> list[int]:
+    chat = ChatRequest(
+        messages=messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens,
+        chat_template=request.chat_template,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+    most, side = exchange.services.text.max_model_len, request.truncation_side
+    ids = await render(exchange, chat)
+    return shortened(ids, request.truncate_prompt_tokens, most=most, field="messages", side=side)
+
+
+def _check_number(request: TextRequest, number: int, field: str) -> None:
+    """Before anything is tokenized: what cannot be answered in the form that is asked for."""
+    if number > MAX_TEXTS:
+        raise InvalidRequest(
+            f"{field}: {number} texts given, at most {MAX_TEXTS} are allowed", field=field
+        )
+    if request.encoding_format == "bytes" and number > MAX_TOLD:
+        raise InvalidRequest(
+            f"encoding_format: 'bytes' tells in a header where each vector stands, at most {MAX_TOLD} of them; "
+            f"{number} texts given: send 'bytes_only'",
+            field="encoding_format",
+        )
 
 
 def _listed_inputs(given: str | list[Any]) -> list[str | list[int]]:
@@ -247,7 +319,7 @@ def _listed_inputs(given: str | list[Any]) -> list[str | list[int]]:
     return given
 
 
-def _finished(
+def embeddings(
     exchange: Exchange,
     answers: list[PooledAnswer],
     dimensions: int | None,
@@ -287,7 +359,8 @@ def _told(
         return _scores(exchange, answer.values, request.use_activation)
     spec = exchange.services.text.pooling
     _check_dimensions(exchange, request.dimensions)
-    wanted = spec.normalize if request.normalize is None else request.normalize
+    asked = _normalizes(request)
+    wanted = spec.normalize if asked is None else asked
     return finish_embedding(answer.values, dimensions=request.dimensions, normalize=wanted)
 
 

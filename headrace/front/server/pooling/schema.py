@@ -10,13 +10,14 @@ from msgspec import Meta
 
 from headrace.front.server.openai.schema import Name, TokenId
 from headrace.front.server.pooling.engine import MAX_TEXTS
+from headrace.front.server.pooling.vectors import NumberType
 
 Ids = Annotated[list[TokenId], Meta(min_length=1)]
 Inputs = str | Annotated[list[str | TokenId | Ids], Meta(min_length=1, max_length=2**22)]
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 Truncate = Annotated[int, Meta(ge=-1, lt=2**31)]
 Top = Annotated[int, Meta(ge=0, lt=2**31)]
-Encoding = Literal["float", "base64"]
+Encoding = Literal["float", "base64", "bytes", "bytes_only"]
 MAX_PARTS = 1024
 
 
@@ -32,23 +33,37 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRequest(Shared, frozen=True, kw_only=True):
-    """Texts, lists of ids, or one conversation. `embed_dtype` and `endianness` (native: little) are of base64."""
+    """Texts, lists of ids, or conversations (one, or a list of them). `embed_dtype` and `endianness` (native: little)
+    are of base64 and bytes. `add_special_tokens`: texts get them by default, conversations what the template wrote."""
 
     input: Inputs | None = None
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)] | None = None
+    messages: (
+        Annotated[
+            list[
+                dict[str, Any]
+                | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
+            ],
+            Meta(min_length=1, max_length=4096),
+        ]
+        | None
+    ) = None
+    chat_template: Annotated[str, Meta(max_length=65536)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = True
+    add_generation_prompt: bool = False
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
     truncation_side: Literal["left", "right"] = "right"
     encoding_format: Encoding = "float"
-    embed_dtype: Literal["float32", "float16"] = "float32"
+    embed_dtype: NumberType = "float32"
     endianness: Literal["native", "little", "big"] = "native"
 
 
 class EmbeddingRequest(TextRequest, frozen=True, kw_only=True):
-    """POST /v1/embeddings."""
+    """POST /v1/embeddings. `normalize` is also called `use_activation`."""
 
     dimensions: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
 
 
 class PoolingRequest(TextRequest, frozen=True, kw_only=True):

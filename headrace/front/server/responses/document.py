@@ -47,6 +47,12 @@ class ResponseReply:
         return reasoning is not None and reasoning.summary is not None
 
     @property
+    def pads(self) -> bool:
+        """Whether deltas are padded."""
+        options = self.request.stream_options
+        return options is not None and bool(options.include_obfuscation)
+
+    @property
     def scores(self) -> bool:
         """Whether text carries log-probabilities."""
         return LOGPROBS in (self.request.include or ()) or bool(self.request.top_logprobs)

@@ -102,7 +102,8 @@ class Messages:
             case "function_call_output" | "custom_tool_call_output":
                 ident = _string(item, "call_id", at)
                 content = _output(item.get("output"), f"{at}.output")
-                self._add(at, {"role": "tool", "tool_call_id": ident, "content": content})
+                message = {"role": "tool", "tool_call_id": ident, "content": content}
+                self._add(f"{at}.output", message)
             case "compaction":
                 summary = self._unseal(_string(item, "encrypted_content", at))
                 if summary is None:

@@ -21,11 +21,39 @@ LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 EXTENSIONS = (
     *("top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_sequence_breakers"),
+    *("xtc_probability", "xtc_threshold", "logprobs_mode", "length_penalty", "use_beam_search"),
     *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
     *("bad_words", "allowed_token_ids", "logit_bias", "skip_special_tokens", "priority"),
     *("cache_salt", "timeout_s", "chat_template", "chat_template_kwargs", "structured_outputs"),
-    "thinking_token_budget",
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("guided_whitespace_pattern", "add_special_tokens", "documents", "truncate_prompt_tokens"),
+    *("truncation_side", "thinking_token_budget", "include_reasoning", "stream_interval"),
+    "request_id",
 )
+NOT_HERE = (
+    *("prompt_embeds", "modalities", "audio", "moderation", "kv_transfer_params", "watermarking"),
+    *("ec_transfer_params", "mm_processor_kwargs", "media_io_kwargs", "logits_processors"),
+    *("vllm_xargs", "repetition_detection", "return_weight_versions", "web_search_options"),
+    "return_token_offsets",
+)
+"""What conversations refuse by name, here as there."""
+ONLY_CHAT = (
+    *("n", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_prompt_text"),
+    *("return_tokens_as_token_ids", "continue_final_message", "attn_capture", "echo"),
+)
+"""What has no place in a response."""
+Include = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""The first two have an effect; the others are about tools that are not run here, and about images."""
 Json = dict[str, Any]
 Ident = Annotated[str, Meta(max_length=128)]
 Metadata = Annotated[
@@ -46,6 +74,12 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     format: Json | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`include_obfuscation` pads deltas, so that their sizes tell an onlooker nothing of the text."""
+
+    include_obfuscation: bool | None = None
 
 
 class ConversationRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,13 +108,14 @@ class ResponsesRequest(InputRequest, frozen=True, kw_only=True):
     """POST /v1/responses, and `response.create` of the WebSocket."""
 
     background: bool | None = None
-    include: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=16)] | None = None
+    include: Annotated[list[Include], Meta(max_length=16)] | None = None
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None
     metadata: Metadata | None = None
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
     store: bool | None = None
     stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -91,6 +126,10 @@ def parse_response(document: Any) -> ResponsesRequest:
     """The request of POST /v1/responses; InvalidRequest where it asks for what is not there."""
     request = typed(document, ResponsesRequest)
     _check(request, document)
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest(
+            "stream_options: allowed only together with stream: true", field="stream_options"
+        )
     if request.background and request.store is False:
         raise InvalidRequest("background: needs store: true", field="background")
     if request.conversation is not None and request.store is False:
@@ -130,7 +169,14 @@ def conversation_of(request: InputRequest) -> str | None:
 
 def extensions(document: Json) -> Json:
     """The sampling fields beyond OpenAI's, as they were sent."""
-    return {name: document[name] for name in EXTENSIONS if document.get(name) is not None}
+    for name in ONLY_CHAT:
+        given = document.get(name)
+        if given is not None and given is not False and (name, given) != ("n", 1):
+            raise InvalidRequest(
+                f"{name}: not part of a response; /v1/chat/completions has it", field=name
+            )
+    names = (*EXTENSIONS, *NOT_HERE)
+    return {name: document[name] for name in names if document.get(name) is not None}
 
 
 class ItemsRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Start
 from headrace.front.server.failures import Failure
 from headrace.front.server.openai.custom import custom_input
 from headrace.front.server.openai.fold import chat_logprobs
+from headrace.front.server.openai.padding import padding
 from headrace.front.server.parsed import parts_of
 from headrace.front.server.responses.document import ResponseReply, error_of, new_response, usage
 from headrace.front.server.responses.items import item_id
@@ -260,6 +261,8 @@ class ResponseStream:
         where: Json = {"item_id": self._open["id"], "output_index": self._index}
         if content_index is not None:
             where["content_index"] = content_index
+        if self.reply.pads and "delta" in fields:
+            fields["obfuscation"] = padding(len(orjson.dumps(fields)))
         return self._made(kind, **where, **fields)
 
     def _end(self, ended: Ended) -> list[Json]:

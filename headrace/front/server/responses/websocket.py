@@ -204,9 +204,8 @@ class Session:
                 exchange.over(status)
 
     async def _prepared(self, exchange: Exchange, document: Json) -> Prepared:
-        body = {
-            key: value for key, value in document.items() if key not in ("stream", "background")
-        }
+        body = {key: value for key, value in document.items() if key != "background"}
+        body["stream"] = True
         request = parse_response(body)
         prepared = await prepare(exchange, request, body, recall=self._recall)
         if document.get("generate") is False:

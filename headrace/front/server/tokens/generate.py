@@ -17,14 +17,16 @@ from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, TokenScore
-from headrace.front.server.conversation import generate, streamed
+from headrace.front.server.conversation import generate, parsers, streamed
 from headrace.front.server.exchange import Exchange
-from headrace.front.server.ids import completion_id
+from headrace.front.server.ids import completion_id, own_id
+from headrace.front.server.openai import chat
 from headrace.front.server.openai.fold import LOWEST, Choice, Fold, logprob, scores_by_id, usage
 from headrace.front.server.openai.sampling import sampling_params
-from headrace.front.server.openai.schema import parse
+from headrace.front.server.openai.schema import ChatRequest, parse
+from headrace.front.server.parsed import without_reasoning
 from headrace.front.server.sse import DONE
-from headrace.front.server.structured import plain_structure
+from headrace.front.server.structured import narrowed, plain_structure
 from headrace.front.server.tokens.schema import GenerateRequest, TokenSampling
 
 
@@ -43,6 +45,39 @@ class GenerateReply:
 async def post_generate(exchange: Exchange, document: Any) -> Response:
     """POST /inference/v1/generate."""
     request = parse(document, GenerateRequest)
+    if request.output_mode == "derender":
+        return await _derendered(exchange, request)
+    events, reply = begin_generate(exchange, request)
+    if request.stream:
+        return await streamed(exchange, _chunks(events, reply))
+    return Response(await _answer(events, reply), media_type="application/json")
+
+
+async def _derendered(exchange: Exchange, request: GenerateRequest) -> Response:
+    """The chat completion that a rendered chat asks for, whole or as a stream."""
+    beside = {"n": request.sampling_params.get("n"), "stream": request.stream or None}
+    options = msgspec.to_builtins(request.stream_options)
+    document = {
+        **(request.parse_context or {}),
+        **{name: value for name, value in beside.items() if value is not None},
+        "stream_options": options if request.stream else None,
+        "messages": [{"role": "user", "content": ""}],
+    }
+    talk = narrowed(parse(document, ChatRequest))
+    events, reply = begin_generate(exchange, request, talk)
+    told = chat.ChatReply(
+        id=completion_id("chatcmpl"), model=reply.model, request=talk, prompt_ids=request.token_ids
+    )
+    if request.stream:
+        return await streamed(exchange, chat.to_chunks(events, told))
+    return Response(await chat.to_answer(events, told), media_type="application/json")
+
+
+def begin_generate(
+    exchange: Exchange, request: GenerateRequest, talk: ChatRequest | None = None
+) -> tuple[AsyncGenerator[Event, None], GenerateReply]:
+    """The events of the answer, which run once they are read, and what its chunks share. With `talk` they are parsed as
+    the answer to that chat."""
     services = exchange.services
     model = services.model_name(request.model)
     _refuse(request)
@@ -58,12 +93,16 @@ async def post_generate(exchange: Exchange, document: Any) -> Response:
     )
     services.tokenizer.check_ids(request.token_ids, field="token_ids")
     exchange.hold_place()
-    label = completion_id("gen")
+    asked = request.request_id
+    label = completion_id("gen") if asked is None else own_id(exchange.tenant, asked)
     events = generate(
         *(exchange, sampling, request.token_ids, params),
         label=label,
+        answers=None if talk is None else parsers(exchange, talk, request.token_ids, params),
         structure=plain_structure(sampling),
     )
+    if talk is not None and talk.include_reasoning is False:
+        events = without_reasoning(events)
     reply = GenerateReply(
         id=label,
         model=model,
@@ -72,14 +111,12 @@ async def post_generate(exchange: Exchange, document: Any) -> Response:
         sampling=sampling,
         request=request,
     )
-    if request.stream:
-        return await streamed(exchange, _chunks(events, reply))
-    return Response(await _answer(events, reply), media_type="application/json")
+    return events, reply
 
 
 def _refuse(request: GenerateRequest) -> None:
     """What would choose a peer, or tensors of a client's making, is never taken (P5, P15)."""
-    for field in ("features", "kv_transfer_params"):
+    for field in ("features", "kv_transfer_params", "reasoning_parser_kwargs"):
         if getattr(request, field):
             raise InvalidRequest(f"{field}: not accepted by this server", field=field)
 

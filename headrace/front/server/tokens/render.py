@@ -36,14 +36,26 @@ from headrace.front.server.tokens.schema import (
     TokenSampling,
     TopToken,
 )
+from headrace.front.server.tokens.told import taken_out, told
 from headrace.front.text.tokenizer import Tokenizer
 
+CONTEXT = (
+    *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_effort"),
+    *("logprobs", "top_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
+)
 _BESIDE = frozenset({"model", "stream", "stream_options", "cache_salt", "priority"})
 
 
 async def post_render_chat(exchange: Exchange, document: Any) -> Response:
     """POST /v1/chat/completions/render."""
-    return json_response(await rendered_chat(exchange, parse(document, ChatRequest)))
+    return json_response(await render_chat(exchange, document))
+
+
+async def render_chat(exchange: Exchange, document: Any) -> dict[str, Any]:
+    """The generate request of a chat as it was sent, with what it asks to be told."""
+    document, asks = taken_out(document)
+    made = await rendered_chat(exchange, parse(document, ChatRequest))
+    return made | told(exchange.services.tokenizer, made["token_ids"], asks)
 
 
 async def rendered_chat(exchange: Exchange, request: ChatRequest) -> dict[str, Any]:
@@ -52,7 +64,7 @@ async def rendered_chat(exchange: Exchange, request: ChatRequest) -> dict[str, A
     params = _chat_params(exchange, request)
     ids = await chat_ids(exchange, request)
     _refuse_structure(exchange, request, ids)
-    return _rendered(exchange, request, ids, params)
+    return _rendered(exchange, request, ids, params) | {"parse_context": context_of(request)}
 
 
 def _refuse_structure(exchange: Exchange, request: ChatRequest, ids: list[int]) -> None:
@@ -69,7 +81,15 @@ def _refuse_structure(exchange: Exchange, request: ChatRequest, ids: list[int]) 
 
 async def post_render_completion(exchange: Exchange, document: Any) -> Response:
     """POST /v1/completions/render: one generate request per prompt."""
-    return json_response(await rendered_completion(exchange, parse(document, CompletionRequest)))
+    return json_response(await render_completion(exchange, document))
+
+
+async def render_completion(exchange: Exchange, document: Any) -> list[dict[str, Any]]:
+    """The generate requests of a completion as it was sent, with what it asks to be told."""
+    document, asks = taken_out(document)
+    made = await rendered_completion(exchange, parse(document, CompletionRequest))
+    tokenizer = exchange.services.tokenizer
+    return [one | told(tokenizer, one["token_ids"], asks) for one in made]
 
 
 async def rendered_completion(
@@ -79,6 +99,12 @@ async def rendered_completion(
     params = _completion_params(exchange, request)
     prompts = [await prompt_of(exchange, request, p) for p in completions.prompts_of(request)]
     return [_rendered(exchange, request, prompt.ids, params) for prompt in prompts]
+
+
+def context_of(request: ChatRequest) -> dict[str, Any]:
+    """What the answer's parser must know of a chat; its messages and how to sample are told elsewhere."""
+    found = {name: getattr(request, name) for name in CONTEXT}
+    return {name: msgspec.to_builtins(value) for name, value in found.items() if value is not None}
 
 
 async def post_derender_chat(exchange: Exchange, document: Any) -> Response:

@@ -21,14 +21,17 @@ class TokenSampling(Common, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /inference/v1/generate: what the render routes answer with."""
+    """POST /inference/v1/generate: what the render routes answer with. With output_mode derender the answer is the chat
+    completion, parsed as `parse_context` says."""
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOKENS)]
     sampling_params: dict[str, Any] = {}
     model: Name | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    output_mode: Literal["tokens", "text"] = "tokens"
+    output_mode: Literal["tokens", "text", "derender"] = "tokens"
+    parse_context: dict[str, Any] | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int | None = None
     request_id: Annotated[str, Meta(max_length=128)] | None = None

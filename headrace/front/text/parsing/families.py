@@ -13,12 +13,8 @@ import msgspec
 
 from headrace.base.errors import ConfigError
 from headrace.front.text.parsing.families_reasoning import REASONING_FAMILIES, ReasoningFamily
-from headrace.front.text.parsing.families_tools import (
-    TOOL_FAMILIES,
-    BareTags,
-    ToolFamily,
-    ToolGrammar,
-)
+from headrace.front.text.parsing.families_tools import TOOL_FAMILIES
+from headrace.front.text.parsing.rows import BareTags, ToolFamily, ToolGrammar
 
 __all__ = [
     "NONE",
@@ -57,21 +53,22 @@ def choose_reasoning(template: str | None, model_type: str = "") -> Choice:
     return _choose(REASONING_FAMILIES, template, model_type)
 
 
-def tool_family(name: str) -> ToolFamily | None:
-    """The row of that name, None for "none"; ConfigError lists the names there are."""
-    return _named(TOOL_FAMILIES, name, "--tool-parser")
+def tool_family(name: str, template: str | None = None) -> ToolFamily | None:
+    """The row of that name, None for "none"; ConfigError lists the names there are. Releases of one family that differ
+    share a name, and the chat template tells which it is."""
+    return _named(TOOL_FAMILIES, name, "--tool-parser", template or "")
 
 
-def reasoning_family(name: str) -> ReasoningFamily | None:
-    """The row of that name, None for "none"; ConfigError lists the names there are."""
-    return _named(REASONING_FAMILIES, name, "--reasoning-parser")
+def reasoning_family(name: str, template: str | None = None) -> ReasoningFamily | None:
+    """As `tool_family`, for reasoning."""
+    return _named(REASONING_FAMILIES, name, "--reasoning-parser", template or "")
 
 
 def _choose(rows: Sequence[F], template: str | None, model_type: str) -> Choice:
     if template is None:
         return Choice(NONE, "there is no chat template")
     for row in rows:
-        if row.marks and all(mark in template for mark in row.marks):
+        if _shows(template, row) and (not row.only_models or model_type in row.models):
             return Choice(row.name, f"the chat template has {' and '.join(row.marks)}")
     for row in rows:
         # a template that does not know of tools or reasoning is no reason to look for them
@@ -80,16 +77,22 @@ def _choose(rows: Sequence[F], template: str | None, model_type: str) -> Choice:
     return Choice(NONE, "the chat template shows no known format")
 
 
+def _shows(template: str, row: ToolFamily | ReasoningFamily) -> bool:
+    return bool(row.marks) and all(mark in template for mark in row.marks)
+
+
 def _speaks_of(row: F, template: str) -> bool:
     return ("tools" if isinstance(row, ToolFamily) else "think") in template
 
 
-def _named(rows: Sequence[F], name: str, option: str) -> F | None:
+def _named(rows: Sequence[F], name: str, option: str, template: str) -> F | None:
     if name == NONE:
         return None
-    for row in rows:
-        if name in _names(row):
-            return row
+    found: list[F] = [row for row in rows if name in _names(row)]
+    shown: list[F] = [row for row in found if _shows(template, row)]
+    own: list[F] = [row for row in found if name == row.name]
+    if found:
+        return (shown or own or found)[0]
     raise ConfigError(f"{option}: {name!r} is not known; allowed: {_all_names(rows)}", field=option)
 
 
@@ -98,4 +101,4 @@ def _names(row: ToolFamily | ReasoningFamily) -> tuple[str, ...]:
 
 
 def _all_names(rows: Sequence[ToolFamily | ReasoningFamily]) -> str:
-    return ", ".join(["auto", NONE, *sorted(name for row in rows for name in _names(row))])
+    return ", ".join(["auto", NONE, *sorted({name for row in rows for name in _names(row)})])

@@ -1,9 +1,10 @@
-"""The formats of reasoning, one row each; `marks` and `models` as in families_tools.py."""
+"""The formats of reasoning, one row each, from special to general; `marks` and `models` as in rows.py."""
 
 from __future__ import annotations
 
 import msgspec
 
+from headrace.front.text.parsing.families_json import INKLING_BLOCKS
 from headrace.front.text.parsing.harmony import HarmonyTags
 from headrace.front.text.parsing.reasoning import ReasoningTags
 
@@ -15,6 +16,7 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
     aliases: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
+    only_models: bool = False
     tags: ReasoningTags
 
 
@@ -30,9 +32,68 @@ REASONING_FAMILIES: tuple[ReasoningFamily, ...] = (
         tags=ReasoningTags(
             open="<|channel|>analysis<|message|>",
             close="<|channel|>final<|message|>",
-            harmony=HarmonyTags(),
+            answer="<|channel|>final<|message|>",
+            messages=HarmonyTags(),
         ),
     ),
+    ReasoningFamily(
+        name="inkling",
+        marks=("<|content_thinking|>",),
+        models=("inkling", "inkling2", "inkling_mm_model"),
+        tags=ReasoningTags(
+            open="<|content_thinking|>",
+            close="<|content_text|>",
+            answer="<|content_text|>",
+            messages=INKLING_BLOCKS,
+        ),
+    ),
+    ReasoningFamily(
+        name="kimi_k3",
+        marks=("<|open|>", "<|sep|>"),
+        models=("kimi_k3",),
+        tags=ReasoningTags(
+            open="<|open|>think<|sep|>",
+            close="<|close|>think<|sep|>",
+            answer="<|open|>response<|sep|>",
+            frame=(
+                "<|open|>response<|sep|>",
+                "<|close|>response<|sep|>",
+                "<|close|>message<|sep|>",
+            ),
+        ),
+    ),
+    ReasoningFamily(
+        name="minimax_m3",
+        marks=("<mm:think>",),
+        models=("minimax_m3", "minimax_m3_vl"),
+        # a model that may choose and does not think writes the closing tag alone
+        tags=ReasoningTags(open="<mm:think>", close="</mm:think>", frame=("</mm:think>",)),
+    ),
+    ReasoningFamily(
+        name="solar_open2",
+        marks=("<|think:start|>",),
+        models=("solar_open2",),
+        tags=ReasoningTags(open="<|think:start|>", close="<|think:end|>"),
+    ),
+    ReasoningFamily(
+        name="apertus",
+        marks=("<|inner_prefix|>",),
+        models=("apertus",),
+        # calls may stand within the thoughts
+        tags=ReasoningTags(
+            open="<|inner_prefix|>",
+            close="<|inner_suffix|>",
+            until=("<|tools_prefix|>",),
+            frame=("<|inner_suffix|>",),
+        ),
+    ),
+    ReasoningFamily(
+        name="hy_v3_opensource",
+        aliases=("hy_v3",),
+        marks=("<think", ":opensource"),
+        tags=ReasoningTags(open="<think:opensource>", close="</think:opensource>"),
+    ),
+    ReasoningFamily(name="hy_v3", marks=("<think>", "<tool_sep>"), models=("hy_v3",), tags=_THINK),
     ReasoningFamily(
         name="seed_oss",
         marks=("<seed:think>",),
@@ -119,7 +180,10 @@ REASONING_FAMILIES: tuple[ReasoningFamily, ...] = (
     ReasoningFamily(
         name="kimi_k2",
         marks=("<think>", "</think>", "<|im_middle|>"),
-        tags=_THINK,
+        # it may call without closing its thoughts
+        tags=ReasoningTags(
+            open="<think>", close="</think>", until=("<|tool_calls_section_begin|>",)
+        ),
     ),
     ReasoningFamily(name="olmo3", marks=("<think>", "<function_calls>"), tags=_THINK),
     ReasoningFamily(
@@ -130,7 +194,7 @@ REASONING_FAMILIES: tuple[ReasoningFamily, ...] = (
     ),
     ReasoningFamily(
         name="qwen3",
-        aliases=("step3p5", "holo2", "mimo", "think"),
+        aliases=("step3p5", "holo2", "mimo", "poolside_v1", "think"),
         marks=("<think>", "</think>"),
         tags=_THINK,
     ),

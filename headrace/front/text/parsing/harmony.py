@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from enum import Enum
 
 import msgspec
 
-from headrace.front.text.parsing.engine import Engine, Modes, Tags, literal, skip_space
+from headrace.front.text.parsing.engine import Engine, Tags, literal, skip_space
 from headrace.front.text.parsing.json_calls import MAX_NAME_CHARS
 from headrace.front.text.parsing.json_text import JsonValue
-from headrace.front.text.parsing.parts import Content, Reasoning, Sink
+from headrace.front.text.parsing.messages import Kind, Messages
+from headrace.front.text.parsing.parts import Content
 
 MAX_HEADER_CHARS = 1024
 _RECIPIENT = re.compile(r"to=([^\s<\ufdd1]+)")
@@ -33,17 +33,14 @@ class HarmonyTags(msgspec.Struct, frozen=True, kw_only=True):
     call: str = "<|call|>"
     ret: str = "<|return|>"
 
-
-class Kind(Enum):
-    """What a message is."""
-
-    REASONING = 1
-    CONTENT = 2
-    CALL = 3
+    @property
+    def next(self) -> str:
+        """What ends a message and begins the header of the next."""
+        return f"{self.end}{self.start}assistant"
 
 
-class Harmony(Modes):
-    """The state. `spans`: where reasoning stands, in characters; `over`: the final message has begun.
+class Harmony(Messages):
+    """The state: `over` once the final message has begun.
 
     `functions` None: no tools are offered, so what looks like a call is content. `prompt_tail`: how the prompt ends.
     """
@@ -57,19 +54,13 @@ class Harmony(Modes):
         reasons: bool = True,
         prompt_tail: str = "",
     ) -> None:
-        self.spans: list[tuple[int, int | None]] = []
-        self.over = False
-        self._engine = engine
-        self._sink: Sink = engine.sink
+        super().__init__(engine)
         self._tags = tags
         self._functions = functions
         self._reasons = reasons
         self._header_ends = Tags([tags.message, tags.end, tags.call, tags.ret])
         self._ends = Tags([tags.end, tags.call, tags.ret, tags.start])
         self._header: list[str] = []
-        self._kind = Kind.CONTENT
-        self._said: set[Kind] = set()
-        self._fresh = True
         self._value = JsonValue()
         self._mode = self._first
         self._begin(prompt_tail)
@@ -77,7 +68,8 @@ class Harmony(Modes):
     def end(self, rest: str) -> None:
         """An answer that ends anywhere; a call whose arguments are complete was ended by a token that is not shown."""
         if self._mode == self._body:
-            self._piece(rest)
+            if self._kind is not Kind.CALL or not self._value.done:  # else it began a tag
+                self._piece(rest)
             if self._kind is Kind.CALL and (self._value.done or self._fresh):
                 self._end_call()
         elif self._mode in (self._first, self._read_header):
@@ -145,17 +137,14 @@ class Harmony(Modes):
         recipient = _RECIPIENT.search(header)
         address = "" if recipient is None else recipient[1]
         name = address.removeprefix("functions.")
-        self._fresh = True
         self._mode = self._body
         if self._is_call(address, name):
-            self._kind = Kind.CALL
+            self._begin_message(Kind.CALL, at)
             self._value = JsonValue()
             self._sink.begin(name)
             return
         hidden = channel == "analysis" and self._reasons
-        self._kind = Kind.REASONING if hidden else Kind.CONTENT
-        if self._kind is Kind.REASONING:
-            self.spans.append((at, None))
+        self._begin_message(Kind.REASONING if hidden else Kind.CONTENT, at)
         self.over = self.over or channel == "final"
 
     def _is_call(self, address: str, name: str) -> bool:
@@ -170,23 +159,16 @@ class Harmony(Modes):
             return place
         if self._kind is Kind.CALL:
             self._end_call()
-        elif self._kind is Kind.REASONING:
-            self.spans[-1] = (self.spans[-1][0], self._engine.consumed + place)
+        else:
+            self._end_message(self._engine.consumed + place)
         self._mode = self._between
         return place + (0 if tag == self._tags.start else len(tag))
 
     def _piece(self, text: str) -> None:
-        """More of the message; messages of one kind are kept apart by a line break."""
-        if not text:
-            return
         if self._kind is Kind.CALL:
             self._arguments(text)
-            return
-        if self._fresh and self._kind in self._said:
-            text = "\n" + text
-        self._fresh = False
-        self._said.add(self._kind)
-        self._sink.add(Reasoning(text) if self._kind is Kind.REASONING else Content(text))
+        else:
+            self._say(text)
 
     def _arguments(self, text: str) -> None:
         if self._fresh:

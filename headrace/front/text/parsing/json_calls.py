@@ -33,10 +33,12 @@ class Outcome(Enum):
 
 
 class JsonKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family's objects call the name and the arguments."""
+    """What a family's objects call the name and the arguments. `named`: the first key is the function's name itself and
+    what stands under it, an object, the arguments."""
 
     name: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
+    named: bool = False
 
 
 class JsonCalls:
@@ -173,6 +175,8 @@ class JsonCalls:
         at = skip_space(text, at)
         if at == len(text):
             return at
+        if self._keys.named and self._name is None:
+            return self._under_its_name(text, at)
         if self._key in self._keys.name and self._name is None:
             if text[at] != '"':
                 return self._refuse(at)
@@ -183,12 +187,21 @@ class JsonCalls:
         self._mode = self._value_mode(text[at], then=self._drop)
         return at
 
+    def _under_its_name(self, text: str, at: int) -> int:
+        if text[at] != "{" or not self._may_name(self._key):
+            return self._refuse(at)
+        self._name = self._key
+        return self._arguments_begin(text, at)
+
+    def _may_name(self, name: str | None) -> bool:
+        known = self._names is None or name in self._names
+        return bool(name) and len(name or "") <= MAX_NAME_CHARS and known
+
     def _read_name(self, text: str, at: int) -> int:
         at, done = self._through_string(text, at)
         if done:  # not before: where it is refused must not depend on how the text was cut
             name = self._taken_string()
-            known = self._names is None or name in self._names
-            if not name or len(name) > MAX_NAME_CHARS or not known:
+            if not self._may_name(name):
                 return self._refuse(at)
             self._name = name
             if self._has_arguments:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.front.text.parsing.blocks import Blocks, BlockTags
 from headrace.front.text.parsing.call_syntax import CallSyntax, SyntaxCalls
 from headrace.front.text.parsing.engine import Engine, Plain, State
 from headrace.front.text.parsing.families import (
@@ -22,7 +23,9 @@ from headrace.front.text.parsing.families import (
 )
 from headrace.front.text.parsing.harmony import Harmony, HarmonyTags
 from headrace.front.text.parsing.marks import Marking
+from headrace.front.text.parsing.messages import Messages
 from headrace.front.text.parsing.named_json import NamedJson, NamedTags
+from headrace.front.text.parsing.nested_tags import NestedCalls, NestedTags
 from headrace.front.text.parsing.parts import Content, Part, Sink
 from headrace.front.text.parsing.reader import CallReader
 from headrace.front.text.parsing.reasoning import ReasoningState, ReasoningTags
@@ -132,16 +135,18 @@ class OutputParser:
     prompt_tail: str = ""
     marked: bool = False
     new_id: Callable[[], str] = call_id
-    _reasoning: ReasoningState | Harmony | None = field(init=False, default=None)
+    _reasoning: ReasoningState | Messages | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         reasoning, tools = self.reasoning, self.tools
         self._sink = Sink(self.new_id, only_one_call=self.only_one_call, marked=self.marked)
         self._engine = Engine(self._sink)
-        if isinstance(tools, HarmonyTags) or (reasoning is not None and reasoning.harmony):
-            self._reasoning = self._harmony(reasoning, tools, self.schemas, self.prompt_tail)
-            self._engine.become(self._reasoning)
+        if messages := self._messages(reasoning, tools):
+            self._reasoning = messages
+            self._engine.become(messages)
             return
+        if reasoning is not None and reasoning.until and self.schemas is None:
+            reasoning = msgspec.structs.replace(reasoning, until=())
         frame = () if reasoning is None else reasoning.frame
         tools = None if self.schemas is None else tools
         state = _grammar_state(self._sink, tools, self.schemas or {}, frame)
@@ -160,25 +165,24 @@ class OutputParser:
         """The parts that the end of the answer completes."""
         return self._engine.finish()
 
-    def _harmony(
-        self,
-        reasoning: ReasoningTags | None,
-        tools: ToolGrammar | None,
-        schemas: Schemas | None,
-        prompt_tail: str,
-    ) -> Harmony:
-        """The state for a row of messages; tools of another grammar are not looked for in it."""
-        thinks = None if reasoning is None else reasoning.harmony
-        calls = tools if isinstance(tools, HarmonyTags) else None
-        tags = calls or thinks
-        assert tags is not None
-        return Harmony(
-            self._engine,
-            tags,
-            functions=None if calls is None else schemas,
-            reasons=thinks is not None,
-            prompt_tail=prompt_tail,
-        )
+    def _messages(
+        self, reasoning: ReasoningTags | None, tools: ToolGrammar | None
+    ) -> Messages | None:
+        """The state for a row of messages, if that is the format; tools of another one are not looked for in it."""
+        thinks = None if reasoning is None else reasoning.messages
+        tags = tools if isinstance(tools, HarmonyTags | BlockTags) else thinks
+        if tags is None:
+            return None
+        offered = None if tags is not tools else self.schemas
+        tail, reasons = self.prompt_tail, thinks is not None
+        match tags:
+            case HarmonyTags():
+                return Harmony(
+                    self._engine, tags, functions=offered, reasons=reasons, prompt_tail=tail
+                )
+            case BlockTags():
+                calls = offered is not None
+                return Blocks(self._engine, tags, calls=calls, reasons=reasons, prompt_tail=tail)
 
     @property
     def num_calls(self) -> int:
@@ -209,6 +213,8 @@ class OutputParser:
 def _grammar_state(
     sink: Sink, grammar: ToolGrammar | None, schemas: Schemas, frame: Sequence[str]
 ) -> State:
+    if grammar is None:
+        return CallReader(sink, [], frame) if frame else Plain(sink)
     match grammar:
         case JsonTags():
             return TaggedJson(sink, grammar, frame)
@@ -216,6 +222,8 @@ def _grammar_state(
             return BareJson(sink, grammar.keys, names=frozenset(schemas), prefix=grammar.prefix)
         case ParameterTags():
             return XmlParameters(sink, grammar, schemas, frame)
+        case NestedTags():
+            return NestedCalls(sink, grammar, schemas, frame)
         case NamedTags():
             return NamedJson(sink, grammar, frame)
         case CallSyntax():

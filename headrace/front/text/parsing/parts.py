@@ -44,9 +44,11 @@ class CallArguments(msgspec.Struct, frozen=True):
 
 
 class CallEnd(msgspec.Struct, frozen=True):
-    """Call `index` is complete. A call that the answer's end cuts off has none."""
+    """Call `index` is complete. A call that the answer's end cuts off has none. `valid`: its arguments are a JSON
+    object; what is not was passed on as the model wrote it."""
 
     index: int
+    valid: bool = True
 
 
 def unmarked(text: str) -> str:
@@ -70,6 +72,7 @@ class Sink:
     num_calls: int = field(init=False, default=0)
     closed: bool = field(init=False, default=False)
     _parts: list[Part] = field(init=False, default_factory=list)
+    _arguments: list[str] = field(init=False, default_factory=list)
 
     def add(self, part: Part) -> None:
         """One more part."""
@@ -81,21 +84,34 @@ class Sink:
         if not self.closed:
             self._parts.append(CallBegin(self.num_calls, call_id or self.new_id(), name))
             self.num_calls += 1
+            self._arguments.clear()
 
     def arguments(self, text: str) -> None:
         """More of the open call's arguments."""
         if text:
             self.add(CallArguments(self.num_calls - 1, text))
+            self._arguments.append(text)
 
     def end(self) -> None:
         """The open call is complete."""
-        self.add(CallEnd(self.num_calls - 1))
+        if not self.closed:
+            valid = is_object(unmarked("".join(self._arguments)))
+            self.add(CallEnd(self.num_calls - 1, valid))
+        self._arguments.clear()
         self.closed = self.only_one_call
 
     def take(self) -> list[Part]:
         """The parts since the last call, neighbours of one kind joined."""
         parts, self._parts = self._parts, []
         return _unmarked(joined(parts)) if self.marked else joined(parts)
+
+
+def is_object(text: str) -> bool:
+    """Whether `text` is a JSON object that clients can read: one that nests too deeply for a decoder is not."""
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return False
 
 
 def _unmarked(parts: list[Part]) -> list[Part]:

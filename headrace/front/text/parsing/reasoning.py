@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.front.text.parsing.engine import Engine, State, literal, only, skip_space
+from headrace.front.text.parsing.blocks import BlockTags
+from headrace.front.text.parsing.engine import Engine, State, Tags, literal, only, skip_space
 from headrace.front.text.parsing.harmony import HarmonyTags
 from headrace.front.text.parsing.parts import Reasoning, unmarked
 
@@ -19,15 +20,18 @@ _BREAKS = "\r\n"
 
 class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
     """A family's tags. `always`: the answer begins inside, unless the prompt has closed the tag already. `kept`: the
-    reasoning stays in the content, tags included. `frame`: tags that enclose the answer itself. `harmony`: the whole
-    answer is a row of messages; `open` and `close` then begin its reasoning and its final message."""
+    reasoning stays in the content, tags included. `frame`: tags that enclose the answer itself. `until`: what ends the
+    reasoning without `close`, and is read as what follows it. `answer`: what the answer begins with. `messages`: the
+    whole answer is a row of messages; `open` and `close` then begin its reasoning and its final message."""
 
     open: str
     close: str
     always: bool = False
     kept: bool = False
     frame: tuple[str, ...] = ()
-    harmony: HarmonyTags | None = None
+    until: tuple[str, ...] = ()
+    answer: str = ""
+    messages: HarmonyTags | BlockTags | None = None
 
     def begins_inside(self, prompt_tail: str, *, unfinished: str | None = None) -> bool:
         """Whether the answer begins inside: `prompt_tail` is how the prompt ends; `unfinished` is the text of the
@@ -51,7 +55,7 @@ class ReasoningState:
         self._engine = engine
         self._tags = tags
         self._then = then
-        self._closing = only(tags.close)
+        self._closing = Tags([tags.close, *tags.until]) if tags.until else only(tags.close)
         self._inside = inside
         self._mode = self._begin
         self._breaks: list[str] = []
@@ -97,6 +101,9 @@ class ReasoningState:
         self.over = True
         self._breaks.clear()
         self._mode = self._after
+        if tag != self._tags.close:
+            self._engine.become(self._then)
+            return place
         return place + len(tag)
 
     def _after(self, text: str, at: int) -> int:

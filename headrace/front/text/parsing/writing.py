@@ -1,6 +1,7 @@
 """How a family writes calls, as data: what rendering a call, or a grammar that allows nothing but calls, needs.
 
-`{name}` stands for the function's name, `{n}` for the call's number from 0, `{key}` and `{value}` for a parameter's.
+`{name}` stands for the function's name, `{n}` for the call's number from 0, `{key}`, `{type}` and `{value}` for a
+parameter's.
 """
 
 from __future__ import annotations
@@ -63,8 +64,17 @@ def _arguments(writing: CallWriting, arguments: Mapping[str, Any]) -> str:
 def _parameter(writing: CallWriting, key: str, value: Any) -> str:
     is_text = isinstance(value, str)
     pattern = writing.text_parameter if is_text and writing.text_parameter else writing.parameter
+    pattern = pattern.replace("{type}", json_type(value))
     before, _, after = pattern.replace("{key}", key).partition("{value}")
     return before + (value if is_text else _json(value)) + after
+
+
+def json_type(value: Any) -> str:
+    """What JSON calls the type of a value."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    kinds: dict[type, str] = {str: "string", list: "array", dict: "object"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "number")
 
 
 def _bare(quote: str, value: Any) -> str:

@@ -11,26 +11,28 @@ from typing import Any
 
 import msgspec
 
-from headrace.front.text.parsing.engine import Tags, literal, skip_space
+from headrace.front.text.parsing.engine import Tags, literal, only, skip_space
+from headrace.front.text.parsing.json_calls import MAX_NAME_CHARS
 from headrace.front.text.parsing.literals import quoted
 from headrace.front.text.parsing.parts import Sink
 from headrace.front.text.parsing.reader import CallReader
 
-MAX_NAME_CHARS = 256
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 Schemas = Mapping[str, Mapping[str, Any]]
 """The parameters of each tool: name of the function -> name of the parameter -> its JSON schema."""
 
 
 class ParameterTags(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's tags. An empty `name_open` or `value_open` is not written; `breaks`: a line break after the opening
-    and before the closing tag of a value belongs to the tags. `key_end_text` and `key_end_json` end a key where the
-    model says itself whether the value is a text; `drop` are tags around calls."""
+    """A family's tags. An empty `name_open` or `value_open` is not written; `name_rest` ends what follows a name and
+    says nothing; `breaks`: a line break after the opening and before the closing tag of a value belongs to the tags.
+    `key_end_text` and `key_end_json` end a key where the model says itself whether the value is a text; between
+    `verbatim` (two tags) a value may hold any text; `drop` are tags around calls."""
 
     open: str
     close: str
     name_open: str
     name_end: tuple[str, ...]
+    name_rest: str = ""
     function_close: str
     key_open: str
     key_end: str
@@ -38,7 +40,8 @@ class ParameterTags(msgspec.Struct, frozen=True, kw_only=True):
     value_close: str
     breaks: bool = False
     key_end_text: str = ""
-    key_end_json: str = ""
+    key_end_json: tuple[str, ...] = ()
+    verbatim: tuple[str, str] | None = None
     drop: tuple[str, ...] = ()
 
 
@@ -57,12 +60,13 @@ class XmlParameters(CallReader):
         self._name_ends = Tags(
             [*tags.name_end, *([] if tags.name_open else [tags.key_open, tags.close])]
         )
-        stated = [tag for tag in (tags.key_end_text, tags.key_end_json) if tag]
-        self._key_ends = Tags([tags.key_end, *stated])
+        stated = [tags.key_end_text] if tags.key_end_text else []
+        self._key_ends = Tags([tags.key_end, *stated, *tags.key_end_json])
         closing = [tags.value_close, *(["\n" + tags.value_close] if tags.breaks else [])]
-        self._value_ends = Tags(closing)
+        self._plain_ends = self._value_ends = Tags(closing)
+        self._verbatim_ends = Tags([tags.verbatim[1]]) if tags.verbatim else self._plain_ends
         self._word: list[str] = []
-        self._count = 0
+        self._count = self._left = 0
         self._parameters: Mapping[str, Any] = {}
         self._as_text = True
 
@@ -74,7 +78,7 @@ class XmlParameters(CallReader):
         elif self._mode == self._value:
             self._value_piece(rest)
             self._sink.arguments("".join(self._word))
-        elif self._mode not in (self._key, self._value_open):
+        elif self._mode not in (self._key, self._value_open, self._verbatim, self._name_rest):
             self._outside.add(rest)
         self._outside.flush()
 
@@ -115,6 +119,9 @@ class XmlParameters(CallReader):
             self._refuse("")
             return place
         self._begin(name)
+        if self._tags.name_rest:
+            self._left = MAX_NAME_CHARS
+            self._mode = self._name_rest
         return place + (len(tag) if tag in self._tags.name_end else 0)
 
     def _begin(self, name: str) -> None:
@@ -123,6 +130,15 @@ class XmlParameters(CallReader):
         self._parameters = self._schemas.get(name, {})
         self._count = 0
         self._mode = self._member
+
+    def _name_rest(self, text: str, at: int) -> int:
+        """Skips to what ends a call's opening tag, but no further than a name may be long."""
+        place, tag = only(self._tags.name_rest).find(text, at, self._left)
+        fits = min(place, at + self._left)
+        self._left -= fits - at
+        if fits < place or tag:
+            self._mode = self._member
+        return fits + (len(tag) if fits == place else 0)
 
     def _member(self, text: str, at: int) -> int:
         place, tag = self._members.find(text, at)
@@ -163,7 +179,7 @@ class XmlParameters(CallReader):
         self._sink.arguments(("{" if not self._count else ", ") + quoted(key) + ": ")
         self._count += 1
         self._as_text = is_text(self._parameters.get(key, {"type": "string"}))
-        if tag in (self._tags.key_end_text, self._tags.key_end_json):
+        if tag == self._tags.key_end_text or tag in self._tags.key_end_json:
             self._as_text = tag == self._tags.key_end_text
         self._mode = self._value_open
         return place + len(tag)
@@ -186,16 +202,32 @@ class XmlParameters(CallReader):
             if literal(text, at, "\n" + self._tags.value_close) is None:
                 return at
             at += 1
+        self._value_ends = self._plain_ends
+        self._mode = self._value if self._tags.verbatim is None else self._verbatim
         if self._as_text:
             self._sink.arguments('"')
-        self._mode = self._value
         return at
+
+    def _verbatim(self, text: str, at: int) -> int:
+        """A value may begin with a tag behind which only another tag ends it."""
+        assert self._tags.verbatim is not None
+        opening = self._tags.verbatim[0]
+        found = literal(text, at, opening)
+        if found is None:
+            return at
+        if found:
+            self._value_ends = self._verbatim_ends
+        self._mode = self._value
+        return at + (len(opening) if found else 0)
 
     def _value(self, text: str, at: int) -> int:
         place, tag = self._value_ends.find(text, at)
         self._value_piece(text[at:place])
         if not tag:
             return place
+        if self._value_ends is not self._plain_ends:
+            self._value_ends = self._plain_ends  # up to the tag itself, nothing should stand
+            return place + len(tag)
         if self._as_text:
             self._sink.arguments('"')
         else:

@@ -7,6 +7,7 @@ from typing import Any
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.grammar import Ebnf, Either, Json, Lark, Literal, Node, Regex
 from headrace.base.wire.params import StructuredOutputs
+from headrace.front.text.structure.regex import ascii_classes
 from headrace.front.text.structure.schema import checked_schema
 from headrace.front.text.structure.structural_tag import structural_tag
 
@@ -29,7 +30,7 @@ def node_of(asked: StructuredOutputs, *, field: str = "structured_outputs") -> N
     if asked.json is not None or asked.json_object:
         return _json(asked, where)
     if asked.regex is not None:
-        return Regex(_text(asked.regex, where, MAX_REGEX_CHARS))
+        return Regex(ascii_classes(_text(asked.regex, where, MAX_REGEX_CHARS)))
     if asked.choice is not None:
         return _choice(asked.choice, where)
     if asked.grammar is not None:
@@ -44,7 +45,10 @@ def _json(asked: StructuredOutputs, field: str) -> Json:
         schema = checked_schema(asked.json, field=field, close_objects=close)
     whitespace = asked.whitespace_pattern
     if whitespace is not None:
-        _text(whitespace, f"{field.split('.')[0]}.whitespace_pattern", 256)
+        where = f"{field.split('.')[0]}.whitespace_pattern"
+        _text(whitespace, where, 256)
+        if asked.disable_any_whitespace:
+            raise InvalidRequest(f"{where}: excludes disable_any_whitespace", field=where)
     return Json(schema, compact=bool(asked.disable_any_whitespace), whitespace=whitespace)
 
 

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from headrace.base.errors import InvalidRequest
+from headrace.front.text.structure.regex import ascii_classes
 
 MAX_SCHEMA_BYTES = 128 * 1024
 MAX_DEPTH = 64
@@ -108,6 +109,8 @@ class _Walk:
             raise self._wrong(f"{at}/uniqueItems", "true is not supported")
         self._check_plain(given, at)
         made = {name: value for name, value in given.items() if name not in _DROPPED}
+        if "pattern" in given:
+            made["pattern"] = ascii_classes(given["pattern"])
         if self._is_unknown_format(given):
             del made["format"]
         for name in _MAPS:

@@ -24,6 +24,7 @@ from headrace.base.wire.grammar import (
     Tag,
     Triggered,
 )
+from headrace.front.text.structure.regex import ascii_classes
 from headrace.front.text.structure.schema import MAX_SCHEMA_BYTES, check_size, checked_schema
 
 MAX_TAGS = 1024
@@ -54,7 +55,7 @@ class _Reader:
         self._formats: Mapping[str, Callable[[dict[str, Any], str], Node]] = {
             "const_string": lambda given, at: Literal(self._text(given, "value", at)),
             "json_schema": lambda given, at: self._json(given, "json_schema", at),
-            "regex": lambda given, at: Regex(self._text(given, "pattern", at)),
+            "regex": lambda given, at: Regex(ascii_classes(self._text(given, "pattern", at))),
             "grammar": self._grammar,
             "any_text": lambda given, at: Regex(ANY_TEXT),
             "sequence": lambda given, at: Sequence(self._elements(given, at)),

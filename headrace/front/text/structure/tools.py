@@ -24,7 +24,7 @@ from headrace.base.wire.grammar import (
     Until,
 )
 from headrace.base.wire.grammar import Sequence as InTurn
-from headrace.front.text.parsing.writing import CallWriting
+from headrace.front.text.parsing.writing import CallWriting, json_type
 from headrace.front.text.parsing.xml_parameters import is_text
 from headrace.front.text.structure.schema import checked_schema
 
@@ -101,6 +101,23 @@ def _filled(template: str, name: str) -> tuple[Node, ...]:
     return tuple(found)
 
 
+_TYPES = ("string", "number", "boolean", "null", "object", "array")
+
+
+def _by_type(schema: Any) -> dict[str, Any]:
+    """What a schema allows, by what JSON calls its types."""
+    if not isinstance(schema, Mapping):
+        return {kind: {"type": kind} for kind in _TYPES}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is not None:
+        kinds = dict.fromkeys(json_type(value) for value in values)
+        return {kind: {"enum": [v for v in values if json_type(v) == kind]} for kind in kinds}
+    stated = schema.get("type", list(_TYPES))
+    stated = [stated] if isinstance(stated, str) else stated
+    kinds = {("number" if kind == "integer" else kind): kind for kind in stated}
+    return {name: {**schema, "type": kind} for name, kind in kinds.items()}
+
+
 class _Parameters:
     """Arguments written one by one, in the order of the schema; those that are not required may be left out."""
 
@@ -125,12 +142,24 @@ class _Parameters:
     def _tagged(self, key: str, schema: Any) -> Node:
         text = is_text(schema)
         template = self._writing.parameter
-        if text and self._writing.text_parameter:
-            template = self._writing.text_parameter
+        if text:
+            template = (self._writing.text_parameter or template).replace("{type}", "string")
         begin, _, end = template.replace("{key}", key).partition("{value}")
-        if not text:
+        if text:
+            return InTurn((Literal(begin), *self._text(schema, end)))
+        if "{type}" not in begin:
             return InTurn((Literal(begin), self._json(schema), Literal(end)))
-        return InTurn((Literal(begin), *self._text(schema, end)))
+        typed = tuple(
+            self._stated(begin.replace("{type}", kind), kind, one, end)
+            for kind, one in _by_type(schema).items()
+        )
+        return Either(typed) if len(typed) > 1 else typed[0]
+
+    def _stated(self, begin: str, kind: str, schema: Mapping[str, Any], end: str) -> Node:
+        """A value behind its type: a text as it is, anything else in JSON."""
+        if kind == "string":
+            return InTurn((Literal(begin), *self._text(schema, end)))
+        return InTurn((Literal(begin), self._json(schema), Literal(end)))
 
     def _text(self, schema: Mapping[str, Any], end: str) -> tuple[Node, ...]:
         """A text as it is, up to and with what ends it."""

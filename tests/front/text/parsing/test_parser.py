@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.front.text.parsing.families import (
-    REASONING_FAMILIES,
-    TOOL_FAMILIES,
-    reasoning_family,
-    tool_family,
+from benchmarks.robustness.parsers import (
+    ADVERSARIAL,
+    MESSAGES,
+    Make,
+    linear,
+    mangled,
+    own_calls,
+    own_thought,
+    thought,
 )
+from headrace.front.text.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES, tool_family
 from headrace.front.text.parsing.parts import CallArguments, CallEnd, Content
 from headrace.front.text.parsing.writing import write_calls
 from tests.front.text.parsing.golden import GOLDEN, SCHEMAS, Golden, meaning, parse, parser_of
@@ -43,7 +46,9 @@ def words_of(family: str) -> list[str]:
     """The tags of a family and the pieces of its calls."""
     row = tool_family(family)
     assert row is not None
-    grammar = [v for v in msgspec.to_builtins(row.grammar).values() if isinstance(v, str) and v]
+    values = msgspec.to_builtins(row.grammar).values()
+    listed = [v for value in values if isinstance(value, list | tuple) for v in value]
+    grammar = [v for v in (*values, *listed) if isinstance(v, str) and v]
     written = write_calls(row.writing, [("f", {"s": "x", "a": 1}), ("g", {})])
     return [*grammar, *_TAG.findall(written), *_TAG.split(written), written]
 
@@ -99,7 +104,7 @@ def test_any_cut_of_a_mangled_call_gives_the_same_parts(
 ) -> None:
     words = st.sampled_from([*words_of(family), *WORDS, "x" * 300, "true", "'"])
     text = "".join(data.draw(st.lists(words, max_size=16)))
-    think = "gpt_oss" if family == "gpt_oss" else "qwen3"
+    think = own_thought(family)
     whole = parse(parser_of(family, think), [text])
     assert parse(parser_of(family, think), cut(text, sizes)) == whole
     meaning(whole)
@@ -132,7 +137,8 @@ def test_a_written_call_is_read_back(
     row = tool_family(family)
     assert row is not None
     schemas = {name: {k: _schema(v) for k, v in given.items()} for name, given in calls}
-    parser = parser_of(family, "gpt_oss" if family == "gpt_oss" else "none", schemas=schemas)
+    think = own_thought(family) if family in MESSAGES else "none"
+    parser = parser_of(family, think, schemas=schemas)
     parts = parse(parser, cut(write_calls(row.writing, calls), [size]))
     content, _, found, complete = meaning(parts)
     assert [(name, json.loads(text)) for name, text in found] == calls
@@ -204,79 +210,12 @@ def test_without_offered_tools_calls_are_text() -> None:
     assert parse(parser_of("hermes", schemas=None), [text]) == [Content(text)]
 
 
-ADVERSARIAL: list[Callable[[int], str]] = [
-    lambda n: "<tool_call>" * (n // 11),
-    lambda n: "<tool_call>{" * (n // 12),
-    lambda n: '<tool_call>{"name": "f", "arguments": ' + "[" * n,
-    lambda n: '<tool_call>{"name": "f", "arguments": {"a": "' + "\\\\" * (n // 2),
-    lambda n: '<tool_call>{"x": "' + "<tool_call>" * (n // 11),
-    lambda n: '<tool_call>[' + '{"name": "f"},' * (n // 14),
-    lambda n: '<tool_call>{"name": "' + "f" * n,
-    lambda n: "<tool_call><function=f>" + "<parameter=s>\n\n</parameter>" * (n // 28),
-    lambda n: "<tool_call><function=f><parameter=s>" + "\n</parameter" * (n // 12),
-    lambda n: "<tool_call><function=" + "f" * n,
-    lambda n: "<tool_call>f<arg_key>a</arg_key><arg_value>" + "</arg_valu" * (n // 10),
-    lambda n: "<think>" + "\n" * n,
-    lambda n: "<think>" + "</think" * (n // 7),
-    lambda n: " " * n,
-    lambda n: "<" * n,
-    lambda n: '{"name": "f", "parameters": {}};' * (n // 32),
-]  # fmt: skip
-
-
-def _seconds(family: str, text: str, size: int, think: str) -> float:
-    pieces = cut(text, [size])
-    parser = parser_of(family, think)
-    begin = time.process_time()
-    for piece in pieces:
-        parser.push(piece)
-    parser.finish()
-    return time.process_time() - begin
-
-
-def _mangled(family: str) -> list[Callable[[int], str]]:
-    """What a family's own call becomes when a piece of it is written for ever."""
-    row = tool_family(family)
-    assert row is not None
-    call = row.writing.begin + row.writing.call_begin.replace("{name}", "f").replace("{n}", "0")
-    whole = write_calls(row.writing, [("f", {"s": "x"})])
-    ends = [row.writing.call_end[:-1] or "}", "(", ",", "'", "x"]
-    made = [lambda n, end=end: call + end * (n // len(end)) for end in ends]
-    return [*made, lambda n: call[:-1] * (n // len(call)), lambda n: whole * (n // len(whole))]
-
-
-def _thought(family: str) -> list[Callable[[int], str]]:
-    """What a family's reasoning becomes when a piece of it is written for ever."""
-    row = reasoning_family(family)
-    assert row is not None
-    tags = row.tags
-    pieces = [
-        tags.open,
-        tags.close,
-        tags.open[:-1],
-        tags.close[:-1],
-        tags.open[0],
-        "\n",
-        *tags.frame,
-    ]
-    pieces += [tags.open + "x" + tags.close, tags.close + "\n" + tags.open]
-    begun = [lambda n, end=end: tags.open + end * (n // len(end)) for end in pieces]
-    return [*begun, *(lambda n, end=end: end * (n // len(end)) for end in pieces)]
-
-
 def _assert_linear(
-    family: str, makes: list[Callable[[int], str]], length: int, size: int, think: str = "qwen3"
+    tools: str, makes: Sequence[Make], length: int, size: int, think: str = "qwen3"
 ) -> None:
-    """T12: t(2n) / t(n) <= 2.3; what is too short to be measured gets 4 ms."""
-    for make in makes:
-        half, whole = make(length // 2), make(length)
-        once = twice = math.inf
-        for _ in range(8):  # a shared machine: the least of a few tries
-            once = min(once, _seconds(family, half, size, think))
-            twice = min(twice, _seconds(family, whole, size, think))
-            if twice <= 2.3 * once + 0.004:
-                break
-        assert twice <= 2.3 * once + 0.004, (make(64), once, twice)
+    """T12: t(2n) / t(n) <= 2.3."""
+    _, over = linear(tools, think, makes, length, size)
+    assert not over
 
 
 @pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45"])
@@ -287,24 +226,24 @@ def test_time_is_linear_in_any_text(family: str, size: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_time_is_linear_in_a_mangled_call(family: str) -> None:
-    _assert_linear(family, _mangled(family), 1 << 16, 1 << 20)
-    _assert_linear(family, _mangled(family), 1 << 13, 7)
+    _assert_linear(family, mangled(family), 1 << 16, 1 << 20)
+    _assert_linear(family, mangled(family), 1 << 13, 7)
 
 
 @pytest.mark.parametrize("think", THOUGHTS)
 def test_time_is_linear_in_mangled_reasoning(think: str) -> None:
-    tools = "gpt_oss" if think == "gpt_oss" else "none"
-    _assert_linear(tools, _thought(think), 1 << 16, 1 << 20, think)
-    _assert_linear(tools, _thought(think), 1 << 13, 7, think)
+    tools = own_calls(think)
+    _assert_linear(tools, thought(think), 1 << 16, 1 << 20, think)
+    _assert_linear(tools, thought(think), 1 << 13, 7, think)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("think", THOUGHTS)
 def test_time_is_linear_in_mangled_reasoning_of_1_mb(think: str) -> None:
-    tools = "gpt_oss" if think == "gpt_oss" else "none"
+    tools = own_calls(think)
     for size in (1 << 20, 7):
-        _assert_linear(tools, _thought(think), 1 << 20, size, think)
+        _assert_linear(tools, thought(think), 1 << 20, size, think)
 
 
 @pytest.mark.slow
@@ -318,7 +257,7 @@ def test_time_is_linear_in_any_text_of_1_mb_for_every_format(family: str) -> Non
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_time_is_linear_in_a_mangled_call_of_1_mb(family: str) -> None:
-    _assert_linear(family, _mangled(family), 1 << 20, 1 << 20)
+    _assert_linear(family, mangled(family), 1 << 20, 1 << 20)
 
 
 def test_values_are_parsed_and_never_evaluated() -> None:

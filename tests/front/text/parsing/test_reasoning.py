@@ -33,8 +33,35 @@ class Format(NamedTuple):
 THINK = Format("<think>\n", "\n</think>\n\n", "assistant\n<think>\n", "<think>\n\n</think>\n\n")
 FORMATS: dict[str, Format] = {
     **dict.fromkeys(
-        ["qwen3", "step3p5", "holo2", "mimo", "glm45", "glm47", "kimi_k2", "olmo3", "nemotron_v3"],
+        ["qwen3", "step3p5", "holo2", "mimo", "poolside_v1", "glm45", "glm47", "kimi_k2", "olmo3"],
         THINK,
+    ),
+    **dict.fromkeys(["nemotron_v3", "hy_v3"], THINK),
+    "hy_v3_opensource": Format(
+        *("<think:opensource>", "</think:opensource>"),
+        *("<think:opensource>", "<think:opensource></think:opensource>"),
+    ),
+    "kimi_k3": Format(
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        "<|open|>think<|sep|>",
+        "<|open|>response<|sep|>",
+        "<|open|>response<|sep|>{}<|close|>response<|sep|><|close|>message<|sep|>",
+    ),
+    "minimax_m3": Format("<mm:think>", "</mm:think>", "<mm:think>", "</mm:think>"),
+    "solar_open2": Format(
+        "<|think:start|>", "<|think:end|>", "<|think:start|>", "<|think:start|><|think:end|>"
+    ),
+    "apertus": Format(
+        *("<|inner_prefix|>", "<|inner_suffix|>"),
+        *("<|inner_prefix|>", "<|inner_prefix|><|inner_suffix|>"),
+    ),
+    "inkling": Format(
+        "<|content_thinking|>",
+        "<|end_message|><|message_model|><|content_text|>",
+        "<|message_model|><|content_thinking|>",
+        "<|message_model|><|content_text|>",
+        "{}<|end_message|>",
     ),
     **dict.fromkeys(["deepseek_r1", "deepseek_v3", "deepseek_v4", "minimax_m2", "step3"], THINK),
     "seed_oss": Format("<seed:think>", "</seed:think>", "<seed:think>", "<seed:think></seed:think>"),

@@ -1,0 +1,91 @@
+"""A few layers of a model, run as an engine with dummy weights: from their steps those of all layers are foretold
+(launch/forecast.py). Everything a step has is in it: products by as many rows, attention, the head, the host's work.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+from msgspec.structs import replace
+
+from headrace.back.models.registry import DTYPES
+from headrace.base.config.resolved import Decision, Resolved
+from headrace.bench.latency import decode_gaps
+from headrace.bench.offline import OfflineEngine, Trace
+from headrace.launch.forecast import ModelCost, Sampled
+from headrace.launch.plan import build_without_memory, cost_of, with_layers
+
+ROWS = (1, 8, 32)
+NUM_INPUT, LEAST_OUTPUT, MOST_OUTPUT = 8, 4, 32
+"""The first step computes the prompts, the second is recorded, two or more are replayed."""
+ROW_S = 0.02
+"""Steps of one row are taken for so long; of more rows as many."""
+MAX_LEN = 64
+SAMPLE_LAYERS = 4
+SAMPLE_BYTES = 2 << 30
+WHOLE_BYTES = 64 << 20
+"""A model as small is run whole: the host's part of its steps does not grow with the layers."""
+
+
+def run_sample(resolved: Resolved, cost: ModelCost) -> tuple[Sampled, tuple[Decision, ...]]:
+    """What steps of a sample take on this machine's CPU, and the kernels they ran; `cost` is the whole model's."""
+    sampled = _sample(resolved, cost)
+    engine = OfflineEngine(sampled)
+    try:
+        rng = np.random.default_rng(0)
+        step_s = decode_gaps(_run(engine, rng, 1, LEAST_OUTPUT), 1)[-1]
+        begin = time.perf_counter()
+        num_output = min(MOST_OUTPUT, max(LEAST_OUTPUT, int(ROW_S / step_s)))
+        traces = [_run(engine, rng, rows, num_output) for rows in ROWS]
+        prompts = traces[-1], _run(engine, rng, ROWS[-1], 1)  # the first touches what it needs
+        seconds = time.perf_counter() - begin
+        decisions = tuple(Decision(*told) for told in engine.core.facts.decisions)
+    finally:
+        engine.close()
+    model = sampled.engine.model
+    bare = build_without_memory(model, block_tokens=sampled.engine.kv.block_tokens)
+    return Sampled(
+        cost=cost_of(bare, dtype=DTYPES[model.dtype]),
+        context=NUM_INPUT + num_output // 2,
+        steps=tuple(
+            (rows, statistics.median(decode_gaps(trace, rows)[1:].tolist()))
+            for rows, trace in zip(ROWS, traces, strict=True)
+        ),
+        prompt_tokens=ROWS[-1] * NUM_INPUT,
+        prompt_s=min(max(one.first_s.values()) - one.start_s for one in prompts),
+        seconds=seconds,
+    ), decisions
+
+
+def _run(engine: OfflineEngine, rng: np.random.Generator, rows: int, num_output: int) -> Trace:
+    return engine.run([engine.request(rng, NUM_INPUT, num_output, 0.0) for _ in range(rows)])
+
+
+def _num_layers(cost: ModelCost) -> int:
+    all_layers = len(cost.kv_layers)
+    if cost.weight_bytes <= WHOLE_BYTES:
+        return all_layers
+    small = cost.weight_bytes / all_layers * SAMPLE_LAYERS < SAMPLE_BYTES
+    return min(all_layers, SAMPLE_LAYERS if small else 1)
+
+
+def _sample(resolved: Resolved, cost: ModelCost) -> Resolved:
+    """The engine of a few layers, on the CPU, as large as the runs need it."""
+    spec = resolved.engine
+    model = with_layers(spec.model, _num_layers(cost))
+    blocks = 2 * ROWS[-1] * -(-MAX_LEN // spec.kv.block_tokens) + 8
+    engine = replace(
+        spec,
+        model=replace(model, max_model_len=MAX_LEN),
+        kv=replace(spec.kv, prefix_caching=False, num_blocks=blocks, memory_bytes=None),
+        scheduler=replace(
+            spec.scheduler, max_running=ROWS[-1], max_step_tokens=2 * ROWS[-1] * NUM_INPUT
+        ),
+        device=replace(
+            spec.device, device="cpu", executor="inline", tensor_parallel=1, memory_bytes=None
+        ),
+        grammar=None,
+    )
+    return replace(resolved, engine=engine)

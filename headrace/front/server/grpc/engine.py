@@ -1,0 +1,463 @@
+"""The service `vllm.grpc.engine.VllmEngine`: what model gateways drive an engine with (contract 9).
+
+A gateway tokenizes, renders and parses by itself; here come token ids in and go token ids out. Media and the transfer
+of KV blocks are refused by name; events of the KV cache are not published (UNIMPLEMENTED).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import time
+import zipfile
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace import __version__
+from headrace.base.errors import HeadraceError, InvalidRequest, Unsupported
+from headrace.front.client.events import Delta, Ended, ScoredToken
+from headrace.front.server.exchange import Exchange
+from headrace.front.server.grpc.inference import ids_of
+from headrace.front.server.grpc.rpc import Given, Rpc, RpcService
+from headrace.front.server.grpc.wire import Protocol
+from headrace.front.server.native import operations
+from headrace.front.server.openai.fold import Fold, logprob
+from headrace.front.server.openai.schema import parse
+from headrace.front.server.pooling.engine import PoolInput, PoolJob, pooled
+from headrace.front.server.pooling.routes import embeddings, one_vector
+from headrace.front.server.tokens.generate import begin_generate
+from headrace.front.server.tokens.schema import GenerateRequest
+
+CHUNK_BYTES = 1 << 20
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "config.json"),
+    "generation_config.json",
+)
+COMMON = Protocol(
+    file="common.proto",
+    package="smg.grpc.common",
+    messages={
+        "GetTokenizerRequest": "",
+        "GetTokenizerChunk": "data:bytes=1 sha256:string=2",
+        "SubscribeKvEventsRequest": (
+            "start_sequence_number:uint64=1 load_records_before_first_batch:bool=2"
+        ),
+        "KvEventBatch": "sequence_number:uint64=1 timestamp:double=2",
+        "FlushCacheRequest": "timeout_s:float=1",
+        "FlushCacheResponse": "success:bool=1 message:string=2",
+        "StartProfileRequest": "output_dir:string?=1 start_step:int32?=2 num_steps:int32?=3",
+        "StopProfileRequest": "",
+        "ProfileResponse": "success:bool=1 message:string=2",
+    },
+)
+COMMON.register()
+ENGINE = Protocol(
+    file="vllm_engine.proto",
+    package="vllm.grpc.engine",
+    imports=(COMMON,),
+    messages={
+        "SamplingParams": (
+            "temperature:float?=1 top_p:float=2 top_k:uint32=3 min_p:float=4 "
+            "frequency_penalty:float=5 presence_penalty:float=6 repetition_penalty:float=7 "
+            "max_tokens:uint32?=8 min_tokens:uint32=9 stop:string*=10 stop_token_ids:uint32*=11 "
+            "skip_special_tokens:bool=12 spaces_between_special_tokens:bool=13 ignore_eos:bool=14 "
+            "n:uint32=15 json_schema:string/constraint=16 regex:string/constraint=17 "
+            "grammar:string/constraint=18 structural_tag:string/constraint=19 "
+            "json_object:bool/constraint=20 choice:ChoiceConstraint/constraint=21 "
+            "logprobs:int32?=22 prompt_logprobs:int32?=23 seed:int32?=24 "
+            "include_stop_str_in_output:bool=25 logit_bias:int32>float=26 "
+            "truncate_prompt_tokens:int32?=27 grammar_from_first_token:bool=28"
+        ),
+        "ChoiceConstraint": "choices:string*=1",
+        "TokenizedInput": "original_text:string=1 input_ids:uint32*=2",
+        "GenerateRequest": (
+            "request_id:string=1 tokenized:TokenizedInput/input=2 text:string/input=3 "
+            "sampling_params:SamplingParams=4 stream:bool=5 kv_transfer_params:bytes=6 "
+            "mm_inputs:bytes=7 kv_transfer_params_json:string?=8 data_parallel_rank:int32?=9 "
+            "media_refs:bytes=10 extra_mm_inputs:bytes*=11"
+        ),
+        "OutputLogProbs": "token_logprobs:float*=1 token_ids:uint32*=2 top_logprobs:TopLogProbs*=3",
+        "InputLogProbs": (
+            "token_logprobs:InputTokenLogProb*=1 token_ids:uint32*=2 top_logprobs:TopLogProbs*=3"
+        ),
+        "InputTokenLogProb": "value:float?=1",
+        "TopLogProbs": "values:float*=1 token_ids:uint32*=2",
+        "GenerateResponse": (
+            "chunk:GenerateStreamChunk/response=1 complete:GenerateComplete/response=2"
+        ),
+        "GenerateStreamChunk": (
+            "token_ids:uint32*=1 prompt_tokens:uint32=2 completion_tokens:uint32=3 "
+            "cached_tokens:uint32=4 output_logprobs:OutputLogProbs=5 input_logprobs:InputLogProbs=6 "
+            "index:uint32=7"
+        ),
+        "GenerateComplete": (
+            "output_ids:uint32*=1 finish_reason:string=2 prompt_tokens:uint32=3 "
+            "completion_tokens:uint32=4 cached_tokens:uint32=5 output_logprobs:OutputLogProbs=6 "
+            "input_logprobs:InputLogProbs=7 index:uint32=8 matched_token_id:uint32/matched_stop=10 "
+            "matched_stop_str:string/matched_stop=11"
+        ),
+        "EmbedRequest": "request_id:string=1 tokenized:TokenizedInput=2",
+        "EmbedResponse": "embedding:float*=1 prompt_tokens:uint32=2 embedding_dim:uint32=3",
+        "HealthCheckRequest": "",
+        "HealthCheckResponse": "healthy:bool=1 message:string=2",
+        "AbortRequest": "request_ids:string*=1",
+        "AbortResponse": "",
+        "GetModelInfoRequest": "",
+        "GetModelInfoResponse": (
+            "model_path:string=1 is_generation:bool=2 max_context_length:uint32=3 "
+            "vocab_size:uint32=4 supports_vision:bool=5 served_model_name:string=6 "
+            "tokenizer_path:string=7 model_type:string=8 architectures:string*=9 "
+            "eos_token_ids:int32*=10 pad_token_id:int32=11 bos_token_id:int32=12 "
+            "max_req_input_len:int32=13 default_sampling_params_json:string=14"
+        ),
+        "GetServerInfoRequest": "",
+        "GetServerInfoResponse": (
+            "active_requests:uint32=1 is_paused:bool=2 last_receive_timestamp:double=3 "
+            "uptime_seconds:double=4 server_type:string=5 data_parallel_size:int32=9 "
+            "kv_cache_dtype:string=11 block_size:int32=12 model_dtype:string=14 "
+            "max_num_seqs:int32=20 engine_reasoning_parser:string=23 "
+            "constrained_decoding_start:string=24"
+        ),
+        "GetLoadsRequest": "dp_rank:int32?=1 include:string*=2",
+        "GetLoadsResponse": (
+            "timestamp:string=1 version:string=2 dp_rank_count:int32=3 loads:SchedulerLoad*=4"
+        ),
+        "SchedulerLoad": (
+            "dp_rank:int32=1 num_running_reqs:int32=2 num_waiting_reqs:int32=3 "
+            "num_total_reqs:int32=4 num_used_tokens:int32=5 max_total_num_tokens:int32=6 "
+            "token_usage:double=7 gen_throughput:double=8 cache_hit_rate:double=9 "
+            "utilization:double=10 max_running_requests:int32=11 "
+            "num_waiting_uncached_tokens:int32=12"
+        ),
+    },
+    services={
+        "VllmEngine": {
+            "Generate": ("GenerateRequest", "GenerateResponse", True),
+            "Embed": ("EmbedRequest", "EmbedResponse", False),
+            "HealthCheck": ("HealthCheckRequest", "HealthCheckResponse", False),
+            "FlushCache": ("FlushCacheRequest", "FlushCacheResponse", False),
+            "StartProfile": ("StartProfileRequest", "ProfileResponse", False),
+            "StopProfile": ("StopProfileRequest", "ProfileResponse", False),
+            "Abort": ("AbortRequest", "AbortResponse", False),
+            "GetModelInfo": ("GetModelInfoRequest", "GetModelInfoResponse", False),
+            "GetServerInfo": ("GetServerInfoRequest", "GetServerInfoResponse", False),
+            "GetLoads": ("GetLoadsRequest", "GetLoadsResponse", False),
+            "GetTokenizer": ("GetTokenizerRequest", "GetTokenizerChunk", True),
+            "SubscribeKvEvents": ("SubscribeKvEventsRequest", "KvEventBatch", True),
+        }
+    },
+)
+ENGINE.register()
+_PLAIN = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+    *("n", "logprobs", "prompt_logprobs", "seed", "include_stop_str_in_output"),
+)
+_REFUSED = (
+    *("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs"),
+    *("extra_mm_inputs", "data_parallel_rank"),
+)
+_CONSTRAINTS = {
+    "json_schema": "json",
+    **{name: name for name in ("regex", "grammar", "structural_tag", "json_object")},
+}
+
+
+async def generate(exchange: Exchange, given: Given) -> AsyncGenerator[Given, None]:
+    """Generate: chunks if `stream`, and one `complete` per sequence with all of its tokens."""
+    request = await _request_of(exchange, given)
+    events, reply = begin_generate(exchange, request)
+    fold = Fold(reply.num_choices)
+    streams, first = given.get("stream", False), True
+    async with aclosing(events):
+        async for event in events:
+            fold.take(event)
+            if isinstance(event, Delta) and streams:
+                chunk = {
+                    "index": event.index,
+                    "token_ids": list(event.token_ids),
+                    "prompt_tokens": fold.num_prompt,
+                    "completion_tokens": fold.output[event.index],
+                    **_scores(event.scores or []),
+                }
+                if first:
+                    chunk |= _prompt_scores(fold)
+                first = False
+                yield {"chunk": chunk}
+            elif isinstance(event, Ended):
+                yield {"complete": _complete(fold, event)}
+
+
+async def _request_of(exchange: Exchange, given: Given) -> GenerateRequest:
+    """The request of the token route that this one is."""
+    for name in _REFUSED:
+        if given.get(name):
+            raise Unsupported(f"{name}: not accepted by this server", field=name)
+    sampling = given.get("sampling_params", {})
+    keep = sampling.get("truncate_prompt_tokens")
+    if "text" in given:
+        ids = await ids_of(exchange, given["text"], truncates=bool(keep))
+    else:
+        ids = given.get("tokenized", {}).get("input_ids", [])
+    if keep == -1:
+        keep = exchange.services.text.max_model_len - 1
+    document = {
+        "token_ids": ids[-keep:] if keep else ids,
+        "sampling_params": _sampling(sampling, room=_room(exchange, len(ids))),
+        "request_id": given.get("request_id"),
+    }
+    return parse({k: v for k, v in document.items() if v is not None}, GenerateRequest)
+
+
+def _room(exchange: Exchange, num_prompt: int) -> int:
+    """Tokens that fit behind the prompt: the most where a request names none."""
+    return max(1, exchange.services.text.max_model_len - num_prompt)
+
+
+def _sampling(given: Given, *, room: int) -> dict[str, Any]:
+    found = {name: given[name] for name in _PLAIN if name in given}
+    found.setdefault("max_tokens", room)
+    if bias := given.get("logit_bias"):
+        found["logit_bias"] = {str(k): v for k, v in bias.items()}
+    found["skip_special_tokens"] = given.get("skip_special_tokens", False)
+    structured = {ours: given[name] for name, ours in _CONSTRAINTS.items() if name in given}
+    if "choice" in given:
+        structured["choice"] = given["choice"].get("choices", [])
+    return found | ({"structured_outputs": structured} if structured else {})
+
+
+def _complete(fold: Fold, end: Ended) -> Given:
+    choice = fold.choices[end.index]
+    told = {
+        "index": end.index,
+        "output_ids": choice.token_ids,
+        "finish_reason": end.reason,
+        "prompt_tokens": fold.num_prompt,
+        "completion_tokens": end.num_output,
+        "cached_tokens": fold.num_cached,
+        **_scores(choice.scores),
+        **_prompt_scores(fold),
+    }
+    if end.stop is not None:
+        told["matched_stop_str" if isinstance(end.stop, str) else "matched_token_id"] = end.stop
+    return told
+
+
+def _scores(scores: list[ScoredToken]) -> Given:
+    if not scores:
+        return {}
+    return {
+        "output_logprobs": {
+            "token_logprobs": [logprob(one.token.logprob) for one in scores],
+            "token_ids": [one.token.id for one in scores],
+            "top_logprobs": [_top(one) for one in scores],
+        }
+    }
+
+
+def _prompt_scores(fold: Fold) -> Given:
+    """Of prompt tokens; the first has no score."""
+    if not fold.prompt_scores:
+        return {}
+    known = [one for one in fold.prompt_scores if one is not None]
+    return {
+        "input_logprobs": {
+            "token_logprobs": [{}, *({"value": logprob(one.token.logprob)} for one in known)],
+            "token_ids": [0, *(one.token.id for one in known)],
+            "top_logprobs": [{}, *(_top(one) for one in known)],
+        }
+    }
+
+
+def _top(one: ScoredToken) -> Given:
+    return {
+        "values": [logprob(each.logprob) for each in one.top],
+        "token_ids": [each.id for each in one.top],
+    }
+
+
+async def embed(exchange: Exchange, given: Given) -> Given:
+    """Embed."""
+    spec = one_vector(exchange)
+    ids = given.get("tokenized", {}).get("input_ids", [])
+    if not ids:
+        raise InvalidRequest("tokenized: at least one token is needed", field="tokenized")
+    exchange.services.tokenizer.check_ids(ids, field="tokenized.input_ids")
+    exchange.hold_place()
+    answers = await pooled(exchange, [PoolInput(ids=ids)], PoolJob(how=spec.how))
+    (vector,) = embeddings(exchange, answers, None, None)
+    return {
+        "embedding": vector.tolist(),
+        "prompt_tokens": len(ids),
+        "embedding_dim": len(vector),
+    }
+
+
+async def health(exchange: Exchange, given: Given) -> Given:
+    """HealthCheck."""
+    services = exchange.services
+    why = "" if services.ready else services.engine.trouble or "not ready"
+    return {"healthy": services.ready, "message": why}
+
+
+async def flush(exchange: Exchange, given: Given) -> Given:
+    """FlushCache: prefixes that no running request holds."""
+    return {"success": await operations.reset_prefix_cache(exchange), "message": ""}
+
+
+async def start_profile(exchange: Exchange, given: Given) -> Given:
+    """StartProfile: into the folder of --profile-dir, and no other."""
+    for name in ("output_dir", "start_step", "num_steps"):
+        if name in given:
+            raise Unsupported(f"{name}: not accepted by this server", field=name)
+    return await _profiled(exchange, start=True)
+
+
+async def stop_profile(exchange: Exchange, given: Given) -> Given:
+    """StopProfile."""
+    return await _profiled(exchange, start=False)
+
+
+async def _profiled(exchange: Exchange, *, start: bool) -> Given:
+    try:
+        places = await operations.profile(exchange, start=start)
+    except HeadraceError as error:
+        return {"success": False, "message": error.message}
+    return {"success": True, "message": " ".join(Path(place).name for place in places)}
+
+
+async def abort(exchange: Exchange, given: Given) -> Given:
+    """Abort: requests of the key that asks, under the ids it gave them."""
+    await operations.abort(exchange, given.get("request_ids", []), tenant=exchange.tenant)
+    return {}
+
+
+async def model_info(exchange: Exchange, given: Given) -> Given:
+    """GetModelInfo. Paths stay inside: the names that are served stand for them."""
+    services = exchange.services
+    text, engine = services.text, services.config.get("engine")
+    config: Any = engine["model"]["config"] if isinstance(engine, dict) else {}
+    return {
+        "model_path": text.model_names[0],
+        "is_generation": text.generates,
+        "max_context_length": text.max_model_len,
+        "vocab_size": services.tokenizer.num_ids,
+        "served_model_name": text.model_names[0],
+        "tokenizer_path": text.model_names[0],
+        "model_type": config.get("model_type", ""),
+        "architectures": config.get("architectures") or [],
+        "eos_token_ids": list(text.eos_ids),
+        **{name: config.get(name) or 0 for name in ("pad_token_id", "bos_token_id")},
+        "max_req_input_len": text.max_model_len - 1,
+        "default_sampling_params_json": msgspec.json.encode(text.generation_defaults).decode(),
+    }
+
+
+async def server_info(exchange: Exchange, given: Given) -> Given:
+    """GetServerInfo. `server_type` names the protocol that is spoken."""
+    services = exchange.services
+    engine: Any = services.config["engine"]
+    told: list[Any] = await services.engine.call("status")
+    reasoning = services.text.reasoning_parser
+    return {
+        "active_requests": services.shares.total,
+        "is_paused": all(one["paused"] for one in told),
+        "uptime_seconds": max(0.0, time.time() - services.created),
+        "server_type": "vllm-grpc",
+        "data_parallel_size": len(told),
+        "kv_cache_dtype": "auto",
+        "block_size": told[0]["block_tokens"],
+        "model_dtype": engine["model"]["dtype"],
+        "max_num_seqs": sum(one["total_rows"] for one in told),
+        "engine_reasoning_parser": "" if reasoning == "none" else reasoning,
+        "constrained_decoding_start": "first_token",
+    }
+
+
+async def loads(exchange: Exchange, given: Given) -> Given:
+    """GetLoads: a row per engine core."""
+    told: list[Any] = await exchange.services.engine.call("status")
+    rows = [_load(rank, one) for rank, one in enumerate(told)]
+    wanted = given.get("dp_rank")
+    return {
+        "timestamp": datetime.now(UTC).isoformat(),
+        "version": __version__,
+        "dp_rank_count": len(told),
+        "loads": [row for row in rows if wanted in (None, row["dp_rank"])],
+    }
+
+
+def _load(rank: int, core: dict[str, Any]) -> Given:
+    size, total = core["block_tokens"], core["total_blocks"]
+    asked = core["prefix_query_tokens"]
+    return {
+        "dp_rank": rank,
+        "num_running_reqs": core["running"],
+        "num_waiting_reqs": core["waiting"],
+        "num_total_reqs": core["running"] + core["waiting"],
+        "num_used_tokens": core["held_blocks"] * size,
+        "max_total_num_tokens": total * size,
+        "token_usage": core["held_blocks"] / max(1, total),
+        "gen_throughput": core["tokens_per_s"] or 0.0,
+        "cache_hit_rate": core["prefix_hit_tokens"] / max(1, asked),
+        "utilization": core["running"] / core["total_rows"],
+        "max_running_requests": core["total_rows"],
+        "num_waiting_uncached_tokens": core["waiting_tokens"],
+    }
+
+
+async def tokenizer(exchange: Exchange, given: Given) -> AsyncGenerator[Given, None]:
+    """GetTokenizer: the tokenizer's files as a zip, and its digest in the last chunk."""
+    folder = Path(exchange.services.text.tokenizer_path)
+    if not folder.is_dir():
+        raise Unsupported("the tokenizer of a GGUF file has no files of its own")
+    data = await asyncio.to_thread(_zipped, folder)
+    digest = hashlib.sha256(data).hexdigest()
+    starts = range(0, len(data), CHUNK_BYTES)
+    for start in starts:
+        is_last = start + CHUNK_BYTES >= len(data)
+        chunk = data[start : start + CHUNK_BYTES]
+        yield {"data": chunk, "sha256": digest if is_last else ""}
+
+
+def _zipped(folder: Path) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                stamp = zipfile.ZipInfo(name)  # no times: the same files have the same digest
+                archive.writestr(stamp, (folder / name).read_bytes(), zipfile.ZIP_DEFLATED)
+    return packed.getvalue()
+
+
+async def kv_events(exchange: Exchange, given: Given) -> AsyncGenerator[Given, None]:
+    """SubscribeKvEvents."""
+    raise Unsupported("events of the KV cache are not published by this server")
+    yield {}
+
+
+SERVICE = RpcService(
+    protocol=ENGINE,
+    name="VllmEngine",
+    methods={
+        "Generate": Rpc(route="/inference/v1/generate", stream=generate),
+        "Embed": Rpc(route="/v1/embeddings", unary=embed),
+        "HealthCheck": Rpc(route="/health", unary=health),
+        "FlushCache": Rpc(route="/reset_prefix_cache", unary=flush),
+        "StartProfile": Rpc(route="/start_profile", unary=start_profile),
+        "StopProfile": Rpc(route="/stop_profile", unary=stop_profile),
+        "Abort": Rpc(route="/inference/v1/abort_requests", unary=abort),
+        "GetModelInfo": Rpc(route="/v1/models", unary=model_info),
+        "GetServerInfo": Rpc(route="/v1/models", unary=server_info),
+        "GetLoads": Rpc(route="/load", unary=loads),
+        "GetTokenizer": Rpc(route="/tokenizer_info", stream=tokenizer),
+        "SubscribeKvEvents": Rpc(route="/kv_event_sources", stream=kv_events),
+    },
+)

@@ -1,0 +1,273 @@
+"""The service `vllm.Inference`: text or token ids in, text and token ids out, whole or as a stream (contract 9)."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from headrace.base.errors import InvalidRequest, Unsupported
+from headrace.front.client.events import Delta, Ended, PromptScored, ScoredToken, Started
+from headrace.front.server.exchange import Exchange
+from headrace.front.server.grpc.rpc import Given, Rpc, RpcService
+from headrace.front.server.grpc.wire import Protocol
+from headrace.front.server.native import operations
+from headrace.front.server.openai.fold import logprob
+from headrace.front.server.openai.schema import parse
+from headrace.front.server.tokens.generate import begin_generate
+from headrace.front.server.tokens.schema import GenerateRequest
+
+NEW_TOKENS = 20
+"""How many tokens are generated where a request does not say (the protocol's own number)."""
+_REASONS = {"length": 1, "stop": 2, "abort": 3}
+INFERENCE = Protocol(
+    file="inference.proto",
+    package="vllm",
+    enums={"FinishReason": ("NOT_FINISHED", "LENGTH", "STOP", "ABORTED")},
+    messages={
+        "GenerateRequest": (
+            "request_id:string=1 model:string=2 text:string/prompt=3 token_ids:TokenIds/prompt=4 "
+            "temperature:float?=5 sampling:RandomSampling=6 decoding:DecodingParameters=7 "
+            "stopping:StoppingCriteria=8 response:ResponseOptions=9 kv:KVCacheParameters=10 "
+            "truncate_prompt_tokens:uint32=11 priority:int32=12 session_id:string?=13 "
+            "media:bytes*=14 lora_name:string=15"
+        ),
+        "RandomSampling": (
+            "num_sequences:uint32=1 top_k:uint32=2 top_p:float=3 min_p:float=4 seed:int64?=5"
+        ),
+        "DecodingParameters": (
+            "presence_penalty:float=1 frequency_penalty:float=2 repetition_penalty:float=3 "
+            "logit_bias:uint32>float=4 allowed_token_ids:uint32*=5 json:string/structured_output=6 "
+            "regex:string/structured_output=7 choice:StringChoices/structured_output=8 "
+            "grammar:string/structured_output=9 json_object:bool/structured_output=10 "
+            "structural_tag:string/structured_output=11"
+        ),
+        "StringChoices": "choices:string*=1",
+        "StoppingCriteria": (
+            "max_new_tokens:uint32=1 min_new_tokens:uint32=2 stop_token_ids:uint32*=3 "
+            "stop_strings:string*=4 include_stop_strings:bool=5 ignore_eos:bool=6"
+        ),
+        "ResponseOptions": (
+            "prompt_token_ids:bool=1 prompt_logprobs:bool=2 prompt_candidates:CandidateTokens?=3 "
+            "output_text:bool?=4 output_token_ids:bool=5 output_logprobs:bool=6 "
+            "output_candidates:CandidateTokens?=7 skip_special_tokens:bool?=8"
+        ),
+        "KVCacheParameters": (
+            "bypass_prefix_cache:bool=1 cache_salt:string=2 kv_transfer_params:bytes=3 "
+            "ec_transfer_params:bytes=4"
+        ),
+        "CandidateTokens": "top_n:uint32/select=1 token_ids:TokenIds/select=2 all:bool/select=3",
+        "GenerateResponse": "prompt_info:PromptInfo?=1 outputs:SequenceOutput=2",
+        "SequenceOutput": (
+            "index:uint32=1 text:string=2 num_tokens:uint32=3 token_ids:uint32*=4 "
+            "logprobs:float*=5 ranks:uint32*=6 candidate_tokens:CandidateTokenInfo*=7 "
+            "finish_info:FinishInfo?=8"
+        ),
+        "PromptInfo": (
+            "num_prompt_tokens:uint32=1 token_ids:uint32*=2 logprobs:float*=3 ranks:uint32*=4 "
+            "candidate_tokens:CandidateTokenInfo*=5"
+        ),
+        "FinishInfo": (
+            "num_output_tokens:uint32=1 finish_reason:FinishReason=2 "
+            "stop_token_id:uint32/stop_reason=3 eos_token_id:uint32/stop_reason=4 "
+            "stop_string:string/stop_reason=5"
+        ),
+        "CandidateTokenInfo": "tokens:TokenInfo*=1",
+        "TokenInfo": "id:uint32=1 logprob:float=2 rank:uint32=3",
+        "TokenIds": "ids:uint32*=1",
+    },
+    services={
+        "Inference": {
+            "Generate": ("GenerateRequest", "GenerateResponse", False),
+            "GenerateStream": ("GenerateRequest", "GenerateResponse", True),
+        }
+    },
+)
+INFERENCE.register()
+_KINDS = ("json", "regex", "grammar", "json_object", "structural_tag")
+
+
+async def generate_stream(exchange: Exchange, given: Given) -> AsyncGenerator[Given, None]:
+    """GenerateStream: what each step adds, and the end of each sequence."""
+    request = await request_of(exchange, given)
+    wish: Given = given.get("response", {})
+    prompt: Given = {}
+    events, _ = begin_generate(exchange, request)
+    last: dict[int, int] = {}
+    async with aclosing(events):
+        async for event in events:
+            match event:
+                case Started():
+                    prompt = {"num_prompt_tokens": event.num_prompt}
+                    if wish.get("prompt_token_ids"):
+                        prompt["token_ids"] = request.token_ids
+                case PromptScored():
+                    prompt |= scored(event.scores)
+                case Delta() | Ended():
+                    told: Given = {"outputs": _output(exchange, event, wish, last)}
+                    if prompt:
+                        told["prompt_info"], prompt = prompt, {}
+                    yield told
+
+
+async def generate(exchange: Exchange, given: Given) -> Given:
+    """Generate: the fold of the stream."""
+    if given.get("sampling", {}).get("num_sequences", 1) != 1:
+        raise InvalidRequest(
+            "num_sequences: one answer holds one sequence; use GenerateStream for more",
+            field="num_sequences",
+        )
+    whole: Given = {"outputs": {}}
+    async with aclosing(generate_stream(exchange, given)) as parts:
+        async for part in parts:
+            whole.setdefault("prompt_info", part.get("prompt_info", {}))
+            for name, value in part["outputs"].items():
+                if name in whole["outputs"] and name != "index":
+                    whole["outputs"][name] += value
+                else:
+                    whole["outputs"][name] = value
+    return whole
+
+
+async def request_of(exchange: Exchange, given: Given) -> GenerateRequest:
+    """The request of the token route that this one is."""
+    if given.get("media"):
+        raise Unsupported("media: not accepted by this model")
+    if given.get("lora_name"):
+        raise Unsupported(f"lora_name: {operations.NO_LORA}")
+    kv = given.get("kv", {})
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        if kv.get(name):
+            raise InvalidRequest(f"{name}: not accepted by this server", field=name)
+    salt = secrets.token_hex(16) if kv.get("bypass_prefix_cache") else kv.get("cache_salt")
+    document = {
+        "token_ids": await _prompt_ids(exchange, given),
+        "sampling_params": sampling_of(given),
+        "model": given.get("model"),
+        "cache_salt": salt,
+        "priority": given.get("priority"),
+        "request_id": given.get("request_id"),
+    }
+    return parse({k: v for k, v in document.items() if v is not None}, GenerateRequest)
+
+
+async def _prompt_ids(exchange: Exchange, given: Given) -> list[int]:
+    keep = given.get("truncate_prompt_tokens")
+    if "text" in given:
+        ids = await ids_of(exchange, given["text"], truncates=bool(keep))
+    else:
+        ids = given.get("token_ids", {}).get("ids", [])
+    return ids[-keep:] if keep else ids
+
+
+async def ids_of(exchange: Exchange, text: str, *, truncates: bool) -> list[int]:
+    """The ids of a prompt; one that is surely too long is refused before it is tokenized (P9)."""
+    services = exchange.services
+    limit = None if truncates else services.text.max_model_len
+    services.tokenizer.check_length(text, limit, field="text")
+    return await services.tokenizer.encode_async(text, add_special_tokens=True)
+
+
+def sampling_of(given: Given) -> dict[str, Any]:
+    """The sampling fields; a zero that the protocol calls "default" is not given at all."""
+    random, decoding = given.get("sampling", {}), given.get("decoding", {})
+    stopping, response = given.get("stopping", {}), given.get("response", {})
+    found = {
+        "temperature": given.get("temperature"),
+        "n": random.get("num_sequences"),
+        **{name: random.get(name) for name in ("top_k", "top_p", "min_p", "seed")},
+        **{
+            name: decoding.get(name)
+            for name in (
+                *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+                "allowed_token_ids",
+            )
+        },
+        "logit_bias": {str(k): v for k, v in decoding.get("logit_bias", {}).items()} or None,
+        "max_tokens": stopping.get("max_new_tokens", NEW_TOKENS),
+        "min_tokens": stopping.get("min_new_tokens"),
+        "stop_token_ids": stopping.get("stop_token_ids"),
+        "stop": stopping.get("stop_strings"),
+        "include_stop_str_in_output": stopping.get("include_stop_strings"),
+        "ignore_eos": stopping.get("ignore_eos"),
+        "skip_special_tokens": response.get("skip_special_tokens"),
+        **_scores_wanted(response),
+    }
+    structured = {name: decoding[name] for name in _KINDS if name in decoding}
+    if "choice" in decoding:
+        structured["choice"] = decoding["choice"].get("choices", [])
+    if structured:
+        found["structured_outputs"] = structured
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _scores_wanted(response: Given) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for side, name in (("prompt", "prompt_logprobs"), ("output", "logprobs")):
+        candidates = response.get(f"{side}_candidates")
+        if candidates is None and not response.get(f"{side}_logprobs"):
+            continue
+        candidates = candidates or {}
+        if candidates.get("all") or (side == "prompt" and "token_ids" in candidates):
+            raise Unsupported(f"{side}_candidates: only top_n is served here")
+        found[name] = candidates.get("top_n", 0)
+        if "token_ids" in candidates:
+            found["logprob_token_ids"] = candidates["token_ids"].get("ids", [])
+    return found
+
+
+def _output(exchange: Exchange, event: Delta | Ended, wish: Given, last: dict[int, int]) -> Given:
+    told: Given = {"index": event.index}
+    if isinstance(event, Ended):
+        told["finish_info"] = _finish(exchange, event, last.get(event.index))
+        return told
+    told["num_tokens"] = len(event.token_ids)
+    last[event.index] = event.token_ids[-1] if event.token_ids else last.get(event.index, -1)
+    if wish.get("output_text", True):
+        told["text"] = event.text
+    if wish.get("output_token_ids"):
+        told["token_ids"] = list(event.token_ids)
+    return told | scored(event.scores or [])
+
+
+def _finish(exchange: Exchange, event: Ended, last_id: int | None) -> Given:
+    told: Given = {
+        "num_output_tokens": event.num_output,
+        "finish_reason": _REASONS[event.reason],
+    }
+    stop = event.stop if event.stop is not None else last_id
+    if event.reason != "stop" or stop is None:
+        return told
+    if isinstance(stop, str):
+        return told | {"stop_string": stop}
+    is_eos = stop in exchange.services.text.eos_ids
+    return told | {"eos_token_id" if is_eos else "stop_token_id": stop}
+
+
+def scored(scores: list[ScoredToken] | list[ScoredToken | None]) -> Given:
+    """Log-probabilities, ranks and candidates, parallel to the tokens; the first of a prompt has none (0, rank 0)."""
+    told: Given = {"logprobs": [], "ranks": [], "candidate_tokens": []}
+    for one in scores:
+        told["logprobs"].append(0.0 if one is None else logprob(one.token.logprob))
+        told["ranks"].append(0 if one is None else one.token.rank or 0)
+        others = [] if one is None else [*one.top, *one.named]
+        told["candidate_tokens"].append(
+            {
+                "tokens": [
+                    {"id": each.id, "logprob": logprob(each.logprob), "rank": each.rank or 0}
+                    for each in others
+                ]
+            }
+        )
+    return told
+
+
+SERVICE = RpcService(
+    protocol=INFERENCE,
+    name="Inference",
+    methods={
+        "Generate": Rpc(route="/inference/v1/generate", unary=generate),
+        "GenerateStream": Rpc(route="/inference/v1/generate", stream=generate_stream),
+    },
+)

@@ -1,0 +1,136 @@
+"""The backends agree (P12: all behave alike), and a trial process that dies costs one answer and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import psutil
+import pytest
+
+from headrace.base.wire.grammar import (
+    Ebnf,
+    Either,
+    Json,
+    Literal,
+    Node,
+    Regex,
+    Repeat,
+    Sequence,
+    Tag,
+    Triggered,
+)
+from headrace.base.wire.params import StructuredOutputs
+from headrace.core.grammar.backends import make_backend
+from headrace.core.grammar.compiler import CompileLimits
+from headrace.core.grammar.gate import GrammarGate
+from headrace.core.ports import GrammarBackend
+from headrace.front.text.structure.requested import node_of
+from headrace.front.text.structure.schema import checked_schema
+from tests.core.grammar.constrained import (
+    BACKENDS,
+    EOS,
+    GrammarDriver,
+    constrained,
+    encoder,
+    vocabulary,
+)
+from tests.core.harness import make_request
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+NODES: list[Node] = [
+    node_of(StructuredOutputs(regex=r"[a-c]{2,5}-\d[\d\w]?\s?")),
+    Either((Literal("yes"), Literal("no"), Literal("ünïcode ☃"))),
+    Ebnf('root ::= "a" [0-9]{2} ("b" | "c")'),
+    Sequence((Literal("<a>"), Regex("[xy]{1,3}"), Literal("</a>"))),
+    Repeat(Regex("[xyz]"), most=3, separator=", "),
+    Json(checked_schema(PERSON, field="json"), compact=True),
+    node_of(StructuredOutputs(json={"pattern": r"^\d\w{1,3}$", "type": "string"})),
+    Triggered(
+        ("<t",), (Tag("<t=1>", Regex("[0-9]{1,4}"), "</t>"),), at_least_one=True,
+        stop_after_first=True,
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gates() -> dict[str, GrammarGate]:
+    return {name: GrammarGate(vocabulary, backend=name, encoder=encoder) for name in BACKENDS}
+
+
+@pytest.fixture(scope="module")
+def backends() -> dict[str, GrammarBackend]:
+    return {name: make_backend(name, vocabulary(), encoder()) for name in BACKENDS}
+
+
+@pytest.mark.parametrize("node", NODES, ids=lambda node: type(node).__name__)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_answer_of_one_backend_is_one_of_the_other(
+    gates: dict[str, GrammarGate], backends: dict[str, GrammarBackend], name: str, node: Node
+) -> None:
+    (other,) = set(BACKENDS) - {name}
+    assert compared(gates[name], backends[other], node)
+
+
+def test_white_space_between_tokens_is_freer_in_llguidance(
+    gates: dict[str, GrammarGate], backends: dict[str, GrammarBackend]
+) -> None:
+    """Either writes JSON under the schema; only one way round is every answer also the other's."""
+    node = Json(checked_schema(PERSON, field="json"))
+    assert compared(gates["xgrammar"], backends["llguidance"], node)
+
+
+def compared(gate: GrammarGate, other: GrammarBackend, node: Node) -> int:
+    """How many answers came to their end; each is an answer of the other backend."""
+    driver = GrammarDriver(gate=gate)
+    ended = 0
+    for seed in range(1, 5):
+        text, end = driver.run_one(constrained(seed, node, max_tokens=300))
+        if end.reason != "stop":
+            assert end.reason == "length" and end.error is None
+            continue
+        ended += 1
+        matcher = other.compile(node)
+        for token in driver.tokens[seed]:
+            if token not in EOS:
+                assert matcher.accept(token), (other.name, text)
+    return ended
+
+
+def test_what_one_backend_refuses_is_an_error_of_the_request_in_the_other_too(
+    gates: dict[str, GrammarGate],
+) -> None:
+    for node in (Regex("(a"), Ebnf("root ::= ("), Json('{"$ref": "#/$defs/gone"}')):
+        for gate in gates.values():
+            _, end = GrammarDriver(gate=gate).run_one(constrained(1, node, max_tokens=5))
+            assert end.error is not None and end.error.kind == "InvalidRequest"
+
+
+def test_a_trial_that_is_killed_while_it_compiles_costs_that_answer_alone() -> None:
+    """P12: others stream on, the next grammar gets a new process."""
+    driver = GrammarDriver(
+        gate=GrammarGate(vocabulary, limits=CompileLimits(seconds=30.0, threads=1), encoder=encoder)
+    )
+    before = {child.pid for child in psutil.Process().children()}
+    driver.run_one(constrained(9, Literal("warm")))
+    (trial,) = [child for child in psutil.Process().children() if child.pid not in before]
+    slow = Json(json.dumps({"enum": [f"{i}-{'x' * 30}" for i in range(300_000)]}))
+    trial.suspend()  # it is at it as long as we like
+    driver.add(constrained(1, slow), make_request(2, 8, max_tokens=3))
+    driver.finish(2)
+    assert 1 not in driver.finished
+    trial.kill()
+    driver.finish(1)
+    error = driver.finished[1].error
+    assert error is not None and error.kind == "InvalidRequest"
+    assert "compile" in error.message and error.field == "structured_outputs"
+    text, _ = driver.run_one(constrained(3, Literal("after")))
+    assert text == "after"
