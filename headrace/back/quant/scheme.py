@@ -15,8 +15,8 @@ Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to store weights. `bits` 8: codes -127 .. 127; 4: codes -8 .. 7, or 0 .. 15 if `asymmetric`; `floating`: e4m3.
-    `group` inputs of an output share a bfloat16 scale (and minimum); None: all of them, with a float32 scale."""
+    """A way to store weights. `bits` 8: codes -127 .. 127, or e4m3 if `floating`; 4: codes -8 .. 7, or 0 .. 15 if
+    `asymmetric`. `group` inputs of an output share a bfloat16 scale (and minimum); None: all of them, with a float32 scale."""
 
     name: str
     bits: int
@@ -61,7 +61,11 @@ def _floating(weight_OI: torch.Tensor) -> Quantized:
     good = scales.isfinite()
     inverse = torch.where(scales < torch.finfo(torch.float32).tiny, 0, 1 / scales)
     values = torch.where(good, (weight_OI * inverse).clamp_(-448, 448), 0)
-    return values.to(torch.float8_e4m3fn).view(torch.int8), scales.masked_fill(~good, torch.nan), None
+    return (
+        values.to(torch.float8_e4m3fn).view(torch.int8),
+        scales.masked_fill(~good, torch.nan),
+        None,
+    )
 
 
 def _grouped(groups_OGI: torch.Tensor, scheme: Scheme) -> Quantized:

@@ -116,7 +116,7 @@ def test_logits_differ_from_those_of_the_same_weights_by_the_activations_roundin
     floating = SCHEMES[name].floating
     bound = 1e-5 if floating else 0.06
     assert 0 < ((ours - exact).norm() / exact.norm()).item() < bound
-    # Normal numbers in e4m3 err by 2.6 % of themselves, in int8 by 0.9 % of their deviation (a row's largest is four of it).
+    # Numbers in e4m3 err by 2.6 % of themselves, in int8 by 0.9 % of their deviation (a largest of four of it).
     assert whole < (0.12 if floating else {8: 0.06, 4: 0.6}[SCHEMES[name].bits])
 
 

@@ -40,9 +40,9 @@ _ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LinearQuantProblem:
-    """`coding` is the weight's (layout.py). `wide`: y is float32 whatever the dtype of x (logits); without a bias only. `activation`: the first half of the
-    outputs gates the second (kernels/gated_act), in float32: y has half as many. `coded`: x is CodedRows, made of rows
-    of this dtype."""
+    """`coding` is the weight's (layout.py). `wide`: y is float32 whatever the dtype of x (logits); without a bias only.
+    `activation`: the first half of the outputs gates the second (kernels/gated_act), in float32: y has half as many.
+    `coded`: x is CodedRows, made of rows of this dtype."""
 
     device: str
     dtype: torch.dtype

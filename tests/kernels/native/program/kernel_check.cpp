@@ -105,7 +105,7 @@ void check_fp8(int type, int64_t M, int64_t N, int64_t K, bool compared) {
   vector<float> w(size_t(N * K)), y(size_t(M * N), NAN);
   vector<uint8_t> panels(size_t((N + 63) / 64 * (256 + (K + 3) / 4 * 256)));
   for (int64_t i = 0; i < N * K; ++i) {
-    const int code = i % K == 0 ? 126 : int(next() >> 20) % 127, exponent = code >> 3;
+    const int code = i % K == 0 ? 126 : int(next() >> 40) % 127, exponent = code >> 3;
     w[i] = ldexpf(float((code & 7) + (exponent ? 8 : 0)), (exponent ? exponent : 1) - 10) * (next() >> 40 & 1 ? -1 : 1);
   }
   int status = kernel<Pack8>("quantize_fp8")(w.data(), panels.data(), N, K, K, F32);
