@@ -16,7 +16,8 @@ Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 @dataclass(frozen=True)
 class Scheme:
     """A way to store weights. `bits` 8: codes -127 .. 127, or e4m3 if `floating`; 4: codes -8 .. 7, or 0 .. 15 if
-    `asymmetric`. `group` inputs of an output share a bfloat16 scale (and minimum); None: all of them, with a float32 scale."""
+    `asymmetric`. `group` inputs of an output share a bfloat16 scale (and minimum); None: all of them, with a float32
+    scale."""
 
     name: str
     bits: int
