@@ -26,6 +26,7 @@ OUT = Path(__file__).resolve().parent / "perplexity.json"
 KINDS: dict[str, dict[str, str]] = {
     "bf16": {},
     "int8 weights": {"quantization": "int8"},
+    "fp8 weights": {"quantization": "fp8"},
     "int4 weights": {"quantization": "int4"},
     "int8 KV": {"kv_dtype": "int8"},
     "fp8 KV": {"kv_dtype": "fp8"},

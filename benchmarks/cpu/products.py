@@ -43,9 +43,9 @@ def weight(library, precision, inputs, outputs):
     scheme = SCHEMES.get(precision)
     coding = CODINGS[precision] if scheme is None else coding_of(scheme)
     if coding is None:
-        packed = empty(outputs, inputs)
+        packed = empty(outputs, inputs, "fp8" if scheme.floating else "int8")
         packed.panels.fill_(60)
-        problem = LinearQuantProblem(**facts, outputs=outputs)
+        problem = LinearQuantProblem(**facts, outputs=outputs, coding=packed.coding)
         return quant.bind_with(library, problem, packed, None), packed.panels
     segment = empty_segment(coding, outputs, inputs)
     segment.panels.fill_(60)

@@ -60,7 +60,7 @@ CUDA_RESERVE_BYTES = 2 << 30
 MIN_KV_BYTES = 16 << 20
 NULL_BLOCKS = 8192
 WEIGHT_BITS = {
-    "int8": 8.0, "int8-g32": 8.5, "int8-g64": 8.25, "int8-g128": 8.125,
+    "int8": 8.0, "int8-g32": 8.5, "int8-g64": 8.25, "int8-g128": 8.125, "fp8": 8.0,
     "int4": 4.5, "int4-g64": 4.25, "int4-g128": 4.125,
     "int4-asym": 5.0, "int4-asym-g64": 4.5, "int4-asym-g128": 4.25,
 }  # fmt: skip

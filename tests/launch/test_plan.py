@@ -16,7 +16,9 @@ def spec(*extra: str) -> EngineSpec:
     return resolve_options(line.parse(words)[1]).engine
 
 
-@pytest.mark.parametrize("extra", [(), ("--quantization", "int8"), ("--dtype", "float32")])
+@pytest.mark.parametrize(
+    "extra", [(), ("--quantization", "int8"), ("--quantization", "fp8"), ("--dtype", "float32")]
+)
 def test_the_probe_measures_the_engines_own_products_and_says_on_what(
     extra: tuple[str, ...],
 ) -> None:

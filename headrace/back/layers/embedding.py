@@ -55,7 +55,7 @@ class TokenEmbedding:
         new = {"device": self._scope.device.type, "dtype": self._scope.dtype}
         if isinstance(weight_VE, PackedWeight):
             rows, width = weight_VE.outputs, weight_VE.inputs
-            packed = EmbeddingQuantProblem(**new, rows=rows, width=width)
+            packed = EmbeddingQuantProblem(**new, rows=rows, width=width, coding=weight_VE.coding)
             return self._scope.bind(OP_QUANT, packed, weight_VE), rows
         if isinstance(weight_VE, BlockWeight):
             ((coding, rows),) = weight_VE.kinds

@@ -196,7 +196,7 @@ def bind_product(
             return bind_linear(scope, weight_OI, bias_O)
         return bind_fused(scope, weight_OI, bias_O, activation=activation)
     facts = {**_facts(scope, bias_O), "activation": activation}
-    if norm is not None:
+    if norm is not None and (isinstance(weight_OI, BlockWeight) or weight_OI.reads_codes):
         op, problem = product_of(weight_OI, **facts, coded=True)
         product = scope.bind_fused(op, problem, weight_OI, bias_O)
         group = weight_OI.x_group if isinstance(weight_OI, BlockWeight) else None
@@ -240,8 +240,8 @@ def product_of(
     """The op that multiplies by this kind of weight, and the problem."""
     new: dict[str, Any] = {"device": device, "dtype": dtype, "wide": wide, "bias": bias}
     if isinstance(weight, PackedWeight):
-        sizes = {"inputs": weight.inputs, "outputs": weight.outputs}
-        return OP_QUANT, LinearQuantProblem(**new, **sizes, activation=activation, coded=coded)
+        new |= {"inputs": weight.inputs, "outputs": weight.outputs, "coding": weight.coding}
+        return OP_QUANT, LinearQuantProblem(**new, activation=activation, coded=coded)
     if isinstance(weight, BlockWeight):
         new |= {"inputs": weight.inputs, "kinds": weight.kinds}
         return OP_BLOCKS, LinearBlocksProblem(**new, activation=activation, coded=coded)

@@ -72,7 +72,7 @@ def pack(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight | BlockWeight:
 
 
 def _pack_rows(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight:
-    packed = empty(*weight_OI.shape)
+    packed = empty(*weight_OI.shape, "fp8" if scheme.floating else "int8")
     if not quantize(weight_OI, packed):
         for first, rows in _chunks(weight_OI):
             codes, scales, _ = scheme.quantize(rows)

@@ -15,17 +15,21 @@ Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to store weights. `bits` 8: codes -127 .. 127; 4: codes -8 .. 7, or 0 .. 15 if `asymmetric`.
-    `group` inputs of an output share a bfloat16 scale (and minimum); None: all of them, with a float32 scale."""
+    """A way to store weights. `bits` 8: codes -127 .. 127, or e4m3 if `floating`; 4: codes -8 .. 7, or 0 .. 15 if
+    `asymmetric`. `group` inputs of an output share a bfloat16 scale (and minimum); None: all of them, with a float32
+    scale."""
 
     name: str
     bits: int
     group: int | None
     asymmetric: bool = False
+    floating: bool = False
 
     def quantize(self, weight_OI: torch.Tensor) -> Quantized:
-        """Codes (int8 [O, I]), scales and minima (float32 [O, G]; minima None where they are 0)."""
+        """Codes (int8 [O, I]; of e4m3 its bits), scales and minima (float32 [O, G]; minima None where they are 0)."""
         weight_OI = weight_OI.float()
+        if self.floating:
+            return _floating(weight_OI)
         if self.group is None:
             scales = weight_OI.abs().amax(1, keepdim=True) / 127
             return _codes(weight_OI, scales, -127, 127), scales, None
@@ -41,6 +45,7 @@ SCHEMES = {
     for scheme in (
         Scheme("int8", 8, None),
         *(Scheme(f"int8-g{group}", 8, group) for group in (32, 64, 128)),
+        Scheme("fp8", 8, None, floating=True),
         Scheme("int4", 4, 32),
         *(Scheme(f"int4-g{group}", 4, group) for group in (64, 128)),
         Scheme("int4-asym", 4, 32, asymmetric=True),
@@ -48,6 +53,20 @@ SCHEMES = {
     )
 }
 """The values of `--quantization`."""
+
+
+def _floating(weight_OI: torch.Tensor) -> Quantized:
+    """The nearest e4m3 numbers, ties to even, of a row whose largest magnitude becomes 448, the largest there is. A row
+    that is not finite has scale NaN; one whose scale has no reciprocal counts as zeros."""
+    scales = weight_OI.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    good = scales.isfinite()
+    inverse = torch.where(scales < torch.finfo(torch.float32).tiny, 0, 1 / scales)
+    values = torch.where(good, (weight_OI * inverse).clamp_(-448, 448), 0)
+    return (
+        values.to(torch.float8_e4m3fn).view(torch.int8),
+        scales.masked_fill(~good, torch.nan),
+        None,
+    )
 
 
 def _grouped(groups_OGI: torch.Tensor, scheme: Scheme) -> Quantized:

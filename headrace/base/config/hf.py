@@ -360,7 +360,7 @@ def refuse_quantization(raw: Mapping[str, Any], where: str) -> None:
                 method = found.get("quant_method") if isinstance(found, Mapping) else found
                 raise CheckpointError(
                     f"{where}: {part}{key}.quant_method is {method!r}: safetensors quantized so cannot be read; take "
-                    "the plain checkpoint (--quantization int8 or int4 packs it on load) or a GGUF file",
+                    "the plain checkpoint (--quantization int8, fp8 or int4 packs it on load) or a GGUF file",
                     field=key,
                 )
 

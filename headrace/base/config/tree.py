@@ -62,6 +62,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "int8-g32",
             "int8-g64",
             "int8-g128",
+            "fp8",
             "int4",
             "int4-g64",
             "int4-g128",
@@ -70,9 +71,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "int4-asym-g128",
         ],
         Meta(
-            description="Weights of linear layers, head and tied embedding as int8 (a scale per output) or "
-            "int4 (a scale per 32 inputs), made while loading; -gN: a scale per N inputs, -asym: and a "
-            "minimum; activations become int8 on the way. CPU only."
+            description="Weights of linear layers, head and tied embedding as int8 or fp8 (e4m3; a scale per "
+            "output) or int4 (a scale per 32 inputs), made while loading; -gN: a scale per N inputs, -asym: and "
+            "a minimum; activations become int8 on the way, but for fp8. CPU only."
         ),
     ] = "none"
     max_model_len: Annotated[

@@ -49,7 +49,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "dummy"])
-@pytest.mark.parametrize("quantization", ["int8", "int4", "int4-asym-g128"])
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "int4", "int4-asym-g128"])
 def test_the_peak_is_the_packed_model_and_one_layer(folders, kind, quantization):
     command = [sys.executable, "-m", "tests.back.quant.loading_memory", *map(str, folders)]
     done = subprocess.run(

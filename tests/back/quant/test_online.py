@@ -107,17 +107,21 @@ def write_dequantized(folder, scheme):
 def test_logits_differ_from_those_of_the_same_weights_by_the_activations_rounding(
     tmp_path, family, name
 ):
-    """Relative error in the Euclidean norm. Random weights, so the worst case."""
+    """Relative error in the Euclidean norm. Random weights, so the worst case; of fp8 activations are not rounded."""
     save_oracle(tiny_config(family), tmp_path)
     plain, ours = logits(tmp_path, None), logits(tmp_path, name)
     whole = ((ours - plain).norm() / plain.norm()).item()
     write_dequantized(tmp_path, name)
     exact = logits(tmp_path, None)
-    assert 0 < ((ours - exact).norm() / exact.norm()).item() < 0.06
-    assert whole < {8: 0.06, 4: 0.6}[SCHEMES[name].bits]
+    floating = SCHEMES[name].floating
+    bound = 1e-5 if floating else 0.06
+    assert 0 < ((ours - exact).norm() / exact.norm()).item() < bound
+    # Numbers in e4m3 err by 2.6 % of themselves, in int8 by 0.9 % of their deviation (a largest of four of it): three
+    # times int8's bound.
+    assert whole < (0.18 if floating else {8: 0.06, 4: 0.6}[SCHEMES[name].bits])
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "int4-asym-g128"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4", "int4-asym-g128"])
 def test_the_gate_is_inside_the_product_where_its_panels_are_whole(tmp_path, name):
     """The same bounds as above, and no kernel for the gate alone."""
     config = tiny_config("qwen3")

@@ -10,7 +10,7 @@ from headrace.back.quant.scheme import SCHEMES
 from headrace.base.config.tree import ModelOptions
 from headrace.launch.resolve import WEIGHT_BITS
 
-INT8 = SCHEMES["int8"]
+INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
 
 
 def weights(*shape, seed=0):
@@ -26,6 +26,28 @@ def test_int8_errs_by_at_most_half_a_step():
     codes, scales, minima = INT8.quantize(weight)
     assert scales.shape == (9, 1) and codes.abs().amax(1).eq(127).all() and minima is None
     assert ((codes * scales - weight).abs() <= scales * 0.5001).all()
+
+
+def test_fp8_codes_are_torchs_and_err_by_a_sixteenth_or_half_the_least_number():
+    weight = weights(9, 70) * torch.exp2(-torch.arange(70.0) / 4)
+    codes, scales, minima = FP8.quantize(weight)
+    numbers = codes.view(torch.float8_e4m3fn).float()
+    assert codes.dtype == torch.int8 and minima is None and scales.shape == (9, 1)
+    assert torch.equal(scales, weight.abs().amax(1, keepdim=True) / 448)
+    assert torch.equal(numbers, (weight / scales).to(torch.float8_e4m3fn).float())
+    assert numbers.abs().amax(1).eq(448).all()
+    allowed = torch.maximum(weight.abs() / 16, scales * 2**-10) * 1.0001
+    assert ((numbers * scales - weight).abs() <= allowed).all()
+
+
+def test_fp8_rows_that_are_not_finite_are_lost_and_no_other():
+    weight = weights(5, 40)
+    plain = FP8.quantize(weight)
+    weight[1, 3], weight[3, 39] = float("nan"), float("-inf")
+    codes, scales, _ = FP8.quantize(weight)
+    assert scales[[1, 3]].isnan().all() and not codes[[1, 3]].any()
+    for ours, theirs in zip((codes, scales), plain[:2], strict=True):
+        assert torch.equal(ours[[0, 2, 4]], theirs[[0, 2, 4]])
 
 
 @pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-g128"])
@@ -96,4 +118,4 @@ def test_an_outlier_touches_only_its_row_or_group(scheme):
     codes = scheme.quantize(weight)[0]
     others = torch.arange(4) != 2
     assert torch.equal(codes[others], plain[others])
-    assert scheme is INT8 or torch.equal(codes[2, :128], plain[2, :128])
+    assert scheme.group is None or torch.equal(codes[2, :128], plain[2, :128])

@@ -67,7 +67,9 @@ def replay_of(running: OfflineEngine) -> Tapes:
     return steps._replay
 
 
-@pytest.mark.parametrize("options", [(), ("--dtype", "float32"), ("--quantization", "int8")])
+@pytest.mark.parametrize(
+    "options", [(), ("--dtype", "float32"), ("--quantization", "int8"), ("--quantization", "fp8")]
+)
 def test_replayed_decodes_give_the_tokens_of_steps_run_as_they_are(options, monkeypatch):
     lengths = [(3 + 7 * i % 40, 5 + 11 * i % 30, 0.0 if i % 3 else 0.8) for i in range(14)]
     recorded = engine(*options)
@@ -169,6 +171,14 @@ def test_tokens_are_the_same_where_norms_leave_codes_for_the_products(options, m
     names = {name for kept in _tapes_after(plain, lengths) for name in kept.tape.names}
     assert "rms_norm" in names and "rms_norm_codes" not in names
     plain.close()
+
+
+def test_fp8_products_read_plain_rows():
+    running = engine("--quantization", "fp8")
+    names = {n for kept in _tapes_after(running, [(9, 12, 0.0)]) for n in kept.tape.names}
+    assert {"rms_norm", "linear_fp8", "linear_fp8_top", "embedding_fp8"} <= names
+    assert not names & {"rms_norm_codes", "gated_act"}
+    running.close()
 
 
 def test_a_plain_gate_is_part_of_the_product():

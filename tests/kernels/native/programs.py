@@ -9,7 +9,10 @@ from pathlib import Path
 from headrace.back.kernels.native import build
 
 SOURCE = Path(__file__).parent / "program" / "kernel_check.cpp"
-CHECKED = ("linear", "linear_blocks", "pack_blocks", "embedding_blocks", "attention", "kv_write")
+CHECKED = (
+    *("linear", "linear_fp8", "quantize", "linear_blocks", "pack_blocks", "embedding_blocks"),
+    *("attention", "kv_write"),
+)
 
 
 def build_program(compiler: str, folder: Path) -> Path:

@@ -11,22 +11,25 @@ from headrace.back.kernels.native.library import NativeError
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def table(dtype, rows, width):
-    asked = EmbeddingQuantProblem(device="cpu", dtype=dtype, rows=rows, width=width)
-    shape = LinearQuantProblem(device="cpu", dtype=dtype, inputs=width, outputs=rows)
+def table(dtype, rows, width, coding="int8"):
+    facts = {"device": "cpu", "dtype": dtype, "coding": coding}
+    asked = EmbeddingQuantProblem(**facts, rows=rows, width=width)
+    shape = LinearQuantProblem(**facts, inputs=width, outputs=rows)
     return asked, random_weight(shape, torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("coding", ["int8", "fp8"])
 @pytest.mark.parametrize("rows, width", [(1, 1), (64, 32), (131, 70), (200, 257)])
-def test_equals_the_definition(library, dtype, rows, width):
-    asked, packed = table(dtype, rows, width)
+def test_equals_the_definition(library, dtype, coding, rows, width):
+    asked, packed = table(dtype, rows, width, coding)
     ids = torch.arange(rows).flip(0)
     assert torch.equal(bind_with(library, asked, packed)(ids), bind_reference(asked, packed)(ids))
 
 
+@pytest.mark.parametrize("coding", ["int8", "fp8"])
 @pytest.mark.parametrize("wrong", [-1, 131, 2**40])
-def test_an_id_outside_the_table_is_refused(newest, wrong):
-    lookup = bind_with(newest, *table(torch.float32, 131, 16))
+def test_an_id_outside_the_table_is_refused(newest, coding, wrong):
+    lookup = bind_with(newest, *table(torch.float32, 131, 16, coding))
     with pytest.raises(NativeError, match="index out of range"):
         lookup(torch.tensor([0, wrong]))

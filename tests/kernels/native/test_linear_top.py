@@ -21,7 +21,7 @@ from headrace.back.kernels.linear_top.op import MAX_COUNT, OP, LinearTopProblem,
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-HEADS = ["plain", "int8", "int4", "Q4_K+Q6_K", "Q8_0"]
+HEADS = ["plain", "int8", "fp8", "int4", "Q4_K+Q6_K", "Q8_0"]
 ROWS = (1, 2, 3, 5, 8, 31, 64, 67)
 
 
@@ -36,8 +36,8 @@ def head(kind, dtype, outputs, inputs):
     if kind == "plain":
         weight = values(outputs, inputs, dtype=dtype, seed=1)
         return LinearProblem(**new, outputs=outputs, shared=True), weight, linear_native
-    if kind == "int8":
-        quant = LinearQuantProblem(**new, outputs=outputs)
+    if kind in ("int8", "fp8"):
+        quant = LinearQuantProblem(**new, outputs=outputs, coding=kind)
         return quant, quant_op.random_weight(quant, generator), quant_native
     first = outputs // 2 if "+" in kind else outputs
     names = {"int4": "int4-g32"}.get(kind, kind).split("+")

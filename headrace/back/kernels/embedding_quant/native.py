@@ -18,8 +18,9 @@ def bind_with(
 ) -> Embedding:
     """The kernel of one library; keeps the table."""
     assert (table.outputs, table.inputs) == (problem.rows, problem.width)
-    assert table.panels.is_contiguous()
-    kernel = library.bind("embedding_quant", *_ARGUMENTS)
+    assert table.panels.is_contiguous() and table.coding == problem.coding, table.coding
+    name = "embedding_quant" if problem.coding == "int8" else "embedding_fp8"
+    kernel = library.bind(name, *_ARGUMENTS)
     panels, code = table.panels, DTYPES[problem.dtype]
     rows, width, dtype = problem.rows, problem.width, problem.dtype
 

@@ -1,7 +1,7 @@
 // x[T,E] = code * scale of rows ids[T] of a packed table (linear_quant/layout.py). A row lies in 4-byte pieces 256 bytes
 // apart: a few hundred cache lines per token, some microseconds beside the milliseconds of its step.
 
-#include "../native/simd.h"
+#include "../native/fp8.h"
 
 namespace {
 
@@ -23,20 +23,39 @@ HR_INLINE void widen(const uint8_t* panel, int64_t column, Y* x, int64_t E) {
 }
 
 template <class Y>
+HR_INLINE void widen_fp8(const uint8_t* panel, int64_t column, Y* x, int64_t E) {
+  float scale;
+  __builtin_memcpy(&scale, panel + column * 4, 4);
+  const uint8_t* w = panel + kPanel * 4 + fp8_place(column);
+  for (int64_t k = 0; k < E; ++k)
+    put(x + k, to_float(fp8{w[k / 4 * kStepBytes + k % 4 / 2 * 8 + k % 2]}) * scale);
+}
+
+template <class Y, bool FP8>
 void rows(void* context, int64_t t) {
   const Lookup& p = *static_cast<const Lookup*>(context);
   const uint8_t* panel = p.table + p.ids[t] / kPanel * p.panel_bytes;
   Y* x = static_cast<Y*>(p.x) + t * p.E;
-  widen(panel, p.ids[t] % kPanel, x, p.E);
+  if (FP8) widen_fp8(panel, p.ids[t] % kPanel, x, p.E);
+  else widen(panel, p.ids[t] % kPanel, x, p.E);
 }
 
-template <class Y>
-int32_t run(Lookup& p) {
+template <class Y, bool FP8>
+int32_t run_rows(Lookup& p) {
   for (int64_t t = 0; t < p.T; ++t)
     if (p.ids[t] < 0 || p.ids[t] >= p.V) return HR_BAD_INDEX;
   p.panel_bytes = kPanel * 4 + ceil_div(p.E, int64_t(4)) * kStepBytes;
-  hr_parallel(rows<Y>, &p, p.T);
+  hr_parallel(rows<Y, FP8>, &p, p.T);
   return HR_OK;
+}
+
+template <bool FP8>
+int32_t run(Lookup p, int32_t dtype) {
+  if (p.T < 0 || p.V < 0 || p.E <= 0) return HR_BAD_SHAPE;
+  if (dtype == HR_BF16) return run_rows<bf16, FP8>(p);
+  if (dtype == HR_F16) return run_rows<fp16, FP8>(p);
+  if (dtype == HR_F32) return run_rows<float, FP8>(p);
+  return HR_BAD_DTYPE;
 }
 
 }  // namespace
@@ -44,11 +63,11 @@ int32_t run(Lookup& p) {
 // x is contiguous. An id outside [0, V) refuses the call before anything is read or written.
 HR_PUBLIC int32_t HR_EXPORT(embedding_quant)(const int64_t* ids, const void* table, void* x, int64_t T, int64_t V,
                                              int64_t E, int32_t dtype) {
-  if (T < 0 || V < 0 || E <= 0) return HR_BAD_SHAPE;
-  Lookup p{ids, static_cast<const uint8_t*>(table), x, T, V, E, 0};
-  if (dtype == HR_BF16) return run<bf16>(p);
-  if (dtype == HR_F16) return run<fp16>(p);
-  if (dtype == HR_F32) return run<float>(p);
-  return HR_BAD_DTYPE;
+  return run<false>({ids, static_cast<const uint8_t*>(table), x, T, V, E, 0}, dtype);
 }
 HR_REPLAYABLE(embedding_quant)
+HR_PUBLIC int32_t HR_EXPORT(embedding_fp8)(const int64_t* ids, const void* table, void* x, int64_t T, int64_t V, int64_t E,
+                                           int32_t dtype) {
+  return run<true>({ids, static_cast<const uint8_t*>(table), x, T, V, E, 0}, dtype);
+}
+HR_REPLAYABLE(embedding_fp8)

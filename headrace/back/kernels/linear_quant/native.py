@@ -1,4 +1,4 @@
-"""Linear with packed int8 weights by the native kernel, for any number of rows.
+"""Linear with packed int8 or e4m3 weights by the native kernels, for any number of rows.
 
 A result depends neither on the rows beside it nor on the number of threads. T tokens, I inputs, O
 outputs.
@@ -18,6 +18,7 @@ from headrace.back.kernels.op import Kernel
 
 MAX_INPUTS = 65536
 """More could overflow the 32-bit sums of 255 * 127."""
+_NAMES = {"int8": "linear_quant", "fp8": "linear_fp8"}
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, *(INT32,) * 3)
 _CODES_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 5, *(INT32,) * 2)
 
@@ -30,11 +31,11 @@ def bind_with(
 ) -> Linear:
     """The kernel of one library; keeps the weight and the bias."""
     assert (weight.outputs, weight.inputs) == (problem.outputs, problem.inputs), problem
-    assert weight.panels.is_contiguous()
+    assert weight.panels.is_contiguous() and weight.coding == problem.coding, weight.coding
     assert bias_O is None or (bias_O.dtype == problem.dtype and bias_O.is_contiguous())
     if problem.coded:
         return _bind_coded(library, problem, weight, bias_O)
-    kernel = library.bind("linear_quant", *_ARGUMENTS)
+    kernel = library.bind(_NAMES[problem.coding], *_ARGUMENTS)
     inputs, outputs, code = problem.inputs, problem.outputs, DTYPES[problem.dtype]
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     panels, out = weight.panels, torch.float32 if problem.wide else problem.dtype
@@ -89,7 +90,9 @@ def _supports(problem: LinearQuantProblem) -> str | None:
             return f"gates by {', '.join(ACTIVATIONS)}, without a bias"
         if problem.results % PANEL:
             return f"gates whole panels of {PANEL} outputs"
-    if problem.inputs > MAX_INPUTS:
+    if problem.coded and problem.coding != "int8":
+        return f"multiplies {problem.coding} weights by plain rows"
+    if problem.inputs > MAX_INPUTS and problem.coding == "int8":
         return f"sums at most {MAX_INPUTS} inputs, not {problem.inputs}"
     return unsupported(problem.device, problem.dtype)
 

@@ -8,14 +8,13 @@
 // Weight codes are stored with an offset (+128) because the dot product instruction multiplies unsigned by signed;
 // the accumulator starts at -offset * sum(x), which takes it out again exactly.
 
-#include "../native/activation.h"
 #include "../native/amx.h"
 #include "../native/int8.h"
+#include "../native/panel_results.h"
 #include "../native/top.h"
 
 namespace {
 
-constexpr int64_t kPanel = 64;
 constexpr int64_t kStepBytes = kPanel * 4;                         // 4 codes of 64 outputs
 constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 192;
 // Vectors of outputs and rows of x per tile: as many accumulators as the registers hold.
@@ -42,32 +41,6 @@ struct Product {
   const void* source;
   int64_t source_stride, rows_per_chunk;
 };
-
-template <class Y>
-HR_INLINE void put_row(const Product& p, int64_t m, int64_t n, F v) {
-  const int64_t count = smaller<int64_t>(p.N - n, kLanes);
-  if (count <= 0) return;
-  const Y* bias = static_cast<const Y*>(p.bias);
-  Y* y = static_cast<Y*>(p.y) + m * p.y_stride + (n - p.y_first);
-  if (count == kLanes) {
-    if (bias != nullptr) v += load(bias + n);
-    store(y, v);
-  } else {
-    if (bias != nullptr) v += load_part(bias + n, count);
-    store_part(y, v, count);
-  }
-}
-
-// Rows [m, m + rows) of panel j (64 floats each, and of the panel it gates if there is an activation) to y.
-template <class Y>
-HR_INLINE void put_panel(const Product& p, int64_t j, int64_t m, int64_t rows, const float* results, const float* ups) {
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t column = 0; column < kPanel; column += kLanes) {
-      F v = load_raw<F>(results + i * kPanel + column);
-      if (p.activation >= 0) v = gate(p.activation, v, load_raw<F>(ups + i * kPanel + column));
-      put_row<Y>(p, m + i, j * kPanel + column, v);
-    }
-}
 
 // MB rows against kVectors vectors of outputs, from `column` of the panel on.
 template <int MB>

@@ -1,8 +1,11 @@
-"""y = x W^T + b with packed int8 weights, a scale per output, and activations quantized on the way to int8.
+"""y = x W^T + b with packed weights of a byte and a scale per output (float32).
 
-`bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. How activations become
-codes: rows.py; with `coded` x is CodedRows already. Products of codes are summed exactly; scales are float32. A NaN or
-Inf in x makes all outputs of its token NaN, and of no other. T tokens, I inputs, O outputs.
+`bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. T tokens, I inputs, O
+outputs.
+
+    int8    activations are quantized on the way to int8 (rows.py); with `coded` x is CodedRows already. Products of
+            codes are summed exactly. A NaN or Inf in x makes all outputs of its token NaN, and of no other
+    fp8     activations stay as they are; their products with e4m3 numbers are summed in float32, and the sum is scaled
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from headrace.back.kernels.linear_quant.layout import (
     PackedWeight,
     empty,
     read_rows,
+    values_of,
     write_panels,
 )
 from headrace.back.kernels.linear_quant.rows import CodedRows, activation_codes, coded_rows
@@ -36,14 +40,15 @@ _ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LinearQuantProblem:
-    """`wide`: y is float32 whatever the dtype of x (logits); without a bias only. `activation`: the first half of the
-    outputs gates the second (kernels/gated_act), in float32: y has half as many. `coded`: x is CodedRows, made of rows
-    of this dtype."""
+    """`coding` is the weight's (layout.py). `wide`: y is float32 whatever the dtype of x (logits); without a bias only.
+    `activation`: the first half of the outputs gates the second (kernels/gated_act), in float32: y has half as many.
+    `coded`: x is CodedRows, made of rows of this dtype."""
 
     device: str
     dtype: torch.dtype
     inputs: int
     outputs: int
+    coding: str = "int8"
     bias: bool = False
     wide: bool = False
     activation: str | None = None
@@ -61,7 +66,7 @@ def bind_reference(
     """The definition, some outputs at a time; products of codes in float64 are exact."""
 
     def linear(x: torch.Tensor | CodedRows) -> torch.Tensor:
-        codes, scales = activation_codes(x, inputs=problem.inputs, group=None)
+        codes, scales = _multipliers(problem, x)
         dtype = problem.dtype if isinstance(x, CodedRows) else x.dtype
         parts = [
             _product(weight, torch.arange(row, min(row + _ROWS, problem.outputs)), codes, scales)
@@ -75,11 +80,21 @@ def bind_reference(
     return linear
 
 
+def _multipliers(
+    problem: LinearQuantProblem, x: torch.Tensor | CodedRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What codes of weights are multiplied by (float64 [T, I]), and scales (float32 [T, 1])."""
+    if problem.coding == "int8":
+        return activation_codes(x, inputs=problem.inputs, group=None)
+    assert isinstance(x, torch.Tensor), problem
+    return x.double(), torch.ones(len(x), 1)
+
+
 def _product(
     weight: PackedWeight, rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     weight_codes, weight_scales = read_rows(weight, rows)
-    dots = (codes @ weight_codes.double().T).float()
+    dots = (codes @ values_of(weight, weight_codes).double().T).float()
     return dots * (scales * weight_scales.T)
 
 
@@ -102,8 +117,10 @@ def random_weight(problem: LinearQuantProblem, generator: torch.Generator) -> Pa
     """A packed weight with codes over their whole range."""
     shape = (problem.outputs, problem.inputs)
     codes = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+    if problem.coding == "fp8":  # the bits of sign and magnitude, 0 .. 126: NaN is not among them
+        codes = (codes.abs() - 1).clamp_(min=0) | (codes & -128)
     scales = torch.rand(problem.outputs, 1, generator=generator) / 128
-    weight = empty(*shape)
+    weight = empty(*shape, problem.coding)
     write_panels(weight, 0, codes, scales)
     return weight
 

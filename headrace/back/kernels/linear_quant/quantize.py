@@ -13,7 +13,8 @@ def quantize_with(library: NativeLibrary, weight_OI: torch.Tensor, packed: Packe
     """Fills all panels of `packed` by one library."""
     assert weight_OI.shape == (packed.outputs, packed.inputs) and weight_OI.stride(1) == 1
     assert packed.panels.is_contiguous()
-    kernel = library.bind("quantize", POINTER, POINTER, *(INT64,) * 3, INT32)
+    name = "quantize" if packed.coding == "int8" else "quantize_fp8"
+    kernel = library.bind(name, POINTER, POINTER, *(INT64,) * 3, INT32)
     kernel(
         weight_OI.data_ptr(), packed.panels.data_ptr(), packed.outputs, packed.inputs, weight_OI.stride(0),
         DTYPES[weight_OI.dtype],

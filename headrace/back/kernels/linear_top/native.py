@@ -50,7 +50,8 @@ def _call(library: NativeLibrary, product: Any, weight: Any) -> tuple[Callable[.
             x.data_ptr(), at, ids, values, rows, inputs, x.stride(0), segments, count, code
         ), (weight, table)
     if isinstance(weight, PackedWeight):
-        kernel = library.bind("linear_quant_top", *(POINTER,) * 4, *(INT64,) * 5, INT32)
+        name = "linear_quant_top" if weight.coding == "int8" else "linear_fp8_top"
+        kernel = library.bind(name, *(POINTER,) * 4, *(INT64,) * 5, INT32)
         panels = weight.panels
         return lambda x, ids, values, rows, count: kernel(
             x.data_ptr(), panels.data_ptr(), ids, values, rows, outputs, inputs, x.stride(0), count, code

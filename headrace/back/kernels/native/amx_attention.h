@@ -99,9 +99,12 @@ struct Running {
   F max, total;
 };
 
-// e^x for x <= 0 (and NaN): a base-2 polynomial, relative error below 4e-6, far below the weights' bf16.
+// e^x for x <= 0 (and NaN): a base-2 polynomial, relative error below 4e-6, far below the weights' bf16. 0 below 2^-125: a
+// result too small for a normal number costs some hundred cycles of microcode, and every hidden key would be one.
 HR_INLINE F fast_exp(F x) {
-  const __m512 t = _mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)(x * 1.44269504088896341f));  // NaN stays
+  const __m512 least = _mm512_set1_ps(-125.0f);
+  const __m512 t = _mm512_max_ps(_mm512_set1_ps(-126.0f), (__m512)(x * 1.44269504088896341f));  // NaN stays
+  const __mmask16 normal = _mm512_cmp_ps_mask(t, least, _CMP_NLT_UQ);
   const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const F r = (F)_mm512_sub_ps(t, n);
   F y = fma(splat(1.3333558e-3f), r, splat(9.6181291e-3f));
@@ -109,7 +112,7 @@ HR_INLINE F fast_exp(F x) {
   y = fma(y, r, splat(2.4022651e-1f));
   y = fma(y, r, splat(6.9314718e-1f));
   y = fma(y, r, splat(1.0f));
-  return (F)_mm512_scalef_ps((__m512)y, n);
+  return (F)_mm512_maskz_scalef_ps(normal, (__m512)y, n);
 }
 
 // Where the next tile's keys and values lie, 16 tokens each: with few query rows a task waits for memory, and the hardware

@@ -320,8 +320,9 @@ int32_t tile_linear(TileLinear p) {
     if (p.tokens == nullptr) return HR_NO_MEMORY;
     for (int64_t i = 0; i < ceil_div(p.M, kTile); ++i) pack_tokens(&p, i);
     const int64_t outputs = p.gated > 0 ? p.gated : p.N, each = p.K * (p.gated > 0 ? 4 : 2);
+    const int64_t share = ceil_div(outputs, int64_t(hr_pool_threads()));  // a small weight is no chunk or two but one each
     if (p.top != nullptr) p.rows_per_chunk = p.y_stride = kTopOutputs;
-    else p.rows_per_chunk = ceil_div(larger<int64_t>(kFewBytes / each, 1), kPair) * kPair;
+    else p.rows_per_chunk = ceil_div(larger<int64_t>(smaller(kFewBytes / each, share), 1), kPair) * kPair;
     hr_parallel(few_chunk<Y>, &p, ceil_div(outputs, p.rows_per_chunk));
     return HR_OK;
   }

@@ -55,7 +55,7 @@ ISAS: tuple[Isa, ...] = (
     Isa(
         name="amx",
         machines=("x86_64", "AMD64"),
-        flags=(*_DOT, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        flags=(*_DOT, "-mgfni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
         only="native/amx",
     ),
     Isa(name="armdot", machines=_ARM, flags=("-march=armv8.2-a+dotprod",)),

@@ -229,10 +229,11 @@ HR_PUBLIC int32_t hr_pool_resize(int32_t threads, const int32_t* cpus) {
 HR_PUBLIC const char* hr_source_digest() { return HR_STRING(HR_DIGEST); }
 
 #if defined(__x86_64__)
-// Whether the CPU has matrix tiles for bf16 and int8 and the system lets this process use them.
+// Whether the CPU has matrix tiles for bf16 and int8, products of bits (GFNI), and the system lets this process use them.
 static bool may_use_tiles() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if (!(c >> 8 & 1)) return false;  // GFNI: every CPU with tiles has it
   if (!(d >> 22 & 1) || !(d >> 24 & 1) || !(d >> 25 & 1)) return false;  // AMX-BF16, -TILE, -INT8
 #if defined(__linux__)
   constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM: for all threads, at first use

@@ -96,6 +96,29 @@ void check_linear(int type, int64_t M, int64_t N, int64_t K) {
   compare("linear", type, y, exact, 2e-6);
 }
 
+using Linear8 = int32_t (*)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t,
+                            int32_t, int32_t, int32_t);
+using Pack8 = int32_t (*)(const void*, uint8_t*, int64_t, int64_t, int64_t, int32_t);
+// Weights are e4m3 numbers already, and the largest of each output is 448: they are packed without rounding.
+void check_fp8(int type, int64_t M, int64_t N, int64_t K, bool compared) {
+  Values x(M * K, type);
+  vector<float> w(size_t(N * K)), y(size_t(M * N), NAN);
+  vector<uint8_t> panels(size_t((N + 63) / 64 * (256 + (K + 3) / 4 * 256)));
+  for (int64_t i = 0; i < N * K; ++i) {
+    const int code = i % K == 0 ? 126 : int(next() >> 40) % 127, exponent = code >> 3;
+    w[i] = ldexpf(float((code & 7) + (exponent ? 8 : 0)), (exponent ? exponent : 1) - 10) * (next() >> 40 & 1 ? -1 : 1);
+  }
+  int status = kernel<Pack8>("quantize_fp8")(w.data(), panels.data(), N, K, K, F32);
+  status |= kernel<Linear8>("linear_fp8")(x.bytes.data(), panels.data(), nullptr, y.data(), M, N, K, K, N, -1, type, F32);
+  if (!compared) return;
+  vector<double> exact(size_t(M * N), 0);
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n)
+      for (int64_t k = 0; k < K; ++k) exact[m * N + n] += x.exact[m * K + k] * w[n * K + k];
+  if (status) y[0] = NAN;
+  compare("linear_fp8", type, y, exact, 2e-6);
+}
+
 // Block codings as layout.py numbers them: inputs of a block, its bytes, where its float16 scales stand, panel bytes.
 struct Coding {
   int block, size, halves[2], panel_block;
@@ -232,6 +255,7 @@ int main(int argc, char** argv) {
       vector<float> y(size_t(N), 0);
       return kernel<Linear>("linear")(x.bytes.data(), w.bytes.data(), nullptr, y.data(), 1, N, K, K, K, N, BF16, F32);
     }
+    if (name == "linear_fp8") return check_fp8(BF16, 1, N, K, false), 0;
     if (name == "linear_gated" || name == "linear_top") {
       Values x(K, BF16), w(N * K, BF16);
       vector<float> y(size_t(N), 0);
@@ -255,6 +279,7 @@ int main(int argc, char** argv) {
   }
   for (int type : {F32, BF16, F16}) {
     check_linear(type, 3, 37, 100), check_linear(type, 1, 64, 256);
+    check_fp8(type, 3, 70, 101, true);
     for (int coded = 0; coded < 3; ++coded) check_attention(type, coded, 100, true);
   }
   for (int coding = 0; coding < 12; ++coding) check_blocks(coding, 3, 70, 512, true);

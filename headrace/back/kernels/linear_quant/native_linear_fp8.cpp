@@ -1,0 +1,384 @@
+// y[M,N] = x[M,K] w[N,K]^T + bias[N] with packed e4m3 weights (layout.py) and plain activations.
+//
+// Codes are widened in registers to bf16, which holds them exactly (fp8.h), and multiplied by rows of bf16, or, where there
+// is no instruction for that and with rows of another type, of float32. The scale of an output multiplies its finished sum.
+// As for int8 weights a panel of 64 outputs is one stream of bytes, lanes are outputs, and a result is one chain of
+// operations whatever the rows beside it.
+//
+// With matrix tiles 32 inputs of a panel become the right operand of four tiles in the first-level cache, for a single row
+// too: a tile's sums are rounded in another order than the vector instruction's. For many rows 512 inputs are widened, and
+// all rows go by before the next ones.
+
+#include "../native/amx.h"
+#include "../native/fp8.h"
+#include "../native/panel_results.h"
+#include "../native/top.h"
+
+namespace {
+
+constexpr int64_t kStepBytes = kPanel * 4;  // 4 codes of 64 outputs
+constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 512;
+constexpr int64_t kPadded = 32;  // x has zeros up to a multiple of it: the inputs of a tile
+constexpr int64_t kFetched = 16 * kStepBytes;        // how far ahead
+// Vectors of outputs and rows of x per tile of sums: as many as leave registers for what is widened.
+constexpr int kVectors = 4;
+constexpr int kRows = kRegisters == 32 ? 4 : 2;
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HR_BF16_DOT 1
+#endif
+
+struct Product {
+  const char* x;  // [M, x_stride bytes]: bf16 or float32, padded with zeros
+  int64_t x_stride;
+  const uint8_t* w;
+  const void* bias;
+  void* y;
+  int64_t M, N, K, y_stride, panel_bytes, panels, panels_per_chunk, row_blocks;
+  int32_t activation;  // -1, or the first half of the outputs gates the second
+  const Top* top;      // null, or where the best results are kept, and y is memory of a chunk
+  int64_t y_first;     // the output that y begins with
+  // For copying x in parallel.
+  const void* source;
+  int64_t source_stride, rows_per_chunk;
+};
+
+template <class X>
+HR_INLINE int64_t padded_bytes(int64_t K) { return ceil_div(K, kPadded) * kPadded * int64_t(sizeof(X)); }
+
+// acc += x[0] * (the lower halves of w) + x[1] * (the upper ones).
+HR_INLINE F add_pair(F acc, const float* x, U w) {
+  acc = fma((F)(w << 16), x[0], acc);
+  return fma((F)(w & 0xffff0000u), x[1], acc);
+}
+HR_INLINE F add_pair(F acc, const bf16* x, U w) {
+  uint32_t pair;
+  __builtin_memcpy(&pair, x, 4);
+  return Dot<bf16>::add(acc, U{} + pair, w);
+}
+
+// MB rows against kVectors vectors of outputs, from `column` of the panel on.
+template <class X, int MB>
+HR_INLINE void tile(const Product& p, const uint8_t* panel, int64_t column, int64_t m, bool fetch, float* results) {
+  F acc[MB][kVectors] = {};
+  const X* x[MB];
+  HR_UNROLL for (int i = 0; i < MB; ++i) x[i] = reinterpret_cast<const X*>(p.x + (m + i) * p.x_stride);
+  const uint8_t* w = panel + kPanel * 4 + column * 4;
+  for (int64_t k = 0; k < p.K; k += 4, w += kStepBytes) {
+    if (fetch) HR_UNROLL for (int j = 0; j < kVectors; ++j) __builtin_prefetch(w + kFetched + j * sizeof(U), 0, 3);
+    HR_UNROLL for (int j = 0; j < kVectors; ++j) {
+      U first, second;
+      widen_pairs(w + j * sizeof(U), first, second);
+      HR_UNROLL for (int i = 0; i < MB; ++i) acc[i][j] = add_pair(acc[i][j], x[i] + k, first);
+      HR_UNROLL for (int i = 0; i < MB; ++i) acc[i][j] = add_pair(acc[i][j], x[i] + k + 2, second);
+    }
+  }
+  HR_UNROLL for (int j = 0; j < kVectors; ++j) {
+    const F scale = load_raw<F>(panel + (column + j * kLanes) * 4);
+    HR_UNROLL for (int i = 0; i < MB; ++i) {
+      const F v = acc[i][j] * scale;
+      __builtin_memcpy(results + i * kPanel + column + j * kLanes, &v, sizeof v);
+    }
+  }
+}
+
+// results[rows][64]: rows [m, m + rows) against one panel.
+template <class X>
+HR_INLINE void vector_rows(const Product& p, const uint8_t* panel, int64_t m, int64_t rows, float* results) {
+  const int64_t end = m + rows;
+  for (bool fetch = true; m < end; fetch = false) {
+    const int64_t count = ceil_div(end - m, ceil_div(end - m, int64_t(kRows)));
+    for (int64_t column = 0; column < kPanel; column += kVectors * kLanes) {
+      if (kRows >= 4 && count == 4) tile<X, kRows >= 4 ? 4 : 1>(p, panel, column, m, fetch, results);
+      if (kRows >= 3 && count == 3) tile<X, kRows >= 3 ? 3 : 1>(p, panel, column, m, fetch, results);
+      if (count == 2) tile<X, 2>(p, panel, column, m, fetch, results);
+      if (count == 1) tile<X, 1>(p, panel, column, m, fetch, results);
+    }
+    m += count, results += count * kPanel;
+  }
+}
+
+#if defined(HR_AMX)
+constexpr int64_t kTileSteps = kPadded / 4;  // of 4 inputs in one tile
+constexpr int64_t kBlockTiles = 16;          // of inputs that are widened at once for many rows
+constexpr int64_t kTilesFetched = 64 * kStepBytes;  // how far ahead, into the second-level cache
+
+HR_INLINE void tile_shapes(int64_t rows) {
+  TileShapes shapes;
+  const int64_t first = smaller(rows, kTile), second = rows - first;
+  // Two blocks of rows by two of outputs, or one by four.
+  for (int t = 0; t < 4; ++t) TileShapes::set(shapes, t, second > 0 && t >= 2 ? second : first, 64);
+  TileShapes::set(shapes, 4, first, 64);
+  TileShapes::set(shapes, 5, second > 0 ? second : kTile, 64);
+  TileShapes::set(shapes, 6, kTile, 64), TileShapes::set(shapes, 7, kTile, 64);
+  tiles_configure(shapes);
+}
+
+// 32 inputs of 16 TILES outputs, of which `steps` of 4 inputs are there, as tiles [16 pairs of inputs][16 outputs].
+template <int TILES>
+HR_INLINE void widen_tiles(const uint8_t* w, int64_t steps, bool fetch, char* to) {
+  for (int64_t s = 0; s < kTileSteps; ++s, w += kStepBytes, to += 128) {
+    HR_UNROLL for (int t = 0; t < TILES; ++t) {
+      U first{}, second{};
+      if (s < steps) widen_pairs(w + t * 64, first, second);
+      if (fetch) __builtin_prefetch(w + kTilesFetched + t * 64, 0, 2);
+      __builtin_memcpy(to + t * kTileBytes, &first, 64);
+      __builtin_memcpy(to + t * kTileBytes + 64, &second, 64);
+    }
+  }
+}
+
+// The sums of one block of rows by four of outputs, or of two by two.
+HR_INLINE void tiles_one(const char* x, int64_t stride, const char* w) {
+  HR_TILE_LOAD(4, x, stride);
+  HR_TILE_LOAD(5, w, 64);
+  HR_TILE_DOT_BF16(0, 4, 5);
+  HR_TILE_LOAD(6, w + kTileBytes, 64);
+  HR_TILE_DOT_BF16(1, 4, 6);
+  HR_TILE_LOAD(7, w + 2 * kTileBytes, 64);
+  HR_TILE_DOT_BF16(2, 4, 7);
+  HR_TILE_LOAD(5, w + 3 * kTileBytes, 64);
+  HR_TILE_DOT_BF16(3, 4, 5);
+}
+HR_INLINE void tiles_two(const char* x, int64_t stride, const char* w) {
+  HR_TILE_LOAD(6, w, 64);
+  HR_TILE_LOAD(4, x, stride);
+  HR_TILE_DOT_BF16(0, 4, 6);
+  HR_TILE_LOAD(7, w + kTileBytes, 64);
+  HR_TILE_DOT_BF16(1, 4, 7);
+  HR_TILE_LOAD(5, x + kTile * stride, stride);
+  HR_TILE_DOT_BF16(2, 5, 6);
+  HR_TILE_DOT_BF16(3, 5, 7);
+}
+
+// Where the four tiles' sums lie among results [rows][64]; `column`: of the two by two.
+template <bool TWO, class Function>
+HR_INLINE void each_result(float* results, int64_t column, Function f) {
+  f(results + column, results + column + 16, results + (TWO ? kTile * kPanel + column : 32),
+    results + (TWO ? kTile * kPanel + column + 16 : 48));
+}
+HR_INLINE void store_tiles(float* a, float* b, float* c, float* d) {
+  HR_TILE_STORE(0, a, kPanel * 4);
+  HR_TILE_STORE(1, b, kPanel * 4);
+  HR_TILE_STORE(2, c, kPanel * 4);
+  HR_TILE_STORE(3, d, kPanel * 4);
+}
+HR_INLINE void load_tiles(const float* a, const float* b, const float* c, const float* d) {
+  HR_TILE_LOAD(0, a, kPanel * 4);
+  HR_TILE_LOAD(1, b, kPanel * 4);
+  HR_TILE_LOAD(2, c, kPanel * 4);
+  HR_TILE_LOAD(3, d, kPanel * 4);
+}
+HR_INLINE void zero_tiles() {
+  HR_TILE_ZERO(0);
+  HR_TILE_ZERO(1);
+  HR_TILE_ZERO(2);
+  HR_TILE_ZERO(3);
+}
+
+// At most 32 rows: each stretch of 32 inputs is widened, multiplied and forgotten.
+template <bool TWO>
+HR_INLINE void few_rows(const Product& p, const uint8_t* panel, int64_t m, float* results) {
+  alignas(64) char tiles[2][4 * kTileBytes];  // widened into the one while the other is read
+  const int64_t steps = ceil_div(p.K, int64_t(4));
+  for (int64_t column = 0; column < kPanel; column += TWO ? 32 : 64) {
+    const uint8_t* w = panel + kPanel * 4 + column * 4;
+    const char* x = p.x + m * p.x_stride;
+    zero_tiles();
+    for (int64_t s = 0, turn = 0; s < steps; s += kTileSteps, turn ^= 1, w += kTileSteps * kStepBytes, x += 64) {
+      if (s + kTileSteps <= steps) widen_tiles<TWO ? 2 : 4>(w, kTileSteps, true, tiles[turn]);
+      else widen_tiles<TWO ? 2 : 4>(w, steps - s, false, tiles[turn]);
+      if (TWO) tiles_two(x, p.x_stride, tiles[turn]);
+      else tiles_one(x, p.x_stride, tiles[turn]);
+    }
+    each_result<TWO>(results, column, store_tiles);
+  }
+}
+
+// `count` tiles of inputs, widened at `tiles`, for one block of rows; the sums go on from those that are there.
+template <bool TWO>
+HR_INLINE void block_rows(const Product& p, const char* x, const char* tiles, int64_t count, bool begin, float* results) {
+  for (int64_t column = 0; column < kPanel; column += TWO ? 32 : 64) {
+    if (begin) zero_tiles();
+    else each_result<TWO>(results, column, load_tiles);
+    for (int64_t i = 0; i < count; ++i) {
+      const char* w = tiles + i * 4 * kTileBytes + column / 16 * kTileBytes;
+      if (TWO) tiles_two(x + i * 64, p.x_stride, w);
+      else tiles_one(x + i * 64, p.x_stride, w);
+    }
+    each_result<TWO>(results, column, store_tiles);
+  }
+}
+
+HR_INLINE void many_rows(const Product& p, const uint8_t* panel, int64_t m, int64_t rows, char* tiles, float* results) {
+  const int64_t steps = ceil_div(p.K, int64_t(4)), all = ceil_div(steps, kTileSteps);
+  for (int64_t t = 0; t < all; t += kBlockTiles) {
+    const int64_t count = smaller(all - t, kBlockTiles);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t s = (t + i) * kTileSteps;
+      widen_tiles<4>(panel + kPanel * 4 + s * kStepBytes, steps - s, true, tiles + i * 4 * kTileBytes);
+    }
+    int64_t shaped = 0;
+    for (int64_t i = 0; i < rows; i += 2 * kTile) {
+      const int64_t block = smaller(rows - i, 2 * kTile);
+      if (block != shaped) tile_shapes(shaped = block);
+      const char* x = p.x + (m + i) * p.x_stride + t * 64;
+      if (block > kTile) block_rows<true>(p, x, tiles, count, t == 0, results + i * kPanel);
+      else block_rows<false>(p, x, tiles, count, t == 0, results + i * kPanel);
+    }
+  }
+}
+
+// The same by matrix tiles. `tiles`: memory for what is widened.
+HR_INLINE void tile_rows(const Product& p, const uint8_t* panel, int64_t m, int64_t rows, char* tiles, float* results) {
+  if (rows > 2 * kTile) many_rows(p, panel, m, rows, tiles, results);
+  else if (rows > kTile) few_rows<true>(p, panel, m, results);
+  else few_rows<false>(p, panel, m, results);
+  for (int64_t column = 0; column < kPanel; column += kLanes) {
+    const F scale = load_raw<F>(panel + column * 4);
+    for (int64_t i = 0; i < rows; ++i) store(results + i * kPanel + column, load(results + i * kPanel + column) * scale);
+  }
+}
+#endif
+
+template <class X>
+constexpr bool kTiles =
+#if defined(HR_AMX)
+    sizeof(X) == 2;
+#else
+    false;
+#endif
+
+// results[rows][64]. `widened`: memory of this thread.
+template <class X>
+HR_INLINE void panel_results(const Product& p, const uint8_t* panel, int64_t m, int64_t rows,
+                             [[maybe_unused]] char* widened, float* results) {
+#if defined(HR_AMX)
+  if constexpr (kTiles<X>) return tile_rows(p, panel, m, rows, widened, results);
+#endif
+  vector_rows<X>(p, panel, m, rows, results);
+}
+
+template <class X, class Y>
+void panels_chunk(void* context, int64_t i) {
+  Product p = *static_cast<const Product*>(context);
+  const int64_t first = i / p.row_blocks * p.panels_per_chunk, row = i % p.row_blocks * kRowBlock;
+  const int64_t end = smaller(first + p.panels_per_chunk, p.panels), rows = smaller(p.M - row, kRowBlock);
+  if (p.top != nullptr) {
+    p.y = hr_scratch(p.M * p.y_stride * int64_t(sizeof(float)), 2), p.y_first = first * kPanel;
+    if (p.y == nullptr) __builtin_trap();
+  }
+  // Whole tiles of rows are stored.
+  const int64_t results_bytes = ceil_div(rows, int64_t(32)) * 32 * kPanel * 4, widened_bytes = kTiles<X> ? 64 * 1024 : 0;
+  char* memory = static_cast<char*>(hr_scratch(2 * results_bytes + widened_bytes, 1));
+  if (memory == nullptr) __builtin_trap();
+  float* results = reinterpret_cast<float*>(memory);
+  float* ups = reinterpret_cast<float*>(memory + results_bytes);
+  char* widened = memory + 2 * results_bytes;
+#if defined(HR_AMX)
+  if (kTiles<X>) tile_shapes(smaller<int64_t>(rows, 2 * kTile));
+#endif
+  for (int64_t j = first; j < end; ++j) {
+    panel_results<X>(p, p.w + j * p.panel_bytes, row, rows, widened, results);
+    if (p.activation >= 0) panel_results<X>(p, p.w + (j + p.panels) * p.panel_bytes, row, rows, widened, ups);
+    put_panel<Y>(p, j, row, rows, results, ups);
+  }
+#if defined(HR_AMX)
+  if (kTiles<X>) tiles_release();
+#endif
+  if (p.top != nullptr)
+    top_take(*p.top, i, static_cast<const float*>(p.y), p.y_stride, p.y_first, smaller(end * kPanel, p.N) - p.y_first);
+}
+
+HR_INLINE void copy_values(const bf16* from, int64_t count, bf16* to) { __builtin_memcpy(to, from, size_t(count) * 2); }
+template <class T>
+HR_INLINE void copy_values(const T* from, int64_t count, float* to) {
+  for (int64_t k = 0; k < count; k += kLanes) store(to + k, k + kLanes <= count ? load(from + k) : load_part(from + k, count - k));
+}
+
+// One chunk of rows of x into the scratch memory.
+template <class T, class X>
+void copy_chunk(void* context, int64_t i) {
+  const Product& p = *static_cast<const Product*>(context);
+  const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.M);
+  for (int64_t m = i * p.rows_per_chunk; m < end; ++m) {
+    X* to = reinterpret_cast<X*>(const_cast<char*>(p.x) + m * p.x_stride);
+    __builtin_memset(to + p.K / 16 * 16, 0, size_t(padded_bytes<X>(p.K) - p.K / 16 * 16 * int64_t(sizeof(X))));
+    copy_values(static_cast<const T*>(p.source) + m * p.source_stride, p.K, to);
+  }
+}
+
+template <class T, class X, class Y>
+int32_t multiply(Product& p) {
+  // A line more than the values take: rows a power of two apart would meet in the same few sets of a cache.
+  p.x_stride = padded_bytes<X>(p.K) + 64;
+  p.x = static_cast<const char*>(hr_scratch(p.M * p.x_stride));
+  if (p.x == nullptr) return HR_NO_MEMORY;
+  p.rows_per_chunk = larger<int64_t>(1, 32 * 1024 / p.K);
+  hr_parallel(copy_chunk<T, X>, &p, ceil_div(p.M, p.rows_per_chunk));
+  // With an activation a chunk does panels of the first half, and those that they gate.
+  if (p.activation >= 0) p.N /= 2;
+  p.panels = ceil_div(p.N, kPanel);
+  p.panel_bytes = kPanel * 4 + ceil_div(p.K, int64_t(4)) * kStepBytes;
+  p.row_blocks = ceil_div(p.M, kRowBlock);
+  p.panels_per_chunk = larger<int64_t>(1, p.M > kRows ? 1 : kChunkBytes / p.panel_bytes);
+  if (p.top != nullptr) p.panels_per_chunk = kTopOutputs / kPanel, p.y_stride = kTopOutputs;
+  hr_parallel(panels_chunk<X, Y>, &p, ceil_div(p.panels, p.panels_per_chunk) * p.row_blocks);
+  return HR_OK;
+}
+
+template <class T, class Y>
+int32_t run(Product& p) { return multiply<T, float, Y>(p); }
+#if defined(HR_BF16_DOT)
+template <>
+int32_t run<bf16, bf16>(Product& p) { return multiply<bf16, bf16, bf16>(p); }
+template <>
+int32_t run<bf16, float>(Product& p) { return multiply<bf16, bf16, float>(p); }
+#endif
+
+bool sound(int64_t M, int64_t N, int64_t K, int32_t activation, const void* bias) {
+  if (M < 0 || N < 0 || K <= 0) return false;
+  return activation <= RELU && (activation < 0 || (N % (2 * kPanel) == 0 && bias == nullptr));
+}
+
+}  // namespace
+
+// As `linear_quant`, with panels of e4m3 codes.
+HR_PUBLIC int32_t HR_EXPORT(linear_fp8)(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N,
+                                        int64_t K, int64_t x_stride, int64_t y_stride, int32_t activation, int32_t dtype,
+                                        int32_t y_dtype) {
+  if (!sound(M, N, K, activation, bias)) return HR_BAD_SHAPE;
+  if (M == 0 || N == 0) return HR_OK;
+  Product p{};
+  p.w = static_cast<const uint8_t*>(w), p.bias = bias, p.y = y, p.source = x;
+  p.M = M, p.N = N, p.K = K, p.activation = activation, p.y_stride = y_stride, p.source_stride = x_stride;
+  if (dtype == HR_BF16 && y_dtype == HR_BF16) return run<bf16, bf16>(p);
+  if (dtype == HR_BF16 && y_dtype == HR_F32 && bias == nullptr) return run<bf16, float>(p);
+  if (dtype == HR_F16 && y_dtype == HR_F16) return run<fp16, fp16>(p);
+  if (dtype == HR_F16 && y_dtype == HR_F32 && bias == nullptr) return run<fp16, float>(p);
+  if (dtype == HR_F32 && y_dtype == HR_F32) return run<float, float>(p);
+  return HR_BAD_DTYPE;
+}
+HR_REPLAYABLE(linear_fp8)
+
+// The `count` best of the results that `linear_fp8` would give in float32: outputs and values [M, count], best first.
+HR_PUBLIC int32_t HR_EXPORT(linear_fp8_top)(const void* x, const void* w, int64_t* ids, float* values, int64_t M,
+                                            int64_t N, int64_t K, int64_t x_stride, int64_t count, int32_t dtype) {
+  if (!sound(M, N, K, -1, nullptr) || count < 1 || count > N) return HR_BAD_SHAPE;
+  const int64_t bytes = dtype == HR_F32 ? 4 : 2;
+  for (int64_t m = 0; m < M; m += kTopRows) {
+    Top top{count, smaller(M - m, kTopRows), ceil_div(N, kTopOutputs), nullptr, nullptr};
+    if (!top_begin(top)) return HR_NO_MEMORY;
+    Product p{};
+    p.w = static_cast<const uint8_t*>(w), p.source = static_cast<const char*>(x) + m * x_stride * bytes;
+    p.M = top.rows, p.N = N, p.K = K, p.activation = -1, p.source_stride = x_stride, p.top = &top;
+    const int32_t status = dtype == HR_BF16  ? run<bf16, float>(p)
+                           : dtype == HR_F16 ? run<fp16, float>(p)
+                           : dtype == HR_F32 ? run<float, float>(p)
+                                             : int32_t(HR_BAD_DTYPE);
+    if (status != HR_OK) return status;
+    top_merge(top, ids + m * count, values + m * count);
+  }
+  return HR_OK;
+}
+HR_REPLAYABLE(linear_fp8_top)
