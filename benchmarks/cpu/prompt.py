@@ -1,6 +1,6 @@
-"""What a prompt's prefill is made of: seconds in each native kernel, and the rest (Python, torch), bundled model.
+"""What a prompt's prefill is made of: seconds in each native kernel, and the rest (Python, torch).
 
-    python -m benchmarks.cpu.prompt [--quantization int4] [--tokens 512]
+    python -m benchmarks.cpu.prompt [--shape bundled] [--quantization int4] [--tokens 512]
 
 Kernels are timed around their calls in this process, which adds some 0.3 us to each. Medians of the rounds.
 """
@@ -16,14 +16,14 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.cpu.headrace_session import OPTIONS
-from benchmarks.cpu.host import BUNDLED
+from benchmarks.cpu.shapes import SHAPES
 from headrace.back.kernels.native.library import NativeLibrary
 from headrace.base.config.options import CommandLine
 from headrace.bench.offline import OfflineEngine
 from headrace.bench.report import markdown_table
 from headrace.launch.facts import resolve_options
 
-ROUNDS = 12
+ROUNDS = 8
 spent: Counter[str] = Counter()
 
 
@@ -45,12 +45,13 @@ def timed(bind: Callable[..., Callable[..., None]]) -> Callable[..., Callable[..
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="bundled", choices=SHAPES)
     parser.add_argument("--quantization", default="", help="none: bfloat16")
     parser.add_argument("--tokens", type=int, default=512)
     given = parser.parse_args()
     NativeLibrary.bind = timed(NativeLibrary.bind)  # type: ignore[method-assign]
     line = CommandLine("prompt", "", groups=("model", "kv", "scheduler", "device"))
-    words = ["--model", str(BUNDLED), *OPTIONS]
+    words = ["--model", str(SHAPES[given.shape].folder), *OPTIONS]
     words += ["--quantization", given.quantization] if given.quantization else []
     _, options = line.parse(words)
     engine, rng = OfflineEngine(resolve_options(options)), np.random.default_rng(0)

@@ -10,24 +10,36 @@ _SMALL = (
     "6 to 23 MB of weights lie in the caches, so a plain read of them is no bound; a step is 69 kernels of 1 to 78 us, "
     "and 0.16 to 0.18 ms of it are the host's (host.py)"
 )
+_ATTENTION = (
+    "attention takes 47 to 63 % of the time (prompt.py) for 46 % of the operations; products of 384 and 640 inputs "
+    "reach 30 % of the peak of a large one"
+)
 REASONS: dict[str, dict[str, str]] = {
     "qwen3-0.6b": {
-        "decode bf16 1": "the shared host's memory: seven minutes later the same step was at 18.3 tok/s (last "
-        "section), 93 % of this row's reading",
+        "decode bf16 1": "the shared host's memory: a run of the same step minutes apart from its reading was at 93 % "
+        "of it; no other engine reads faster",
         "decode int4 1": "the shared host's memory, in part: a step of 18.7 ms here, of 14.2 when profiled, 12.7 "
         "of them products at 26 GB/s, 0.9 attention, 0.3 norms, rotation and choice, 0.3 between steps",
-        "decode int4 8": "within the spread: 1.59 in the run before, 1.49 in this one",
-        "prefill int8 2048": "attention is a fifth of the operations and computes in bf16, at some 900 GFLOP/s: 87 % "
-        "at most; of the rest no more is known than that the same prompt of 512 ran at 860 and at 1,244 tok/s (last "
-        "section)",
-        "prefill int4 512": _GROUPS,
+        "decode int4 8": "within the spread of the shared host: 1.59, 1.49 and 1.44 in three runs",
+        "prefill bf16 512": "attention takes 16 % of the time for 6 % of the operations (prompt.py), norms and "
+        "rotation 3 %; the peak is a single product's, measured for a second",
+        "prefill bf16 2048": "attention takes 35 % of the time for a fifth of the operations (prompt.py)",
+        "prefill int8 2048": "attention, in bf16, takes 49 % of the time for a fifth of the operations (prompt.py)",
+        "prefill int4 512": "82 % of the time are products (prompt.py): " + _GROUPS,
         "prefill int4 2048": _GROUPS,
         "start": "torch alone takes more than a second to import: 1,123 Python modules, the collector already off; "
         "those it does not need import each other in a circle and cannot be put off",
     },
     "bundled": {
         **{f"decode {precision} 1": _SMALL for precision in ("bf16", "int8", "int4")},
-        "start": "as above",
+        **{f"prefill {precision} 2048": _ATTENTION for precision in ("bf16", "int8", "int4")},
+        "prefill bf16 512": "30.2 ms (prompt.py): products 17.5, attention 7.3, norms and rotation 2.3, no kernel at "
+        "all 3.0; products of 384 and 640 inputs reach 30 % of the peak of a large one",
+        "prefill int8 512": "21.6 ms (prompt.py): products 8.3 (43 % of the peak), attention (bf16) 7.0, norms and "
+        "rotation 2.5, no kernel at all 3.5",
+        "prefill int4 512": "27.0 ms (prompt.py): products 14.3 (a sum ends every 32 inputs), attention 5.8, norms and "
+        "rotation 3.1, no kernel at all 3.4",
+        "start": "torch alone takes 1.04 s to import",
     },
 }
 """Shape -> row -> why its bar is missed: what counters, bytes or cycles say."""

@@ -7,7 +7,7 @@ FOLDER: the same shapes for the other engines (sessions.Peers says under which n
 llama-cpp-python and perhaps openvino-genai and onnxruntime-genai. Engines that are not there are left out.
 Sections of each shape: decode, prefill, server, start (with memory), plan. What is measured goes into engines.json,
 section by section, and engines.md is made of all of it (page.py): shapes and sections may be measured apart. `--quick`
-tries the script, it measures nothing worth keeping.
+tries the script, it measures nothing worth keeping; `--only none --write` makes the page anew.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ def main() -> None:
     for name in given.shape.split(","):
         shape = replace(SHAPES[name], loads=QUICK_LOADS) if given.quick else SHAPES[name]
         measure(peers, shape, given)
+    if given.write:
+        PAGE.write_text(page(json.loads(STORED.read_text())))
 
 
 def measure(peers: Peers, shape: Shape, given: argparse.Namespace) -> None:
@@ -140,7 +142,6 @@ def measure(peers: Peers, shape: Shape, given: argparse.Namespace) -> None:
         merged = store(shape, section(), given, time.perf_counter() - begin)
         if given.write:
             STORED.write_text(json.dumps(merged, indent=1) + "\n")
-            PAGE.write_text(page(merged))
         else:
             print(page(merged))
 
