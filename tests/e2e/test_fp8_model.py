@@ -27,7 +27,12 @@ def oracle() -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(
-        str(MODEL), dtype="float32", quantization="fp8", max_step_tokens=32, kv_blocks=256
+        str(MODEL),
+        dtype="float32",
+        quantization="fp8",
+        max_step_tokens=32,
+        max_running=8,
+        kv_blocks=256,
     ) as made:
         yield made
 

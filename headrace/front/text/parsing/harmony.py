@@ -70,7 +70,7 @@ class Harmony(Messages):
         if self._mode == self._body:
             if self._kind is not Kind.CALL or not self._value.done:  # else it began a tag
                 self._piece(rest)
-            if self._kind is Kind.CALL and (self._value.done or self._fresh):
+            if self._kind is Kind.CALL and self._value.done:
                 self._end_call()
         elif self._mode in (self._first, self._read_header):
             header = "".join(self._header) + rest
