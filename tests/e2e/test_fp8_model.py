@@ -38,7 +38,7 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.mark.xfail(
-    strict=False, reason="open: scores of a prompt differ by up to 0.044 on a CPU with AMX"
+    strict=False, reason="open: scores of a prompt differ by up to 0.044, with AMX and with AVX2"
 )
 def test_prompt_scores_are_those_of_the_same_numbers(llm: LLM, oracle: torch.nn.Module) -> None:
     outputs = llm.generate(TEXTS, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
