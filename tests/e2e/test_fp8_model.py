@@ -19,8 +19,10 @@ def oracle() -> torch.nn.Module:
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:
+                # Times the reciprocal, as the scheme says: a division sends the ties among 0.06 % of the weights the
+                # other way, and that alone moves scores by up to 0.1.
                 scale = weight.abs().amax(1, keepdim=True) / 448
-                weight.copy_((weight / scale).to(torch.float8_e4m3fn).float() * scale)
+                weight.copy_((weight * (1 / scale)).to(torch.float8_e4m3fn).float() * scale)
     return model
 
 
@@ -37,9 +39,6 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-@pytest.mark.xfail(
-    strict=False, reason="open: scores of a prompt differ by up to 0.044, with AMX and with AVX2"
-)
 def test_prompt_scores_are_those_of_the_same_numbers(llm: LLM, oracle: torch.nn.Module) -> None:
     outputs = llm.generate(TEXTS, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
     for output in outputs:
