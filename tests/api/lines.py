@@ -43,7 +43,7 @@ class LineCounter:
         sys.settrace(self._enter)
         yield
         sys.settrace(earlier)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
 
     @contextmanager
     def counting(self) -> Iterator[None]:

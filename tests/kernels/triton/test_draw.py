@@ -9,8 +9,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from headrace.back.kernels.draw import op, triton_draw  # noqa: E402
-from headrace.back.kernels.triton.wrap import interpreted  # noqa: E402
+from headrace.back.kernels.draw import op, triton_draw
+from headrace.back.kernels.triton.wrap import interpreted
 
 pytestmark = [
     pytest.mark.gpu,

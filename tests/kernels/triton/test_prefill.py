@@ -8,11 +8,11 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from headrace.back.kernels.attention import hopper, triton_attention  # noqa: E402
-from headrace.back.kernels.attention.triton_lists import row_bucket  # noqa: E402
-from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel  # noqa: E402
-from headrace.back.kernels.triton.wrap import interpreted  # noqa: E402
-from tests.kernels.triton.test_kernels import (  # noqa: E402
+from headrace.back.kernels.attention import hopper, triton_attention
+from headrace.back.kernels.attention.triton_lists import row_bucket
+from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel
+from headrace.back.kernels.triton.wrap import interpreted
+from tests.kernels.triton.test_kernels import (
     BF16,
     DEVICE,
     FP16,
