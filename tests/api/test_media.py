@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import struct
-import time
 import zlib
 from typing import Any
 
@@ -89,11 +88,11 @@ def test_a_bomb_is_refused_before_it_is_decoded(server: Served, part: dict[str, 
     (api,) = server.api_processes
     before = api.memory_info().rss
     for path, body in bodies(part).items():
-        began = time.monotonic()
+        began = sum(api.cpu_times()[:2])
         answer = server.post(path, body)
         assert answer.status_code == 400, (path, answer.text)
         assert len(answer.content) < 2000, "a refusal does not repeat what was sent"
-        assert time.monotonic() - began < 2, path
+        assert sum(api.cpu_times()[:2]) - began < 2, path
     assert api.memory_info().rss - before < 40 * MIB, "the picture alone would be 2,500 MB"
     assert server.post("/v1/chat/completions", {"messages": [USER], "max_tokens": 1}).is_success
 

@@ -82,10 +82,13 @@ def test_each_bound_works_and_one_beyond_is_refused(field):
     for value in good:
         request(made(**{field: value}))
     for value in bad:
-        start = time.process_time()
-        with pytest.raises(InvalidRequest) as caught:
-            request(made(**{field: value}))
-        assert time.process_time() - start < 0.05
+        spent = []
+        for _ in range(3):  # a collection of all garbage may fall into one of them
+            start = time.thread_time()
+            with pytest.raises(InvalidRequest) as caught:
+                request(made(**{field: value}))
+            spent.append(time.thread_time() - start)
+        assert min(spent) < 0.05
         assert caught.value.field == field or caught.value.field.startswith(field + "[")
         assert str(caught.value).startswith(field)
 

@@ -73,7 +73,10 @@ def test_the_bounds_are_found() -> None:
 def test_a_bound_is_exact(request_type: Any, name: str, allowed: Any, refused: Any) -> None:
     least = LEAST[request_type]
     assert getattr(parse({**least, name: allowed}, request_type), name) == allowed
-    begin = time.process_time()
-    with pytest.raises(InvalidRequest) as caught:
-        parse({**least, name: refused}, request_type)
-    assert caught.value.field == name and time.process_time() - begin < 0.05
+    spent = []
+    for _ in range(3):  # a collection of all garbage may fall into one of them
+        begin = time.thread_time()
+        with pytest.raises(InvalidRequest) as caught:
+            parse({**least, name: refused}, request_type)
+        spent.append(time.thread_time() - begin)
+    assert caught.value.field == name and min(spent) < 0.05
