@@ -347,10 +347,13 @@ def test_a_random_trace_gives_the_same_tokens_on_both_devices(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices here")
-def test_two_devices_give_the_tokens_of_one(reference: InlineExecutor) -> None:
-    """Chunks beside decodes, launched and then replayed with the sums over both devices in the graphs."""
-    executor = ProcessExecutor(bundled_spec("cuda", "float32", tensor_parallel=2))
+@pytest.mark.parametrize("devices", [2, 4])
+def test_several_devices_give_the_tokens_of_one(reference: InlineExecutor, devices: int) -> None:
+    """Chunks beside decodes, launched and then replayed with the sums over the devices in the graphs. (The model has two
+    KV heads: four devices hold each of them twice.)"""
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"fewer than {devices} CUDA devices here")
+    executor = ProcessExecutor(bundled_spec("cuda", "float32", tensor_parallel=devices))
     try:
         theirs = generate(reference, GREEDY, chunk=6)
         for _ in range(3):
