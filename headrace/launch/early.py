@@ -1,13 +1,12 @@
-"""A child process that is started before it is known what it shall do: it makes its imports while its parent makes its own
-and resolves the options, a third of a second that would else be spent twice, one after the other.
+"""A child process that is started before it is known what it shall do: it makes its imports while its parent makes its
+own and resolves the options, a third of a second that would else be spent twice, one after the other.
 
-`begin` starts it and `take` gives it its arguments, by its standard input, of which begin.py knows the other side. One that
-nobody takes finds the end of that input and ends. Imports hardly anything: it runs before all else.
+`begin` starts it and `take` gives it its arguments, by its standard input, of which begin.py knows the other side. One
+that nobody takes finds the end of that input and ends. Imports hardly anything: it runs before all else.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -46,8 +45,8 @@ def begin(module: str) -> None:
 
 
 def take(module: str, arguments: Sequence[str], *, plain: bool) -> Started | None:
-    """Has the waiting process of `module` run with `arguments`; None if there is none, or none that can. `plain`: it may
-    be one that was started with this process's environment and files alone."""
+    """Has the waiting process of `module` run with `arguments`; None if there is none, or none that can. `plain`: it
+    may be one that was started with this process's environment and files alone."""
     found = _waiting.pop(module, None)
     if found is None:
         return None

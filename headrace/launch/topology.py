@@ -94,8 +94,8 @@ def spawn(
     die_with_thread: bool,
     environment: dict[str, str] | None = None,
 ) -> Child:
-    """Starts `python -m module`, or takes the one that was started early. `die_with_thread` kills it with the thread that
-    called this (never a passing one)."""
+    """Starts `python -m module`, or takes the one that was started early. `die_with_thread` kills it with the thread
+    that called this (never a passing one)."""
     if die_with_thread:
         arguments = (*arguments, "--parent", str(os.getpid()))
     early = take(module, arguments, plain=not (pass_fds or environment))

@@ -34,9 +34,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def waiting() -> psutil.Process:
-    (found,) = [
-        child for child in psutil.Process().children() if early.WAITS in child.cmdline()
-    ]
+    (found,) = [child for child in psutil.Process().children() if early.WAITS in child.cmdline()]
     return found
 
 
@@ -84,7 +82,7 @@ def test_one_that_died_meanwhile_is_replaced() -> None:
 def test_one_that_nobody_takes_ends_with_its_parents_end_of_the_pipe() -> None:
     early.begin(MODULE)
     found = waiting()
-    (started, _), = early._waiting.values()
+    ((started, _),) = early._waiting.values()
     assert started.process.stdin is not None
     started.process.stdin.close()
     assert started.process.wait(20) == 0
