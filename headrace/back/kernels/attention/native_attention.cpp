@@ -11,13 +11,14 @@
 // or fp8): a block's head is [block_tokens][head_dim] codes, then [block_tokens] scales. Codes are exact in T, so keys
 // are widened four at a time on the way into the same products, and scales are put on scores and weights.
 
-#include "../native/amx_attention.h"
+#include "../native/amx_prefill.h"
 #include "../native/dot_tile.h"
 #include "../native/fp8.h"
 
 namespace {
 
 constexpr int kRows = 32;         // query rows of a tile
+constexpr int64_t kMaxPrefillRows = 512;  // of a task with matrix tiles
 constexpr int kTokens = 64;       // KV tokens of a tile
 constexpr int kMaxHead = 256;     // largest head_dim
 constexpr int64_t kSplit = 256;  // KV tokens per part of a decode row
@@ -32,6 +33,7 @@ struct Attention {
   int64_t q_token_stride, q_head_stride, block_stride, value_offset, head_stride;
   int64_t window;  // positions a query sees, itself included
   float scale, softcap;
+  int64_t prefill_rows;  // query rows of a prefill task
   bool whole;      // no parts, and with a window a query token a task: a query's result then depends on its position alone
   const struct Task* tasks;
   const struct RowParts* row_parts;
@@ -340,6 +342,11 @@ struct TileKV {
     if constexpr (kCoded<S>) return widen_rows(at, p.head_dim, wide + slot * 16 * p.head_dim);
     else return at;
   }
+  const bf16* rows_at(int64_t token, int64_t half, bf16* to) const {
+    const S* at = kv_at<S>(p, row, kv_head, token, half);
+    if constexpr (kCoded<S>) return widen_rows(at, p.head_dim, to);
+    else return at;
+  }
   const char* where(int64_t token, int64_t half) const { return (const char*)kv_at<S>(p, row, kv_head, token, half); }
   void scales(int64_t first, int64_t low, int64_t high, TileScales& to) const {
     to = {};
@@ -349,12 +356,52 @@ struct TileKV {
   }
 };
 
+// A prefill task of more than kRows query rows.
+template <class S>
+void prefill_in_tiles(const Attention& p, const Task& task) {
+  const int64_t rows = int64_t(task.tokens) * task.heads, kv_head = task.head / (p.heads / p.kv_heads), D = p.head_dim;
+  const int64_t first = p.kv_len[task.row] - (p.query_start[task.row + 1] - p.query_start[task.row]) + task.token;
+  const int64_t blocks = ceil_div(rows, kQueryRows);
+  char* memory = static_cast<char*>(hr_scratch(prefill_bytes(D, blocks, kCoded<S>), 1));
+  const PrefillMemory m = prefill_memory(memory, D, blocks, kCoded<S>);
+  alignas(64) int32_t position[kMaxPrefillRows];
+  for (int64_t i = 0; i < blocks * kQueryRows; ++i) position[i] = int32_t(first + smaller(i, rows - 1) / task.heads);
+  for (int64_t b = 0; b < 2 * blocks; ++b) {
+    alignas(64) float max[16], total[16];
+    for (int64_t i = 0; i < 16; ++i) begin_row(p, task, smaller(b * 16 + i, rows - 1), max[i], total[i]);
+    m.rows[b] = begin_rows(max, total);
+  }
+  for (int64_t i = 0; i < blocks * D * 32; i += kLanes) store(m.sums + i, F{});
+  const TileTask job{rows, D, task.low, task.high, p.window, p.scale, p.softcap, position};
+  const bf16* q = static_cast<const bf16*>(p.q);
+  const int64_t start = p.query_start[task.row] + task.token;
+  pack_queries(job, [&](int64_t row) {
+    return q + (start + row / task.heads) * p.q_token_stride + (task.head + row % task.heads) * p.q_head_stride;
+  }, m.queries);
+  prefill_attend(job, m, TileKV<S>{p, task.row, kv_head, nullptr});
+  for (int64_t b = 0; b < ceil_div(rows, kTile); ++b) {
+    const F total = m.rows[b].total;
+    for (int64_t d = 0; d < D; d += 16) {
+      const float* sums = m.sums + b / 2 * D * 32 + d * 32 + b % 2 * 256;
+      __m512i r[16];
+      HR_UNROLL for (int i = 0; i < 16; ++i) r[i] = (__m512i)(load(sums + i * 16) / total);
+      transpose16(r);
+      for (int64_t i = 0; i < smaller(rows - b * 16, kTile); ++i) {
+        const int64_t row = b * 16 + i;
+        store(static_cast<bf16*>(p.out) + ((start + row / task.heads) * p.heads + task.head + row % task.heads) * D + d,
+              (F)r[i]);
+      }
+    }
+  }
+}
+
 // A task with matrix tiles; the same result layout as `finish` takes.
 template <class S>
 void attend_in_tiles(void* context, int64_t i) {
   const Attention& p = *static_cast<const Attention*>(context);
   const Task& task = p.tasks[i];
   const int64_t rows = int64_t(task.tokens) * task.heads, kv_head = task.head / (p.heads / p.kv_heads), D = p.head_dim;
+  if (rows > kRows) return prefill_in_tiles<S>(p, task);
   const int64_t first = p.kv_len[task.row] - (p.query_start[task.row + 1] - p.query_start[task.row]) + task.token;
   alignas(64) char memory[2 * kMaxHead * 32 + 2 * kMaxHead * 64 + 4 * kTileBytes + 64 * 32 * 4 + 2 * kMaxHead * 64];
   alignas(64) int32_t position[kRows];
@@ -491,19 +538,21 @@ HR_INLINE void plan_decodes(const Attention& p, int64_t begin, int64_t end, Coun
     }
 }
 
+// One KV head after the other, so that its KV stays in the cache; the longest tasks first.
 HR_INLINE void plan_prefill(const Attention& p, int64_t row, int64_t queries, Counts& n, Task* tasks) {
   const bool single = p.whole && p.window != INT32_MAX;  // tiles of KV start where the window of their query does
-  const int64_t tokens_per_task =
-      single ? 1 : larger<int64_t>(kRows / smaller<int64_t>(p.heads / p.kv_heads, kRows), 1);
-  for (int64_t token = 0; token < queries; token += tokens_per_task) {
-    const int64_t tokens = smaller(tokens_per_task, queries - token), first = p.kv_len[row] - queries + token;
-    each_heads(p, [&](int64_t head, int64_t heads) {
+  const int64_t most =
+      single ? 1 : larger<int64_t>(p.prefill_rows / smaller<int64_t>(p.heads / p.kv_heads, kRows), 1);
+  each_heads(p, [&](int64_t head, int64_t heads) {
+    for (int64_t end = queries, tokens; end > 0; end -= tokens) {
+      tokens = (end - 1) % most + 1;
+      const int64_t token = end - tokens, first = p.kv_len[row] - queries + token;
       if (tasks)
         tasks[n.tasks] = {int32_t(row), int32_t(token), int32_t(tokens), int32_t(head), int32_t(heads),
                           int32_t(lowest(p, first)), int32_t(first + tokens), 1, 0};
       ++n.tasks;
-    });
-  }
+    }
+  });
 }
 
 HR_INLINE Counts plan(const Attention& p, Task* tasks, Merge* merges, RowParts* parts) {
@@ -538,8 +587,19 @@ HR_INLINE bool sound(const Attention& p, int64_t num_blocks, int64_t num_tokens)
   return true;
 }
 
+#if defined(HR_AMX)
+// Query rows of a prefill task: as many as the second-level cache takes, but several tasks for each thread.
+HR_INLINE int64_t rows_per_task(const Attention& p) {
+  const int64_t most = smaller(kMaxPrefillRows, 65536 / p.head_dim), all = p.query_start[p.rows] * p.heads;
+  return smaller(most, larger<int64_t>(all / (4 * hr_pool_threads()) / kQueryRows * kQueryRows, 2 * kQueryRows));
+}
+#endif
+
 template <class T, class S = T>
 int32_t run(Attention& p) {
+#if defined(HR_AMX)
+  if constexpr (kIsBf16<T>) if (fits_tiles<S>(p)) p.prefill_rows = rows_per_task(p);
+#endif
   const Counts n = plan(p, nullptr, nullptr, nullptr);
   const int64_t bytes = n.merges * int64_t(sizeof(Merge)) + p.rows * int64_t(sizeof(RowParts)) +
                         n.tasks * int64_t(sizeof(Task)) + n.part_floats * 4;
@@ -586,7 +646,7 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
     return HR_BAD_SHAPE;
   Attention p{q, kv, out, query_start, kv_len, block_table, sinks, rows, table_stride, heads, kv_heads, head_dim,
               block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
-              window > 0 ? window : INT32_MAX, scale, softcap, (coded & 4) != 0, nullptr, nullptr, nullptr};
+              window > 0 ? window : INT32_MAX, scale, softcap, kRows, (coded & 4) != 0, nullptr, nullptr, nullptr};
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
   const int32_t code = coded & 3;
   if (code == 1) return run_codes<int8_t>(p, dtype);
