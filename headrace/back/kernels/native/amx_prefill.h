@@ -17,22 +17,24 @@ namespace {
 
 constexpr int64_t kStretch = 512;                      // KV tokens
 constexpr int64_t kStretchTiles = kStretch / kKeys;
-constexpr int64_t kMaxSteps = 2048 / kQueryRows * kStretchTiles;
+constexpr int64_t kMaxPrefillRows = 512;                // of a task
+constexpr int64_t kMaxSteps = kMaxPrefillRows / kQueryRows * kStretchTiles;
 
 // Memory of one task of `blocks` x 32 query rows.
 struct PrefillMemory {
   char* queries;  // [blocks][2][D / 32] tiles: pairs of dimensions by 16 rows
   float* sums;    // [blocks][D / 16][2][16 dimensions][16 rows]
   char* values;   // [8 KV tiles][D / 16][2 steps of 32 tokens] tiles: 16 dimensions by 32 tokens
-  bf16* wide;     // [512][D] keys and [32][D] values, where the cache holds codes
+  char* keys;     // [32][D / 32] tiles: 16 keys by 32 dimensions
+  bf16* wide;     // [32][D], where the cache holds codes
   float* scores;  // [2 in turn][64 tokens][32 rows]
   char* weights;  // [2 in turn][2][2 steps] tiles: pairs of tokens by 16 rows
   Running* rows;  // [blocks][2]
 };
 
 HR_INLINE int64_t prefill_bytes(int64_t D, int64_t blocks, bool coded) {
-  return blocks * (D * 64 + D * 128 + int64_t(2 * sizeof(Running))) + kStretch * D * 2 +
-         (coded ? (kStretch + 32) * D * 2 : 0) + 2 * (kKeys * 128 + 4 * kTileBytes);
+  return blocks * (D * 64 + D * 128 + int64_t(2 * sizeof(Running))) + 2 * kStretch * D * 2 +
+         (coded ? 32 * D * 2 : 0) + 2 * (kKeys * 128 + 4 * kTileBytes);
 }
 
 HR_INLINE PrefillMemory prefill_memory(char* at, int64_t D, int64_t blocks, bool coded) {
@@ -40,7 +42,8 @@ HR_INLINE PrefillMemory prefill_memory(char* at, int64_t D, int64_t blocks, bool
   m.queries = at, at += blocks * D * 64;
   m.sums = reinterpret_cast<float*>(at), at += blocks * D * 128;
   m.values = at, at += kStretch * D * 2;
-  m.wide = reinterpret_cast<bf16*>(at), at += coded ? (kStretch + 32) * D * 2 : 0;
+  m.keys = at, at += kStretch * D * 2;
+  m.wide = reinterpret_cast<bf16*>(at), at += coded ? 32 * D * 2 : 0;
   m.scores = reinterpret_cast<float*>(at), at += 2 * kKeys * 128;
   m.weights = at, at += 8 * kTileBytes;
   m.rows = reinterpret_cast<Running*>(at);
@@ -70,10 +73,15 @@ HR_INLINE void transpose_values(From from, int64_t D, char* to) {
   }
 }
 
+// 16 tokens' keys as left operands. Blocks lie at strides that many share in a cache's sets; side by side they all stay.
+HR_INLINE void copy_keys(const bf16* from, int64_t D, char* to) {
+  for (int64_t d = 0; d < D; d += 32, to += kTileBytes)
+    HR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * 64, _mm512_loadu_si512(from + i * D + d));
+}
+
 // The part of the KV that a task has before it.
 struct Stretch512 {
-  int64_t first;
-  const bf16* keys[kStretch / 16];  // of 16 tokens each
+  int64_t first;  // token
   TileScales scales[kStretchTiles];
 };
 
@@ -83,16 +91,17 @@ HR_INLINE void load_stretch(const TileTask& p, const KV& kv, const PrefillMemory
   s.first = first;
   // 16 tokens without a visible one are not read: their block may be anyone's. Their scores are masked, their values zeros.
   const int64_t begin = larger(first, p.low) / 16 * 16, end = smaller(first + kStretch, p.high);
-  for (int64_t i = 0; i < kStretch / 16; ++i) {
-    const int64_t token = smaller(larger(first + i * 16, begin), (end - 1) / 16 * 16);
-    const bool copy = i > 0 && token != first + i * 16 && token < first + i * 16;
-    s.keys[i] = copy ? s.keys[i - 1] : kv.rows_at(token, 0, m.wide + i * 16 * D);
+  const int64_t from_tile = begin / kKeys * kKeys, to_tile = ceil_div(end, kKeys) * kKeys;
+  for (int64_t token = from_tile; token < to_tile; token += 16) {
+    char* to = m.keys + (token - first) * D * 2;
+    if (token >= begin && token < end) copy_keys(kv.rows_at(token, 0, m.wide), D, to);
+    else __builtin_memset(to, 0, size_t(16 * D * 2));
   }
-  for (int64_t j = begin / 32 * 32; j < end; j += 32) {
+  for (int64_t j = from_tile; j < to_tile; j += 32) {
     const bf16* half[2] = {};
     for (int h = 0; h < 2; ++h) {
       const int64_t token = j + h * 16;
-      if (token >= begin && token < end) half[h] = kv.rows_at(token, 1, m.wide + (kStretch + h * 16) * D);
+      if (token >= begin && token < end) half[h] = kv.rows_at(token, 1, m.wide + h * 16 * D);
     }
     const auto from = [&](int i) {
       const int64_t token = j + i;
@@ -117,14 +126,13 @@ struct Step {
 struct TileWork {
   const PrefillMemory& m;
   int64_t D;
-  const bf16* const* keys;
-  const char *queries, *values, *weights;
+  const char *keys, *queries, *values, *weights;
   float *scores, *sums;
   int64_t num_scores, num_sums, done;
 
   HR_INLINE void score(const TileWork& w, int64_t i) {
-    const int64_t dims = w.D / 32, pair = i / dims, d = i % dims;
-    const bf16* const* k = w.keys + pair * 2;
+    const int64_t dims = w.D / 32, pair = i >= dims, d = pair ? i - dims : i;
+    const char* k = w.keys + pair * w.D * 64 + d * kTileBytes;
     const char* q = w.queries + d * kTileBytes;
     if (d == 0) {
       HR_TILE_ZERO(0);
@@ -132,12 +140,12 @@ struct TileWork {
       HR_TILE_ZERO(2);
       HR_TILE_ZERO(3);
     }
-    HR_TILE_LOAD(4, k[0] + d * 32, w.D * 2);
+    HR_TILE_LOAD(4, k, 64);
     HR_TILE_LOAD(6, q, 64);
     HR_TILE_DOT_BF16(0, 4, 6);
     HR_TILE_LOAD(7, q + w.D * 32, 64);
     HR_TILE_DOT_BF16(1, 4, 7);
-    HR_TILE_LOAD(5, k[1] + d * 32, w.D * 2);
+    HR_TILE_LOAD(5, k + w.D * 32, 64);
     HR_TILE_DOT_BF16(2, 5, 6);
     HR_TILE_DOT_BF16(3, 5, 7);
     if (d + 1 < dims) return;
@@ -228,7 +236,7 @@ HR_INLINE void run_steps(const TileTask& p, const PrefillMemory& m, const Stretc
     const bool scored = i < count, softened = i > 0 && i <= count, summed = i > 1;
     TileWork work{m, D, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 0, 0};
     if (scored) {
-      work.keys = s.keys + steps[i].tile * 4;
+      work.keys = m.keys + steps[i].tile * D * 128;
       work.queries = m.queries + steps[i].block * D * 64;
       work.scores = m.scores + i % 2 * kKeys * 32;
       work.num_scores = D / 16;
