@@ -88,7 +88,8 @@ def test_attention_equals_the_reference_and_reads_no_unused_place(library, dtype
 @CODES
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "window", "softcap"), [(2, None, None), (4, 200, 5.0), (8, None, None), (8, 100, None)]
+    ("heads", "window", "softcap"),
+    [(2, None, None), (4, 200, 5.0), (8, None, None), (8, 100, None)],
 )
 def test_long_chunks_equal_the_reference(library, heads, window, softcap, whole, code):
     """One, two and four query heads to a KV head, hundreds of query rows, behind a prefix too."""
