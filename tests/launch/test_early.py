@@ -39,10 +39,10 @@ def waiting() -> psutil.Process:
 
 
 def told(child: object) -> str:
-    child.status.setblocking(True)  # type: ignore[attr-defined]
-    with child.status as status:  # type: ignore[attr-defined]
+    child.status.setblocking(True)
+    with child.status as status:
         text = status.recv(4096).decode()
-    assert child.process.wait(20) == 0  # type: ignore[attr-defined]
+    assert child.process.wait(20) == 0
     return text
 
 
