@@ -19,5 +19,7 @@ def test_the_page_in_the_repository_is_current(name: str) -> None:
 
 
 def test_the_readme_counts_the_formats_that_are_there() -> None:
-    counts = f"tool calls in {len(TOOL_FAMILIES)} formats and reasoning in {len(REASONING_FAMILIES)}"
+    counts = (
+        f"tool calls in {len(TOOL_FAMILIES)} formats and reasoning in {len(REASONING_FAMILIES)}"
+    )
     assert counts in (DOCS.parent / "README.md").read_text()
