@@ -60,7 +60,11 @@ def cases(library, tokens):
     if tokens <= 64:
         logits = torch.randn(tokens, VOCABULARY)
         ones, keys = torch.ones(tokens, dtype=torch.float64), torch.arange(tokens)
-        plan["greedy"] = (greedy.bind_with(library), greedy_op.bind_reference(greedy_op.GreedyProblem(device="cpu")), (logits,))
+        plan["greedy"] = (
+            greedy.bind_with(library),
+            greedy_op.bind_reference(greedy_op.GreedyProblem(device="cpu")),
+            (logits,),
+        )
         plan["gumbel"] = (
             gumbel.bind_with(library),
             gumbel_op.bind_reference(gumbel_op.GumbelProblem(device="cpu")),
