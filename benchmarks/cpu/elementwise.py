@@ -13,6 +13,8 @@ from headrace.back.kernels.gumbel import native as gumbel
 from headrace.back.kernels.gumbel import op as gumbel_op
 from headrace.back.kernels.kv_write import native as kv_write
 from headrace.back.kernels.kv_write import op as kv_write_op
+from headrace.back.kernels.qk_rope_write import native as qk_rope_write
+from headrace.back.kernels.qk_rope_write import op as qk_rope_write_op
 from headrace.back.kernels.rms_norm import native as rms_norm
 from headrace.back.kernels.rms_norm import op as rms_norm_op
 from headrace.back.kernels.rope import native as rope
@@ -38,6 +40,9 @@ def cases(library, tokens):
     angles = torch.randn(4096, 64)
     table, positions = torch.cat((angles.cos(), angles.sin()), -1), torch.arange(tokens)
     gate_up = torch.randn(tokens, 6144).to(DTYPE)
+    fused = qk_rope_write_op.QKRopeWriteProblem(
+        device="cpu", dtype=DTYPE, heads=16, kv_heads=8, head_dim=128, block_tokens=16, rotary_dim=128, eps=1e-6
+    )  # fmt: skip
     cache, slots = torch.zeros(tokens // 16 + 2, 2, 8, 16, 128, dtype=DTYPE), torch.arange(tokens)
     plan = {
         "rms_norm": (rms_norm.bind_norm_with(library, norm, weight), rms_norm_op.bind_norm(norm, weight), (x,)),
@@ -47,15 +52,22 @@ def cases(library, tokens):
                          rms_norm_op.bind_add_norm(norm, weight), (x, residual)),
         "rope": (rope.bind_with(library, turn), rope_op.bind_reference(turn), (q, k, positions, table)),
         "gated_act silu": (gated_act.bind_with(library, gate), gated_act_op.bind_reference(gate), (gate_up,)),
+        "qk_rope_write": (qk_rope_write.bind_with(library, fused, weight_head, weight_head),
+                          qk_rope_write_op.bind_reference(fused, weight_head, weight_head),
+                          (qkv.flatten(1), positions, table, cache, slots)),
         "kv_write": (kv_write.bind_with(library, write), kv_write_op.bind_reference(write), (k, v, cache, slots)),
     }  # fmt: skip
     if tokens <= 64:
         logits = torch.randn(tokens, VOCABULARY)
         ones, keys = torch.ones(tokens, dtype=torch.float64), torch.arange(tokens)
-        plan["greedy"] = (greedy.bind_with(library), greedy_op.bind_reference(None), (logits,))
+        plan["greedy"] = (
+            greedy.bind_with(library),
+            greedy_op.bind_reference(greedy_op.GreedyProblem(device="cpu")),
+            (logits,),
+        )
         plan["gumbel"] = (
             gumbel.bind_with(library),
-            gumbel_op.bind_reference(None),
+            gumbel_op.bind_reference(gumbel_op.GumbelProblem(device="cpu")),
             (logits, ones, keys),
         )
     return plan

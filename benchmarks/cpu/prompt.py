@@ -1,4 +1,5 @@
-"""What a prompt's prefill is made of: seconds in each native kernel, and the rest (Python, torch).
+"""What a prompt's prefill is made of: seconds in each native kernel, and in none: before the first (the core admits,
+plans and hands over), between them (Python, torch), behind the last (the result is read and taken over).
 
     python -m benchmarks.cpu.prompt [--shape bundled] [--quantization int4] [--tokens 512]
 
@@ -25,6 +26,8 @@ from headrace.launch.facts import resolve_options
 
 ROUNDS = 8
 spent: Counter[str] = Counter()
+moments: list[float] = []
+"""When the kernels of a prompt began and ended, by turns."""
 
 
 def timed(bind: Callable[..., Callable[..., None]]) -> Callable[..., Callable[..., None]]:
@@ -36,7 +39,8 @@ def timed(bind: Callable[..., Callable[..., None]]) -> Callable[..., Callable[..
         def call(*arguments: object) -> None:
             began = time.perf_counter()
             kernel(*arguments)
-            spent[name] += time.perf_counter() - began
+            moments.extend((began, time.perf_counter()))
+            spent[name] += moments[-1] - began
 
         return call
 
@@ -58,14 +62,18 @@ def main() -> None:
     rounds: list[dict[str, float]] = []
     for _ in range(ROUNDS):
         spent.clear()
+        moments.clear()
         trace = engine.run([engine.request(rng, given.tokens, 1, 0.0)])
-        rounds.append({**spent, "all": trace.wall_s})
+        gaps = [end - begin for end, begin in zip(moments[1:-1:2], moments[2::2], strict=True)]
+        rounds.append({
+            **spent, "all": trace.wall_s, "before the first kernel": moments[0] - trace.start_s,
+            "between kernels": sum(gaps), "behind the last kernel": trace.end_s - moments[-1],
+        })  # fmt: skip
     engine.close()
     names = sorted(rounds[-1], key=lambda name: -rounds[-1][name])
     found = {
         name: 1e3 * statistics.median(one.get(name, 0.0) for one in rounds[2:]) for name in names
     }
-    found["rest"] = 2 * found["all"] - sum(found.values())
     print(markdown_table(["part", "ms"], [[name, f"{ms:.2f}"] for name, ms in found.items()]))
 
 
