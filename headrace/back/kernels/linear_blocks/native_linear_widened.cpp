@@ -2,7 +2,7 @@
 //
 // A part of 16 or 32 inputs has a scale of its own, so as int8 its sums must leave the matrix tiles before the next ones
 // begin. For many rows it is less work to widen the weights: code * scale - minimum, rounded to bf16, a stretch of a panel
-// at a time in the first-level cache, and then all rows of x go by as they are, from the second-level cache. Sums stay in
+// at a time, and then all rows of x go by as they are, from the second-level cache too. Sums stay in
 // the tiles' float32 along a stretch. Only for instruction sets with matrix tiles.
 
 #include "../native/amx_rows.h"
@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int64_t kStep = 32;                   // inputs of a tile
-constexpr int64_t kStretchSteps = 8;            // that are widened at once: 32 KB
+constexpr int64_t kStretchSteps = 32;           // that are widened at once: 128 KB, a part of the second-level cache
 constexpr int64_t kRowsBytes = 1024 * 1024;     // of x, that stay in the second-level cache
 constexpr int64_t kMostRows = 512, kLeastRows = 64;
 
@@ -33,24 +33,24 @@ HR_INLINE U pair_bf16(F even, F odd) {
 
 // 32 inputs of a panel, at `group` of the block at `super`, as four tiles [16 pairs of inputs][16 outputs].
 //
-// A code of BITS bits becomes the mantissa's first bits below 2^BITS: that is no conversion, and what is too much leaves
-// with the offset.
+// A code of `bits` bits becomes the mantissa's first bits of a float between `one` and its double: no conversion. What is too
+// much leaves in the same fused step, exactly, or, where the scale has too many bits for that, before it.
 template <class C>
 HR_INLINE void widen_group(const uint8_t* super, const uint8_t* group, char* to) {
   constexpr int bits = C::wide ? 8 : C::bits, parts = C::sub < 32 ? 32 / C::sub : 1;
-  constexpr float one = 1 << bits, offset = C::wide ? 128 : C::offset;
+  constexpr bool at_once = !C::minimum && !C::two_level;
+  constexpr float more = float(1 << bits) + (C::wide ? 128 : C::offset);
   const I mask = I{} + (((1 << bits) - 1) << (23 - bits)), exponent = I{} + ((127 + bits) << 23);
   HR_UNROLL for (int j = 0; j < 4; ++j, to += kTileBytes) {
     const auto* d = reinterpret_cast<const typename C::Scale*>(super) + j * kLanes;
     F scale[parts], less[parts];
     HR_UNROLL for (int h = 0; h < parts; ++h) {
-      scale[h] = load(d);
-      F minimum = C::minimum ? load(d + kPanel) : F{};
+      scale[h] = load(d), less[h] = C::minimum ? load(d + kPanel) : F{};
       if (C::two_level) {
         scale[h] *= small_floats(group + h * kPanel + j * kLanes);
-        if (C::minimum) minimum *= small_floats(group + (parts + h) * kPanel + j * kLanes);
+        if (C::minimum) less[h] *= small_floats(group + (parts + h) * kPanel + j * kLanes);
       }
-      less[h] = fma(scale[h], -(one + offset), -minimum);
+      less[h] = at_once ? scale[h] * -more : -less[h];
     }
     I b[8];
     load_codes<C>(group + scale_bytes<C>(), j * kLanes, b);
@@ -59,7 +59,7 @@ HR_INLINE void widen_group(const uint8_t* super, const uint8_t* group, char* to)
       HR_UNROLL for (int i = 0; i < 4; ++i) {
         const int up = 23 - bits - 8 * i;
         const I code = (up >= 0 ? b[s] << (up & 31) : (I)((U)b[s] >> (-up & 31))) & mask;
-        value[i] = fma((F)(code | exponent), scale[s * parts / 8], less[s * parts / 8]);
+        value[i] = fma((F)(code | exponent) - (at_once ? 0.0f : more), scale[s * parts / 8], less[s * parts / 8]);
       }
       const U first = pair_bf16(value[0], value[1]), second = pair_bf16(value[2], value[3]);
       __builtin_memcpy(to + 2 * s * 64, &first, 64);

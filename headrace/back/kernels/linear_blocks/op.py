@@ -41,6 +41,8 @@ from headrace.back.kernels.op import (
 
 Linear = Callable[[torch.Tensor | CodedRows], torch.Tensor]
 _ROWS = 1024
+MANY_ROWS = 64
+"""`plain_from` of layers: what widening takes is won back from some 40 rows on (benchmarks/cpu/linear_blocks.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
