@@ -16,8 +16,8 @@ from headrace.back.kernels.fused_linear.op import OP as OP_FUSED
 from headrace.back.kernels.fused_linear.op import FusedLinear, FusedLinearProblem
 from headrace.back.kernels.linear.op import OP, Linear, LinearProblem
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
-from headrace.back.kernels.linear_blocks.op import OP as OP_BLOCKS
 from headrace.back.kernels.linear_blocks.op import MANY_ROWS, LinearBlocksProblem
+from headrace.back.kernels.linear_blocks.op import OP as OP_BLOCKS
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import OP as OP_QUANT
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
@@ -217,7 +217,9 @@ def _plain_from(scope: Scope, weight: Weight) -> tuple[int | None, ...]:
     """From how many rows on x is left as it is (LinearBlocksProblem), what is preferred first. A row's bits depend on
     how many there are then: not where they must not."""
     return (
-        (MANY_ROWS, None) if isinstance(weight, BlockWeight) and not scope.deterministic else (None,)
+        (MANY_ROWS, None)
+        if isinstance(weight, BlockWeight) and not scope.deterministic
+        else (None,)
     )
 
 

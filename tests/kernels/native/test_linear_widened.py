@@ -1,5 +1,5 @@
-"""Many rows by block-quantized weights without quantizing them: the kernel against its definition at odd sizes, its rows
-against each other, and that few rows are left to the kernel of codes, to the bit (QNT-15)."""
+"""Many rows by block-quantized weights without quantizing them: the kernel against its definition at odd sizes, its
+rows against each other, and that few rows are left to the kernel of codes, to the bit (QNT-15)."""
 
 from dataclasses import replace
 

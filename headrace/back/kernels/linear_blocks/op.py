@@ -6,9 +6,9 @@ own, here or (`coded`) before: 32, or as many as share one of the weight's. All 
 Products of codes are summed exactly within a part; scales and the sum over parts are float32. A NaN or Inf in x
 makes all outputs of its token NaN, and of no other. T tokens, I inputs, O outputs.
 
-Many rows of x (`plain_from`) are not quantized at all: the weight's values, rounded to the dtype of x, are multiplied by
-them and summed in float32. That is nearer to the product with the weight, but a row's bits then depend on how many are
-beside it.
+Many rows of x (`plain_from`) are not quantized at all: the weight's values, rounded to the dtype of x, are multiplied
+by them and summed in float32. That is nearer to the product with the weight, but a row's bits then depend on how many
+are beside it.
 """
 
 from __future__ import annotations
