@@ -16,8 +16,8 @@ from headrace.back.kernels.fused_linear.op import OP as OP_FUSED
 from headrace.back.kernels.fused_linear.op import FusedLinear, FusedLinearProblem
 from headrace.back.kernels.linear.op import OP, Linear, LinearProblem
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
-from headrace.back.kernels.linear_blocks.op import MANY_ROWS, LinearBlocksProblem
 from headrace.back.kernels.linear_blocks.op import OP as OP_BLOCKS
+from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem, many_rows
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import OP as OP_QUANT
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
@@ -195,32 +195,31 @@ def bind_product(
         if activation is None:
             return bind_linear(scope, weight_OI, bias_O)
         return bind_fused(scope, weight_OI, bias_O, activation=activation)
-    facts = {**_facts(scope, bias_O), "activation": activation}
-    group = weight_OI.x_group if isinstance(weight_OI, BlockWeight) else None
     if norm is not None and (isinstance(weight_OI, BlockWeight) or weight_OI.reads_codes):
-        for plain_from in _plain_from(scope, weight_OI):
-            op, problem = product_of(weight_OI, **facts, coded=True, plain_from=plain_from)
-            product = scope.bind_if_served(op, problem, weight_OI, bias_O)
-            if product is not None and norm.write_codes(group, below=plain_from):
-                return product
+        group = weight_OI.x_group if isinstance(weight_OI, BlockWeight) else None
+        product, plain_from = _bind_quantized(
+            scope, weight_OI, bias_O, activation=activation, coded=True
+        )
+        if product is not None and norm.write_codes(group, below=plain_from):
+            return product
     if activation is None:
         return bind_linear(scope, weight_OI, bias_O)
-    for plain_from in _plain_from(scope, weight_OI):
-        op, problem = product_of(weight_OI, **facts, plain_from=plain_from)
-        product = scope.bind_if_served(op, problem, weight_OI, bias_O)
+    return _bind_quantized(scope, weight_OI, bias_O, activation=activation)[0]
+
+
+def _bind_quantized(
+    scope: Scope, weight: PackedWeight | BlockWeight, bias_O: torch.Tensor | None, **asked: Any
+) -> tuple[Linear | None, int | None]:
+    """The product by a kernel, if there is one, and from how many rows on x is left as it is (LinearBlocksProblem). A
+    row's bits depend on how many there are then: not where they must not, and not for logits."""
+    free = not scope.deterministic and not asked.get("wide", False)
+    many = many_rows(weight) if free and isinstance(weight, BlockWeight) else None
+    for plain_from in dict.fromkeys((many, None)):
+        op, problem = product_of(weight, **_facts(scope, bias_O), **asked, plain_from=plain_from)
+        product = scope.bind_if_served(op, problem, weight, bias_O)
         if product is not None:
-            return product
-    return None
-
-
-def _plain_from(scope: Scope, weight: Weight) -> tuple[int | None, ...]:
-    """From how many rows on x is left as it is (LinearBlocksProblem), what is preferred first. A row's bits depend on
-    how many there are then: not where they must not."""
-    return (
-        (MANY_ROWS, None)
-        if isinstance(weight, BlockWeight) and not scope.deterministic
-        else (None,)
-    )
+            return product, plain_from
+    return None, None
 
 
 def bind_linear(
@@ -233,13 +232,11 @@ def bind_linear(
 ) -> Linear:
     """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere, `wide` if the result is to
     be float32."""
-    facts = {**_facts(scope, bias_O), "shared": shared, "wide": wide}
-    for plain_from in () if wide else _plain_from(scope, weight_OI)[:-1]:
-        op, problem = product_of(weight_OI, **facts, plain_from=plain_from)
-        product = scope.bind_if_served(op, problem, weight_OI, bias_O)
+    if isinstance(weight_OI, PackedWeight | BlockWeight):
+        product, _ = _bind_quantized(scope, weight_OI, bias_O, wide=wide)
         if product is not None:
             return product
-    op, problem = product_of(weight_OI, **facts)
+    op, problem = product_of(weight_OI, **_facts(scope, bias_O), shared=shared, wide=wide)
     return scope.bind(op, problem, weight_OI, bias_O)
 
 

@@ -21,6 +21,7 @@ import torch
 from headrace.back.kernels.gated_act.op import gated
 from headrace.back.kernels.linear_blocks.layout import (
     CODINGS,
+    GROUP,
     PANEL,
     BlockWeight,
     Coding,
@@ -41,8 +42,7 @@ from headrace.back.kernels.op import (
 
 Linear = Callable[[torch.Tensor | CodedRows], torch.Tensor]
 _ROWS = 1024
-MANY_ROWS = 64
-"""`plain_from` of layers: what widening takes is won back from some 40 rows on (benchmarks/cpu/linear_blocks.py)."""
+_MANY_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,12 @@ class LinearBlocksProblem:
     def results(self) -> int:
         """Outputs of y."""
         return self.outputs if self.activation is None else self.outputs // 2
+
+
+def many_rows(weight: BlockWeight) -> int | None:
+    """`plain_from` of layers: where up to 32 inputs share a scale, widening is won back from 32 to 64 rows on, and 512
+    rows take 0.37 to 0.58 of the time; with 64 it is 0.9 of it, with 128 as much (Xeon, AMX; benchmarks/cpu)."""
+    return _MANY_ROWS if weight.x_group == GROUP else None
 
 
 def bind_reference(
