@@ -17,7 +17,7 @@ from headrace.back.kernels.fused_linear.op import FusedLinear, FusedLinearProble
 from headrace.back.kernels.linear.op import OP, Linear, LinearProblem
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
 from headrace.back.kernels.linear_blocks.op import OP as OP_BLOCKS
-from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem
+from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem, many_rows
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import OP as OP_QUANT
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
@@ -195,17 +195,31 @@ def bind_product(
         if activation is None:
             return bind_linear(scope, weight_OI, bias_O)
         return bind_fused(scope, weight_OI, bias_O, activation=activation)
-    facts = {**_facts(scope, bias_O), "activation": activation}
     if norm is not None and (isinstance(weight_OI, BlockWeight) or weight_OI.reads_codes):
-        op, problem = product_of(weight_OI, **facts, coded=True)
-        product = scope.bind_fused(op, problem, weight_OI, bias_O)
         group = weight_OI.x_group if isinstance(weight_OI, BlockWeight) else None
-        if product is not None and norm.write_codes(group):
+        product, plain_from = _bind_quantized(
+            scope, weight_OI, bias_O, activation=activation, coded=True
+        )
+        if product is not None and norm.write_codes(group, below=plain_from):
             return product
     if activation is None:
         return bind_linear(scope, weight_OI, bias_O)
-    op, problem = product_of(weight_OI, **facts)
-    return scope.bind_fused(op, problem, weight_OI, bias_O)
+    return _bind_quantized(scope, weight_OI, bias_O, activation=activation)[0]
+
+
+def _bind_quantized(
+    scope: Scope, weight: PackedWeight | BlockWeight, bias_O: torch.Tensor | None, **asked: Any
+) -> tuple[Linear | None, int | None]:
+    """The product by a kernel, if there is one, and from how many rows on x is left as it is (LinearBlocksProblem). A
+    row's bits depend on how many there are then: not where they must not, and not for logits."""
+    free = not scope.deterministic and not asked.get("wide", False)
+    many = many_rows(weight) if free and isinstance(weight, BlockWeight) else None
+    for plain_from in dict.fromkeys((many, None)):
+        op, problem = product_of(weight, **_facts(scope, bias_O), **asked, plain_from=plain_from)
+        product = scope.bind_if_served(op, problem, weight, bias_O)
+        if product is not None:
+            return product, plain_from
+    return None, None
 
 
 def bind_linear(
@@ -218,6 +232,10 @@ def bind_linear(
 ) -> Linear:
     """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere, `wide` if the result is to
     be float32."""
+    if isinstance(weight_OI, PackedWeight | BlockWeight):
+        product, _ = _bind_quantized(scope, weight_OI, bias_O, wide=wide)
+        if product is not None:
+            return product
     op, problem = product_of(weight_OI, **_facts(scope, bias_O), shared=shared, wide=wide)
     return scope.bind(op, problem, weight_OI, bias_O)
 
@@ -236,6 +254,7 @@ def product_of(
     wide: bool = False,
     activation: str | None = None,
     coded: bool = False,
+    plain_from: int | None = None,
 ) -> tuple[Op[Any], Any]:
     """The op that multiplies by this kind of weight, and the problem."""
     new: dict[str, Any] = {"device": device, "dtype": dtype, "wide": wide, "bias": bias}
@@ -244,6 +263,7 @@ def product_of(
         return OP_QUANT, LinearQuantProblem(**new, activation=activation, coded=coded)
     if isinstance(weight, BlockWeight):
         new |= {"inputs": weight.inputs, "kinds": weight.kinds}
-        return OP_BLOCKS, LinearBlocksProblem(**new, activation=activation, coded=coded)
+        new |= {"activation": activation, "coded": coded, "plain_from": plain_from}
+        return OP_BLOCKS, LinearBlocksProblem(**new)
     outputs, inputs = weight.shape
     return OP, LinearProblem(**new, inputs=inputs, outputs=outputs, shared=shared)

@@ -39,15 +39,21 @@ class RMSNorm:
         self.norm = self._scope.bind(OP, self._problem, self.weight_E)
         self.add_norm = self._scope.bind(ADD_OP, self._problem, self.weight_E)
 
-    def write_codes(self, group: int | None) -> bool:
+    def write_codes(self, group: int | None, *, below: int | None = None) -> bool:
         """Has `norm` and `add_norm` give CodedRows (linear_quant/rows.py) from now on, for the one product that reads
-        them; False if no kernel does."""
+        them; `below`: for fewer rows only. False if no kernel does."""
         problem = RMSNormCodesProblem(**vars(self._problem), group=group)
         coded = self._scope.bind_fused(CODES_OP, problem, self.weight_E)
         if coded is None:
             return False
-        self.norm = lambda x_TE: coded(x_TE, None)
-        self.add_norm = coded
+        norm, add_norm = self.norm, self.add_norm
+        if below is None:
+            self.norm, self.add_norm = lambda x_TE: coded(x_TE, None), coded
+            return True
+        self.norm = lambda x_TE: coded(x_TE, None) if len(x_TE) < below else norm(x_TE)
+        self.add_norm = lambda x_TE, residual_TE: (
+            coded(x_TE, residual_TE) if len(x_TE) < below else add_norm(x_TE, residual_TE)
+        )
         return True
 
     def sum_norm(self, partial: Partial, residual_TE: torch.Tensor) -> torch.Tensor:

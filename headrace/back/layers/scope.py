@@ -158,6 +158,14 @@ class Scope:
         self.ledger.choices.append(choice)
         return None if choice.kernel is op.reference else choice.bind(*weights)
 
+    def bind_if_served(self, op: Op[Any], problem: Any, *weights: Any) -> Callable[..., Any] | None:
+        """The same for a problem that is only one way to ask: if no kernel serves it, nothing was chosen."""
+        choice = op.choose(problem, invariant=self.deterministic)
+        if choice.kernel is op.reference:
+            return None
+        self.ledger.choices.append(choice)
+        return choice.bind(*weights)
+
 
 def not_loaded(*arguments: Any) -> Any:
     """Stands in for a layer's kernel until `finish_load`."""

@@ -165,7 +165,7 @@ def test_tokens_are_the_same_where_norms_leave_codes_for_the_products(options, m
     assert {"rms_norm_codes", f"{product}_codes", f"{product}_top"} <= names
     found = answers(coded, lengths)
     coded.close()
-    monkeypatch.setattr(norm.RMSNorm, "write_codes", lambda self, group: False)
+    monkeypatch.setattr(norm.RMSNorm, "write_codes", lambda self, group, below=None: False)
     plain = engine(*options)
     assert answers(plain, lengths) == found
     names = {name for kept in _tapes_after(plain, lengths) for name in kept.tape.names}

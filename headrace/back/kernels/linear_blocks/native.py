@@ -121,7 +121,8 @@ def pack_rows(
     return None if bad.value < 0 else bad.value
 
 
-def _supports(problem: LinearBlocksProblem) -> str | None:
+def unserved(problem: LinearBlocksProblem) -> str | None:
+    """Why the native kernels do not multiply so, whatever the number of rows."""
     if len(problem.kinds) > MAX_SEGMENTS:
         return f"takes at most {MAX_SEGMENTS} segments, not {len(problem.kinds)}"
     if problem.activation is not None:
@@ -133,6 +134,12 @@ def _supports(problem: LinearBlocksProblem) -> str | None:
     if len(groups) > 1:
         return f"quantizes activations in groups of one size, not {sorted(groups)}"
     return unsupported(problem.device, problem.dtype)
+
+
+def _supports(problem: LinearBlocksProblem) -> str | None:
+    if problem.plain_from is not None:
+        return "multiplies codes, however many rows there are"
+    return unserved(problem)
 
 
 KERNEL = Kernel(

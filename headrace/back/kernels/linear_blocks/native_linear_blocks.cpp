@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 192, kMostSegments = 8;
+constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 192;
 constexpr int kVectors = kPanel / kLanes < 4 ? kPanel / kLanes : 4;
 constexpr int kRows = kRegisters == 32 ? 4 : 1;
 // From so many rows of x on matrix tiles are faster, where there are any.
@@ -122,18 +122,6 @@ struct Workspace {
 #endif
 };
 
-// A panel of a weight: its segment, its number there, and the output of y that the segment begins at.
-struct Place {
-  const Segment* segment;
-  int64_t panel, n;
-};
-
-HR_INLINE Place place_of(const Product& p, int64_t output) {
-  int64_t s = 0, n = 0;
-  for (; output >= n + p.segments[s].outputs; ++s) n += p.segments[s].outputs;
-  return {p.segments + s, (output - n) / kPanel, n};
-}
-
 // Rows [m, m + rows), at most p.tile_rows, of one panel's results.
 void panel_results(const Product& p, const Place& at, int64_t m, int64_t rows, [[maybe_unused]] Workspace& space,
                    float* results) {
@@ -239,27 +227,6 @@ int32_t run_as(Product& p, int32_t dtype) {
   if (dtype == HR_F16) return run<fp16>(p);
   if (dtype == HR_F32) return run<float>(p);
   return HR_BAD_DTYPE;
-}
-
-// The call's weight into p, or why it cannot be.
-int32_t take_weight(Product& p, const Segment* segments, int64_t num_segments, int64_t K, int32_t activation,
-                    const void* bias) {
-  if (K <= 0 || num_segments < 1 || num_segments > kMostSegments) return HR_BAD_SHAPE;
-  int64_t outputs = 0;
-  for (int64_t s = 0; s < num_segments; ++s) {
-    const int64_t block = block_of(segments[s].coding);
-    if (block == 0) return HR_BAD_DTYPE;
-    // Segments share the activations, and a block of several groups has no padding.
-    if (segments[s].outputs < 0 || x_group_of(segments[s].coding) != x_group_of(segments[0].coding)) return HR_BAD_SHAPE;
-    if (block > x_group_of(segments[s].coding) && K % block) return HR_BAD_SHAPE;
-    if (activation >= 0 && segments[s].outputs % kPanel) return HR_BAD_SHAPE;
-    outputs += segments[s].outputs;
-  }
-  if (activation > RELU || (activation >= 0 && (outputs / 2 % kPanel || bias != nullptr))) return HR_BAD_SHAPE;
-  p.x_group = x_group_of(segments[0].coding), p.K = K, p.groups = ceil_div(K, p.x_group);
-  p.activation = activation, p.outputs = outputs, p.results = activation < 0 ? outputs : outputs / 2;
-  p.segments = segments, p.num_segments = num_segments, p.bias = bias;
-  return HR_OK;
 }
 
 }  // namespace

@@ -5,6 +5,10 @@ quantized as for int8 weights (linear_quant/rows.py), but each `x_group` inputs 
 own, here or (`coded`) before: 32, or as many as share one of the weight's. All segments of a weight agree on that.
 Products of codes are summed exactly within a part; scales and the sum over parts are float32. A NaN or Inf in x
 makes all outputs of its token NaN, and of no other. T tokens, I inputs, O outputs.
+
+Many rows of x (`plain_from`) are not quantized at all: the weight's values, rounded to the dtype of x, are multiplied
+by them and summed in float32. That is nearer to the product with the weight, but a row's bits then depend on how many
+are beside it.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ import torch
 from headrace.back.kernels.gated_act.op import gated
 from headrace.back.kernels.linear_blocks.layout import (
     CODINGS,
+    GROUP,
     PANEL,
     BlockWeight,
     Coding,
     Segment,
+    dequantize_rows,
     empty_segment,
     read_rows,
 )
@@ -36,13 +42,15 @@ from headrace.back.kernels.op import (
 
 Linear = Callable[[torch.Tensor | CodedRows], torch.Tensor]
 _ROWS = 1024
+_MANY_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearBlocksProblem:
     """`kinds`: (name of the coding, outputs) of each segment. `wide`: the result is float32, and there is no bias.
     `activation`: the first half of the outputs gates the second (kernels/gated_act), in float32: y has half as many.
-    `coded`: x is CodedRows, made of rows of this dtype."""
+    `coded`: x is CodedRows, made of rows of this dtype. `plain_from`: from so many rows on x is plain, also if `coded`,
+    and the product is that of many rows; None: never."""
 
     device: str
     dtype: torch.dtype
@@ -52,6 +60,7 @@ class LinearBlocksProblem:
     wide: bool = False
     activation: str | None = None
     coded: bool = False
+    plain_from: int | None = None
 
     @property
     def outputs(self) -> int:
@@ -64,16 +73,22 @@ class LinearBlocksProblem:
         return self.outputs if self.activation is None else self.outputs // 2
 
 
+def many_rows(weight: BlockWeight) -> int | None:
+    """`plain_from` of layers: where up to 32 inputs share a scale, widening is won back from 32 to 64 rows on, and 512
+    rows take 0.37 to 0.58 of the time; with 64 it is 0.9 of it, with 128 as much (Xeon, AMX; benchmarks/cpu)."""
+    return _MANY_ROWS if weight.x_group == GROUP else None
+
+
 def bind_reference(
     problem: LinearBlocksProblem, weight: BlockWeight, bias_O: torch.Tensor | None
 ) -> Linear:
     """The definition, some outputs at a time; products of codes in float64 are exact."""
 
     def linear(x: torch.Tensor | CodedRows) -> torch.Tensor:
-        codes, scales = activation_codes(x, inputs=problem.inputs, group=weight.x_group)
         dtype = problem.dtype if isinstance(x, CodedRows) else x.dtype
+        product = _rows_product(problem, x, weight.x_group)
         parts = [
-            _product(segment, torch.arange(row, min(row + _ROWS, segment.outputs)), codes, scales)
+            product(segment, torch.arange(row, min(row + _ROWS, segment.outputs)))
             for segment in weight.segments
             for row in range(0, segment.outputs, _ROWS)
         ]
@@ -83,6 +98,30 @@ def bind_reference(
         return y_TO if problem.wide else y_TO.to(dtype)
 
     return linear
+
+
+def _rows_product(
+    problem: LinearBlocksProblem, x: torch.Tensor | CodedRows, x_group: int
+) -> Callable[[Segment, torch.Tensor], torch.Tensor]:
+    """(segment, rows of it) -> the products of x with them, float32."""
+    if is_plain(problem, x):
+        assert isinstance(x, torch.Tensor), problem
+        wide = x.double()
+        return lambda segment, rows: _plain_product(segment, rows, wide, problem.dtype)
+    codes, scales = activation_codes(x, inputs=problem.inputs, group=x_group)
+    return lambda segment, rows: _product(segment, rows, codes, scales)
+
+
+def is_plain(problem: LinearBlocksProblem, x: torch.Tensor | CodedRows) -> bool:
+    """Whether these are the many rows that are multiplied as they are."""
+    rows = len(x.codes_TP) if isinstance(x, CodedRows) else len(x)
+    return problem.plain_from is not None and rows >= problem.plain_from
+
+
+def _plain_product(
+    segment: Segment, rows: torch.Tensor, x_TI: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    return (x_TI @ dequantize_rows(segment, rows).to(dtype).double().T).float()
 
 
 def _product(
@@ -112,8 +151,11 @@ def _sample(problem: LinearBlocksProblem) -> Sample:
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     bias = random_tensor(problem.outputs, **new) if problem.bias else None
     weight = random_weight(problem, generator)
+    if problem.plain_from is not None:  # few rows are those of the problem without it
+        problem = replace(problem, plain_from=1)
     x_TI = random_tensor(5, problem.inputs, **new)
-    x = coded_rows(x_TI, weight.x_group) if problem.coded else x_TI
+    plain = not problem.coded or is_plain(problem, x_TI)
+    x = x_TI if plain else coded_rows(x_TI, weight.x_group)
     return Sample(problem=problem, weights=(weight, bias), arguments=(x,))
 
 
@@ -141,7 +183,10 @@ def random_segment(
 OP: Op[LinearBlocksProblem] = Op(
     name="linear_blocks",
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
-    kernels=("headrace.back.kernels.linear_blocks.native:KERNEL",),
+    kernels=(
+        "headrace.back.kernels.linear_blocks.native_widened:KERNEL",
+        "headrace.back.kernels.linear_blocks.native:KERNEL",
+    ),
     sample=_sample,
     tolerance=lambda problem: float_tolerance(problem.dtype),
 )

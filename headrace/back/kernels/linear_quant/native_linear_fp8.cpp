@@ -9,7 +9,7 @@
 // too: a tile's sums are rounded in another order than the vector instruction's. For many rows 512 inputs are widened, and
 // all rows go by before the next ones.
 
-#include "../native/amx.h"
+#include "../native/amx_rows.h"
 #include "../native/fp8.h"
 #include "../native/panel_calls.h"
 
@@ -102,17 +102,6 @@ constexpr int64_t kTileSteps = kPadded / 4;  // of 4 inputs in one tile
 constexpr int64_t kBlockTiles = 16;          // of inputs that are widened at once for many rows
 constexpr int64_t kTilesFetched = 64 * kStepBytes;  // how far ahead, into the second-level cache
 
-HR_INLINE void tile_shapes(int64_t rows) {
-  TileShapes shapes;
-  const int64_t first = smaller(rows, kTile), second = rows - first;
-  // Two blocks of rows by two of outputs, or one by four.
-  for (int t = 0; t < 4; ++t) TileShapes::set(shapes, t, second > 0 && t >= 2 ? second : first, 64);
-  TileShapes::set(shapes, 4, first, 64);
-  TileShapes::set(shapes, 5, second > 0 ? second : kTile, 64);
-  TileShapes::set(shapes, 6, kTile, 64), TileShapes::set(shapes, 7, kTile, 64);
-  tiles_configure(shapes);
-}
-
 // 32 inputs of 16 TILES outputs, of which `steps` of 4 inputs are there, as tiles [16 pairs of inputs][16 outputs].
 template <int TILES>
 HR_INLINE void widen_tiles(const uint8_t* w, int64_t steps, bool fetch, char* to) {
@@ -127,54 +116,6 @@ HR_INLINE void widen_tiles(const uint8_t* w, int64_t steps, bool fetch, char* to
   }
 }
 
-// The sums of one block of rows by four of outputs, or of two by two.
-HR_INLINE void tiles_one(const char* x, int64_t stride, const char* w) {
-  HR_TILE_LOAD(4, x, stride);
-  HR_TILE_LOAD(5, w, 64);
-  HR_TILE_DOT_BF16(0, 4, 5);
-  HR_TILE_LOAD(6, w + kTileBytes, 64);
-  HR_TILE_DOT_BF16(1, 4, 6);
-  HR_TILE_LOAD(7, w + 2 * kTileBytes, 64);
-  HR_TILE_DOT_BF16(2, 4, 7);
-  HR_TILE_LOAD(5, w + 3 * kTileBytes, 64);
-  HR_TILE_DOT_BF16(3, 4, 5);
-}
-HR_INLINE void tiles_two(const char* x, int64_t stride, const char* w) {
-  HR_TILE_LOAD(6, w, 64);
-  HR_TILE_LOAD(4, x, stride);
-  HR_TILE_DOT_BF16(0, 4, 6);
-  HR_TILE_LOAD(7, w + kTileBytes, 64);
-  HR_TILE_DOT_BF16(1, 4, 7);
-  HR_TILE_LOAD(5, x + kTile * stride, stride);
-  HR_TILE_DOT_BF16(2, 5, 6);
-  HR_TILE_DOT_BF16(3, 5, 7);
-}
-
-// Where the four tiles' sums lie among results [rows][64]; `column`: of the two by two.
-template <bool TWO, class Function>
-HR_INLINE void each_result(float* results, int64_t column, Function f) {
-  f(results + column, results + column + 16, results + (TWO ? kTile * kPanel + column : 32),
-    results + (TWO ? kTile * kPanel + column + 16 : 48));
-}
-HR_INLINE void store_tiles(float* a, float* b, float* c, float* d) {
-  HR_TILE_STORE(0, a, kPanel * 4);
-  HR_TILE_STORE(1, b, kPanel * 4);
-  HR_TILE_STORE(2, c, kPanel * 4);
-  HR_TILE_STORE(3, d, kPanel * 4);
-}
-HR_INLINE void load_tiles(const float* a, const float* b, const float* c, const float* d) {
-  HR_TILE_LOAD(0, a, kPanel * 4);
-  HR_TILE_LOAD(1, b, kPanel * 4);
-  HR_TILE_LOAD(2, c, kPanel * 4);
-  HR_TILE_LOAD(3, d, kPanel * 4);
-}
-HR_INLINE void zero_tiles() {
-  HR_TILE_ZERO(0);
-  HR_TILE_ZERO(1);
-  HR_TILE_ZERO(2);
-  HR_TILE_ZERO(3);
-}
-
 // At most 32 rows: each stretch of 32 inputs is widened, multiplied and forgotten.
 template <bool TWO>
 HR_INLINE void few_rows(const Product& p, const uint8_t* panel, int64_t m, float* results) {
@@ -187,23 +128,9 @@ HR_INLINE void few_rows(const Product& p, const uint8_t* panel, int64_t m, float
     for (int64_t s = 0, turn = 0; s < steps; s += kTileSteps, turn ^= 1, w += kTileSteps * kStepBytes, x += 64) {
       if (s + kTileSteps <= steps) widen_tiles<TWO ? 2 : 4>(w, kTileSteps, true, tiles[turn]);
       else widen_tiles<TWO ? 2 : 4>(w, steps - s, false, tiles[turn]);
-      if (TWO) tiles_two(x, p.x_stride, tiles[turn]);
-      else tiles_one(x, p.x_stride, tiles[turn]);
-    }
-    each_result<TWO>(results, column, store_tiles);
-  }
-}
-
-// `count` tiles of inputs, widened at `tiles`, for one block of rows; the sums go on from those that are there.
-template <bool TWO>
-HR_INLINE void block_rows(const Product& p, const char* x, const char* tiles, int64_t count, bool begin, float* results) {
-  for (int64_t column = 0; column < kPanel; column += TWO ? 32 : 64) {
-    if (begin) zero_tiles();
-    else each_result<TWO>(results, column, load_tiles);
-    for (int64_t i = 0; i < count; ++i) {
-      const char* w = tiles + i * 4 * kTileBytes + column / 16 * kTileBytes;
-      if (TWO) tiles_two(x + i * 64, p.x_stride, w);
-      else tiles_one(x + i * 64, p.x_stride, w);
+      const TileRows rows{x, p.x_stride, kTile * p.x_stride, 64};
+      if (TWO) tiles_two(rows, tiles[turn]);
+      else tiles_one(rows, tiles[turn]);
     }
     each_result<TWO>(results, column, store_tiles);
   }
@@ -221,9 +148,10 @@ HR_INLINE void many_rows(const Product& p, const uint8_t* panel, int64_t m, int6
     for (int64_t i = 0; i < rows; i += 2 * kTile) {
       const int64_t block = smaller(rows - i, 2 * kTile);
       if (block != shaped) tile_shapes(shaped = block);
-      const char* x = p.x + (m + i) * p.x_stride + t * 64;
-      if (block > kTile) block_rows<true>(p, x, tiles, count, t == 0, results + i * kPanel);
-      else block_rows<false>(p, x, tiles, count, t == 0, results + i * kPanel);
+      const TileRows x{p.x + (m + i) * p.x_stride + t * 64, p.x_stride, kTile * p.x_stride, 64};
+      if (block <= kTile) block_rows<false>(x, tiles, 0, count, t == 0, results + i * kPanel);
+      else for (int64_t column = 0; column < kPanel; column += 32)
+        block_rows<true>(x, tiles, column, count, t == 0, results + i * kPanel);
     }
   }
 }

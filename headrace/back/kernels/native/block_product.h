@@ -7,6 +7,8 @@
 
 namespace {
 
+constexpr int64_t kMostSegments = 8;
+
 struct Segment {
   const uint8_t* panels;
   int64_t outputs;
@@ -65,6 +67,54 @@ void put_gated(const Product& p, int64_t m, int64_t rows, int64_t n, const float
   for (int64_t i = 0; i < rows; ++i, gates += kPanel, ups += kPanel)
     for (int64_t column = 0; column < kPanel; column += kLanes)
       put(p, m + i, n + column, kLanes, gate(p.activation, load_raw<F>(gates + column), load_raw<F>(ups + column)));
+}
+
+// A panel of a weight: its segment, its number there, and the output of y that the segment begins at.
+struct Place {
+  const Segment* segment;
+  int64_t panel, n;
+};
+
+HR_INLINE Place place_of(const Product& p, int64_t output) {
+  int64_t s = 0, n = 0;
+  for (; output >= n + p.segments[s].outputs; ++s) n += p.segments[s].outputs;
+  return {p.segments + s, (output - n) / kPanel, n};
+}
+
+// Panels of results, over all segments; with an activation those that others gate.
+HR_INLINE int64_t result_panels(const Product& p, int64_t s, int64_t n) {
+  return ceil_div(larger<int64_t>(smaller(p.segments[s].outputs, p.results - n), 0), kPanel);
+}
+HR_INLINE int64_t num_panels(const Product& p) {
+  int64_t count = 0;
+  for (int64_t s = 0, n = 0; s < p.num_segments; n += p.segments[s++].outputs) count += result_panels(p, s, n);
+  return count;
+}
+HR_INLINE Place panel_at(const Product& p, int64_t panel) {
+  int64_t s = 0, n = 0;
+  for (int64_t count; panel >= (count = result_panels(p, s, n)); n += p.segments[s++].outputs) panel -= count;
+  return {p.segments + s, panel, n};
+}
+
+// The call's weight into p, or why it cannot be.
+int32_t take_weight(Product& p, const Segment* segments, int64_t num_segments, int64_t K, int32_t activation,
+                    const void* bias) {
+  if (K <= 0 || num_segments < 1 || num_segments > kMostSegments) return HR_BAD_SHAPE;
+  int64_t outputs = 0;
+  for (int64_t s = 0; s < num_segments; ++s) {
+    const int64_t block = block_of(segments[s].coding);
+    if (block == 0) return HR_BAD_DTYPE;
+    // Segments share the activations, and a block of several groups has no padding.
+    if (segments[s].outputs < 0 || x_group_of(segments[s].coding) != x_group_of(segments[0].coding)) return HR_BAD_SHAPE;
+    if (block > x_group_of(segments[s].coding) && K % block) return HR_BAD_SHAPE;
+    if (activation >= 0 && segments[s].outputs % kPanel) return HR_BAD_SHAPE;
+    outputs += segments[s].outputs;
+  }
+  if (activation > RELU || (activation >= 0 && (outputs / 2 % kPanel || bias != nullptr))) return HR_BAD_SHAPE;
+  p.x_group = x_group_of(segments[0].coding), p.K = K, p.groups = ceil_div(K, p.x_group);
+  p.activation = activation, p.outputs = outputs, p.results = activation < 0 ? outputs : outputs / 2;
+  p.segments = segments, p.num_segments = num_segments, p.bias = bias;
+  return HR_OK;
 }
 
 }  // namespace

@@ -80,6 +80,11 @@ class NativeLibrary:
                 return kernel, slots
         raise AssertionError(f"no kernel {name} in {self.path}")
 
+    def has(self, name: str) -> bool:
+        """Whether there is a kernel `name` for an instruction set up to `isa`; most are there for all."""
+        usable = self.isas[: self.isas.index(self.isa) + 1]
+        return any(hasattr(self._dll, f"hr_{name}_{isa}") for isa in usable)
+
     def bind(self, name: str, *argument_types: type) -> Callable[..., None]:
         """The kernel `name` as a function of plain numbers; it raises NativeError when the kernel refuses."""
         kernel, slots = self._kernels(name)
