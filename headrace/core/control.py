@@ -336,6 +336,7 @@ class Control:
             "paused": self.mode,
             "draining": self.draining,
             "asleep": self._core.swap.asleep,
+            "sleep_level": self._core.swap.level,
             "tokens_per_s": core.counters.rate,
             **self._metrics(),
         }
