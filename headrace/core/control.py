@@ -70,7 +70,7 @@ class Control:
     @property
     def frozen(self) -> bool:
         """Whether nothing may be planned."""
-        return self.pause is Pause.KEEP or self._core.swap.asleep or bool(self._core.swap.lost)
+        return self.pause is Pause.KEEP or self._core.swap.level > 0 or bool(self._core.swap.lost)
 
     def check_open(self) -> None:
         """Unavailable where no request is taken: while draining, and without weights."""

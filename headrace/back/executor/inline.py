@@ -19,6 +19,7 @@ from headrace.back.executor.profiler import Profiler
 from headrace.back.executor.resident import Resident
 from headrace.back.executor.worker import DEFAULT_LOADER, StepThreads, build_resident, set_threads
 from headrace.back.runner.results import Launched
+from headrace.back.runner.runner import Supplied
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead
 from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
@@ -55,6 +56,14 @@ class InlinePending:
             raise self._failed(self._step, error) from error
 
 
+Launch = Callable[[StepPlan, Supplied], Launched]
+
+
+def _no_launch(plan: StepPlan, supplied: Supplied) -> Launched:
+    """Where there is no runner: it would be kept by whoever knows how it launches."""
+    raise EngineDead("the executor is parked or closed")
+
+
 class InlineExecutor:
     """Loads the model and runs steps on one thread of this process.
 
@@ -77,6 +86,7 @@ class InlineExecutor:
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
+        self._launch: Launch = self._resident.runner.launch
         self._facts = self._resident.runner.facts
         self._threads = StepThreads(spec.device.threads, self._facts)
 
@@ -102,12 +112,14 @@ class InlineExecutor:
     def park(self) -> None:
         """See Executor."""
         self.check()
+        self._launch = _no_launch
         self._thread.submit(self._resident.park).result()
 
     def unpark(self) -> None:
         """See Executor."""
         self.check()
-        self._facts = self._thread.submit(self._resident.unpark).result().facts
+        runner = self._thread.submit(self._resident.unpark).result()
+        self._launch, self._facts = runner.launch, runner.facts
 
     def log_level(self, level: str) -> None:
         """See Executor: this process's level is the worker's."""
@@ -126,6 +138,7 @@ class InlineExecutor:
         self._closed.set()
         self._supplies.put(None)  # a step that still waits for its supply ends
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._launch = _no_launch
         self._resident.close()
 
     def _run(self, plan: StepPlan) -> Launched:
@@ -133,7 +146,7 @@ class InlineExecutor:
             raise self._failure
         try:
             self._threads.fit(plan)
-            return self._resident.runner.launch(plan, self._supplied)
+            return self._launch(plan, self._supplied)
         except Exception as error:
             raise self._fail(plan.step, error) from error
 
