@@ -16,6 +16,7 @@ TORCH  ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
 PIP    := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --no-input
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
+FAILED := $(VENV)/.failed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 NATIVE := $(VENV)/.native
 SOURCES := $(wildcard headrace/back/kernels/*/*.cpp headrace/back/kernels/*/*.h headrace/back/kernels/native/build.py)
@@ -61,15 +62,16 @@ lint: $(DEV)
 types: $(DEV)
 	@echo "==> mypy"; $(BIN)/mypy
 
-# Both legs run, whatever the first one finds. Status 5: ARGS chose no test of that leg.
+# Both legs run, whatever the first one finds; the last lines name what failed in either. Status 5: ARGS chose no test
+# of that leg.
 unit: $(DEV)
-	@echo "==> pytest, $(WORKERS) at a time"; \
-	$(PYTEST) -m "not slow and not serial" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS); beside=$$?; \
+	@rm -f $(FAILED); echo "==> pytest, $(WORKERS) at a time"; \
+	$(PYTEST) --failed-to $(FAILED) -m "not slow and not serial" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS); beside=$$?; \
 	echo "==> pytest, one at a time"; \
-	$(PYTEST) -m "serial and not slow" $(ARGS); alone=$$?; \
+	$(PYTEST) --failed-to $(FAILED) -m "serial and not slow" $(ARGS); alone=$$?; \
 	case "$$beside $$alone" in \
 	  "0 0"|"0 5"|"5 0") ;; \
-	  *) echo "==> failed: status $$beside side by side, $$alone alone"; exit 1;; \
+	  *) echo "==> failed: status $$beside side by side, $$alone alone"; cat $(FAILED) 2>/dev/null; exit 1;; \
 	esac
 
 test: lint types unit

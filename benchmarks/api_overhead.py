@@ -85,7 +85,7 @@ class Client(asyncio.Protocol):
     async def ask(self) -> None:
         """One request, until its answer has ended."""
         self._done = asyncio.get_running_loop().create_future()
-        self.transport.write(self.request)  # type: ignore[attr-defined]
+        self.transport.write(self.request)
         await self._done
 
 

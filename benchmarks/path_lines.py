@@ -27,8 +27,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-import msgspec
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "headrace"
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
@@ -121,13 +119,6 @@ class Recorder:
             self._seen[frame.f_code.co_filename].add(frame.f_lineno)
         return self._line
 
-    def lines(self) -> dict[str, list[int]]:
-        """The lines that ran, by file below headrace/."""
-        return {
-            Path(name).relative_to(PACKAGE).as_posix(): sorted(lines)
-            for name, lines in self._seen.items()
-        }
-
     def counts(self) -> dict[str, Count]:
         """Per file below headrace/."""
         names = {Path(name).relative_to(PACKAGE).as_posix() for name in self._seen}
@@ -211,7 +202,7 @@ async def _ask(port: int) -> None:
     writer.close()
 
 
-async def _measure(recorder: Recorder, options: dict[str, object]) -> None:
+async def _measure(recorder: Recorder) -> None:
     from headrace.back.executor.choose import make_executor
     from headrace.base.config.tree import Options
     from headrace.core.core import EngineCore
@@ -222,7 +213,7 @@ async def _measure(recorder: Recorder, options: dict[str, object]) -> None:
     from headrace.launch.fronts import Fronts
     from headrace.launch.topology import RuntimeFolder
 
-    resolved = resolve_options(msgspec.convert(options, Options))
+    resolved = resolve_options(Options())
     folder = RuntimeFolder()
     core_status, core_parent = socket.socketpair()
     api_status, api_parent = socket.socketpair()
@@ -288,18 +279,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="stop -> file -> lines")
     parser.add_argument("--files", action="store_true", help="every file")
     parser.add_argument("--write", action="store_true", help="into docs/ARCHITECTURE.md")
-    parser.add_argument(
-        "--lines", action="store_true", help="file -> numbers of the lines that ran"
-    )
-    parser.add_argument("--options", default="{}", help="what is served, as JSON: group -> option")
     given = parser.parse_args()
     recorder = Recorder()
     recorder.install()
-    asyncio.run(_measure(recorder, json.loads(given.options)))
+    asyncio.run(_measure(recorder))
     sys.settrace(None)
-    if given.lines:
-        print(json.dumps(recorder.lines()), flush=True)
-        os._exit(0)
     stops = by_stop(recorder.counts())
     if given.write:
         write(stops)

@@ -33,7 +33,7 @@ class Muon:
     def step(self, rate: float) -> None:
         """One step at the learning rate; gradients are taken from the parameters."""
         for group, velocity in zip(self.groups, self.velocity, strict=True):
-            gradient = torch.stack([parameter.grad for parameter in group])  # type: ignore[misc]
+            gradient = torch.stack([parameter.grad for parameter in group])
             velocity.lerp_(gradient, 1 - self.momentum)
             update = orthogonalize(gradient.lerp(velocity, self.momentum))
             update *= 0.2 * max(update.shape[-2:]) ** 0.5

@@ -68,7 +68,7 @@ def main() -> None:
     for tokens in (1, 8, 32, 512):
         for name, (native, reference, inputs) in cases(library, tokens).items():
             taken = interleaved(
-                {"native": lambda: native(*inputs), "reference": lambda: reference(*inputs)},  # noqa: B023
+                {"native": lambda: native(*inputs), "reference": lambda: reference(*inputs)},  # noqa: B023 - called in this turn
                 seconds=arguments.seconds,
             )
             ratio = taken["reference"][0] / taken["native"][0]

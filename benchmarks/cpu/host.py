@@ -37,11 +37,11 @@ def spans_of(streams: int, steps: int) -> list[tuple[float, float]]:
         spans.append((begin, time.perf_counter()))
 
     rng = np.random.default_rng(0)
-    Tape.replay = timed  # type: ignore[method-assign]
+    Tape.replay = timed
     try:
         engine.run([engine.request(rng, 16, steps, 0.0) for _ in range(streams)])
     finally:
-        Tape.replay = replay  # type: ignore[method-assign]
+        Tape.replay = replay
         engine.close()
     return spans
 

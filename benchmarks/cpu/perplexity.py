@@ -1,4 +1,4 @@
-"""What lossy weights and KV caches cost the bundled model in perplexity, over held-out conversations of its tasks.
+"""What lossy weights, files and KV caches cost the bundled model in perplexity, over held-out conversations.
 
     python -m benchmarks.cpu.perplexity --each 12 --write
 
@@ -11,13 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tempfile
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from benchmarks.cpu.quality import FILES, write
 from demo.packing import Document, documents
 from headrace import LLM, SamplingParams
+from headrace.back.quant.scheme import SCHEMES
 from headrace.bench.datasets.tasks.draw import TASKS, held_out_conversations
 from headrace.bench.report import markdown_table
 from headrace.launch.locate import bundled_model
@@ -25,9 +28,7 @@ from headrace.launch.locate import bundled_model
 OUT = Path(__file__).resolve().parent / "perplexity.json"
 KINDS: dict[str, dict[str, str]] = {
     "bf16": {},
-    "int8 weights": {"quantization": "int8"},
-    "fp8 weights": {"quantization": "fp8"},
-    "int4 weights": {"quantization": "int4"},
+    **{f"{name} weights": {"quantization": name} for name in SCHEMES},
     "int8 KV": {"kv_dtype": "int8"},
     "fp8 KV": {"kv_dtype": "fp8"},
     "int8 weights, int8 KV": {"quantization": "int8", "kv_dtype": "int8"},
@@ -35,10 +36,10 @@ KINDS: dict[str, dict[str, str]] = {
 }
 
 
-def losses(found: list[Document], options: dict[str, str]) -> np.ndarray:
+def losses(found: list[Document], model: Path, options: dict[str, str]) -> np.ndarray:
     """Negative log-probability of every learnt token, in order."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    with LLM(str(bundled_model()), dtype="bfloat16", prefix_caching=False, **options) as llm:
+    with LLM(str(model), dtype="bfloat16", prefix_caching=False, **options) as llm:
         outputs = llm.generate([ids.tolist() for ids, _ in found], params, progress=False)
     values = []
     for output, (_, learnt) in zip(outputs, found, strict=True):
@@ -59,19 +60,20 @@ def main() -> None:
     chats = [c for task in TASKS for c in held_out_conversations(task, given.each, seed=1)]
     found = [document for document in documents(tokenizer, chats) if len(document[0]) <= 4096]
     plain, results, rows = np.zeros(0), {}, []
-    for name, options in KINDS.items():
-        values = losses(found, options)
-        plain = values if name == "bf16" else plain
-        change = values - plain
-        results[name] = {
-            "perplexity": math.exp(values.mean()),
-            "loss_change": float(change.mean()),
-            "standard_error": float(change.std() / math.sqrt(len(change))),
-        }
-        figures = results[name]
-        rows.append([name, f"{figures['perplexity']:.4f}", f"{figures['loss_change']:+.5f}",
-                     f"{figures['standard_error']:.5f}"])  # fmt: skip
-        print(rows[-1], flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in (*KINDS, *FILES):
+            model = write(Path(folder), name) if name in FILES else bundled_model()
+            values = losses(found, model, KINDS.get(name, {}))
+            plain = values if name == "bf16" else plain
+            change = values - plain
+            results[name] = figures = {
+                "perplexity": math.exp(values.mean()),
+                "loss_change": float(change.mean()),
+                "standard_error": float(change.std() / math.sqrt(len(change))),
+            }
+            rows.append([name, f"{figures['perplexity']:.4f}", f"{figures['loss_change']:+.5f}",
+                         f"{figures['standard_error']:.5f}"])  # fmt: skip
+            print(rows[-1], flush=True)
     about = {
         "conversations": len(found),
         "tokens": len(plain),

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="", help="none: bfloat16")
     parser.add_argument("--tokens", type=int, default=512)
     given = parser.parse_args()
-    NativeLibrary.bind = timed(NativeLibrary.bind)  # type: ignore[method-assign]
+    NativeLibrary.bind = timed(NativeLibrary.bind)
     line = CommandLine("prompt", "", groups=("model", "kv", "scheduler", "device"))
     words = ["--model", str(SHAPES[given.shape].folder), *OPTIONS]
     words += ["--quantization", given.quantization] if given.quantization else []

@@ -1,7 +1,7 @@
 """Sums over the GPUs of one machine: microseconds of our kernels and of NCCL, alone and with the residual and norm.
 
-    python -m benchmarks.h200.all_reduce --out results.json [--ranks 2]
-    python -m benchmarks.h200.all_reduce --write results.json      makes all_reduce.md of an earlier run
+    python -m benchmarks.h200.all_reduce --ranks 2 --out benchmarks/h200/results/all-reduce-2.json
+    python -m benchmarks.h200.all_reduce --write      makes all_reduce.md of the results that are there
 
 One process a GPU; graphs of 20 calls, the median of 7 replays, the slowest rank's.
 """
@@ -82,18 +82,21 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
 
 PAGE = """# Sums over GPUs
 
-`python -m benchmarks.h200.all_reduce --out RESULT`, then `--write RESULT`. Microseconds of a sum over {ranks} H200 of
+`python -m benchmarks.h200.all_reduce --ranks N --out RESULT`, then `--write`. Microseconds of a sum over the H200s of
 one machine (NVLink, no multicast), bfloat16 rows of 4096, in graphs of 20 calls, the slowest rank's median: NCCL, and
 our kernels (kernels/all_reduce) in one shot and in two; alone, and with the addition into the residual and the norm
-behind it, which ours do in the same launch. {versions}.
+behind it, which ours do in the same launch. The engine times both at start and takes what is quicker for each size.
+That the sums have the same bits on every rank, in 1,000 replays of a graph too, and that a rank whose peer is gone gets
+an error is held by tests/back/parallel/test_peers.py.
+"""
+SECTION = """
+## {ranks} ranks
+
+{versions}. Chosen at start: {chosen}.
 
 {table}
-
-The engine times both at start and takes what is quicker for each size; here: {chosen}. That the sums have the same bits
-on every rank, in 1,000 replays of a graph too, and that a rank whose peer is gone gets an error is held by
-tests/back/parallel/test_peers.py. Four ranks have run in Triton's interpreter only
-(tests/kernels/triton/test_all_reduce.py).
 """
+RESULTS = Path(__file__).parent / "results"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -102,21 +105,24 @@ def table(result: dict[str, Any]) -> str:
     return markdown_table(header, [[row.get(h, "") for h in header] for row in result["rows"]])
 
 
-def write(result: dict[str, Any]) -> None:
-    """The page of a result."""
-    name = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
-    more = {"ranks": result["ranks"], "chosen": result["chosen"], "versions": name}
-    Path(__file__).with_suffix(".md").write_text(PAGE.format(table=table(result), **more))
+def write() -> None:
+    """The page of all results."""
+    page = PAGE
+    for found in sorted(RESULTS.glob("all-reduce-*.json")):
+        result = json.loads(found.read_text())
+        name = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
+        page += SECTION.format(**result | {"versions": name, "table": table(result)})
+    Path(__file__).with_suffix(".md").write_text(page)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     if given.write:
-        write(json.loads(given.write.read_text()))
+        write()
         return
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:

@@ -102,7 +102,7 @@ def calls(
     ]
 
 
-def _patched(tiles: Tiles, name: str) -> patch:  # type: ignore[valid-type]
+def _patched(tiles: Tiles, name: str) -> patch:
     return patch.object(kernels, name, lambda case, rows=1: replace(tiles, m=max(tiles.m, 16)))
 
 

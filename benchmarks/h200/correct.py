@@ -1,6 +1,6 @@
 """Every Triton kernel against its reference on the device, on random shapes; and attention replayed from a graph."""
 
-# ruff: noqa: E501
+# ruff: noqa: E501 - a row of a table is a line
 from __future__ import annotations
 
 import multiprocessing

@@ -66,7 +66,7 @@ def main() -> None:
         for tiles in TILES:
             for per_sm in (1, 2) if rows <= 16 else (2,):
                 with ExitStack() as patches:
-                    chosen = lambda case, rows=1, tiles=tiles: replace(tiles, m=max(tiles.m, 16))  # noqa: E731
+                    chosen = lambda case, rows=1, tiles=tiles: replace(tiles, m=max(tiles.m, 16))  # noqa: E731 - as long as a turn
                     patches.enter_context(patch.object(kernels, "decode_tiles", chosen))
                     patches.enter_context(patch.object(kernels, "PROGRAMS_PER_SM", per_sm))
                     patches.enter_context(patch.object(kernels, "FEW_ROWS", 0))

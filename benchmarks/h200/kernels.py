@@ -5,7 +5,7 @@ Parts: check, small, attention, products, chain (all, in this order). Writes OUT
 (the table that ships, headrace/back/kernels/linear/tables). An H200 takes about three minutes, most of it compiling.
 """
 
-# ruff: noqa: B023
+# ruff: noqa: B023 - what is timed is called in its turn
 from __future__ import annotations
 
 import json

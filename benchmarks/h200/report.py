@@ -70,24 +70,26 @@ def steps_table() -> str:
     return markdown_table(header, rows)
 
 
-def two_devices_table() -> str:
-    """Tensor parallelism over two devices; the two runs of two devices are of one machine."""
-    names = (SHAPES[0], f"{SHAPES[0]}-tp2-nccl", f"{SHAPES[0]}-tp2")
-    one, library, two = (load("offline", name) for name in names)
-    rows: list[tuple[object, ...]] = [
-        (f"decode step {a['batch']} x {a['prompt']}, ms", a["step_ms"], b["step_ms"], c["step_ms"])
-        for a, b, c in zip(one["steps"], library["steps"], two["steps"], strict=True)
-    ]
-    rows += [
-        (
-            f"prefill {a['batch']} x {a['prompt']}, tok/s",
-            f"{a['tok_s']:,.0f}",
-            "",
-            f"{c['tok_s']:,.0f}",
-        )
-        for a, c in zip(one["prefill"], two["prefill"], strict=True)
-    ]
-    return markdown_table((SHAPES[0], "one H200", "two, NCCL", "two, own sums"), rows)
+def devices_table() -> str:
+    """Tensor parallelism: a column per result that is there; those of two devices are of one machine."""
+    columns = {"one H200": "", "two, NCCL": "-tp2-nccl", "two, own sums": "-tp2", "four": "-tp4"}
+    names = {header: f"{SHAPES[0]}{end}" for header, end in columns.items()}
+    found = {
+        header: load("offline", name)
+        for header, name in names.items()
+        if (HERE / "results" / f"offline-{name}.json").exists()
+    }
+    rows: list[tuple[object, ...]] = []
+    for part, figure, form, label in (
+        ("steps", "step_ms", ".3g", "decode step {batch} x {prompt}, ms"),
+        ("prefill", "tok_s", ",.0f", "prefill {batch} x {prompt}, tok/s"),
+        ("offline", "output_tok_s", ",.0f", "512 requests, output tok/s"),
+    ):
+        for i, load_of in enumerate(found["one H200"].get(part, ())):
+            cells = [result.get(part, [])[i : i + 1] for result in found.values()]
+            values = [f"{cell[0][figure]:{form}}" if cell else "" for cell in cells]
+            rows.append((label.format(**load_of), *values))
+    return markdown_table((SHAPES[0], *found), rows)
 
 
 def coded_table() -> str:
@@ -183,8 +185,8 @@ def main() -> None:
         steps_table(),
         "## Prefill and throughput",
         rates_table(),
-        "## Two devices",
-        two_devices_table(),
+        "## Several devices",
+        devices_table(),
         "The sums alone: [all_reduce.md](all_reduce.md).",
         "## KV cache of codes",
         coded_table(),

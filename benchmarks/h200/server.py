@@ -70,8 +70,8 @@ def measure(base: str, shape: str, users: int) -> dict[str, Any]:
     """One closed loop, after one that is not counted with one request per user."""
     load = {"base_url": base, "endpoint": "completions", "token_ids": 150_000, "output_tokens": 128}
     load |= {"input_words": 1024, "spread": 0.5, "concurrency": users, "timeout_s": 120.0}
-    run_load(Load(**load, num_requests=users, seed=0))  # type: ignore[arg-type]
-    found = run_load(Load(**load, num_requests=users * ROUNDS, seed=users))  # type: ignore[arg-type]
+    run_load(Load(**load, num_requests=users, seed=0))
+    found = run_load(Load(**load, num_requests=users * ROUNDS, seed=users))
     peer = PEER[shape].get(users, (None, None, None))
     return {
         "shape": shape,

@@ -183,7 +183,7 @@ def _filled(path: str) -> Iterator[str]:
     if "{" not in path:
         yield path
         return
-    yield from (re.sub(r"\{[^}]*\}", lambda _, ident=ident: ident, path) for ident in IDS)  # type: ignore[misc]
+    yield from (re.sub(r"\{[^}]*\}", lambda _, ident=ident: ident, path) for ident in IDS)
 
 
 def any_case(random_: random.Random, row: str, route: ApiRoute) -> Case:

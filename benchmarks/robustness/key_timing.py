@@ -46,7 +46,7 @@ def refuse(gate: Gatekeeper, scope: dict[str, Any]) -> None:
 
 def leaky(key: bytes) -> bool:
     """What a comparison byte by byte would be."""
-    for ours, theirs in zip(KEY, key, strict=True):  # noqa: SIM110
+    for ours, theirs in zip(KEY, key, strict=True):  # noqa: SIM110 - the loop is what is timed
         if ours != theirs:
             return False
     return True

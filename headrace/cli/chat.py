@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 
@@ -17,7 +17,7 @@ from headrace.base.errors import RequestError
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.sampling_flags import add_sampling_flags, sampling_of
 from headrace.cli.session import Session, open_session
-from headrace.front.client.events import Delta, Ended, Event
+from headrace.front.client.events import Delta, Ended
 from headrace.front.client.spoken import Spoken
 from headrace.front.text.parsing.parts import Content, Part, Reasoning
 
@@ -74,7 +74,7 @@ class Chat:
             listener = self._session.listener
             parser = listener.parser(ids)
             events = self._session.engine.generate(listener.generation(ids, params))
-            async with aclosing(cast(AsyncIterator[Event], events)) as stream:  # type: ignore[type-var]
+            async with aclosing(events) as stream:
                 async for event in stream:
                     if isinstance(event, Delta):
                         self._show(spoken, parser.push(event.text))

@@ -13,6 +13,7 @@ from headrace import __version__
 from headrace.base.collector import put_off
 from headrace.base.errors import HeadraceError, StartError
 from headrace.base.registry import Registry
+from headrace.launch.early import CORE_MODULE, begin, leave
 
 SUMMARIES = {
     "serve": "serve a model over HTTP (OpenAI-compatible)",
@@ -33,6 +34,8 @@ Command = Callable[[Sequence[str]], int]
 COMMANDS: Registry[Command] = Registry(
     "command", {name: f"headrace.cli.{name.replace('-', '_')}:main" for name in SUMMARIES}
 )
+WITH_CORE = ("serve",)
+"""Commands that start an engine core whatever their options say: its process begins its imports beside theirs."""
 
 
 def usage() -> str:
@@ -61,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         print(f"headrace: unknown command {words[0]!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
+    if words[0] in WITH_CORE and not {"-h", "--help"} & set(words):
+        begin(CORE_MODULE)
     with put_off():
         command = COMMANDS.load(words[0])
     return _run(command, words[1:])
@@ -79,6 +84,8 @@ def _run(command: Command, words: Sequence[str]) -> int:
         return 130
     except BrokenPipeError:
         return 0
+    finally:
+        leave()
 
 
 if __name__ == "__main__":

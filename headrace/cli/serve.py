@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +38,6 @@ def main(argv: Sequence[str]) -> int:
 
 def run(options: Options) -> int:
     """Serves until SIGTERM; the exit status (0 after a drain, 2 if it cannot start, 1 after a crash loop)."""
-    began = time.monotonic()
     logs.configure("headrace", options.server.log_level)
     try:
         resolved = resolve_options(options)
@@ -52,7 +52,7 @@ def run(options: Options) -> int:
     address = address_of(listener)
 
     def announce(seats: list[Seat]) -> None:
-        show_start(resolved, seats, seconds=time.monotonic() - began)
+        show_start(resolved, seats, seconds=time.time() - psutil.Process().create_time())
         print(f"headrace is ready: {address}", flush=True)
         if grpc is not None:
             print(f"headrace serves gRPC: {address_of(grpc, scheme='')}", flush=True)

@@ -13,16 +13,7 @@ def bind(host: str, port: int) -> socket.socket:
     """The listening socket; ConfigError if the address cannot be had. The host "unix:FILE" is a file of mode 0600."""
     if host.startswith("unix:"):
         return bind_admin(host)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # asyncio asks it for TCP_NODELAY
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host.strip("[]"), port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    listener = _bound(host, port, socket.SO_REUSEADDR)
     listener.listen(2048)
     return listener
 
@@ -30,16 +21,20 @@ def bind(host: str, port: int) -> socket.socket:
 def reserve(host: str, port: int) -> socket.socket:
     """Holds a port (of the loopback interface, beside a socket file) for processes that bind it together; nothing is
     taken from it here."""
-    host = "127.0.0.1" if host.startswith("unix:") else host
+    return _bound("127.0.0.1" if host.startswith("unix:") else host, port, socket.SO_REUSEPORT)
+
+
+def _bound(host: str, port: int, option: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    held = socket.socket(family, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    # asyncio asks for the protocol before it sets TCP_NODELAY
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    made.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
-        held.bind((host.strip("[]"), port))
+        made.bind((host.strip("[]"), port))
     except OSError as error:
-        held.close()
+        made.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    return held
+    return made
 
 
 def bind_admin(address: str) -> socket.socket:

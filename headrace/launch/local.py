@@ -12,8 +12,8 @@ import msgspec
 from headrace.base.config.resolved import Resolved
 from headrace.base.config.tree import Options
 from headrace.base.errors import EngineDead, StartError
+from headrace.launch.early import CORE_MODULE
 from headrace.launch.facts import resolve_options
-from headrace.launch.supervisor import CORE_MODULE
 from headrace.launch.topology import Child, Report, RuntimeFolder, core_environment, spawn
 
 STOP_GRACE_S = 5.0

@@ -25,6 +25,7 @@ from headrace.base.config.resolved import Resolved
 from headrace.base.telemetry import log as logs
 from headrace.launch import api_process
 from headrace.launch.api_process import ApiSpec
+from headrace.launch.early import CORE_MODULE
 from headrace.launch.topology import (
     DRAIN_SIGNAL,
     Child,
@@ -41,7 +42,6 @@ RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 EXIT_GRACE_S = 5.0
 SILENCE_S = 5.0
 BEAT_CHECK_S = 1.0
-CORE_MODULE = "headrace.launch.core_process"
 
 
 class State(Enum):

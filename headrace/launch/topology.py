@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +23,10 @@ from headrace.back.platforms.facts import visible_devices
 from headrace.back.platforms.placement import place
 from headrace.base import env
 from headrace.base.config.resolved import Resolved
+from headrace.launch.early import start, take, told
 from headrace.launch.resolve import DeviceFacts
 
 PR_SET_PDEATHSIG = 1
-_NO_KEYS = {"HEADRACE_API_KEYS": "", "HEADRACE_ADMIN_KEY": ""}  # children know digests only
-_BEGIN = "headrace.launch.begin"
-
 
 DRAIN_SIGNAL = signal.SIGUSR1
 """From the supervisor to an API process: the first one starts the drain, a second one ends it."""
@@ -98,29 +95,20 @@ def spawn(
     die_with_thread: bool,
     environment: dict[str, str] | None = None,
 ) -> Child:
-    """Starts `python -m module`. `die_with_thread` kills it with the thread that called this (never a passing one)."""
-    env.set_default("OPENBLAS_NUM_THREADS", "1")  # numpy's: never used, 0.06 s and 30 MB to start
-    ours, theirs = socket.socketpair()
-    command = [
-        sys.executable,
-        "-m",
-        _BEGIN,
-        module,
-        *arguments,
-        "--status-fd",
-        str(theirs.fileno()),
-    ]
+    """Starts `python -m module`, or takes the one that was started early. `die_with_thread` kills it with the thread
+    that called this (never a passing one)."""
     if die_with_thread:
-        command += ["--parent", str(os.getpid())]
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), *pass_fds),
-            env=env.child_environment(**_NO_KEYS, **(environment or {})),
-        )
-    finally:
-        theirs.close()
+        arguments = (*arguments, "--parent", str(os.getpid()))
+    early = take(module, arguments, plain=not (pass_fds or environment))
+    if early is not None:
+        process, ours = early.process, early.status
+    else:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = (*arguments, *told(theirs.fileno()))
+            process = start(
+                module, *arguments, status=theirs, pass_fds=pass_fds, environment=environment
+            )
     ours.setblocking(False)
     return Child(name=name, process=process, status=ours)
 

@@ -19,7 +19,7 @@ MESSAGES: Any = [{"role": "user", "content": "the quick brown fox"}]
 def deltas(client: openai.OpenAI, **options: Any) -> list[str]:
     chunks = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=24, seed=3, stream=True,
-        stream_options=options,  # type: ignore[arg-type]
+        stream_options=options,
     )  # fmt: skip
     return [
         choice.delta.content for chunk in chunks for choice in chunk.choices if choice.delta.content

@@ -1,90 +1,139 @@
 """What is switched off costs nothing: a plain request runs the same lines of code as if the feature were not there.
 
 Lines that run and not time: they are the same on every machine, and a feature that leaves a trace on the path of those
-who do not use it is seen at once (OBS-01: no cost when off; API-21: off is free).
+who do not use it is seen at once (OBS-01: no cost when off; API-21: off is free). Each line is counted, so that what
+would run in a step that runs anyway is seen as well.
 """
 
 from __future__ import annotations
 
-import http.server
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import httpx
+import numpy as np
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.base.config.resolved import Resolved
+from headrace.base.config.tree import Options
+from headrace.base.wire.request import EngineRequest
+from headrace.front.client.engine import AsyncLLM
+from headrace.front.client.limits import Limits
+from headrace.front.server.app import make_app
+from headrace.front.server.process import services_over
+from headrace.front.server.tracing import Tracer
+from headrace.launch.facts import resolve_options
+from tests.api.lines import LineCounter, Lines, more
+from tests.front.client.scripted_core import Follow, ScriptedCore, spell
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMERS = ("front/client/connection.py", "launch/core_process.py")
-"""Heartbeats and watchdogs go off when they want."""
-Lines = dict[str, set[int]]
+TRACING = "front/server/tracing.py"
+FEW, MANY = 4, 40
+ANSWERS = 3
 
 
-def lines_of(**options: dict[str, Any]) -> Lines:
-    """File -> lines that a plain streamed chat runs on a server with these options."""
-    words = ["-m", "benchmarks.path_lines", "--lines", "--options", json.dumps(options)]
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, timeout=100
-    )
+def core_lines(*words: str, **options: bool) -> Lines:
+    """Of a plain request, in a process of its own."""
+    command = [sys.executable, "-m", "tests.api.lines", json.dumps({"model": options}), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {name: set(lines) for name, lines in found.items() if name not in TIMERS}
+    found: Lines = json.loads(done.stdout)
+    return found
+
+
+def test_attention_capture_that_nobody_asks_for_runs_the_same_lines() -> None:
+    """API-21: a core that could capture does for a plain request what one that cannot does."""
+    plain, able = core_lines(), core_lines(attention_capture=True)
+    assert len(plain) > 40 and more(able, plain) == {} == more(plain, able)
+    asked = core_lines("0", attention_capture=True)
+    assert "back/runner/capture.py" in more(asked, able), "the measure sees it where it is used"
 
 
 @pytest.fixture(scope="module")
-def plain() -> Lines:
-    return lines_of()
+def resolved() -> Resolved:
+    return resolve_options(Options())
 
 
-class Collector(http.server.BaseHTTPRequestHandler):
-    """Takes every span."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def traced() -> Iterator[Lines]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield lines_of(server={"otlp_endpoint": f"http://127.0.0.1:{server.server_port}/v1/traces"})
-        server.shutdown()
-        thread.join()
-
-
-def test_without_tracing_no_line_of_it_runs(plain: Lines, traced: Lines) -> None:
-    assert "front/server/tracing.py" in traced, "the measure sees it where it is on"
-    assert "front/server/tracing.py" not in plain
+async def front_lines(
+    resolved: Resolved, folder: Path, num_tokens: int, exporter: InMemorySpanExporter | None = None
+) -> Lines:
+    """Of a streamed completion over a core that says a token when the one before is out: one order of events."""
+    text, patient = resolved.text, Limits(heartbeat_s=300, heartbeat_timeout_s=600)
+    width = text.logits_width
+    core = ScriptedCore(folder / "core", spell([0]), logits_width=width)
+    engine = AsyncLLM(text, [core.path], limits=patient)
+    services = services_over(engine, engine.tokenizer, text, resolved.server)
+    services.warm = True
+    if exporter is not None:
+        services.tracer = Tracer("", model="m", exporter=exporter)
+    core.follow = in_turn(core, spell(engine.tokenizer.encode_plain(" one"), width))
+    async with core:
+        await engine.start()
+        found = await last_answer(letting_flow(core, make_app(services)), num_tokens)
+        await engine.close()
+    if services.tracer is not None:
+        services.tracer.close()
+    return {name: at for name, at in found.items() if name.startswith("front/")}
 
 
-def test_tracing_is_a_matter_of_requests_and_never_of_tokens_or_steps(
-    plain: Lines, traced: Lines
+def in_turn(core: ScriptedCore, follow: Follow) -> Follow:
+    """Says one token, and no other before it is let."""
+
+    def once(request: EngineRequest, tokens: list[int]) -> np.ndarray:
+        core.flow.clear()
+        return follow(request, tokens)
+
+    return once
+
+
+def letting_flow(core: ScriptedCore, app: ASGIApp) -> ASGIApp:
+    """The application; with what it sends the core goes on."""
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        async def sent(message: Message) -> None:
+            await send(message)
+            core.flow.set()
+
+        await app(scope, receive, sent)
+
+    return answered
+
+
+async def last_answer(app: ASGIApp, num_tokens: int) -> Lines:
+    """From the application's call to its return; those before it are there for what runs once."""
+    counter = LineCounter()
+    body = {"prompt": "hello", "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
+    ways = {"transport": httpx.ASGITransport(app), "base_url": "http://localhost"}
+    with counter.installed():
+        async with httpx.AsyncClient(**ways) as client:
+            for _ in range(ANSWERS):
+                with counter.counting():
+                    answer = await client.post("/v1/completions", json=body)
+                assert answer.status_code == 200 and answer.text.count("data: ") > num_tokens
+    return counter.lines()
+
+
+async def test_tracing_is_a_matter_of_requests_and_never_of_tokens(
+    resolved: Resolved, tmp_path: Path
 ) -> None:
-    """On, it adds a few lines of the front where a request begins and ends. (The core knows nothing of it; which of its
-    lines run depends on the moment.)"""
-    more = {name: lines - plain.get(name, set()) for name, lines in traced.items()}
-    more = {name: lines for name, lines in more.items() if lines and name.startswith("front/")}
-    own = more.pop("front/server/tracing.py")
-    allowed = {f"front/server/{name}.py" for name in ("app", "exchange", "measure", "process")}
-    assert own and more.keys() <= allowed
-    assert sum(map(len, more.values())) <= 10, more
-
-
-def test_attention_capture_that_nobody_asks_for_runs_the_same_lines(plain: Lines) -> None:
-    """API-21: a server that could capture does for a plain request what one that cannot does."""
-    able = lines_of(model={"attention_capture": True})
-    # Which lines overlap in time differs from run to run; what no plain run does would be in none of two of them.
-    again = lines_of()
-    more = {name: able[name] - plain.get(name, set()) - again.get(name, set()) for name in able}
-    steps = {name: lines for name, lines in more.items() if name.startswith(("back/", "core/"))}
-    assert len(steps) > 20 and not any(steps.values()), steps
-    assert "back/runner/capture.py" not in plain.keys() | able.keys()
+    """Off, no line of it runs. On, it adds a few lines of the front where a request begins and ends. (The core knows
+    nothing of it.)"""
+    added = []
+    for num_tokens in (FEW, MANY):
+        exporter = InMemorySpanExporter()
+        plain = await front_lines(resolved, tmp_path, num_tokens)
+        traced = await front_lines(resolved, tmp_path, num_tokens, exporter)
+        assert TRACING not in plain and TRACING in traced
+        assert more(plain, traced) == {}
+        assert len(exporter.get_finished_spans()) == 2 * ANSWERS
+        added.append(more(traced, plain))
+    few, many = added
+    assert few == many
+    few.pop(TRACING)
+    allowed = ("app", "exchange", "measure", "timing")
+    assert few.keys() <= {f"front/server/{name}.py" for name in allowed}
+    assert sum(sum(lines.values()) for lines in few.values()) <= 10, few

@@ -37,7 +37,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
         found = ExportTraceServiceRequest.FromString(body)
         for resource in found.resource_spans:
             for scope in resource.scope_spans:
-                self.server.spans += list(scope.spans)  # type: ignore[attr-defined]
+                self.server.spans += list(scope.spans)
         self.send_response(200)
         self.end_headers()
 
@@ -48,7 +48,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Any]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    server.spans = []  # type: ignore[attr-defined]
+    server.spans = []
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -188,7 +188,7 @@ def test_each_line_of_a_batch_has_a_trace_that_ends_with_it(served: Served, coll
     ]
     data = "\n".join(map(json.dumps, lines)).encode()
     sent = {"files": {"file": ("in.jsonl", data)}, "data": {"purpose": "batch"}}
-    file = httpx.post(served.url + "/v1/files", **sent, verify=NO_TLS, timeout=10).json()["id"]  # type: ignore[arg-type]
+    file = httpx.post(served.url + "/v1/files", **sent, verify=NO_TLS, timeout=10).json()["id"]
     asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
     made = served.post("/v1/batches", asked).json()["id"]
     eventually(

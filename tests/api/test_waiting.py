@@ -43,7 +43,7 @@ def held(served: Served, count: int = 1) -> Iterator[None]:
             stack.enter_context(client.stream("POST", PATH, json=LONG))
             core = {"running": 1, "waiting": number}
             eventually(
-                lambda core=core: core.items() <= served.ledger()["engines"][0].items(),  # type: ignore[misc]
+                lambda core=core: core.items() <= served.ledger()["engines"][0].items(),
                 within_s=5,
             )
         yield

@@ -7,6 +7,7 @@ no torch. One module reads the environment. Files stay small. Model families are
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -220,3 +221,26 @@ def test_functions_stay_short() -> None:
 def test_every_file_says_what_lives_there() -> None:
     wrong = [str(p) for p, _, tree in sources() if p.stat().st_size and not ast.get_docstring(tree)]
     assert wrong == []
+
+
+SILENCED = re.compile(
+    r"#\s*(?:ruff: )?(?:noqa|type: ?ignore)\b:?\s*(?:\[[\w, -]+\]|[A-Z]+\d+(?:, ?[A-Z]+\d+)*)?(.*)"
+)
+
+
+def test_every_silenced_check_says_why() -> None:
+    """In the tests and benchmarks no type checker looks: nothing is to be silenced there."""
+    folders = ("headrace", "tests", "benchmarks", "demo")
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    bare, idle = [], []
+    for path in paths:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found = SILENCED.search(line)
+            if found is None or "re.compile" in line:
+                continue
+            where = f"{path.relative_to(ROOT)}:{number}"
+            if len(found[1].strip(" -#()")) < 5:
+                bare.append(where)
+            if "type:" in found[0] and not where.startswith("headrace/"):
+                idle.append(where)
+    assert len(paths) > 500 and not bare and not idle, (bare, idle)

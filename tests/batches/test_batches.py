@@ -136,7 +136,7 @@ def test_a_cancelled_batch_keeps_the_answers_it_has(
     client: openai.OpenAI, other: openai.OpenAI, write_lines: Write
 ) -> None:
     batch = start(client, write_lines([chat_line(i, max_tokens=200) for i in range(300)]))
-    while not (now := client.batches.retrieve(batch.id)).request_counts.completed:  # type: ignore[union-attr]
+    while not (now := client.batches.retrieve(batch.id)).request_counts.completed:
         assert now.status not in OVER
         time.sleep(0.05)
     with pytest.raises(openai.NotFoundError):
@@ -160,7 +160,7 @@ def test_a_batch_survives_a_drain_and_a_kill(
     path = write_lines([chat_line(i, max_tokens=4) for i in range(400)])
     with serving(model, *options, step_s=0.02) as served, client_of(served) as client:
         ident = start(client, path).id
-        while not client.batches.retrieve(ident).request_counts.completed:  # type: ignore[union-attr]
+        while not client.batches.retrieve(ident).request_counts.completed:
             time.sleep(0.05)
         assert served.stop() == 0
     with serving(model, *options, step_s=0.02) as served, client_of(served) as client:

@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(
 )  # fmt: skip
 def test_a_wrong_form_is_a_400(bundled: Served, fields: dict[str, object], status: int) -> None:
     url, key = bundled.url + "/v1/files", {"x-api-key": KEY}
-    answer = httpx.post(url, files=fields, headers=key, verify=NO_TLS)  # type: ignore[arg-type]
+    answer = httpx.post(url, files=fields, headers=key, verify=NO_TLS)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
 

@@ -104,7 +104,7 @@ def test_plan_says_whether_it_fits_without_the_device() -> None:
     plan = document("plan", "--device", "h200", "--json")
     assert plan["fits"] is True and plan["device"] == "h200"
     here = document("plan", "--json")
-    assert any(d[0].startswith("kernel.") for d in here["decisions"])  # type: ignore[attr-defined]
+    assert any(d[0].startswith("kernel.") for d in here["decisions"])
 
 
 def test_generate_answers_in_order() -> None:

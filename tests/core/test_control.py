@@ -18,7 +18,7 @@ def result_of(reply: Reply) -> object:
 
 def busy(overlap: bool = True, **config: object) -> Driver:
     """Two running requests, one that waits for a row."""
-    spec = make_spec(overlap=overlap, max_running=2, num_blocks=200, **config)  # type: ignore[arg-type]
+    spec = make_spec(overlap=overlap, max_running=2, num_blocks=200, **config)
     driver = Driver(spec)
     driver.add(*(make_request(id, 10, max_tokens=20) for id in (1, 2, 3)))
     for _ in range(4):

@@ -61,9 +61,9 @@ def test_a_request_that_asks_ends_and_one_beside_it_goes_on() -> None:
     driver.add(msgspec.structs.replace(asks, stop=stop), make_request(2, max_tokens=30))
     (row,) = [r for r in driver.core.requests.values() if r.repeats is not None]
     for token in (7, 8):  # as if the answer had begun with these
-        assert not row.repeats.add(token)  # type: ignore[union-attr]
-    row.repeats._runs[:] = 99  # type: ignore[union-attr]
-    row.repeats._wanted[:] = 0  # type: ignore[union-attr]
+        assert not row.repeats.add(token)
+    row.repeats._runs[:] = 99
+    row.repeats._wanted[:] = 0
     driver.run()
     assert (driver.finished[1].reason, len(driver.tokens[1])) == ("repetition", 1)
     assert (driver.finished[2].reason, len(driver.tokens[2])) == ("length", 30)

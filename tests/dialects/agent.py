@@ -25,7 +25,7 @@ def carry_out(name: str, arguments: dict[str, Any]) -> str:
 
 
 def _functions() -> list[dict[str, Any]]:
-    return [dict(tool.tool["function"]) for tool in TOOLS.values()]  # type: ignore[call-overload]
+    return [dict(tool.tool["function"]) for tool in TOOLS.values()]
 
 
 def for_messages() -> Any:

@@ -31,7 +31,7 @@ def prompt_of(gpt: openai.OpenAI, parts: list[Any]) -> tuple[int, str]:
         model="demo", messages=messages, max_tokens=1, extra_body=more
     )
     assert answer.usage is not None
-    return answer.usage.prompt_tokens, answer.prompt_text  # type: ignore[attr-defined]
+    return answer.usage.prompt_tokens, answer.prompt_text
 
 
 @pytest.mark.parametrize(("data", "name"), KINDS)

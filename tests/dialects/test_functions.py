@@ -31,7 +31,7 @@ def test_a_call_and_its_result_are_those_of_a_tool(gpt: openai.OpenAI) -> None:
     (choice,), (tool,) = old.choices, new.choices
     call, calls = choice.message.function_call, tool.message.tool_calls
     assert call is not None and calls is not None and choice.message.tool_calls is None
-    assert (call.name, call.arguments) == (calls[0].function.name, calls[0].function.arguments)  # type: ignore[union-attr]
+    assert (call.name, call.arguments) == (calls[0].function.name, calls[0].function.arguments)
     assert choice.finish_reason == "function_call" and tool.finish_reason == "tool_calls"
     assert old.usage is not None and new.usage is not None
     assert old.usage.prompt_tokens == new.usage.prompt_tokens

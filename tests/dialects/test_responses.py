@@ -187,7 +187,7 @@ def test_stored_responses_are_read_listed_and_deleted(gpt: openai.OpenAI) -> Non
     first = ask(gpt, [{"role": "user", "content": "Hello!"}, {"role": "user", "content": ADD}])
     assert gpt.responses.retrieve(first.id).output_text == first.output_text
     items = gpt.responses.input_items.list(first.id, order="asc").data
-    assert [item.content[0].text for item in items] == ["Hello!", ADD]  # type: ignore[union-attr]
+    assert [item.content[0].text for item in items] == ["Hello!", ADD]
     page = gpt.responses.input_items.list(first.id, order="asc", limit=1)
     assert page.has_more and [item.id for item in page.data] == [items[0].id]
     rest = gpt.responses.input_items.list(first.id, order="asc", after=items[0].id or "")
@@ -386,7 +386,7 @@ def test_cancelling_ends_the_work_whichever_process_is_asked(slow: Served) -> No
                 model="tiny", input="fox", background=True, max_output_tokens=2000, extra_body={"ignore_eos": True}
             )  # fmt: skip
             eventually(
-                lambda ident=made.id: _status(slow, ident) == "in_progress",  # type: ignore[misc]
+                lambda ident=made.id: _status(slow, ident) == "in_progress",
                 within_s=10,
             )
             answer = slow.post(f"/v1/responses/{made.id}/cancel", {})
@@ -415,7 +415,7 @@ def test_who_follows_is_told_the_end_of_a_cancelled_or_deleted_response(slow: Se
         ident = slow.post("/v1/responses", asked).json()["id"]
         with ThreadPoolExecutor(1) as pool:
             following = pool.submit(_followed, slow, ident, -1, begun := threading.Event())
-            eventually(lambda ident=ident: _status(slow, ident) == "in_progress", within_s=10)  # type: ignore[misc]
+            eventually(lambda ident=ident: _status(slow, ident) == "in_progress", within_s=10)
             assert begun.wait(10)
             if end == "cancel":
                 slow.post(f"/v1/responses/{ident}/cancel", {})

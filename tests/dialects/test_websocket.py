@@ -248,7 +248,7 @@ def test_who_may_not_connect_is_told_by_http(bundled: Served, slow_server: Serve
     assert status(bundled, "/v1/chat/completions") == 401
     assert status(bundled, "/v1/nothing", Authorization=f"Bearer {KEY}") == 404
     assert status(slow_server, Origin="https://evil.example") == 403
-    with opened(slow_server, origin="http://localhost:3000"):  # type: ignore[arg-type]
+    with opened(slow_server, origin="http://localhost:3000"):
         pass
     for served in (bundled, slow_server):
         assert not any("without completing" in line for line in served.lines)
@@ -272,7 +272,7 @@ def test_a_frame_that_is_too_large_ends_the_connection_alone(bundled: Served) ->
 
 def test_a_compressed_bomb_is_bounded_after_decompression(bundled: Served) -> None:
     with opened(bundled) as socket:
-        socket.protocol.max_size = None  # type: ignore[attr-defined]
+        socket.protocol.max_size = None
         with pytest.raises(ConnectionClosed):
             for _ in range(2):
                 socket.send(["x" * (20 << 20)] * 4)

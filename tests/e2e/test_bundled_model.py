@@ -75,7 +75,7 @@ def test_a_repeated_conversation_reads_its_prefix_from_the_cache(
 ) -> None:
     messages = [{"role": "user", "content": "Remember these words: " + "blue river stone " * 30}]
     first, again = (
-        client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=8)  # type: ignore[arg-type]
+        client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=8)
         for _ in range(2)
     )
     assert first.choices[0].message.content == again.choices[0].message.content
@@ -168,7 +168,7 @@ def test_tool_calls_reach_the_bar_and_streams_are_the_full_answers(
         calls = choice.message.tool_calls or []
         ids = [call.id for call in calls]
         assert len(set(ids)) == len(ids)
-        pairs = [[call.function.name, call.function.arguments] for call in calls]  # type: ignore[union-attr]
+        pairs = [[call.function.name, call.function.arguments] for call in calls]
         stream = streamed(client, **asked(model, item))
         assert stream["calls"] == pairs and stream["reason"] == choice.finish_reason
         assert stream["content"] == (choice.message.content or "")
@@ -182,7 +182,7 @@ def test_tool_calls_reach_the_bar_and_streams_are_the_full_answers(
 def test_with_parallel_calls_off_only_the_first_one_comes(
     client: openai.OpenAI, model: str
 ) -> None:
-    items = [i for i in generate_eval("tool_call", 60, seed=5) if len(i.expected) == 2]  # type: ignore[arg-type]
+    items = [i for i in generate_eval("tool_call", 60, seed=5) if len(i.expected) == 2]
     request = asked(model, items[0], parallel_tool_calls=False)
     full = client.chat.completions.create(**request)
     assert len(full.choices[0].message.tool_calls or []) == 1

@@ -42,7 +42,7 @@ def make_executor(spec: EngineSpec) -> Executor:
     if device.threads * device.tensor_parallel >= len(os.sched_getaffinity(0)):
         env.set_default("OMP_WAIT_POLICY", "passive")
     if device.executor == "inline" and device.device == "cpu":
-        huge_pages.expect(_bytes_as_stored(spec.model))
+        huge_pages.expect(_expected_bytes(spec.model))
     try:
         with compilers.expected(device.device if device.executor == "inline" else "elsewhere"):
             with put_off():
@@ -52,10 +52,15 @@ def make_executor(spec: EngineSpec) -> Executor:
         huge_pages.settle()
 
 
-def _bytes_as_stored(model: ModelSpec) -> int:
-    """What the weights will take where that is what their files take, else 0."""
+def _expected_bytes(model: ModelSpec) -> int:
+    """About what the weights will take, where their files say so: as much, or what is left of it once they
+    are quantized (each as it comes: what is made ready is in use before more is needed). Else 0."""
     config = model.config
-    plain = model.format == "safetensors" and model.quantization is None
-    if not plain or model.dtype not in (config.get("dtype"), config.get("torch_dtype")):
+    as_stored = model.dtype in (config.get("dtype"), config.get("torch_dtype"))
+    if model.format != "safetensors" or not as_stored:
         return 0
-    return sum(path.stat().st_size for path in find_weight_files(Path(model.path)).files)
+    stored = sum(path.stat().st_size for path in find_weight_files(Path(model.path)).files)
+    if model.quantization is None:
+        return stored
+    bits = 4 if model.quantization.startswith("int4") else 8
+    return stored * bits // (32 if model.dtype == "float32" else 16)

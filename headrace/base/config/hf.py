@@ -279,7 +279,8 @@ class ConfigReader:
                 also = f" (or {', '.join(aliases)})" if aliases else ""
                 message = f"{self.where}: {key}{also} is missing; it must be {wanted}"
                 raise CheckpointError(message, field=key)
-            return tuple(default) if isinstance(default, list) else default  # type: ignore[return-value]
+            # a list stands for the tuple that is parsed
+            return tuple(default) if isinstance(default, list) else default  # type: ignore[return-value]  # as said
         parsed = parse(self.raw[name])
         if parsed is None:
             raise self.wrong(name, wanted)

@@ -26,7 +26,7 @@ from headrace.base import env
 from headrace.base.telemetry.vllm_names import ABSENT, FIGURES, SERIES
 
 OTHER = "other"
-disable_created_metrics()  # type: ignore[no-untyped-call]
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the library leaves it so
 
 
 class Kind(Enum):
@@ -319,7 +319,7 @@ class Metrics:
         """The Prometheus text: the series of the table, then what each engine core reported now."""
         if env.get("PROMETHEUS_MULTIPROC_DIR") is not None:
             merged = CollectorRegistry()
-            MultiProcessCollector(merged)  # type: ignore[no-untyped-call]
+            MultiProcessCollector(merged)  # type: ignore[no-untyped-call]  # the library leaves it so
             own = generate_latest(merged)
         else:
             own = generate_latest(self.registry)

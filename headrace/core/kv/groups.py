@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from headrace.base.errors import ConfigError
 from headrace.base.wire.step import KVGroup
@@ -30,7 +31,7 @@ def common_hit(kinds: Sequence[Kind], is_cached: Callable[[int, int], bool], end
     agreed = 0
     group = 0
     while end > 0 and agreed < len(kinds):
-        hit = kinds[group].longest_hit(lambda index, g=group: is_cached(g, index), end)  # type: ignore[misc]
+        hit = kinds[group].longest_hit(partial(is_cached, group), end)
         agreed = agreed + 1 if hit == end else 1
         end = hit
         group = (group + 1) % len(kinds)

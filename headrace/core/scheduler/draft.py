@@ -186,4 +186,5 @@ class Draft:
             columns.append((table[:, 0], table[:, 1], table[:, 2], table[:, 3]))
         if len(columns) < 2:
             return columns[0] if columns else (_NONE, _NONE, _NONE, _NONE)
-        return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))  # type: ignore[return-value]
+        rows, updates, index, block = (np.concatenate(p) for p in zip(*columns, strict=True))
+        return rows, updates, index, block

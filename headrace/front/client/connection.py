@@ -117,16 +117,18 @@ class Connection:
             self._calls.pop(number, None)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         pause_s = _FIRST_PAUSE_S
         while True:
-            frames = _Frames(self._take)
             with contextlib.suppress(OSError):
-                await loop.create_unix_connection(lambda f=frames: f, self._path)  # type: ignore[misc]
-                self._frames = frames
+                self._frames = frames = await self._connected()
                 pause_s = await self._stay(frames, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _connected(self) -> _Frames:
+        frames = _Frames(self._take)
+        await asyncio.get_running_loop().create_unix_connection(lambda: frames, self._path)
+        return frames
 
     async def _stay(self, frames: _Frames, pause_s: float) -> float:
         """Stays until the connection ends; the pause starts anew if the core was ready."""

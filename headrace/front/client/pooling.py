@@ -6,8 +6,8 @@ L2 norms, shortened (Matryoshka) embeddings, class probabilities, and the late-i
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import msgspec
 import numpy as np
@@ -36,13 +36,11 @@ def pooling_generation(prompt_ids: list[int], pooling: RowPooling) -> Generation
     return Generation(prompt_ids=prompt_ids, params=NO_TOKENS, pooling=pooling)
 
 
-async def fold_pooled(events: AsyncIterator[Event], *, num_prompt: int) -> PooledAnswer:
-    """The fold of the events of one pooled generation."""
+async def fold_pooled(events: AsyncGenerator[Event, None], *, num_prompt: int) -> PooledAnswer:
+    """The fold of the events of one pooled generation, which end with it."""
     parts: dict[int, Float32] = {}
     num_cached = 0
-    async with AsyncExitStack() as stack:
-        if hasattr(events, "aclose"):
-            await stack.enter_async_context(aclosing(events))  # type: ignore[type-var]
+    async with aclosing(events):
         async for event in events:
             match event:
                 case PooledPart():

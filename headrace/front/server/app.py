@@ -91,8 +91,7 @@ class Shell:
             exchange.tenant = self.keeper.tenant(scope)
             self._refuse_while_draining(scope)
             exchange.tells_timing = TIMING_HEADER in wire.headers
-            if self.services.tracer is not None:
-                exchange.trace = self.services.tracer.request(scope, exchange.request_id)
+            exchange.begin_trace(scope)
             exchange.timeout_s = header_timeout_s(wire.headers.get(TIMEOUT_HEADER.encode()))
             await self.inner(scope, wire.receive, wire.send)
         except (ClientGone, ClientDisconnect) as gone:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import DeadlineExceeded, ModelNotFound
@@ -114,6 +115,11 @@ class Exchange:
         if self.timeline is None:
             return b""
         return b": timing " + orjson.dumps(self.timeline.document()) + b"\n\n"
+
+    def begin_trace(self, scope: Scope) -> None:
+        """Where spans are wanted, the request's begins; of `scope` method, path and headers count."""
+        if self.services.tracer is not None:
+            self.trace = self.services.tracer.request(scope, self.request_id)
 
     def over(self, status: int) -> None:
         """The request is over: its spans end, and a slow one is logged."""

@@ -62,7 +62,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _header_bytes = 0
     _in_head = True
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's
         """Refuses connections over the limit; starts the clock of the first header block."""
         super().connection_made(transport)
         if len(self.connections) > self.connection_limits.max_connections:
@@ -90,7 +90,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """A further request on a kept connection: its header block gets a clock of its own."""
         super().on_message_begin()
         self._header_bytes = 0
-        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]
+        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]  # a key of ours
         if not self._in_head:
             self._start_head()
 

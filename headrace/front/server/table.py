@@ -253,17 +253,9 @@ def _posts(
     it needs a place in the engine's queue, and is refused by its headers while that is full."""
 
     async def endpoint(request: Request) -> Response:
-        exchange = exchange_of(request)
-        spec = exchange.services.server
         if queued:
-            exchange.services.engine.check_room()
-        document = await read_json(
-            request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s
-        )
-        response: Response = await until_gone(
-            request.receive, handler(exchange, document), abandon=exchange.services.abandon
-        )
-        return response
+            exchange_of(request).services.engine.check_room()
+        return await _handled(request, handler, await _document(request))
 
     doc = handler.__doc__ or ""
     return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies, sockets=sockets)
@@ -273,22 +265,30 @@ def _changes(path: str, handler: Writer, *bodies: type[msgspec.Struct]) -> ApiRo
     """A change on the plane: its fields stand in a JSON body, or in the query where there is no body."""
 
     async def endpoint(request: Request) -> Response:
-        exchange = exchange_of(request)
-        spec = exchange.services.server
         headers = request.headers
         if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
-            document = {name: _plain(value) for name, value in request.query_params.items()}
+            document: object = {n: _plain(value) for n, value in request.query_params.items()}
         else:
-            document = await read_json(
-                request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s
-            )
-        response: Response = await until_gone(
-            request.receive, handler(exchange, document), abandon=exchange.services.abandon
-        )
-        return response
+            document = await _document(request)
+        return await _handled(request, handler, document)
 
     doc = handler.__doc__ or ""
     return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies)
+
+
+async def _document(request: Request) -> object:
+    """The JSON body, read under the server's limits."""
+    spec = exchange_of(request).services.server
+    return await read_json(request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s)
+
+
+async def _handled(request: Request, handler: Writer, document: object) -> Response:
+    """Until it is done or the client leaves."""
+    exchange = exchange_of(request)
+    response: Response = await until_gone(
+        request.receive, handler(exchange, document), abandon=exchange.services.abandon
+    )
+    return response
 
 
 def _plain(text: str) -> str | int | bool:

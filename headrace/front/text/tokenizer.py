@@ -198,7 +198,7 @@ class Tokenizer(ABC):
 def decode_pieces(pieces: Sequence[str | bytes]) -> str:
     """Joins pieces; malformed UTF-8 becomes U+FFFD."""
     try:
-        return "".join(pieces)  # type: ignore[arg-type]
+        return "".join(pieces)  # type: ignore[arg-type]  # mostly texts, and the error tells
     except TypeError:  # some piece is no whole character
         joined = b"".join(p.encode() if isinstance(p, str) else p for p in pieces)
         return joined.decode(errors="replace")

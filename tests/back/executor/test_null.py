@@ -46,7 +46,7 @@ def plan(
 
 
 def start(row: int, tokens: list[int], computed: int = 0, **sampling: object) -> RowStart:
-    chosen = RowSampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    chosen = RowSampling(**{"temperature": 0.0, **sampling})
     return RowStart(
         row=row,
         request=row,
@@ -58,7 +58,7 @@ def start(row: int, tokens: list[int], computed: int = 0, **sampling: object) ->
 
 
 def executor(**config: object) -> NullExecutor:
-    return NullExecutor(make_spec(**config), check=True)  # type: ignore[arg-type]
+    return NullExecutor(make_spec(**config), check=True)
 
 
 def run(null: NullExecutor, *plans: StepPlan) -> list[StepResult]:
@@ -102,7 +102,7 @@ def test_the_state_behind_a_prefix_hit_is_read_from_the_blocks() -> None:
     null = executor()
     first = run(null, plan(1, (0, 6, 0, True), starts=[start(0, PROMPT)], blocks=TABLE))
     again = plan(2, (0, 2, 4, True), ends=(0,), starts=[start(0, PROMPT, computed=4)], blocks=TABLE)
-    null._rows[0].seen.clear()  # type: ignore[union-attr]
+    null._rows[0].seen.clear()
     assert run(null, again)[0].tokens.tolist() == first[0].tokens.tolist()
 
 

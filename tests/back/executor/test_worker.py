@@ -86,7 +86,7 @@ def test_the_worker_and_its_helpers_keep_to_their_cpus() -> None:
         mine = str(threading.get_native_id())
         new = {path.name for path in Path("/proc/self/task").iterdir()} - before
         texts = [Path(f"/proc/self/task/{name}/status").read_text() for name in {mine, *new}]
-        return [re.search(r"Cpus_allowed_list:\s*(\S+)", text)[1] for text in texts]  # type: ignore[index]
+        return [re.search(r"Cpus_allowed_list:\s*(\S+)", text)[1] for text in texts]
 
     load.cache_clear()
     with ThreadPoolExecutor(1) as pool:

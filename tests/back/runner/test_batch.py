@@ -45,7 +45,7 @@ def test_slots_positions_and_tables_follow_the_rows_at_every_split() -> None:
             driver.release(s)
 
 
-def _check(plan, batch, by_row, driver) -> None:  # type: ignore[no-untyped-def]
+def _check(plan, batch, by_row, driver) -> None:
     at = 0
     for index, row in enumerate(plan.rows.tolist()):
         sequence = by_row[row]
@@ -84,7 +84,7 @@ class CountOps(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
         return func(*args, **(kwargs or {}))
 
@@ -101,10 +101,10 @@ def test_the_operations_of_a_decode_step_do_not_grow_with_its_rows(
     spec = tiny_spec(max_running=32, num_blocks=80)
 
     class Silent(TinyModel):
-        def forward(self, batch):  # type: ignore[no-untyped-def]
+        def forward(self, batch):
             return HIDDEN[: len(batch.token_ids_T)]
 
-        def logits(self, hidden):  # type: ignore[no-untyped-def]
+        def logits(self, hidden):
             return LOGITS[: len(hidden)]
 
     runner = Runner(spec, Silent(), device=CPU)

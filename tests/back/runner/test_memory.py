@@ -149,7 +149,7 @@ def test_a_step_without_memory_is_tried_again_and_then_fails_alone() -> None:
             raise torch.OutOfMemoryError("made up")
         return forward(batch)
 
-    model.forward = full  # type: ignore[method-assign]
+    model.forward = full
     once, never, after = (driver.add([5, 6, 7]) for _ in range(3))
     driver.read(runner.execute(driver.plan([(once, 3)])))
     failures += [1, 1]

@@ -236,7 +236,7 @@ class Topped(TinyModel):
         self.num_again += self.told is not None
         return (super().logits(hidden_NE) * 1.5).round()
 
-    def tops(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def tops(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.told = None
         values, ids = self.logits(hidden_NE).sort(dim=1, descending=True, stable=True)
         self.num_told += 1

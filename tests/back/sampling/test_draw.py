@@ -59,7 +59,7 @@ def test_every_way_chooses_the_same_token(kind: str, width: int, gumbel: str) ->
     rng = np.random.default_rng(width)
     numbers = RowNumbers(len(SETTINGS))
     for row, settings in enumerate(SETTINGS):
-        sampling = RowSampling(seed=row + width, **settings)  # type: ignore[arg-type]
+        sampling = RowSampling(seed=row + width, **settings)
         numbers.start(
             RowStart(
                 row=row,
@@ -95,7 +95,7 @@ def test_the_op_of_devices_chooses_the_same_token(kind: str, width: int) -> None
     host = RowNumbers(len(simple) + 1)
     drawn = DrawnRows(host, CPU)
     for row, settings in enumerate([{"temperature": 0.0}, *simple]):
-        sampling = RowSampling(seed=row + width, **settings)  # type: ignore[arg-type]
+        sampling = RowSampling(seed=row + width, **settings)
         tokens = np.zeros(1, np.int32)
         start = RowStart(
             row=row, request=row, tokens=tokens, num_prompt=1, num_computed=0, sampling=sampling

@@ -69,10 +69,7 @@ def test_a_mask_is_what_allowed_ids_would_be_and_others_do_not_notice(
 ) -> None:
     random = np.random.default_rng(width)
     logits = torch.from_numpy(random.normal(size=(12, width)).astype(np.float32) * 3)
-    settings = [
-        RowSampling(seed=i, **OPTIONS[i % len(OPTIONS)])  # type: ignore[arg-type]
-        for i in range(12)
-    ]
+    settings = [RowSampling(seed=i, **OPTIONS[i % len(OPTIONS)]) for i in range(12)]
     masked = [1, 2, 5, 7, 8, 9]
     allowed = {i: sorted(random.choice(width, 9, replace=False).tolist()) for i in masked}
     payload = pack_masks(

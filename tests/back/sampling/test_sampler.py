@@ -103,7 +103,7 @@ class Case:
     """A row to sample: what it asked for, its history and its logits."""
 
     def __init__(self, rng: np.random.Generator, options: dict[str, object], width: int) -> None:
-        self.sampling = RowSampling(seed=int(rng.integers(0, 2**63)), **options)  # type: ignore[arg-type]
+        self.sampling = RowSampling(seed=int(rng.integers(0, 2**63)), **options)
         self.num_prompt = int(rng.integers(1, 12))
         history = rng.integers(0, 10, self.num_prompt + int(rng.integers(0, 20)))
         self.tokens = [int(token) for token in history]
@@ -159,7 +159,7 @@ def test_pairs_of_options_in_mixed_batches_equal_the_reference() -> None:
     rng.shuffle(pairs)
     cases = [Case(rng, merged(rng, pair), WIDTH) for pair in pairs]
     cases += [Case(rng, merged(rng, tuple(OPTIONS)[2:]), WIDTH) for _ in range(40)]
-    rng.shuffle(cases)  # type: ignore[arg-type]
+    rng.shuffle(cases)
     while cases:
         batch, cases = cases[:37], cases[37:]
         result = run(sampler, batch, rng.permutation(MAX_ROWS)[: len(batch)].tolist())
@@ -255,7 +255,7 @@ def test_frequencies_follow_the_distribution(options: dict[str, float]) -> None:
     """ENG-25: chi-square over 100,000 draws from 64 tokens, and nothing that truncation removes."""
     rng = np.random.default_rng(5)
     logits = (rng.standard_normal(64) * 1.5).astype(np.float32)
-    sampling = RowSampling(seed=11, **options)  # type: ignore[arg-type]
+    sampling = RowSampling(seed=11, **options)
     sampler = Sampler(max_rows=MAX_ROWS, logits_width=64, device=HERE)
     counts = np.bincount(draws(sampler, logits, sampling, 100_000), minlength=64)
     z = reference.kept(logits, sampling, 0)
@@ -468,7 +468,7 @@ def test_no_number_a_request_may_carry_ends_the_step_or_touches_a_neighbour(
             Case(rng, {}, width),
             Case(rng, {"top_p": 0.9}, width),
         )
-        bad.sampling = RowSampling(**extreme)  # type: ignore[arg-type]
+        bad.sampling = RowSampling(**extreme)
         result = run(sampler, [before, bad, after], [4, 1, 2])
         assert set(result.failed) <= {1}
         assert all(0 <= token < width for token in result.token_N.tolist())

@@ -30,7 +30,7 @@ BROKEN = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 def started(asked: list[dict[str, float]], width: int, seed: int) -> Sampler:
     sampler = Sampler(max_rows=8, logits_width=width, device=CPU)
     for row, more in enumerate(asked):
-        sampling = RowSampling(seed=seed + row, **more)  # type: ignore[arg-type]
+        sampling = RowSampling(seed=seed + row, **more)
         tokens = np.zeros(1, np.int32)
         sampler.start(
             RowStart(row=row, request=row, tokens=tokens, num_prompt=1, num_computed=0, sampling=sampling)

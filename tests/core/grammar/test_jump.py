@@ -135,7 +135,7 @@ def test_long_keys_cost_a_step_each() -> None:
 def test_an_answer_without_any_choice_takes_one_step() -> None:
     driver = GrammarDriver(gate=GATES[True])
     text, end = driver.run_one(constrained(1, NODES[2]))
-    assert text == NODES[2].text and end.reason == "stop"  # type: ignore[union-attr]
+    assert text == NODES[2].text and end.reason == "stop"
     assert driver.core.counters.steps <= 2 and driver.core.kv.pool.num_free == 511
 
 

@@ -29,7 +29,7 @@ def test_common_hit_is_the_longest_that_all_groups_allow() -> None:
             for h in range(length + 1)
             if all(holds(kind, row, h) for kind, row in zip(kinds, cached, strict=True))
         )
-        assert common_hit(kinds, lambda g, i: cached[g][i], length) == best  # noqa: B023
+        assert common_hit(kinds, lambda g, i: cached[g][i], length) == best  # noqa: B023 - called in this turn
 
 
 def test_capacity_is_the_longest_sequence_whose_least_need_fits() -> None:

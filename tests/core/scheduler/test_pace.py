@@ -94,7 +94,7 @@ class TimedDriver(Driver):
             self.clock.now += DECODE_S * (decodes > 0) + TOKEN_S * prefill
             return pending
 
-        self.executor.submit = timed  # type: ignore[method-assign]
+        self.executor.submit = timed
 
 
 @pytest.mark.parametrize("stretch", [None, 2.0])

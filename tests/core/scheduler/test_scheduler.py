@@ -43,7 +43,7 @@ def burst(inter_prefill_budget: int | None, **config: object) -> Driver:
         max_step_tokens=4096,
         overlap=False,
         inter_prefill_budget=inter_prefill_budget,
-        **config,  # type: ignore[arg-type]
+        **config,
     )
     driver = Driver(spec, check=False)
     driver.add(*(make_request(id, 1024, max_tokens=2) for id in range(16)))
@@ -92,7 +92,7 @@ def crowd(**config: object) -> Driver:
         max_model_len=600,
         max_step_tokens=1000,
         prefix_caching=False,
-        **config,  # type: ignore[arg-type]
+        **config,
     )
     driver = Driver(spec)
     driver.add(make_request(1, 200, max_tokens=30), make_request(2, 200, max_tokens=30))

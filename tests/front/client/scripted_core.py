@@ -209,5 +209,5 @@ def _scored(logprobs: np.ndarray, token: int, request: EngineRequest) -> TokenLo
     return TokenLogprobs(ids, logprobs[ids].astype(np.float32), rank)
 
 
-def _batch(ids: list[int] = [], tokens: list[int] = [], **more: object) -> TokenBatch:  # noqa: B006
+def _batch(ids: list[int] = [], tokens: list[int] = [], **more: object) -> TokenBatch:  # noqa: B006 - never changed
     return TokenBatch(ids=np.array(ids, np.int64), tokens=np.array(tokens, np.int32), **more)

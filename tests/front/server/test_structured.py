@@ -134,7 +134,7 @@ def test_a_strict_response_format_closes_its_objects() -> None:
     made = structure_of(request(response_format=STRICT), AnswerFormat(), prompt_tail="")
     assert isinstance(made.grammar, Json) and made.field == "response_format.json_schema.schema"
     assert msgspec.json.decode(made.grammar.schema)["additionalProperties"] is False
-    loose = {**STRICT, "json_schema": {**STRICT["json_schema"], "strict": False}}  # type: ignore[dict-item]
+    loose = {**STRICT, "json_schema": {**STRICT["json_schema"], "strict": False}}
     made = structure_of(request(response_format=loose), AnswerFormat(), prompt_tail="")
     assert isinstance(made.grammar, Json)
     assert "additionalProperties" not in msgspec.json.decode(made.grammar.schema)

@@ -233,3 +233,43 @@ def test_whole_rows_give_a_position_the_same_bits_in_any_step(library, dtype, wi
         )
         part.block_table_RB[0] = plan.block_table_RB[0, : part.block_table_RB.shape[1]]
         assert torch.equal(attention(q[first:last], kv, part), whole[first:last]), (first, last)
+
+
+LONG = [(1, 700), (300, 300), (150, 1210), (33, 600), (129, 577)]
+LONG_SHAPES = [
+    (4, 2, 64, 16, None, None),
+    (4, 2, 64, 16, 200, None),
+    (6, 2, 96, 32, None, 5.0),
+    (2, 1, 256, 16, 700, None),
+    (40, 1, 32, 16, None, None),
+    (3, 3, 128, 16, 63, 2.0),
+    (4, 4, 40, 8, None, None),
+]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("shape", LONG_SHAPES)
+def test_long_chunks_equal_the_reference_on_any_number_of_threads(library, shape, whole):
+    """Hundreds of query rows, behind a cached prefix too: what is beside them or unused is NaN."""
+    problem, q, kv, plan = case(torch.bfloat16, *shape, LONG)
+    poison_unused(kv, plan, problem.block_tokens)
+    sinks = torch.linspace(-2, 4, problem.heads) if problem.heads % 2 == 0 else None
+    problem = AttentionProblem(**{**vars(problem), "sinks": sinks is not None})
+    attention = bind_with(library, problem, sinks, whole=whole)
+    out = attention(q, kv, plan)
+    wide = AttentionProblem(**{**vars(problem), "dtype": torch.float32})
+    expected = bind_reference(wide, sinks)(q.float(), kv.float(), plan)
+    assert (out.float() - expected).abs().max() <= 6e-3 * expected.abs().max()
+    for threads in (1, 8):
+        library.set_threads(threads)
+        assert torch.equal(attention(q, kv, plan), out), threads
+
+
+def test_nan_in_one_long_chunk_touches_no_other(newest):
+    problem, q, kv, plan = case(torch.bfloat16, 4, 2, 64, 16, None, None, [(200, 300), (150, 600)])
+    attention = bind_with(newest, problem)
+    clean = attention(q, kv, plan)
+    kv[plan.block_table_RB[0, 15].item(), 1, 0, 3] = float("nan")  # of position 243
+    out = attention(q, kv, plan)
+    assert out[143:200, :2].isnan().all() and not out[:, 2:].isnan().any()
+    assert torch.equal(out[200:], clean[200:])

@@ -85,6 +85,22 @@ def test_attention_equals_the_reference_and_reads_no_unused_place(library, dtype
     assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
 
 
+@CODES
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "window", "softcap"),
+    [(2, None, None), (4, 200, 5.0), (8, None, None), (8, 100, None)],
+)
+def test_long_chunks_equal_the_reference(library, heads, window, softcap, whole, code):
+    """One, two and four query heads to a KV head, hundreds of query rows, behind a prefix too."""
+    rows = [(1, 300), (140, 140), (70, 640)]
+    problem, q, _, coded, plan = case(torch.bfloat16, heads, 2, 64, 16, window, softcap, rows, code)
+    out = attention_native.bind_with(library, problem, whole=whole)(q, coded, plan)
+    wide = AttentionProblem(**{**vars(problem), "dtype": torch.float32, "coded": None})
+    expected = bind_reference(wide)(q.float(), widen(coded, torch.float32, code), plan)
+    assert (out.float() - expected).abs().max() <= 6e-3 * expected.abs().max()
+
+
 @pytest.mark.parametrize(("code", "bound"), [("int8", 0.02), ("fp8", 0.06)])
 def test_attention_is_near_that_over_the_plain_cache(newest, code, bound):
     problem, q, plain, coded, plan = case(torch.float32, 8, 2, 64, 16, None, None, ROWS, code)

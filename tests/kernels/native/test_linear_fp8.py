@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headrace.back.kernels.linear_quant import op
 from headrace.back.kernels.linear_quant.layout import (
     PackedWeight,
     dequantize_rows,
@@ -18,9 +17,9 @@ from headrace.back.kernels.linear_quant.native import KERNEL, bind_with
 from headrace.back.kernels.linear_quant.op import OP, LinearQuantProblem
 from headrace.back.kernels.linear_quant.quantize import quantize_with
 from headrace.back.quant.scheme import SCHEMES
+from tests.kernels.native.panels import DTYPES, close, defined, values, weight_for
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # rows, outputs, inputs: below, at and above every tile, panel, step and block width
 SIZES = [(1, 1, 1), (1, 63, 7), (1, 64, 64), (2, 65, 33), (3, 130, 31), (5, 37, 100), (16, 128, 96), (17, 96, 192),
          (32, 70, 1030), (33, 200, 257), (67, 64, 1100), (515, 70, 130)]  # fmt: skip
@@ -30,26 +29,6 @@ CODES = [code for code in range(256) if code & 127 != 127]
 def problem(dtype, outputs, inputs, **more):
     facts = {"device": "cpu", "dtype": dtype, "coding": "fp8"}
     return LinearQuantProblem(**facts, inputs=inputs, outputs=outputs, **more)
-
-
-def values(*shape, dtype, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def weight_for(asked, seed=1):
-    return op.random_weight(asked, torch.Generator().manual_seed(seed))
-
-
-def defined(asked, weight, bias, x):
-    """The definition's result before it is rounded to the dtype."""
-    wide = None if bias is None else bias.float()
-    return op.bind_reference(asked, weight, wide)(x.float())
-
-
-def close(ours, exact, dtype):
-    bound = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}[dtype]
-    error = (ours.double() - exact.double()).abs().max() / exact.double().abs().max()
-    assert error <= bound, error
 
 
 def cast(weight):

@@ -11,17 +11,17 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from headrace.back.kernels.triton.ahead import _Loading  # noqa: E402
-from headrace.back.kernels.triton.compiler import job_of  # noqa: E402
-from headrace.back.kernels.triton.compilers import (  # noqa: E402
+from headrace.back.kernels.triton.ahead import _Loading
+from headrace.back.kernels.triton.compiler import job_of
+from headrace.back.kernels.triton.compilers import (
     FOLDER,
     Compilers,
     expected,
     running,
 )
-from headrace.base import env  # noqa: E402
-from tests.kernels.triton.cases import CASES  # noqa: E402
-from tests.kernels.triton.cross_compile import launches, source, target_of  # noqa: E402
+from headrace.base import env
+from tests.kernels.triton.cases import CASES
+from tests.kernels.triton.cross_compile import launches, source, target_of
 
 
 class Made:

@@ -9,12 +9,12 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from headrace.back.kernels.attention import cascade, triton_attention  # noqa: E402
-from headrace.back.kernels.attention import op as attention  # noqa: E402
-from headrace.back.kernels.kv_write.coded import widen  # noqa: E402
-from headrace.back.kernels.triton.wrap import interpreted  # noqa: E402
-from tests.kernels.triton.test_codes import coded_cache  # noqa: E402
-from tests.kernels.triton.test_kernels import (  # noqa: E402
+from headrace.back.kernels.attention import cascade, triton_attention
+from headrace.back.kernels.attention import op as attention
+from headrace.back.kernels.kv_write.coded import widen
+from headrace.back.kernels.triton.wrap import interpreted
+from tests.kernels.triton.test_codes import coded_cache
+from tests.kernels.triton.test_kernels import (
     DTYPES,
     FP32,
     NAN,

@@ -9,13 +9,13 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from headrace.back.kernels.attention import op as attention  # noqa: E402
-from headrace.back.kernels.attention import triton_attention  # noqa: E402
-from headrace.back.kernels.kv_write.coded import codes_and_scales, quantize, widen  # noqa: E402
-from headrace.back.kernels.qk_rope_write import op as qk_rope_write  # noqa: E402
-from headrace.back.kernels.qk_rope_write import triton_qk_rope_write  # noqa: E402
-from headrace.back.kernels.triton.wrap import interpreted  # noqa: E402
-from tests.kernels.triton.test_kernels import (  # noqa: E402
+from headrace.back.kernels.attention import op as attention
+from headrace.back.kernels.attention import triton_attention
+from headrace.back.kernels.kv_write.coded import codes_and_scales, quantize, widen
+from headrace.back.kernels.qk_rope_write import op as qk_rope_write
+from headrace.back.kernels.qk_rope_write import triton_qk_rope_write
+from headrace.back.kernels.triton.wrap import interpreted
+from tests.kernels.triton.test_kernels import (
     DEVICE,
     DTYPES,
     FP32,

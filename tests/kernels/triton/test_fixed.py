@@ -8,17 +8,17 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from headrace.back.kernels.attention import op as attention  # noqa: E402
-from headrace.back.kernels.attention import triton_fixed as fixed_attention  # noqa: E402
-from headrace.back.kernels.fused_linear import op as fused_linear  # noqa: E402
-from headrace.back.kernels.fused_linear import triton_fixed as fused_fixed  # noqa: E402
-from headrace.back.kernels.linear.op import OP as LINEAR  # noqa: E402
-from headrace.back.kernels.linear.op import LinearProblem  # noqa: E402
-from headrace.back.kernels.linear.triton_fixed import KERNEL as FIXED  # noqa: E402
-from headrace.back.kernels.linear.triton_fixed import fixed, shares  # noqa: E402
-from headrace.back.kernels.linear.triton_small import Product  # noqa: E402
-from headrace.back.kernels.op import float_tolerance  # noqa: E402
-from headrace.back.kernels.triton.wrap import interpreted  # noqa: E402
+from headrace.back.kernels.attention import op as attention
+from headrace.back.kernels.attention import triton_fixed as fixed_attention
+from headrace.back.kernels.fused_linear import op as fused_linear
+from headrace.back.kernels.fused_linear import triton_fixed as fused_fixed
+from headrace.back.kernels.linear.op import OP as LINEAR
+from headrace.back.kernels.linear.op import LinearProblem
+from headrace.back.kernels.linear.triton_fixed import KERNEL as FIXED
+from headrace.back.kernels.linear.triton_fixed import fixed, shares
+from headrace.back.kernels.linear.triton_small import Product
+from headrace.back.kernels.op import float_tolerance
+from headrace.back.kernels.triton.wrap import interpreted
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,23 +10,23 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from headrace.back.kernels.attention import op as attention  # noqa: E402
-from headrace.back.kernels.attention import triton_attention  # noqa: E402
-from headrace.back.kernels.fused_linear import op as fused_linear  # noqa: E402
-from headrace.back.kernels.fused_linear import triton_fused_linear  # noqa: E402
-from headrace.back.kernels.gated_act import op as gated_act  # noqa: E402
-from headrace.back.kernels.gated_act import triton_gated_act  # noqa: E402
-from headrace.back.kernels.greedy import op as greedy  # noqa: E402
-from headrace.back.kernels.greedy import triton_greedy  # noqa: E402
-from headrace.back.kernels.gumbel import op as gumbel  # noqa: E402
-from headrace.back.kernels.gumbel import triton_gumbel  # noqa: E402
-from headrace.back.kernels.linear.table import ProductPlan  # noqa: E402
-from headrace.back.kernels.linear.triton_small import Product, launcher  # noqa: E402
-from headrace.back.kernels.qk_rope_write import op as qk_rope_write  # noqa: E402
-from headrace.back.kernels.qk_rope_write import triton_qk_rope_write  # noqa: E402
-from headrace.back.kernels.rms_norm import op as rms_norm  # noqa: E402
-from headrace.back.kernels.rms_norm import triton_rms_norm  # noqa: E402
-from headrace.back.kernels.triton.wrap import interpreted  # noqa: E402
+from headrace.back.kernels.attention import op as attention
+from headrace.back.kernels.attention import triton_attention
+from headrace.back.kernels.fused_linear import op as fused_linear
+from headrace.back.kernels.fused_linear import triton_fused_linear
+from headrace.back.kernels.gated_act import op as gated_act
+from headrace.back.kernels.gated_act import triton_gated_act
+from headrace.back.kernels.greedy import op as greedy
+from headrace.back.kernels.greedy import triton_greedy
+from headrace.back.kernels.gumbel import op as gumbel
+from headrace.back.kernels.gumbel import triton_gumbel
+from headrace.back.kernels.linear.table import ProductPlan
+from headrace.back.kernels.linear.triton_small import Product, launcher
+from headrace.back.kernels.qk_rope_write import op as qk_rope_write
+from headrace.back.kernels.qk_rope_write import triton_qk_rope_write
+from headrace.back.kernels.rms_norm import op as rms_norm
+from headrace.back.kernels.rms_norm import triton_rms_norm
+from headrace.back.kernels.triton.wrap import interpreted
 
 pytestmark = [
     pytest.mark.gpu,

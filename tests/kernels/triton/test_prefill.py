@@ -8,11 +8,11 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from headrace.back.kernels.attention import hopper, triton_attention  # noqa: E402
-from headrace.back.kernels.attention.triton_lists import row_bucket  # noqa: E402
-from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel  # noqa: E402
-from headrace.back.kernels.triton.wrap import interpreted  # noqa: E402
-from tests.kernels.triton.test_kernels import (  # noqa: E402
+from headrace.back.kernels.attention import hopper, triton_attention
+from headrace.back.kernels.attention.triton_lists import row_bucket
+from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel
+from headrace.back.kernels.triton.wrap import interpreted
+from tests.kernels.triton.test_kernels import (
     BF16,
     DEVICE,
     FP16,
@@ -54,7 +54,7 @@ def test_tiles_are_listed_the_longest_first(queries, least):
         return int(torch.randint(1, limit, (), generator=generator))
 
     for count in (1, 7, 40):
-        rows = [(below(90), below(400)) for _ in range(count)]
+        rows = [(below(min(90, 8 * queries)), below(400)) for _ in range(count)]
         rows = [(min(taken, length), length) for taken, length in rows] + [(0, 0)] * 2
         expected = expected_tiles(rows, queries, least)
         starts = torch.tensor([0, *(taken for taken, _ in rows)]).cumsum(0).int()

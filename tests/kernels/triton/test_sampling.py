@@ -14,20 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton")
 
-from triton.runtime.interpreter import GridExecutor  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.runtime.interpreter import GridExecutor
+from triton.runtime.jit import JITFunction
 
-from headrace.back.kernels.draw.op import OP as DRAW  # noqa: E402
-from headrace.back.kernels.greedy.op import OP as GREEDY  # noqa: E402
-from headrace.back.kernels.gumbel.op import OP as GUMBEL  # noqa: E402
-from headrace.back.kernels.nucleus.op import OP as NUCLEUS  # noqa: E402
-from headrace.back.kernels.penalties import op as penalties  # noqa: E402
-from headrace.back.kernels.penalties import triton_penalties  # noqa: E402
-from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES  # noqa: E402
-from headrace.back.kernels.triton.wrap import interpreted  # noqa: E402
-from headrace.back.sampling.sampler import Sampled, Sampler  # noqa: E402
-from headrace.base.wire.params import RowSampling  # noqa: E402
-from headrace.base.wire.step import RowStart  # noqa: E402
+from headrace.back.kernels.draw.op import OP as DRAW
+from headrace.back.kernels.greedy.op import OP as GREEDY
+from headrace.back.kernels.gumbel.op import OP as GUMBEL
+from headrace.back.kernels.nucleus.op import OP as NUCLEUS
+from headrace.back.kernels.penalties import op as penalties
+from headrace.back.kernels.penalties import triton_penalties
+from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
+from headrace.back.kernels.triton.wrap import interpreted
+from headrace.back.sampling.sampler import Sampled, Sampler
+from headrace.base.wire.params import RowSampling
+from headrace.base.wire.step import RowStart
 
 pytestmark = [
     pytest.mark.gpu,

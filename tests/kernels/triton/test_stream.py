@@ -7,12 +7,12 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from headrace.back.kernels.fused_linear import op as fused_linear  # noqa: E402
-from headrace.back.kernels.linear import stream  # noqa: E402
-from headrace.back.kernels.linear.table import ProductPlan, plan_for, write  # noqa: E402
-from headrace.back.kernels.linear.triton_small import Product, launcher  # noqa: E402
-from tests.kernels.triton.test_kernels import BF16, DEVICE, FP16, NAN, close  # noqa: E402
-from tests.kernels.triton.test_prefill import hopper_only  # noqa: E402
+from headrace.back.kernels.fused_linear import op as fused_linear
+from headrace.back.kernels.linear import stream
+from headrace.back.kernels.linear.table import ProductPlan, plan_for, write
+from headrace.back.kernels.linear.triton_small import Product, launcher
+from tests.kernels.triton.test_kernels import BF16, DEVICE, FP16, NAN, close
+from tests.kernels.triton.test_prefill import hopper_only
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from headrace.back.kernels.token_scores import op, triton_token_scores  # noqa: E402
-from headrace.back.kernels.triton.wrap import counters, interpreted  # noqa: E402
+from headrace.back.kernels.token_scores import op, triton_token_scores
+from headrace.back.kernels.triton.wrap import counters, interpreted
 
 pytestmark = [
     pytest.mark.gpu,

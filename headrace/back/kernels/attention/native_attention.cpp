@@ -5,77 +5,21 @@
 // Gimelshein 2018; Dao et al. 2022, algorithm 1). A decode row longer than kSplit is cut at fixed positions and the
 // parts are merged in order, so a row's result depends neither on the other rows nor on the number of threads. Neighbouring
 // rows whose part lies in the same blocks (a shared prefix) go by in one task: as many rows of a tile, one reading.
-// Only positions a tile can see are touched: what lies in freed or unused places may be NaN.
+// Only positions a tile can see are touched: what lies in freed or unused places may be NaN. Where there are matrix tiles, a
+// prompt's rows go by in hundreds (amx_prefill.h).
 //
 // The cache holds the queries' type T, or codes with a float32 scale per token and head (S, its element, is then int8_t
 // or fp8): a block's head is [block_tokens][head_dim] codes, then [block_tokens] scales. Codes are exact in T, so keys
 // are widened four at a time on the way into the same products, and scales are put on scores and weights.
 
-#include "../native/amx_attention.h"
+#include "../native/amx_tasks.h"
 #include "../native/dot_tile.h"
 #include "../native/fp8.h"
+#include "../native/paged_attention.h"
 
 namespace {
 
-constexpr int kRows = 32;         // query rows of a tile
-constexpr int kTokens = 64;       // KV tokens of a tile
-constexpr int kMaxHead = 256;     // largest head_dim
-constexpr int64_t kSplit = 256;  // KV tokens per part of a decode row
 constexpr int kValueVectors = kRegisters == 32 ? 4 : 2;
-
-struct Attention {
-  const void *q, *kv;
-  void* out;
-  const int32_t *query_start, *kv_len, *block_table;
-  const float* sinks;  // a score per query head, or null
-  int64_t rows, table_stride, heads, kv_heads, head_dim, block_tokens;
-  int64_t q_token_stride, q_head_stride, block_stride, value_offset, head_stride;
-  int64_t window;  // positions a query sees, itself included
-  float scale, softcap;
-  bool whole;      // no parts, and with a window a query token a task: a query's result then depends on its position alone
-  const struct Task* tasks;
-  const struct RowParts* row_parts;
-  float* parts;
-};
-
-// Where the parts of a decode row lie: `count` from number `first` on, those of a head beside each other; from float
-// `base` on, if there are several.
-struct RowParts {
-  int64_t base, first, count;
-};
-
-// Query tokens [token, token + tokens) of a row, query heads [head, head + heads), KV positions [low, high).
-// first: it holds the lowest position of its rows. part: one of several parts of a decode row, whose unmerged result is
-// left in `parts`; its tokens are then those of as many rows, which all see these positions in the same blocks.
-struct Task {
-  int32_t row, token, tokens, head, heads, low, high, first, part;
-};
-
-template <class S>
-constexpr bool kCoded = sizeof(S) == 1;
-template <class T>
-constexpr bool kIsBf16 = false;
-template <>
-constexpr bool kIsBf16<bf16> = true;
-
-// Where a KV token's vector lies.
-template <class T>
-HR_INLINE const T* kv_at(const Attention& p, int64_t row, int64_t kv_head, int64_t position, int64_t half) {
-  const int64_t block = p.block_table[row * p.table_stride + position / p.block_tokens];
-  return static_cast<const T*>(p.kv) + block * p.block_stride + half * p.value_offset + kv_head * p.head_stride +
-         position % p.block_tokens * p.head_dim;
-}
-
-// A scale for each of the KV positions [low, low + count).
-HR_INLINE void kv_scales(const Attention& p, int64_t row, int64_t kv_head, int64_t low, int64_t count, int64_t half,
-                         float* scales) {
-  for (int64_t j = 0; j < count;) {
-    const int64_t offset = (low + j) % p.block_tokens, run = smaller(count - j, p.block_tokens - offset);
-    const int8_t* base = kv_at<int8_t>(p, row, kv_head, low + j - offset, half);
-    __builtin_memcpy(scales + j, base + p.block_tokens * p.head_dim + offset * 4, size_t(run) * 4);
-    j += run;
-  }
-}
 
 // `count` floats of each of `rows` rows of scores or weights times a scale per column.
 HR_INLINE void scale_columns(float* values, int64_t rows, int64_t count, const float* scales) {
@@ -252,21 +196,6 @@ HR_INLINE void fill_queries(const Attention& p, const Task& task, char* panels) 
   }
 }
 
-// The running maximum and sum that query row m of a task begins with: the sink is a score of the first part.
-HR_INLINE void begin_row(const Attention& p, const Task& task, int64_t m, float& max, float& total) {
-  const bool sinks = p.sinks != nullptr && task.first;
-  max = sinks ? p.sinks[task.head + m % task.heads] : -__builtin_inff();
-  total = sinks ? 1.0f : 0.0f;
-}
-
-HR_INLINE int64_t part_floats(const Attention& p) { return p.head_dim + 2; }
-// Where a task leaves the unmerged result of its query row m.
-HR_INLINE float* part_at(const Attention& p, const Task& task, int64_t m) {
-  const RowParts& parts = p.row_parts[task.row + m / task.heads];
-  const int64_t number = task.low / kSplit - parts.first;
-  return p.parts + parts.base + (task.head * parts.count + number * task.heads + m % task.heads) * part_floats(p);
-}
-
 template <class T>
 HR_INLINE void finish(const Attention& p, const Task& task, const float* max, const float* total, const float* sums) {
   for (int64_t m = 0; m < int64_t(task.tokens) * task.heads; ++m) {
@@ -319,76 +248,6 @@ void attend(void* context, int64_t i) {
   }
   finish<T>(p, task, max, total, sums);
 }
-
-#if defined(HR_AMX)
-// Codes are widened once for all rows of a task, which pays from four query heads to a KV head on: of one and two, a decode
-// alone takes 1.8 and 1.4 times as long in tiles; and whether it is alone must not show in its bits.
-template <class S>
-HR_INLINE bool fits_tiles(const Attention& p) {
-  return p.head_dim % 32 == 0 && p.block_tokens % kTile == 0 && (!kCoded<S> || p.heads >= 4 * p.kv_heads);
-}
-
-// The KV cache as tiles read it: in place, or widened into `wide` [3][16][head_dim].
-template <class S>
-struct TileKV {
-  static constexpr int64_t bytes = sizeof(S);
-  const Attention& p;
-  int64_t row, kv_head;
-  bf16* wide;
-  const bf16* rows(int64_t token, int64_t half, int slot) const {
-    const S* at = kv_at<S>(p, row, kv_head, token, half);
-    if constexpr (kCoded<S>) return widen_rows(at, p.head_dim, wide + slot * 16 * p.head_dim);
-    else return at;
-  }
-  const char* where(int64_t token, int64_t half) const { return (const char*)kv_at<S>(p, row, kv_head, token, half); }
-  void scales(int64_t first, int64_t low, int64_t high, TileScales& to) const {
-    to = {};
-    const int64_t from = larger(first, low), count = smaller(first + kTokens, high) - from;
-    kv_scales(p, row, kv_head, from, count, 0, to.keys + from - first);
-    kv_scales(p, row, kv_head, from, count, 1, to.values + from - first);
-  }
-};
-
-// A task with matrix tiles; the same result layout as `finish` takes.
-template <class S>
-void attend_in_tiles(void* context, int64_t i) {
-  const Attention& p = *static_cast<const Attention*>(context);
-  const Task& task = p.tasks[i];
-  const int64_t rows = int64_t(task.tokens) * task.heads, kv_head = task.head / (p.heads / p.kv_heads), D = p.head_dim;
-  const int64_t first = p.kv_len[task.row] - (p.query_start[task.row + 1] - p.query_start[task.row]) + task.token;
-  alignas(64) char memory[2 * kMaxHead * 32 + 2 * kMaxHead * 64 + 4 * kTileBytes + 64 * 32 * 4 + 2 * kMaxHead * 64];
-  alignas(64) int32_t position[kRows];
-  alignas(64) float max[kRows], total[kRows];
-  for (int64_t m = 0; m < kRows; ++m) {
-    // A part is seen whole by each of several rows. Of one row the position is its own.
-    const bool shared = task.part && task.tokens > 1;
-    position[m] = int32_t(shared ? task.high - 1 : first + smaller(m, rows - 1) / task.heads);
-    begin_row(p, task, smaller(m, rows - 1), max[m], total[m]);
-  }
-  const TileTask job{rows, D, task.low, task.high, p.window, p.scale, p.softcap, position};
-  const TileMemory m = tile_memory(memory, D);
-  const bf16* q = static_cast<const bf16*>(p.q);
-  const int64_t start = p.query_start[task.row] + task.token;
-  pack_queries(job, [&](int64_t row) {
-    return q + (start + row / task.heads) * p.q_token_stride + (task.head + row % task.heads) * p.q_head_stride;
-  }, m.queries);
-  alignas(64) bf16 wide[kCoded<S> ? 3 * 16 * kMaxHead : 1];
-  const TileKV<S> kv{p, task.row, kv_head, wide};
-  if (rows > kTile) tile_attend<2>(job, m, kv, max, total);
-  else tile_attend<1>(job, m, kv, max, total);
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* sums = m.sums + row / kTile * D * 16 + row % kTile * 16;
-    if (task.part) {
-      float* to = part_at(p, task, row);
-      to[0] = max[row], to[1] = total[row];
-      for (int64_t d = 0; d < D; d += kLanes) store(to + 2 + d, load(sums + d * 16));
-      continue;
-    }
-    bf16* to = static_cast<bf16*>(p.out) + ((start + row / task.heads) * p.heads + task.head + row % task.heads) * D;
-    for (int64_t d = 0; d < D; d += kLanes) store(to + d, load(sums + d * 16) / total[row]);
-  }
-}
-#endif
 
 // One task of merging: the parts of one query head of a decode row, in order.
 struct Merge {
@@ -491,19 +350,21 @@ HR_INLINE void plan_decodes(const Attention& p, int64_t begin, int64_t end, Coun
     }
 }
 
+// One KV head after the other, so that its KV stays in the cache; the longest tasks first.
 HR_INLINE void plan_prefill(const Attention& p, int64_t row, int64_t queries, Counts& n, Task* tasks) {
   const bool single = p.whole && p.window != INT32_MAX;  // tiles of KV start where the window of their query does
-  const int64_t tokens_per_task =
-      single ? 1 : larger<int64_t>(kRows / smaller<int64_t>(p.heads / p.kv_heads, kRows), 1);
-  for (int64_t token = 0; token < queries; token += tokens_per_task) {
-    const int64_t tokens = smaller(tokens_per_task, queries - token), first = p.kv_len[row] - queries + token;
-    each_heads(p, [&](int64_t head, int64_t heads) {
+  const int64_t most =
+      single ? 1 : larger<int64_t>(p.prefill_rows / smaller<int64_t>(p.heads / p.kv_heads, kRows), 1);
+  each_heads(p, [&](int64_t head, int64_t heads) {
+    for (int64_t end = queries, tokens; end > 0; end -= tokens) {
+      tokens = (end - 1) % most + 1;
+      const int64_t token = end - tokens, first = p.kv_len[row] - queries + token;
       if (tasks)
         tasks[n.tasks] = {int32_t(row), int32_t(token), int32_t(tokens), int32_t(head), int32_t(heads),
                           int32_t(lowest(p, first)), int32_t(first + tokens), 1, 0};
       ++n.tasks;
-    });
-  }
+    }
+  });
 }
 
 HR_INLINE Counts plan(const Attention& p, Task* tasks, Merge* merges, RowParts* parts) {
@@ -540,6 +401,9 @@ HR_INLINE bool sound(const Attention& p, int64_t num_blocks, int64_t num_tokens)
 
 template <class T, class S = T>
 int32_t run(Attention& p) {
+#if defined(HR_AMX)
+  if constexpr (kIsBf16<T>) if (fits_tiles<S>(p)) p.prefill_rows = rows_per_task(p);
+#endif
   const Counts n = plan(p, nullptr, nullptr, nullptr);
   const int64_t bytes = n.merges * int64_t(sizeof(Merge)) + p.rows * int64_t(sizeof(RowParts)) +
                         n.tasks * int64_t(sizeof(Task)) + n.part_floats * 4;
@@ -553,7 +417,7 @@ int32_t run(Attention& p) {
   plan(p, tasks, merges, row_parts);
   HrTask task = attend<T, S>;
 #if defined(HR_AMX)
-  if constexpr (kIsBf16<T>) if (fits_tiles<S>(p)) task = attend_in_tiles<S>;
+  if constexpr (kIsBf16<T>) if (fits_tiles<S>(p)) task = attend_anyhow<S, attend<T, S>>;
 #endif
   hr_parallel(task, &p, n.tasks);
   Merges all{&p, merges};
@@ -586,7 +450,7 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
     return HR_BAD_SHAPE;
   Attention p{q, kv, out, query_start, kv_len, block_table, sinks, rows, table_stride, heads, kv_heads, head_dim,
               block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
-              window > 0 ? window : INT32_MAX, scale, softcap, (coded & 4) != 0, nullptr, nullptr, nullptr};
+              window > 0 ? window : INT32_MAX, scale, softcap, kRows, (coded & 4) != 0, nullptr, nullptr, nullptr};
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
   const int32_t code = coded & 3;
   if (code == 1) return run_codes<int8_t>(p, dtype);

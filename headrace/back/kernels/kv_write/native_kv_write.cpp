@@ -39,9 +39,9 @@ HR_INLINE void code_vector(const T* x, int64_t head_dim, int64_t block_tokens, i
   // The quantizer writes whole vectors: the tail of the last one must not reach the next token.
   alignas(64) int8_t codes[256 + 64];
   float scale;
-  int32_t sum;
+  int32_t sums[2];
   if constexpr (kIsFp8<S>) quantize_fp8(x, head_dim, reinterpret_cast<fp8*>(codes), &scale);
-  else quantize(x, head_dim, head_dim, codes, &scale, &sum);
+  else quantize(x, head_dim, head_dim, codes, &scale, sums);
   __builtin_memcpy(head + offset * head_dim, codes, size_t(head_dim));
   __builtin_memcpy(head + block_tokens * head_dim + offset * 4, &scale, 4);
 }

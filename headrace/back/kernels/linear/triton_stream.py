@@ -21,10 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-try:
-    from triton.experimental.gluon.language import thread_barrier
-except ImportError:  # Triton 3.7 calls it so
-    from triton.experimental.gluon.language import barrier as thread_barrier
+from headrace.back.kernels.triton.gluon import thread_barrier
 
 ROWS = gl.constexpr(64)
 """Outputs of a tile: rows of one matrix instruction."""

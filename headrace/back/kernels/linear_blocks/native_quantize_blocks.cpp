@@ -10,23 +10,38 @@ struct Weight {
   int64_t N, K, stride;
 };
 
-HR_INLINE int32_t code_of(float scaled, int32_t low, int32_t high) {
-  return larger(smaller(int32_t(__builtin_rintf(scaled)), high), low);
+// The first of N values, whole vectors of them, whose size is `top`; where none is (a NaN's), it does not matter what.
+template <int64_t N>
+HR_INLINE float first_of_size(const float* v, float top) {
+#if defined(__AVX512F__)
+  for (int64_t k = 0; k < N; k += kLanes)
+    if (const unsigned at = _mm512_cmpeq_ps_mask((__m512)size_bits(load(v + k)), _mm512_set1_ps(top)))
+      return v[k + __builtin_ctz(at)];
+#else
+  for (int64_t k = 0; k < N; ++k)
+    if (__builtin_fabsf(v[k]) == top) return v[k];
+#endif
+  return top;
 }
 
 // One output of a block: `count` inputs at w, scale and minimum at their places, codes to `codes` with the coding's offset.
 template <class C, class T>
 HR_INLINE void block_codes(const T* w, int64_t count, int64_t column, uint8_t* block, uint8_t* codes) {
-  float v[C::block] = {}, most = 0, at = 0, low = 0, high = 0;
-  bool good = true;
-  for (int64_t k = 0; k < count; ++k) {
-    v[k] = to_float(w[k]);
-    const float size = __builtin_fabsf(v[k]);
-    good = good && size < __builtin_inff();
-    if (size > most) most = size, at = v[k];
-    low = smaller(low, v[k]), high = larger(high, v[k]);
+  alignas(64) float v[C::block];
+  I most{};
+  F least{}, greatest{};
+  HR_UNROLL for (int64_t k = 0; k < C::block; k += kLanes) {
+    const F x = k + kLanes <= count ? load(w + k) : k < count ? load_part(w + k, count - k) : F{};
+    store(v + k, x);
+    most = vmax(most, size_bits(x));
+    if constexpr (C::minimum) least = vmin(least, x), greatest = vmax(greatest, x);
   }
-  const float ideal = C::minimum ? (high - low) / 15.0f : C::bits == 8 ? most / 127.0f : at / -8.0f;
+  const float top = size_of(largest(most));
+  const bool good = top < __builtin_inff();
+  float ideal, low = 0;
+  if constexpr (C::minimum) low = -largest(-least), ideal = (largest(greatest) - low) / 15.0f;
+  else if constexpr (C::bits == 8) ideal = top / 127.0f;
+  else ideal = first_of_size<C::block>(v, top) / -8.0f;
   bf16 stored, less;
   put(&stored, good ? ideal : __builtin_nanf(""));
   put(&less, good ? -low : __builtin_nanf(""));
@@ -34,11 +49,14 @@ HR_INLINE void block_codes(const T* w, int64_t count, int64_t column, uint8_t* b
   if (C::minimum) __builtin_memcpy(block + (kPanel + column) * 2, &less, 2);
   const float scale = to_float(stored), inverse = good && scale != 0 ? 1.0f / scale : 0.0f;
   const float shift = C::minimum && good ? to_float(less) : 0.0f;
-  constexpr int32_t bottom = C::minimum ? 0 : C::bits == 8 ? -127 : -8, top = C::minimum ? 15 : C::bits == 8 ? 127 : 7;
-  for (int64_t k = 0; k < C::block; ++k) {
-    const float x = good && k < count ? (C::minimum ? v[k] + shift : v[k]) * inverse : 0.0f;
-    codes[k] = uint8_t(code_of(x, bottom, top) + C::offset);
+  constexpr int32_t first = C::minimum ? 0 : C::bits == 8 ? -127 : -8, last = C::minimum ? 15 : C::bits == 8 ? 127 : 7;
+  HR_UNROLL for (int64_t k = 0; k < C::block; k += kLanes) {
+    F x = load(v + k);
+    if constexpr (C::minimum) x += shift;
+    const I code = good ? round_int(x * inverse) : I{};
+    store_codes(reinterpret_cast<int8_t*>(codes) + k, clamped(code, first, last) + C::offset);
   }
+  for (int64_t k = count; k < C::block; ++k) codes[k] = C::offset;  // code 0
 }
 
 // The 32 codes of one output to their places in the planes of a group.
@@ -49,9 +67,11 @@ HR_INLINE void put_codes(const uint8_t* codes, int64_t column, uint8_t* planes) 
     return;
   }
   for (int64_t r = 0; r < 4; ++r) {
-    uint8_t both[4];
-    for (int b = 0; b < 4; ++b) both[b] = uint8_t(codes[8 * r + b] | codes[8 * r + 4 + b] << 4);
-    __builtin_memcpy(planes + r * kPlane + column * 4, both, 4);
+    uint32_t low, high;
+    __builtin_memcpy(&low, codes + 8 * r, 4);
+    __builtin_memcpy(&high, codes + 8 * r + 4, 4);
+    low |= high << 4;
+    __builtin_memcpy(planes + r * kPlane + column * 4, &low, 4);
   }
 }
 

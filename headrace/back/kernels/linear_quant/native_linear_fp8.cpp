@@ -11,8 +11,7 @@
 
 #include "../native/amx.h"
 #include "../native/fp8.h"
-#include "../native/panel_results.h"
-#include "../native/top.h"
+#include "../native/panel_calls.h"
 
 namespace {
 
@@ -336,10 +335,10 @@ template <>
 int32_t run<bf16, float>(Product& p) { return multiply<bf16, bf16, float>(p); }
 #endif
 
-bool sound(int64_t M, int64_t N, int64_t K, int32_t activation, const void* bias) {
-  if (M < 0 || N < 0 || K <= 0) return false;
-  return activation <= RELU && (activation < 0 || (N % (2 * kPanel) == 0 && bias == nullptr));
-}
+struct Run {
+  template <class T, class Y>
+  static int32_t of(Product& p) { return run<T, Y>(p); }
+};
 
 }  // namespace
 
@@ -352,33 +351,17 @@ HR_PUBLIC int32_t HR_EXPORT(linear_fp8)(const void* x, const void* w, const void
   Product p{};
   p.w = static_cast<const uint8_t*>(w), p.bias = bias, p.y = y, p.source = x;
   p.M = M, p.N = N, p.K = K, p.activation = activation, p.y_stride = y_stride, p.source_stride = x_stride;
-  if (dtype == HR_BF16 && y_dtype == HR_BF16) return run<bf16, bf16>(p);
-  if (dtype == HR_BF16 && y_dtype == HR_F32 && bias == nullptr) return run<bf16, float>(p);
-  if (dtype == HR_F16 && y_dtype == HR_F16) return run<fp16, fp16>(p);
-  if (dtype == HR_F16 && y_dtype == HR_F32 && bias == nullptr) return run<fp16, float>(p);
-  if (dtype == HR_F32 && y_dtype == HR_F32) return run<float, float>(p);
-  return HR_BAD_DTYPE;
+  return run_typed<Run>(p, dtype, y_dtype);
 }
 HR_REPLAYABLE(linear_fp8)
 
 // The `count` best of the results that `linear_fp8` would give in float32: outputs and values [M, count], best first.
 HR_PUBLIC int32_t HR_EXPORT(linear_fp8_top)(const void* x, const void* w, int64_t* ids, float* values, int64_t M,
                                             int64_t N, int64_t K, int64_t x_stride, int64_t count, int32_t dtype) {
-  if (!sound(M, N, K, -1, nullptr) || count < 1 || count > N) return HR_BAD_SHAPE;
-  const int64_t bytes = dtype == HR_F32 ? 4 : 2;
-  for (int64_t m = 0; m < M; m += kTopRows) {
-    Top top{count, smaller(M - m, kTopRows), ceil_div(N, kTopOutputs), nullptr, nullptr};
-    if (!top_begin(top)) return HR_NO_MEMORY;
-    Product p{};
-    p.w = static_cast<const uint8_t*>(w), p.source = static_cast<const char*>(x) + m * x_stride * bytes;
-    p.M = top.rows, p.N = N, p.K = K, p.activation = -1, p.source_stride = x_stride, p.top = &top;
-    const int32_t status = dtype == HR_BF16  ? run<bf16, float>(p)
-                           : dtype == HR_F16 ? run<fp16, float>(p)
-                           : dtype == HR_F32 ? run<float, float>(p)
-                                             : int32_t(HR_BAD_DTYPE);
-    if (status != HR_OK) return status;
-    top_merge(top, ids + m * count, values + m * count);
-  }
-  return HR_OK;
+  if (!sound(M, N, K, -1, nullptr)) return HR_BAD_SHAPE;
+  Product p{};
+  p.w = static_cast<const uint8_t*>(w), p.source = x;
+  p.M = M, p.N = N, p.K = K, p.activation = -1, p.source_stride = x_stride;
+  return run_top<Run>(p, ids, values, count, dtype);
 }
 HR_REPLAYABLE(linear_fp8_top)

@@ -1,6 +1,7 @@
 // Quantizes a weight [N,K] into int8 or e4m3 panels (layout.py) by the rules of back/quant/scheme.py, to the bit.
 
 #include "../native/fp8.h"
+#include "../native/int8.h"
 
 namespace {
 
@@ -12,21 +13,14 @@ struct Weight {
   int64_t N, K, stride, panel_bytes;
 };
 
-HR_INLINE int32_t nearest(float x) { return int32_t(__builtin_rintf(x)); }
-
 // The largest magnitude; NaN if one value is not finite.
 template <class T>
 HR_INLINE float magnitude(const T* w, int64_t K) {
-  F most{};
-  bool good = true;
-  for (int64_t k = 0; k < K; k += kLanes) {
-    const F v = k + kLanes <= K ? load(w + k) : load_part(w + k, K - k);
-    const F size = (F)((U)v & 0x7fffffffu);
-    most = vmax(size, most);
-    const I odd = !(size < __builtin_inff());
-    for (int i = 0; i < kLanes; ++i) good = good && !odd[i];
-  }
-  return good ? largest(most) : __builtin_nanf("");
+  I most{};
+  for (int64_t k = 0; k < K; k += kLanes)
+    most = vmax(most, size_bits(k + kLanes <= K ? load(w + k) : load_part(w + k, K - k)));
+  const float top = size_of(largest(most));
+  return top < __builtin_inff() ? top : __builtin_nanf("");
 }
 
 // One output of an int8 panel.
@@ -40,10 +34,8 @@ HR_INLINE void row8(const T* w, int64_t K, int64_t column, uint8_t* panel) {
   for (int64_t k = 0; k < K; k += kLanes) {
     F v = k + kLanes <= K ? load(w + k) : load_part(w + k, K - k);
     if (!good) v = F{};
-    const F scaled = v * inverse;
-    uint8_t codes[kLanes];
-    for (int i = 0; i < kLanes; ++i)
-      codes[i] = uint8_t(larger(smaller(nearest(scaled[i]), 127), -127) + 128);
+    int8_t codes[kLanes];
+    store_codes(codes, clamped(round_int(v * inverse), -127, 127) + 128);
     for (int i = 0; i < kLanes && k + i < K; i += 4) __builtin_memcpy(to + (k + i) / 4 * kStepBytes, codes + i, 4);
   }
 }

@@ -94,25 +94,31 @@ HR_INLINE void pair_values(const bf16* even, const bf16* odd, int64_t D, char* t
   }
 }
 
-// What one block of 16 query rows has seen so far, a row per lane.
+// What 16 query rows have seen so far, a row per lane: their weights are 2^(score - base), the sum of those is total. Scores
+// are in units of log 2. base is a score not far below the largest.
 struct Running {
-  F max, total;
+  F base, total;
 };
 
-// e^x for x <= 0 (and NaN): a base-2 polynomial, relative error below 4e-6, far below the weights' bf16. 0 below 2^-125: a
-// result too small for a normal number costs some hundred cycles of microcode, and every hidden key would be one.
-HR_INLINE F fast_exp(F x) {
-  const __m512 least = _mm512_set1_ps(-125.0f);
-  const __m512 t = _mm512_max_ps(_mm512_set1_ps(-126.0f), (__m512)(x * 1.44269504088896341f));  // NaN stays
-  const __mmask16 normal = _mm512_cmp_ps_mask(t, least, _CMP_NLT_UQ);
-  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const F r = (F)_mm512_sub_ps(t, n);
-  F y = fma(splat(1.3333558e-3f), r, splat(9.6181291e-3f));
-  y = fma(y, r, splat(5.5504109e-2f));
-  y = fma(y, r, splat(2.4022651e-1f));
-  y = fma(y, r, splat(6.9314718e-1f));
-  y = fma(y, r, splat(1.0f));
-  return (F)_mm512_maskz_scalef_ps(normal, (__m512)y, n);
+// Results too small for normal numbers become zeros while this lives, and such operands count as zeros: each would cost some
+// hundred cycles of microcode, and every hidden key would be one.
+struct NoDenormals {
+  uint32_t before;
+  NoDenormals() : before(_mm_getcsr()) { set(before | 0x8040); }
+  ~NoDenormals() { set(before); }
+  static void set(uint32_t state) { __asm__ volatile("ldmxcsr %0" ::"m"(state) : "memory"); }
+};
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// 2^t for t <= 8 or so (and NaN), 0 below -127: relative error below 8e-5, far below the weights' bf16.
+HR_INLINE F fast_exp2(F x) {
+  const __m512 t = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // NaN stays
+  const F r = (F)_mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t less its floor
+  F y = fma(splat(7.8024521e-2f), r, splat(2.2606716e-1f));
+  y = fma(y, r, splat(6.9583356e-1f));
+  y = fma(y, r, splat(9.9992520e-1f));
+  return (F)_mm512_scalef_ps((__m512)y, t);  // rounds t down
 }
 
 // Where the next tile's keys and values lie, 16 tokens each: with few query rows a task waits for memory, and the hardware
@@ -138,53 +144,102 @@ HR_INLINE const bf16* widen_rows(const S* codes, int64_t D, bf16* to) {
   return to;
 }
 
+// Whether scores need more than a factor on the way to the exponent.
+template <bool CODED>
+HR_INLINE bool plain_scores(const TileTask& p) { return !CODED && !(p.softcap > 0) && p.scale > 0; }
+
+// Makes 16 rows' scores of a KV tile from token `first` on ready for weights, and finds the largest: scales of codes and the
+// soft cap go onto them, hidden ones become -Inf.
+template <bool CODED>
+HR_INLINE F mask_scores(const TileTask& p, float* scores, const TileScales& scales, int64_t first, const int32_t* position) {
+  const F none = splat(-__builtin_inff());
+  if (!plain_scores<CODED>(p)) {
+    for (int64_t j = 0; j < kKeys; ++j) {
+      F v = load(scores + j * 32) * p.scale;
+      if (CODED) v *= scales.keys[j];
+      if (p.softcap > 0) v = p.softcap * vtanh(v / p.softcap);
+      store(scores + j * 32, v);
+    }
+  }
+  F best[4] = {none, none, none, none};
+  // Positions rise from lane to lane.
+  if (first + kKeys - 1 <= position[0] && first >= int64_t(position[kLanes - 1]) - p.window + 1) {
+    for (int64_t j = 0; j < kKeys; j += 4)
+      HR_UNROLL for (int i = 0; i < 4; ++i) best[i] = vmax(load(scores + (j + i) * 32), best[i]);
+  } else {
+    const I at = load_raw<I>(position);
+    const I least = at - int32_t(smaller<int64_t>(p.window, INT32_MAX) - 1);  // the first visible position
+    for (int64_t j = 0; j < kKeys; ++j) {
+      const int32_t key = int32_t(first + j);
+      const F v = select((at >= key) & (least <= key), load(scores + j * 32), none);
+      store(scores + j * 32, v);
+      best[j % 4] = vmax(v, best[j % 4]);
+    }
+  }
+  return vmax(vmax(best[0], best[1]), vmax(best[2], best[3]));
+}
+
+// How scores become weights: 2^(score * unit - base); and what the rows' earlier sums must be multiplied by.
+struct Raised {
+  F factor, base;
+  float unit;
+  bool changed;
+};
+
+// Moves a row's base only where weights would grow beyond 2^8: it hardly ever does after the first KV tiles.
+template <bool CODED>
+HR_INLINE Raised raise(const TileTask& p, F best, Running& run) {
+  Raised to;
+  const F none = splat(-__builtin_inff());
+  to.unit = plain_scores<CODED>(p) ? p.scale * kLog2E : kLog2E;
+  const F top = best * to.unit;
+  const F base = select(top > run.base + 8.0f, top, run.base);
+  to.base = select(base == none, F{}, base);
+  to.changed = _mm512_cmp_ps_mask((__m512)base, (__m512)run.base, _CMP_NEQ_UQ) != 0;
+  to.factor = splat(1.0f);
+  if (to.changed) {
+    const F less = vexp((run.base - to.base) * 0.693147180559945309f);
+    to.factor = select(run.base == none, F{}, select(base == run.base, to.factor, less));
+  }
+  run.base = base;
+  return to;
+}
+
+HR_INLINE F weight_of(const Raised& by, const float* score) { return fast_exp2(fma(load(score), by.unit, -by.base)); }
+
+// Lane i of even beside lane i of odd, as bf16.
+alignas(64) constexpr uint16_t kHalves[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+HR_INLINE __m512i interleave_halves() { return _mm512_load_si512(kHalves); }
+HR_INLINE __m512i pair_weights(__m512i order, F even, F odd) {
+  return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+}
+
 // Scores of a KV tile from token `first` on become weights in the tiles of `weights`; returns what the earlier sums must be
 // multiplied by.
 template <bool FETCH, bool CODED>
-HR_INLINE F tile_soften(const TileTask& p, const float* scores, const TileScales& scales, const Ahead& ahead, int64_t first,
+HR_INLINE F tile_soften(const TileTask& p, float* scores, const TileScales& scales, const Ahead& ahead, int64_t first,
                         const int32_t* position, Running& run, char* weights) {
-  const I at = load_raw<I>(position);
-  const I least = at - int32_t(smaller<int64_t>(p.window, INT32_MAX) - 1);  // the first visible position
-  const F none = splat(-__builtin_inff());
-  // Positions rise from lane to lane.
-  const bool whole = first + kKeys - 1 <= position[0] && first >= int64_t(position[kLanes - 1]) - p.window + 1;
-  F s[kKeys];
-  F best = none;
-  for (int64_t j = 0; j < kKeys; ++j) {
-    if (FETCH) fetch_bytes(ahead.keys[j / 16] + j % 16 * ahead.bytes, ahead.bytes);
-    F v = load(scores + j * 32) * p.scale;
-    if (CODED) v *= scales.keys[j];
-    if (p.softcap > 0) v = p.softcap * vtanh(v / p.softcap);
-    if (!whole) {
-      const int32_t key = int32_t(first + j);
-      v = select((at >= key) & (least <= key), v, none);
-    }
-    s[j] = v;
-    best = vmax(v, best);
-  }
-  const F top = vmax(best, run.max);
-  const F base = select(top == none, F{}, top);
-  const F factor = select(run.max == none, F{}, fast_exp(run.max - base));
-  F sums{};
-  const __m512i order = interleave(0);
+  for (int64_t j = 0; FETCH && j < kKeys; ++j) fetch_bytes(ahead.keys[j / 16] + j % 16 * ahead.bytes, ahead.bytes);
+  const Raised raised = raise<CODED>(p, mask_scores<CODED>(p, scores, scales, first, position), run);
+  F sums[2] = {};
+  const __m512i order = interleave_halves();
   for (int64_t step = 0; step < 2; ++step) {
     __m512i rows[16];
     HR_UNROLL for (int i = 0; i < 16; ++i) {
       const int64_t j = step * 32 + 2 * i;
       if (FETCH) fetch_bytes(ahead.values[j / 16] + j % 16 * ahead.bytes, 2 * ahead.bytes);
-      F even = fast_exp(s[j] - base), odd = fast_exp(s[j + 1] - base);
-      sums += even;
-      sums += odd;
+      F even = weight_of(raised, scores + j * 32), odd = weight_of(raised, scores + (j + 1) * 32);
+      sums[0] += even;
+      sums[1] += odd;
       if (CODED) even *= scales.values[j], odd *= scales.values[j + 1];
-      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-      rows[i] = _mm512_permutex2var_epi16(both, order, _mm512_shuffle_i64x2(both, both, 0x4e));
+      rows[i] = pair_weights(order, even, odd);
     }
     transpose16(rows);
     HR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(weights + step * kTileBytes + i * 64, rows[i]);
   }
-  run.max = top;
-  run.total = fma(run.total, factor, sums);
-  return factor;
+  run.total = fma(run.total, raised.factor, sums[0] + sums[1]);
+  return raised.factor;
 }
 
 // Multiplies 16 rows of sums by their factors.
@@ -233,6 +288,9 @@ HR_INLINE void pack_queries(const TileTask& p, Query query, char* to) {
     }
 }
 
+// The running state that 16 rows begin with, and what it says of their maximum.
+HR_INLINE Running begin_rows(const float* max, const float* total) { return {load(max) * kLog2E, load(total)}; }
+
 // The whole task. kv.rows(token, half, slot): the keys (0) or values (1) of 16 tokens, of a multiple of 16 on, in bf16, valid
 // until the slot (0 .. 2) is used again; kv.where: where they lie; kv.scales: of a tile's tokens. Leaves sums (not divided by
 // total) in m.sums; maximum and total per row in max and total, which hold what each row begins with.
@@ -240,8 +298,9 @@ template <int NQ, class KV>
 HR_INLINE void tile_attend(const TileTask& p, const TileMemory& m, const KV& kv, float* max, float* total) {
   const int64_t D = p.head_dim;
   Running run[NQ];
-  for (int q = 0; q < NQ; ++q) run[q] = {load(max + q * 16), load(total + q * 16)};
+  for (int q = 0; q < NQ; ++q) run[q] = begin_rows(max + q * 16, total + q * 16);
   for (int64_t i = 0; i < NQ * D * 16; i += kLanes) store(m.sums + i, F{});
+  const NoDenormals here;
   full_tiles();
   for (int64_t first = p.low / kKeys * kKeys; first < p.high; first += kKeys) {
     // 16 tokens without a visible one are not read: their block may be anyone's. Their scores are masked.
@@ -283,7 +342,7 @@ HR_INLINE void tile_attend(const TileTask& p, const TileMemory& m, const KV& kv,
   }
   tiles_release();
   for (int q = 0; q < NQ; ++q) {
-    store(max + q * 16, run[q].max);
+    store(max + q * 16, run[q].base * 0.693147180559945309f);
     store(total + q * 16, run[q].total);
   }
 }

@@ -21,49 +21,72 @@ HR_INLINE I round_int(F x) {
 #endif
 }
 
-// count <= stride values as codes, zeros after. A NaN or Inf makes the scale NaN: the row (the group) is lost, no other.
-template <class T>
-HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* codes, float* scale, int32_t* sum) {
-  F most{};
-  I finite = most == 0.0f;
-  for (int64_t k = 0; k < count; k += kLanes) {
-    F v = k + kLanes <= count ? load(x + k) : load_part(x + k, count - k);
-    F size = (F)((U)v & 0x7fffffffu);
-    most = select(size > most, size, most);
-    finite &= size < __builtin_inff();
-  }
-  bool good = true;
-  for (int i = 0; i < kLanes; ++i) good = good && finite[i];
+// Sixteen codes, or as many as fit a vector, to memory.
+HR_INLINE void store_codes(int8_t* to, I code) {
 #if defined(__AVX512F__)
-  const float top = _mm512_reduce_max_ps((__m512)most);  // NaN is kept out by `size > most`
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)code));
 #else
-  const float top = largest(most);
+  typedef int8_t B __attribute__((vector_size(kLanes)));
+  B bytes = __builtin_convertvector(code, B);
+  __builtin_memcpy(to, &bytes, sizeof bytes);
 #endif
-  const float inverse = good && top > 1e-30f ? 127.0f / top : 0.0f;
-  *scale = good ? top / 127.0f : __builtin_nanf("");
-  I total{};
-  for (int64_t k = 0; k < padded; k += kLanes) {
-    I code{};
-    if (good && k < count) {
-      F v = k + kLanes <= count ? load(x + k) : load_part(x + k, count - k);
-      code = round_int(v * inverse);
-    }
-    total += code;
+}
+HR_INLINE int32_t sum(I v) {
 #if defined(__AVX512F__)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + k), _mm512_cvtepi32_epi8((__m512i)code));
-#else
-    typedef int8_t B __attribute__((vector_size(kLanes)));
-    B bytes = __builtin_convertvector(code, B);
-    __builtin_memcpy(codes + k, &bytes, sizeof bytes);
-#endif
-  }
-#if defined(__AVX512F__)
-  *sum = _mm512_reduce_add_epi32((__m512i)total);
+  return _mm512_reduce_add_epi32((__m512i)v);
 #else
   int32_t all = 0;
-  for (int i = 0; i < kLanes; ++i) all += total[i];
-  *sum = all;
+  for (int i = 0; i < kLanes; ++i) all += v[i];
+  return all;
 #endif
+}
+HR_INLINE I vmax(I a, I b) { return a > b ? a : b; }
+HR_INLINE int32_t largest(I v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int32_t best = v[0];
+  for (int i = 1; i < kLanes; ++i) best = larger(best, v[i]);
+  return best;
+#endif
+}
+
+HR_INLINE I clamped(I v, int32_t low, int32_t high) {
+  v = v < low ? I{} + low : v;
+  return v > high ? I{} + high : v;
+}
+// Sizes as integers: their bits are ordered as they are, and a NaN's are above Inf's.
+HR_INLINE I size_bits(F v) { return (I)v & 0x7fffffff; }
+HR_INLINE float size_of(int32_t bits) {
+  float size;
+  __builtin_memcpy(&size, &bits, sizeof size);
+  return size;
+}
+
+// count values as codes, zeros up to `padded` (at least 16). sums: of the first 16 codes, and of the others. A NaN or Inf makes
+// the scale NaN: the row (the group) is lost, no other.
+template <class T>
+HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* codes, float* scale, int32_t* sums) {
+  const int64_t whole = count / kLanes * kLanes;
+  I most{};
+  for (int64_t k = 0; k < whole; k += kLanes) most = vmax(most, size_bits(load(x + k)));
+  if (whole < count) most = vmax(most, size_bits(load_part(x + whole, count - whole)));
+  const float top = size_of(largest(most));
+  const bool good = top < __builtin_inff();
+  const float inverse = good && top > 1e-30f ? 127.0f / top : 0.0f;
+  *scale = good ? top / 127.0f : __builtin_nanf("");
+  I first{}, rest{};
+  auto put = [&](int64_t k, F v) {
+    const I code = good ? round_int(v * inverse) : I{};
+    store_codes(codes + k, code);
+    if (k < 16) first += code;
+    else rest += code;
+  };
+  for (int64_t k = 0; k < whole; k += kLanes) put(k, load(x + k));
+  int64_t k = whole;
+  if (k < count) put(k, load_part(x + k, count - k)), k += kLanes;
+  for (; k < padded; k += kLanes) store_codes(codes + k, I{});
+  sums[0] = sum(first), sums[1] = sum(rest);
 }
 
 // A row of `width` values in groups of `group` inputs, each with a scale; inputs beyond the last are 0. Two sums per group: of
@@ -71,17 +94,17 @@ HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* codes
 template <class T>
 HR_INLINE void quantize_groups(const T* x, int64_t width, int64_t group, int8_t* codes, float* scales, int32_t* sums) {
   for (int64_t k = 0; k < width; k += group, codes += group, ++scales, sums += 2) {
-    int32_t all = 0, half = 0;
-    quantize(x + k, smaller(width - k, group), group, codes, scales, &all);
-    for (int i = 0; i < 16; ++i) half += codes[i];
-    sums[0] = half, sums[1] = all - half;
+    if (group == 32 && width - k >= 32) quantize(x + k, 32, 32, codes, scales, sums);  // the usual one, without loops
+    else quantize(x + k, smaller(width - k, group), group, codes, scales, sums);
   }
 }
 
 // A row with one scale and one sum; codes up to a whole tile of inputs are 0.
 template <class T>
 HR_INLINE void quantize_row(const T* x, int64_t width, int8_t* codes, float* scale, int32_t* sum) {
-  quantize(x, width, ceil_div(width, int64_t(64)) * 64, codes, scale, sum);
+  int32_t sums[2];
+  quantize(x, width, ceil_div(width, int64_t(64)) * 64, codes, scale, sums);
+  *sum = sums[0] + sums[1];
 }
 
 // Bytes from row to row of codes: rows a power of two apart would share the sets of the first-level cache, so one line more.

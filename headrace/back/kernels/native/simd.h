@@ -185,10 +185,17 @@ HR_INLINE void put(fp16* p, float x) { p->bits = narrow_half(x - F{})[0]; }
 // kLanes elements as floats.
 HR_INLINE F load(const float* p) { return load_raw<F>(p); }
 HR_INLINE F load(const fp16* p) { return widen_half(load_raw<H>(p)); }
+// As intrinsics, here and below: the compiler's own conversion of 16 halves goes by way of two shorter vectors, five
+// instructions for one, and that of bytes lane by lane.
 HR_INLINE F load(const bf16* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)load_raw<H>(p)), 16);
+#elif defined(__AVX2__)
+  return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)load_raw<H>(p)), 16);
+#else
   return (F)(__builtin_convertvector(load_raw<H>(p), U) << 16);
+#endif
 }
-// As intrinsics: the compiler's own conversion of bytes goes lane by lane.
 HR_INLINE F load(const int8_t* p) {
 #if defined(__AVX512F__)
   return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));

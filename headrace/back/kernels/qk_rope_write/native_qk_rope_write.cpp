@@ -67,28 +67,60 @@ HR_INLINE void put_head(const Work& p, const float* y, T* to) {
   }
 }
 
+// A whole head of V vectors whose halves are turned, in registers.
+template <class T, int V>
+HR_INLINE void turn_head(const Work& p, const T* x, const float* weight, const float* cos, T* to) {
+  F v[V], squares{};
+  HR_UNROLL for (int i = 0; i < V; ++i) v[i] = load(x + i * kLanes), squares = fma(v[i], v[i], squares);
+  if (weight != nullptr) {
+    const float scale = 1.0f / __builtin_sqrtf(sum(squares) / float(V * kLanes) + p.eps);
+    HR_UNROLL for (int i = 0; i < V; ++i) v[i] = v[i] * scale * load(weight + i * kLanes);
+  }
+  HR_UNROLL for (int i = 0; i < V / 2; ++i) {
+    const F a = v[i], b = v[i + V / 2], c = load(cos + i * kLanes), s = load(cos + (i + V / 2) * kLanes);
+    store(to + i * kLanes, a * c - b * s);
+    store(to + (i + V / 2) * kLanes, b * c + a * s);
+  }
+}
+
+// Any head, by way of y, which holds kMaxHead floats and a vector.
 template <class T>
+HR_INLINE void any_head(const Work& p, const T* x, const float* weight, const float* cos, float* y, T* to) {
+  norm_head(p, x, weight, y);
+  if (cos != nullptr) rotate_head(p, cos, y);
+  put_head(p, y, to);
+}
+
+// V: the vectors of a head that turn_head takes; 0: any head.
+template <class T, int V>
 void chunk(void* context, int64_t i) {
   const Work& p = *static_cast<const Work*>(context);
   alignas(64) float y[kMaxHead + kLanes];
+  auto head = [&](const T* x, const float* weight, const float* cos, T* to) {
+    if constexpr (V > 0) turn_head<T, V>(p, x, weight, cos, to);
+    else any_head(p, x, weight, cos, y, to);
+  };
   const int64_t end = smaller((i + 1) * p.tokens_per_chunk, p.tokens);
   for (int64_t t = i * p.tokens_per_chunk; t < end; ++t) {
     T* x = static_cast<T*>(p.qkv) + t * p.stride;
     const float* cos = p.rotary_dim > 0 ? p.table + p.positions[t] * p.rotary_dim : nullptr;
-    for (int64_t h = 0; h < p.heads; ++h, x += p.head_dim) {
-      norm_head(p, x, p.q_weight, y);
-      if (cos != nullptr) rotate_head(p, cos, y);
-      put_head(p, y, x);
-    }
+    for (int64_t h = 0; h < p.heads; ++h, x += p.head_dim) head(x, p.q_weight, cos, x);
     T* to = static_cast<T*>(p.kv) + p.slots[t] / p.block_tokens * p.block_stride +
             p.slots[t] % p.block_tokens * p.head_dim;
     for (int64_t h = 0; h < p.kv_heads; ++h, x += p.head_dim, to += p.head_stride) {
-      norm_head(p, x, p.k_weight, y);
-      if (cos != nullptr) rotate_head(p, cos, y);
-      put_head(p, y, to);
+      head(x, p.k_weight, cos, to);
       __builtin_memcpy(to + p.value_offset, x + p.kv_heads * p.head_dim, size_t(p.head_dim) * sizeof(T));
     }
   }
+}
+
+template <class T>
+HrTask chunk_of(const Work& p) {
+  const bool whole = !p.pairs && p.rotary_dim == p.head_dim;
+  if (whole && p.head_dim == 4 * kLanes) return chunk<T, 4>;
+  if (whole && p.head_dim == 8 * kLanes) return chunk<T, 8>;
+  if (whole && p.head_dim == 16 * kLanes) return chunk<T, 16>;
+  return chunk<T, 0>;
 }
 
 }  // namespace
@@ -111,9 +143,9 @@ HR_PUBLIC int32_t HR_EXPORT(qk_rope_write)(void* qkv, const int64_t* positions, 
   Work p{qkv, kv, positions, slots, table, q_weight, k_weight, tokens, stride, heads, kv_heads, head_dim, rotary_dim,
          block_tokens, block_stride, value_offset, head_stride, ceil_div(kChunkElements, per_token), eps, pairs != 0};
   const int64_t chunks = ceil_div(tokens, p.tokens_per_chunk);
-  if (dtype == HR_BF16) hr_parallel(chunk<bf16>, &p, chunks);
-  else if (dtype == HR_F16) hr_parallel(chunk<fp16>, &p, chunks);
-  else if (dtype == HR_F32) hr_parallel(chunk<float>, &p, chunks);
+  if (dtype == HR_BF16) hr_parallel(chunk_of<bf16>(p), &p, chunks);
+  else if (dtype == HR_F16) hr_parallel(chunk_of<fp16>(p), &p, chunks);
+  else if (dtype == HR_F32) hr_parallel(chunk_of<float>(p), &p, chunks);
   else return HR_BAD_DTYPE;
   return HR_OK;
 }

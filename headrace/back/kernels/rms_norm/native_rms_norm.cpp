@@ -29,63 +29,87 @@ HR_INLINE void store_some(T* p, F v, int64_t count) {
   else store_part(p, v, count);
 }
 
+// Rows normed side by side: a sum of squares is one chain of dependent additions, and a row's is longer than all else.
+constexpr int kRows = 4;
+
+// Where a row is read, what it is added into first (where that is asked for), where it is written.
 template <class T>
-HR_INLINE void norm_row(const Norm& p, const T* x, T* y) {
-  F squares{};
-  for (int64_t e = 0; e < p.width; e += kLanes) {
-    F v = load_some(x + e, p.width - e);
-    squares = fma(v, v, squares);
-  }
-  const float scale = 1.0f / __builtin_sqrtf(sum(squares) / float(p.width) + p.eps);
-  for (int64_t e = 0; e < p.width; e += kLanes) {
-    const int64_t count = p.width - e;
-    store_some(y + e, load_some(x + e, count) * scale * load_some(p.weight + e, count), count);
-  }
+struct Row {
+  const T* x;
+  T* residual;
+  T* y;
+};
+
+template <class T, int R, bool kAdd>
+HR_INLINE void norm_rows(const Norm& p, const Row<T>* rows) {
+  const int64_t whole = p.width / kLanes * kLanes;
+  F squares[kRows]{};
+  auto add = [&](int64_t e, int64_t count) {
+    HR_UNROLL for (int r = 0; r < R; ++r) {
+      F v = load_some(rows[r].x + e, count);
+      if constexpr (kAdd) {
+        T* sum = rows[r].residual + e;
+        store_some(sum, load_some(sum, count) + v, count);
+        v = load_some(sum, count);  // as it was rounded
+      }
+      squares[r] = fma(v, v, squares[r]);
+    }
+  };
+  for (int64_t e = 0; e < whole; e += kLanes) add(e, kLanes);
+  if (whole < p.width) add(whole, p.width - whole);
+  float scales[kRows];
+  sum4(squares[0], squares[1], squares[2], squares[3], scales);
+  HR_UNROLL for (int r = 0; r < R; ++r) scales[r] = 1.0f / __builtin_sqrtf(scales[r] / float(p.width) + p.eps);
+  auto put = [&](int64_t e, int64_t count) {
+    const F weight = load_some(p.weight + e, count);
+    HR_UNROLL for (int r = 0; r < R; ++r) {
+      const T* from = kAdd ? rows[r].residual : rows[r].x;
+      store_some(rows[r].y + e, load_some(from + e, count) * scales[r] * weight, count);
+    }
+  };
+  for (int64_t e = 0; e < whole; e += kLanes) put(e, kLanes);
+  if (whole < p.width) put(whole, p.width - whole);
 }
 
-template <class T>
-HR_INLINE void add_row(const Norm& p, const T* x, T* residual) {
-  for (int64_t e = 0; e < p.width; e += kLanes) {
-    const int64_t count = p.width - e;
-    store_some(residual + e, load_some(residual + e, count) + load_some(x + e, count), count);
+// Rows [first, first + R). y: where they go, `y_stride` apart.
+template <class T, int R>
+HR_INLINE void norm_from(const Norm& p, int64_t first, T* y, int64_t y_stride) {
+  Row<T> rows[R];
+  for (int r = 0; r < R; ++r) {
+    const int64_t row = first + r;
+    rows[r].x = static_cast<const T*>(p.x) + row / p.inner * p.outer_stride + row % p.inner * p.inner_stride;
+    rows[r].residual = p.residual == nullptr ? nullptr : static_cast<T*>(p.residual) + row * p.residual_stride;
+    rows[r].y = y + r * y_stride;
   }
+  if (p.residual == nullptr) norm_rows<T, R, false>(p, rows);
+  else norm_rows<T, R, true>(p, rows);
 }
 
 template <class T>
 void chunk(void* context, int64_t i) {
   const Norm& p = *static_cast<const Norm*>(context);
   const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.rows);
-  int64_t outer = i * p.rows_per_chunk / p.inner, inner = i * p.rows_per_chunk % p.inner;
-  for (int64_t row = i * p.rows_per_chunk; row < end; ++row) {
-    const T* x = static_cast<const T*>(p.x) + outer * p.outer_stride + inner * p.inner_stride;
-    if (++inner == p.inner) inner = 0, ++outer;
-    T* y = static_cast<T*>(p.y) + row * p.width;
-    if (p.residual != nullptr) {
-      T* residual = static_cast<T*>(p.residual) + row * p.residual_stride;
-      add_row(p, x, residual);
-      x = residual;
-    }
-    norm_row(p, x, y);
-  }
+  int64_t row = i * p.rows_per_chunk;
+  for (; row + kRows <= end; row += kRows) norm_from<T, kRows>(p, row, static_cast<T*>(p.y) + row * p.width, p.width);
+  for (; row < end; ++row) norm_from<T, 1>(p, row, static_cast<T*>(p.y) + row * p.width, p.width);
 }
 
 template <class T>
 void codes_chunk(void* context, int64_t i) {
   const Norm& p = *static_cast<const Norm*>(context);
   const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.rows), groups = p.group > 0 ? ceil_div(p.width, p.group) : 1;
-  T* y = static_cast<T*>(hr_scratch(p.width * int64_t(sizeof(T)), 1));
+  T* y = static_cast<T*>(hr_scratch(kRows * p.width * int64_t(sizeof(T)), 1));
   if (y == nullptr) __builtin_trap();
-  for (int64_t row = i * p.rows_per_chunk; row < end; ++row) {
-    const T* x = static_cast<const T*>(p.x) + row * p.outer_stride;
-    if (p.residual != nullptr) {
-      T* residual = static_cast<T*>(p.residual) + row * p.residual_stride;
-      add_row(p, x, residual);
-      x = residual;
+  for (int64_t row = i * p.rows_per_chunk; row < end;) {
+    const int count = end - row < kRows ? 1 : kRows;
+    if (count == kRows) norm_from<T, kRows>(p, row, y, p.width);
+    else norm_from<T, 1>(p, row, y, p.width);
+    for (int r = 0; r < count; ++r, ++row) {
+      int8_t* codes = p.codes + row * p.codes_stride;
+      const T* from = y + r * p.width;
+      if (p.group > 0) quantize_groups(from, p.width, p.group, codes, p.scales + row * groups, p.sums + row * groups * 2);
+      else quantize_row(from, p.width, codes, p.scales + row, p.sums + row);
     }
-    norm_row(p, x, y);
-    int8_t* codes = p.codes + row * p.codes_stride;
-    if (p.group > 0) quantize_groups(y, p.width, p.group, codes, p.scales + row * groups, p.sums + row * groups * 2);
-    else quantize_row(y, p.width, codes, p.scales + row, p.sums + row);
   }
 }
 

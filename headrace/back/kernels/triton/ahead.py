@@ -39,15 +39,21 @@ def compiling() -> Iterator[None]:
 
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     try:
-        with _threads(threads) as pool, _Loading(pool):
-            JITFunction.run = compile_only  # type: ignore[method-assign]
-            try:
-                yield
-            finally:
-                JITFunction.run = run  # type: ignore[method-assign]
+        with _threads(threads) as pool, _Loading(pool), _replaced(JITFunction, "run", compile_only):
+            yield
     finally:
         for function, compile_here in asked.items():
             function.compile = compile_here
+
+
+@contextmanager
+def _replaced(owner: object, name: str, instead: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, instead)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _first(elsewhere: Compilers, compile_here: Callable[..., Any]) -> Callable[..., Any]:

@@ -125,9 +125,7 @@ async def answer(services: Services, tenant: str, line: Line) -> Answered:
     tries = 0
     while True:
         exchange = Exchange(services=services, request_id=request_id(), tenant=tenant)
-        if services.tracer is not None:
-            scope = {"method": line.method, "path": line.url, "headers": []}
-            exchange.trace = services.tracer.request(scope, exchange.request_id)
+        exchange.begin_trace({"method": line.method, "path": line.url, "headers": []})
         try:
             response = await _handled(exchange, line)
             return _answered(line, exchange, response.status_code, bytes(response.body))

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ class BatchRunner:
             if batch.id not in self._running:
                 task = asyncio.ensure_future(self._one(batch))
                 self._running[batch.id] = task
-                task.add_done_callback(lambda _, ident=batch.id: self._running.pop(ident))  # type: ignore[misc]
+                task.add_done_callback(partial(self._ended, batch.id))
+
+    def _ended(self, ident: str, _: object) -> None:
+        del self._running[ident]
 
     async def _one(self, batch: Batch) -> None:
         with self._batches.lock(batch) as mine:

@@ -179,9 +179,8 @@ class _Calls:
             exchange.tenant = self._keeper.tenant({"path": self._rpc.route, "headers": headers})
             if services.draining:
                 raise Unavailable("the server is shutting down", retry_after_s=5.0)
-            if services.tracer is not None:
-                scope = {"method": "POST", "path": f"/{self._path}", "headers": headers}
-                exchange.trace = services.tracer.request(scope, exchange.request_id)
+            scope = {"method": "POST", "path": f"/{self._path}", "headers": headers}
+            exchange.begin_trace(scope)
             if (left_s := context.time_remaining()) is not None:
                 exchange.timeout_s = max(0.0, left_s)
             yield exchange

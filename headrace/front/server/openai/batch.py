@@ -31,7 +31,7 @@ MAX_CONVERSATIONS = 256
 class BatchChatRequest(ChatRequest, frozen=True, kw_only=True):
     """As a chat, with a list of conversations; described here, parsed one conversation at a time."""
 
-    messages: Annotated[  # type: ignore[assignment]
+    messages: Annotated[  # type: ignore[assignment]  # a list of what a chat has
         list[Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]],
         Meta(min_length=1, max_length=MAX_CONVERSATIONS),
     ]

@@ -36,7 +36,7 @@ class FunctionEnded(ParsedEnded, frozen=True, kw_only=True):
     """The end of a choice that may have called a function."""
 
 
-def is_plain(request: ChatRequest) -> bool:
+def without_calls(request: ChatRequest) -> bool:
     """Whether neither tools nor calls stand in the request, under old names or new ones."""
     said = any(_CALLS & m.keys() or m.get("role") == "function" for m in request.messages)
     return not (said or request.tools or request.functions or request.function_call)

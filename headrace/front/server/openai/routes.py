@@ -18,7 +18,7 @@ from headrace.front.server.ids import completion_id
 from headrace.front.server.measure import joined
 from headrace.front.server.openai import chat, completions
 from headrace.front.server.openai.calls import called
-from headrace.front.server.openai.legacy import is_plain
+from headrace.front.server.openai.legacy import without_calls
 from headrace.front.server.openai.padding import padded
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, Common, CompletionRequest, parse
@@ -43,7 +43,7 @@ async def post_chat(exchange: Exchange, document: Any) -> Response:
 async def answered(exchange: Exchange, request: ChatRequest, *, label: str) -> Answered:
     """One conversation: what its chunks share, and the events of its answer."""
     model = exchange.services.model_name(request.model)
-    if is_plain(request):
+    if without_calls(request):
         ids, events = await begin(exchange, request, label=label)
     else:
         request, ids, events = await _begin_with_calls(exchange, request, label=label)

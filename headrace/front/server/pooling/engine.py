@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Any
 
@@ -108,9 +107,7 @@ async def pooled(
         )
         events = services.engine.generate(generation)
         counted = measured(events, exchange, generation)
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(aclosing(counted))
-            return await fold_pooled(counted, num_prompt=len(given.ids))
+        return await fold_pooled(counted, num_prompt=len(given.ids))
 
     works = (partial(one, *numbered) for numbered in enumerate(inputs))
     return await all_admitted(works, window=services.engine.window)

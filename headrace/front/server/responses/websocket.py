@@ -180,8 +180,7 @@ class Session:
         first = self._exchange
         exchange = Exchange(services=first.services, request_id=request_id(), tenant=first.tenant)
         status = CLIENT_GONE
-        if first.services.tracer is not None:
-            exchange.trace = first.services.tracer.request(self._socket.scope, exchange.request_id)
+        exchange.begin_trace(self._socket.scope)
         async with lane:
             prepared: Prepared | None = None
             try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -274,15 +275,15 @@ class ResponseStore:
         db.execute(f"DELETE FROM responses WHERE {where}", *values)
 
 
-def _record(row: Sequence[object]) -> Record:
+def _record(row: Sequence[Any]) -> Record:
     ident, owner, previous, response, given, running, beat, cancelled = row
     return Record(
         id=str(ident),
         owner=str(owner),
         previous=None if previous is None else str(previous),
-        response=bytes(response),  # type: ignore[call-overload]
-        input=bytes(given),  # type: ignore[call-overload]
+        response=bytes(response),
+        input=bytes(given),
         running=bool(running),
-        beat=float(beat),  # type: ignore[arg-type]
+        beat=float(beat),
         cancelled=bool(cancelled),
     )

@@ -137,10 +137,10 @@ def joined(parts: list[Part]) -> list[Part]:
         run = list(group)
         first = run[0]
         if isinstance(first, Reasoning | Content):
-            found.append(kind("".join(part.text for part in run)))  # type: ignore[union-attr]
+            found.append(kind("".join(part.text for part in run)))  # type: ignore[union-attr]  # of one kind
         elif isinstance(first, CallArguments):
             # no group spans two calls: the next one begins in between
-            text = "".join(part.text for part in run)  # type: ignore[union-attr]
+            text = "".join(part.text for part in run)  # type: ignore[union-attr]  # of one kind
             found.append(CallArguments(first.index, text))
         else:
             found += run

@@ -29,7 +29,7 @@ def test_window_hit_equals_brute_force_on_random_cases(num_cases: int) -> None:
         cached = [rng.random() < share for _ in range(length)]
         probes: list[int] = []
         end = rng.randint(0, length)
-        hit = kind_with(needed).longest_hit(lambda i: probes.append(i) or cached[i], end)  # noqa: B023
+        hit = kind_with(needed).longest_hit(lambda i: probes.append(i) or cached[i], end)  # noqa: B023 - called in this turn
         assert hit == brute_force(cached, end, needed), (cached, end, needed)
         assert len(set(probes)) == len(probes), "a block was probed twice"
 

@@ -83,7 +83,7 @@ async def store(
     await made.start()
     if where != "sqlite":
         for table in ("responses", "response_events"):
-            await made._database.run(lambda db, t=table: db.execute(f"DELETE FROM {t}"))  # type: ignore[misc]
+            await made._database.run(lambda db, t=table: db.execute(f"DELETE FROM {t}"))
     yield made
     await made.close()
 

@@ -37,8 +37,8 @@ def count(tokens: list[str | bytes], inside: bool, group: int) -> int:
         text = whole[:at].decode(errors="ignore")
         (made,) = answer.take(Delta(index=0, text=text[sent:], token_ids=ids))
         sent = len(text)
-        assert made.num_reasoning >= last  # type: ignore[union-attr]
-        last = made.num_reasoning  # type: ignore[union-attr]
+        assert made.num_reasoning >= last
+        last = made.num_reasoning
     end = answer.take(Ended(index=0, reason="stop", num_output=len(tokens)))[-1]
     assert isinstance(end, ParsedEnded)
     return end.num_reasoning

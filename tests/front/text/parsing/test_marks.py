@@ -136,7 +136,7 @@ def test_control_tokens_are_structure_though_they_are_skipped(
     assert parser is not None
     pieces = answers.pieces_of(tokenizer, skip_special_tokens=True)
     (begin, *_) = parser.push(Detokenizer(tokenizer, pieces=pieces).push(tokenizer.encode(text)))
-    made = begin.id  # type: ignore[union-attr]
+    made = begin.id
     assert made == ident if isinstance(ident, str) else len(made) == ident
 
 
