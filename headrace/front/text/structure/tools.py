@@ -76,8 +76,10 @@ def _as_tag(call: InTurn, trigger: str) -> Tag:
         else:
             left = ""
             items[:0] = [Literal(over)] if over else []
-    begin = items.pop(0).text if items and isinstance(items[0], Literal) else ""
-    return Tag(trigger + begin, InTurn(tuple(items)), "")
+    behind = items[0] if items else _NOTHING
+    if isinstance(behind, Literal):
+        return Tag(trigger + behind.text, InTurn(tuple(items[1:])), "")
+    return Tag(trigger, InTurn(tuple(items)), "")
 
 
 def _repeated(calls: Sequence[Node], most: int, between: str) -> Node:
