@@ -78,7 +78,8 @@ class HostCopy:
         start = 0
         for storage, num_bytes in self._storages:
             whole = torch.empty(0, dtype=torch.uint8, device=self._device)
-            yield whole.set_(storage), self._copy[start : start + num_bytes]  # type: ignore[call-overload]
+            whole.set_(storage, 0, (num_bytes,), (1,))
+            yield whole, self._copy[start : start + num_bytes]
             start += _room(num_bytes)
 
     def _wait(self) -> None:
