@@ -187,27 +187,27 @@ class _Parameters:
             template = (self._writing.text_parameter or template).replace("{type}", "string")
         begin, _, end = template.partition("{value}")
         if text:
-            return InTurn((*_said(begin, key=key), *self._text(schema, end)))
+            return InTurn((*_said(begin, key=key), *self._text(schema, end, key)))
         if "{type}" not in begin:
-            return InTurn((*_said(begin, key=key), self._json(schema), *_said(end)))
+            return InTurn((*_said(begin, key=key), self._json(schema), *_said(end, key=key)))
         typed = tuple(
-            InTurn((*_said(begin, key=key, type=kind), *self._stated(kind, one, end)))
+            InTurn((*_said(begin, key=key, type=kind), *self._stated(kind, one, end, key)))
             for kind, one in _by_type(schema).items()
         )
         return Either(typed) if len(typed) > 1 else typed[0]
 
-    def _stated(self, kind: str, schema: Mapping[str, Any], end: str) -> tuple[Node, ...]:
+    def _stated(self, kind: str, schema: Mapping[str, Any], end: str, key: str) -> tuple[Node, ...]:
         """A value behind its type: a text as it is, anything else in JSON."""
         if kind == "string":
-            return self._text(schema, end)
-        return self._json(schema), *_said(end)
+            return self._text(schema, end, key)
+        return self._json(schema), *_said(end, key=key)
 
-    def _text(self, schema: Mapping[str, Any], end: str) -> tuple[Node, ...]:
+    def _text(self, schema: Mapping[str, Any], end: str, key: str) -> tuple[Node, ...]:
         """A text as it is, up to and with what ends it."""
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
         if values and all(isinstance(value, str) for value in values):
-            return Either(tuple(Literal(value) for value in values)), *_said(end)
-        return (Until(unmarked(end)),)
+            return Either(tuple(Literal(value) for value in values)), *_said(end, key=key)
+        return (Until(unmarked(end).replace("{key}", key)),)
 
     def _with_commas(self) -> tuple[Node, ...]:
         """Required ones first, then the others; a comma between any two."""
@@ -231,7 +231,7 @@ class _Parameters:
         if self._writing.arguments == "bare":
             begin = Literal(f"{key}:")
             if is_text(schema):
-                return InTurn((begin, *_said(quote), *self._text(schema, quote)))
+                return InTurn((begin, *_said(quote), *self._text(schema, quote, "")))
             return InTurn((begin, self._json(schema)))
         begin = Literal(f"{key}=")
         if isinstance(schema, Mapping) and schema.get("type") == "boolean":
