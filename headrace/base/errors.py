@@ -16,6 +16,7 @@
     |-- OverloadError           a retry later may succeed; carries Retry-After
     |   |-- RateLimited         429  this key's share is used up
     |   `-- Unavailable         503  full, draining, paused or restarting
+    |       `-- QueueFull       503  no place in the queue; nothing else is wrong
     |-- EngineError             500  ours: the request failed through no fault of the caller
     |   |-- NonFiniteLogits     500  the model produced NaN or Inf for this row
     |   `-- EngineDead          500  the process that ran the request died
@@ -173,6 +174,10 @@ class Unavailable(OverloadError):
     """Queue full, draining, or the engine restarts."""
 
     code = "server_overloaded"
+
+
+class QueueFull(Unavailable):
+    """No place in the queue: one is free as soon as another request moves on."""
 
 
 class EngineError(HeadraceError):

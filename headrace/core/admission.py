@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.base.config.resolved import SchedulerSpec
-from headrace.base.errors import ContextTooLong, InvalidRequest, Unavailable
+from headrace.base.errors import ContextTooLong, InvalidRequest, QueueFull
 from headrace.base.wire.params import (
     BOUNDS,
     LOGPROBS_MODES,
@@ -169,12 +169,12 @@ class Load(NamedTuple):
 def check_queue(spec: SchedulerSpec, load: Load, num_tokens: int) -> None:
     """Refuses a request the queue has no room for. One that could start at once does not count as waiting."""
     if load.waiting >= spec.max_queued_requests + load.free_rows:
-        raise Unavailable(
+        raise QueueFull(
             f"{load.waiting} requests wait already, at most {spec.max_queued_requests} may",
             retry_after_s=retry_after_s(load.waiting_tokens, load.rate),
         )
     if load.waiting and load.waiting_tokens + num_tokens > spec.max_queued_tokens:
-        raise Unavailable(
+        raise QueueFull(
             f"{load.waiting_tokens} prompt tokens wait already, with these {num_tokens} more than "
             f"the {spec.max_queued_tokens} that may",
             retry_after_s=retry_after_s(load.waiting_tokens, load.rate),

@@ -70,7 +70,7 @@ class Control:
     @property
     def frozen(self) -> bool:
         """Whether nothing may be planned."""
-        return self.pause is Pause.KEEP or self._core.swap.asleep or bool(self._core.swap.lost)
+        return self.pause is Pause.KEEP or self._core.swap.level > 0 or bool(self._core.swap.lost)
 
     def check_open(self) -> None:
         """Unavailable where no request is taken: while draining, and without weights."""
@@ -336,6 +336,7 @@ class Control:
             "paused": self.mode,
             "draining": self.draining,
             "asleep": self._core.swap.asleep,
+            "sleep_level": self._core.swap.level,
             "tokens_per_s": core.counters.rate,
             **self._metrics(),
         }

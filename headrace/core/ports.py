@@ -63,6 +63,15 @@ class Executor(Protocol):
         """What workers in processes of their own log from now on: debug, info, warning or error."""
         ...
 
+    def park(self) -> None:
+        """Nothing runs, and no row is held from now on: gives back the KV cache and what else is on the device; the
+        weights wait in host memory. Until `unpark` nothing may be submitted."""
+        ...
+
+    def unpark(self) -> None:
+        """Ready with the same weights, which were not loaded again; `facts` may tell of other sizes."""
+        ...
+
     def check(self) -> None:
         """Raises EngineDead if a worker has died."""
         ...
@@ -82,6 +91,11 @@ class ExecutorSource(Protocol):
     def make(self, model: str) -> Executor:
         """An executor over the weights at `model`; "": those that were made last, or at start. Once it is made, a
         restarted core begins with them too."""
+        ...
+
+    def rests(self, facts: WorkerFacts) -> None:
+        """The executor of these facts is asleep: a core that is started in this one's place begins without one, and
+        knows them."""
         ...
 
 

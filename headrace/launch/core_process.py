@@ -38,6 +38,8 @@ from headrace.base.wire.request import (
     Reply,
     TokenBatch,
 )
+from headrace.base.wire.step import WorkerFacts
+from headrace.core.absent import AbsentExecutor
 from headrace.core.core import EngineCore
 from headrace.core.grammar.gate import GrammarGate
 from headrace.core.outbox import StepOutput
@@ -158,10 +160,10 @@ class CoreLoop:
         """Numbers of different fronts may be equal: the core sees numbers of ours."""
         self._call_number += 1
         self._calls[self._call_number] = (front, call.number)
-        before = self._core.control.mode
+        before = self._rest()
         reply = self._core.call(msgspec.structs.replace(call, number=self._call_number))
-        if (mode := self._core.control.mode) != before:
-            self._watchdog.report(Report(paused=mode or ""))
+        if (rest := self._rest()) != before:
+            self._watchdog.report(rest)
         if (hello := self._core.hello()) != self._told:
             if hello.log_level != self._told.log_level:
                 self._watchdog.report(Report(log_level=hello.log_level))
@@ -169,6 +171,11 @@ class CoreLoop:
             self._fronts.announce(hello)
         if reply is not None:
             self._reply(reply)
+
+    def _rest(self) -> Report:
+        """How the core rests: whoever takes its place goes on so."""
+        control, swap = self._core.control, self._core.swap
+        return Report(paused=control.mode or "", asleep=swap.asleep)
 
     def _reply(self, reply: Reply) -> None:
         front, number = self._calls.pop(reply.number)
@@ -228,13 +235,15 @@ def main() -> int:
     parser.add_argument("--parent", type=int)
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--paused", default="")
+    parser.add_argument("--asleep", action="store_true")
     given = parser.parse_args()
     tie_to_parent(given.parent)
     faulthandler.enable()
     logs.configure("core", given.log_level)
     status = socket.socket(fileno=given.status_fd)
     try:
-        loop = _start(given.spec, given.socket, status, paused=given.paused)
+        rest = Report(paused=given.paused, asleep=given.asleep)
+        loop = _start(given.spec, given.socket, status, rest)
     except StartError as error:
         report(status, Report(error=error.message))
         return 2
@@ -246,7 +255,7 @@ def main() -> int:
     return 0
 
 
-def _start(spec_path: str, socket_path: str, status: socket.socket, *, paused: str) -> CoreLoop:
+def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report) -> CoreLoop:
     born = psutil.Process().create_time()
     parts = {"process": max(0.0, time.time() - born)}
     began = time.monotonic()
@@ -254,13 +263,16 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, *, paused: s
         spec = msgspec.json.decode(Path(spec_path).read_bytes(), type=EngineSpec)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"the engine's specification cannot be read: {error}") from None
-    executor = make_executor(spec)
+    source = Weights(spec, Path(spec_path))
+    executor = AbsentExecutor(source.resting()) if rest.asleep else make_executor(spec)
     keep_to(spec.device.other_cpus)  # the loop leaves the kernels' cores alone
     parts |= executor.facts.start_s
     parts["imports"] = time.monotonic() - began - sum(executor.facts.start_s.values())
-    core = EngineCore(spec, executor, gates=gates_of(spec), source=Weights(spec, Path(spec_path)))
-    if paused:  # before it died; who paused it has not resumed it
-        core.control.begin_paused(paused)
+    core = EngineCore(spec, executor, gates=gates_of(spec), source=source)
+    if rest.paused:  # before it died; who paused it has not resumed it
+        core.control.begin_paused(rest.paused)
+    if rest.asleep:
+        core.swap.begin_asleep()
     fronts = Fronts(socket_path, core.hello(), status)
     facts = executor.facts
     memory = {
@@ -276,7 +288,8 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, *, paused: s
 class Weights:
     """Implements `core.ports.ExecutorSource`: executors over other weights of the model the engine was started with.
 
-    What was made last is written to the spec, so that a core that is started anew after a crash begins with it.
+    What was made last is written to the spec, so that a core that is started anew after a crash begins with it; what
+    rests is written beside it, so that one that died asleep is replaced without loading what it had given back.
     """
 
     def __init__(self, spec: EngineSpec, spec_path: Path) -> None:
@@ -293,10 +306,24 @@ class Weights:
         executor = make_executor(spec)
         if spec is not self._spec:
             self._spec = spec
-            draft = self._spec_path.with_suffix(f".{os.getpid()}")
-            draft.write_bytes(msgspec.json.encode(spec))
-            draft.replace(self._spec_path)
+            self._write(self._spec_path, spec)
         return executor
+
+    def rests(self, facts: WorkerFacts) -> None:
+        """See ExecutorSource."""
+        self._write(self._facts_path(), facts)
+
+    def resting(self) -> WorkerFacts:
+        """What rested last."""
+        return msgspec.json.decode(self._facts_path().read_bytes(), type=WorkerFacts)
+
+    def _facts_path(self) -> Path:
+        return self._spec_path.with_suffix(".facts")
+
+    def _write(self, path: Path, what: msgspec.Struct) -> None:
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_bytes(msgspec.json.encode(what))
+        draft.replace(path)
 
     def _for(self, model: str) -> EngineSpec:
         if not model:

@@ -480,6 +480,7 @@ def server_spec(given: ServerOptions) -> ServerSpec:
         max_n=given.max_n,
         trust_request_chat_template=given.trust_request_chat_template,
         public_metrics=given.public_metrics,
+        tokenizer_info=given.tokenizer_info,
         log_level=given.log_level,
         admin_listen=_admin_address(given),
         admin_readonly=given.admin_readonly,

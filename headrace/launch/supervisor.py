@@ -54,14 +54,15 @@ class State(Enum):
 
 
 class Seat:
-    """A place in the process tree and who sits in it. `ready` is about the present occupant, `paused` (see Report) is
-    handed on to the next one."""
+    """A place in the process tree and who sits in it. `ready` is about the present occupant, `paused` and `asleep`
+    (see Report) are handed on to the next one."""
 
-    def __init__(self, name: str, start: Callable[[str], Child], *, is_core: bool) -> None:
+    def __init__(self, name: str, start: Callable[[Seat], Child], *, is_core: bool) -> None:
         self.name = name
         self.start = start
         self.is_core = is_core
         self.paused = ""
+        self.asleep = False
         self.child: Child | None = None
         self.pidfd = -1
         self.ready = False
@@ -165,7 +166,7 @@ class Supervisor:
         return max(0.0, min(times) - now) if times else None
 
     def _start(self, seat: Seat) -> None:
-        seat.child = seat.start(seat.paused)
+        seat.child = seat.start(seat)
         seat.ready, seat.report, seat.error, seat.heard_at = False, None, None, None
         seat.pidfd = os.pidfd_open(seat.child.process.pid)
         self._selector.register(seat.pidfd, selectors.EVENT_READ, lambda: self._died(seat))
@@ -184,7 +185,7 @@ class Supervisor:
             if found.stop and self.state is State.SERVING:
                 self._drain()
             if found.paused is not None:
-                seat.paused = found.paused
+                seat.paused, seat.asleep = found.paused, found.asleep
             if found.beat or found.log_level or found.stop or found.paused is not None:
                 continue
             seat.error = found.error
@@ -287,10 +288,11 @@ def _core_seats(resolved: Resolved, folder: RuntimeFolder) -> list[Seat]:
 
 def _core_starter(
     spec: str, socket_path: str, environment: dict[str, str]
-) -> Callable[[str], Child]:
+) -> Callable[[Seat], Child]:
     arguments = ("--spec", spec, "--socket", socket_path)
-    return lambda paused: spawn(
-        *("core", CORE_MODULE, *arguments, "--log-level", logs.level(), "--paused", paused),
+    return lambda seat: spawn(
+        *("core", CORE_MODULE, *arguments, "--log-level", logs.level(), "--paused", seat.paused),
+        *(["--asleep"] if seat.asleep else []),
         die_with_thread=True,
         environment=environment,
     )
@@ -319,7 +321,7 @@ def _api_seats(
         metrics.mkdir(mode=0o700)
         environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
 
-    def start(index: int, _: str) -> Child:
+    def start(index: int, _: Seat) -> Child:
         fds = [listener.fileno()]
         arguments = ["--spec", path, "--listen-fd", str(fds[0]), "--log-level", logs.level()]
         if admin is not None and index == 0:

@@ -37,7 +37,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `beat` alone says: I am still here. A child that beats and then falls silent is stopped or wedged. `log_level`: an
     administrator wants every process to log at it; `stop`: to end the server as SIGTERM does. `paused`: how an
-    administrator has paused this core, "" once it was resumed.
+    administrator has paused this core, "" once it was resumed; `asleep` goes with it.
     """
 
     ready: bool = False
@@ -45,6 +45,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     log_level: str = ""
     stop: bool = False
     paused: str | None = None
+    asleep: bool = False
     error: str | None = None
     memory: dict[str, int] = {}
     start_s: dict[str, float] = {}

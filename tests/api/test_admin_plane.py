@@ -30,6 +30,7 @@ from headrace.front.server.grpc import control
 from tests.api.serving import NO_TLS, Served, eventually, serving
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+WEIGHT_BYTES = (MODEL / "model.safetensors").stat().st_size
 KEY = "admin-key-1"
 ASK = {"prompt": "The fox went to the river", "max_tokens": 12, "temperature": 0}
 PLACE = re.compile(r"administration: (\S+)/v1/admin/")
@@ -278,6 +279,53 @@ def test_a_core_that_dies_paused_comes_back_paused(mode: str) -> None:
         assert answers == [before]
         _kill_and_wait(served)
         assert client.get("/health").json()["is_paused"] is False and said(served) == before
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_core_that_dies_asleep_comes_back_asleep_and_wakes(level: int) -> None:
+    """Nothing is loaded for it before it is woken, and nobody is told that it is awake; what was kept died with it."""
+    with plane() as (served, client):
+        before = said(served)
+        (core,) = served.cores
+        loaded = core.memory_info().rss
+        told = client.post("/sleep", json={"level": level}).json()
+        assert told == {"status": "asleep", "level": level}
+        if level == 2:
+            assert core.memory_info().rss < loaded - WEIGHT_BYTES / 2, "BEY-27"
+        _kill_and_wait(served)
+        health = client.get("/health").json()
+        assert (health["is_asleep"], health["sleep_level"]) == (True, 2)
+        assert served.cores[0].memory_info().rss < loaded - WEIGHT_BYTES
+        assert client.post("/resume", json={}).status_code == 409
+        answers: list[str] = []
+        waiting = threading.Thread(target=lambda: answers.append(said(served)))
+        waiting.start()
+        eventually(lambda: client.get("/queue").json()["engines"][0]["waiting"] == 1, within_s=10)
+        assert client.post("/wake", json={}).status_code == 200
+        waiting.join(30)
+        assert answers == [before]
+        _kill_and_wait(served)
+        assert client.get("/health").json()["is_asleep"] is False and said(served) == before
+
+
+def test_asleep_at_level_1_nothing_is_loaded_on_waking(tmp_path: Path) -> None:
+    """The weights wait in host memory: those of the file may change meanwhile. Sleep only deepens."""
+    weights = tmp_path / "model"
+    shutil.copytree(MODEL, weights)
+    with plane(model=weights) as (served, client):
+        before = said(served)
+        assert client.post("/sleep", json={"level": 1}).json()["level"] == 1
+        (weights / "model.safetensors").rename(weights / "away")
+        assert client.post("/wake", json={}).status_code == 200
+        assert said(served) == before
+        (weights / "away").rename(weights / "model.safetensors")
+        for level, deep in ((1, 1), (2, 2), (1, 2)):
+            assert client.post("/sleep", json={"level": level}).json()["level"] == deep
+        (weights / "model.safetensors").rename(weights / "away")
+        assert client.post("/wake", json={}).status_code >= 500, "at level 2 they are loaded again"
+        (weights / "away").rename(weights / "model.safetensors")
+        assert client.post("/wake", json={}).status_code == 200
+        assert said(served) == before
 
 
 def _kill_and_wait(served: Served) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headrace.front.server.json_body import MAX_JSON_CONTAINERS
 from tests.api.serving import Served
 
 MIB = 1 << 20
@@ -97,15 +98,25 @@ def test_a_bomb_is_refused_before_it_is_decoded(server: Served, part: dict[str, 
     assert server.post("/v1/chat/completions", {"messages": [USER], "max_tokens": 1}).is_success
 
 
-def test_many_parts_are_refused_before_one_is_read(server: Served) -> None:
-    """T9: 10^5 pictures are too much text already."""
+CONTAINERS_OF_A_PART = 2  # {"type": ..., "image_url": {"url": ...}}
+
+
+@pytest.mark.parametrize(
+    "count, says",
+    [
+        (100_000, f"200004 objects and arrays; {MAX_JSON_CONTAINERS} are allowed"),
+        (MAX_JSON_CONTAINERS // CONTAINERS_OF_A_PART - 8, "prompt is too long"),
+    ],
+)
+def test_many_parts_are_refused_before_one_is_read(server: Served, count: int, says: str) -> None:
+    """T9: 10^5 pictures are refused before an object is made of one; as many as a body may hold are too much text."""
     (api,) = server.api_processes
     part = {"type": "image_url", "image_url": {"url": "data:,"}}
     before = api.memory_info().rss
-    content = [part] * 100_000
+    content = [part] * count
     answer = server.post(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}
     )
     assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert says in answer.json()["error"]["message"]
     assert api.memory_info().rss - before < 64 * MIB

@@ -135,6 +135,26 @@ def test_seeded_draws_are_the_same_tokens(
 
 @pytest.mark.gpu
 @needs_gpu
+def test_parked_weights_leave_the_device_and_come_back_the_same() -> None:
+    """ENG-18, level 1: graphs are recorded anew over the new addresses."""
+    before = torch.cuda.memory_allocated()
+    executor = bundled("cuda", "float32")
+    held = torch.cuda.memory_allocated() - before
+    rows = generate(executor, GREEDY, chunk=256)
+    for _ in range(2):
+        executor.park()
+        left = torch.cuda.memory_allocated() - before
+        assert left < held / 20, (left, held)
+        executor.unpark()
+        again = generate(executor, GREEDY, chunk=256)
+        assert [row.outputs for row in again] == [row.outputs for row in rows]
+    executor.park()
+    executor.close()
+    assert torch.cuda.memory_allocated() - before < held / 20
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_bfloat16_on_cuda_stays_near_float32(reference: InlineExecutor) -> None:
     executor = bundled("cuda", "bfloat16")
     rows = generate(reference, GREEDY, chunk=256)

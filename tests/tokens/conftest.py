@@ -20,7 +20,7 @@ _GRPC = re.compile(r"headrace serves gRPC: (\S+)")
 @pytest.fixture(scope="session")
 def bundled() -> Iterator[Served]:
     """The real server with the bundled model."""
-    with serving(None) as served:
+    with serving(None, "--tokenizer-info") as served:
         yield served
         assert served.at_rest()
         assert served.stop() == 0

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.api.serving import NO_TLS, Served
+from tests.tokens.conftest import Renderer
 
 CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "What is 12 plus 30?"}]},
@@ -227,7 +228,10 @@ def test_a_structure_of_a_completion_goes_along(bundled: Served) -> None:
     assert generated["choices"][0]["text"] in ("yes", "no")
 
 
-def test_tokenizer_info_tells_what_a_client_needs(bundled: Served) -> None:
+def test_tokenizer_info_is_told_where_it_was_asked_for(bundled: Served, renderer: Renderer) -> None:
+    """Contract 9: it is opt-in."""
+    refused = httpx.get(renderer.url + "/tokenizer_info", verify=NO_TLS)
+    assert refused.status_code == 404 and "--tokenizer-info" in refused.json()["error"]["message"]
     info = bundled.get("/tokenizer_info").json()
     ids = post(bundled, "/tokenize", {"prompt": "<|im_end|>"})["tokens"]
     assert ids == [info["special_token_ids"]["<|im_end|>"]]

@@ -38,7 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     _change(folder / "tokenizer_config.json", chat_template=TEMPLATE + "{# [TOOL_CALLS] [ARGS] #}")
     command = [
         *(sys.executable, "-m", "headrace", "render", str(folder)),
-        *("--port", "0", "--load-format", "dummy"),
+        *("--port", "0", "--load-format", "dummy", "--tokenizer-info"),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

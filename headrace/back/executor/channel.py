@@ -22,7 +22,7 @@ from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     """The first message to a worker. `rendezvous`: a fresh file through which the ranks find each other.
 
-    `loader`: see worker.build_runner.
+    `loader`: see worker.build_resident.
     """
 
     rank: int
@@ -58,14 +58,27 @@ class Profiled(msgspec.Struct, frozen=True, tag="profiled"):
     error: WireError | None = None
 
 
+class Park(msgspec.Struct, frozen=True, tag="park"):
+    """The weights leave the device, or come `back`. In order with the plans."""
+
+    back: bool
+
+
+class Parked(msgspec.Struct, frozen=True, tag="parked"):
+    """What became of it: what the worker states once they are back, or why not."""
+
+    facts: WorkerFacts | None = None
+    error: WireError | None = None
+
+
 class LogLevel(msgspec.Struct, frozen=True, tag="log_level"):
     """What the worker logs from now on."""
 
     level: str
 
 
-ToWorker = Begin | StepPlan | Supply | Profile | LogLevel
-ToCore = Ready | StepResult | Failed | Profiled
+ToWorker = Begin | StepPlan | Supply | Profile | Park | LogLevel
+ToCore = Ready | StepResult | Failed | Profiled | Parked
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
 TO_CORE: Codec[ToCore] = Codec(ToCore)
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from headrace.back.executor.profiler import Profiler
-from headrace.back.executor.worker import DEFAULT_LOADER, StepThreads, build_runner, set_threads
+from headrace.back.executor.resident import Resident
+from headrace.back.executor.worker import DEFAULT_LOADER, StepThreads, build_resident, set_threads
 from headrace.back.runner.results import Launched
-from headrace.back.runner.runner import Runner
+from headrace.back.runner.runner import Supplied
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead
 from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
@@ -55,10 +56,18 @@ class InlinePending:
             raise self._failed(self._step, error) from error
 
 
+Launch = Callable[[StepPlan, Supplied], Launched]
+
+
+def _no_launch(plan: StepPlan, supplied: Supplied) -> Launched:
+    """Where there is no runner: it would be kept by whoever knows how it launches."""
+    raise EngineDead("the executor is parked or closed")
+
+
 class InlineExecutor:
     """Loads the model and runs steps on one thread of this process.
 
-    `loader`: see worker.build_runner.
+    `loader`: see worker.build_resident.
     """
 
     def __init__(self, spec: EngineSpec, *, loader: str = DEFAULT_LOADER) -> None:
@@ -73,16 +82,18 @@ class InlineExecutor:
             initargs=(spec.device,),
         )
         try:
-            self._runner: Runner = self._thread.submit(build_runner, spec, loader).result()
+            self._resident: Resident = self._thread.submit(build_resident, spec, loader).result()
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
-        self._threads = StepThreads(spec.device.threads, self._runner.facts)
+        self._launch: Launch = self._resident.runner.launch
+        self._facts = self._resident.runner.facts
+        self._threads = StepThreads(spec.device.threads, self._facts)
 
     @property
     def facts(self) -> WorkerFacts:
         """What the loaded worker states."""
-        return self._runner.facts
+        return self._facts
 
     def submit(self, plan: StepPlan) -> InlinePending:
         """Queues a step; raises at once if an earlier one is known to have failed (ENG-14)."""
@@ -97,6 +108,18 @@ class InlineExecutor:
         """See Executor."""
         self.check()
         return [self._thread.submit(self._profiler.turn, folder).result()]
+
+    def park(self) -> None:
+        """See Executor."""
+        self.check()
+        self._launch = _no_launch
+        self._thread.submit(self._resident.park).result()
+
+    def unpark(self) -> None:
+        """See Executor."""
+        self.check()
+        runner = self._thread.submit(self._resident.unpark).result()
+        self._launch, self._facts = runner.launch, runner.facts
 
     def log_level(self, level: str) -> None:
         """See Executor: this process's level is the worker's."""
@@ -115,13 +138,15 @@ class InlineExecutor:
         self._closed.set()
         self._supplies.put(None)  # a step that still waits for its supply ends
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._launch = _no_launch
+        self._resident.close()
 
     def _run(self, plan: StepPlan) -> Launched:
         if self._failure is not None:
             raise self._failure
         try:
             self._threads.fit(plan)
-            return self._runner.launch(plan, self._supplied)
+            return self._launch(plan, self._supplied)
         except Exception as error:
             raise self._fail(plan.step, error) from error
 

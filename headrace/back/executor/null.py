@@ -156,6 +156,14 @@ class NullExecutor:
         """See Executor."""
         raise InvalidRequest("the null executor has no workers to profile")
 
+    def park(self) -> None:
+        """See Executor."""
+        self._rows = [None] * self._facts.max_rows
+        self._table[:] = 0
+
+    def unpark(self) -> None:
+        """See Executor."""
+
     def log_level(self, level: str) -> None:
         """See Executor."""
 

@@ -14,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +29,8 @@ from headrace.back.executor.channel import (
     Channel,
     Failed,
     LogLevel,
+    Park,
+    Parked,
     Profile,
     Profiled,
     Ready,
@@ -42,8 +46,11 @@ log = logging.getLogger(__name__)
 WORKER = "headrace.back.executor.worker"
 LOADER = "headrace.back.models.load:load_model"
 SEND_TIMEOUT_S = 10.0
-PROFILE_TIMEOUT_S = 120.0
 """A worker reads all the time; one that lets a plan wait so long is stopped or stuck."""
+PROFILE_TIMEOUT_S = 120.0
+PARK_TIMEOUT_S = 600.0
+REPLY_POLL_S = 0.2
+R = TypeVar("R", Profiled, Parked)
 
 
 class ProcessPending:
@@ -107,13 +114,14 @@ class Worker:
 
 
 class ProcessExecutor:
-    """Runs steps on worker processes. `loader`: see worker.build_runner."""
+    """Runs steps on worker processes. `loader`: see worker.build_resident."""
 
     def __init__(self, spec: EngineSpec, *, loader: str = LOADER) -> None:
         self._lock = threading.Lock()
         self._pending: deque[tuple[int, ProcessPending]] = deque()
         self._failure: EngineDead | None = None
         self._profiled: SimpleQueue[Profiled] = SimpleQueue()
+        self._parked: SimpleQueue[Parked] = SimpleQueue()
         self._ended = threading.Event()
         self._folder = Path(
             tempfile.mkdtemp(prefix="headrace-", dir=env.get("HEADRACE_RUNTIME_DIR"))
@@ -162,17 +170,36 @@ class ProcessExecutor:
         """See Executor."""
         self.check()
         self._send(TO_WORKER.frame(Profile(folder)))
-        told: list[Profiled] = []
-        for _ in self._workers:
+        return sorted(one.place for one in self._all(self._profiled, PROFILE_TIMEOUT_S))
+
+    def park(self) -> None:
+        """See Executor."""
+        self.check()
+        self._send(TO_WORKER.frame(Park(back=False)))
+        self._all(self._parked, PARK_TIMEOUT_S)
+
+    def unpark(self) -> None:
+        """See Executor."""
+        self.check()
+        self._send(TO_WORKER.frame(Park(back=True)))
+        told = self._all(self._parked, PARK_TIMEOUT_S)
+        self._facts = _together([one.facts for one in told if one.facts is not None])
+
+    def _all(self, replies: SimpleQueue[R], timeout_s: float) -> list[R]:
+        """Every worker's reply; EngineDead if one ends meanwhile, the first error if one could not do it."""
+        told: list[R] = []
+        due = time.monotonic() + timeout_s
+        while len(told) < len(self._workers):
             try:
-                told.append(self._profiled.get(timeout=PROFILE_TIMEOUT_S))
+                told.append(replies.get(timeout=REPLY_POLL_S))
             except Empty:
                 self.check()
-                raise EngineError("the workers have not written their traces in time") from None
+                if time.monotonic() > due:
+                    raise EngineError("the workers have not answered in time") from None
         for one in told:
             if one.error is not None:
                 raise from_wire(one.error)
-        return sorted(one.place for one in told)
+        return told
 
     def log_level(self, level: str) -> None:
         """See Executor."""
@@ -200,13 +227,7 @@ class ProcessExecutor:
                 loader=loader,
             )
             worker.channel.send(TO_WORKER.frame(begin))
-        facts = [worker.ready() for worker in self._workers]
-        return msgspec.structs.replace(
-            facts[0],
-            num_blocks=min(fact.num_blocks for fact in facts),
-            weight_bytes=sum(fact.weight_bytes for fact in facts),
-            kv_bytes=sum(fact.kv_bytes for fact in facts),
-        )
+        return _together([worker.ready() for worker in self._workers])
 
     def _listen(self, worker: Worker) -> None:
         """Takes what a worker sends until its stream ends."""
@@ -218,6 +239,9 @@ class ProcessExecutor:
                 )
             if isinstance(message, Profiled):
                 self._profiled.put(message)
+                continue
+            if isinstance(message, Parked):
+                self._parked.put(message)
                 continue
             assert isinstance(message, StepResult), message
             self._finish(message)
@@ -249,3 +273,13 @@ class ProcessExecutor:
             worker.channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._ended.set()
+
+
+def _together(facts: list[WorkerFacts]) -> WorkerFacts:
+    """What the workers state as one; the smallest KV pool counts."""
+    return msgspec.structs.replace(
+        facts[0],
+        num_blocks=min(fact.num_blocks for fact in facts),
+        weight_bytes=sum(fact.weight_bytes for fact in facts),
+        kv_bytes=sum(fact.kv_bytes for fact in facts),
+    )

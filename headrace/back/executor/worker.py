@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,11 +30,14 @@ from headrace.back.executor.channel import (
     Channel,
     Failed,
     LogLevel,
+    Park,
+    Parked,
     Profile,
     Profiled,
     Ready,
 )
 from headrace.back.executor.profiler import Profiler
+from headrace.back.executor.resident import Resident
 from headrace.back.kernels.all_reduce.op import with_sums
 from headrace.back.kernels.native.library import use_threads
 from headrace.back.kernels.op import PutOff, SelfCheckFailed
@@ -54,6 +58,7 @@ from headrace.base.wire.step import StepPlan, Supply, WorkerFacts
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 DEFAULT_LOADER = "headrace.back.models.load:load_model"
 
 
@@ -93,9 +98,9 @@ class StepThreads:
             torch.set_num_threads(wanted)
 
 
-def build_runner(
+def build_resident(
     spec: EngineSpec, loader: str = DEFAULT_LOADER, mesh: Mesh | None = None
-) -> Runner:
+) -> Resident:
     """Loads the model and builds the runner on this rank's device.
 
     `loader` is "module:attribute" of a function with the signature of `back.models.load.load_model`.
@@ -108,32 +113,33 @@ def build_runner(
     ready_s = time.perf_counter() - began
     try:
 
-        def build(checks: PutOff | None = None) -> Runner:
+        def build(checks: PutOff | None = None) -> Resident:
             model, report = load_model(
                 spec.model, mesh=mesh, device=device, block_tokens=spec.kv.block_tokens
             )
             if checks is not None:
                 choose_kernels(device)
             load_s = time.perf_counter() - began - ready_s
-            return Runner(
+            again = partial(
+                Runner,
                 spec,
                 model,
                 device=device,
                 weight_bytes=report.weight_bytes,
                 decisions=(*report.decisions, *summing),
-                start_s={"device": ready_s, "load": load_s},
-                checks=checks,
             )
+            runner = again(start_s={"device": ready_s, "load": load_s}, checks=checks)
+            return Resident(model, device, runner, again)
 
-        runner = checked(build) if device.type == "cuda" else build()
+        resident = checked(build) if device.type == "cuda" else build()
         if device.type == "cpu":
             code_pages.let_go("libtorch")
-        return runner
+        return resident
     except torch.OutOfMemoryError as error:
         raise _too_small(error, device) from error
 
 
-def checked(build: Callable[[PutOff | None], Runner]) -> Runner:
+def checked(build: Callable[[PutOff | None], T]) -> T:
     """Builds on a GPU, with all self-checks put off until their kernels have been compiled, beside each other and
     beside those of the steps, and before any step runs; if one fails, builds again, so that another kernel is
     chosen."""
@@ -187,11 +193,11 @@ def serve(channel: Channel) -> None:
     assert isinstance(begin, Begin), begin
     try:
         set_threads(begin.spec.device)
-        runner = build_runner(begin.spec, begin.loader, join_mesh(begin))
+        resident = build_resident(begin.spec, begin.loader, join_mesh(begin))
     except Exception as error:
         log.exception("rank %d could not start", begin.rank)
         return channel.send(TO_CORE.frame(Failed(None, _start_error(error))))
-    plans: SimpleQueue[StepPlan | Profile] = SimpleQueue()
+    plans: SimpleQueue[StepPlan | Profile | Park] = SimpleQueue()
     profiler = Profiler(begin.rank)
     supplies: SimpleQueue[Supply] = SimpleQueue()
     launched: SimpleQueue[Launched] = SimpleQueue()
@@ -201,21 +207,24 @@ def serve(channel: Channel) -> None:
         assert supply.step == step, (supply.step, step)
         return supply.gates
 
-    channel.send(TO_CORE.frame(Ready(runner.facts)))
+    channel.send(TO_CORE.frame(Ready(resident.runner.facts)))
     for work in (
         (_read_plans, channel, plans, supplies),
         (_send_results, channel, launched, begin.rank),
     ):
         threading.Thread(target=work[0], args=work[1:], daemon=True).start()
-    threads = StepThreads(begin.spec.device.threads, runner.facts)
+    threads = StepThreads(begin.spec.device.threads, resident.runner.facts)
     while True:
         plan = plans.get()
         if isinstance(plan, Profile):
             channel.send(TO_CORE.frame(_profiled(profiler, plan)))
             continue
+        if isinstance(plan, Park):
+            channel.send(TO_CORE.frame(_parked(resident, plan)))
+            continue
         try:
             threads.fit(plan)
-            launched.put(runner.launch(plan, supplied))
+            launched.put(resident.runner.launch(plan, supplied))
         except Exception as error:
             return _fail(channel, begin.rank, plan.step, error)
 
@@ -225,6 +234,17 @@ def _profiled(profiler: Profiler, wish: Profile) -> Profiled:
         return Profiled(profiler.turn(wish.folder))
     except Exception as error:
         return Profiled(error=to_wire(error))
+
+
+def _parked(resident: Resident, wish: Park) -> Parked:
+    try:
+        if wish.back:
+            return Parked(resident.unpark().facts)
+        resident.park()
+    except Exception as error:
+        log.exception("the weights could not be moved")
+        return Parked(error=to_wire(error))
+    return Parked()
 
 
 def _send_results(channel: Channel, launched: SimpleQueue[Launched], rank: int) -> None:
@@ -247,7 +267,7 @@ def _fail(channel: Channel, rank: int, step: int, error: Exception) -> None:
 
 
 def _read_plans(
-    channel: Channel, plans: SimpleQueue[StepPlan | Profile], supplies: SimpleQueue[Supply]
+    channel: Channel, plans: SimpleQueue[StepPlan | Profile | Park], supplies: SimpleQueue[Supply]
 ) -> None:
     """Reads ahead, so that the parent never waits to send; ends the process when the parent is gone."""
     while (body := channel.receive()) is not None:
@@ -257,7 +277,7 @@ def _read_plans(
         elif isinstance(message, LogLevel):
             logs.set_level(message.level)
         else:
-            assert isinstance(message, StepPlan | Profile), message
+            assert isinstance(message, StepPlan | Profile | Park), message
             plans.put(message)
     os._exit(0)
 

@@ -165,6 +165,12 @@ class KVMemory:
         """Bytes of all KV tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
+    def release(self) -> None:
+        """Gives the memory back, also where a kernel still holds a view; on a CPU it goes with the last view."""
+        for tensor in self.tensors:
+            if tensor.untyped_storage().resizable():
+                tensor.untyped_storage().resize_(0)
+
     def scrub(self, blocks: torch.Tensor) -> None:
         """Replaces what is not finite in these blocks by 0 and leaves every finite value, so that a failed row leaves
         nothing behind for the blocks' next owner (reliability 1.15). `blocks` int64 [B]."""

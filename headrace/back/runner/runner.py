@@ -188,6 +188,10 @@ class Runner:
         self._steps.use_kv(self._kv.layers)
         return num_blocks
 
+    def release(self) -> None:
+        """Gives the KV cache back, whoever still knows of it; nothing may be run afterwards."""
+        self._kv.release()
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step to its end."""
         result = self.launch(plan).result()

@@ -198,6 +198,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool
     public_metrics: bool
     log_level: str
+    tokenizer_info: bool = False
     admin_listen: str | None = None
     admin_readonly: bool = False
     profile_dir: str | None = None

@@ -369,6 +369,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_websockets: Annotated[
         Natural, Meta(description="Open WebSocket connections per API process; more get 503.")
     ] = 100
+    tokenizer_info: Annotated[
+        bool,
+        Meta(
+            description="Answer /tokenizer_info: special tokens, chat template and formats of answers, to whoever has "
+            "a key."
+        ),
+    ] = False
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True
     metrics_compat: Annotated[
         Literal["none", "vllm"],

@@ -58,7 +58,7 @@ ABSENT: Mapping[str, str] = {
     "vllm:mm_cache_queries, _hits": "no media are taken, so that none are cached",
     "vllm:lora_requests_info": "there are no adapters",
     "vllm:spec_decode_num_drafts, _draft_tokens, _accepted_tokens": "nothing is drafted",
-    "vllm:engine_sleep_state by level": "levels 1 and 2 are alike: the series is 1 while asleep",
+    "vllm:engine_sleep_state by state": "the series is 1 while asleep; the ledger tells the level",
 }
 """vLLM's series that have no equal here, and why: a series that never moves would say that something is counted."""
 

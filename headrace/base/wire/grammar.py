@@ -23,6 +23,12 @@ class Literal(msgspec.Struct, frozen=True, tag="literal"):
     text: str
 
 
+class Token(msgspec.Struct, frozen=True, tag="token"):
+    """The special token of this name, not its letters; a vocabulary that has no such token spells it."""
+
+    text: str
+
+
 class Json(msgspec.Struct, frozen=True, tag="json"):
     """JSON that a schema (JSON text) allows. `compact`: no white space but one space after `,` and `:`.
 
@@ -99,7 +105,7 @@ class Triggered(msgspec.Struct, frozen=True, tag="triggered"):
 
 
 Node: TypeAlias = (
-    Literal | Json | Regex | Lark | Ebnf | Until | Sequence | Either | Repeat | Triggered
+    Literal | Token | Json | Regex | Lark | Ebnf | Until | Sequence | Either | Repeat | Triggered
 )
 
 

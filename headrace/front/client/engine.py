@@ -1,6 +1,7 @@
 """`AsyncLLM`: the engine as clients see it, over the sockets of one or several engine cores.
 
-A generation becomes one engine request per answer, all on the core with the least to do. What cores send is turned into
+A generation becomes one engine request per answer, all on the core with the least to do; they are admitted as a whole:
+one that finds the queue full is sent again as long as another one found room. What cores send is turned into
 text as it arrives (so that a stop string ends an answer whether or not anybody reads), merged per answer until the
 reader takes it. Plain path per token: a look-up, a detokenizer step, and per step one wake-up of the reader.
 """
@@ -10,23 +11,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import (
-    DeadlineExceeded,
     EngineDead,
     EngineError,
-    HeadraceError,
     NotFound,
     Unavailable,
 )
-from headrace.base.wire.request import AbortRequests, Finished, Hello, TokenBatch, TokenLogprobs
+from headrace.base.wire.request import AbortRequests, Hello, TokenBatch
 from headrace.front.client.beam import beam_search
 from headrace.front.client.connection import Connection
 from headrace.front.client.events import Event, Generation, Started
@@ -35,6 +33,8 @@ from headrace.front.client.inputs import InputChecker, Widths
 from headrace.front.client.limits import Limits
 from headrace.front.client.outputs import Answer
 from headrace.front.client.room import Room
+from headrace.front.client.stream import Stream
+from headrace.front.client.together import left_of
 from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
 
 # From this length on, further answers wait for the first one's prompt, to find its blocks in the prefix cache.
@@ -59,7 +59,7 @@ class AsyncLLM:
         )
         self._checker = InputChecker(self.tokenizer, self.limits)
         self._cores = [_Core(path, self.limits) for path in socket_paths]
-        self._labels: dict[str, list[_Stream]] = {}
+        self._labels: dict[str, list[Stream]] = {}
 
     async def start(self) -> None:
         """Connects to every core and waits for its Hello."""
@@ -154,7 +154,8 @@ class AsyncLLM:
         if not trusted:
             self._checker.check(generation, widths)
         num_prompt, most_bytes = len(generation.prompt_ids), self.limits.max_pending_bytes
-        stream = _Stream(self._least_loaded(), num_prompt, most_bytes)
+        again = partial(self._relaunch, generation, widths, time.monotonic())
+        stream = Stream(self._least_loaded(), num_prompt, most_bytes, again)
         self._labels.setdefault(generation.label, []).append(stream)
         try:
             at_once = generation.params.n if num_prompt < _SHARED_PROMPT_TOKENS else 1
@@ -194,7 +195,7 @@ class AsyncLLM:
         return min(ready, key=lambda core: len(core.running))
 
     def _launch(
-        self, stream: _Stream, generation: Generation, widths: Widths, indices: range
+        self, stream: Stream, generation: Generation, widths: Widths, indices: range
     ) -> None:
         for index in indices:
             params = choice_params(generation.params, index)
@@ -211,95 +212,17 @@ class AsyncLLM:
             stream.core.connection.send(request)
             stream.add(request_id, answer)
 
-    def _forget(self, label: str, stream: _Stream) -> None:
+    def _relaunch(
+        self, generation: Generation, widths: Widths, made_at: float, stream: Stream, index: int
+    ) -> None:
+        """Sends one answer again that found no room."""
+        self._launch(stream, left_of(generation, made_at), widths, range(index, index + 1))
+
+    def _forget(self, label: str, stream: Stream) -> None:
         streams = self._labels[label]
         streams.remove(stream)
         if not streams:
             del self._labels[label]
-
-
-@dataclass(eq=False)
-class _Stream:
-    """The answers to one generation, and its reader. Invariant: an answer with unread events is in `_unread` once."""
-
-    core: _Core
-    num_prompt: int
-    most_bytes: int
-    running: dict[int, Answer] = field(default_factory=dict)
-    _unread: deque[Answer] = field(default_factory=deque)
-    _reader: asyncio.Future[None] | None = None
-
-    def add(self, request_id: int, answer: Answer) -> None:
-        """Takes an answer in that was just sent to the core."""
-        self.running[request_id] = answer
-        self.core.running[request_id] = self
-
-    async def next_events(self) -> list[Event]:
-        """The next events, at least one; empty once every answer has ended."""
-        while self.running or self._unread:
-            events: list[Event] = []
-            while self._unread:
-                answer = self._unread[0]
-                events += answer.take(self.num_prompt)
-                if answer.error is not None:
-                    if events:
-                        break  # what was produced before it failed comes first
-                    raise answer.error
-                self._unread.popleft()
-                answer.queued = False
-            if events:
-                return events
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        return []
-
-    def token(self, request_id: int, token_id: int, scored: TokenLogprobs | None) -> None:
-        """One token of one answer."""
-        answer = self.running[request_id]
-        if answer.add_token(token_id, scored):
-            self._remove(request_id)
-            self.core.abort([request_id])
-        elif answer.queued and answer.pending_bytes > self.most_bytes:
-            message = f"nobody read the answer: more than {self.most_bytes} bytes wait"
-            self.fail(request_id, DeadlineExceeded(message))
-            self.core.abort([request_id])
-        self.wake(answer)
-
-    def fail(self, request_id: int, error: HeadraceError) -> None:
-        """Ends one answer, and with it the generation, by an error."""
-        answer = self._remove(request_id)
-        answer.error = error
-        self.wake(answer)
-
-    def finished(self, end: Finished) -> None:
-        """The core told the end of one answer."""
-        answer = self.running[end.id]
-        answer.finish(end)
-        self._remove(end.id)
-        if end.error is None:
-            self.core.room.ended()
-        self.wake(answer)
-
-    def wake(self, answer: Answer) -> None:
-        """Lets the reader know of an answer's new events."""
-        if answer.queued:
-            return
-        answer.queued = True
-        self._unread.append(answer)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    def abort(self) -> None:
-        """Ends what still runs; nobody reads it."""
-        if self.running:
-            ids = list(self.running)
-            for request_id in ids:
-                self._remove(request_id)
-            self.core.abort(ids)
-
-    def _remove(self, request_id: int) -> Answer:
-        self.core.running.pop(request_id, None)
-        return self.running.pop(request_id)
 
 
 class _Core:
@@ -307,7 +230,7 @@ class _Core:
 
     def __init__(self, path: str, limits: Limits) -> None:
         self.connection = Connection(path, self, limits)
-        self.running: dict[int, _Stream] = {}
+        self.running: dict[int, Stream] = {}
         self.room = Room(time.monotonic)
 
     def abort(self, ids: list[int]) -> None:
@@ -358,14 +281,14 @@ class _Core:
             )
 
     @contextmanager
-    def _own_failure(self, stream: _Stream, request_id: int) -> Iterator[None]:
+    def _own_failure(self, stream: Stream, request_id: int) -> Iterator[None]:
         """Whatever goes wrong with one answer is not the others' (P7)."""
         try:
             yield
         except Exception as error:
             self._failed(stream, request_id, error)
 
-    def _failed(self, stream: _Stream, request_id: int, error: Exception) -> None:
+    def _failed(self, stream: Stream, request_id: int, error: Exception) -> None:
         self.abort([request_id])
         if request_id in stream.running:
             stream.fail(request_id, EngineError(f"internal error ({type(error).__name__})"))

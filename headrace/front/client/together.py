@@ -71,7 +71,7 @@ class PatientEngine:
         while not admitted:
             crowd.inside += 1
             try:
-                async with aclosing(self._engine.generate(_left(generation, made_at))) as events:
+                async with aclosing(self._engine.generate(left_of(generation, made_at))) as events:
                     async for event in events:
                         admitted = crowd.found_room = True
                         yield event
@@ -81,8 +81,8 @@ class PatientEngine:
                 await asyncio.sleep(RETRY_S)
 
 
-def _left(generation: Generation, made_at: float) -> Generation:
-    """The generation with what is left of its time."""
+def left_of(generation: Generation, made_at: float) -> Generation:
+    """The generation with what is left of its time, which counts from `made_at`."""
     limit = generation.deadline_s
     if limit is None:
         return generation

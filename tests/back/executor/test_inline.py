@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -42,6 +45,37 @@ def test_a_failed_step_fails_all_later_ones_and_the_next_submit_raises_at_once()
         executor.check()
     executor.close()
     executor.close()
+
+
+def test_parked_it_gives_its_cache_back_and_goes_on_with_the_same_weights() -> None:
+    """ENG-18, level 1: nothing is loaded again, and nothing that knew an address is used again."""
+    executor = InlineExecutor(tiny_spec(), loader=LOADER)
+    model = executor._resident._model
+    for _ in range(2):
+        driver = Driver(executor.facts)
+        sequence = driver.add([5, 6, 7])
+        driver.read(executor.submit(driver.plan([(sequence, 3)])).result(10))
+        for _ in range(4):
+            driver.read(executor.submit(driver.plan([(sequence, 1)])).result(10))
+        assert sequence.outputs == greedy_reference(TinyModel(), [5, 6, 7], 5)
+        cache = weakref.ref(executor._resident.runner._kv)
+        executor.park()
+        assert cache() is None
+        executor.unpark()
+        assert executor._resident._model is model
+    executor.close()
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_closed_it_holds_no_weights(parked: bool) -> None:
+    """BEY-27: whoever still knows the executor keeps no memory with it."""
+    executor = InlineExecutor(tiny_spec(), loader=LOADER)
+    model = weakref.ref(executor._resident._model)
+    if parked:
+        executor.park()
+    executor.close()
+    gc.collect()
+    assert model() is None
 
 
 def test_close_lets_the_running_step_end_and_answers_the_queued_ones() -> None:

@@ -50,6 +50,23 @@ def test_two_ranks_give_the_tokens_of_one(pair: ProcessExecutor) -> None:
         assert sequence.outputs == greedy_reference(TinyModel(), prompt, 5)
 
 
+def test_parked_ranks_go_on_with_the_same_weights(pair: ProcessExecutor) -> None:
+    """ENG-18, level 1; a rank that dies parked ends the other, and whoever waits for it is told."""
+    pair.park()
+    pair.unpark()
+    assert pair.facts.weight_bytes == 8
+    driver = Driver(pair.facts)
+    sequence = driver.add([5, 6, 7])
+    driver.read(pair.submit(driver.plan([(sequence, 3)])).result(30))
+    assert sequence.outputs == greedy_reference(TinyModel(), [5, 6, 7], 1)
+    driver.release(sequence)
+    pair.submit(driver.plan([])).result(30)
+    pair.park()
+    os.kill(pair._workers[1].process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead, match="worker 1 was killed by signal 9"):
+        pair.unpark()
+
+
 def test_an_exception_on_rank_1_ends_both_with_its_traceback_in_the_log(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from headrace.base.errors import WireError
+from headrace.base.errors import QueueFull, WireError, to_wire
 from headrace.base.wire.codec import HEADER, Codec
 from headrace.base.wire.request import (
     AbortRequests,
@@ -65,6 +65,8 @@ class ScriptedCore:
         self.changed = asyncio.Condition()
         self.mute = False
         self.refuse: WireError | None = None
+        self.full_for: Container[int] = ()
+        """Requests that find the queue full, by their number from 1 on."""
         self._running: dict[int, tuple[EngineRequest, list[int], asyncio.StreamWriter]] = {}
         self._codec: Codec[ToCore] = Codec(ToCore)
         self._writers: list[asyncio.StreamWriter] = []
@@ -112,7 +114,11 @@ class ScriptedCore:
     async def _take(self, message: ToCore, writer: asyncio.StreamWriter) -> None:
         if isinstance(message, EngineRequest):
             self.requests.append(message)
-            if self.refuse is not None:
+            if len(self.requests) in self.full_for:
+                full = to_wire(QueueFull("the queue is full", retry_after_s=1.0))
+                end = Finished(id=message.id, reason="error", error=full)
+                writer.write(self._codec.frame(_batch(finished=[end])))
+            elif self.refuse is not None:
                 end = Finished(id=message.id, reason="error", error=self.refuse)
                 writer.write(self._codec.frame(_batch(finished=[end])))
             else:

@@ -2,6 +2,7 @@ import asyncio
 import gc
 from contextlib import aclosing
 
+import msgspec
 import pytest
 
 from headrace.base.errors import (
@@ -16,6 +17,7 @@ from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Delta, Ended, Generation, PromptScored, Started
 from headrace.front.client.limits import Limits
 from headrace.front.client.llm import run_one
+from headrace.front.client.together import RETRY_S
 from tests.front.client.conftest import LIMITS
 from tests.front.client.scripted_core import spell
 
@@ -191,6 +193,62 @@ async def test_a_refusal_of_the_core_is_raised_before_any_event(connect):
         with pytest.raises(Exception, match="nan"):
             await run_one(llm, generation(n=3))
         assert llm.num_in_flight == 0
+
+
+@pytest.mark.parametrize("prompt", [(1, 2, 3), tuple(range(1, 100))], ids=["at once", "shared"])
+@pytest.mark.parametrize("full_for", [(2,), (1, 3), (2, 3, 4, 5, 6)])
+async def test_answers_that_find_no_room_wait_where_another_one_found_some(
+    connect, prompt, full_for
+):
+    """n > 1 is admitted as a whole: what has begun is not lost to a 503 in the middle."""
+    async with connect() as (llm, core):
+        core.full_for = full_for if len(prompt) < 64 else tuple(i for i in full_for if i > 1)
+        events = await events_of(llm, generation(prompt, n=3, max_tokens=4))
+        ended = [event for event in events if isinstance(event, Ended)]
+        assert sorted(event.index for event in ended) == [0, 1, 2]
+        assert {(event.reason, event.num_output) for event in ended} == {("length", 4)}
+        assert len(core.requests) == 3 + len(core.full_for)
+        assert llm.num_in_flight == 0
+
+
+async def test_where_no_answer_finds_room_the_request_is_refused_at_once(connect):
+    async with connect() as (llm, core):
+        core.full_for = range(1, 100)
+        with pytest.raises(Unavailable, match="full"):
+            await events_of(llm, generation(n=3))
+        await asyncio.sleep(3 * RETRY_S)
+        assert len(core.requests) == 3, "nothing is sent again for nobody"
+        assert llm.num_in_flight == 0
+
+
+async def test_who_waits_for_room_is_forgotten_with_its_reader(connect):
+    async with connect() as (llm, core):
+        core.full_for = range(2, 100)
+        core.flow.clear()
+        async with aclosing(llm.generate(generation(n=2, max_tokens=4))) as events:
+            reading = asyncio.create_task(anext(events))
+            await core.until(lambda: len(core.requests) >= 3)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        await core.until(lambda: core.num_running == 0)
+        sent = len(core.requests)
+        await asyncio.sleep(3 * RETRY_S)
+        assert len(core.requests) == sent and llm.num_in_flight == 0
+
+
+async def test_the_wait_for_room_ends_with_the_deadline_or_the_core(connect):
+    async with connect() as (llm, core):
+        core.full_for = range(2, 10_000)
+        wanted = msgspec.structs.replace(generation(n=2, max_tokens=4), deadline_s=0.3)
+        with pytest.raises(DeadlineExceeded, match="not started within"):
+            await events_of(llm, wanted)
+        core.full_for = range(len(core.requests) + 2, 10_000)
+        reading = asyncio.create_task(events_of(llm, generation(n=2, max_tokens=4)))
+        before = len(core.requests)
+        await core.until(lambda: len(core.requests) > before + 2)
+        await core.stop()
+        with pytest.raises((Unavailable, EngineDead)):
+            await reading
 
 
 async def test_a_slow_reader_gets_merged_deltas(connect, tokenizer):

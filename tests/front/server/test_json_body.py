@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.json_body import EXPLAINED_BYTES, MAX_JSON_DEPTH, parse_json
+from headrace.front.server.json_body import (
+    EXPLAINED_BYTES,
+    MAX_JSON_CONTAINERS,
+    MAX_JSON_DEPTH,
+    parse_json,
+)
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -54,6 +60,31 @@ def test_depth_is_allowed_up_to_the_limit_and_not_one_more(opening: str, closing
     for deeper in (fits + 1, 500, 100_000):
         with pytest.raises(InvalidRequest, match="deeper than 64"):
             parse_json((opening * deeper + "1" + closing * deeper).encode())
+
+
+@pytest.mark.parametrize("container", ["[]", "{}", '{"[{": ["{"]}'])
+def test_objects_and_arrays_are_allowed_up_to_the_limit_and_not_one_more(container: str) -> None:
+    """T9, P9: they are counted before one of them is made."""
+    fits = (MAX_JSON_CONTAINERS - 1) // (container.count("[]") + 2 * container.count(":") or 1)
+    parse_json(f"[{','.join([container] * fits)}]".encode())
+    begin = time.process_time()
+    with pytest.raises(InvalidRequest, match=f"objects and arrays; {MAX_JSON_CONTAINERS} are"):
+        parse_json(f"[{','.join([container] * fits + [container] * 2)}]".encode())
+    assert time.process_time() - begin < 0.1
+
+
+def test_a_body_takes_little_beside_what_is_made_of_it() -> None:
+    """T9: the pieces between its quotes, as a list, took 80 MB."""
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    body = json.dumps([part] * 60_000).encode()
+    tracemalloc.start()
+    try:
+        document = parse_json(body)
+        made, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(document) == 60_000
+    assert peak - made < 4 * len(body)
 
 
 def test_brackets_inside_texts_are_no_depth() -> None:

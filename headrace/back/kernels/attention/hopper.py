@@ -63,10 +63,11 @@ def bind_prefill(problem: AttentionProblem, *, min_queries: int) -> Launch:
 
     def cache_of(kv: torch.Tensor) -> TensorDescriptor:
         key = kv.data_ptr(), kv.shape[0]
-        if key not in caches:
+        found = caches.get(key)
+        if found is None or found.base.data_ptr() != key[0]:  # of a cache that was given back
             caches.clear()
-            caches[key] = TensorDescriptor.from_tensor(kv.view(-1, head_dim), box, layout)
-        return caches[key]
+            found = caches[key] = TensorDescriptor.from_tensor(kv.view(-1, head_dim), box, layout)
+        return found
 
     def make(plan: Plan, most: int) -> torch.Tensor:
         device = plan.kv_len_R.device

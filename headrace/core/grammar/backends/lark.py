@@ -1,6 +1,7 @@
 """From a node to a grammar in llguidance's Lark dialect. Pure text work; the library checks the result.
 
-Special tokens are no text to the library: a literal that spells one may be written as the token or letter by letter.
+Special tokens are no text to the library: a literal that spells one may be written as the token or letter by letter, a
+Token only as the token.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from headrace.base.wire.grammar import (
     Regex,
     Repeat,
     Sequence,
+    Token,
     Triggered,
     Until,
     Vocabulary,
@@ -67,6 +69,8 @@ class _Writer:
         match node:
             case Literal():
                 return self._literal(node.text)
+            case Token():
+                return self._token(node.text)
             case Json():
                 return self._rule("%json " + _json_schema(node))
             case Regex():
@@ -117,6 +121,10 @@ class _Writer:
         if at < len(text):
             parts.append(json.dumps(text[at:]))
         return "(" + " ".join(parts) + ")" if len(parts) > 1 else parts[0]
+
+    def _token(self, text: str) -> str:
+        found = self._special.get(text)
+        return self._literal(text) if found is None else f"<[{found}]>"
 
     def _until(self, stop: str) -> str:
         if stop in self._special:

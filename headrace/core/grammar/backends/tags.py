@@ -19,6 +19,7 @@ from headrace.base.wire.grammar import (
     Repeat,
     Sequence,
     Tag,
+    Token,
     Triggered,
     Until,
     Vocabulary,
@@ -58,6 +59,9 @@ class Tags:
         match node:
             case Literal():
                 return self._literal(node.text)
+            case Token():
+                found = self._special.get(node.text)
+                return _text(node.text) if found is None else {"type": "token", "token": found}
             case Json():
                 return self._json(node)
             case Regex():

@@ -2,7 +2,7 @@
 
 Slower to compile (seconds for a schema over a large vocabulary), with less of JSON schema, and it brings torch into the
 core process; so it is an extra, and llguidance the default. Special tokens have no text here: a literal that spells one
-may be written as the token or letter by letter.
+may be written as the token or letter by letter, a Token only as the token.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from headrace.core.ports import Encode, Matcher
 MAX_MESSAGE_CHARS = 300
 CACHE_BYTES = 64 << 20
 """What the library may keep of parts that grammars share."""
+_UNWRITABLE = b"\xff"
+"""No text holds this byte, so that no text can be written by a special token; one without any is never allowed."""
 _PLACE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")  # time and line of the library's source
 
 
@@ -69,7 +71,7 @@ class XgrammarBackend:
         special = set(vocabulary.special_ids)
         pieces = [b"" if i in special else p for i, p in enumerate(vocabulary.pieces)]
         info = library.TokenizerInfo(
-            pieces,
+            [_UNWRITABLE + p if i in special else p for i, p in enumerate(vocabulary.pieces)],
             library.VocabType.RAW,
             vocab_size=vocabulary.width,
             stop_token_ids=list(vocabulary.eos_ids),

@@ -62,16 +62,18 @@ async def get_is_paused(exchange: Exchange, request: Request) -> Response:
 
 
 async def post_sleep(exchange: Exchange, request: Request) -> Response:
-    """Pauses every core (level 0), and gives all memory back (1 and 2 alike: weights are read again on waking). Mode
-    keep: what runs is frozen, and goes on after waking from the tokens it has."""
+    """Pauses every core (level 0), and gives back the KV cache and the device's weights (1: they wait in host memory;
+    2: they are loaded again on waking). Mode keep: what runs is frozen, and goes on after waking from the tokens it
+    has."""
     level = int(_one_of(request, "level", LEVELS, default="1"))
     mode = _one_of(request, "mode", MODES, default="abort")
-    await operations.sleep(exchange, level, mode)
-    return json_response({"status": "sleeping", "level": level})
+    slept = await operations.sleep(exchange, level, mode)
+    return json_response({"status": "sleeping", "level": slept})
 
 
 async def post_wake_up(exchange: Exchange, request: Request) -> Response:
-    """Loads what sleeping gave back and goes on. Parts named one by one (tags) come once all have been named."""
+    """Brings back or loads what sleeping gave back, and goes on. Parts named one by one (tags) come once all have been
+    named."""
     tags = request.query_params.getlist("tags")
     awake = await operations.wake(exchange, tags)
     status = "awake" if awake else "sleeping"

@@ -40,11 +40,14 @@ async def is_paused(exchange: Exchange) -> bool:
     return bool(found) and all(reply["paused"] for reply in found)
 
 
-async def sleep(exchange: Exchange, level: int, mode: str) -> None:
-    """Pauses (level 0), and gives all memory back (1 and 2 alike: weights are read again on waking)."""
+async def sleep(exchange: Exchange, level: int, mode: str) -> int:
+    """Pauses (level 0), and gives back the KV cache and the device's weights (1: they wait in host memory; 2: they are
+    loaded again on waking). The level it came to: what cannot be kept is dropped."""
     await pause(exchange, mode, clear_cache=level > 0)
-    if level:
-        await exchange.services.engine.call("sleep", level=level)
+    if not level:
+        return 0
+    found: list[Any] = await exchange.services.engine.call("sleep", level=level)
+    return max([level, *(int(reply["level"]) for reply in found)])
 
 
 async def wake(exchange: Exchange, parts: Sequence[str]) -> bool:

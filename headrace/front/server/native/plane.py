@@ -87,6 +87,7 @@ async def get_health(exchange: Exchange, request: Request) -> Response:
         "is_running": alive,
         "is_paused": bool(engines) and all(engine["paused"] for engine in engines),
         "is_asleep": bool(engines) and all(engine["asleep"] for engine in engines),
+        "sleep_level": max((engine["sleep_level"] for engine in engines), default=0),
         "trouble": services.engine.trouble or None,
         "is_draining": services.draining,
     }
@@ -169,12 +170,12 @@ async def post_reload(exchange: Exchange, document: Any) -> Response:
 async def post_sleep(exchange: Exchange, document: Any) -> Response:
     """Lets what runs finish, then gives the memory back; new requests wait until `wake`."""
     wish = parse(document, SleepRequest)
-    await operations.sleep(exchange, wish.level, "wait")
-    return json_response({"status": "asleep", "level": wish.level})
+    level = await operations.sleep(exchange, wish.level, "wait")
+    return json_response({"status": "asleep", "level": level})
 
 
 async def post_wake(exchange: Exchange, document: Any) -> Response:
-    """Loads the weights again and goes on."""
+    """Brings the weights back, or loads them again, and goes on."""
     await operations.wake(exchange, ())
     return json_response({"status": "awake"})
 

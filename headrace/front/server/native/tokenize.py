@@ -10,6 +10,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace.base.errors import NotFound
 from headrace.front.server.conversation import render
 from headrace.front.server.exchange import Exchange, json_response
 from headrace.front.server.openai.custom import with_functions
@@ -83,6 +84,8 @@ async def post_detokenize(exchange: Exchange, document: Any) -> Response:
 async def get_tokenizer_info(exchange: Exchange, request: Request) -> Response:
     """GET /tokenizer_info: what a client needs to know to tokenize by itself, and how answers are parsed."""
     services = exchange.services
+    if not services.server.tokenizer_info:
+        raise NotFound("/tokenizer_info is off on this server; --tokenizer-info turns it on")
     tokenizer, text = services.tokenizer, services.text
     special = {i: tokenizer.token_text(i) for i in sorted(tokenizer.special_ids)}
     return json_response(

@@ -8,6 +8,7 @@ same way. So the grammars stay grammars over text, and a model that quotes what 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from headrace.front.text.guard import CLOSE, OPEN, neutral
 from headrace.front.text.tokenizer import Pieces, Tokenizer
 
 S = TypeVar("S", bound=msgspec.Struct)
+Mark = Callable[[re.Match[str]], str]
 
 
 class MarkedPieces(Pieces):
@@ -52,21 +54,32 @@ class Marking:
         self.structural: dict[int, str] = {}
 
     def struct(self, row: S) -> S:
-        """`row` with every control token in its texts marked."""
-        return msgspec.structs.replace(
-            row, **{name: self._value(getattr(row, name)) for name in row.__struct_fields__}
-        )
+        """`row` with every control token in its texts marked, which makes them structure."""
+        return self._struct(row, self._mark)
 
-    def _value(self, value: Any) -> Any:
+    def known(self, row: S) -> S:
+        """`row` with the tokens marked that are structure by now."""
+        return self._struct(row, self._mark_known)
+
+    def _struct(self, row: S, mark: Mark) -> S:
+        fields = {name: getattr(row, name) for name in row.__struct_fields__}
+        made = {name: self._value(value, mark) for name, value in fields.items()}
+        return msgspec.structs.replace(row, **made)
+
+    def _value(self, value: Any, mark: Mark) -> Any:
         if isinstance(value, str):
-            return value if self._any is None else self._any.sub(self._mark, value)
+            return value if self._any is None else self._any.sub(mark, value)
         if isinstance(value, tuple):
-            return tuple(map(self._value, value))
-        return self.struct(value) if isinstance(value, msgspec.Struct) else value
+            return tuple(self._value(one, mark) for one in value)
+        return self._struct(value, mark) if isinstance(value, msgspec.Struct) else value
 
     def _mark(self, found: re.Match[str]) -> str:
         self.structural[self._ids[found[0]]] = found[0]
         return f"{OPEN}{found[0]}{CLOSE}"
+
+    def _mark_known(self, found: re.Match[str]) -> str:
+        is_known = self._ids[found[0]] in self.structural
+        return f"{OPEN}{found[0]}{CLOSE}" if is_known else found[0]
 
     def pieces(self, *, skip_special_tokens: bool) -> MarkedPieces:
         """The table of pieces, once all rows are marked."""

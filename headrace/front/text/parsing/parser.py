@@ -74,6 +74,7 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
             reasoning = replace(reasoning, tags=marking.struct(reasoning.tags))
         if tools is not None:
             tools = replace(tools, grammar=marking.struct(tools.grammar))
+            tools = replace(tools, writing=marking.known(tools.writing))
         if not marking.structural:
             return self
         return AnswerFormat(

@@ -1,7 +1,8 @@
 """Tool calls as a grammar: written as the model's family writes them, with the arguments under each tool's schema.
 
 `required` is calls and nothing else, one or more; a named tool is one call of it; with `auto` the text is free until a
-call begins. The parser of the same family reads what comes out (front/text/parsing).
+call begins. The parser of the same family reads what comes out (front/text/parsing): where it takes tokens alone as
+structure, they are marked in the family's texts, and the grammar allows nothing but the tokens.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from headrace.base.wire.grammar import (
     Regex,
     Repeat,
     Tag,
+    Token,
     Triggered,
     Until,
 )
 from headrace.base.wire.grammar import Sequence as InTurn
+from headrace.front.text.guard import CLOSE, OPEN
+from headrace.front.text.parsing.parts import unmarked
 from headrace.front.text.parsing.writing import CallWriting, json_type
 from headrace.front.text.parsing.xml_parameters import is_text
 from headrace.front.text.structure.schema import checked_schema
@@ -31,6 +35,7 @@ from headrace.front.text.structure.schema import checked_schema
 MAX_CALLS = 64
 _BEHIND_TRIGGER = re.compile(r'\n|\[?\{"|\{name\}')
 _NOTHING = Literal("")
+_MARKED = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 
 
 def required_calls(
@@ -38,13 +43,14 @@ def required_calls(
 ) -> Node:
     """Calls of these tools and nothing else: one, or one and more."""
     calls = [_call(tool, writing, f"tools[{i}]") for i, tool in enumerate(tools)]
-    repeated = Repeat(Either(tuple(calls)), 1 if at_most_one else MAX_CALLS, writing.between)
-    return InTurn((Literal(writing.begin), repeated, Literal(writing.end)))
+    repeated = _repeated(calls, 1 if at_most_one else MAX_CALLS, writing.between)
+    return InTurn((*_said(writing.begin), repeated, *_said(writing.end)))
 
 
 def strict_calls(tools: Sequence[Mapping[str, Any]], writing: CallWriting) -> Node | None:
     """Free text in which every call of a strict tool obeys its schema; None where no text tells that a call begins."""
-    trigger = _BEHIND_TRIGGER.split(writing.begin + writing.call_begin, maxsplit=1)[0]
+    whole = unmarked(writing.begin + writing.call_begin)
+    trigger = _BEHIND_TRIGGER.split(whole, maxsplit=1)[0]
     if not any(character.isalpha() for character in trigger):
         return None
     calls = tuple(
@@ -52,15 +58,50 @@ def strict_calls(tools: Sequence[Mapping[str, Any]], writing: CallWriting) -> No
         for i, tool in enumerate(tools)
     )
     if writing.begin:
-        inside = Repeat(Either(calls), MAX_CALLS, writing.between)
-        return Triggered((trigger,), (Tag(writing.begin, inside, writing.end),))
-    return Triggered((trigger,), tuple(_as_tag(call) for call in calls))
+        inside = _repeated(calls, MAX_CALLS, writing.between)
+        calls = (InTurn((*_said(writing.begin), inside, *_said(writing.end))),)
+    return Triggered((trigger,), tuple(_as_tag(call, trigger) for call in calls))
 
 
-def _as_tag(call: Node) -> Tag:
-    """A call as a tag: its first literal is what it begins with."""
-    assert isinstance(call, InTurn) and isinstance(call.items[0], Literal)
-    return Tag(call.items[0].text, InTurn(call.items[1:]), "")
+def _as_tag(call: InTurn, trigger: str) -> Tag:
+    """A call as a tag: it begins with the trigger, and with the text that follows it there."""
+    items, left = list(call.items), trigger
+    while left:
+        first = items.pop(0)
+        assert isinstance(first, Literal | Token), first
+        over = first.text.removeprefix(left)
+        if over == first.text:
+            assert left.startswith(first.text), (left, first)
+            left = left.removeprefix(first.text)
+        else:
+            left = ""
+            items[:0] = [Literal(over)] if over else []
+    behind = items[0] if items else _NOTHING
+    if isinstance(behind, Literal):
+        return Tag(trigger + behind.text, InTurn(tuple(items[1:])), "")
+    return Tag(trigger, InTurn(tuple(items)), "")
+
+
+def _repeated(calls: Sequence[Node], most: int, between: str) -> Node:
+    """One call and more, at most `most`."""
+    call = Either(tuple(calls))
+    if between == unmarked(between):
+        return Repeat(call, most, between)
+    further = Repeat(InTurn((*_said(between), call)), max(1, most - 1))
+    return call if most == 1 else InTurn((call, Either((further, _NOTHING))))
+
+
+def _said(template: str, **values: str) -> tuple[Literal | Token, ...]:
+    """A text of the family's with the values in it; of its control tokens, the tokens."""
+    found: list[Literal | Token] = []
+    for index, part in enumerate(_MARKED.split(template)):
+        if index % 2:
+            found.append(Token(part))
+            continue
+        for name, value in values.items():
+            part = part.replace("{" + name + "}", value)
+        found += [Literal(part)] if part else []
+    return tuple(found) or (_NOTHING,)
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:
@@ -70,7 +111,7 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 
 def _call(
     tool: Mapping[str, Any], writing: CallWriting, field: str, *, any_arguments: bool = False
-) -> Node:
+) -> InTurn:
     """One call of one tool; with `any_arguments` its schema is left aside."""
     function = tool.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -79,7 +120,7 @@ def _call(
     begin, end = _filled(writing.call_begin, name), _filled(writing.call_end, name)
     if any_arguments:
         if writing.arguments != "json":
-            last = end[-1].text if isinstance(end[-1], Literal) else ""
+            last = end[-1].text if isinstance(end[-1], Literal | Token) else ""
             return InTurn((*begin, Until(last)))
         return InTurn((*begin, Json('{"type": "object"}'), *end))
     given = function.get("parameters") or {"type": "object", "properties": {}}
@@ -94,10 +135,10 @@ def _call(
 
 def _filled(template: str, name: str) -> tuple[Node, ...]:
     """A template with the name in it; a call's number is any."""
-    parts = template.replace("{name}", name).split("{n}")
-    found: list[Node] = [Literal(parts[0])]
-    for part in parts[1:]:
-        found += [Regex("[0-9]{1,3}"), Literal(part)]
+    first, *others = template.split("{n}")
+    found: list[Node] = [*_said(first, name=name)]
+    for part in others:
+        found += [Regex("[0-9]{1,3}"), *_said(part, name=name)]
     return tuple(found)
 
 
@@ -144,29 +185,29 @@ class _Parameters:
         template = self._writing.parameter
         if text:
             template = (self._writing.text_parameter or template).replace("{type}", "string")
-        begin, _, end = template.replace("{key}", key).partition("{value}")
+        begin, _, end = template.partition("{value}")
         if text:
-            return InTurn((Literal(begin), *self._text(schema, end)))
+            return InTurn((*_said(begin, key=key), *self._text(schema, end, key)))
         if "{type}" not in begin:
-            return InTurn((Literal(begin), self._json(schema), Literal(end)))
+            return InTurn((*_said(begin, key=key), self._json(schema), *_said(end, key=key)))
         typed = tuple(
-            self._stated(begin.replace("{type}", kind), kind, one, end)
+            InTurn((*_said(begin, key=key, type=kind), *self._stated(kind, one, end, key)))
             for kind, one in _by_type(schema).items()
         )
         return Either(typed) if len(typed) > 1 else typed[0]
 
-    def _stated(self, begin: str, kind: str, schema: Mapping[str, Any], end: str) -> Node:
+    def _stated(self, kind: str, schema: Mapping[str, Any], end: str, key: str) -> tuple[Node, ...]:
         """A value behind its type: a text as it is, anything else in JSON."""
         if kind == "string":
-            return InTurn((Literal(begin), *self._text(schema, end)))
-        return InTurn((Literal(begin), self._json(schema), Literal(end)))
+            return self._text(schema, end, key)
+        return self._json(schema), *_said(end, key=key)
 
-    def _text(self, schema: Mapping[str, Any], end: str) -> tuple[Node, ...]:
+    def _text(self, schema: Mapping[str, Any], end: str, key: str) -> tuple[Node, ...]:
         """A text as it is, up to and with what ends it."""
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
         if values and all(isinstance(value, str) for value in values):
-            return Either(tuple(Literal(value) for value in values)), Literal(end)
-        return (Until(end),)
+            return Either(tuple(Literal(value) for value in values)), *_said(end, key=key)
+        return (Until(unmarked(end).replace("{key}", key)),)
 
     def _with_commas(self) -> tuple[Node, ...]:
         """Required ones first, then the others; a comma between any two."""
@@ -190,7 +231,7 @@ class _Parameters:
         if self._writing.arguments == "bare":
             begin = Literal(f"{key}:")
             if is_text(schema):
-                return InTurn((begin, Literal(quote), *self._text(schema, quote)))
+                return InTurn((begin, *_said(quote), *self._text(schema, quote, "")))
             return InTurn((begin, self._json(schema)))
         begin = Literal(f"{key}=")
         if isinstance(schema, Mapping) and schema.get("type") == "boolean":

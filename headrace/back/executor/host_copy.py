@@ -1,0 +1,106 @@
+"""Weights out of a device and back without a load: what a model holds there waits in host memory.
+
+Weights live in tensors that layers, closures of bound kernels and descriptors share, so it is the storages that move. A
+storage without memory keeps its identity: with memory again, everything over it is valid, only at another address. What
+has noted an address (recorded graphs, lists of native calls, the runner's own tensors) has to be made anew.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+
+import torch
+
+log = logging.getLogger(__name__)
+ALIGNMENT = 512
+"""Bytes between the beginnings of copies: transfers want them aligned."""
+
+
+def tensors_of(root: object) -> Iterator[torch.Tensor]:
+    """Every tensor that `root` can reach through attributes, containers and closures; not through a function's globals,
+    modules and classes, which are not its own."""
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, type | ModuleType):
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, FunctionType):
+            stack += [item.__closure__, item.__defaults__, item.__kwdefaults__]
+        else:
+            stack += gc.get_referents(item)
+
+
+class HostCopy:
+    """What `root` holds on `device`, in host memory since this was made and until `back`.
+
+    Invariant: between the two the storages have no memory, and nobody may read them. Storages that cannot be resized,
+    because the memory is somebody else's, stay where they are.
+    """
+
+    def __init__(self, root: object, device: torch.device) -> None:
+        found = {}
+        for tensor in tensors_of(root):
+            storage = tensor.untyped_storage()
+            if tensor.device == device and storage.nbytes() and storage.resizable():
+                found[storage.data_ptr()] = storage
+        self._device = device
+        self._storages = [(storage, storage.nbytes()) for storage in found.values()]
+        self.num_bytes = sum(num_bytes for _, num_bytes in self._storages)
+        self._copy = torch.empty(sum(_room(size) for _, size in self._storages), dtype=torch.uint8)
+        self._unpin = _pinned(self, self._copy) if device.type == "cuda" else _nothing
+        for bytes_of, part in self._pairs():
+            part.copy_(bytes_of, non_blocking=True)
+        self._wait()
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def back(self) -> None:
+        """Everything on the device again; the copy is given up."""
+        for storage, num_bytes in self._storages:
+            storage.resize_(num_bytes)
+        for bytes_of, part in self._pairs():
+            bytes_of.copy_(part, non_blocking=True)
+        self._wait()
+        self._unpin()
+        self._storages.clear()
+        self._copy = torch.empty(0, dtype=torch.uint8)
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each storage as bytes, and its place in the copy."""
+        start = 0
+        for storage, num_bytes in self._storages:
+            whole = torch.empty(0, dtype=torch.uint8, device=self._device)
+            whole.set_(storage, 0, (num_bytes,), (1,))
+            yield whole, self._copy[start : start + num_bytes]
+            start += _room(num_bytes)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _room(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _nothing() -> None:
+    """Plain memory needs no end."""
+
+
+def _pinned(owner: HostCopy, memory: torch.Tensor) -> Callable[[], object]:
+    """Registers plain memory with the driver until the result is called or `owner` is gone: torch's own pinned memory
+    comes in powers of two and is never given back."""
+    runtime = torch.cuda.cudart()
+    status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(status):
+        log.warning("host memory cannot be pinned (%s): weights are copied more slowly", status)
+        return _nothing
+    return weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())
