@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from headrace.launch import early
-from headrace.launch.topology import spawn
+from headrace.launch.topology import Child, spawn
 
 MODULE = "early_child"
 TELLS = """
@@ -38,11 +38,11 @@ def waiting() -> psutil.Process:
     return found
 
 
-def told(child: object) -> str:
-    child.status.setblocking(True)  # type: ignore[attr-defined]
-    with child.status as status:  # type: ignore[attr-defined]
+def told(child: Child) -> str:
+    child.status.setblocking(True)
+    with child.status as status:
         text = status.recv(4096).decode()
-    assert child.process.wait(20) == 0  # type: ignore[attr-defined]
+    assert child.process.wait(20) == 0
     return text
 
 
