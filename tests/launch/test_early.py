@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from headrace.launch import early
-from headrace.launch.topology import spawn
+from headrace.launch.topology import Child, spawn
 
 MODULE = "early_child"
 TELLS = """
@@ -38,7 +38,7 @@ def waiting() -> psutil.Process:
     return found
 
 
-def told(child: object) -> str:
+def told(child: Child) -> str:
     child.status.setblocking(True)
     with child.status as status:
         text = status.recv(4096).decode()
