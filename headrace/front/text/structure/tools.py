@@ -60,6 +60,7 @@ def strict_calls(tools: Sequence[Mapping[str, Any]], writing: CallWriting) -> No
     if writing.begin:
         inside = _repeated(calls, MAX_CALLS, writing.between)
         calls = (InTurn((*_said(writing.begin), inside, *_said(writing.end))),)
+        trigger = trigger[: len(unmarked(writing.begin))]
     return Triggered((trigger,), tuple(_as_tag(call, trigger) for call in calls))
 
 
