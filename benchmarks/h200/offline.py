@@ -254,7 +254,7 @@ def main() -> None:
     }
     for line in (result["start_s"], result["start_parts_s"], *result["decisions"]):
         print(line, flush=True)
-    steps_of = engine.executor._runner._steps if given.tensor_parallel == 1 else None
+    steps_of = engine.executor._resident.runner._steps if given.tensor_parallel == 1 else None
     try:
         for part in given.parts.split(","):
             more = {"steps": (extra,), "gap": (given.gap_batches,)}.get(part, ())

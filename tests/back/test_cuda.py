@@ -184,7 +184,7 @@ def test_no_step_waits_for_the_device() -> None:
     warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     executor = bundled("cuda", "bfloat16")
     driver = Driver(executor.facts)
-    runner = executor._runner
+    runner = executor._resident.runner
     rows = [driver.add(prompts()[4], sampling, request=i) for i, sampling in enumerate(EVERYTHING)]
     launched = []
     words = -(-executor.facts.logits_width // 32)
@@ -223,7 +223,7 @@ def test_replayed_steps_give_the_tokens_of_launched_ones() -> None:
     """Decodes and chunks, each size several times: at first launched, then replayed (ENG-21, KRN-26)."""
     executor = bundled("cuda", "float32")
     first, second, third = (generate(executor, GREEDY, chunk=6) for _ in range(3))
-    replay = executor._runner._steps._replay
+    replay = executor._resident.runner._steps._replay
     assert replay.num_graphs > 3
     for one, two, three in zip(first, second, third, strict=True):
         assert one.outputs == two.outputs == three.outputs
@@ -257,7 +257,7 @@ def test_a_step_for_which_the_device_has_no_memory_fails_alone() -> None:
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
-    with executor._runner._steps.scope():
+    with executor._resident.runner._steps.scope():
         taken = everything_left()
     try:
         step(refused)
@@ -298,7 +298,7 @@ DRAWN = RowSampling(temperature=0.8, top_p=0.9, top_k=40, min_p=0.001, seed=5)
 def test_random_rows_are_drawn_by_replayed_steps(reference: InlineExecutor) -> None:
     """The whole draw is part of the graph: no step goes through the sampler, and the tokens are the CPU's (KRN-02)."""
     executor = bundled("cuda", "float32")
-    sampler = executor._runner._sampler
+    sampler = executor._resident.runner._sampler
 
     def never(*arguments: object, **more: object) -> None:
         raise AssertionError("a step went through the sampler")
@@ -309,7 +309,7 @@ def test_random_rows_are_drawn_by_replayed_steps(reference: InlineExecutor) -> N
     for ours in runs:
         same = [one.outputs == other.outputs for one, other in zip(ours, theirs, strict=True)]
         assert sum(same) >= len(same) - 1, same
-    replay = executor._runner._steps._replay
+    replay = executor._resident.runner._steps._replay
     assert any(bucket.draws for bucket in replay._graphs)
     executor.close()
 

@@ -62,7 +62,7 @@ def answers(running: OfflineEngine, lengths: list[tuple[int, int, Any]]) -> list
 
 
 def replay_of(running: OfflineEngine) -> Tapes:
-    steps = running.executor._runner._steps
+    steps = running.executor._resident.runner._steps
     assert isinstance(steps, BucketSteps) and isinstance(steps._replay, Tapes), steps
     return steps._replay
 
@@ -88,7 +88,7 @@ def test_greedy_tokens_are_the_same_where_no_whole_rows_of_logits_are_written(op
     """Recorded too; at last with a request that is drawn, whose steps write them again."""
     lengths = [(3 + 7 * i % 40, 12 + 11 * i % 30, 0.0) for i in range(9)]
     picked = engine(*options)
-    assert picked.executor._runner._model.pick is not None
+    assert picked.executor._resident.runner._model.pick is not None
     found = answers(picked, lengths), answers(picked, [*lengths, (5, 30, 0.8)])
     replay = replay_of(picked)
     assert replay.foreign == () and {b.leaves for b in replay._tapes} == {"picks", "logits"}
@@ -98,7 +98,7 @@ def test_greedy_tokens_are_the_same_where_no_whole_rows_of_logits_are_written(op
     picked.close()
     monkeypatch.setattr(logits.LogitsHead, "_bind_pick", lambda self, weight, shared: None)
     written = engine(*options)
-    assert written.executor._runner._model.pick is None
+    assert written.executor._resident.runner._model.pick is None
     assert found == (answers(written, lengths), answers(written, [*lengths, (5, 30, 0.8)]))
     written.close()
 
@@ -150,7 +150,7 @@ def test_rows_with_top_k_get_the_same_tokens_from_the_best_as_from_all(
         lambda self, weight, count, shared: bind(self, weight, count, shared=shared) if count == 1 else None,
     )  # fmt: skip
     written = engine(*options)
-    assert written.executor._runner._model.tops is None
+    assert written.executor._resident.runner._model.tops is None
     assert found == (answers(written, lengths), answers(written, lengths[1::4] + lengths[::4]))
     assert {bucket.leaves for bucket in replay_of(written)._tapes} <= {"picks", "logits"}
     written.close()
