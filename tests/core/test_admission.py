@@ -106,7 +106,7 @@ def test_the_queue_is_bounded_by_requests() -> None:
     refused = [id for id, f in driver.finished.items() if f.error is not None]
     assert sorted(refused) == [5, 6]
     error = driver.finished[5].error
-    assert error is not None and error.kind == "Unavailable"
+    assert error is not None and error.kind == "QueueFull"
     assert "5 requests wait already, at most 3" in error.message
     assert error.retry_after_s is not None and 1.0 <= error.retry_after_s <= 150.0
 
@@ -117,7 +117,7 @@ def test_the_queue_is_bounded_by_prompt_tokens() -> None:
     driver.run()
     assert driver.finished[1].error is None, "one request alone is never too much for the queue"
     error = driver.finished[2].error
-    assert error is not None and error.kind == "Unavailable" and "60 prompt tokens" in error.message
+    assert error is not None and error.kind == "QueueFull" and "60 prompt tokens" in error.message
 
 
 def test_an_unexpected_exception_ends_that_request_without_its_text() -> None:
