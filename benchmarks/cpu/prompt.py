@@ -64,7 +64,7 @@ def main() -> None:
         spent.clear()
         moments.clear()
         trace = engine.run([engine.request(rng, given.tokens, 1, 0.0)])
-        gaps = [end - begin for end, begin in zip(moments[1:-1:2], moments[2::2], strict=True)]
+        gaps = [begin - end for end, begin in zip(moments[1:-1:2], moments[2::2], strict=True)]
         rounds.append({
             **spent, "all": trace.wall_s, "before the first kernel": moments[0] - trace.start_s,
             "between kernels": sum(gaps), "behind the last kernel": trace.end_s - moments[-1],

@@ -12,8 +12,8 @@ _SMALL = (
     "and 0.16 to 0.18 ms of it are the host's (host.py)"
 )
 _ATTENTION = (
-    "attention takes 47 to 63 % of the time (prompt.py) for 46 % of the operations; products of 384 and 640 inputs "
-    "reach 30 % of the peak of a large one"
+    "attention takes 39 to 47 % of the time (prompt.py) for 46 % of the operations, about as long as the products for "
+    "as many: of its tiles' own rate both reach a fifth to a quarter; products of 384 and 640 inputs are short"
 )
 REASONS: dict[str, dict[str, str]] = {
     "qwen3-0.6b": {
@@ -34,11 +34,12 @@ REASONS: dict[str, dict[str, str]] = {
     "bundled": {
         **{f"decode {precision} 1": _SMALL for precision in ("bf16", "int8", "int4")},
         **{f"prefill {precision} 2048": _ATTENTION for precision in ("bf16", "int8", "int4")},
-        "prefill bf16 512": "30.2 ms (prompt.py): products 17.5, attention 7.3, norms and rotation 2.3, no kernel at "
-        "all 3.0; products of 384 and 640 inputs reach 30 % of the peak of a large one",
-        "prefill int8 512": "21.6 ms (prompt.py): products 8.3 (43 % of the peak), attention (bf16) 7.0, norms and "
-        "rotation 2.5, no kernel at all 3.5",
-        "prefill int4 512": _GROUPS,
+        "prefill bf16 512": "21.3 ms (prompt.py): products 11.4, attention 4.4, norms and rotation 1.7, before and "
+        "behind the kernels 1.9, between them 1.8; products of 384 and 640 inputs are short",
+        "prefill int8 512": "22.9 ms (prompt.py): products 10.3, attention (bf16) 5.2, norms and rotation 2.0, before "
+        "and behind the kernels 1.8, between them 3.3",
+        "prefill int4 512": "23.6 ms (prompt.py): products 12.8 in bf16, whose peak is half of int8's, attention 4.6, "
+        "norms and rotation 1.6, before and behind the kernels 2.1, between them 2.3",
         "start": "torch alone takes 1.04 s to import",
     },
 }
