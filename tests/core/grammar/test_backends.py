@@ -8,6 +8,7 @@ import os
 import struct
 import termios
 
+import numpy as np
 import psutil
 import pytest
 
@@ -22,6 +23,7 @@ from headrace.base.wire.grammar import (
     Sequence,
     Tag,
     Triggered,
+    Vocabulary,
 )
 from headrace.base.wire.params import StructuredOutputs
 from headrace.core.grammar.backends import make_backend
@@ -151,3 +153,35 @@ def test_a_trial_that_is_killed_while_it_compiles_costs_that_answer_alone() -> N
     assert "compile" in error.message and error.field == "structured_outputs"
     text, _ = driver.run_one(constrained(3, Literal("after")))
     assert text == "after"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_answer_holds_the_encoding_of_a_surrogate(name: str, whole: bool) -> None:
+    """It is no UTF-8: three replacement characters would stand where the schema allows two characters (API-24)."""
+    pieces = [bytes([i]) for i in range(256)] + ([b"\xed\xa0", b"a\xed"] if whole else [])
+    made = Vocabulary(
+        pieces=[*pieces, b"<end>"], special_ids=(len(pieces),), eos_ids=(len(pieces),), width=288
+    )
+    backend = make_backend(name, made, lambda text: list(text.encode()))
+    schema = {"type": "string", "maxLength": 2}
+    for written, good in (
+        ([b'"', b"\xed", b"\x9f", b"\xbf", b"a", b'"'], True),
+        ([b'"', b"\xed", b"\xa0"], False),
+        ([b'"', b"\xed", b"\xbf"], False),
+        ([b'"', b"\xed\xa0"], False),
+        ([b'"', b"a\xed", b"\x80", b"\x80", b'"'], True),
+        ([b'"', b"a\xed", b"\xa0"], False),
+    ):
+        matcher = backend.compile(Json(checked_schema(schema, field="json"), compact=True))
+        for number, piece in enumerate(written):
+            if piece not in pieces:
+                break
+            token = pieces.index(piece)
+            matcher = matcher.copy()
+            masks = np.zeros((1, 9), np.int32)
+            assert backend.fill([matcher], masks) == [None]
+            allowed = bool(masks[0][token // 32] >> (token % 32) & 1)
+            assert allowed == (good or number < len(written) - 1), (written, piece)
+            assert matcher.copy().accept(token) == allowed
+            matcher.accept(token)

@@ -27,19 +27,30 @@ CACHE_BYTES = 64 << 20
 """What the library may keep of parts that grammars share."""
 _UNWRITABLE = b"\xff"
 """No text holds this byte, so that no text can be written by a special token; one without any is never allowed."""
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+"""How the encoding of a surrogate begins. No text has one, but the library takes it for a character (xgrammar 0.2): the
+answer would hold three replacement characters, more than `maxLength` allows."""
 _PLACE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")  # time and line of the library's source
 
 
 class XgrammarMatcher:
     """One answer's place."""
 
-    def __init__(self, matcher: Any, backend: XgrammarBackend) -> None:
+    def __init__(self, matcher: Any, backend: XgrammarBackend, *, opened: bool = False) -> None:
         self.matcher = matcher
+        self.opened = opened
+        """Whether the last byte could begin a surrogate."""
         self._backend = backend
 
     def accept(self, token: int) -> bool:
         """See Matcher."""
-        return not self.matcher.is_terminated() and bool(self.matcher.accept_token(token))
+        piece = self._backend.piece(token)
+        if self.matcher.is_terminated() or (self.opened and _SURROGATE.match(b"\xed" + piece)):
+            return False
+        accepted = bool(self.matcher.accept_token(token))
+        if accepted:
+            self.opened = piece.endswith(b"\xed")
+        return accepted
 
     @property
     def complete(self) -> bool:
@@ -58,7 +69,7 @@ class XgrammarMatcher:
 
     def copy(self) -> XgrammarMatcher:
         """See Matcher."""
-        return XgrammarMatcher(self.matcher.fork(), self._backend)
+        return XgrammarMatcher(self.matcher.fork(), self._backend, opened=self.opened)
 
 
 class XgrammarBackend:
@@ -71,7 +82,10 @@ class XgrammarBackend:
         special = set(vocabulary.special_ids)
         pieces = [b"" if i in special else p for i, p in enumerate(vocabulary.pieces)]
         info = library.TokenizerInfo(
-            [_UNWRITABLE + p if i in special else p for i, p in enumerate(vocabulary.pieces)],
+            [
+                _UNWRITABLE + p if i in special or _SURROGATE.search(p) else p
+                for i, p in enumerate(vocabulary.pieces)
+            ],
             library.VocabType.RAW,
             vocab_size=vocabulary.width,
             stop_token_ids=list(vocabulary.eos_ids),
@@ -83,12 +97,14 @@ class XgrammarBackend:
         self._encode = encode
         self._pieces = pieces
         self._texts = sorted(filter(None, pieces))
-        words = -(-vocabulary.width // 32)
-        bits = np.zeros(words * 32, np.uint8)
-        bits[: len(pieces)] = 1
-        bits[[i for i, piece in enumerate(pieces) if not piece]] = 0
-        self._ordinary = np.packbits(bits, bitorder="little").view(np.int32)
-        self._scratch = np.zeros((1, words), np.int32)
+        self._ordinary = _mask(vocabulary.width, [i for i, piece in enumerate(pieces) if piece])
+        ends = [i for i, piece in enumerate(pieces) if _SURROGATE.match(b"\xed" + piece)]
+        self._no_surrogates = ~_mask(vocabulary.width, ends)
+        self._scratch = np.zeros((1, len(self._ordinary)), np.int32)
+
+    def piece(self, token: int) -> bytes:
+        """What a token writes."""
+        return self._pieces[token] if token < len(self._pieces) else b""
 
     def compile(self, node: Node) -> XgrammarMatcher:
         """See GrammarBackend."""
@@ -107,6 +123,9 @@ class XgrammarBackend:
             self._filler.batch_fill_next_token_bitmask(theirs, masks)
         except RuntimeError as error:
             return [_cleaned(str(error))] * len(theirs)
+        for mask, matcher in zip(masks, matchers, strict=True):
+            if isinstance(matcher, XgrammarMatcher) and matcher.opened:
+                mask &= self._no_surrogates
         return [None] * len(theirs)
 
     def ends(self, matcher: Any) -> bool:
@@ -120,7 +139,7 @@ class XgrammarBackend:
         if not text or self._encode is None:
             return []
         ids, data = self._encode(text), text.encode()
-        pieces = [self._pieces[i] if i < len(self._pieces) else b"" for i in ids]
+        pieces = [self.piece(i) for i in ids]
         if b"".join(pieces) != data:
             return []
         at = 0
@@ -138,6 +157,13 @@ class XgrammarBackend:
     def _own(self, matcher: Matcher) -> Any:
         assert isinstance(matcher, XgrammarMatcher)
         return matcher.matcher
+
+
+def _mask(width: int, ids: list[int]) -> npt.NDArray[np.int32]:
+    """A bit for each of the ids, as masks have them."""
+    bits = np.zeros(-(-width // 32) * 32, np.uint8)
+    bits[ids] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _cleaned(message: str) -> str:
