@@ -24,11 +24,12 @@ REASONS: dict[str, dict[str, str]] = {
         "decode int4 8": "within the spread of the shared host: 1.59, 1.49 and 1.44 in three runs",
         "prefill bf16 512": "attention takes 16 % of the time for 6 % of the operations (prompt.py), norms and "
         "rotation 3 %; the peak is a single product's, measured for a second",
-        "prefill bf16 2048": "attention takes 35 % of the time for a fifth of the operations (prompt.py)",
-        "prefill int8 2048": "attention, in bf16, takes 49 % of the time for a fifth of the operations (prompt.py)",
+        "prefill bf16 2048": "attention takes 23 % of the time for a fifth of the operations (prompt.py)",
+        "prefill int8 2048": "attention, in bf16, takes 32 % of the time for a fifth of the operations (prompt.py)",
         "prefill int4 512": _GROUPS,
         "prefill int4 2048": _GROUPS,
-        "start": "torch alone takes more than a second to import: 1,123 Python modules, the collector already off; "
+        "start": "reads of 1.1 GB beside two imports on a shared host: ready after 2.2 to 3.4 s within minutes, "
+        "medians 2.5 to 3.1; torch alone takes more than a second to import: 1,123 Python modules, the collector already off; "
         "those it does not need import each other in a circle and cannot be put off",
     },
     "bundled": {
