@@ -29,8 +29,8 @@ REASONS: dict[str, dict[str, str]] = {
         "prefill int4 512": _GROUPS,
         "prefill int4 2048": _GROUPS,
         "start": "reads of 1.1 GB beside two imports on a shared host: ready after 2.2 to 3.4 s within minutes, "
-        "medians 2.5 to 3.1; torch alone takes more than a second to import: 1,123 Python modules, the collector already off; "
-        "those it does not need import each other in a circle and cannot be put off",
+        "medians 2.5 to 3.1; torch alone takes more than a second to import: 1,123 Python modules, the collector "
+        "already off; those it does not need import each other in a circle and cannot be put off",
     },
     "bundled": {
         **{f"decode {precision} 1": _SMALL for precision in ("bf16", "int8", "int4")},
