@@ -1,8 +1,8 @@
 """Linear with block-quantized weights by the native kernels, where many rows of x are multiplied as they are.
 
 Few rows take the kernel of native.py. Many pay the widening of the weights once and leave out what costs it most: as
-codes, the sums of every 16 or 32 inputs leave the matrix tiles (native_linear_blocks_widened.cpp). T tokens, I inputs, O
-outputs.
+codes, the sums of every 16 or 32 inputs leave the matrix tiles (native_linear_blocks_widened.cpp).
+T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
