@@ -223,7 +223,7 @@ def _plan(rows: list[dict[str, Any]], why: dict[str, str]) -> list[str]:
     shown = [
         [row["precision"], row["load"], f"{row['foretold']:,.0f}", f"{row['measured']:,.0f}",
          f"{row['measured'] / row['foretold']:.0%}", f"{row['probe_s']:.2f}",
-         _verdict(None, row["probe_s"] < 0.5)]
+         _verdict(why.get("plan"), row["probe_s"] < 0.5)]
         for row in rows if row["measured"] is not None
     ]  # fmt: skip
     header = ["precision", "load", "foretold tok/s", "measured tok/s", "measured / foretold",
