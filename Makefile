@@ -66,9 +66,9 @@ types: $(DEV)
 # of that leg.
 unit: $(DEV)
 	@rm -f $(FAILED); echo "==> pytest, $(WORKERS) at a time"; \
-	$(PYTEST) --failed-to $(FAILED) -m "not slow and not serial" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS); beside=$$?; \
+	$(PYTEST) --failed-to=$(FAILED) -m "not slow and not serial" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS); beside=$$?; \
 	echo "==> pytest, one at a time"; \
-	$(PYTEST) --failed-to $(FAILED) -m "serial and not slow" $(ARGS); alone=$$?; \
+	$(PYTEST) --failed-to=$(FAILED) -m "serial and not slow" $(ARGS); alone=$$?; \
 	case "$$beside $$alone" in \
 	  "0 0"|"0 5"|"5 0") ;; \
 	  *) echo "==> failed: status $$beside side by side, $$alone alone"; cat $(FAILED) 2>/dev/null; exit 1;; \

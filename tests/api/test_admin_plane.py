@@ -261,6 +261,18 @@ def test_a_core_that_dies_comes_back_with_the_reloaded_weights(other_weights: Pa
         assert said(served) == after
 
 
+def _said_waiting(served: Served, client: httpx.Client, release: str) -> str:
+    """The answer to a request that waits until `release` lets it go on."""
+    answers: list[str] = []
+    waiting = threading.Thread(target=lambda: answers.append(said(served)))
+    waiting.start()
+    eventually(lambda: client.get("/queue").json()["engines"][0]["waiting"] == 1, within_s=10)
+    assert client.post(release, json={}).status_code == 200
+    waiting.join(30)
+    (answer,) = answers
+    return answer
+
+
 @pytest.mark.parametrize("mode", ["wait", "keep"])
 def test_a_core_that_dies_paused_comes_back_paused(mode: str) -> None:
     """Who paused it counts on nothing running; resumed, it stays so through a further death."""
@@ -270,13 +282,7 @@ def test_a_core_that_dies_paused_comes_back_paused(mode: str) -> None:
         _kill_and_wait(served)
         health = client.get("/health").json()
         assert health["is_paused"] is True, health
-        answers: list[str] = []
-        waiting = threading.Thread(target=lambda: answers.append(said(served)))
-        waiting.start()
-        eventually(lambda: client.get("/queue").json()["engines"][0]["waiting"] == 1, within_s=10)
-        assert client.post("/resume", json={}).status_code == 200
-        waiting.join(30)
-        assert answers == [before]
+        assert _said_waiting(served, client, "/resume") == before
         _kill_and_wait(served)
         assert client.get("/health").json()["is_paused"] is False and said(served) == before
 
@@ -297,13 +303,7 @@ def test_a_core_that_dies_asleep_comes_back_asleep_and_wakes(level: int) -> None
         assert (health["is_asleep"], health["sleep_level"]) == (True, 2)
         assert served.cores[0].memory_info().rss < loaded - WEIGHT_BYTES
         assert client.post("/resume", json={}).status_code == 409
-        answers: list[str] = []
-        waiting = threading.Thread(target=lambda: answers.append(said(served)))
-        waiting.start()
-        eventually(lambda: client.get("/queue").json()["engines"][0]["waiting"] == 1, within_s=10)
-        assert client.post("/wake", json={}).status_code == 200
-        waiting.join(30)
-        assert answers == [before]
+        assert _said_waiting(served, client, "/wake") == before
         _kill_and_wait(served)
         assert client.get("/health").json()["is_asleep"] is False and said(served) == before
 

@@ -8,7 +8,8 @@ outputs.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -152,6 +153,7 @@ class RowLinear:
 
 
 Weight = torch.Tensor | PackedWeight | BlockWeight
+Bound = TypeVar("Bound")
 
 
 def bind_fused(
@@ -198,28 +200,33 @@ def bind_product(
     if norm is not None and (isinstance(weight_OI, BlockWeight) or weight_OI.reads_codes):
         group = weight_OI.x_group if isinstance(weight_OI, BlockWeight) else None
         product, plain_from = _bind_quantized(
-            scope, weight_OI, bias_O, activation=activation, coded=True
+            scope, scope.bind_fused, weight_OI, bias_O, activation=activation, coded=True
         )
         if product is not None and norm.write_codes(group, below=plain_from):
             return product
     if activation is None:
         return bind_linear(scope, weight_OI, bias_O)
-    return _bind_quantized(scope, weight_OI, bias_O, activation=activation)[0]
+    return _bind_quantized(scope, scope.bind_fused, weight_OI, bias_O, activation=activation)[0]
 
 
 def _bind_quantized(
-    scope: Scope, weight: PackedWeight | BlockWeight, bias_O: torch.Tensor | None, **asked: Any
-) -> tuple[Linear | None, int | None]:
-    """The product by a kernel, if there is one, and from how many rows on x is left as it is (LinearBlocksProblem). A
-    row's bits depend on how many there are then: not where they must not, and not for logits."""
+    scope: Scope,
+    bind: Callable[..., Bound],
+    weight: PackedWeight | BlockWeight,
+    bias_O: torch.Tensor | None,
+    **asked: Any,
+) -> tuple[Linear | Bound, int | None]:
+    """The product, by `bind` of the scope, and from how many rows on x is left as it is (LinearBlocksProblem). A row's
+    bits depend on how many there are then: not where they must not, and not for logits."""
+    asked |= _facts(scope, bias_O)
     free = not scope.deterministic and not asked.get("wide", False)
     many = many_rows(weight) if free and isinstance(weight, BlockWeight) else None
-    for plain_from in dict.fromkeys((many, None)):
-        op, problem = product_of(weight, **_facts(scope, bias_O), **asked, plain_from=plain_from)
-        product = scope.bind_if_served(op, problem, weight, bias_O)
-        if product is not None:
-            return product, plain_from
-    return None, None
+    if many is not None:
+        op, problem = product_of(weight, **asked, plain_from=many)
+        if product := scope.bind_if_served(op, problem, weight, bias_O):
+            return product, many
+    op, problem = product_of(weight, **asked)
+    return bind(op, problem, weight, bias_O), None
 
 
 def bind_linear(
@@ -233,9 +240,7 @@ def bind_linear(
     """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere, `wide` if the result is to
     be float32."""
     if isinstance(weight_OI, PackedWeight | BlockWeight):
-        product, _ = _bind_quantized(scope, weight_OI, bias_O, wide=wide)
-        if product is not None:
-            return product
+        return _bind_quantized(scope, scope.bind, weight_OI, bias_O, wide=wide)[0]
     op, problem = product_of(weight_OI, **_facts(scope, bias_O), shared=shared, wide=wide)
     return scope.bind(op, problem, weight_OI, bias_O)
 

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, TypeVar, cast, overload
 
 from headrace.base.errors import CheckpointError
 
@@ -280,7 +280,7 @@ class ConfigReader:
                 message = f"{self.where}: {key}{also} is missing; it must be {wanted}"
                 raise CheckpointError(message, field=key)
             # a list stands for the tuple that is parsed
-            return tuple(default) if isinstance(default, list) else default  # type: ignore[return-value]  # as said
+            return cast("T | None", tuple(default) if isinstance(default, list) else default)
         parsed = parse(self.raw[name])
         if parsed is None:
             raise self.wrong(name, wanted)

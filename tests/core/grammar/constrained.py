@@ -3,6 +3,7 @@ mask allows, which explores a grammar far better than a model that writes sense.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -20,6 +21,7 @@ from headrace.base.wire.step import KVGroup
 from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.gate import GrammarGate
 from headrace.core.ports import Encode
+from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part
 from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
 from headrace.launch.vocabulary import vocabulary_of
 from tests.core.harness import FULL, Driver, make_request, make_spec
@@ -111,3 +113,14 @@ class GrammarDriver(Driver):
         self.add(request)
         self.finish(request.id)
         return self.text(request.id), self.finished[request.id]
+
+
+def calls_in(parts: Sequence[Part]) -> tuple[list[tuple[str, Any]], str]:
+    """The calls among what a parser read, and the content beside them."""
+    names = [part.name for part in parts if isinstance(part, CallBegin)]
+    arguments = ["" for _ in names]
+    for part in parts:
+        if isinstance(part, CallArguments):
+            arguments[part.index] += part.text
+    content = "".join(part.text for part in parts if isinstance(part, Content))
+    return [(n, json.loads(a or "{}")) for n, a in zip(names, arguments, strict=True)], content

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from headrace.base.wire.grammar import Node
 from headrace.core.grammar.gate import GrammarGate
 from headrace.front.text.parsing.families import TOOL_FAMILIES, ToolFamily
 from headrace.front.text.parsing.parser import AnswerFormat, schemas_of
-from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part
+from headrace.front.text.parsing.parts import Part
 from headrace.front.text.structure.tools import required_calls, strict_calls
 from headrace.front.text.tokenizer import load_tokenizer
 from headrace.launch.vocabulary import vocabulary_of
@@ -25,6 +24,7 @@ from tests.core.grammar.constrained import (
     BACKENDS,
     MODEL,
     GrammarDriver,
+    calls_in,
     constrained,
     spec_for,
 )
@@ -93,13 +93,7 @@ class Marked:
             piece = self.answers.pieces[i]
             data += piece.encode() if isinstance(piece, str) else piece
         parts: list[Part] = [*parser.push(data.decode("utf-8", "replace")), *parser.finish()]
-        names = [part.name for part in parts if isinstance(part, CallBegin)]
-        arguments = ["" for _ in names]
-        for part in parts:
-            if isinstance(part, CallArguments):
-                arguments[part.index] += part.text
-        content = "".join(part.text for part in parts if isinstance(part, Content))
-        return [(n, json.loads(a or "{}")) for n, a in zip(names, arguments, strict=True)], content
+        return calls_in(parts)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -3,7 +3,6 @@ the tools, with arguments that their schemas allow."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import jsonschema
@@ -12,9 +11,16 @@ import pytest
 from headrace.core.grammar.gate import GrammarGate
 from headrace.front.text.parsing.families import TOOL_FAMILIES, ToolFamily
 from headrace.front.text.parsing.parser import AnswerFormat, schemas_of
-from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part
+from headrace.front.text.parsing.parts import Part
 from headrace.front.text.structure.tools import required_calls, strict_calls
-from tests.core.grammar.constrained import BACKENDS, GrammarDriver, constrained, encoder, vocabulary
+from tests.core.grammar.constrained import (
+    BACKENDS,
+    GrammarDriver,
+    calls_in,
+    constrained,
+    encoder,
+    vocabulary,
+)
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -61,13 +67,7 @@ def calls_of(family: ToolFamily, text: str) -> tuple[list[tuple[str, Any]], str]
     parser = answers.parser(prompt_tail="<|start|>assistant", schemas=schemas_of(TOOLS))
     assert parser is not None
     parts: list[Part] = [*parser.push(text), *parser.finish()]
-    names = [part.name for part in parts if isinstance(part, CallBegin)]
-    arguments = ["" for _ in names]
-    for part in parts:
-        if isinstance(part, CallArguments):
-            arguments[part.index] += part.text
-    content = "".join(part.text for part in parts if isinstance(part, Content))
-    return [(n, json.loads(a or "{}")) for n, a in zip(names, arguments, strict=True)], content
+    return calls_in(parts)
 
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES, ids=lambda family: family.name)

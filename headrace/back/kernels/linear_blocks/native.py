@@ -6,6 +6,7 @@ A result depends neither on the rows beside it nor on the number of threads. T t
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -37,11 +38,23 @@ def bind_with(
     if problem.coded:
         return _bind_coded(library, problem, weight, bias_O)
     kernel = library.bind("linear_blocks", *_ARGUMENTS)
-    inputs, results, code = problem.inputs, problem.results, DTYPES[problem.dtype]
+    return bind_rows(kernel, problem, weight, bias_O, DTYPES[problem.dtype])
+
+
+def bind_rows(
+    kernel: Callable[..., None],
+    problem: LinearBlocksProblem,
+    weight: BlockWeight,
+    bias_O: torch.Tensor | None,
+    *types: int,
+) -> Linear:
+    """A kernel over plain rows; keeps weight and bias. `types`: what it is told before the type of its results."""
+    inputs, results = problem.inputs, problem.results
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     out = torch.float32 if problem.wide else problem.dtype
     table = segment_table(weight)
     segments, count = table.ctypes.data, len(table)
+    types = (*types, DTYPES[out])
 
     def linear(x_TI: torch.Tensor | CodedRows) -> torch.Tensor:
         assert isinstance(x_TI, torch.Tensor), problem
@@ -52,8 +65,7 @@ def bind_with(
         y_TO = x_TI.new_empty(rows, results, dtype=out)
         kernel(
             x_TI.data_ptr(), segments, None if bias_O is None else bias_O.data_ptr(),
-            y_TO.data_ptr(), rows, inputs, x_TI.stride(0), results, count, activation,
-            code, DTYPES[out],
+            y_TO.data_ptr(), rows, inputs, x_TI.stride(0), results, count, activation, *types,
         )  # fmt: skip
         return y_TO
 

@@ -11,13 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from headrace.back.kernels.gated_act.native import ACTIVATIONS
 from headrace.back.kernels.linear_blocks import native
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
 from headrace.back.kernels.linear_blocks.op import Linear, LinearBlocksProblem, is_plain
-from headrace.back.kernels.linear_quant.rows import CodedRows
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded
+from headrace.back.kernels.native.wrap import loaded
 from headrace.back.kernels.op import Kernel
 
 NAME = "linear_blocks_widened"
@@ -33,30 +31,8 @@ def bind_with(
     """The kernels of one library; keeps the weight and the bias."""
     assert problem.plain_from is not None, problem
     few = native.bind_with(library, replace(problem, plain_from=None), weight, bias_O)
-    many = library.bind(NAME, *_ARGUMENTS)
-    inputs, results = problem.inputs, problem.results
-    activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
-    out = torch.float32 if problem.wide else problem.dtype
-    table = native.segment_table(weight)
-    segments, count = table.ctypes.data, len(table)
-
-    def linear(x: torch.Tensor | CodedRows) -> torch.Tensor:
-        if not is_plain(problem, x):
-            return few(x)
-        assert isinstance(x, torch.Tensor), problem
-        rows, width = x.shape
-        assert width == inputs and x.dtype == problem.dtype, (x.shape, x.dtype)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        y_TO = x.new_empty(rows, results, dtype=out)
-        many(
-            x.data_ptr(), segments, None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(),
-            rows, inputs, x.stride(0), results, count, activation, DTYPES[out],
-        )  # fmt: skip
-        return y_TO
-
-    linear.__dict__["kept"] = (weight, table)  # the kernels hold their addresses
-    return linear
+    many = native.bind_rows(library.bind(NAME, *_ARGUMENTS), problem, weight, bias_O)
+    return lambda x: (many if is_plain(problem, x) else few)(x)
 
 
 def _supports(problem: LinearBlocksProblem) -> str | None:

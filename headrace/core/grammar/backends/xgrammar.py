@@ -117,16 +117,16 @@ class XgrammarBackend:
 
     def fill(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32]) -> list[str | None]:
         """See GrammarBackend."""
-        theirs = [self._own(matcher) for matcher in matchers]
+        own = [_own(matcher) for matcher in matchers]
         masks[:] = -1  # a mask that allows everything may be left as it is
         try:
-            self._filler.batch_fill_next_token_bitmask(theirs, masks)
+            self._filler.batch_fill_next_token_bitmask([one.matcher for one in own], masks)
         except RuntimeError as error:
-            return [_cleaned(str(error))] * len(theirs)
-        for mask, matcher in zip(masks, matchers, strict=True):
-            if isinstance(matcher, XgrammarMatcher) and matcher.opened:
+            return [_cleaned(str(error))] * len(own)
+        for mask, one in zip(masks, own, strict=True):
+            if one.opened:
                 mask &= self._no_surrogates
-        return [None] * len(theirs)
+        return [None] * len(own)
 
     def ends(self, matcher: Any) -> bool:
         """Whether a matcher allows nothing but the end."""
@@ -154,9 +154,10 @@ class XgrammarBackend:
         after = bisect_right(self._texts, text)
         return after < len(self._texts) and self._texts[after].startswith(text)
 
-    def _own(self, matcher: Matcher) -> Any:
-        assert isinstance(matcher, XgrammarMatcher)
-        return matcher.matcher
+
+def _own(matcher: Matcher) -> XgrammarMatcher:
+    assert isinstance(matcher, XgrammarMatcher)
+    return matcher
 
 
 def _mask(width: int, ids: list[int]) -> npt.NDArray[np.int32]:
