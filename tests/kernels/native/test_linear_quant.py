@@ -15,6 +15,7 @@ from headrace.back.kernels.linear_quant.layout import (
 from headrace.back.kernels.linear_quant.native import KERNEL, MAX_INPUTS, bind_with
 from headrace.back.kernels.linear_quant.op import OP, LinearQuantProblem
 from headrace.back.kernels.linear_quant.quantize import quantize_with
+from headrace.back.kernels.linear_quant.rows import CodedRows, coded_rows
 from headrace.back.quant.scheme import SCHEMES
 from tests.kernels.native.panels import DTYPES, close, defined, values, weight_for
 
@@ -67,9 +68,25 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(library,
     linear, x = bind_with(library, asked, weight_for(asked), None), values(203, 160, dtype=dtype)
     together, few = linear(x), [linear(x[:n]) for n in (2, 3, 7, 23)]
     library.set_threads(1)
-    for row in (0, 1, 22, 191, 192, 202):
-        assert torch.equal(linear(x[row : row + 1])[0], together[row])
+    assert torch.equal(linear(x), together)
+    assert torch.equal(torch.cat([linear(row[None]) for row in x]), together)
     assert all(torch.equal(part, together[: len(part)]) for part in few)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("rows, inputs", [(64, 33), (65, 64), (113, 384), (1100, 1000)])
+def test_many_rows_of_codes_are_the_same_rows_one_at_a_time(library, rows, inputs, activation):
+    """Blocks of 32 rows, parts of one, several chunks of rows; inputs below, at and above a tile."""
+    asked = replace(problem(torch.bfloat16, 256, inputs, bias=False), activation=activation, coded=True)
+    linear = bind_with(library, asked, weight_for(asked), None)
+    x = coded_rows(values(rows, inputs, dtype=torch.bfloat16), None)
+    library.set_threads(1)
+    together = linear(x)
+    for row in range(0, rows, 1 + rows // 100):
+        alone = CodedRows(*(part[row : row + 1] for part in x))
+        assert torch.equal(linear(alone)[0], together[row]), row
+    library.set_threads(3)
+    assert torch.equal(linear(x), together)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

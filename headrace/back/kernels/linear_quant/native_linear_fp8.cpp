@@ -19,8 +19,7 @@ constexpr int64_t kStepBytes = kPanel * 4;  // 4 codes of 64 outputs
 constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 512;
 constexpr int64_t kPadded = 32;  // x has zeros up to a multiple of it: the inputs of a tile
 constexpr int64_t kFetched = 16 * kStepBytes;        // how far ahead
-// Vectors of outputs and rows of x per tile of sums: as many as leave registers for what is widened.
-constexpr int kVectors = 4;
+// Rows of x per tile of kVectors vectors of sums: as many as leave registers for what is widened.
 constexpr int kRows = kRegisters == 32 ? 4 : 2;
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

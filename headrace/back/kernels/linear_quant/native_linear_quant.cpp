@@ -8,7 +8,7 @@
 // Weight codes are stored with an offset (+128) because the dot product instruction multiplies unsigned by signed;
 // the accumulator starts at -offset * sum(x), which takes it out again exactly.
 
-#include "../native/amx.h"
+#include "../native/amx_rows.h"
 #include "../native/int8.h"
 #include "../native/panel_calls.h"
 
@@ -16,8 +16,7 @@ namespace {
 
 constexpr int64_t kStepBytes = kPanel * 4;                         // 4 codes of 64 outputs
 constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 192;
-// Vectors of outputs and rows of x per tile: as many accumulators as the registers hold.
-constexpr int kVectors = 4;
+// Rows of x per tile of kVectors vectors of outputs: as many accumulators as the registers hold.
 constexpr int kRows = kRegisters == 32 ? 6 : 2;
 
 struct Quantized {
@@ -32,7 +31,7 @@ struct Product {
   const uint8_t* w;
   const void* bias;
   void* y;
-  int64_t M, N, K, y_stride, panel_bytes, panels, panels_per_chunk, row_blocks;
+  int64_t M, N, K, y_stride, panel_bytes, panels, panels_per_chunk, row_block;
   int32_t activation;  // -1, or the first half of the outputs gates the second
   const Top* top;  // null, or where the best results are kept, and y is memory of a chunk
   int64_t y_first;     // the output that y begins with
@@ -73,39 +72,40 @@ HR_INLINE void tile(const Product& p, const uint8_t* panel, int64_t column, int6
 #if defined(HR_AMX)
 // Matrix tiles, from so many rows of x on. The sums of products of codes are exact and what follows is the same chain of
 // operations as in the tiles above: the same bits. Left operand: 16 rows of x codes; right: 16 steps of 16 outputs.
-constexpr int64_t kTileRows = 8, kTileInputs = 64;
+//
+// A block of rows is multiplied over all inputs at once: parts of sums, of stretches of inputs that stay in the first-level
+// cache, cost as much to store and load as that cache saves. The sums leave by vectors while tiles multiply the next block.
+constexpr int64_t kTileRows = 8, kTileInputs = 64, kBlockRows = 2 * kTile;
+constexpr int64_t kTileStep = 16 * kStepBytes;  // bytes of 64 inputs of a panel
+constexpr int64_t kCachedCodes = 1024 * 1024;   // bytes of x that stay in the second-level cache
 
-HR_INLINE void tile_shapes(int64_t rows, int64_t inputs) {
-  TileShapes shapes;
-  const int64_t first = smaller(rows, kTile), second = rows - first;
-  // Two blocks of rows by two of outputs, or one by four.
-  for (int t = 0; t < 4; ++t) TileShapes::set(shapes, t, second > 0 && t >= 2 ? second : first, 64);
-  TileShapes::set(shapes, 4, first, inputs);
-  TileShapes::set(shapes, 5, second > 0 ? second : inputs / 4, second > 0 ? inputs : 64);
-  TileShapes::set(shapes, 6, inputs / 4, 64), TileShapes::set(shapes, 7, inputs / 4, 64);
-  tiles_configure(shapes);
-}
+// The sums [rows][64] of a block of rows with a panel, and with the one it gates.
+struct Leaving {
+  alignas(64) int32_t sums[2][kBlockRows * kPanel];
+  int64_t panel, m, rows = 0, left = 0;  // so many rows have left
+};
 
-// results[outputs / 16][32 rows][16], the tiles of 64 outputs, or from `column` on 32.
-HR_INLINE void tiles8_one(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, bool fetch) {
-  for (int64_t s = 0; s < steps; ++s, x += kTileInputs, w += 16 * kStepBytes) {
-    if (fetch) HR_UNROLL for (int line = 0; line < 64; ++line)
-      __builtin_prefetch(w + 2 * 16 * kStepBytes + line * 64, 0, 2);
-    HR_TILE_LOAD(4, x, x_stride);
-    HR_TILE_LOAD(5, w, kStepBytes);
-    HR_TILE_DOT_SU8(0, 4, 5);
-    HR_TILE_LOAD(6, w + 64, kStepBytes);
-    HR_TILE_DOT_SU8(1, 4, 6);
-    HR_TILE_LOAD(7, w + 128, kStepBytes);
-    HR_TILE_DOT_SU8(2, 4, 7);
-    HR_TILE_LOAD(5, w + 192, kStepBytes);
-    HR_TILE_DOT_SU8(3, 4, 5);
+// One row of sums with panel j, as results.
+HR_INLINE void scale_sums(const Product& p, int64_t j, int64_t m, const int32_t* sums, F (&v)[kVectors]) {
+  const float* scales = reinterpret_cast<const float*>(p.w + j * p.panel_bytes);
+  for (int c = 0; c < kVectors; ++c) {
+    const I dot = load_raw<I>(sums + c * kLanes) - kOffset8 * p.x.sums[m];
+    v[c] = __builtin_convertvector(dot, F) * (load_raw<F>(scales + c * kLanes) * p.x.scales[m]);
   }
 }
-HR_INLINE void tiles8_two(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, bool fetch) {
-  for (int64_t s = 0; s < steps; ++s, x += kTileInputs, w += 16 * kStepBytes) {
-    if (fetch) HR_UNROLL for (int line = 0; line < 64; ++line)
-      __builtin_prefetch(w + 2 * 16 * kStepBytes + line * 64, 0, 2);
+
+template <class Y>
+__attribute__((noinline)) void put_next(const Product& p, Leaving& from) {
+  const int64_t i = from.left++, m = from.m + i;
+  F v[kVectors], ups[kVectors] = {};
+  scale_sums(p, from.panel, m, from.sums[0] + i * kPanel, v);
+  if (p.activation >= 0) scale_sums(p, from.panel + p.panels, m, from.sums[1] + i * kPanel, ups);
+  put_vectors<Y>(p, m, from.panel * kPanel, v, ups);
+}
+
+template <bool TWO>
+HR_INLINE void step_tiles(const int8_t* x, int64_t x_stride, const uint8_t* w) {
+  if (TWO) {
     HR_TILE_LOAD(6, w, kStepBytes);
     HR_TILE_LOAD(4, x, x_stride);
     HR_TILE_DOT_SU8(0, 4, 6);
@@ -114,72 +114,80 @@ HR_INLINE void tiles8_two(const int8_t* x, int64_t x_stride, const uint8_t* w, i
     HR_TILE_LOAD(5, x + kTile * x_stride, x_stride);
     HR_TILE_DOT_SU8(2, 5, 6);
     HR_TILE_DOT_SU8(3, 5, 7);
+    return;
   }
+  HR_TILE_LOAD(4, x, x_stride);
+  HR_TILE_LOAD(5, w, kStepBytes);
+  HR_TILE_DOT_SU8(0, 4, 5);
+  HR_TILE_LOAD(6, w + 64, kStepBytes);
+  HR_TILE_DOT_SU8(1, 4, 6);
+  HR_TILE_LOAD(7, w + 128, kStepBytes);
+  HR_TILE_DOT_SU8(2, 4, 7);
+  HR_TILE_LOAD(5, w + 192, kStepBytes);
+  HR_TILE_DOT_SU8(3, 4, 5);
 }
 
-HR_INLINE void zero_tiles() {
-  HR_TILE_ZERO(0);
-  HR_TILE_ZERO(1);
-  HR_TILE_ZERO(2);
-  HR_TILE_ZERO(3);
-}
-HR_INLINE void store_tiles(int32_t* to) {
-  HR_TILE_STORE(0, to, 64);
-  HR_TILE_STORE(1, to + 256, 64);
-  HR_TILE_STORE(2, to + 512, 64);
-  HR_TILE_STORE(3, to + 768, 64);
-}
-
-// One tile of int8 sums, rows [m, m + rows), to the results.
-HR_INLINE void scale_tile(const Product& p, const int32_t* sums, const uint8_t* panel, int64_t column, int64_t m,
-                          int64_t rows, float* results) {
-  const F scale = load_raw<F>(panel + column * 4);
-  for (int64_t i = 0; i < rows; ++i) {
-    const I dot = load_raw<I>(sums + i * 16) - kOffset8 * p.x.sums[m + i];
-    const F v = __builtin_convertvector(dot, F) * (scale * p.x.scales[m + i]);
-    __builtin_memcpy(results + i * kPanel + column, &v, sizeof v);
-  }
-}
-
-// Rows [m, m + rows), at most 32, against a panel.
-HR_INLINE void tile_rows(const Product& p, const uint8_t* panel, int64_t m, int64_t rows, bool fetch, float* results) {
-  alignas(64) int32_t sums[4 * 256];
-  alignas(64) uint8_t last[16 * kStepBytes];
+// The sums of a block of at most 16 rows, or (TWO) 32, with a panel. `meanwhile`: done at each step of 64 inputs.
+template <bool TWO, class Function>
+HR_INLINE void block_sums(const Product& p, const uint8_t* panel, int64_t m, bool fetch, int32_t* sums, Function meanwhile) {
+  alignas(64) uint8_t last[kTileStep];
   const int64_t whole = p.K / kTileInputs, left = ceil_div(p.K % kTileInputs, int64_t(4));
   const int8_t* x = p.x.codes + m * p.x.stride;
   const uint8_t* w = panel + kPanel * 4;
   if (left > 0) {
-    __builtin_memcpy(last, w + whole * 16 * kStepBytes, size_t(left * kStepBytes));
+    __builtin_memcpy(last, w + whole * kTileStep, size_t(left * kStepBytes));
     __builtin_memset(last + left * kStepBytes, 0, size_t((16 - left) * kStepBytes));
   }
-  const bool two = rows > kTile;
-  for (int64_t column = 0; column < kPanel; column += two ? 32 : 64) {
+  for (int64_t column = 0; column < kPanel; column += TWO ? 32 : 64) {
     zero_tiles();
-    if (two) {
-      tiles8_two(x, p.x.stride, w + column * 4, whole, fetch && column == 0);
-      if (left > 0) tiles8_two(x + whole * kTileInputs, p.x.stride, last + column * 4, 1, false);
-    } else {
-      tiles8_one(x, p.x.stride, w, whole, fetch);
-      if (left > 0) tiles8_one(x + whole * kTileInputs, p.x.stride, last, 1, false);
+    for (int64_t s = 0; s < whole; ++s) {
+      if (fetch && column == 0) HR_UNROLL for (int line = 0; line < 64; ++line)
+        __builtin_prefetch(w + (s + 2) * kTileStep + line * 64, 0, 2);
+      step_tiles<TWO>(x + s * kTileInputs, p.x.stride, w + s * kTileStep + column * 4);
+      meanwhile();
     }
-    store_tiles(sums);
-    for (int64_t t = 0; t < 4; ++t) {
-      const int64_t from = two ? column + t % 2 * 16 : t * 16, down = two ? t / 2 * kTile : 0;
-      scale_tile(p, sums + t * 256, panel, from, m + down, smaller(rows - down, kTile), results + down * kPanel);
-    }
+    if (left > 0) step_tiles<TWO>(x + whole * kTileInputs, p.x.stride, last + column * 4);
+    each_result<TWO>(sums, column, store_tiles);
   }
 }
 
-constexpr int64_t kMostRows = 2 * kTile;
-#else
-constexpr int64_t kMostRows = kRows;
+// Rows [row, stop) of panels first .. end.
+template <class Y>
+void tile_panels(const Product& p, int64_t first, int64_t end, int64_t row, int64_t stop) {
+  Leaving blocks[2];
+  int64_t turn = 0, shaped = 0;
+  for (int64_t j = first; j < end; ++j)
+    for (int64_t m = row; m < stop; m += kBlockRows, turn ^= 1) {
+      Leaving &now = blocks[turn], &before = blocks[turn ^ 1];
+      now.panel = j, now.m = m, now.rows = smaller(stop - m, kBlockRows), now.left = 0;
+      if (now.rows != shaped) tile_shapes(shaped = now.rows);
+      const bool two = now.rows > kTile;
+      const int64_t halves = p.activation >= 0 ? 2 : 1, steps = halves * (two ? 2 : 1) * (p.K / kTileInputs);
+      int64_t due = 0;
+      const auto meanwhile = [&] {
+        for (due += before.rows; due >= steps; due -= steps) put_next<Y>(p, before);
+      };
+      for (int64_t half = 0; half < halves; ++half) {
+        const uint8_t* panel = p.w + (j + half * p.panels) * p.panel_bytes;
+        if (two) block_sums<true>(p, panel, m, m == row, now.sums[half], meanwhile);
+        else block_sums<false>(p, panel, m, m == row, now.sums[half], meanwhile);
+      }
+      while (before.left < before.rows) put_next<Y>(p, before);
+    }
+  tiles_release();
+  for (Leaving& last = blocks[turn ^ 1]; last.left < last.rows;) put_next<Y>(p, last);
+}
+
+// Rows of x that a chunk multiplies: as many as stay in the second-level cache, but several chunks for each thread.
+HR_INLINE int64_t tile_row_block(const Product& p) {
+  const int64_t fit = kCachedCodes / p.x.stride, share = p.M * p.panels / (4 * hr_pool_threads());
+  const int64_t most = larger(smaller(fit, share) / kBlockRows, int64_t(2)) * kBlockRows;
+  return ceil_div(ceil_div(p.M, ceil_div(p.M, most)), kBlockRows) * kBlockRows;
+}
 #endif
 
-// Rows [m, m + rows) of one panel's results; rows is at most that of a tile.
+// Rows [m, m + rows) of one panel's results; rows is at most kRows.
 HR_INLINE void panel_results(const Product& p, const uint8_t* panel, int64_t m, int64_t rows, bool fetch, float* results) {
-#if defined(HR_AMX)
-  if (p.M >= kTileRows) return tile_rows(p, panel, m, rows, fetch, results);
-#endif
   constexpr int most = kRows;
   for (int64_t column = 0; column < kPanel; column += kVectors * kLanes) {
     if (most >= 6 && rows == 6) tile<most >= 6 ? 6 : 1>(p, panel, column, m, fetch, results);
@@ -191,37 +199,37 @@ HR_INLINE void panel_results(const Product& p, const uint8_t* panel, int64_t m, 
   }
 }
 
+// Rows [row, stop) of panels first .. end.
 template <class Y>
-void panels_chunk(void* context, int64_t i) {
-  Product p = *static_cast<const Product*>(context);
-  const int64_t first = i / p.row_blocks * p.panels_per_chunk, row = i % p.row_blocks * kRowBlock;
-  const int64_t end = smaller(first + p.panels_per_chunk, p.panels), stop = smaller(p.M, row + kRowBlock);
-  if (p.top != nullptr) {
-    p.y = hr_scratch(p.M * p.y_stride * int64_t(sizeof(float)), 2), p.y_first = first * kPanel;
-    if (p.y == nullptr) __builtin_trap();
-  }
-  alignas(64) float results[2][kMostRows * kPanel];
-  int64_t most = kRows;
-  [[maybe_unused]] int64_t shaped = 0;
-#if defined(HR_AMX)
-  if (p.M >= kTileRows) most = 2 * kTile;
-#endif
+void vector_panels(const Product& p, int64_t first, int64_t end, int64_t row, int64_t stop) {
+  alignas(64) float results[2][kRows * kPanel];
   for (int64_t j = first; j < end; ++j)
     for (int64_t m = row; m < stop;) {
-      const int64_t rows = most == kRows ? ceil_div(stop - m, ceil_div(stop - m, most)) : smaller(stop - m, most);
-#if defined(HR_AMX)
-      if (p.M >= kTileRows && rows != shaped) tile_shapes(rows, kTileInputs);
-#endif
-      shaped = rows;
+      const int64_t rows = ceil_div(stop - m, ceil_div(stop - m, int64_t(kRows)));
       panel_results(p, p.w + j * p.panel_bytes, m, rows, m == row, results[0]);
       if (p.activation >= 0)
         panel_results(p, p.w + (j + p.panels) * p.panel_bytes, m, rows, m == row, results[1]);
       put_panel<Y>(p, j, m, rows, results[0], results[1]);
       m += rows;
     }
+}
+
+// A block of rows goes by all panels before the next one: it stays in the second-level cache.
+template <class Y>
+void panels_chunk(void* context, int64_t i) {
+  Product p = *static_cast<const Product*>(context);
+  const int64_t chunks = ceil_div(p.panels, p.panels_per_chunk);
+  const int64_t first = i % chunks * p.panels_per_chunk, row = i / chunks * p.row_block;
+  const int64_t end = smaller(first + p.panels_per_chunk, p.panels), stop = smaller(p.M, row + p.row_block);
+  if (p.top != nullptr) {
+    p.y = hr_scratch(p.M * p.y_stride * int64_t(sizeof(float)), 2), p.y_first = first * kPanel;
+    if (p.y == nullptr) __builtin_trap();
+  }
 #if defined(HR_AMX)
-  if (p.M >= kTileRows) tiles_release();
+  if (p.M >= kTileRows) tile_panels<Y>(p, first, end, row, stop);
+  else
 #endif
+    vector_panels<Y>(p, first, end, row, stop);
   if (p.top != nullptr)
     top_take(*p.top, i, static_cast<const float*>(p.y), p.y_stride, p.y_first, smaller(end * kPanel, p.N) - p.y_first);
 }
@@ -245,10 +253,13 @@ int32_t multiply(Product& p) {
   if (p.activation >= 0) p.N /= 2;
   p.panels = ceil_div(p.N, kPanel);
   p.panel_bytes = kPanel * 4 + ceil_div(p.K, int64_t(4)) * kStepBytes;
-  p.row_blocks = ceil_div(p.M, kRowBlock);
+  p.row_block = kRowBlock;
+#if defined(HR_AMX)
+  if (p.M >= kTileRows) p.row_block = tile_row_block(p);
+#endif
   p.panels_per_chunk = larger<int64_t>(1, p.M > kRows ? 1 : kChunkBytes / p.panel_bytes);
   if (p.top != nullptr) p.panels_per_chunk = kTopOutputs / kPanel, p.y_stride = kTopOutputs;
-  hr_parallel(panels_chunk<Y>, &p, ceil_div(p.panels, p.panels_per_chunk) * p.row_blocks);
+  hr_parallel(panels_chunk<Y>, &p, ceil_div(p.panels, p.panels_per_chunk) * ceil_div(p.M, p.row_block));
   return HR_OK;
 }
 

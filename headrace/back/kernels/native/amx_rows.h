@@ -51,17 +51,17 @@ HR_INLINE void tiles_two(const TileRows& rows, const char* w) {
 }
 
 // Where the four tiles' sums lie; `column`: of the two by two.
-template <bool TWO, class Function>
-HR_INLINE void each_result(float* sums, int64_t column, Function f) {
+template <bool TWO, class Sum, class Function>
+HR_INLINE void each_result(Sum* sums, int64_t column, Function f) {
   f(sums + column, sums + column + 16, sums + (TWO ? kTile * 64 + column : 32), sums + (TWO ? kTile * 64 + column + 16 : 48));
 }
-HR_INLINE void store_tiles(float* a, float* b, float* c, float* d) {
+HR_INLINE void store_tiles(void* a, void* b, void* c, void* d) {
   HR_TILE_STORE(0, a, kSumsStride);
   HR_TILE_STORE(1, b, kSumsStride);
   HR_TILE_STORE(2, c, kSumsStride);
   HR_TILE_STORE(3, d, kSumsStride);
 }
-HR_INLINE void load_tiles(const float* a, const float* b, const float* c, const float* d) {
+HR_INLINE void load_tiles(const void* a, const void* b, const void* c, const void* d) {
   HR_TILE_LOAD(0, a, kSumsStride);
   HR_TILE_LOAD(1, b, kSumsStride);
   HR_TILE_LOAD(2, c, kSumsStride);

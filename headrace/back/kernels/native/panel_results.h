@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int64_t kPanel = 64;  // outputs
+constexpr int kVectors = 4;     // of outputs at once
 
 // v to outputs n .. of row m. P: the product's call as data; y begins with output y_first.
 template <class Y, class P>
@@ -23,15 +24,29 @@ HR_INLINE void put_row(const P& p, int64_t m, int64_t n, F v) {
   }
 }
 
+// v, which `ups` are gated by if there is an activation, to outputs n .. of row m.
+template <class Y, class P>
+HR_INLINE void put_vectors(const P& p, int64_t m, int64_t n, F (&v)[kVectors], const F (&ups)[kVectors]) {
+  if (p.activation >= 0) HR_UNROLL for (int c = 0; c < kVectors; ++c) v[c] = gate(p.activation, v[c], ups[c]);
+  if (p.N - n < kVectors * kLanes) {
+    HR_UNROLL for (int c = 0; c < kVectors; ++c) put_row<Y>(p, m, n + c * kLanes, v[c]);
+    return;
+  }
+  const Y* bias = static_cast<const Y*>(p.bias);
+  Y* y = static_cast<Y*>(p.y) + m * p.y_stride + (n - p.y_first);
+  if (bias != nullptr) HR_UNROLL for (int c = 0; c < kVectors; ++c) v[c] += load(bias + n + c * kLanes);
+  HR_UNROLL for (int c = 0; c < kVectors; ++c) store(y + c * kLanes, v[c]);
+}
+
 // Rows [m, m + rows) of panel j (64 floats each, and of the panel it gates if there is an activation) to y.
 template <class Y, class P>
 HR_INLINE void put_panel(const P& p, int64_t j, int64_t m, int64_t rows, const float* results, const float* ups) {
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t column = 0; column < kPanel; column += kLanes) {
-      F v = load_raw<F>(results + i * kPanel + column);
-      if (p.activation >= 0) v = gate(p.activation, v, load_raw<F>(ups + i * kPanel + column));
-      put_row<Y>(p, m + i, j * kPanel + column, v);
-    }
+  for (int64_t i = 0; i < rows * kPanel; i += kVectors * kLanes) {
+    F v[kVectors], u[kVectors] = {};
+    HR_UNROLL for (int c = 0; c < kVectors; ++c) v[c] = load_raw<F>(results + i + c * kLanes);
+    if (p.activation >= 0) HR_UNROLL for (int c = 0; c < kVectors; ++c) u[c] = load_raw<F>(ups + i + c * kLanes);
+    put_vectors<Y>(p, m + i / kPanel, j * kPanel + i % kPanel, v, u);
+  }
 }
 
 }  // namespace
