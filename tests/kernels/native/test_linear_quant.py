@@ -77,7 +77,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(library,
 @pytest.mark.parametrize("rows, inputs", [(64, 33), (65, 64), (113, 384), (1100, 1000)])
 def test_many_rows_of_codes_are_the_same_rows_one_at_a_time(library, rows, inputs, activation):
     """Blocks of 32 rows, parts of one, several chunks of rows; inputs below, at and above a tile."""
-    asked = replace(problem(torch.bfloat16, 256, inputs, bias=False), activation=activation, coded=True)
+    asked = replace(
+        problem(torch.bfloat16, 256, inputs, bias=False), activation=activation, coded=True
+    )
     linear = bind_with(library, asked, weight_for(asked), None)
     x = coded_rows(values(rows, inputs, dtype=torch.bfloat16), None)
     library.set_threads(1)
