@@ -18,8 +18,8 @@ from headrace.launch.forecast import ModelCost, Sampled
 from headrace.launch.plan import build_without_memory, cost_of, with_layers
 
 ROWS = (1, 8, 32)
-NUM_INPUT, LEAST_OUTPUT, MOST_OUTPUT = 8, 4, 32
-"""The first step computes the prompts, the second is recorded, two or more are replayed."""
+NUM_INPUT, LEAST_OUTPUT, MOST_OUTPUT = 8, 3, 32
+"""The first step computes the prompts, the second is recorded, one or more are replayed."""
 ROW_S = 0.02
 """Steps of one row are taken for so long; of more rows as many."""
 MAX_LEN = 64
@@ -39,7 +39,6 @@ def run_sample(resolved: Resolved, cost: ModelCost) -> tuple[Sampled, tuple[Deci
         begin = time.perf_counter()
         num_output = min(MOST_OUTPUT, max(LEAST_OUTPUT, int(ROW_S / step_s)))
         traces = [_run(engine, rng, rows, num_output) for rows in ROWS]
-        prompts = traces[-1], _run(engine, rng, ROWS[-1], 1)  # the first touches what it needs
         seconds = time.perf_counter() - begin
         decisions = tuple(Decision(*told) for told in engine.core.facts.decisions)
     finally:
@@ -54,7 +53,7 @@ def run_sample(resolved: Resolved, cost: ModelCost) -> tuple[Sampled, tuple[Deci
             for rows, trace in zip(ROWS, traces, strict=True)
         ),
         prompt_tokens=ROWS[-1] * NUM_INPUT,
-        prompt_s=min(max(one.first_s.values()) - one.start_s for one in prompts),
+        prompt_s=max(traces[-1].first_s.values()) - traces[-1].start_s,
         seconds=seconds,
     ), decisions
 

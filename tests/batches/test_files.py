@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -132,3 +133,19 @@ def test_uploads_at_the_same_time_stay_apart(client: openai.OpenAI) -> None:
     for thread in threads:
         thread.join()
     assert found == {i: b"%d" % i * 1000 for i in range(8)}
+
+
+def test_an_upload_may_begin_while_others_end(tmp_path: Path) -> None:
+    """What lies in the folder is counted while its names change."""
+    store = FileStore(tmp_path / "files", max_bytes=1 << 30)
+
+    def upload_and_delete() -> None:
+        for _ in range(150):
+            upload = store.upload("")
+            upload.write(b"x")
+            store.delete(upload.finish(filename="f", purpose="user_data", expires_s=None))
+
+    with ThreadPoolExecutor(8) as threads:
+        for ended in [threads.submit(upload_and_delete) for _ in range(8)]:
+            ended.result()
+    assert store.of_owner("") == []

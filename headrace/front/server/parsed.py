@@ -15,7 +15,7 @@ from msgspec.structs import asdict
 from headrace.front.client.events import Delta, Ended, Event
 from headrace.front.text.parsing.counting import ReasoningTokens
 from headrace.front.text.parsing.parser import OutputParser
-from headrace.front.text.parsing.parts import Content, Part, Reasoning
+from headrace.front.text.parsing.parts import Content, Part, Reasoning, joined
 
 
 class ParsedDelta(Delta, frozen=True, kw_only=True):
@@ -44,6 +44,7 @@ class ParsedAnswer:
 
     over = False
     _num_output = 0
+    _num_read = 0
     _num_spans = 0
     _num_earlier = 0
     _num_reasoning = 0
@@ -52,6 +53,7 @@ class ParsedAnswer:
         self.pieces = pieces
         self._parser = parser
         self._tokens = ReasoningTokens(pieces)
+        self._ends = ReasoningTokens(pieces)  # of all tokens, for where each one ends
 
     def take(self, event: Delta | Ended) -> list[Event]:
         """The parsed events of `event`; none once the choice is over."""
@@ -59,11 +61,35 @@ class ParsedAnswer:
             return []
         if isinstance(event, Ended):
             return self._end(event)
-        found: list[Event] = [self._delta(event, self._parser.push(event.text))]
-        if self._parser.closed:  # the one call that was asked for is complete
-            ended = Ended(index=event.index, reason="stop", num_output=self._num_output)
-            found += self._end(ended)
-        return found
+        if not self._parser.only_one_call:
+            return [self._delta(event, self._parser.push(event.text))]
+        return self._until_closed(event)
+
+    def _until_closed(self, event: Delta) -> list[Event]:
+        """A delta as if each of its tokens had come alone: what follows the one call is none of the answer's."""
+        parts: list[Part] = []
+        begin = number = 0
+        for number in range(len(event.token_ids) + 1):
+            # the text of earlier tokens comes first, as far as it was held back
+            self._ends.add(event.token_ids[number - 1 : number])
+            end = min(max(self._ends.at - self._num_read, begin), len(event.text))
+            parts += self._parser.push(event.text[begin:end])
+            begin = end
+            if self._parser.closed:
+                break
+        else:
+            parts += self._parser.push(event.text[begin:])
+            begin = len(event.text)
+        self._num_read += len(event.text)
+        if not self._parser.closed:
+            return [self._delta(event, joined(parts))]
+        scores = None if event.scores is None else event.scores[:number]
+        event = msgspec.structs.replace(
+            event, text=event.text[:begin], token_ids=event.token_ids[:number], scores=scores
+        )
+        last = self._delta(event, joined(parts))
+        ended = Ended(index=event.index, reason="stop", num_output=self._num_output)
+        return [last, *self._end(ended)]
 
     def _delta(self, event: Delta, parts: list[Part]) -> ParsedDelta:
         self._num_output += len(event.token_ids)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer as Library
 
-from headrace.base.config.resolved import EngineSpec
 from headrace.base.wire.grammar import Node
 from headrace.core.grammar.gate import GrammarGate
 from headrace.front.text.parsing.families import TOOL_FAMILIES, ToolFamily
@@ -42,83 +42,101 @@ def texts_of(row: msgspec.Struct) -> list[str]:
     return [text for text in found if isinstance(text, str)]
 
 
-def markup_of(family: ToolFamily) -> list[str]:
-    """What the family writes and reads as tags."""
-    written = MARKUP.findall("\n".join(texts_of(family.writing)))
+def written_by(family: ToolFamily) -> set[str]:
+    """What the family writes as tags."""
+    return set(MARKUP.findall("\n".join(texts_of(family.writing))))
+
+
+def markup_of(family: ToolFamily) -> set[str]:
+    """Those of them that it reads."""
     read = "\n".join(texts_of(family.grammar))
-    return sorted({tag for tag in written if tag in read})
+    return {tag for tag in written_by(family) if tag in read}
 
 
 MARKED = [family for family in TOOL_FAMILIES if markup_of(family)]
+WRITTEN_AS_TEXT = {tag for family in MARKED for tag in written_by(family) - markup_of(family)}
+CONTROL = sorted({tag for family in MARKED for tag in markup_of(family)} - WRITTEN_AS_TEXT)
 
 
 class Marked:
-    """A family bound to a vocabulary in which its markup is control tokens."""
+    """One vocabulary in which the markup of all these families is control tokens, but for what one of them writes as
+    text: a model has tokens of formats that are not its own, and grammars of many share what was compiled."""
 
-    def __init__(self, family: ToolFamily, folder: Path, backend: str) -> None:
+    def __init__(self, folder: Path, backend: str) -> None:
         library = Library.from_file(str(MODEL / "tokenizer.json"))
-        library.add_special_tokens(markup_of(family))
+        library.add_special_tokens(CONTROL)
         library.save(str(folder / "tokenizer.json"))
         config = (MODEL / "tokenizer_config.json").read_text()
         (folder / "tokenizer_config.json").write_text(config)
         self.tokenizer = load_tokenizer(str(folder))
-        self.answers = AnswerFormat(tools=family).bound(self.tokenizer)
-        assert self.answers.tools is not None
-        self.writing = self.answers.tools.writing
         spec = spec_for()
         width = -(-self.tokenizer.num_ids // 32) * 32
         model = msgspec.structs.replace(spec.model, logits_width=width)
-        self.spec: EngineSpec = msgspec.structs.replace(spec, model=model)
         vocabulary = vocabulary_of(str(folder), model)
         gate = GrammarGate(
             lambda: vocabulary, backend=backend, encoder=lambda: self.tokenizer.encode_plain
         )
-        self.driver = GrammarDriver(self.spec, gate=gate)
+        self.driver = GrammarDriver(msgspec.structs.replace(spec, model=model), gate=gate)
+        self._ids = count(1)
+
+    def format_of(self, family: ToolFamily) -> AnswerFormat:
+        """The family over this vocabulary."""
+        return AnswerFormat(tools=family).bound(self.tokenizer)
 
     def run(self, node: Node, seed: int) -> tuple[list[int], str]:
         """The tokens of one answer, and how it ended."""
-        request = constrained(seed, node, max_tokens=500)
+        request = constrained(next(self._ids), node, max_tokens=500)
+        request = msgspec.structs.replace(
+            request, sampling=msgspec.structs.replace(request.sampling, seed=seed)
+        )
         self.driver.add(request)
         self.driver.finish(request.id)
         end = self.driver.finished[request.id]
         assert end.error is None, end.error
         return self.driver.tokens[request.id], end.reason
 
-    def calls(self, ids: list[int]) -> tuple[list[tuple[str, Any]], str]:
-        """What the family's parser reads, and the content beside it."""
-        parser = self.answers.parser(prompt_tail="<|start|>assistant", schemas=schemas_of(TOOLS))
-        assert parser is not None and self.answers.pieces is not None
-        data = b""
-        for i in ids:
-            piece = self.answers.pieces[i]
-            data += piece.encode() if isinstance(piece, str) else piece
-        parts: list[Part] = [*parser.push(data.decode("utf-8", "replace")), *parser.finish()]
-        return calls_in(parts)
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def marked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Marked:
+    return Marked(tmp_path_factory.mktemp("marked"), request.param)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def calls_of(answers: AnswerFormat, ids: list[int]) -> tuple[list[tuple[str, Any]], str]:
+    """What the family's parser reads, and the content beside it."""
+    parser = answers.parser(prompt_tail="<|start|>assistant", schemas=schemas_of(TOOLS))
+    assert parser is not None and answers.pieces is not None
+    data = b""
+    for i in ids:
+        piece = answers.pieces[i]
+        data += piece.encode() if isinstance(piece, str) else piece
+    parts: list[Part] = [*parser.push(data.decode("utf-8", "replace")), *parser.finish()]
+    return calls_in(parts)
+
+
 @pytest.mark.parametrize("family", MARKED, ids=lambda family: family.name)
 def test_a_forced_call_is_written_in_the_tokens_and_read_as_a_call(
-    family: ToolFamily, backend: str, tmp_path: Path
+    family: ToolFamily, marked: Marked
 ) -> None:
-    marked = Marked(family, tmp_path, backend)
-    node = required_calls(TOOLS, marked.writing, at_most_one=True)
+    answers = marked.format_of(family)
+    assert answers.tools is not None
+    node = required_calls(TOOLS, answers.tools.writing, at_most_one=True)
     ended = 0
     for seed in range(1, 5):
         ids, reason = marked.run(node, seed)
         if reason != "stop":
             continue  # a text without a bound, drawn at random
         ended += 1
-        calls, content = marked.calls(ids)
+        calls, content = calls_of(answers, ids)
         assert len(calls) == 1 and calls[0][0] in PARAMETERS, calls
         assert not content.strip(), marked.tokenizer.decode(ids, skip_special_tokens=False)
     assert ended
 
 
 @pytest.mark.parametrize("family", MARKED, ids=lambda family: family.name)
-def test_strict_calls_compile_over_tokens(family: ToolFamily, tmp_path: Path) -> None:
-    marked = Marked(family, tmp_path, "llguidance")
-    node = strict_calls(TOOLS, marked.writing)
+def test_strict_calls_compile_over_tokens(family: ToolFamily, marked: Marked) -> None:
+    answers = marked.format_of(family)
+    assert answers.tools is not None
+    node = strict_calls(TOOLS, answers.tools.writing)
     if node is not None:
         ids, _ = marked.run(node, 1)
         assert ids

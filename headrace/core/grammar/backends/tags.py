@@ -41,6 +41,15 @@ _JSON_SPACE = r'\1 ::= ((" ") | ("\\n" [ ]{0,40}))'
 Format: TypeAlias = dict[str, Any]
 
 
+def has_tokens(form: Any) -> bool:
+    """Whether a format, or one within it, names tokens of the vocabulary."""
+    if isinstance(form, list):
+        return any(map(has_tokens, form))
+    if not isinstance(form, dict):
+        return False
+    return str(form.get("type")).startswith("token") or any(map(has_tokens, form.values()))
+
+
 class Tags:
     """Writes formats. `library` parses what has no format of its own."""
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from headrace.base.errors import InvalidRequest
 from headrace.base.optional import require
 from headrace.base.wire.grammar import Node, Vocabulary
-from headrace.core.grammar.backends.tags import Tags
+from headrace.core.grammar.backends.tags import Tags, has_tokens
 from headrace.core.ports import Encode, Matcher
 
 MAX_MESSAGE_CHARS = 300
@@ -92,6 +92,7 @@ class XgrammarBackend:
         )
         self._library = library
         self._compiler = library.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+        self._apart = library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._filler = library.BatchGrammarMatcher(min(8, len(os.sched_getaffinity(0))))
         self._tags = Tags(library, vocabulary)
         self._encode = encode
@@ -109,8 +110,10 @@ class XgrammarBackend:
     def compile(self, node: Node) -> XgrammarMatcher:
         """See GrammarBackend."""
         try:
-            document = {"type": "structural_tag", "format": self._tags.write(node)}
-            compiled = self._compiler.compile_structural_tag(document)
+            form = self._tags.write(node)
+            # parts that differ only in their tokens are one to the library's cache (xgrammar 0.2)
+            compiler = self._apart if has_tokens(form) else self._compiler
+            compiled = compiler.compile_structural_tag({"type": "structural_tag", "format": form})
             return XgrammarMatcher(self._library.GrammarMatcher(compiled), self)
         except (RuntimeError, ValueError) as error:
             raise InvalidRequest(_cleaned(str(error))) from None

@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -114,8 +115,9 @@ class FileStore:
         if number >= MAX_FILES:
             return 0
         for part in self._folder.glob("*.part"):
-            if time.time() - part.stat().st_mtime > STALE_UPLOAD_S:
-                part.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # its upload has ended meanwhile
+                if time.time() - part.stat().st_mtime > STALE_UPLOAD_S:
+                    part.unlink()
         return min(self.max_bytes - total, self.max_bytes // 2 - mine)
 
     def adopt(self, path: Path, info: FileInfo) -> None:

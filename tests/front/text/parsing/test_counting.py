@@ -60,3 +60,41 @@ def test_tokens_between_the_tags_are_counted(
 def test_any_grouping_counts_the_same(thought: list[str], rest: list[str], group: int) -> None:
     tokens: list[str | bytes] = ["<think>", *thought, "</think>", *rest]
     assert count(tokens, False, group) == len(thought)
+
+
+CALL = ['<tool_call>{"name": "f", ', '"arguments": {"s": "', "x", '"}', "}", "</tool", "_call", ">"]
+
+
+@given(
+    before=st.lists(st.sampled_from(["a", "bc ", "<"]), max_size=4),
+    behind=st.lists(st.sampled_from(["\n", "<tool_call>", "x"]), max_size=8),
+    group=st.integers(2, 16),
+    held=st.integers(0, 1),
+)
+def test_the_one_call_ends_at_its_token_however_the_answer_is_grouped(
+    before: list[str], behind: list[str], group: int, held: int
+) -> None:
+    """`held`: so many characters come with the next token, as they may begin a stop string."""
+    tokens = [*before, *CALL, *behind]
+    alone, together = one_call(tokens, 1, 0), one_call(tokens, group, held)
+    assert together == alone and alone[0] == list(range(alone[1]))
+    assert len(before) < alone[1] <= len(before) + len(CALL)
+
+
+def one_call(tokens: list[str], group: int, held: int) -> tuple[list[int], int]:
+    """The tokens of the answer whose one call is asked for, and how many were told at its end."""
+    parser = parser_of("hermes", only_one_call=True)
+    answer = ParsedAnswer(parser, dict(enumerate(tokens)))
+    ids: list[int] = []
+    sent = 0
+    for i in range(0, len(tokens), group):
+        known = "".join(tokens[: i + group])
+        end = len(known) if i + group >= len(tokens) else max(sent, len(known) - held)
+        some = list(range(i, min(i + group, len(tokens))))
+        for made in answer.take(Delta(index=0, text=known[sent:end], token_ids=some)):
+            if isinstance(made, Ended):
+                return ids, made.num_output
+            assert isinstance(made, Delta)
+            ids += made.token_ids
+        sent = end
+    raise AssertionError("the call did not end the answer")

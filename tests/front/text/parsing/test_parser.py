@@ -219,18 +219,21 @@ def _assert_linear(
     assert not over
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45"])
 @pytest.mark.parametrize("size", [1 << 20, 7])
 def test_time_is_linear_in_any_text(family: str, size: int) -> None:
     _assert_linear(family, ADVERSARIAL, 1 << 20 if size > 1000 else 1 << 16, size)
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("family", FAMILIES)
 def test_time_is_linear_in_a_mangled_call(family: str) -> None:
     _assert_linear(family, mangled(family), 1 << 16, 1 << 20)
     _assert_linear(family, mangled(family), 1 << 13, 7)
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("think", THOUGHTS)
 def test_time_is_linear_in_mangled_reasoning(think: str) -> None:
     tools = own_calls(think)
