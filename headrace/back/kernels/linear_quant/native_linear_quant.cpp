@@ -31,7 +31,7 @@ struct Product {
   const uint8_t* w;
   const void* bias;
   void* y;
-  int64_t M, N, K, y_stride, panel_bytes, panels, panels_per_chunk, row_block;
+  int64_t M, N, K, y_stride, panel_bytes, panels, panels_per_chunk, row_block, threads;
   int32_t activation;  // -1, or the first half of the outputs gates the second
   const Top* top;  // null, or where the best results are kept, and y is memory of a chunk
   int64_t y_first;     // the output that y begins with
@@ -180,7 +180,7 @@ void tile_panels(const Product& p, int64_t first, int64_t end, int64_t row, int6
 
 // Rows of x that a chunk multiplies: as many as stay in the second-level cache, but several chunks for each thread.
 HR_INLINE int64_t tile_row_block(const Product& p) {
-  const int64_t fit = kCachedCodes / p.x.stride, share = p.M * p.panels / (4 * hr_pool_threads());
+  const int64_t fit = kCachedCodes / p.x.stride, share = p.M * p.panels / (4 * p.threads);
   const int64_t most = larger(smaller(fit, share) / kBlockRows, int64_t(2)) * kBlockRows;
   return ceil_div(ceil_div(p.M, ceil_div(p.M, most)), kBlockRows) * kBlockRows;
 }
@@ -214,12 +214,14 @@ void vector_panels(const Product& p, int64_t first, int64_t end, int64_t row, in
     }
 }
 
-// A block of rows goes by all panels before the next one: it stays in the second-level cache.
+// A block of rows goes by all panels before the next one: it stays in the second-level cache. Threads have parts of the panels
+// each: the neighbouring lines of y that two of them write would be fetched by both.
 template <class Y>
 void panels_chunk(void* context, int64_t i) {
   Product p = *static_cast<const Product*>(context);
-  const int64_t chunks = ceil_div(p.panels, p.panels_per_chunk);
-  const int64_t first = i % chunks * p.panels_per_chunk, row = i / chunks * p.row_block;
+  const int64_t chunks = ceil_div(p.panels, p.panels_per_chunk), part = i % chunks % p.threads;
+  const int64_t chunk = part * (chunks / p.threads) + smaller(part, chunks % p.threads) + i % chunks / p.threads;
+  const int64_t first = chunk * p.panels_per_chunk, row = i / chunks * p.row_block;
   const int64_t end = smaller(first + p.panels_per_chunk, p.panels), stop = smaller(p.M, row + p.row_block);
   if (p.top != nullptr) {
     p.y = hr_scratch(p.M * p.y_stride * int64_t(sizeof(float)), 2), p.y_first = first * kPanel;
@@ -231,7 +233,7 @@ void panels_chunk(void* context, int64_t i) {
 #endif
     vector_panels<Y>(p, first, end, row, stop);
   if (p.top != nullptr)
-    top_take(*p.top, i, static_cast<const float*>(p.y), p.y_stride, p.y_first, smaller(end * kPanel, p.N) - p.y_first);
+    top_take(*p.top, chunk, static_cast<const float*>(p.y), p.y_stride, p.y_first, smaller(end * kPanel, p.N) - p.y_first);
 }
 
 // One chunk of rows of x, quantized into the scratch memory.
@@ -253,7 +255,7 @@ int32_t multiply(Product& p) {
   if (p.activation >= 0) p.N /= 2;
   p.panels = ceil_div(p.N, kPanel);
   p.panel_bytes = kPanel * 4 + ceil_div(p.K, int64_t(4)) * kStepBytes;
-  p.row_block = kRowBlock;
+  p.threads = hr_pool_threads(), p.row_block = kRowBlock;
 #if defined(HR_AMX)
   if (p.M >= kTileRows) p.row_block = tile_row_block(p);
 #endif
