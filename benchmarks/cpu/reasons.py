@@ -19,19 +19,22 @@ REASONS: dict[str, dict[str, str]] = {
     "qwen3-0.6b": {
         "decode bf16 1": "the shared host's memory: a run of the same step minutes apart from its reading was at 93 % "
         "of it; no other engine reads faster",
+        "decode bf16 32": "within the spread of the shared host: 1.29, 1.22 and 1.19 in three runs",
+        "decode int8 1": "the shared host's memory: 86 % of it in the run before, with 39.4 tokens per second",
         "decode int4 1": "the shared host's memory, in part: a step of 18.7 ms here, of 14.2 when profiled, 12.7 "
         "of them products at 26 GB/s, 0.9 attention, 0.3 norms, rotation and choice, 0.3 between steps",
         "decode int4 8": "within the spread of the shared host: 1.59, 1.49 and 1.44 in three runs",
         "prefill bf16 512": "attention takes 16 % of the time for 6 % of the operations (prompt.py), norms and "
         "rotation 3 %; the peak is a single product's, measured for a second",
         "prefill bf16 2048": "attention takes 23 % of the time for a fifth of the operations (prompt.py)",
+        "prefill int8 512": "products take 68 % of the time (prompt.py), at about the rate of the peak (many_rows.py: "
+        "7 to 11 ns a tile's product on two threads, the peak's 9); attention, in bf16, 17 %, norms, rotation and "
+        "codes 8 %, 4 % are outside of kernels",
         "prefill int8 2048": "attention, in bf16, takes 32 % of the time for a fifth of the operations (prompt.py)",
         "prefill int4 512": _GROUPS,
         "prefill int4 2048": _GROUPS,
-        "plan": "four layers and the head run at 1, 8 and 32 rows for as long as their steps take: 0.45 s in int8 and "
-        "int4, 0.60 in bf16",
         "start": "reads of 1.1 GB beside two imports on a shared host: ready after 2.2 to 3.4 s within minutes, "
-        "medians 2.5 to 3.1; torch alone takes more than a second to import: 1,123 Python modules, the collector "
+        "medians 2.5 to 3.2; torch alone takes more than a second to import: 1,123 Python modules, the collector "
         "already off; those it does not need import each other in a circle and cannot be put off",
     },
     "bundled": {
