@@ -10,7 +10,8 @@ from headrace.back.kernels.native import build
 
 SOURCE = Path(__file__).parent / "program" / "kernel_check.cpp"
 CHECKED = (
-    *("linear", "linear_fp8", "quantize", "linear_blocks", "pack_blocks", "embedding_blocks"),
+    *("linear", "linear_fp8", "linear_quant", "quantize"),
+    *("linear_blocks", "pack_blocks", "embedding_blocks"),
     *("attention", "kv_write"),
 )
 

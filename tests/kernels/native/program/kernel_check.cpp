@@ -119,6 +119,27 @@ void check_fp8(int type, int64_t M, int64_t N, int64_t K, bool compared) {
   compare("linear_fp8", type, y, exact, 2e-6);
 }
 
+// Whole numbers up to 127, which is the largest of each row of x and of each output: codes without rounding, exact results.
+void check_int8(int type, int64_t M, int64_t N, int64_t K, bool compared) {
+  const auto whole = [&](int64_t i) { return i % K == 0 ? 127.0f : float(int(next() % 255) - 127); };
+  vector<float> x(size_t(M * K)), w(size_t(N * K)), y(size_t(M * N), NAN);
+  for (int64_t i = 0; i < M * K; ++i) x[i] = whole(i);
+  for (int64_t i = 0; i < N * K; ++i) w[i] = whole(i);
+  vector<uint16_t> halves;
+  for (float value : x) halves.push_back(type == BF16 ? bf16_bits(value) : f16_bits(value));
+  const void* given = type == F32 ? static_cast<const void*>(x.data()) : halves.data();
+  vector<uint8_t> panels(size_t((N + 63) / 64 * (256 + (K + 3) / 4 * 256)));
+  int status = kernel<Pack8>("quantize")(w.data(), panels.data(), N, K, K, F32);
+  status |= kernel<Linear8>("linear_quant")(given, panels.data(), nullptr, y.data(), M, N, K, K, N, -1, type, F32);
+  if (!compared) return;
+  vector<double> exact(size_t(M * N), 0);
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n)
+      for (int64_t k = 0; k < K; ++k) exact[m * N + n] += double(x[m * K + k]) * w[n * K + k];
+  if (status) y[0] = NAN;
+  compare("linear_quant", type, y, exact, 2e-6);
+}
+
 // Block codings as layout.py numbers them: inputs of a block, its bytes, where its float16 scales stand, panel bytes.
 struct Coding {
   int block, size, halves[2], panel_block;
@@ -256,6 +277,7 @@ int main(int argc, char** argv) {
       return kernel<Linear>("linear")(x.bytes.data(), w.bytes.data(), nullptr, y.data(), 1, N, K, K, K, N, BF16, F32);
     }
     if (name == "linear_fp8") return check_fp8(BF16, 1, N, K, false), 0;
+    if (name == "linear_quant") return check_int8(BF16, 1, N, K, false), 0;
     if (name == "linear_gated" || name == "linear_top") {
       Values x(K, BF16), w(N * K, BF16);
       vector<float> y(size_t(N), 0);
@@ -280,6 +302,7 @@ int main(int argc, char** argv) {
   for (int type : {F32, BF16, F16}) {
     check_linear(type, 3, 37, 100), check_linear(type, 1, 64, 256);
     check_fp8(type, 3, 70, 101, true);
+    check_int8(type, 3, 70, 101, true), check_int8(type, 200, 130, 68, true);
     for (int coded = 0; coded < 3; ++coded) check_attention(type, coded, 100, true);
   }
   for (int coding = 0; coding < 12; ++coding) check_blocks(coding, 3, 70, 512, true);
