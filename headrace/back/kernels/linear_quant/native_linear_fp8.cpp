@@ -128,8 +128,7 @@ HR_INLINE void few_rows(const Product& p, const uint8_t* panel, int64_t m, float
       if (s + kTileSteps <= steps) widen_tiles<TWO ? 2 : 4>(w, kTileSteps, true, tiles[turn]);
       else widen_tiles<TWO ? 2 : 4>(w, steps - s, false, tiles[turn]);
       const TileRows rows{x, p.x_stride, kTile * p.x_stride, 64};
-      if (TWO) tiles_two(rows, tiles[turn]);
-      else tiles_one(rows, tiles[turn]);
+      step_tiles<TWO>(rows, tiles[turn]);
     }
     each_result<TWO>(results, column, store_tiles);
   }

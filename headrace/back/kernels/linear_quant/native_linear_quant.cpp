@@ -105,26 +105,8 @@ __attribute__((noinline)) void put_next(const Product& p, Leaving& from) {
 
 template <bool TWO>
 HR_INLINE void step_tiles(const int8_t* x, int64_t x_stride, const uint8_t* w) {
-  if (TWO) {
-    HR_TILE_LOAD(6, w, kStepBytes);
-    HR_TILE_LOAD(4, x, x_stride);
-    HR_TILE_DOT_SU8(0, 4, 6);
-    HR_TILE_LOAD(7, w + 64, kStepBytes);
-    HR_TILE_DOT_SU8(1, 4, 7);
-    HR_TILE_LOAD(5, x + kTile * x_stride, x_stride);
-    HR_TILE_DOT_SU8(2, 5, 6);
-    HR_TILE_DOT_SU8(3, 5, 7);
-    return;
-  }
-  HR_TILE_LOAD(4, x, x_stride);
-  HR_TILE_LOAD(5, w, kStepBytes);
-  HR_TILE_DOT_SU8(0, 4, 5);
-  HR_TILE_LOAD(6, w + 64, kStepBytes);
-  HR_TILE_DOT_SU8(1, 4, 6);
-  HR_TILE_LOAD(7, w + 128, kStepBytes);
-  HR_TILE_DOT_SU8(2, 4, 7);
-  HR_TILE_LOAD(5, w + 192, kStepBytes);
-  HR_TILE_DOT_SU8(3, 4, 5);
+  if (TWO) tiles_two<TileDot::su8>(x, x_stride, kTile * x_stride, w, kStepBytes, 64);
+  else tiles_one<TileDot::su8>(x, x_stride, w, kStepBytes, 64);
 }
 
 // The sums of a block of at most 16 rows, or (TWO) 32, with a panel. `meanwhile`: done at each step of 64 inputs.

@@ -39,6 +39,49 @@ HR_INLINE void tiles_release() { __asm__ volatile("tilerelease" ::); }
 // Signed bytes of a times unsigned bytes of b.
 #define HR_TILE_DOT_SU8(c, a, b) __asm__ volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
+HR_INLINE void zero_tiles() {
+  HR_TILE_ZERO(0);
+  HR_TILE_ZERO(1);
+  HR_TILE_ZERO(2);
+  HR_TILE_ZERO(3);
+}
+
+enum class TileDot { bf16, ss8, su8 };
+#define HR_TILE_DOT(dot, c, a, b)                        \
+  if constexpr ((dot) == TileDot::bf16)                      \
+    HR_TILE_DOT_BF16(c, a, b);                           \
+  else if constexpr ((dot) == TileDot::ss8)                  \
+    HR_TILE_DOT_SS8(c, a, b);                            \
+  else                                                   \
+    HR_TILE_DOT_SU8(c, a, b)
+
+// One step of sums 0 .. 3, rows of x by rows of w. A block of rows by four of outputs, `across` bytes from one to the next:
+template <TileDot DOT>
+HR_INLINE void tiles_one(const void* x, int64_t x_stride, const void* w, int64_t w_stride, int64_t across) {
+  const char* from = static_cast<const char*>(w);
+  HR_TILE_LOAD(4, x, x_stride);
+  HR_TILE_LOAD(5, from, w_stride);
+  HR_TILE_DOT(DOT, 0, 4, 5);
+  HR_TILE_LOAD(6, from + across, w_stride);
+  HR_TILE_DOT(DOT, 1, 4, 6);
+  HR_TILE_LOAD(7, from + 2 * across, w_stride);
+  HR_TILE_DOT(DOT, 2, 4, 7);
+  HR_TILE_LOAD(5, from + 3 * across, w_stride);
+  HR_TILE_DOT(DOT, 3, 4, 5);
+}
+// Two blocks of rows, `second` bytes apart, by two of outputs.
+template <TileDot DOT>
+HR_INLINE void tiles_two(const void* x, int64_t x_stride, int64_t second, const void* w, int64_t w_stride, int64_t across) {
+  HR_TILE_LOAD(6, w, w_stride);
+  HR_TILE_LOAD(4, x, x_stride);
+  HR_TILE_DOT(DOT, 0, 4, 6);
+  HR_TILE_LOAD(7, static_cast<const char*>(w) + across, w_stride);
+  HR_TILE_DOT(DOT, 1, 4, 7);
+  HR_TILE_LOAD(5, static_cast<const char*>(x) + second, x_stride);
+  HR_TILE_DOT(DOT, 2, 5, 6);
+  HR_TILE_DOT(DOT, 3, 5, 7);
+}
+
 // 16 vectors of 16 words, transposed in registers.
 HR_INLINE void transpose16(__m512i (&r)[16]) {
   __m512i t[16];

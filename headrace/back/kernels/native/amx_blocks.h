@@ -71,21 +71,9 @@ HR_INLINE void block_tile_shapes(int64_t rows, int64_t depth) {
 // The sums of one part for the rows at x, all 64 outputs.
 template <class C>
 HR_INLINE void tile_sums(const int8_t* x, int64_t stride, const uint8_t* w, int32_t* to) {
-  HR_TILE_ZERO(0);
-  HR_TILE_ZERO(1);
-  HR_TILE_ZERO(2);
-  HR_TILE_ZERO(3);
-  for (int64_t k = 0; k < C::sub; k += Stretch<C>::depth, w += Stretch<C>::depth / 4 * kPlane) {
-    HR_TILE_LOAD(4, x + k, stride);
-    HR_TILE_LOAD(5, w, kPlane);
-    HR_TILE_DOT_SS8(0, 4, 5);
-    HR_TILE_LOAD(6, w + 64, kPlane);
-    HR_TILE_DOT_SS8(1, 4, 6);
-    HR_TILE_LOAD(7, w + 128, kPlane);
-    HR_TILE_DOT_SS8(2, 4, 7);
-    HR_TILE_LOAD(5, w + 192, kPlane);
-    HR_TILE_DOT_SS8(3, 4, 5);
-  }
+  zero_tiles();
+  for (int64_t k = 0; k < C::sub; k += Stretch<C>::depth, w += Stretch<C>::depth / 4 * kPlane)
+    tiles_one<TileDot::ss8>(x + k, stride, w, kPlane, 64);
   HR_TILE_STORE(0, to, 64);
   HR_TILE_STORE(1, to + 256, 64);
   HR_TILE_STORE(2, to + 512, 64);

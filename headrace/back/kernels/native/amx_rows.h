@@ -27,27 +27,11 @@ struct TileRows {
   int64_t stride, second, step;
 };
 
-// The sums of one block of rows by four of outputs, or of two by two. w: tiles of neighbouring outputs.
-HR_INLINE void tiles_one(const TileRows& rows, const char* w) {
-  HR_TILE_LOAD(4, rows.x, rows.stride);
-  HR_TILE_LOAD(5, w, 64);
-  HR_TILE_DOT_BF16(0, 4, 5);
-  HR_TILE_LOAD(6, w + kTileBytes, 64);
-  HR_TILE_DOT_BF16(1, 4, 6);
-  HR_TILE_LOAD(7, w + 2 * kTileBytes, 64);
-  HR_TILE_DOT_BF16(2, 4, 7);
-  HR_TILE_LOAD(5, w + 3 * kTileBytes, 64);
-  HR_TILE_DOT_BF16(3, 4, 5);
-}
-HR_INLINE void tiles_two(const TileRows& rows, const char* w) {
-  HR_TILE_LOAD(6, w, 64);
-  HR_TILE_LOAD(4, rows.x, rows.stride);
-  HR_TILE_DOT_BF16(0, 4, 6);
-  HR_TILE_LOAD(7, w + kTileBytes, 64);
-  HR_TILE_DOT_BF16(1, 4, 7);
-  HR_TILE_LOAD(5, rows.x + rows.second, rows.stride);
-  HR_TILE_DOT_BF16(2, 5, 6);
-  HR_TILE_DOT_BF16(3, 5, 7);
+// One step of 32 inputs; w: tiles of neighbouring outputs.
+template <bool TWO>
+HR_INLINE void step_tiles(const TileRows& rows, const char* w) {
+  if (TWO) tiles_two<TileDot::bf16>(rows.x, rows.stride, rows.second, w, 64, kTileBytes);
+  else tiles_one<TileDot::bf16>(rows.x, rows.stride, w, 64, kTileBytes);
 }
 
 // Where the four tiles' sums lie; `column`: of the two by two.
@@ -67,12 +51,6 @@ HR_INLINE void load_tiles(const void* a, const void* b, const void* c, const voi
   HR_TILE_LOAD(2, c, kSumsStride);
   HR_TILE_LOAD(3, d, kSumsStride);
 }
-HR_INLINE void zero_tiles() {
-  HR_TILE_ZERO(0);
-  HR_TILE_ZERO(1);
-  HR_TILE_ZERO(2);
-  HR_TILE_ZERO(3);
-}
 
 // `count` steps of 32 inputs, whose four tiles lie at `tiles` side by side, for one block of rows (TWO: from `column` on);
 // the sums go on from those that are there.
@@ -81,10 +59,7 @@ HR_INLINE void block_rows(TileRows rows, const char* tiles, int64_t column, int6
   if (begin) zero_tiles();
   else each_result<TWO>(sums, column, load_tiles);
   const char* w = tiles + column / 16 * kTileBytes;
-  for (int64_t i = 0; i < count; ++i, w += 4 * kTileBytes, rows.x += rows.step) {
-    if (TWO) tiles_two(rows, w);
-    else tiles_one(rows, w);
-  }
+  for (int64_t i = 0; i < count; ++i, w += 4 * kTileBytes, rows.x += rows.step) step_tiles<TWO>(rows, w);
   each_result<TWO>(sums, column, store_tiles);
 }
 
