@@ -129,7 +129,8 @@ class Supervisor:
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._wait_s()):
-            key.data()
+            if key.fd in self._selector.get_map():  # else an event before it ended its child
+                key.data()
         now = time.monotonic()
         stopped = (
             now - self._turned_at > SILENCE_S
@@ -200,8 +201,7 @@ class Supervisor:
 
     def _died(self, seat: Seat) -> None:
         child = seat.child
-        if child is None:
-            return
+        assert child is not None
         if child.status in self._selector.get_map():
             self._reported(seat)
         self._forget(seat, child)
@@ -272,6 +272,8 @@ class Supervisor:
             child.status.close()
         signal.set_wakeup_fd(-1)
         self._selector.close()
+        self._signals_in.close()
+        self._signals_out.close()
 
 
 def _core_seats(resolved: Resolved, folder: RuntimeFolder) -> list[Seat]:
