@@ -133,24 +133,29 @@ def test_seeded_draws_are_the_same_tokens(
     assert sum(same) >= len(same) - 1, same
 
 
+def allocated() -> int:
+    """Bytes on whichever device an executor has chosen."""
+    return sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count())))
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_parked_weights_leave_the_device_and_come_back_the_same() -> None:
     """ENG-18, level 1: graphs are recorded anew over the new addresses."""
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     executor = bundled("cuda", "float32")
-    held = torch.cuda.memory_allocated() - before
+    held = allocated() - before
     rows = generate(executor, GREEDY, chunk=256)
     for _ in range(2):
         executor.park()
-        left = torch.cuda.memory_allocated() - before
+        left = allocated() - before
         assert left < held / 20, (left, held)
         executor.unpark()
         again = generate(executor, GREEDY, chunk=256)
         assert [row.outputs for row in again] == [row.outputs for row in rows]
     executor.park()
     executor.close()
-    assert torch.cuda.memory_allocated() - before < held / 20
+    assert allocated() - before < held / 20
 
 
 @pytest.mark.gpu
@@ -255,15 +260,17 @@ def test_a_step_for_which_the_device_has_no_memory_fails_alone() -> None:
     for _ in range(4):
         step(running)
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    device = executor._resident._device
+    total = torch.cuda.get_device_properties(device).total_memory
+    held = torch.cuda.memory_reserved(device)
+    torch.cuda.set_per_process_memory_fraction(held / total, device)
     with executor._resident.runner._steps.scope():
         taken = everything_left()
     try:
         step(refused)
     finally:
         taken.clear()
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
     assert refused.error == "EngineError" and not refused.outputs
     driver.release(refused)
     step(running, later)
