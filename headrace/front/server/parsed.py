@@ -89,8 +89,12 @@ class ParsedAnswer:
             event, text=event.text[:begin], token_ids=event.token_ids[:number], scores=scores
         )
         last = self._delta(event, joined(parts))
-        counts = {"num_output": self._num_output, "num_cached": self.num_cached}
-        ended = Ended(index=event.index, reason="stop", **counts)
+        ended = Ended(
+            index=event.index,
+            reason="stop",
+            num_output=self._num_output,
+            num_cached=self.num_cached,
+        )
         return [last, *self._end(ended)]
 
     def _delta(self, event: Delta, parts: list[Part]) -> ParsedDelta:
