@@ -222,7 +222,11 @@ def test_connections_beyond_the_limit_are_told_so(strict: Served) -> None:
         (b'{"prompt": "a", "logit_bias": {"1": 1, "1": 2}}', "twice"),
         (b'{"prompt": "a", "temperature": NaN}', "NaN"),
         (b'{"prompt": "a", "temperature": -Infinity}', "Infinity"),
-        (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
+        (
+            b'{"prompt": "a", "temperature": 1e400}',
+            "temperature: expected `float` <= 2.0; got a number above",
+        ),
+        (b'{"prompt": "a", "presence_penalty": -1e400}', "got a number below -1.8e308"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"prompt": "a", "x": ' + b"[" * 70 + b"]" * 70 + b"}", "64"),
         (b'{"prompt": "a", "x": ' + b"[" * 100000 + b"]" * 100000 + b"}", "64"),
