@@ -4,6 +4,7 @@ contract 4)."""
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -313,6 +314,16 @@ def test_a_custom_tool_gets_free_text_and_hosted_ones_are_passed_over(gpt: opena
         {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "Foxes are red."}
     ]
     assert ask(gpt, back, tools=[custom], previous_response_id=final.response.id).status
+
+
+def test_a_custom_tools_regular_expression_is_held_to(gpt: openai.OpenAI) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": "[a-z]{2,5}"}
+    custom: Any = {"type": "custom", "name": "shell", "description": "Runs", "format": form}
+    made = ask(
+        gpt, "List the files.", tools=[custom], tool_choice={"type": "custom", "name": "shell"}
+    )
+    (call,) = made.output
+    assert call.type == "custom_tool_call" and re.fullmatch("[a-z]{2,5}", call.input), call
 
 
 def test_tools_and_include_may_be_empty(gpt: openai.OpenAI) -> None:
