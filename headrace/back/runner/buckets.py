@@ -22,12 +22,19 @@ import torch
 from headrace.back.attention.plan import AttentionPlan, Batch, Tap
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_commit.op import OP as COMMIT
-from headrace.back.kernels.step_inputs.op import HEADER, StepInputsProblem, StepOut, StepTables
+from headrace.back.kernels.step_inputs.op import (
+    HEADER,
+    SLOT,
+    StepInputsProblem,
+    StepOut,
+    StepTables,
+)
 from headrace.back.kernels.step_inputs.op import OP as INPUTS
 from headrace.back.runner.batch import StepShape
 from headrace.back.runner.requests import GrowingTable, Rows
 from headrace.back.runner.steps import ExactSteps, Machine, Moment, Ran
 from headrace.back.sampling.sampler import Picks
+from headrace.back.sampling.step_draw import MOST_WORDS, AskedRows, Drawing, StepTold
 from headrace.back.sampling.tops import Leaves, Tops
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
@@ -42,19 +49,19 @@ MIXED_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `draws`: tokens
-    are drawn as their rows ask, not picked. `leaves`: what it leaves for the sampler."""
+    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `drawing`:
+    what the step does as its rows ask; None: it picks. `leaves`: what it leaves for the sampler."""
 
     tokens: int
     rows: int
     decode: bool
     updates: int
-    draws: bool = False
+    drawing: Drawing | None = None
     leaves: Leaves = "logits"
 
     def __str__(self) -> str:
         size = f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
-        return f"{size}, drawn" if self.draws else size
+        return size if self.drawing is None else f"{size}, {self.drawing}"
 
 
 class Sizes(Protocol):
@@ -233,7 +240,6 @@ class BucketSteps:
         self.common_rows = self.buckets.common_rows
         self.distinct_rows = self.buckets.distinct_rows
         columns = -(-max_model_len // block_tokens)
-        new = {"dtype": torch.int32, "device": device}
         self._tables = StepTables(
             tokens_MC=_zeros((max_rows + 1, max_model_len + 1), device),
             blocks_GMB=_zeros((num_groups, max_rows + 1, columns), device),
@@ -243,12 +249,8 @@ class BucketSteps:
         self.rows = Rows(tokens, tables, block_tokens=block_tokens)
         self._exact = ExactSteps(machine, self.rows)
         self._message = _Message(problem, self._tables, self.buckets.largest.updates)
-        self._ring = torch.zeros((RING, 2, max_rows), **new)
-        # Cut once: each small operation of torch costs microseconds, and some give up the interpreter's lock.
-        self._rings = self._ring.unbind()
-        host = device.type == "cpu"  # which reads the ring itself
-        self._told = self._rings if host else _host_buffer((RING, 2, max_rows), device).unbind()
-        self._host_told = [(t[0].numpy(), t[1].numpy().view(np.float32)) for t in self._told]
+        self._picked = _Ring((2, max_rows), device)
+        self._drawn = _Ring((max_rows * MOST_WORDS,), device)
         self._static = _Static(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
         replay.follow()
@@ -273,21 +275,23 @@ class BucketSteps:
         """See Steps."""
         return self._replay.compiling()
 
-    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool, tap: Tap | None = None) -> Ran:
+    def run(
+        self, plan: StepPlan, shape: StepShape, *, drawing: Drawing | None, tap: Tap | None = None
+    ) -> Ran:
         """See Steps. One that is looked into is run by itself, over the same rows and cache."""
         if tap is not None:
-            return self._exact.run(plan, shape, draws=False, tap=tap)
+            return self._exact.run(plan, shape, drawing=None, tap=tap)
         self.rows.start(plan.starts)
         if plan.feeds:
             self.rows.feed(plan.feeds)
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
-        if draws:
-            bucket = replace(bucket, draws=True)
+        if drawing is not None and (bucket.decode or not drawing.words):
+            bucket = replace(bucket, drawing=drawing)
         elif bucket.decode and shape.needs in self._shortcuts:
             bucket = replace(bucket, leaves=shape.needs)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)
-        self._replay.read(self._told[slot], self._rings[slot])
+        told = self._read(bucket, slot)
         if not shape.sampled.size:
             return Ran(hidden_TE=out.hidden_TE, logits=None, picks=None)
         return Ran(
@@ -296,8 +300,18 @@ class BucketSteps:
             picks=out.picks,
             tops=out.tops,
             index=shape.sampled,
-            told=None if out.picks is None else self._host_told[slot],
+            told=told if bucket.drawing is not None or shape.needs == "picks" else None,
         )
+
+    def _read(self, bucket: Bucket, slot: int) -> StepTold:
+        """Starts the copy of what a step tells."""
+        words = 0 if bucket.drawing is None else bucket.drawing.words
+        ring = self._drawn if words else self._picked
+        self._replay.read(ring.host[slot], ring.slots[slot])
+        told = ring.told[slot]
+        if words:
+            return StepTold.of(told[: bucket.rows * words].reshape(bucket.rows, words))
+        return StepTold(tokens=told[0], best=told[1].view(np.float32))
 
     def moment(self) -> Moment:
         """See Steps."""
@@ -321,12 +335,24 @@ class BucketSteps:
             logits_RV = model.logits(wanted)
             picks = self._machine.greedy(logits_RV)
         token_R = picks[0]
-        if bucket.draws:
-            assert self._machine.draw is not None and logits_RV is not None
-            row_R, position_R = (self._message.section(i, bucket.rows) for i in (0, 1))
-            token_R, _ = self._machine.draw(logits_RV, picks, row_R, position_R)
-        self._commit(words, token_R, picks[1], self._tables.tokens_MC, self._ring)
+        if bucket.drawing is not None:
+            assert logits_RV is not None
+            token_R = self._draw(bucket, bucket.drawing, logits_RV, picks)
+        self._commit(words, token_R, picks[1], self._tables.tokens_MC, self._picked.data)
         return Outputs(hidden_TE=hidden_TE, logits_RV=logits_RV, picks=picks)
+
+    def _draw(
+        self, bucket: Bucket, drawing: Drawing, logits_RV: torch.Tensor, picks: Picks
+    ) -> torch.Tensor:
+        """The tokens of rows that ask for more than picks; what is told of them goes into the ring."""
+        assert self._machine.draw is not None
+        row_R, position_R, sample_R = (self._message.section(i, bucket.rows) for i in (0, 1, 3))
+        asked = AskedRows(row_R=row_R, position_R=position_R, sample_R=sample_R)
+        token_R, told_RW = self._machine.draw(drawing, logits_RV, picks, asked)
+        if told_RW is not None:
+            slot = self._message.words[SLOT : SLOT + 1].long()
+            self._drawn.data[:, : told_RW.numel()].index_copy_(0, slot, told_RW.view(1, -1))
+        return token_R
 
     def _frame(self, bucket: Bucket) -> _Frame:
         out = self._static.out(bucket)
@@ -388,6 +414,18 @@ class _Static:
             last_R=self._last[: bucket.rows],
             updates=bucket.updates,
         )
+
+
+class _Ring:
+    """RING slots of what steps tell: `data` on the device, cut into `slots`; `host` their copies, `told` the same as
+    arrays. Cut once: each small operation of torch costs microseconds, and some give up the interpreter's lock."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.data = torch.zeros((RING, *shape), dtype=torch.int32, device=device)
+        self.slots = self.data.unbind()
+        host = device.type == "cpu"  # which reads the ring itself
+        self.host = self.slots if host else _host_buffer((RING, *shape), device).unbind()
+        self.told = [slot.numpy() for slot in self.host]
 
 
 class _Message:

@@ -38,7 +38,8 @@ class Draws:
         """The tokens int32 [N], and index into them -> why that row has none."""
         if self.index is None:
             return self.tokens, failures(self.best, self.left)
-        return self.tokens[self.index], failures(self.best[self.index], None)
+        left = None if self.left is None else self.left[self.index]
+        return self.tokens[self.index], failures(self.best[self.index], left)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,13 @@
 Penalties come before the bias, so that a bias of +-100 stays what the user wrote; masks come last, so that nothing
 lifts them. Temperature comes before truncation: top_p is over the tempered distribution.
 
-Cost: a step whose rows are all greedy and ask for nothing is one argmax, to which log-probabilities add no second; on
-a device, one whose rows ask for no more than op `draw` does is part of the step itself. What is left there is a handful
-of launches behind the step, which tests/kernels/triton/test_sampling.py counts: up to 20 log-probabilities are one and
-a copy; changed logits take three against rows that are not finite, one for penalties, three for biases, three to choose
-and two copies of row numbers, two to count tokens. On a CPU a step whose rows are greedy or have a small top_k reads
-the best tokens of each row and no logits (tops.py). A feature costs its own rows only.
+Cost: a step whose rows are all greedy and ask for nothing is one argmax, to which log-probabilities add no second. On
+a device op `draw` is part of the step itself, and so are, in decodes, penalties and up to 20 raw log-probabilities
+(step_draw.py). The rest is a handful of launches behind the step, which tests/kernels/triton/test_sampling.py counts:
+log-probabilities are one and a copy; changed logits take three against rows that are not finite, one for penalties,
+three for biases, three to choose and two copies of row numbers, two to count tokens. On a CPU a step whose rows are
+greedy or have a small top_k reads the best tokens of each row and no logits (tops.py). A feature costs its own rows
+only.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ from headrace.back.sampling.draw import draw, truncated
 from headrace.back.sampling.drawn_rows import DrawnRows
 from headrace.back.sampling.dry import Dry
 from headrace.back.sampling.features import (
+    BEYOND,
     DRAWN,
+    IN_STEP,
     TRUNCATES,
     LogitFeature,
     Picked,
@@ -63,9 +66,10 @@ from headrace.back.sampling.features import (
     Use,
 )
 from headrace.back.sampling.grammar_mask import GrammarMask
-from headrace.back.sampling.logprobs import Told, score
+from headrace.back.sampling.logprobs import Scores, Told, score
 from headrace.back.sampling.min_tokens import MinTokens
 from headrace.back.sampling.penalties import Penalties
+from headrace.back.sampling.step_draw import ALTERNATIVES, Drawing, StepDraw
 from headrace.back.sampling.tops import Leaves, Tops, draw_tops, needs
 from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
 from headrace.base.wire.grammar import NOTHING
@@ -137,17 +141,25 @@ class Sampler:
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._processed: set[int] = set()
         choices = choose_kernels(device)[:5]
-        greedy, gumbel, *_ = choices
+        greedy, gumbel, _, token_scores, _ = choices
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
         self._quieten = _quieten_host if device.type == "cpu" else _quieten_device
         self.decisions = decisions(choices)
+        self._penalties = Penalties(max_rows=max_rows, width=logits_width, device=device)
         self.drawn: DrawnRows | None = None
+        self.in_step: StepDraw | None = None
         if on_device if on_device is not None else device.type != "cpu":
             self.drawn = DrawnRows(self._numbers, device)
             self.decisions += self.drawn.decisions
+            self.in_step = StepDraw(
+                drawn=self.drawn,
+                penalties=self._penalties,
+                greedy=self.greedy,
+                token_scores=token_scores.bind(),
+            )
         self._grammar = GrammarMask(max_rows=max_rows, width=logits_width, device=device)
         self._features: tuple[tuple[Use, LogitFeature], ...] = (
-            (Use.PENALTIES, Penalties(max_rows=max_rows, width=logits_width, device=device)),
+            (Use.PENALTIES, self._penalties),
             (Use.BIAS, LogitBias(device)),
             (Use.DRY, Dry(device)),
             (Use.ALLOWED, AllowedIds(device)),
@@ -183,16 +195,29 @@ class Sampler:
         """The least a step has to leave for these rows, if no masks come with it."""
         return needs(self._numbers, rows) if np.count_nonzero(self._numbers.use[rows]) else "picks"
 
-    def draws(self, rows: np.ndarray) -> bool:
-        """Whether some of these rows are random and op `draw` does all that any of them asks for; then the table it
-        reads is up to date."""
+    def drawing(self, rows: np.ndarray) -> Drawing | None:
+        """What a step has to do so that these rows need nothing else, and then the tables it reads are up to date; None
+        if picks are enough or steps cannot do it all."""
         if self.drawn is None:
-            return False
+            return None
         used = int(np.bitwise_or.reduce(self._numbers.use[rows], initial=0))
-        if not used & Use.RANDOM or used & ~DRAWN:
-            return False
+        if not used or used & ~IN_STEP:
+            return None
+        alternatives = None
+        if used & Use.LOGPROBS:
+            most = int(np.max(self._numbers.alternatives[rows]))
+            if most == BEYOND:
+                return None
+            alternatives = min(next(a for a in ALTERNATIVES if a >= most), self._width)
         self.drawn.refresh()
-        return True
+        penalties = self._penalties.num_slots if used & Use.PENALTIES else 0
+        return Drawing(penalties=penalties, alternatives=alternatives)
+
+    def told(self, scores: Scores, rows: np.ndarray, index: np.ndarray) -> Told:
+        """What rows are told whose scores a step has made: those of rows[i] are at index[i]."""
+        scored = np.flatnonzero(self._numbers.use[rows] & Use.LOGPROBS)
+        kept = [1 + self._alternatives[row][0] for row in rows[scored].tolist()]
+        return Told(index=scored, kept=kept, scores=scores, named={}, at=index[scored])
 
     def sample(
         self,
