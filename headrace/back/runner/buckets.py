@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -49,19 +50,18 @@ MIXED_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `drawing`:
-    what the step does as its rows ask; None: it picks. `leaves`: what it leaves for the sampler."""
+    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `leaves`:
+    what it leaves for the sampler, or does itself."""
 
     tokens: int
     rows: int
     decode: bool
     updates: int
-    drawing: Drawing | None = None
     leaves: Leaves = "logits"
 
     def __str__(self) -> str:
         size = f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
-        return size if self.drawing is None else f"{size}, {self.drawing}"
+        return f"{size}, {self.leaves}" if isinstance(self.leaves, Drawing) else size
 
 
 class Sizes(Protocol):
@@ -229,6 +229,7 @@ class BucketSteps:
         self._machine, self._replay, self._kv = machine, replay, machine.kv
         shortcuts = {"picks": machine.model.pick, "tops": machine.model.tops}
         self._shortcuts = {leaves: way for leaves, way in shortcuts.items() if way is not None}
+        self._lacks = shortcuts.keys() - self._shortcuts.keys()
         self.buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
         problem = StepInputsProblem(
             device=device.type, block_tokens=block_tokens, max_rows=max_rows
@@ -275,43 +276,32 @@ class BucketSteps:
         """See Steps."""
         return self._replay.compiling()
 
-    def run(
-        self, plan: StepPlan, shape: StepShape, *, drawing: Drawing | None, tap: Tap | None = None
-    ) -> Ran:
+    def run(self, plan: StepPlan, shape: StepShape, *, tap: Tap | None = None) -> Ran:
         """See Steps. One that is looked into is run by itself, over the same rows and cache."""
         if tap is not None:
-            return self._exact.run(plan, shape, drawing=None, tap=tap)
+            return self._exact.run(plan, shape, tap=tap)
         self.rows.start(plan.starts)
         if plan.feeds:
             self.rows.feed(plan.feeds)
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
-        if drawing is not None and (bucket.decode or not drawing.words):
-            bucket = replace(bucket, drawing=drawing)
-        elif bucket.decode and shape.needs in self._shortcuts:
+        if (bucket.decode or shape.needs == Drawing()) and shape.needs not in self._lacks:
             bucket = replace(bucket, leaves=shape.needs)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)
-        told = self._read(bucket, slot)
+        words = bucket.leaves.words if isinstance(bucket.leaves, Drawing) else 0
+        ring = self._drawn if words else self._picked
+        self._replay.read(ring.host[slot], ring.slots[slot])
         if not shape.sampled.size:
             return Ran(hidden_TE=out.hidden_TE, logits=None, picks=None)
+        sampled = shape.needs == "picks" or isinstance(bucket.leaves, Drawing)
         return Ran(
             hidden_TE=out.hidden_TE,
             logits=out.logits_RV,
             picks=out.picks,
             tops=out.tops,
             index=shape.sampled,
-            told=told if bucket.drawing is not None or shape.needs == "picks" else None,
+            told=ring.told(slot, words) if sampled else None,
         )
-
-    def _read(self, bucket: Bucket, slot: int) -> StepTold:
-        """Starts the copy of what a step tells."""
-        words = 0 if bucket.drawing is None else bucket.drawing.words
-        ring = self._drawn if words else self._picked
-        self._replay.read(ring.host[slot], ring.slots[slot])
-        told = ring.told[slot]
-        if words:
-            return StepTold.of(told[: bucket.rows * words].reshape(bucket.rows, words))
-        return StepTold(tokens=told[0], best=told[1].view(np.float32))
 
     def moment(self) -> Moment:
         """See Steps."""
@@ -335,9 +325,9 @@ class BucketSteps:
             logits_RV = model.logits(wanted)
             picks = self._machine.greedy(logits_RV)
         token_R = picks[0]
-        if bucket.drawing is not None:
+        if isinstance(bucket.leaves, Drawing):
             assert logits_RV is not None
-            token_R = self._draw(bucket, bucket.drawing, logits_RV, picks)
+            token_R = self._draw(bucket, bucket.leaves, logits_RV, picks)
         self._commit(words, token_R, picks[1], self._tables.tokens_MC, self._picked.data)
         return Outputs(hidden_TE=hidden_TE, logits_RV=logits_RV, picks=picks)
 
@@ -417,15 +407,17 @@ class _Static:
 
 
 class _Ring:
-    """RING slots of what steps tell: `data` on the device, cut into `slots`; `host` their copies, `told` the same as
-    arrays. Cut once: each small operation of torch costs microseconds, and some give up the interpreter's lock."""
+    """RING slots of what steps tell: `data` on the device, cut into `slots`; `host`, their copies; `told`: slot and W
+    -> what is read there. Cut once: each small operation of torch costs microseconds, and some give up the
+    interpreter's lock."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.data = torch.zeros((RING, *shape), dtype=torch.int32, device=device)
         self.slots = self.data.unbind()
         host = device.type == "cpu"  # which reads the ring itself
         self.host = self.slots if host else _host_buffer((RING, *shape), device).unbind()
-        self.told = [slot.numpy() for slot in self.host]
+        arrays = [slot.numpy() for slot in self.host]
+        self.told = cache(lambda slot, words: StepTold.of(arrays[slot], words))
 
 
 class _Message:

@@ -235,8 +235,7 @@ class Runner:
 
     def _run(self, plan: StepPlan, shape: StepShape, supplied: Supplied) -> Launched:
         tap = tap_of(self._captured, shape) if self._captured else None
-        drawing = None if plan.late else self._sampler.drawing(shape.sampled_row)
-        ran = self._steps.run(plan, shape, drawing=drawing, tap=tap)
+        ran = self._steps.run(plan, shape, tap=tap)
         prompts, refused = (
             ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.hidden_TE)
         )
@@ -281,15 +280,10 @@ class Runner:
     def _draw(self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied) -> Draws:
         """Samples the rows that the plan wants sampled and stores their tokens for the next step, unless the step has
         done so."""
-        if (told := ran.told) is not None:
-            scores, asked = told.scores, (shape.sampled_row, shape.sampled)
-            return Draws(
-                tokens=told.tokens,
-                best=told.best,
-                left=told.left,
-                index=shape.sampled,
-                told=None if scores is None else self._sampler.told(scores, *asked),
-            )
+        if (done := ran.told) is not None:
+            scores, at = done.scores, shape.sampled
+            told = scores and self._sampler.told(scores, shape.sampled_row, at)
+            return Draws(tokens=done.tokens, best=done.best, left=done.left, told=told, index=at)
         late = supplied(plan.step) if plan.late else {}
         rows = self._steps.rows.tokens
         asked: SampledRows = {

@@ -24,7 +24,7 @@ from headrace.back.runner.batch import StepShape, build_batch
 from headrace.back.runner.requests import Rows
 from headrace.back.runner.states.state import ModelState
 from headrace.back.sampling.sampler import Picks
-from headrace.back.sampling.step_draw import Drawing, StepSampler, StepTold
+from headrace.back.sampling.step_draw import StepSampler, StepTold
 from headrace.back.sampling.tops import Tops
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
@@ -137,11 +137,8 @@ class Steps(Protocol):
         there is nothing to compile."""
         ...
 
-    def run(
-        self, plan: StepPlan, shape: StepShape, *, drawing: Drawing | None, tap: Tap | None = None
-    ) -> Ran:
-        """Takes the plan's changes over and launches its step. `drawing`: what else than picks the rows ask for, if the
-        step may do it. With a tap the step is exact."""
+    def run(self, plan: StepPlan, shape: StepShape, *, tap: Tap | None = None) -> Ran:
+        """Takes the plan's changes over and launches its step. With a tap the step is exact."""
         ...
 
     def moment(self) -> Moment:
@@ -175,9 +172,7 @@ class ExactSteps:
     def compiling(self) -> None:
         """See Steps."""
 
-    def run(
-        self, plan: StepPlan, shape: StepShape, *, drawing: Drawing | None, tap: Tap | None = None
-    ) -> Ran:
+    def run(self, plan: StepPlan, shape: StepShape, *, tap: Tap | None = None) -> Ran:
         """See Steps."""
         machine = self._machine
         self.rows.apply(plan)

@@ -77,14 +77,16 @@ BEYOND = MOST + 1
 """Alternatives of a row that asks for log-probabilities which are not made within steps."""
 
 
-def _alternatives(s: RowSampling) -> int:
+def alternatives(s: RowSampling) -> int:
+    """How many a step has to make for such a row, if it asks for log-probabilities."""
     count = s.logprobs or 0
     within = 0 <= count <= MOST and not s.logprob_ids and s.logprobs_mode == "raw"
     return count if within else BEYOND
 
 
 class RowNumbers:
-    """The numbers of all rows, one array each; a feature that is off holds the value that changes nothing."""
+    """The numbers of all rows, one array each; a feature that is off holds the value that changes nothing.
+    `alternatives` means something only for rows that use LOGPROBS."""
 
     def __init__(self, max_rows: int) -> None:
         self.use = np.zeros(max_rows, np.int64)
@@ -113,7 +115,6 @@ class RowNumbers:
         self.min_p[row] = max(s.min_p, 0.0)
         self.xtc_probability[row] = s.xtc_probability
         self.xtc_threshold[row] = s.xtc_threshold
-        self.alternatives[row] = _alternatives(s)
         return use
 
 

@@ -64,6 +64,7 @@ from headrace.back.sampling.features import (
     Picked,
     RowNumbers,
     Use,
+    alternatives,
 )
 from headrace.back.sampling.grammar_mask import GrammarMask
 from headrace.back.sampling.logprobs import Scores, Told, score
@@ -188,30 +189,32 @@ class Sampler:
                 feature.start(start)
         if Use.LOGPROBS in used:
             self._alternatives[start.row] = start.sampling.logprobs or 0, start.sampling.logprob_ids
+            self._numbers.alternatives[start.row] = alternatives(start.sampling)
             if start.sampling.logprobs_mode == "processed":
                 self._processed.add(start.row)
 
     def needs(self, rows: np.ndarray) -> Leaves:
         """The least a step has to leave for these rows, if no masks come with it."""
-        return needs(self._numbers, rows) if np.count_nonzero(self._numbers.use[rows]) else "picks"
+        return self._needs(rows) if np.count_nonzero(self._numbers.use[rows]) else "picks"
 
-    def drawing(self, rows: np.ndarray) -> Drawing | None:
-        """What a step has to do so that these rows need nothing else, and then the tables it reads are up to date; None
-        if picks are enough or steps cannot do it all."""
+    def _needs(self, rows: np.ndarray) -> Leaves:
+        """The same of rows that are not all greedy. The tables that a step reads are up to date then."""
         if self.drawn is None:
-            return None
-        used = int(np.bitwise_or.reduce(self._numbers.use[rows], initial=0))
-        if not used or used & ~IN_STEP:
-            return None
-        alternatives = None
+            return needs(self._numbers, rows)
+        use_N = self._numbers.use[rows]
+        used = int(np.bitwise_or.reduce(use_N))
+        if used & ~IN_STEP:
+            return "logits"
+        told = None
         if used & Use.LOGPROBS:
-            most = int(np.max(self._numbers.alternatives[rows]))
+            asked_N = np.where(use_N & Use.LOGPROBS, self._numbers.alternatives[rows], 0)
+            most = int(asked_N.max())
             if most == BEYOND:
-                return None
-            alternatives = min(next(a for a in ALTERNATIVES if a >= most), self._width)
+                return "logits"
+            told = min(next(count for count in ALTERNATIVES if count >= most), self._width)
         self.drawn.refresh()
         penalties = self._penalties.num_slots if used & Use.PENALTIES else 0
-        return Drawing(penalties=penalties, alternatives=alternatives)
+        return Drawing(penalties=penalties, alternatives=told)
 
     def told(self, scores: Scores, rows: np.ndarray, index: np.ndarray) -> Told:
         """What rows are told whose scores a step has made: those of rows[i] are at index[i]."""

@@ -124,10 +124,13 @@ class StepTold:
     scores: Scores | None = None
 
     @classmethod
-    def of(cls, told_RW: np.ndarray) -> StepTold:
-        """Views of a told table."""
+    def of(cls, told: np.ndarray, words: int) -> StepTold:
+        """Views of what lies in a slot: rows of W words from its beginning on, or, if W is 0, tokens and picks' values,
+        [2, M]."""
+        if not words:
+            return cls(tokens=told[0], best=told[1].view(np.float32))
+        told_RW = told[: told.size // words * words].reshape(-1, words)
         tokens, best, left = told_RW.T[:SCORES]
-        scores = Scores.of(told_RW[:, SCORES:]) if told_RW.shape[1] > SCORES else None
-        return cls(
-            tokens=tokens, best=best.view(np.float32), left=left.view(np.float32), scores=scores
-        )
+        scores = Scores.of(told_RW[:, SCORES:]) if words > SCORES else None
+        best, left = best.view(np.float32), left.view(np.float32)
+        return cls(tokens=tokens, best=best, left=left, scores=scores)
