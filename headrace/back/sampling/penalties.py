@@ -49,7 +49,6 @@ class Penalties:
         self._numbers_S3 = torch.tensor([[1.0, 0.0, 0.0]], device=device)
         self._count_SV = torch.zeros((1, width), dtype=torch.int32, device=device)
         self._slot_M = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
-        self._one_M = torch.ones(max_rows, dtype=torch.int32, device=device)
         self._last: _Slots | None = None
 
     @property
@@ -99,10 +98,10 @@ class Penalties:
 
         self._penalise(logits_RV, self._count_SV, self._numbers_S3, slot_R, seen)
 
-    def count(self, token_R: torch.Tensor, slot_R: torch.Tensor) -> None:
-        """Counts tokens, by slot."""
+    def count(self, token_R: torch.Tensor, slot_R: torch.Tensor, times_R: torch.Tensor) -> None:
+        """Counts tokens, by slot; times int32: 0 for a token that nobody gets."""
         at_R = torch.add(token_R, slot_R, alpha=self._width)
-        self._count_SV.view(-1).index_add_(0, at_R, self._one_M[: len(slot_R)])
+        self._count_SV.view(-1).index_add_(0, at_R, times_R)
 
     def _slots(self, rows: np.ndarray) -> _Slots:
         """Kept while the same rows come step after step."""

@@ -100,7 +100,7 @@ class StepDraw:
             chosen = self._greedy(logits_RV)
         token_R, z_R = self._drawn.draw(logits_RV, chosen, asked.row_R, asked.position_R)
         if slots is not None:
-            self._penalties.count(token_R, slots * asked.sample_R)
+            self._penalties.count(token_R, slots, asked.sample_R)
         if not drawing.words:
             return token_R, None
         left_R = (z_R - z_R).to(torch.float32)
