@@ -338,9 +338,9 @@ class BucketSteps:
         assert self._machine.draw is not None
         row_R, position_R, sample_R = (self._message.section(i, bucket.rows) for i in (0, 1, 3))
         asked = AskedRows(row_R=row_R, position_R=position_R, sample_R=sample_R)
+        slot = self._message.words[SLOT : SLOT + 1].long()
         token_R, told_RW = self._machine.draw(drawing, logits_RV, picks, asked)
         if told_RW is not None:
-            slot = self._message.words[SLOT : SLOT + 1].long()
             self._drawn.data[:, : told_RW.numel()].index_copy_(0, slot, told_RW.view(1, -1))
         return token_R
 

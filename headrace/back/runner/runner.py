@@ -215,8 +215,6 @@ class Runner:
             self._steps.rows.apply(plan)
             return Launched(plan=plan)
         shape, supplied = shape_of(plan), once(supplied) if plan.late else supplied
-        if not plan.late:
-            shape = dataclasses.replace(shape, needs=self._sampler.needs(shape.sampled_row))
         try:
             return self._run(plan, shape, supplied)
         except torch.OutOfMemoryError:
@@ -234,6 +232,8 @@ class Runner:
             return Launched(plan=plan, refused=dict.fromkeys(range(plan.rows.size), full))
 
     def _run(self, plan: StepPlan, shape: StepShape, supplied: Supplied) -> Launched:
+        if not plan.late:
+            shape = dataclasses.replace(shape, needs=self._sampler.needs(shape.sampled_row))
         tap = tap_of(self._captured, shape) if self._captured else None
         ran = self._steps.run(plan, shape, tap=tap)
         prompts, refused = (

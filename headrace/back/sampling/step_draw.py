@@ -99,8 +99,6 @@ class StepDraw:
             self._penalties.penalise(logits_RV, slots)
             chosen = self._greedy(logits_RV)
         token_R, z_R = self._drawn.draw(logits_RV, chosen, asked.row_R, asked.position_R)
-        if slots is not None:
-            self._penalties.count(token_R, slots, asked.sample_R)
         if not drawing.words:
             return token_R, None
         left_R = (z_R - z_R).to(torch.float32)
@@ -110,7 +108,10 @@ class StepDraw:
             scores = ScoreTable.empty(len(token_R), 1 + drawing.alternatives, token_R.device)
             self._token_scores(raw_RV, token_R, scores)
             told.append(scores.data)
-        return token_R, torch.cat(told, dim=1)
+        told_RW = torch.cat(told, dim=1)
+        if slots is not None:  # last, so that a step that found no memory may be tried again
+            self._penalties.count(token_R, slots, asked.sample_R)
+        return token_R, told_RW
 
 
 @dataclass(frozen=True, kw_only=True)
