@@ -140,13 +140,18 @@ class LoadClient:
             return self.report(time.perf_counter() - start)
 
     async def _first_model(self, session: Any) -> str:
-        async with session.get("/v1/models") as response:
-            document = await response.json(content_type=None)
-        if response.status != 200 or not document.get("data"):
-            raise ConfigError(
-                f"{self._load.base_url}/v1/models answered {response.status}; give --model"
-            )
-        return str(document["data"][0]["id"])
+        place = f"{self._load.base_url}/v1/models"
+        try:
+            async with session.get("/v1/models") as response:
+                document = await response.json(content_type=None)
+        except self._http.ClientConnectionError as error:
+            raise ConfigError(f"--url: no answer from {self._load.base_url}: {error}") from None
+        except ValueError:
+            document = None
+        listed = document.get("data") if isinstance(document, dict) else None
+        if response.status != 200 or not listed:
+            raise ConfigError(f"{place} answered {response.status}; give --model")
+        return str(listed[0]["id"])
 
     async def _closed_loop(self, session: Any, model: str) -> None:
         numbers = iter(range(self._load.num_requests))

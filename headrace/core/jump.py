@@ -83,6 +83,7 @@ class Jumps:
         flight.sample = flight.sample & ~void  # the plan has the old array
         if request.first_token_at is None:
             request.first_token_at = self._now()
+            self._outbox.add_cached(request.id, request.num_cached)
         ids = np.full(len(tokens), request.id, np.int64)
         self._rows.append(request, tokens)
         self._scheduler.resume(request)

@@ -115,6 +115,7 @@ class Landing:
             if flight.sample[index]:
                 if request.first_token_at is None:
                     request.first_token_at = now
+                    self._outbox.add_cached(request.id, request.num_cached)
                 request.reason = "running: decode"
             elif computed == request.length_limit:
                 self._end(request, "length")

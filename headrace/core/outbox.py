@@ -39,7 +39,7 @@ class Outbox:
     @property
     def _has_tokens(self) -> bool:
         batch = self._batch
-        told = (batch.prompt_logprobs, batch.pooled, batch.captured, batch.finished)
+        told = (batch.prompt_logprobs, batch.pooled, batch.captured, batch.cached, batch.finished)
         return len(batch.ids) > 0 or any(told)
 
     def add_tokens(
@@ -78,6 +78,10 @@ class Outbox:
     def add_captured(self, request_id: int, captured: Captured) -> None:
         """Attention weights of a request."""
         self._batch.captured.append((request_id, captured))
+
+    def add_cached(self, request_id: int, count: int) -> None:
+        """How many of its prompt's tokens a request found in the cache."""
+        self._batch.cached.append((request_id, count))
 
     def add_finished(self, finished: Finished) -> None:
         """The end of a request."""

@@ -115,9 +115,9 @@ class Swap:
         parts = call.arguments.get("parts") or sorted(PARTS)
         if not isinstance(parts, list) or not PARTS.issuperset(parts):
             raise InvalidRequest(f"parts is {parts!r}, of {sorted(PARTS)}", field="tags")
-        source = self._ready()
         if not self.is_empty:
             return {"asleep": False, "awaited": []}
+        source = self._ready()
         self._awaited = self._awaited.difference(str(part) for part in parts)
         if not self._awaited:
             self._install(source, self._unparked())

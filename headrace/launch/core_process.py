@@ -202,7 +202,7 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
     for end in batch.finished:
         ends.setdefault(owner.get(end.id, -1), []).append(end)
     present = {*np.unique(fronts).tolist(), *ends}
-    others = (*batch.prompt_logprobs, *batch.pooled, *batch.captured)
+    others = (*batch.prompt_logprobs, *batch.pooled, *batch.captured, *batch.cached)
     present |= {owner.get(i, -1) for i, _ in others}
     if len(present) == 1 and -1 not in present:
         return {present.pop(): batch}
@@ -220,6 +220,7 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
             ],
             pooled=[entry for entry in batch.pooled if owner.get(entry[0]) == front],
             captured=[entry for entry in batch.captured if owner.get(entry[0]) == front],
+            cached=[entry for entry in batch.cached if owner.get(entry[0]) == front],
             finished=ends.get(front, []),
         )
         for front in sorted(present - {-1})

@@ -55,11 +55,23 @@ def test_asleep_requests_wait_until_it_wakes(
 
     eventually(lambda: num_waiting() == 1, within_s=10)
     assert not answers
+    began = time.monotonic()
+    probed = running.get("/health/generate", **{"x-api-key": KEY})
+    assert probed.status_code == 503 and time.monotonic() - began < 5
+    assert probed.json() == {"status": "asleep" if level else "paused"}
     told = admin.post("/wake_up?tags=weights&tags=kv_cache").json()
     assert told["status"] == "awake"
     waiting.join(20)
     assert answers == [200]
     assert admin.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+def test_waking_what_is_awake_changes_nothing(running: Served, admin: httpx.Client) -> None:
+    """A script that wakes twice is not refused: it was told to pause an engine that served."""
+    told = admin.post("/wake_up")
+    assert told.status_code == 200, told.text
+    assert told.json() == {"status": "awake", "tags": ["weights", "kv_cache"]}
+    assert said(running) == 200
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,22 @@ def test_compressed_bodies_are_read_and_bombs_are_refused(strict: Served, encodi
     assert status(raw(strict, post("/v1/completions", b"x" + small, header))) == 400
 
 
+def test_the_members_of_a_gzip_body_are_all_read(strict: Served) -> None:
+    """RFC 1952, 2.2: what followed the first one was dropped without a word."""
+    body = json.dumps(BODY).encode()
+    header = "Content-Encoding: gzip"
+    parts = gzip.compress(body[:20]) + gzip.compress(b"") + gzip.compress(body[20:])
+    assert status(raw(strict, post("/v1/completions", parts, header))) == 200
+    more = gzip.compress(body) + gzip.compress(b"x")
+    assert status(raw(strict, post("/v1/completions", more, header))) == 400
+    assert status(raw(strict, post("/v1/completions", gzip.compress(body) + b"x", header))) == 400
+    many = gzip.compress(body) + gzip.compress(b"") * 64
+    answer = raw(strict, post("/v1/completions", many, header))
+    assert status(answer) == 400 and b"more than 64 members" in answer
+    bomb = gzip.compress(b" " * (20 * MIB)) * 8
+    assert status(raw(strict, post("/v1/completions", bomb, header))) == 413
+
+
 def test_an_unknown_encoding_or_type_is_415(strict: Served) -> None:
     body = json.dumps(BODY).encode()
     assert status(raw(strict, post("/v1/completions", body, "Content-Encoding: br"))) == 415
@@ -206,7 +222,11 @@ def test_connections_beyond_the_limit_are_told_so(strict: Served) -> None:
         (b'{"prompt": "a", "logit_bias": {"1": 1, "1": 2}}', "twice"),
         (b'{"prompt": "a", "temperature": NaN}', "NaN"),
         (b'{"prompt": "a", "temperature": -Infinity}', "Infinity"),
-        (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
+        (
+            b'{"prompt": "a", "temperature": 1e400}',
+            "temperature: expected `float` <= 2.0; got a number above",
+        ),
+        (b'{"prompt": "a", "presence_penalty": -1e400}', "got a number below -1.8e308"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"prompt": "a", "x": ' + b"[" * 70 + b"]" * 70 + b"}", "64"),
         (b'{"prompt": "a", "x": ' + b"[" * 100000 + b"]" * 100000 + b"}", "64"),

@@ -159,6 +159,11 @@ def test_streamed_completion_logprobs_equal_the_plain_ones(client: openai.OpenAI
 TOOLS = [{"type": "function", "function": {"name": "a"}}]
 
 
+def _named(name: str) -> dict[str, Any]:
+    """A tool whose forced call would be no JSON: it came out as text, with finish_reason stop."""
+    return {"tools": [{"type": "function", "function": {"name": name}}], "tool_choice": "required"}
+
+
 @pytest.mark.parametrize(
     ("change", "field", "said"),
     [
@@ -186,6 +191,9 @@ TOOLS = [{"type": "function", "function": {"name": "a"}}]
         ({"logit_bias": {"1": 101}}, "logit_bias", "['1']: expected `float` <= 100.0; got 101"),
         ({"tool_choice": "none"}, "tool_choice", "tools"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "text"),
+        (_named('a"b'), "tools[0].function.name", "quotation"),
+        (_named("a\\"), "tools[0].function.name", "backslashes"),
+        (_named("a\nb"), "tools[0].function.name", "control characters"),
         ({"tools": [{"type": "shovel"}]}, "tools[0].type", "'shovel'"),
         ({"modalities": ["text", "audio"]}, "modalities", "audio"),
         ({"web_search_options": {}}, "web_search_options", "no web search"),

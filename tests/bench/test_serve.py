@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.bench.report import PERCENTILES, emit
 from headrace.bench.serve import Load, run_load
 from tests.api.model_folder import write_model_folder
@@ -35,6 +37,16 @@ def test_every_answer_is_counted_and_timed(
     assert report["output_tok_s"] * report["wall_s"] == pytest.approx(60)
     assert set(report["ttft_ms"]) == set(PERCENTILES)
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_place_without_a_server_is_told_plainly(server: Served) -> None:
+    """No traceback where nothing listens, nor where the key is not the server's."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"--url: no answer from http://127.0.0.1:{port}: "):
+        run_load(Load(base_url=f"http://127.0.0.1:{port}", num_requests=1))
+    with pytest.raises(ConfigError, match="/v1/models answered 401; give --model"):
+        run_load(Load(base_url=server.url, num_requests=1))
 
 
 def test_what_the_server_refuses_is_refused_and_nothing_else(server: Served) -> None:

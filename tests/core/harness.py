@@ -110,6 +110,7 @@ class Driver:
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.logprobs: dict[int, list[TokenLogprobs | None]] = defaultdict(list)
         self.prompt_scores: dict[int, list[int]] = defaultdict(list)
+        self.cached: list[tuple[int, int]] = []
         self.finished: dict[int, Finished] = {}
         self.replies: dict[int, Reply] = {}
         self.num_steps = 0
@@ -142,6 +143,7 @@ class Driver:
         if output.tokens is None:
             return
         batch = output.tokens
+        self.cached += batch.cached
         for i, (id, token) in enumerate(
             zip(batch.ids.tolist(), batch.tokens.tolist(), strict=True)
         ):

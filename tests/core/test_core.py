@@ -272,6 +272,24 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
     assert len(driver.tokens[1]) == 5
 
 
+# what is told with the first token
+
+
+@BOTH
+def test_what_was_cached_is_told_once_with_the_first_token(overlap: bool) -> None:
+    driver = Driver(make_spec(overlap=overlap))
+    prompt = list(range(100, 112))
+    for number in (1, 2):
+        driver.add(make_request(number, prompt, max_tokens=3))
+        while not driver.tokens[number]:
+            assert len(driver.cached) == number - 1
+            driver.step()
+        assert len(driver.cached) == number
+        driver.run()
+    assert driver.cached == [(1, 0), (2, driver.finished[2].num_cached)]
+    assert driver.finished[2].num_cached > 0
+
+
 # aborts
 
 

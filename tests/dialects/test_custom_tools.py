@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import openai
@@ -60,3 +61,26 @@ def test_one_without_a_name_is_refused(gpt: openai.OpenAI, tool: Any, field: str
     with pytest.raises(openai.BadRequestError) as caught:
         gpt.chat.completions.create(**{**ASKED, "tools": [tool], "tool_choice": "auto"})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize("choice", [ASKED["tool_choice"], "auto"], ids=["forced", "offered"])
+def test_a_regular_expression_of_the_input_is_held_to(gpt: openai.OpenAI, choice: Any) -> None:
+    """Contract 1: the format was told to the model in words, and its input was whatever came."""
+    asked: Any = {
+        **ASKED,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [_with_regex(r'[a-z]{2,5} "\d{3}"')],
+        "tool_choice": choice,
+    }
+    (call,) = gpt.chat.completions.create(**asked).choices[0].message.tool_calls or []
+    assert call.type == "custom"
+    assert re.fullmatch(r'[a-z]{2,5} "\d{3}"', call.custom.input), call.custom.input
+    with pytest.raises(openai.BadRequestError, match="unclosed group") as caught:
+        gpt.chat.completions.create(**{**asked, "tools": [_with_regex("(")]})
+    assert caught.value.param == "tools"
+
+
+def _with_regex(definition: str) -> Any:
+    grammar = {"syntax": "regex", "definition": definition}
+    form = {"type": "grammar", "grammar": grammar}
+    return {"type": "custom", "custom": {**TOOL["custom"], "format": form}}

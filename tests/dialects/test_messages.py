@@ -557,3 +557,35 @@ def test_a_page_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(anthropic.BadRequestError, match=f"{field}:"):
         five.models.list(**query)
+
+
+def test_a_stop_sequence_does_not_hide_what_was_cached(
+    claude: anthropic.Anthropic, bundled: Served
+) -> None:
+    """It ends the answer before the engine knows. A stream tells the share with its first event."""
+    asked: Any = {"system": "Answer briefly. " * 20, "stop_sequences": ["2"]}
+    ask(claude, **asked)
+    before = cached_total(bundled)
+    answer = ask(claude, **asked)
+    assert answer.stop_reason == "stop_sequence"
+    cached = answer.usage.cache_read_input_tokens or 0
+    assert cached >= 16 and cached_total(bundled) - before == cached
+    (_, first), *_ = events_of(bundled, **asked)
+    assert first["message"]["usage"]["cache_read_input_tokens"] == cached
+
+
+def test_an_answer_that_ends_behind_its_one_call_tells_what_was_cached(
+    claude: anthropic.Anthropic,
+) -> None:
+    one: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    asked: Any = {"messages": WEATHER, "tools": agent.for_messages(), "tool_choice": one}
+    usages = [ask(claude, **asked).usage for _ in range(2)]
+    assert (usages[1].cache_read_input_tokens or 0) >= 16
+
+
+def cached_total(bundled: Served) -> float:
+    found = re.search(
+        r"^headrace_cached_prompt_tokens_total (\S+)", bundled.get("/metrics").text, re.M
+    )
+    assert found is not None
+    return float(found[1])

@@ -4,6 +4,7 @@ contract 4)."""
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -205,6 +206,31 @@ def test_stored_responses_are_read_listed_and_deleted(gpt: openai.OpenAI) -> Non
     assert caught.value.code == "previous_response_not_found"
 
 
+def test_why_a_response_cannot_be_gone_on_from_is_told(gpt: openai.OpenAI, slow: Served) -> None:
+    """What is there was said not to be, where it was one before it that is gone, or where it was not complete yet."""
+
+    def told(client: openai.OpenAI, ident: str, model: str) -> str:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model=model, input="Go on.", previous_response_id=ident)
+        assert caught.value.code == "previous_response_not_found"
+        return caught.value.message
+
+    first = gpt.responses.create(model="demo", input="Hello!", max_output_tokens=16)
+    second = gpt.responses.create(
+        model="demo", input="Hello!", max_output_tokens=16, previous_response_id=first.id
+    )
+    gpt.responses.delete(first.id)
+    assert gpt.responses.retrieve(second.id).id == second.id
+    assert "goes on from a response that is not there" in told(gpt, second.id, "demo")
+    assert "is not there (any more)" in told(gpt, first.id, "demo")
+    with openai_client(slow.url) as client:
+        running = client.responses.create(
+            model="tiny", input="x", background=True, extra_body={"ignore_eos": True}
+        )
+        assert "is still being made" in told(client, running.id, "tiny")
+        client.responses.cancel(running.id)
+
+
 def test_another_key_sees_nothing_of_it(gpt: openai.OpenAI, bundled: Served) -> None:
     mine = ask(gpt, ADD, background=True)
     item = f"msg_{mine.id.removeprefix('resp_')}0000"
@@ -288,6 +314,16 @@ def test_a_custom_tool_gets_free_text_and_hosted_ones_are_passed_over(gpt: opena
         {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "Foxes are red."}
     ]
     assert ask(gpt, back, tools=[custom], previous_response_id=final.response.id).status
+
+
+def test_a_custom_tools_regular_expression_is_held_to(gpt: openai.OpenAI) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": "[a-z]{2,5}"}
+    custom: Any = {"type": "custom", "name": "shell", "description": "Runs", "format": form}
+    made = ask(
+        gpt, "List the files.", tools=[custom], tool_choice={"type": "custom", "name": "shell"}
+    )
+    (call,) = made.output
+    assert call.type == "custom_tool_call" and re.fullmatch("[a-z]{2,5}", call.input), call
 
 
 def test_tools_and_include_may_be_empty(gpt: openai.OpenAI) -> None:

@@ -154,12 +154,14 @@ def test_a_batch_is_split_by_owner_and_strangers_get_nothing() -> None:
     batch = TokenBatch(
         ids=np.array([1, 2, 1, 3]),
         tokens=np.array([10, 20, 11, 30], np.int32),
+        cached=[(1, 16), (9, 32), (2, 48)],
         finished=[Finished(id=2, reason="stop"), Finished(id=4, reason="abort")],
     )
     parts = split(batch, {1: 100, 2: 200, 4: 100})
     assert set(parts) == {100, 200}
     assert parts[100].ids.tolist() == [1, 1] and parts[100].tokens.tolist() == [10, 11]
     assert [end.id for end in parts[100].finished] == [4]
+    assert (parts[100].cached, parts[200].cached) == ([(1, 16)], [(2, 48)])
     assert parts[200].tokens.tolist() == [20] and [e.id for e in parts[200].finished] == [2]
 
 

@@ -62,7 +62,16 @@ CHATS: list[dict[str, Any]] = [
         ],
         "chat_template_kwargs": {"enable_thinking": False},
     },
+    {
+        "messages": [{"role": "user", "content": "Hello?"}],
+        "chat_template_kwargs": {"enable_thinking": True},
+        "include_reasoning": False,
+    },
 ]
+SCORED: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Say hello."}],
+    "prompt_logprobs": 1,
+}
 
 
 def test_calls_of_every_kind_are_among_the_chats(bundled: Served) -> None:
@@ -91,7 +100,7 @@ def without_identity(answer: dict[str, Any]) -> str:
     return json.dumps(json.loads(written, parse_float=lambda _: 0.0))
 
 
-@pytest.mark.parametrize("chat", CHATS, ids=range(len(CHATS)))
+@pytest.mark.parametrize("chat", [*CHATS, SCORED], ids=range(len(CHATS) + 1))
 def test_render_generate_derender_is_the_direct_answer(
     bundled: Served, chat: dict[str, Any]
 ) -> None:
@@ -115,7 +124,13 @@ def test_render_generate_derender_is_the_direct_answer(
     assert without_identity(back) == without_identity(direct)
 
 
-@pytest.mark.parametrize("more", [{}, {"echo": True}, {"logprobs": 1}, {"stop": " "}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({}, {"echo": True}, {"logprobs": 1}, {"stop": " "}, {"prompt_logprobs": 2}),
+        {"echo": True, "logprobs": 1},
+    ],
+)
 def test_a_completion_too(bundled: Served, more: dict[str, Any]) -> None:
     request = {"prompt": "The cat", "temperature": 0, "max_tokens": 12, **more}
     direct = post(bundled, "/v1/completions", request)
@@ -212,6 +227,7 @@ def test_a_derender_that_does_not_fit_is_refused(bundled: Served) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": CHATS[2]["tools"], "tool_choice": "required"}, "tools"),
         ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
     ],
 )
 def test_a_structure_that_ids_cannot_carry_is_refused(

@@ -149,7 +149,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class TokenBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag="tokens"):
     """What one step produced for one front: pairs (ids[i], tokens[i]) in order, and what ended.
 
-    An id may occur several times (speculation). `logprobs` is empty or parallel to `tokens`.
+    An id may occur several times (speculation). `logprobs` is empty or parallel to `tokens`. `cached`: (id, prompt
+    tokens found in the cache), with a request's first token: a stop string may end its answer elsewhere.
     """
 
     ids: np.ndarray
@@ -158,6 +159,7 @@ class TokenBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag="tokens")
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
     pooled: list[tuple[int, Pooled]] = []
     captured: list[tuple[int, Captured]] = []
+    cached: list[tuple[int, int]] = []
     finished: list[Finished] = []
 
 

@@ -162,7 +162,7 @@ class AsyncLLM:
             self._launch(stream, generation, widths, range(at_once))
             events = await stream.next_events()
             self._launch(stream, generation, widths, range(at_once, generation.params.n))
-            yield Started(num_prompt)
+            yield Started(num_prompt, stream.num_cached)
             while events:
                 for event in events:
                     yield event
@@ -242,6 +242,9 @@ class _Core:
     def on_tokens(self, batch: TokenBatch) -> None:
         """Hands a step's tokens and ends to their answers. Ids that are unknown have just been aborted."""
         running, scores = self.running, batch.logprobs
+        for request_id, count in batch.cached:
+            if (stream := running.get(request_id)) is not None:
+                stream.running[request_id].num_cached = stream.num_cached = count
         if batch.prompt_logprobs or batch.pooled or batch.captured:
             self._take_states(batch)
         tokens: list[int] = batch.tokens.tolist()

@@ -61,9 +61,10 @@ class ScoredToken(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The request was accepted. `prompt_scores[0]` is None (the first token has no score); None if not asked for."""
+    """The request was accepted; so many tokens of its prompt are known to have been found in the cache."""
 
     num_prompt: int
+    num_cached: int = 0
 
 
 class PromptScored(msgspec.Struct, frozen=True):

@@ -46,7 +46,8 @@ _TOKEN_BYTES = 40
 class Answer:
     """One answer (choice) while it is made.
 
-    `done`: nothing more will be taken in. `queued` belongs to the stream that reads the answer.
+    `done`: nothing more will be taken in. `queued` belongs to the stream that reads the answer. `num_cached`: what the
+    core told of the prompt with the first token.
     """
 
     index: int
@@ -57,6 +58,7 @@ class Answer:
     queued: bool = field(init=False, default=False)
     done: bool = field(init=False, default=False)
     error: HeadraceError | None = field(init=False, default=None)
+    num_cached: int = field(init=False, default=0)
     _tokenizer: Tokenizer = field(init=False)
     _detokenizer: Detokenizer = field(init=False)
     _stops: StopStrings | None = field(init=False, default=None)
@@ -157,8 +159,8 @@ class Answer:
                 Delta(index=self.index, text=self._text, token_ids=self._ids, scores=self._scores)
             )
             self._text, self._ids = "", []
-            self._scores = None if self._scores is None else []
-            self._num_scores = 0
+            if self._scores is not None:
+                self._scores, self._num_scores = [], 0
         if self._ended is not None:
             if self._captured:
                 events.append(self._attention(num_prompt))
@@ -186,17 +188,12 @@ class Answer:
 
     def _end(self, reason: str, stop: str | int | None, finished: Finished | None) -> None:
         self.done = True
-        told: dict[str, Any] = {}
+        told: dict[str, Any] = {"num_output": self._num_output, "num_cached": self.num_cached}
         if finished is not None:
-            told = {name: getattr(finished, name) for name in _TOLD}
-        self._ended = Ended(
-            index=self.index,
-            reason=reason,
-            stop=stop,
-            num_output=self._num_output,
-            cumulative_logprob=None if self._scores is None else self._cumulative,
-            **told,
-        )
+            told |= {name: getattr(finished, name) for name in _TOLD}
+        if self._scores is not None:
+            told["cumulative_logprob"] = self._cumulative
+        self._ended = Ended(index=self.index, reason=reason, stop=stop, **told)
 
     def _add_score(self, scored: TokenLogprobs) -> None:
         assert self._scores is not None

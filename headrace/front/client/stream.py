@@ -35,14 +35,15 @@ class Home(Protocol):
 @dataclass(eq=False)
 class Stream:
     """The answers to one generation, and its reader. `again(self, index)` sends an answer again; `waiting`: those that
-    found no room, until then; `num_inside`: those that are with the core, or were. Invariant: an answer with unread
-    events is in `_unread` once."""
+    found no room, until then; `num_inside`: those that are with the core, or were; `num_cached`: prompt tokens found in
+    the cache. Invariant: an answer with unread events is in `_unread` once."""
 
     core: Home
     num_prompt: int
     most_bytes: int
     again: Callable[[Stream, int], None]
     num_inside: int = 0
+    num_cached: int = 0
     waiting: dict[int, asyncio.TimerHandle] = field(default_factory=dict)
     running: dict[int, Answer] = field(default_factory=dict)
     _unread: deque[Answer] = field(default_factory=deque)

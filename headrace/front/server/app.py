@@ -80,8 +80,7 @@ class Shell:
             await self.sockets(scope, receive, send)
             return
         assert scope["type"] == "http", f"no handler for {scope['type']}"
-        exchange = Exchange(services=self.services, request_id=request_id())
-        scope[SCOPE_KEY] = exchange
+        exchange = scope[SCOPE_KEY] = Exchange(services=self.services, request_id=request_id())
         # With an app in the scope starlette raises 404 and 405 instead of answering them.
         scope["app"] = self
         wire = _Wire(scope, receive, send, exchange)
@@ -142,8 +141,7 @@ class _Wire:
         self.headers = headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         self._body_pending = length != b"0" or b"transfer-encoding" in headers
-        ident = exchange.request_id.encode()
-        self._marks = [(name, ident) for name in ID_HEADERS]
+        self._marks = [(name, exchange.request_id.encode()) for name in ID_HEADERS]
         if (label := client_label(headers.get(b"x-request-id"))) is not None:
             self._marks.append((b"x-client-request-id", label.encode()))
 

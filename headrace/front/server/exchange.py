@@ -126,8 +126,7 @@ class Exchange:
         if self.trace is not None:
             self.trace.end(status)
         if self.timeline is not None:
-            after_s = self.services.server.log_slow_s
-            log_slow(self.timeline, self.request_id, after_s=after_s)
+            log_slow(self.timeline, self.request_id, after_s=self.services.server.log_slow_s)
 
     def hold_place(self) -> None:
         """Takes one of this key's places until the answer is complete; RateLimited when none is left."""

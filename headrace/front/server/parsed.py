@@ -12,7 +12,7 @@ from contextlib import aclosing
 import msgspec
 from msgspec.structs import asdict
 
-from headrace.front.client.events import Delta, Ended, Event
+from headrace.front.client.events import Delta, Ended, Event, Started
 from headrace.front.text.parsing.counting import ReasoningTokens
 from headrace.front.text.parsing.parser import OutputParser
 from headrace.front.text.parsing.parts import Content, Part, Reasoning, joined
@@ -43,6 +43,7 @@ class ParsedAnswer:
     """One choice while it is parsed."""
 
     over = False
+    num_cached = 0
     _num_output = 0
     _num_read = 0
     _num_spans = 0
@@ -88,7 +89,12 @@ class ParsedAnswer:
             event, text=event.text[:begin], token_ids=event.token_ids[:number], scores=scores
         )
         last = self._delta(event, joined(parts))
-        ended = Ended(index=event.index, reason="stop", num_output=self._num_output)
+        ended = Ended(
+            index=event.index,
+            reason="stop",
+            num_output=self._num_output,
+            num_cached=self.num_cached,
+        )
         return [last, *self._end(ended)]
 
     def _delta(self, event: Delta, parts: list[Part]) -> ParsedDelta:
@@ -135,8 +141,11 @@ async def parsed(
                     yield made
                 if all(answer.over for answer in answers):
                     return
-            else:
-                yield event
+                continue
+            if isinstance(event, Started):
+                for answer in answers:
+                    answer.num_cached = event.num_cached
+            yield event
 
 
 async def without_reasoning(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:

@@ -8,6 +8,7 @@ rendering before encoding (P9, P11).
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -24,6 +25,7 @@ from headrace.front.text.tokenizer import Tokenizer
 COMMON_ARGUMENTS = frozenset(
     ["enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "verbosity", "documents"]
 )
+_BREAKS_CALLS = re.compile(r'["\\\x00-\x1f\x7f]')
 # Names that are never arguments: the renderer's own variables, and options of other renderers.
 _RESERVED = frozenset(
     [
@@ -197,7 +199,7 @@ class ChatTemplate:
 
 
 def _check_tool(tool: dict[str, Any], field: str) -> None:
-    """A function with a name; other kinds of tool are refused."""
+    """A function with a name that can be written into a call; other kinds of tool are refused."""
     kind, function = tool.get("type"), tool.get("function")
     if kind != "function":
         raise InvalidRequest(
@@ -207,6 +209,12 @@ def _check_tool(tool: dict[str, Any], field: str) -> None:
     if not isinstance(name, str) or not name:
         raise InvalidRequest(
             f"{field}.function.name: a text is needed", field=f"{field}.function.name"
+        )
+    if _BREAKS_CALLS.search(name):
+        raise InvalidRequest(
+            f"{field}.function.name: {name!r:.80} given; quotation marks, backslashes and control characters are not "
+            "allowed: a call is written with the name as it is",
+            field=f"{field}.function.name",
         )
 
 

@@ -110,8 +110,9 @@ def answer(request: dict[str, Any], max_chars: int) -> dict[str, Any]:
     """Compiles, and renders if there are variables to render with."""
     try:
         # a template comes once, with a number that it is known by from then on
-        source = _SOURCES[request["number"]] = request.get("source") or _SOURCES[request["number"]]
-        template, names = compiled(source)
+        if "source" in request:
+            _SOURCES[request["number"]] = request["source"]
+        template, names = compiled(_SOURCES[request["number"]])
         if request["variables"] is None:
             return {"names": names}
         return {"text": _render(template, request["variables"], max_chars)}

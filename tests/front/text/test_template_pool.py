@@ -98,3 +98,13 @@ def test_names_are_the_variables_a_template_reads(pool):
         "a",
         "d",
     ]
+
+
+def test_an_empty_template_is_empty_also_under_a_number_given_anew():
+    """It was looked for under its number: a failure, or another request's template once numbers are given anew."""
+    pool = TemplatePool(LIMITS, size=1)
+    for i in range(32):
+        assert pool.render(f"secret {i}", {}) == f"secret {i}"
+    assert pool.render("", {}) == ""
+    assert pool.render("", {}) == ""
+    pool.close()

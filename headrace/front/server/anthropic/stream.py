@@ -72,7 +72,8 @@ class MessageStream:
         match event:
             case Started():
                 self._num_prompt = event.num_prompt
-                self.message["usage"] = usage(event.num_prompt, None)
+                found = usage(event.num_prompt, None, num_cached=event.num_cached)
+                self.message["usage"] = found
                 return [{"type": "message_start", "message": {**self.message, "content": []}}]
             case Delta():
                 return [made for part in parts_of(event) for made in self._part(part)]
@@ -186,9 +187,9 @@ class MessageStream:
         return "tool_use" if self._complete_calls and not self._cut else "end_turn"
 
 
-def usage(num_prompt: int, ended: Ended | None) -> Json:
+def usage(num_prompt: int, ended: Ended | None, *, num_cached: int = 0) -> Json:
     """input_tokens + cache_read_input_tokens is the prompt; thinking is part of the output."""
-    cached = 0 if ended is None else min(ended.num_cached, num_prompt)
+    cached = min(num_cached if ended is None else ended.num_cached, num_prompt)
     thinking = ended.num_reasoning if isinstance(ended, ParsedEnded) else 0
     return {
         "input_tokens": num_prompt - cached,

@@ -58,13 +58,31 @@ def _answer(status: str, *, healthy: bool) -> Response:
 
 
 async def get_generate(exchange: Exchange, request: Request) -> Response:
-    """The deep probe: one token through the whole engine, at the lowest priority; 503 when it does not come in time.
-    It needs a key where there are keys, and at most one runs at a time in a process: others get its answer."""
+    """The deep probe: one token through the whole engine, at the lowest priority; 503 when it does not come in time,
+    and at once while the engines are paused or asleep. It needs a key where there are keys, and at most one runs at a
+    time in a process: others get its answer."""
     services = exchange.services
+    if (why := await _why_still(services)) is not None:
+        return _answer(why, healthy=False)
     if services.probe is None or services.probe.done():
         services.probe = asyncio.ensure_future(_probe(services))
     came = await asyncio.shield(services.probe)
     return _answer("generated" if came else "stuck", healthy=came)
+
+
+async def _why_still(services: Services) -> str | None:
+    """Why no token is to be expected of healthy engines: an administrator wants it so, or there are none."""
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            found = await services.engine.call("status")
+    except (HeadraceError, TimeoutError):
+        return None
+    if not found:
+        return "no model runs here"
+    states = ("asleep", "paused")
+    return next(
+        (why for why in states if all(isinstance(e, Mapping) and e[why] for e in found)), None
+    )
 
 
 async def _probe(services: Services) -> bool:

@@ -1,6 +1,7 @@
 """Custom tools: the model is given a function with one text argument; the client sees the text alone.
 
-Their input goes out whole: it is a text inside JSON, and known once the JSON is.
+Their input goes out whole: it is a text inside JSON, and known once the JSON is. A regular expression for it is held
+to, as a strict function's schema is; a Lark grammar is told in words, for no schema can say it of a text inside JSON.
 """
 
 from __future__ import annotations
@@ -33,19 +34,22 @@ class CustomInput(CallArguments, frozen=True):
 
 
 def custom_function(name: str, description: str | None, form: Any) -> Json:
-    """The function that stands for a custom tool; a grammar of its input is told in words."""
+    """The function that stands for a custom tool, whose input has this form."""
     if isinstance(form, dict) and form.get("type") == "grammar":
         form = form.get("grammar") or form
-    if isinstance(form, dict) and form.get("definition"):
-        description = (
-            f"{description or ''}\nThe input follows this grammar:\n{form['definition']}".strip()
-        )
+    argument = {"type": "string"}
+    strict = None
+    if isinstance(form, dict) and isinstance(form.get("definition"), str) and form["definition"]:
+        definition = form["definition"]
+        description = f"{description or ''}\nThe input follows this grammar:\n{definition}".strip()
+        if form.get("syntax") == "regex":
+            argument["pattern"], strict = f"^(?:{definition})$", True
     schema = {
         "type": "object",
-        "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+        "properties": {CUSTOM_ARGUMENT: argument},
         "required": [CUSTOM_ARGUMENT],
     }
-    made = {"name": name, "description": description, "parameters": schema}
+    made = {"name": name, "description": description, "parameters": schema, "strict": strict}
     return {key: value for key, value in made.items() if value is not None}
 
 

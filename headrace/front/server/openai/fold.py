@@ -59,7 +59,7 @@ class Tally:
                 self.output[event.index] = event.num_output
                 self.num_hit = max(self.num_hit, event.num_cached)
             case Started():
-                self.num_prompt = event.num_prompt
+                self.num_prompt, self.num_hit = event.num_prompt, event.num_cached
 
     @property
     def num_cached(self) -> int:

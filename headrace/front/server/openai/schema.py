@@ -8,6 +8,7 @@ are answered with 400 when asked for, never ignored.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping
 from itertools import islice
@@ -286,6 +287,8 @@ def _shown(document: Any, path: str) -> str:
             value = value[int(index)]
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'an array'} with {len(value)} entries"
+    if isinstance(value, float) and math.isinf(value):
+        return f"a number {'below -' if value < 0 else 'above '}1.8e308"
     text = msgspec.json.encode(value).decode() if not isinstance(value, int) else str(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
 

@@ -113,10 +113,7 @@ async def translate(
     if request.previous_response_id is not None:
         found = await recall(request.previous_response_id)
         if found is None:
-            raise PreviousResponseNotFound(
-                f"previous_response_id: {request.previous_response_id!r:.80} is not there (any more)",
-                field="previous_response_id",
-            )
+            raise await _not_found(exchange, request.previous_response_id)
         history = found
     if (talk := conversation_of(request)) is not None:
         history = await conversations.history_of(exchange, talk)
@@ -135,6 +132,22 @@ async def translate(
         max_model_len=services.text.max_model_len,
     )
     return history, given, translated
+
+
+async def _not_found(exchange: Exchange, ident: str) -> PreviousResponseNotFound:
+    """Why a response cannot be gone on from: it is not there, not yet complete, or one before it is gone."""
+    kept = exchange.services.store
+    record = None
+    if kept is not None and ident.startswith(RESPONSE_PREFIX):
+        record = await kept.get(ident, exchange.tenant)
+    why = "is not there (any more)"
+    if record is not None and record.running:
+        why = "is still being made; wait for its end"
+    elif record is not None:
+        why = "goes on from a response that is not there (any more)"
+    return PreviousResponseNotFound(
+        f"previous_response_id: {ident!r:.80} {why}", field="previous_response_id"
+    )
 
 
 async def _resolved(given: str | Sequence[Json] | None, recall: Recall) -> str | list[Json] | None:

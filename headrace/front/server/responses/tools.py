@@ -57,8 +57,12 @@ class Offered:
             self._function(tool, at, namespace, parameters=parameters, strict=tool.get("strict"))
         elif kind == "custom":
             made = custom_function(_name(tool, at), tool.get("description"), tool.get("format"))
+            parameters, strict = made["parameters"], made.get("strict")
             self._function(
-                {**tool, **made}, at, namespace, parameters=made["parameters"], custom=True
+                *({**tool, **made}, at, namespace),
+                parameters=parameters,
+                strict=strict,
+                custom=True,
             )
         elif isinstance(kind, str) and kind.startswith(HOSTED):
             log.warning("%s: tools of type %s are not run by this server; passed over", at, kind)

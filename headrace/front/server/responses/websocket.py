@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict, defaultdict
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import msgspec
 import orjson
@@ -177,6 +177,11 @@ class Session:
         task.add_done_callback(self._running.discard)
 
     async def _respond(self, document: Json, lane: asyncio.Lock, named: Json) -> None:
+        """One response. Nobody waits for this task: a client that leaves ends it without a word."""
+        with suppress(WebSocketDisconnect):
+            await self._answer(document, lane, named)
+
+    async def _answer(self, document: Json, lane: asyncio.Lock, named: Json) -> None:
         first = self._exchange
         exchange = Exchange(services=first.services, request_id=request_id(), tenant=first.tenant)
         status = CLIENT_GONE

@@ -17,7 +17,14 @@ from starlette.responses import Response
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.params import SamplingParams, StopRules
 from headrace.base.wire.request import Finished
-from headrace.front.client.events import Delta, Event, ScoredToken, Started, TokenScore
+from headrace.front.client.events import (
+    Delta,
+    Event,
+    PromptScored,
+    ScoredToken,
+    Started,
+    TokenScore,
+)
 from headrace.front.client.outputs import Answer
 from headrace.front.server.conversation import as_sent, parsers, render
 from headrace.front.server.exchange import Exchange, json_response
@@ -28,12 +35,13 @@ from headrace.front.server.openai.calls import called
 from headrace.front.server.openai.routes import prompt_of, with_told
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, Common, CompletionRequest, parse
-from headrace.front.server.parsed import parsed
+from headrace.front.server.parsed import parsed, without_reasoning
 from headrace.front.server.structured import is_plain, narrowed, structure_of
 from headrace.front.server.tokens.schema import (
     DerenderRequest,
     Generated,
     GeneratedChoice,
+    PromptScores,
     ScoredEntry,
     TokenSampling,
     TopToken,
@@ -79,9 +87,9 @@ def _refuse_structure(exchange: Exchange, request: ChatRequest, ids: list[int]) 
     tail = services.answers.prompt_tail(services.tokenizer, ids)
     structure = structure_of(request, services.answers, prompt_tail=tail)
     if structure.grammar is not None or structure.reasoning is not None:
+        field = structure.field if structure.grammar is not None else "thinking_token_budget"
         raise InvalidRequest(
-            f"{structure.field}: a rendered request cannot carry it; use /v1/chat/completions",
-            field=structure.field,
+            f"{field}: a rendered request cannot carry it; use /v1/chat/completions", field=field
         )
 
 
@@ -129,6 +137,8 @@ async def post_derender_chat(exchange: Exchange, document: Any) -> Response:
     events: AsyncGenerator[Event, None] = _events(exchange, ids, given.response, params, pieces)
     if answers is not None:
         events = found.told(parsed(events, answers))
+        if request.include_reasoning is False:
+            events = without_reasoning(events)
     model = exchange.services.model_name(request.model)
     reply = chat.ChatReply(
         id=completion_id("chatcmpl"), model=model, request=request, prompt_ids=ids
@@ -197,7 +207,8 @@ def _rendered(
     }
     fields.pop("max_completion_tokens", None)
     fields.pop("truncate_prompt_tokens", None)
-    fields |= {"max_tokens": params.max_tokens, "logprobs": params.logprobs}
+    for name in ("max_tokens", "logprobs", "prompt_logprobs"):
+        fields[name] = getattr(params, name)
     return {
         "request_id": completion_id("gen"),
         "token_ids": ids,
@@ -224,6 +235,8 @@ def _check(exchange: Exchange, given: DerenderRequest, *, most: int) -> None:
         )
     check = exchange.services.tokenizer.check_ids
     check(given.token_ids or (), field="token_ids")
+    for scores in given.response.prompt_logprobs or ():
+        check([int(token_id) for token_id in scores or ()], field="response.prompt_logprobs")
     for choice in given.response.choices:
         check(choice.token_ids, field="response.choices.token_ids")
         entries = choice.logprobs.content if choice.logprobs else []
@@ -245,6 +258,8 @@ async def _events(
     stop_ids = (*params.stop_token_ids, *eos)
     yield Started(len(prompt_ids))
     cached = generated.usage.prompt_tokens_details.cached_tokens
+    if generated.prompt_logprobs is not None:
+        yield PromptScored([_prompt_score(tokenizer, told) for told in generated.prompt_logprobs])
     plain = msgspec.structs.replace(params, logprobs=None, prompt_logprobs=None)
     for choice in sorted(generated.choices, key=lambda choice: choice.index):
         for event in _replayed(tokenizer, choice, plain, stop_ids, pieces, cached):
@@ -287,7 +302,23 @@ def _scores(tokenizer: Tokenizer, choice: GeneratedChoice) -> list[ScoredToken] 
     ]
 
 
+def _prompt_score(tokenizer: Tokenizer, told: PromptScores) -> ScoredToken | None:
+    if told is None:
+        return None
+    token, *others = [
+        _token_score(tokenizer, int(token_id), one.logprob, one.rank)
+        for token_id, one in told.items()
+    ]
+    return ScoredToken(token=token, top=others)
+
+
 def _score(tokenizer: Tokenizer, given: ScoredEntry | TopToken) -> TokenScore:
-    piece = tokenizer.pieces[given.token_id]
+    return _token_score(tokenizer, given.token_id, given.logprob, given.rank)
+
+
+def _token_score(
+    tokenizer: Tokenizer, token_id: int, logprob: float, rank: int | None
+) -> TokenScore:
+    piece = tokenizer.pieces[token_id]
     text, data = (piece, piece.encode()) if isinstance(piece, str) else ("", piece)
-    return TokenScore(given.token_id, given.logprob, text, data, given.rank)
+    return TokenScore(token_id, logprob, text, data, rank)

@@ -10,6 +10,7 @@ from msgspec import Meta
 from headrace.front.server.openai.schema import Common, Count, Name, StreamOptions, TokenId
 
 MAX_TOKENS = 2**22
+TokenKey = Annotated[str, Meta(pattern=r"^\d{1,9}$")]
 
 
 class TokenSampling(Common, frozen=True, kw_only=True):
@@ -62,6 +63,16 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     content: list[ScoredEntry] = []
 
 
+class PromptScore(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate of a prompt's position; the first of them is the token itself."""
+
+    logprob: float
+    rank: int | None = None
+
+
+PromptScores = Annotated[dict[TokenKey, PromptScore], Meta(min_length=1, max_length=256)] | None
+
+
 class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One choice of an answer of /inference/v1/generate."""
 
@@ -89,6 +100,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
 
     choices: Annotated[list[GeneratedChoice], Meta(min_length=1, max_length=4096)]
     usage: GeneratedUsage = GeneratedUsage()
+    prompt_logprobs: Annotated[list[PromptScores], Meta(max_length=MAX_TOKENS)] | None = None
 
 
 class DerenderRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -40,3 +41,38 @@ async def test_a_connection_that_is_too_old_is_told_and_closed(
     assert told["error"]["code"] == "websocket_connection_limit_reached"
     assert sent[2]["type"] == "websocket.close" and sent[2]["code"] == 1001
     assert len(sent) == 3
+
+
+async def test_a_client_that_left_is_no_lost_exception() -> None:
+    """Nobody waits for the task of a response: what it raised came into the log as an error of ours."""
+    lost: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: lost.append(context))
+    frame = json.dumps({"type": "response.create", "max_output_tokens": "x"})
+    given: list[Message] = [
+        {"type": "websocket.receive", "text": frame},
+        {"type": "websocket.connect"},
+    ]
+    tried = asyncio.Event()
+
+    async def receive() -> Message:
+        if given:
+            return given.pop()
+        await tried.wait()
+        for _ in range(3):  # the task ends before the session does, which would wait for it
+            await asyncio.sleep(0)
+        return {"type": "websocket.disconnect", "code": 1006}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "websocket.send":
+            tried.set()
+            raise OSError("the peer is gone")
+
+    server = SimpleNamespace(max_body_bytes=1 << 20, log_slow_s=None)
+    services: Any = SimpleNamespace(abandon=asyncio.Event(), server=server, tracer=None)
+    socket = WebSocket({"type": "websocket"}, receive, send)
+    await socket.accept()
+    async with asyncio.timeout(5):
+        await websocket.serve(Exchange(services=services, request_id="req-1"), socket)
+    gc.collect()
+    assert not lost
