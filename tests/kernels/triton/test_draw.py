@@ -164,7 +164,11 @@ def small(monkeypatch: pytest.MonkeyPatch, *, room: int, sample: int = 64) -> No
 
 
 def agree(
-    logits: torch.Tensor, picks: tuple, rows: torch.Tensor, row: torch.Tensor, position: torch.Tensor
+    logits: torch.Tensor,
+    picks: tuple,
+    rows: torch.Tensor,
+    row: torch.Tensor,
+    position: torch.Tensor,
 ) -> None:
     """The kernel's tokens are those of the reference, wherever top_p's border is clear; twice the same."""
     draw = triton_draw.bind(PROBLEM)

@@ -1,11 +1,11 @@
-"""Where the truncation of each row ends, in Triton: the least logit that top_k, and top_p behind it, keep; exact, without
-a sort. Four launches, whose programs leave at once where a row truncates nothing:
+"""Where the truncation of each row ends, in Triton: the least logit that top_k, and top_p behind it, keep. Exact,
+without a sort. Four launches, whose programs leave at once where a row truncates nothing:
 
     aim      one program per row: a sample of SAMPLE tokens tells about which logit the cut is
-    narrow   twice, over pieces of rows: weighs what reaches each of PIVOTS logits and keeps the range between two of them
+    narrow   twice, over pieces of rows: weighs what reaches each of PIVOTS logits, keeps the range between two of them
     gather   over pieces of rows: copies the logits of the range; the program that is last of its row finds the cut
 
-What reaches a logit weighs its count for top_k, its probability for top_p. Few tokens of top_k are gathered from the
+What reaches a logit weighs its count for top_k, its probability for top_p. Few tokens of top_k are gathered on the
 sample's word alone, since their count proves it. Of a wrong word, or of more than MOST_KEPT logits that are not all
 equal, the last program looks at the whole row. Logits are compared as integers of the same order.
 
@@ -102,9 +102,9 @@ def _last_kept(
     p_x, count, stride, low, high, top, heat, by_mass, amount, share,
     PASSES: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The order, from `low` to below `high`, of the greatest logit that is reached by a weight of at least `amount` plus
-    `share` of what reaches `low`; `low` itself is not tried. One pivot halves the bits of the range: about six passes
-    over 150 thousand logits, 33 at worst; ties end it at once."""
+    """The order, from `low` to below `high`, of the greatest logit that is reached by a weight of at least `amount`
+    plus `share` of what reaches `low`; `low` itself is not tried. One pivot halves the bits of the range: about six
+    passes over 150 thousand logits, 33 at worst; ties end it at once."""
     target = amount
     passes = tl.full([], 0, tl.int32)
     while passes < PASSES:
@@ -203,8 +203,8 @@ def narrow_kernel(
     P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (rows of the step, pieces); `partial` float64 [rows of the step, pieces, P + 1]. `above` float64 [rows of the
-    step, 2]: the weight above the range, and of the row."""
+    """Grid (rows of the step, pieces); `partial` float64 [rows of the step, pieces, P + 1]. `above` float64 [rows of
+    the step, 2]: the weight above the range, and of the row."""
     i_k = tl.program_id(0).to(tl.int64)
     i_piece = tl.program_id(1)
     enter(DEPENDENT)

@@ -1,5 +1,5 @@
-"""The draw in Triton, without a sort: what top_k and top_p keep of each row ends at one logit (triton_cut.py), what min_p
-keeps at another; then noise and argmax over what is kept, as kernels/gumbel does it.
+"""The draw in Triton, without a sort: what top_k and top_p keep of each row ends at one logit (triton_cut.py), what
+min_p keeps at another; then noise and argmax over what is kept, as kernels/gumbel does it.
 """
 
 from __future__ import annotations

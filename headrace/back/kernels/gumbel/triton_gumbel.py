@@ -184,9 +184,7 @@ def gumbel_kernel(
         b_top = tl.maximum(b_top, tl.load(p_row + o_v, mask=o_v < end, other=float("-inf")))
     top = tl.max(b_top, axis=0)
     origin = tl.where(tl.abs(top) < float("inf"), top, 0.0)
-    highest, i_best = span_winner(
-        p_row, begin, end, heat, row_key, origin, float("-inf"), TILE
-    )
+    highest, i_best = span_winner(p_row, begin, end, heat, row_key, origin, float("-inf"), TILE)
     row_winner(
         p_row, score + i_row * chunks, best + i_row * chunks, counters + i_row, token + i_row,
         z + i_row, chunks, heat, highest, i_best, i_chunk, CHUNKS,
