@@ -1,13 +1,14 @@
 """Where the truncation of each row ends, in Triton: the least logit that top_k, and top_p behind it, keep. Exact,
-without a sort. Four launches, whose programs leave at once where a row truncates nothing:
+without a sort. Five launches, whose programs leave at once where a row truncates nothing:
 
     aim      one program per row: a sample of SAMPLE tokens tells about which logit the cut is
     narrow   twice, over pieces of rows: weighs what reaches each of PIVOTS logits, keeps the range between two of them
-    gather   over pieces of rows: copies the logits of the range; the program that is last of its row finds the cut
+    gather   over pieces of rows: copies the logits of the range
+    settle   one program per row: finds the cut among them
 
 What reaches a logit weighs its count for top_k, its probability for top_p. Few tokens of top_k are gathered on the
 sample's word alone, since their count proves it. Of a wrong word, or of more than MOST_KEPT logits that are not all
-equal, the last program looks at the whole row. Logits are compared as integers of the same order.
+equal, the last looks at the whole row. Logits are compared as integers of the same order.
 
 A row's cut depends on the row alone: pieces are the same whatever the batch, and what is gathered in any order is added
 up in multiples of 2^-40, which float64 does exactly.
@@ -23,9 +24,9 @@ from headrace.back.kernels.draw.op import NUMBERS
 from headrace.back.kernels.triton.grid import enter, ordered
 from headrace.back.kernels.triton.wrap import launch, power_of_two
 
-SAMPLE, PIECE, PIVOTS = 4096, 8192, 8
+SAMPLE, PIECE, PIVOTS = 2048, 8192, 8
 MOST_KEPT = 8192
-AIM_PASSES, NARROW_PASSES, MOST_PASSES = 4, 2, 40
+AIM_PASSES, NARROW_PASSES, MOST_PASSES = 2, 2, 40
 STATE = 8
 """int32 of each row: MODE, LOW, HIGH (the range of orders in which the cut lies, HIGH not among them), how many logits
 were gathered, the least and greatest order of them, programs that are done."""
@@ -65,56 +66,57 @@ def _pivots(low, high, heat, first, P: tl.constexpr):
 
 
 @triton.jit
-def _weigh(
-    p_x, count, stride, b_pivot, low, high, top, heat, by_mass,
-    EXACT: tl.constexpr, TILE: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """Of logits `stride` apart: the weight of those that reach each pivot, float64 [P]; of those that reach `low`; the
-    least and greatest order from `low` to below `high`."""
-    per_nat = (1.4426950408889634 / heat).to(tl.float32)
-    SUM: tl.constexpr = tl.float64 if EXACT else tl.float32
-    b_weight = tl.zeros([P, TILE], SUM)
-    b_all = tl.zeros([TILE], SUM)
-    b_least = tl.full([TILE], 0x7FFFFFFF, tl.int32)
-    b_most = tl.full([TILE], -0x7FFFFFFF, tl.int32)
-    for start in range(0, count, TILE):
-        o_x = start + tl.arange(0, TILE)
-        m_x = o_x < count
-        b_x = tl.load(p_x + o_x * stride, mask=m_x, other=float("-inf"))
-        b_order = ordered(b_x)
-        b_one = tl.where(by_mass, tl.exp2((b_x - top) * per_nat), 1.0)
-        b_one = tl.where(m_x, b_one, 0.0)
-        if EXACT:
-            b_one = (b_one.to(tl.float64) + 4096.0) - 4096.0
-        zero = tl.zeros([TILE], SUM)
-        b_weight += tl.where(b_order[None, :] >= b_pivot.to(tl.int32)[:, None], b_one[None, :], 0.0)
-        b_all += tl.where(b_order >= low, b_one, zero)
-        inside = m_x & (b_order >= low) & (b_order < high)
-        b_least = tl.minimum(b_least, tl.where(inside, b_order, 0x7FFFFFFF))
-        b_most = tl.maximum(b_most, tl.where(inside, b_order, -0x7FFFFFFF))
-    weight = tl.sum(b_weight.to(tl.float64), axis=1)
-    least, most = tl.min(b_least, axis=0).to(tl.int64), tl.max(b_most, axis=0).to(tl.int64)
-    return weight, tl.sum(b_all.to(tl.float64), axis=0), least, most
+def _wider(least, most, other_least, other_most):
+    return tl.minimum(least, other_least), tl.maximum(most, other_most)
+
+
+@triton.jit
+def _weights(b_x, m_x, top, heat, by_mass):
+    """What each token weighs: 1, or its probability times a constant, float32."""
+    b_mass = tl.exp2((b_x - top) * (1.4426950408889634 / heat).to(tl.float32))
+    return tl.where(m_x, tl.where(by_mass, b_mass, 1.0), 0.0)
+
+
+@triton.jit
+def _reached(b_order, b_one, b_pivot):
+    """[P, N]: the weight of each of N tokens that reaches each pivot."""
+    return tl.where(b_order[None, :] >= b_pivot.to(tl.int32)[:, None], b_one[None, :], 0.0)
 
 
 @triton.jit
 def _last_kept(
-    p_x, count, stride, low, high, top, heat, by_mass, amount, share,
-    PASSES: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr, P: tl.constexpr,
+    p_x, count, low, high, top, heat, by_mass, amount, share,
+    PASSES: tl.constexpr, TILE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """The order, from `low` to below `high`, of the greatest logit that is reached by a weight of at least `amount`
-    plus `share` of what reaches `low`; `low` itself is not tried. One pivot halves the bits of the range: about six
+    plus `share` of what reaches `low`; `low` itself is not tried. One pivot halves the bits of the range: about five
     passes over 150 thousand logits, 33 at worst; ties end it at once."""
     target = amount
     passes = tl.full([], 0, tl.int32)
+    o_p = tl.arange(0, P)
     while passes < PASSES:
         b_pivot = _pivots(low, high, heat, low + (high - low) // 2, P)
-        weight, reach_low, least, most = _weigh(
-            p_x, count, stride, b_pivot, low, high, top, heat, by_mass, EXACT, TILE, P
-        )
-        target = tl.where(passes == 0, amount + share * reach_low, target)
+        b_pivot = tl.where(o_p == P - 1, low, b_pivot)
+        b_weight = tl.zeros([P, TILE], tl.float64)
+        b_least = tl.full([TILE], 0x7FFFFFFF, tl.int32)
+        b_most = tl.full([TILE], -0x7FFFFFFF, tl.int32)
+        for start in range(0, count, TILE):
+            o_x = start + tl.arange(0, TILE)
+            m_x = o_x < count
+            b_x = tl.load(p_x + o_x, mask=m_x, other=float("-inf"))
+            b_order = ordered(b_x)
+            b_one = (_weights(b_x, m_x, top, heat, by_mass).to(tl.float64) + 4096.0) - 4096.0
+            b_weight += _reached(b_order, b_one, b_pivot)
+            inside = m_x & (b_order >= low) & (b_order < high)
+            b_least = tl.minimum(b_least, tl.where(inside, b_order, 0x7FFFFFFF))
+            b_most = tl.maximum(b_most, tl.where(inside, b_order, -0x7FFFFFFF))
+        weight = tl.sum(b_weight, axis=1)
+        least, most = tl.reduce((b_least, b_most), 0, _wider)
+        least, most = least.to(tl.int64), most.to(tl.int64)
+        all_of_low = tl.sum(tl.where(o_p == P - 1, weight, 0.0), axis=0)
+        target = tl.where(passes == 0, amount + share * all_of_low, target)
         enough = weight >= target
-        above = tl.min(tl.where(enough, high, b_pivot), axis=0)
+        above = tl.min(tl.where(enough | (o_p == P - 1), high, b_pivot), axis=0)
         below = tl.max(tl.where(enough, b_pivot, low), axis=0)
         one = least >= most
         low = tl.where(least > most, low, tl.where(one, least, tl.maximum(below, least)))
@@ -135,17 +137,15 @@ def aim_kernel(
     row_stride,
     width,
     step,
-    count,
     NUMBERS: tl.constexpr,
     STATE: tl.constexpr,
     MOST: tl.constexpr,
     PASSES: tl.constexpr,
     SAMPLE: tl.constexpr,
-    TILE: tl.constexpr,
     P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (rows of the step). `count` tokens, `step` apart, are the sample; the margin is four standard deviations of
+    """Grid (rows of the step). SAMPLE tokens, `step` apart, are the sample; the margin is four standard deviations of
     what such a sample weighs."""
     i_k = tl.program_id(0).to(tl.int64)
     enter(DEPENDENT)
@@ -157,20 +157,27 @@ def aim_kernel(
     if (heat > 0.0) & (by_count | (p < 1.0)) & (tl.abs(highest) < float("inf")):
         mode = tl.full([], _FEW, tl.int32)
         if width > MOST:
-            p_row = logits + i_k * row_stride
             o_x = tl.arange(0, SAMPLE)
-            b_x = tl.load(p_row + o_x * step, mask=o_x < count, other=float("-inf"))
-            b_one = tl.exp2((b_x - highest) * (1.4426950408889634 / heat).to(tl.float32))
-            share = count.to(tl.float64) / width
-            mass = p * (tl.sum(b_one, axis=0) + share) - share
-            mass += 4.0 * tl.sqrt_rn(tl.sum(b_one * b_one, axis=0)).to(tl.float64)
-            number = k * share + 4.0 * tl.sqrt_rn((k * share).to(tl.float32)) + 8.0
-            low = _last_kept(
-                p_row, count, step, low, high, highest, heat, ~by_count,
-                tl.where(by_count, number, mass), 0.0, PASSES, False, TILE, P,
-            )  # fmt: skip
-            few = by_count & (number < MOST // 2 * share)
-            mode = tl.where(few, _FEW, _RANGE)
+            b_x = tl.load(logits + i_k * row_stride + o_x * step)
+            b_order = ordered(b_x)
+            b_one = _weights(b_x, o_x >= 0, highest, heat, ~by_count)
+            share = (SAMPLE / width).to(tl.float32)
+            number = k.to(tl.float32) * share
+            mass = p.to(tl.float32) * (tl.sum(b_one, axis=0) + share) - share
+            target = tl.where(by_count, number, tl.maximum(mass, 0.0))
+            spread = tl.where(by_count, number + 4.0, tl.sum(b_one * b_one, axis=0))
+            target += 4.0 * tl.sqrt_rn(spread)
+            finite = tl.where(b_x == float("-inf"), float("inf"), b_x)
+            low = tl.minimum(ordered(tl.min(finite, axis=0)).to(tl.int64), high - 1)
+            last = high
+            for _ in range(0, PASSES):
+                b_pivot = _pivots(low, last, heat, low, P)
+                weight = tl.sum(_reached(b_order, b_one, b_pivot), axis=1)
+                last = tl.min(
+                    tl.where((weight >= target) | (b_pivot <= low), last, b_pivot), axis=0
+                )
+                low = tl.max(tl.where(weight >= target, b_pivot, low), axis=0)
+            mode = tl.where(by_count & (target < MOST // 2 * share), _FEW, _RANGE)
     p_state = state + i_k * STATE
     tl.store(p_state, mode)
     tl.store(p_state + 1, low.to(tl.int32))
@@ -200,6 +207,7 @@ def narrow_kernel(
     PIECE: tl.constexpr,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,
     P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -214,12 +222,19 @@ def narrow_kernel(
     heat, by_count, k, p = _asked(rows, row, i_k, width, NUMBERS)
     low, high = tl.load(p_state + 1).to(tl.int64), tl.load(p_state + 2).to(tl.int64)
     b_pivot = _pivots(low, high, heat, low, P)
+    p_row, highest = logits + i_k * row_stride, tl.load(top + i_k)
     begin = i_piece * PIECE
+    b_weight = tl.zeros([P, TILE], tl.float32)
+    b_whole = tl.zeros([TILE], tl.float32)
+    for start in tl.range(begin, begin + PIECE, TILE, num_stages=STAGES):
+        o_v = start + tl.arange(0, TILE)
+        b_x = tl.load(p_row + o_v, mask=o_v < width, other=float("-inf"))
+        b_one = _weights(b_x, o_v < width, highest, heat, ~by_count)
+        b_weight += _reached(ordered(b_x), b_one, b_pivot)
+        b_whole += b_one
+    weight = tl.sum(b_weight.to(tl.float64), axis=1)
+    whole = tl.sum(b_whole.to(tl.float64), axis=0)
     lowest = tl.full([], _LOWEST, tl.int64)
-    weight, whole, _least, _most = _weigh(
-        logits + i_k * row_stride + begin, tl.minimum(width - begin, PIECE), 1, b_pivot, lowest,
-        high, tl.load(top + i_k), heat, ~by_count, False, TILE, P,
-    )  # fmt: skip
     o_p = tl.arange(0, P)
     p_partial = partial + i_k * pieces * (P + 1)
     tl.store(p_partial + i_piece * (P + 1) + o_p, weight)
@@ -228,12 +243,12 @@ def narrow_kernel(
     if tl.atomic_add(p_state + 6, 1, sem="acq_rel") == pieces - 1:
         o_i = tl.arange(0, PIECES)
         p_pieces = p_partial + o_i * (P + 1)
-        b_part = tl.load(
+        b_parts = tl.load(
             p_pieces[:, None] + o_p[None, :], mask=(o_i < pieces)[:, None], other=0.0,
             cache_modifier=".cg",
         )  # fmt: skip
-        b_whole = tl.load(p_pieces + P, mask=o_i < pieces, other=0.0, cache_modifier=".cg")
-        weight, whole = tl.sum(b_part, axis=0), tl.sum(b_whole, axis=0)
+        b_wholes = tl.load(p_pieces + P, mask=o_i < pieces, other=0.0, cache_modifier=".cg")
+        weight, whole = tl.sum(b_parts, axis=0), tl.sum(b_wholes, axis=0)
         enough = weight >= tl.where(by_count, k, p * whole)
         over = tl.max(tl.where(enough, tl.load(above + i_k * 2), weight), axis=0)
         tl.store(above + i_k * 2, over)
@@ -246,6 +261,47 @@ def narrow_kernel(
 @triton.jit
 def gather_kernel(
     logits,
+    state,
+    kept,
+    row_stride,
+    width,
+    STATE: tl.constexpr,
+    MOST: tl.constexpr,
+    PIECE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid (rows of the step, pieces); `kept` float32 [rows of the step, MOST], in any order."""
+    i_k = tl.program_id(0).to(tl.int64)
+    enter(DEPENDENT)
+    p_state = state + i_k * STATE
+    if tl.load(p_state) == _NOTHING:
+        return
+    low, high = tl.load(p_state + 1), tl.load(p_state + 2)
+    p_row, p_kept = logits + i_k * row_stride, kept + i_k * MOST
+    p_fill = p_state + 3 + tl.zeros([TILE], tl.int32)
+    b_least = tl.full([TILE], 0x7FFFFFFF, tl.int32)
+    b_most = tl.full([TILE], -0x7FFFFFFF, tl.int32)
+    begin = tl.program_id(1) * PIECE
+    for start in tl.range(begin, begin + PIECE, TILE, num_stages=STAGES):
+        o_v = start + tl.arange(0, TILE)
+        b_x = tl.load(p_row + o_v, mask=o_v < width, other=float("-inf"))
+        b_order = ordered(b_x)
+        inside = (o_v < width) & (b_order >= low) & (b_order < high)
+        o_to = tl.atomic_add(p_fill, 1, mask=inside, sem="relaxed")
+        tl.store(p_kept + o_to, b_x, mask=inside & (o_to < MOST))
+        b_least = tl.minimum(b_least, tl.where(inside, b_order, 0x7FFFFFFF))
+        b_most = tl.maximum(b_most, tl.where(inside, b_order, -0x7FFFFFFF))
+    least, most = tl.reduce((b_least, b_most), 0, _wider)
+    if least <= most:
+        tl.atomic_min(p_state + 4, least, sem="relaxed")
+        tl.atomic_max(p_state + 5, most, sem="relaxed")
+
+
+@triton.jit
+def settle_kernel(
+    logits,
     top,
     rows,
     row,
@@ -255,84 +311,50 @@ def gather_kernel(
     cut,
     row_stride,
     width,
-    pieces,
     NUMBERS: tl.constexpr,
     STATE: tl.constexpr,
     MOST: tl.constexpr,
     PASSES: tl.constexpr,
-    PIECE: tl.constexpr,
     TILE: tl.constexpr,
-    SETTLE: tl.constexpr,
     P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (rows of the step, pieces); `kept` float32 [rows of the step, MOST]; `cut` float32: the least logit that
-    each row keeps."""
+    """Grid (rows of the step); `cut` float32: the least logit that each row keeps. It is found among what was gathered
+    where that holds it and there was room, otherwise in the row; of top_p behind top_k there too, unless all that top_k
+    keeps was gathered."""
     i_k = tl.program_id(0).to(tl.int64)
-    i_piece = tl.program_id(1)
     enter(DEPENDENT)
     p_state = state + i_k * STATE
     if tl.load(p_state) == _NOTHING:
         return
-    low, high = tl.load(p_state + 1), tl.load(p_state + 2)
-    p_row, p_kept = logits + i_k * row_stride, kept + i_k * MOST
-    for start in range(i_piece * PIECE, tl.minimum(i_piece * PIECE + PIECE, width), TILE):
-        o_v = start + tl.arange(0, TILE)
-        b_x = tl.load(p_row + o_v, mask=o_v < width, other=float("-inf"))
-        b_order = ordered(b_x)
-        inside = (o_v < width) & (b_order >= low) & (b_order < high)
-        number = tl.sum(inside.to(tl.int32), axis=0)
-        if number > 0:
-            o_to = tl.atomic_add(p_state + 3, number, sem="relaxed")
-            o_to += tl.cumsum(inside.to(tl.int32), axis=0) - 1
-            tl.store(p_kept + o_to, b_x, mask=inside & (o_to < MOST))
-            least = tl.min(tl.where(inside, b_order, 0x7FFFFFFF), axis=0)
-            most = tl.max(tl.where(inside, b_order, -0x7FFFFFFF), axis=0)
-            tl.atomic_min(p_state + 4, least, sem="relaxed")
-            tl.atomic_max(p_state + 5, most, sem="relaxed")
-    tl.debug_barrier()
-    if tl.atomic_add(p_state + 6, 1, sem="acq_rel") == pieces - 1:
-        heat, by_count, k, p = _asked(rows, row, i_k, width, NUMBERS)
-        highest = tl.load(top + i_k)
-        found = tl.load(p_state + 3, cache_modifier=".cg")
-        least = tl.load(p_state + 4, cache_modifier=".cg")
-        most = tl.load(p_state + 5, cache_modifier=".cg")
-        over, mass = tl.load(above + i_k * 2), tl.load(above + i_k * 2 + 1)
-        good = (~by_count | (over + found >= k)) & ((found <= MOST) | (least == most))
-        _settle(
-            p_row, width, p_kept, found, low, high, over, mass, highest, heat, by_count, k, p,
-            good, cut + i_k, MOST, PASSES, SETTLE, P,
-        )  # fmt: skip
-
-
-@triton.jit
-def _settle(
-    p_row, width, p_kept, found, low, high, over, mass, highest, heat, by_count, k, p, good, p_cut,
-    MOST: tl.constexpr, PASSES: tl.constexpr, TILE: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """Finds the cut among what was gathered if that is `good`, otherwise in the row; of top_p behind top_k there too,
-    unless all that top_k keeps was gathered. `over` lies above the range; `mass` is the row's."""
+    heat, by_count, k, p = _asked(rows, row, i_k, width, NUMBERS)
+    low, high = tl.load(p_state + 1).to(tl.int64), tl.load(p_state + 2).to(tl.int64)
+    found, over = tl.load(p_state + 3), tl.load(above + i_k * 2)
+    tied = tl.load(p_state + 4) == tl.load(p_state + 5)
+    good = (~by_count | (over + found >= k)) & ((found <= MOST) | tied)
+    highest = tl.load(top + i_k)
     beyond = ordered(highest).to(tl.int64) + 1
+    p_row = logits + i_k * row_stride
     p_from, count = p_row, width
     first, last = tl.full([], _LOWEST, tl.int64), beyond
     amount, share = tl.where(by_count, k, 0.0), tl.where(by_count, 0.0, p)
     whole = good & (high == beyond)
     if good:
-        p_from, count = p_kept, tl.minimum(found, MOST)
-        first, last = low.to(tl.int64), high.to(tl.int64)
+        p_from, count = kept + i_k * MOST, tl.minimum(found, MOST)
+        first, last = low, high
         if not whole:
-            amount, share = tl.where(by_count, k, p * mass) - over, p * 0.0
+            mass = p * tl.load(above + i_k * 2 + 1)
+            amount, share = tl.where(by_count, k, mass) - over, p * 0.0
     by_mass = ~by_count
     for _ in range(0, tl.where(by_count & (p < 1.0), 2, 1)):
         first = _last_kept(
-            p_from, count, 1, first, last, highest, heat, by_mass, amount, share,
-            PASSES, True, TILE, P,
-        )  # fmt: skip
+            p_from, count, first, last, highest, heat, by_mass, amount, share, PASSES, TILE, P
+        )
         last, amount, share = beyond, amount * 0.0, p
         by_mass = by_mass | (amount == amount)
         if not whole:
             p_from, count = p_row, width
-    tl.store(p_cut, value_of(first))
+    tl.store(cut + i_k, value_of(first))
 
 
 def cuts(
@@ -348,18 +370,23 @@ def cuts(
     kept = torch.empty(count * MOST_KEPT, dtype=torch.float32, device=device)
     partial = torch.empty(count * pieces * (PIVOTS + 1), dtype=torch.float64, device=device)
     given = (logits_KV, top_K, rows, row_K, state, above)
-    same = {"NUMBERS": NUMBERS, "STATE": STATE, "P": PIVOTS, **launch(device)}
+    same = {"STATE": STATE, **launch(device)}
     aim_kernel[(count,)](
-        *given, cut_K, logits_KV.stride(0), width, step, min(SAMPLE, width // step), MOST=MOST_KEPT,
-        PASSES=AIM_PASSES, SAMPLE=SAMPLE, TILE=min(SAMPLE, 2048), num_warps=16, **same,
+        *given, cut_K, logits_KV.stride(0), width, step, NUMBERS=NUMBERS, MOST=MOST_KEPT,
+        PASSES=AIM_PASSES, SAMPLE=SAMPLE, P=PIVOTS, num_warps=8, **same,
     )  # fmt: skip
     for _ in range(NARROW_PASSES):
         narrow_kernel[(count, pieces)](
-            *given, partial, logits_KV.stride(0), width, pieces, PIECE=PIECE,
-            PIECES=power_of_two(pieces, least=32), TILE=min(PIECE, 1024), num_warps=8, **same,
+            *given, partial, logits_KV.stride(0), width, pieces, NUMBERS=NUMBERS, PIECE=PIECE,
+            PIECES=power_of_two(pieces, least=32), TILE=min(PIECE, 1024), STAGES=4, P=PIVOTS,
+            num_warps=8, **same,
         )  # fmt: skip
     gather_kernel[(count, pieces)](
-        *given, kept, cut_K, logits_KV.stride(0), width, pieces, MOST=MOST_KEPT,
-        PASSES=MOST_PASSES, PIECE=PIECE, TILE=min(PIECE, 2048), SETTLE=512, num_warps=8, **same,
+        logits_KV, state, kept, logits_KV.stride(0), width, MOST=MOST_KEPT, PIECE=PIECE,
+        TILE=min(PIECE, 1024), STAGES=4, num_warps=8, **same,
+    )  # fmt: skip
+    settle_kernel[(count,)](
+        *given, kept, cut_K, logits_KV.stride(0), width, NUMBERS=NUMBERS, MOST=MOST_KEPT,
+        PASSES=MOST_PASSES, TILE=1024, P=2 * PIVOTS, num_warps=16, **same,
     )  # fmt: skip
     return cut_K

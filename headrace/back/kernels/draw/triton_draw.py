@@ -22,7 +22,7 @@ from headrace.back.kernels.triton.wrap import (
     unsupported,
 )
 
-TILE, MOST_TILES = 2048, 4
+TILE, MOST_TILES = 1024, 16
 PROGRAMS = 16
 """Of a multiprocessor, before a program takes more than one tile."""
 
