@@ -20,19 +20,22 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.draw.op import NUMBERS
+from headrace.back.kernels.draw.op import NUMBERS, Picks
+from headrace.back.kernels.gumbel.triton_gumbel import span_winner
 from headrace.back.kernels.triton.grid import enter, ordered
 from headrace.back.kernels.triton.wrap import launch, power_of_two
 
-SAMPLE, PIECE, PIVOTS = 2048, 8192, 8
+SAMPLE, PIECE, SETTLE, PIVOTS = 2048, 8192, 1024, 8
 MOST_KEPT = 8192
 AIM_PASSES, NARROW_PASSES, MOST_PASSES = 2, 2, 40
 STATE = 8
 """int32 of each row: MODE, LOW, HIGH (the range of orders in which the cut lies, HIGH not among them), how many logits
 were gathered, the least and greatest order of them, programs that are done."""
-_NOTHING, _FEW, _RANGE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_NOTHING, _FEW, _RANGE, DRAWN = (tl.constexpr(mode) for mode in range(4))
 _LOWEST = tl.constexpr(-2139095041)
 """The order of -Inf."""
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""`rows`, `row_K` and `position_K` of the op."""
 
 
 @triton.jit
@@ -40,6 +43,30 @@ def value_of(b_order):
     """The logit of an order."""
     b_order = b_order.to(tl.int32)
     return tl.where(b_order < 0, b_order ^ 0x7FFFFFFF, b_order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def key_of(p_numbers, p_position):
+    """The key of a row's noise (kernels/gumbel/noise.py), int64."""
+    H: tl.constexpr = 0xD1B54A32D192ED03
+    b_key = tl.load(p_numbers + 1).to(tl.uint64, bitcast=True)
+    b_key = b_key ^ (tl.load(p_position).to(tl.uint64) * H)
+    b_key = (b_key ^ (b_key >> 30)) * 0xBF58476D1CE4E5B9
+    b_key = (b_key ^ (b_key >> 27)) * 0x94D049BB133111EB
+    return (b_key ^ (b_key >> 31)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def least_by_min_p(p_numbers, top, heat):
+    """The least logit that min_p keeps: z is compared in double precision, so neighbours of its product are tried."""
+    log_min_p = tl.load(p_numbers + 4).to(tl.float64, bitcast=True)
+    least_z = top.to(tl.float64) / heat + log_min_p
+    near = ordered((least_z * heat).to(tl.float32)) + tl.arange(0, 8) - 4
+    b_value = value_of(near)
+    found = tl.min(
+        tl.where(b_value.to(tl.float64) / heat >= least_z, b_value, float("inf")), axis=0
+    )
+    return tl.where(log_min_p == float("-inf"), float("-inf"), tl.minimum(found, top))
 
 
 @triton.jit
@@ -263,6 +290,7 @@ def gather_kernel(
     logits,
     state,
     kept,
+    ids,
     row_stride,
     width,
     STATE: tl.constexpr,
@@ -272,7 +300,7 @@ def gather_kernel(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (rows of the step, pieces); `kept` float32 [rows of the step, MOST], in any order."""
+    """Grid (rows of the step, pieces); `kept` float32 and `ids` int32 [rows of the step, MOST], in any order."""
     i_k = tl.program_id(0).to(tl.int64)
     enter(DEPENDENT)
     p_state = state + i_k * STATE
@@ -291,6 +319,7 @@ def gather_kernel(
         inside = (o_v < width) & (b_order >= low) & (b_order < high)
         o_to = tl.atomic_add(p_fill, 1, mask=inside, sem="relaxed")
         tl.store(p_kept + o_to, b_x, mask=inside & (o_to < MOST))
+        tl.store(ids + i_k * MOST + o_to, o_v, mask=inside & (o_to < MOST))
         b_least = tl.minimum(b_least, tl.where(inside, b_order, 0x7FFFFFFF))
         b_most = tl.maximum(b_most, tl.where(inside, b_order, -0x7FFFFFFF))
     least, most = tl.reduce((b_least, b_most), 0, _wider)
@@ -307,8 +336,12 @@ def settle_kernel(
     row,
     state,
     above,
+    position,
     kept,
+    ids,
     cut,
+    token,
+    z,
     row_stride,
     width,
     NUMBERS: tl.constexpr,
@@ -317,11 +350,12 @@ def settle_kernel(
     PASSES: tl.constexpr,
     TILE: tl.constexpr,
     P: tl.constexpr,
+    RACE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (rows of the step); `cut` float32: the least logit that each row keeps. It is found among what was gathered
     where that holds it and there was room, otherwise in the row; of top_p behind top_k there too, unless all that top_k
-    keeps was gathered."""
+    keeps was gathered. Then the token is drawn too."""
     i_k = tl.program_id(0).to(tl.int64)
     enter(DEPENDENT)
     p_state = state + i_k * STATE
@@ -354,13 +388,25 @@ def settle_kernel(
         by_mass = by_mass | (amount == amount)
         if not whole:
             p_from, count = p_row, width
-    tl.store(cut + i_k, value_of(first))
+    least = value_of(first)
+    tl.store(cut + i_k, least)
+    if whole & (found <= MOST):
+        p_numbers = rows + tl.load(row + i_k).to(tl.int64) * NUMBERS
+        least = tl.maximum(least, least_by_min_p(p_numbers, highest, heat))
+        _score, i_best = span_winner(
+            p_row, kept + i_k * MOST, ids + i_k * MOST, 0, found, heat,
+            key_of(p_numbers, position + i_k), highest, least, True, RACE,
+        )  # fmt: skip
+        tl.store(token + i_k, i_best.to(tl.int64))
+        tl.store(z + i_k, tl.load(p_row + i_best).to(tl.float64) / heat)
+        tl.store(p_state, DRAWN)
 
 
 def cuts(
-    logits_KV: torch.Tensor, top_K: torch.Tensor, rows: torch.Tensor, row_K: torch.Tensor
-) -> torch.Tensor:
-    """The least logit that top_k and top_p keep of each row, float32 [K]; `top_K` is its greatest."""
+    logits_KV: torch.Tensor, top_K: torch.Tensor, given: Given, choice: Picks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row STATE numbers, and the least logit that top_k and top_p keep, float32 [K]; `top_K` is its greatest.
+    `choice` of rows in mode DRAWN is made."""
     (count, width), device = logits_KV.shape, logits_KV.device
     pieces = triton.cdiv(width, PIECE)
     step = max(1, width // SAMPLE)
@@ -369,24 +415,27 @@ def cuts(
     cut_K = torch.empty(count, dtype=torch.float32, device=device)
     kept = torch.empty(count * MOST_KEPT, dtype=torch.float32, device=device)
     partial = torch.empty(count * pieces * (PIVOTS + 1), dtype=torch.float64, device=device)
-    given = (logits_KV, top_K, rows, row_K, state, above)
+    ids = torch.empty(count * MOST_KEPT, dtype=torch.int32, device=device)
+    rows, row_K, position_K = given
+    seen = (logits_KV, top_K, rows, row_K, state, above)
     same = {"STATE": STATE, **launch(device)}
     aim_kernel[(count,)](
-        *given, cut_K, logits_KV.stride(0), width, step, NUMBERS=NUMBERS, MOST=MOST_KEPT,
+        *seen, cut_K, logits_KV.stride(0), width, step, NUMBERS=NUMBERS, MOST=MOST_KEPT,
         PASSES=AIM_PASSES, SAMPLE=SAMPLE, P=PIVOTS, num_warps=8, **same,
     )  # fmt: skip
     for _ in range(NARROW_PASSES):
         narrow_kernel[(count, pieces)](
-            *given, partial, logits_KV.stride(0), width, pieces, NUMBERS=NUMBERS, PIECE=PIECE,
-            PIECES=power_of_two(pieces, least=32), TILE=min(PIECE, 1024), STAGES=4, P=PIVOTS,
-            num_warps=8, **same,
+            *seen, partial, logits_KV.stride(0), width, pieces, NUMBERS=NUMBERS, PIECE=PIECE,
+            PIECES=power_of_two(pieces, least=32), TILE=min(PIECE, 512), STAGES=4, P=PIVOTS,
+            num_warps=4, **same,
         )  # fmt: skip
     gather_kernel[(count, pieces)](
-        logits_KV, state, kept, logits_KV.stride(0), width, MOST=MOST_KEPT, PIECE=PIECE,
+        logits_KV, state, kept, ids, logits_KV.stride(0), width, MOST=MOST_KEPT, PIECE=PIECE,
         TILE=min(PIECE, 1024), STAGES=4, num_warps=8, **same,
     )  # fmt: skip
     settle_kernel[(count,)](
-        *given, kept, cut_K, logits_KV.stride(0), width, NUMBERS=NUMBERS, MOST=MOST_KEPT,
-        PASSES=MOST_PASSES, TILE=1024, P=2 * PIVOTS, num_warps=16, **same,
+        *seen, position_K, kept, ids, cut_K, *choice, logits_KV.stride(0), width, NUMBERS=NUMBERS,
+        MOST=MOST_KEPT, PASSES=MOST_PASSES, TILE=SETTLE, P=2 * PIVOTS, RACE=SETTLE, num_warps=16,
+        **same,
     )  # fmt: skip
-    return cut_K
+    return state, cut_K

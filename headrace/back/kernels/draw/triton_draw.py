@@ -1,5 +1,6 @@
 """The draw in Triton, without a sort: what top_k and top_p keep of each row ends at one logit (triton_cut.py), what
-min_p keeps at another; then noise and argmax over what is kept, as kernels/gumbel does it.
+min_p keeps at another; then noise and argmax over what is kept, as kernels/gumbel does it. Rows of which top_k has left
+few are drawn where their cut is found.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.draw.op import NUMBERS, Draw, DrawProblem, Picks
-from headrace.back.kernels.draw.triton_cut import cuts, value_of
+from headrace.back.kernels.draw.triton_cut import DRAWN, STATE, cuts, key_of, least_by_min_p
 from headrace.back.kernels.gumbel.triton_gumbel import row_winner, span_winner
 from headrace.back.kernels.op import Kernel
-from headrace.back.kernels.triton.grid import enter, ordered
+from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
@@ -27,18 +28,6 @@ PROGRAMS = 16
 """Of a multiprocessor, before a program takes more than one tile."""
 
 
-@triton.jit
-def _least_by_min_p(top, heat, log_min_p):
-    """The least logit that min_p keeps: z is compared in double precision, so neighbours of its product are tried."""
-    least_z = top.to(tl.float64) / heat + log_min_p
-    near = ordered((least_z * heat).to(tl.float32)) + tl.arange(0, 8) - 4
-    b_value = value_of(near)
-    found = tl.min(
-        tl.where(b_value.to(tl.float64) / heat >= least_z, b_value, float("inf")), axis=0
-    )
-    return tl.where(log_min_p == float("-inf"), float("-inf"), tl.minimum(found, top))
-
-
 @triton.jit(do_not_specialize=["chunks", "tiles"])
 def draw_kernel(
     logits,
@@ -47,6 +36,7 @@ def draw_kernel(
     rows,
     row,
     position,
+    state,
     cut,
     score,
     best,
@@ -58,6 +48,7 @@ def draw_kernel(
     chunks,
     tiles,
     NUMBERS: tl.constexpr,
+    STATE: tl.constexpr,
     TILE: tl.constexpr,
     CHUNKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -67,6 +58,8 @@ def draw_kernel(
     i_k = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1)
     enter(DEPENDENT)
+    if tl.load(state + i_k * STATE) == DRAWN:
+        return
     p_numbers = rows + tl.load(row + i_k).to(tl.int64) * NUMBERS
     heat = tl.load(p_numbers).to(tl.float64, bitcast=True)
     highest = tl.load(top + i_k)
@@ -75,19 +68,15 @@ def draw_kernel(
             tl.store(token + i_k, tl.load(pick + i_k))
             tl.store(z + i_k, highest.to(tl.float64))
         return
-    H: tl.constexpr = 0xD1B54A32D192ED03
-    b_key = tl.load(p_numbers + 1).to(tl.uint64, bitcast=True)
-    b_key = b_key ^ (tl.load(position + i_k).to(tl.uint64) * H)
-    b_key = (b_key ^ (b_key >> 30)) * 0xBF58476D1CE4E5B9
-    b_key = (b_key ^ (b_key >> 27)) * 0x94D049BB133111EB
-    row_key = (b_key ^ (b_key >> 31)).to(tl.int64, bitcast=True)
     p_row = logits + i_k * row_stride
-    log_min_p = tl.load(p_numbers + 4).to(tl.float64, bitcast=True)
-    least = tl.maximum(tl.load(cut + i_k), _least_by_min_p(highest, heat, log_min_p))
+    row_key = key_of(p_numbers, position + i_k)
+    least = tl.maximum(tl.load(cut + i_k), least_by_min_p(p_numbers, highest, heat))
     begin = i_chunk * tiles * TILE
     end = tl.minimum(begin + tiles * TILE, width)
     origin = tl.where(tl.abs(highest) < float("inf"), highest, 0.0)
-    found, i_best = span_winner(p_row, begin, end, heat, row_key, origin, least, TILE)
+    found, i_best = span_winner(
+        p_row, p_row, p_row, begin, end, heat, row_key, origin, least, False, TILE
+    )
     row_winner(
         p_row, score + i_k * chunks, best + i_k * chunks, counters + i_k, token + i_k,
         z + i_k, chunks, heat, found, i_best, i_chunk, CHUNKS,
@@ -112,14 +101,16 @@ def bind(problem: DrawProblem) -> Draw:
         tiles = max(1, min(MOST_TILES, in_all * count // (PROGRAMS * num_sms(device))))
         chunks = triton.cdiv(in_all, tiles)
         new = {"device": device}
-        cut_K = cuts(logits_KV, picks[1], rows, row_K)
         token_K = torch.empty(count, dtype=torch.int64, **new)
         z_K = torch.empty(count, dtype=torch.float64, **new)
+        given = (rows, row_K, position_K)
+        state, cut_K = cuts(logits_KV, picks[1], given, (token_K, z_K))
         score = torch.empty(count * chunks, dtype=torch.float64, **new)
         best = torch.empty(count * chunks, dtype=torch.int32, **new)
         draw_kernel[(count, chunks)](
-            logits_KV, *picks, rows, row_K, position_K, cut_K, score, best, counters(device),
-            token_K, z_K, logits_KV.stride(0), width, chunks, tiles, NUMBERS=NUMBERS, TILE=TILE,
+            logits_KV, *picks, *given, state, cut_K, score, best, counters(device),
+            token_K, z_K, logits_KV.stride(0), width, chunks, tiles, NUMBERS=NUMBERS,
+            STATE=STATE, TILE=TILE,
             CHUNKS=power_of_two(in_all, least=32), num_warps=8, **launch(device),
         )  # fmt: skip
         return token_K, z_K

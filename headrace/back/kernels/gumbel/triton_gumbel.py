@@ -65,13 +65,19 @@ def first_best(b_score, o_id, NONE: tl.constexpr):
 
 
 @triton.jit
-def _arrivals(p_row, o_v, end, least, origin, per_nat, row_key):
-    """What E / exp(z) of ids is at least, times 2^32 exp(z of `origin`), in float32; infinite below `least`."""
-    b_x = tl.load(p_row + o_v, mask=o_v < end, other=float("-inf"))
+def _arrivals(
+    p_x, p_id, o_x, end, least, origin, per_nat, row_key, LISTED: tl.constexpr
+):  # fmt: skip
+    """(what E / exp(z) of ids is at least, times 2^32 exp(z of `origin`), in float32, infinite below `least`; the ids).
+    `LISTED`: logits and ids are lists, otherwise a row and its places."""
+    o_id = o_x
+    if LISTED:
+        o_id = tl.load(p_id + o_x, mask=o_x < end, other=0)
+    b_x = tl.load(p_x + o_x, mask=o_x < end, other=float("-inf"))
     b_down = tl.where(b_x < least, float("inf"), origin - b_x) * per_nat
-    b_high = (random_bits(row_key, o_v) >> 31).to(tl.uint32).to(tl.float32)
+    b_high = (random_bits(row_key, o_id) >> 31).to(tl.uint32).to(tl.float32)
     b_least = tl.maximum(b_high, 2.3283064365386963e-10) * tl.exp2(b_down)
-    return tl.where(b_least != b_least, 0.0, b_least)
+    return tl.where(b_least != b_least, 0.0, b_least), o_id
 
 
 @triton.jit
@@ -97,20 +103,25 @@ def _better(p_row, b_arrival, o_id, near, heat, row_key, highest, i_best):
 
 
 @triton.jit
-def span_winner(p_row, begin, end, heat, row_key, origin, least, TILE: tl.constexpr):
-    """(score float64, id) of the winner among the ids from `begin` to below `end` whose logits are at least `least`; a
-    NaN counts as infinite. (-Inf, begin) if no id there can beat one whose logit is `origin`, a finite number."""
+def span_winner(
+    p_row, p_x, p_id, begin, end, heat, row_key, origin, least,
+    LISTED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(score float64, id) of the winner among the ids of the places from `begin` to below `end` whose logits are at
+    least `least`; a NaN counts as infinite. (-Inf, begin) if no id there can beat one whose logit is `origin`, a finite
+    number. `p_x` is the row, or, `LISTED`, logits in any order with their ids in `p_id`."""
     NONE: tl.constexpr = 0x7FFFFFFF
     per_nat = (1.4426950408889634 / heat).to(tl.float32)
     b_first = tl.full([TILE], float("inf"), tl.float32)
     b_second = tl.full([TILE], float("inf"), tl.float32)
     b_id = begin + tl.arange(0, TILE)
     for start in range(begin, end, TILE):
-        o_v = start + tl.arange(0, TILE)
-        b_arrival = _arrivals(p_row, o_v, end, least, origin, per_nat, row_key)
+        b_arrival, o_id = _arrivals(
+            p_x, p_id, start + tl.arange(0, TILE), end, least, origin, per_nat, row_key, LISTED
+        )
         sooner = b_arrival < b_first
         b_second = tl.minimum(b_second, tl.where(sooner, b_first, b_arrival))
-        b_id = tl.where(sooner, o_v, b_id)
+        b_id = tl.where(sooner, o_id, b_id)
         b_first = tl.minimum(b_first, b_arrival)
     first = tl.min(b_first, axis=0)
     highest, i_best = heat * 0.0 + float("-inf"), begin
@@ -122,10 +133,12 @@ def span_winner(p_row, begin, end, heat, row_key, origin, least, TILE: tl.conste
         near = tl.exp2(late.to(tl.float32))
         if tl.min(b_second, axis=0) <= near:
             for start in range(begin, end, TILE):
-                o_v = start + tl.arange(0, TILE)
-                b_arrival = _arrivals(p_row, o_v, end, least, origin, per_nat, row_key)
+                b_arrival, o_id = _arrivals(
+                    p_x, p_id, start + tl.arange(0, TILE), end, least, origin, per_nat, row_key,
+                    LISTED,
+                )  # fmt: skip
                 highest, i_best = _better(
-                    p_row, b_arrival, o_v, near, heat, row_key, highest, i_best
+                    p_row, b_arrival, o_id, near, heat, row_key, highest, i_best
                 )
         else:
             highest, i_best = _better(p_row, b_first, b_id, near, heat, row_key, highest, i_best)
@@ -184,7 +197,9 @@ def gumbel_kernel(
         b_top = tl.maximum(b_top, tl.load(p_row + o_v, mask=o_v < end, other=float("-inf")))
     top = tl.max(b_top, axis=0)
     origin = tl.where(tl.abs(top) < float("inf"), top, 0.0)
-    highest, i_best = span_winner(p_row, begin, end, heat, row_key, origin, float("-inf"), TILE)
+    highest, i_best = span_winner(
+        p_row, p_row, p_row, begin, end, heat, row_key, origin, float("-inf"), False, TILE
+    )
     row_winner(
         p_row, score + i_row * chunks, best + i_row * chunks, counters + i_row, token + i_row,
         z + i_row, chunks, heat, highest, i_best, i_chunk, CHUNKS,
