@@ -191,12 +191,14 @@ def test_rows_longer_than_the_room_are_narrowed_down(
     agree(*case(kind, 1203 if interpreted() else 30011))
 
 
+@pytest.mark.parametrize("room", [256, 1024])
 @pytest.mark.parametrize("of_sample", [-9.0, 9.0])
 def test_a_sample_that_misleads_costs_time_only(
-    of_sample: float, monkeypatch: pytest.MonkeyPatch
+    of_sample: float, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the sample is taken, logits are far lower or higher than everywhere else."""
-    small(monkeypatch, room=256)
+    """Where the sample is taken, logits are far lower or higher than everywhere else: fewer than top_k gathered, or
+    more than there is room for."""
+    small(monkeypatch, room=room)
     logits, _, *rest = case("usual", 1203)
     logits = logits.clone()
     logits[:, :: 1203 // triton_cut.SAMPLE] += of_sample
@@ -259,6 +261,17 @@ def test_noise_decides_among_tokens_that_are_nearly_equal(monkeypatch: pytest.Mo
     logits[:, 3] = 1e-6
     for setting in ((1.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.99999999)):
         agree(*one_setting(setting, logits))
+
+
+def test_a_place_that_holds_the_two_first_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two tokens with large noise in one place of two tiles of one program: bounds put them in the wrong order."""
+    monkeypatch.setattr(triton_draw, "TILE", 16)
+    count = 48 if interpreted() else 4000
+    logits = torch.full((count, 32), -torch.inf, device=DEVICE)
+    logits[:, 3], logits[:, 19] = 0.0, -0.5
+    agree(*one_setting((1.0, 0, 1.0, 0.0), logits))
 
 
 def test_a_row_draws_the_same_alone_and_among_others() -> None:

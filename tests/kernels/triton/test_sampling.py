@@ -156,14 +156,16 @@ def flat_logits(count: int, seed: int) -> torch.Tensor:
     return torch.randint(-4, 5, (count, WIDTH), generator=generator) * 0.125
 
 
+DRAWS = 6
+"""Launches of op `draw`, truncated or not."""
 LOADS = {
     "5 log-probabilities": (RowSampling(temperature=0.0, logprobs=5), 3),
-    "penalties": (PENALISED, 13),
+    "penalties": (PENALISED, 11 + DRAWS),
     "penalties and log-probabilities": (
         RowSampling(temperature=0.0, frequency_penalty=0.3, logprobs=5),
         14,
     ),
-    "bias": (RowSampling(temperature=0.7, logit_bias={3: 1.0, 9: -2.0}), 13),
+    "bias": (RowSampling(temperature=0.7, logit_bias={3: 1.0, 9: -2.0}), 11 + DRAWS),
 }
 
 
