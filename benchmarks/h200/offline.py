@@ -138,6 +138,13 @@ RANDOM = {
     "temperature, 3 penalties": RowSampling(
         temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2
     ),
+    "temperature, 3 penalties, 5 logprobs": RowSampling(
+        temperature=0.8,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=0.2,
+        logprobs=5,
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from msgspec import structs
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.executor.processes import ProcessExecutor
+from headrace.back.sampling.step_draw import Drawing
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, ModelSpec, SchedulerSpec
 from headrace.base.wire.grammar import GATE, pack_masks
 from headrace.base.wire.params import RowSampling
@@ -180,17 +181,27 @@ EVERYTHING = (
     RowSampling(seed=7, temperature=1.2),
     RowSampling(temperature=0.0, prompt_logprobs=2, logprobs=2, logprobs_mode="processed"),
 )
+TOLD = (
+    RowSampling(temperature=0.0, logprobs=5),
+    RowSampling(temperature=0.8, seed=3, repetition_penalty=1.2, frequency_penalty=0.3),
+    RowSampling(temperature=0.9, seed=4, top_k=40, presence_penalty=0.5, logprobs=2),
+    RowSampling(temperature=0.0),
+    RowSampling(temperature=0.0, repetition_penalty=1.3, logprobs=20),
+)
+"""What decodes do themselves, one for each of the prompts."""
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_no_step_waits_for_the_device() -> None:
+@pytest.mark.parametrize("wishes", [EVERYTHING, TOLD], ids=["behind steps", "within"])
+def test_no_step_waits_for_the_device(wishes: tuple[RowSampling, ...]) -> None:
     """Decision 5 of the plan: whatever is sampled, launching a step asks the device for nothing."""
+    late = (GATE,) if wishes is EVERYTHING else ()
     warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     executor = bundled("cuda", "bfloat16")
     driver = Driver(executor.facts)
     runner = executor._resident.runner
-    rows = [driver.add(prompts()[4], sampling, request=i) for i, sampling in enumerate(EVERYTHING)]
+    rows = [driver.add(prompts()[4], sampling, request=i) for i, sampling in enumerate(wishes)]
     launched = []
     words = -(-executor.facts.logits_width // 32)
 
@@ -202,7 +213,7 @@ def test_no_step_waits_for_the_device() -> None:
 
     def run() -> None:
         runs = [(row, min(24, row.length - row.num_computed)) for row in rows]
-        plan = structs.replace(driver.plan(runs), late=(GATE,))
+        plan = structs.replace(driver.plan(runs), late=late)
         launched.append(runner.launch(plan, masked))
 
     for _ in range(4):  # compiles, allocates and records
@@ -218,7 +229,7 @@ def test_no_step_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     driver.read(launched.pop(0).result())
     assert all(row.error is None and len(row.outputs) >= 12 for row in rows)
-    assert max(rows[0].outputs + rows[7].outputs) < words // 2 * 32
+    assert not late or max(rows[0].outputs + rows[7].outputs) < words // 2 * 32
     executor.close()
 
 
@@ -317,7 +328,47 @@ def test_random_rows_are_drawn_by_replayed_steps(reference: InlineExecutor) -> N
         same = [one.outputs == other.outputs for one, other in zip(ours, theirs, strict=True)]
         assert sum(same) >= len(same) - 1, same
     replay = executor._resident.runner._steps._replay
-    assert any(bucket.draws for bucket in replay._graphs)
+    assert any(bucket.leaves == Drawing() for bucket in replay._graphs)
+    executor.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_penalised_and_scored_decodes_are_replayed_whole(reference: InlineExecutor) -> None:
+    """ENG-26: once prompts are in, no step goes through the sampler, and rows are told what a CPU tells them."""
+    executor = bundled("cuda", "float32")
+    sampler = executor._resident.runner._sampler
+    through = sampler.sample
+
+    def never(*arguments: object, **more: object) -> None:
+        raise AssertionError("a decode went through the sampler")
+
+    def run(on: InlineExecutor) -> list[Sequence]:
+        driver = Driver(on.facts)
+        rows = [driver.add(prompt, TOLD[i], request=i) for i, prompt in enumerate(prompts())]
+        sampler.sample = through
+        driver.read(on.submit(driver.plan([(row, row.length) for row in rows])).result(60))
+        sampler.sample = never if on is executor else through
+        unread = []
+        for _ in range(NUM_OUTPUT):
+            unread.append(on.submit(driver.plan([(row, 1) for row in rows])))
+            if len(unread) > 1:
+                driver.read(unread.pop(0).result(60))
+        driver.read(unread.pop().result(60))
+        end(on, driver, rows)
+        return rows
+
+    theirs = run(reference)
+    for ours in (run(executor), run(executor)):
+        same = [one.outputs == other.outputs for one, other in zip(ours, theirs, strict=True)]
+        assert sum(same) >= len(same) - 1, same
+        for one, other, equal in zip(ours, theirs, same, strict=True):
+            assert len(one.logprobs) == len(other.logprobs) and not one.error
+            for mine, wanted in zip(one.logprobs, other.logprobs, strict=True) if equal else ():
+                assert len(mine.ids) == len(wanted.ids) and mine.ids[0] == wanted.ids[0]
+                np.testing.assert_allclose(mine.values, wanted.values, atol=2e-3)
+    replay = executor._resident.runner._steps._replay
+    assert any(isinstance(b.leaves, Drawing) and b.leaves.words for b in replay._graphs)
     executor.close()
 
 

@@ -59,5 +59,6 @@ class Resident:
     def _let_go(self) -> None:
         """Memory that is free in this process goes back to the device and the system."""
         if self._device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for every stream there was
             torch.cuda.empty_cache()
         huge_pages.trim()

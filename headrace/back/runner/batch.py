@@ -24,7 +24,7 @@ class StepShape:
 
     rows [R] int64; query_start [R+1], kv_len [R] int32; row_T, position_T [T] int64;
     sampled [N] int64: indices into the plan's rows; sampled_row, sampled_position [N]: the row, and the position the
-    sampled token will have (the row's length after this step). needs: what the sampler needs of the step.
+    sampled token will have (the row's length after this step). needs: what the step has to leave for the sampler.
     """
 
     rows: np.ndarray

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -22,12 +23,19 @@ import torch
 from headrace.back.attention.plan import AttentionPlan, Batch, Tap
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_commit.op import OP as COMMIT
-from headrace.back.kernels.step_inputs.op import HEADER, StepInputsProblem, StepOut, StepTables
+from headrace.back.kernels.step_inputs.op import (
+    HEADER,
+    SLOT,
+    StepInputsProblem,
+    StepOut,
+    StepTables,
+)
 from headrace.back.kernels.step_inputs.op import OP as INPUTS
 from headrace.back.runner.batch import StepShape
 from headrace.back.runner.requests import GrowingTable, Rows
 from headrace.back.runner.steps import ExactSteps, Machine, Moment, Ran
 from headrace.back.sampling.sampler import Picks
+from headrace.back.sampling.step_draw import MOST_WORDS, AskedRows, Drawing, StepTold
 from headrace.back.sampling.tops import Leaves, Tops
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
@@ -42,19 +50,18 @@ MIXED_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `draws`: tokens
-    are drawn as their rows ask, not picked. `leaves`: what it leaves for the sampler."""
+    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `leaves`:
+    what it leaves for the sampler, or does itself."""
 
     tokens: int
     rows: int
     decode: bool
     updates: int
-    draws: bool = False
     leaves: Leaves = "logits"
 
     def __str__(self) -> str:
         size = f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
-        return f"{size}, drawn" if self.draws else size
+        return f"{size}, {self.leaves}" if isinstance(self.leaves, Drawing) else size
 
 
 class Sizes(Protocol):
@@ -222,6 +229,7 @@ class BucketSteps:
         self._machine, self._replay, self._kv = machine, replay, machine.kv
         shortcuts = {"picks": machine.model.pick, "tops": machine.model.tops}
         self._shortcuts = {leaves: way for leaves, way in shortcuts.items() if way is not None}
+        self._lacks = shortcuts.keys() - self._shortcuts.keys()
         self.buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
         problem = StepInputsProblem(
             device=device.type, block_tokens=block_tokens, max_rows=max_rows
@@ -233,7 +241,6 @@ class BucketSteps:
         self.common_rows = self.buckets.common_rows
         self.distinct_rows = self.buckets.distinct_rows
         columns = -(-max_model_len // block_tokens)
-        new = {"dtype": torch.int32, "device": device}
         self._tables = StepTables(
             tokens_MC=_zeros((max_rows + 1, max_model_len + 1), device),
             blocks_GMB=_zeros((num_groups, max_rows + 1, columns), device),
@@ -243,12 +250,8 @@ class BucketSteps:
         self.rows = Rows(tokens, tables, block_tokens=block_tokens)
         self._exact = ExactSteps(machine, self.rows)
         self._message = _Message(problem, self._tables, self.buckets.largest.updates)
-        self._ring = torch.zeros((RING, 2, max_rows), **new)
-        # Cut once: each small operation of torch costs microseconds, and some give up the interpreter's lock.
-        self._rings = self._ring.unbind()
-        host = device.type == "cpu"  # which reads the ring itself
-        self._told = self._rings if host else _host_buffer((RING, 2, max_rows), device).unbind()
-        self._host_told = [(t[0].numpy(), t[1].numpy().view(np.float32)) for t in self._told]
+        self._picked = _Ring((2, max_rows), device)
+        self._drawn = _Ring((max_rows * MOST_WORDS,), device)
         self._static = _Static(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
         replay.follow()
@@ -273,30 +276,31 @@ class BucketSteps:
         """See Steps."""
         return self._replay.compiling()
 
-    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool, tap: Tap | None = None) -> Ran:
+    def run(self, plan: StepPlan, shape: StepShape, *, tap: Tap | None = None) -> Ran:
         """See Steps. One that is looked into is run by itself, over the same rows and cache."""
         if tap is not None:
-            return self._exact.run(plan, shape, draws=False, tap=tap)
+            return self._exact.run(plan, shape, tap=tap)
         self.rows.start(plan.starts)
         if plan.feeds:
             self.rows.feed(plan.feeds)
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
-        if draws:
-            bucket = replace(bucket, draws=True)
-        elif bucket.decode and shape.needs in self._shortcuts:
+        if (bucket.decode or shape.needs == Drawing()) and shape.needs not in self._lacks:
             bucket = replace(bucket, leaves=shape.needs)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)
-        self._replay.read(self._told[slot], self._rings[slot])
+        words = bucket.leaves.words if isinstance(bucket.leaves, Drawing) else 0
+        ring = self._drawn if words else self._picked
+        self._replay.read(ring.host[slot], ring.slots[slot])
         if not shape.sampled.size:
             return Ran(hidden_TE=out.hidden_TE, logits=None, picks=None)
+        sampled = shape.needs == "picks" or isinstance(bucket.leaves, Drawing)
         return Ran(
             hidden_TE=out.hidden_TE,
             logits=out.logits_RV,
             picks=out.picks,
             tops=out.tops,
             index=shape.sampled,
-            told=None if out.picks is None else self._host_told[slot],
+            told=ring.told(slot, words) if sampled else None,
         )
 
     def moment(self) -> Moment:
@@ -321,12 +325,24 @@ class BucketSteps:
             logits_RV = model.logits(wanted)
             picks = self._machine.greedy(logits_RV)
         token_R = picks[0]
-        if bucket.draws:
-            assert self._machine.draw is not None and logits_RV is not None
-            row_R, position_R = (self._message.section(i, bucket.rows) for i in (0, 1))
-            token_R, _ = self._machine.draw(logits_RV, picks, row_R, position_R)
-        self._commit(words, token_R, picks[1], self._tables.tokens_MC, self._ring)
+        if isinstance(bucket.leaves, Drawing):
+            assert logits_RV is not None
+            token_R = self._draw(bucket, bucket.leaves, logits_RV, picks)
+        self._commit(words, token_R, picks[1], self._tables.tokens_MC, self._picked.data)
         return Outputs(hidden_TE=hidden_TE, logits_RV=logits_RV, picks=picks)
+
+    def _draw(
+        self, bucket: Bucket, drawing: Drawing, logits_RV: torch.Tensor, picks: Picks
+    ) -> torch.Tensor:
+        """The tokens of rows that ask for more than picks; what is told of them goes into the ring."""
+        assert self._machine.draw is not None
+        row_R, position_R, sample_R = (self._message.section(i, bucket.rows) for i in (0, 1, 3))
+        asked = AskedRows(row_R=row_R, position_R=position_R, sample_R=sample_R)
+        slot = self._message.words[SLOT : SLOT + 1].long()
+        token_R, told_RW = self._machine.draw(drawing, logits_RV, picks, asked)
+        if told_RW is not None:
+            self._drawn.data[:, : told_RW.numel()].index_copy_(0, slot, told_RW.view(1, -1))
+        return token_R
 
     def _frame(self, bucket: Bucket) -> _Frame:
         out = self._static.out(bucket)
@@ -388,6 +404,20 @@ class _Static:
             last_R=self._last[: bucket.rows],
             updates=bucket.updates,
         )
+
+
+class _Ring:
+    """RING slots of what steps tell: `data` on the device, cut into `slots`; `host`, their copies; `told`: slot and W
+    -> what is read there. Cut once: each small operation of torch costs microseconds, and some give up the
+    interpreter's lock."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.data = torch.zeros((RING, *shape), dtype=torch.int32, device=device)
+        self.slots = self.data.unbind()
+        host = device.type == "cpu"  # which reads the ring itself
+        self.host = self.slots if host else _host_buffer((RING, *shape), device).unbind()
+        arrays = [slot.numpy() for slot in self.host]
+        self.told = cache(lambda slot, words: StepTold.of(arrays[slot], words))
 
 
 class _Message:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import EllipsisType
 
 import numpy as np
 
@@ -25,20 +26,19 @@ from headrace.base.wire.step import RowLogprobs, StepPlan, StepResult
 class Draws:
     """The host's copies of what was sampled for N rows; `left`: see sampler.Sampled.
 
-    With `index` the copies hold more than the N rows: index [N] says where they are.
+    `index`: where these rows are, if the copies hold more.
     """
 
     tokens: np.ndarray
     best: np.ndarray
     left: np.ndarray | None = None
     told: Told | None = None
-    index: np.ndarray | None = None
+    index: np.ndarray | EllipsisType = ...
 
     def read(self) -> tuple[np.ndarray, dict[int, HeadraceError]]:
         """The tokens int32 [N], and index into them -> why that row has none."""
-        if self.index is None:
-            return self.tokens, failures(self.best, self.left)
-        return self.tokens[self.index], failures(self.best[self.index], None)
+        left = None if self.left is None else self.left[self.index]
+        return self.tokens[self.index], failures(self.best[self.index], left)
 
 
 @dataclass(frozen=True, kw_only=True)

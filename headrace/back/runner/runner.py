@@ -102,7 +102,7 @@ class Runner:
             model=model,
             state=self._state,
             greedy=self._sampler.greedy,
-            draw=None if self._sampler.drawn is None else self._sampler.drawn.draw,
+            draw=self._sampler.in_step,
             kv=self._kv.layers,
             group_of_layer=tuple(groups[layer] for layer in range(len(groups))),
             device=device,
@@ -215,8 +215,6 @@ class Runner:
             self._steps.rows.apply(plan)
             return Launched(plan=plan)
         shape, supplied = shape_of(plan), once(supplied) if plan.late else supplied
-        if not plan.late:
-            shape = dataclasses.replace(shape, needs=self._sampler.needs(shape.sampled_row))
         try:
             return self._run(plan, shape, supplied)
         except torch.OutOfMemoryError:
@@ -234,14 +232,15 @@ class Runner:
             return Launched(plan=plan, refused=dict.fromkeys(range(plan.rows.size), full))
 
     def _run(self, plan: StepPlan, shape: StepShape, supplied: Supplied) -> Launched:
+        if not plan.late:
+            shape = dataclasses.replace(shape, needs=self._sampler.needs(shape.sampled_row))
         tap = tap_of(self._captured, shape) if self._captured else None
-        draws = not plan.late and self._sampler.draws(shape.sampled_row)
-        ran = self._steps.run(plan, shape, draws=draws, tap=tap)
+        ran = self._steps.run(plan, shape, tap=tap)
         prompts, refused = (
             ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.hidden_TE)
         )
         if shape.sampled.size:
-            sampled = self._draw(plan, shape, ran, supplied, draws=draws)
+            sampled = self._draw(plan, shape, ran, supplied)
         else:
             sampled = None
             if plan.late:
@@ -278,13 +277,13 @@ class Runner:
             if start.sampling.capture_layers:
                 self._captured[start.row] = start.sampling.capture_layers
 
-    def _draw(
-        self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied, *, draws: bool
-    ) -> Draws:
-        """Samples the rows that the plan wants sampled and stores their tokens for the next step. `draws`: what the
-        step has told was drawn."""
-        if ran.told is not None and (draws or shape.needs == "picks"):
-            return Draws(tokens=ran.told[0], best=ran.told[1], index=shape.sampled)
+    def _draw(self, plan: StepPlan, shape: StepShape, ran: Ran, supplied: Supplied) -> Draws:
+        """Samples the rows that the plan wants sampled and stores their tokens for the next step, unless the step has
+        done so."""
+        if (done := ran.told) is not None:
+            scores, at = done.scores, shape.sampled
+            told = scores and self._sampler.told(scores, shape.sampled_row, at)
+            return Draws(tokens=done.tokens, best=done.best, left=done.left, told=told, index=at)
         late = supplied(plan.step) if plan.late else {}
         rows = self._steps.rows.tokens
         asked: SampledRows = {

@@ -8,7 +8,7 @@ T query tokens, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +24,7 @@ from headrace.back.runner.batch import StepShape, build_batch
 from headrace.back.runner.requests import Rows
 from headrace.back.runner.states.state import ModelState
 from headrace.back.sampling.sampler import Picks
+from headrace.back.sampling.step_draw import StepSampler, StepTold
 from headrace.back.sampling.tops import Tops
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
@@ -60,9 +61,8 @@ class Ran:
     logits, picks   of the N sampled rows, or of all rows of the step and padding, of which `index` [N] are sampled;
                     picks are the greedy choice. None if no row is sampled
     tops            instead of both, where every row has one token: the best tokens of all rows
-    told            (tokens int32, values float32) on the host, index by row of the step, to be read behind
-                    `Steps.moment`: the tokens drawn, if that was asked for, else picked, and the picks' values. The
-                    rows have these tokens already. None: neither
+    told            what the step itself has sampled, as the rows ask: they have these tokens already. None: that is
+                    still to be done
     """
 
     hidden_TE: torch.Tensor
@@ -70,7 +70,7 @@ class Ran:
     picks: Picks | None
     tops: Tops | None = None
     index: np.ndarray | None = None
-    told: tuple[np.ndarray, np.ndarray] | None = None
+    told: StepTold | None = None
 
     def wanted(self) -> tuple[torch.Tensor, Picks]:
         """The logits float32 [N, V] and the picks of the sampled rows."""
@@ -102,8 +102,8 @@ class Ran:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV group. draw: logits,
-    picks, rows and positions -> tokens (drawn_rows.py); None: this device's steps only pick."""
+    """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV group. draw: samples
+    within steps; None: this device's steps only pick."""
 
     model: CausalModel
     state: ModelState
@@ -111,7 +111,7 @@ class Machine:
     kv: tuple[torch.Tensor, ...]
     group_of_layer: tuple[int, ...]
     device: torch.device
-    draw: Callable[[torch.Tensor, Picks, torch.Tensor, torch.Tensor], Picks] | None = None
+    draw: StepSampler | None = None
 
 
 class Steps(Protocol):
@@ -137,9 +137,8 @@ class Steps(Protocol):
         there is nothing to compile."""
         ...
 
-    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool, tap: Tap | None = None) -> Ran:
-        """Takes the plan's changes over and launches its step. `draws`: the rows' tokens are drawn, where steps can;
-        else the greedy picks are told. With a tap the step is exact."""
+    def run(self, plan: StepPlan, shape: StepShape, *, tap: Tap | None = None) -> Ran:
+        """Takes the plan's changes over and launches its step. With a tap the step is exact."""
         ...
 
     def moment(self) -> Moment:
@@ -173,7 +172,7 @@ class ExactSteps:
     def compiling(self) -> None:
         """See Steps."""
 
-    def run(self, plan: StepPlan, shape: StepShape, *, draws: bool, tap: Tap | None = None) -> Ran:
+    def run(self, plan: StepPlan, shape: StepShape, *, tap: Tap | None = None) -> Ran:
         """See Steps."""
         machine = self._machine
         self.rows.apply(plan)

@@ -33,7 +33,6 @@ class DrawnRows:
         if not self._stale:
             return
         rows, host = np.array(sorted(self._stale)), self._host
-        self._stale.clear()
         random = (host.use[rows] & Use.RANDOM) != 0
         found = numbers(
             heat=np.where(random, host.temperature[rows], 0.0),
@@ -43,6 +42,7 @@ class DrawnRows:
             min_p=host.min_p[rows],
         )
         self._rows.index_copy_(0, to_device(rows, self._device), to_device(found, self._device))
+        self._stale.clear()  # not before: the device may have had no memory for the copies
 
     def draw(
         self,

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from headrace.back.kernels.token_scores.op import MOST
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
 
@@ -39,6 +40,8 @@ class Use(IntFlag):
 TRUNCATES = Use.TOP_K | Use.TYPICAL_P | Use.TOP_P | Use.MIN_P | Use.XTC
 DRAWN = Use.RANDOM | Use.TOP_K | Use.TOP_P | Use.MIN_P
 """What op `draw` does on a device, in the step's own graph."""
+IN_STEP = DRAWN | Use.PENALTIES | Use.LOGPROBS
+"""What decodes can do there (step_draw.py), of log-probabilities those that op `token_scores` gives."""
 
 
 def uses(s: RowSampling, width: int) -> Use:
@@ -70,8 +73,20 @@ COLDEST, HOTTEST = 1e-6, 1e6
 """Temperatures are held within these: beyond them nothing changes but that single precision overflows."""
 
 
+BEYOND = MOST + 1
+"""Alternatives of a row that asks for log-probabilities which are not made within steps."""
+
+
+def alternatives(s: RowSampling) -> int:
+    """How many a step has to make for such a row, if it asks for log-probabilities."""
+    count = s.logprobs or 0
+    within = 0 <= count <= MOST and not s.logprob_ids and s.logprobs_mode == "raw"
+    return count if within else BEYOND
+
+
 class RowNumbers:
-    """The numbers of all rows, one array each; a feature that is off holds the value that changes nothing."""
+    """The numbers of all rows, one array each; a feature that is off holds the value that changes nothing.
+    `alternatives` means something only for rows that use LOGPROBS."""
 
     def __init__(self, max_rows: int) -> None:
         self.use = np.zeros(max_rows, np.int64)
@@ -84,6 +99,7 @@ class RowNumbers:
         self.min_p = np.zeros(max_rows)
         self.xtc_probability = np.zeros(max_rows)
         self.xtc_threshold = np.zeros(max_rows)
+        self.alternatives = np.zeros(max_rows, np.int64)
 
     def start(self, start: RowStart, width: int) -> Use:
         """Takes a row's numbers over and returns what it uses. `width`: vocabulary size."""

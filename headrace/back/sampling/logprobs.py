@@ -23,32 +23,45 @@ class Scores:
     """ids int32 [M, 1+A+named], values float32 of the same shape, ranks int32 [M], on the host: to be read once the
     step's event has passed (kernels/upload.py: to_host)."""
 
-    ids: torch.Tensor
-    values: torch.Tensor
-    ranks: torch.Tensor
+    ids: np.ndarray
+    values: np.ndarray
+    ranks: np.ndarray
+
+    @classmethod
+    def of(cls, words: np.ndarray) -> Scores:
+        """Views of a ScoreTable's data on the host."""
+        columns = words.shape[1] // 2 - 1
+        values = words[:, columns : 2 * columns].view(np.float32)
+        return cls(ids=words[:, :columns], values=values, ranks=words[:, -2])
+
+    def take(self, at: np.ndarray) -> Scores:
+        """A copy of some positions."""
+        return Scores(ids=self.ids[at], values=self.values[at], ranks=self.ranks[at])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
     """What M of a step's N sampled rows are told. index [M] into the N; kept [M]: columns that each row asked for;
-    `named`: the scores of the ids that row m named."""
+    `named`: the scores of the ids that row m named. at [M]: where they are in scores of more rows, which another step
+    overwrites later; None: the scores are these rows' own."""
 
     index: np.ndarray
     kept: list[int]
     scores: Scores
     named: Mapping[int, Scores]
+    at: np.ndarray | None = None
 
     def rows(self) -> Iterator[RowLogprobs]:
         """Row by row, once the step's event has passed."""
-        ids, values = self.scores.ids.numpy(), self.scores.values.numpy()
-        ranks = self.scores.ranks.numpy()
+        scores = self.scores if self.at is None else self.scores.take(self.at)
+        ids, values, ranks = scores.ids, scores.values, scores.ranks.tolist()
         for m, (index, count) in enumerate(zip(self.index.tolist(), self.kept, strict=True)):
             row_ids, row_values = ids[m, :count], values[m, :count]
             if m in self.named:
                 more = self.named[m]
-                row_ids = np.concatenate([row_ids, more.ids.numpy()[0, 1:]])
-                row_values = np.concatenate([row_values, more.values.numpy()[0, 1:]])
-            yield RowLogprobs(index, row_ids, row_values, int(ranks[m]))
+                row_ids = np.concatenate([row_ids, more.ids[0, 1:]])
+                row_values = np.concatenate([row_values, more.values[0, 1:]])
+            yield RowLogprobs(index, row_ids, row_values, ranks[m])
 
 
 def score(
@@ -70,14 +83,13 @@ def score(
     token_scores = TOKEN_SCORES.choose(TokenScoresProblem(device=device.type)).bind()
     token_scores(logits_MV, token_M, told)
     if count <= MOST and not named:
-        told = ScoreTable(to_host(told.data))
-        return Scores(ids=told.ids, values=told.values, ranks=told.ranks)
+        return Scores.of(to_host(told.data).numpy())
     more = [top_ids(logits_MV, count)] if count > MOST else []
     more.append(to_device(np.array(named, np.int64), device).expand(len(token_M), -1))
     more_MN = torch.cat(more, dim=1)
     values_MN = logits_MV.gather(1, more_MN) - told.log_sum_exp
     return Scores(
-        ids=to_host(torch.cat([told.ids, more_MN.to(torch.int32)], dim=1)),
-        values=to_host(torch.cat([told.values, values_MN], dim=1)),
-        ranks=to_host(told.ranks),
+        ids=to_host(torch.cat([told.ids, more_MN.to(torch.int32)], dim=1)).numpy(),
+        values=to_host(torch.cat([told.values, values_MN], dim=1)).numpy(),
+        ranks=to_host(told.ranks).numpy(),
     )

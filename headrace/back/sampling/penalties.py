@@ -2,9 +2,9 @@
 
 K rows, V vocabulary, S slots, L tokens of the longest row. A row that uses a penalty holds a slot: the counts of its
 output tokens, a mark at those of its prompt, and its three numbers. Slots are few (rows without penalties have none)
-and are written whole when a row takes one, so that nothing of an earlier owner remains (REG-030). Only the logits of
-tokens that a row has seen are touched; on a device a step is one launch, and while its rows stay the same it needs no
-word from the host (kernels/penalties).
+and are written whole when a row takes one, so that nothing of an earlier owner remains (REG-030). Slot 0 is nobody's:
+its numbers change nothing, whatever it counts. Only the logits of tokens that a row has seen are touched. A device
+finds the slots of rows itself: penalties are part of the step there (step_draw.py) and take no word from the host.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from headrace.back.kernels.penalties.op import OP, PROMPT, PenaltiesProblem
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.features import Picked
 from headrace.base.wire.step import RowStart
+
+FEWEST = 8
+"""Slots made at first: with each doubling from there on, steps with penalties are recorded anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +44,23 @@ class Penalties:
     def __init__(self, *, max_rows: int, width: int, device: torch.device) -> None:
         self._width, self._device = width, device
         self._penalise = OP.choose(PenaltiesProblem(device=device.type)).bind()
-        self._slot = np.full(max_rows, -1, np.int64)
+        self._slot = np.zeros(max_rows, np.int64)
         self._free: list[int] = []
-        self._numbers_S3 = torch.zeros((0, 3), device=device)
-        self._count_SV = torch.zeros((0, width), dtype=torch.int32, device=device)
+        self._numbers_S3 = torch.tensor([[1.0, 0.0, 0.0]], device=device)
+        self._count_SV = torch.zeros((1, width), dtype=torch.int32, device=device)
+        self._slot_M = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._last: _Slots | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Slots there are; with their number the tables move."""
+        return self._count_SV.shape[0]
 
     def start(self, start: RowStart) -> None:
         """Counts the row's outputs: there are some if it resumes after a preemption."""
         s, slot = start.sampling, self._take_slot()
         self._slot[start.row], self._last = slot, None
+        self._slot_M[start.row].fill_(slot)
         numbers = np.array([s.repetition_penalty, s.presence_penalty, s.frequency_penalty])
         numbers = numbers.clip(-_LARGEST, _LARGEST).astype(np.float32)
         counts = np.bincount(start.tokens[start.num_prompt :], minlength=self._width)
@@ -61,7 +71,8 @@ class Penalties:
     def end(self, row: int) -> None:
         """Gives the slot back."""
         self._free.append(int(self._slot[row]))
-        self._slot[row], self._last = -1, None
+        self._slot[row], self._last = 0, None
+        self._slot_M[row].zero_()
 
     def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
         """Rewrites the logits of the tokens seen."""
@@ -74,6 +85,23 @@ class Penalties:
         """Counts the sampled tokens."""
         slots = self._slots(picked.rows)
         self._count_SV.view(-1).index_add_(0, slots.begin_K + token_K, slots.one_K)
+
+    def slots_of(self, row_R: torch.Tensor) -> torch.Tensor:
+        """The slot of each row, on the device; 0 for rows that use no penalty, and for the one after the last."""
+        return self._slot_M.index_select(0, row_R)
+
+    def penalise(self, logits_RV: torch.Tensor, slot_R: torch.Tensor) -> None:
+        """Rewrites the logits of the tokens seen, by slot."""
+
+        def seen() -> torch.Tensor:
+            return torch.arange(self._width, device=self._device).expand(len(slot_R), -1)
+
+        self._penalise(logits_RV, self._count_SV, self._numbers_S3, slot_R, seen)
+
+    def count(self, token_R: torch.Tensor, slot_R: torch.Tensor, times_R: torch.Tensor) -> None:
+        """Counts tokens, by slot; times int32: 0 for a token that nobody gets."""
+        at_R = torch.add(token_R, slot_R, alpha=self._width)
+        self._count_SV.view(-1).index_add_(0, at_R, times_R)
 
     def _slots(self, rows: np.ndarray) -> _Slots:
         """Kept while the same rows come step after step."""
@@ -96,8 +124,8 @@ class Penalties:
 
     def _take_slot(self) -> int:
         if not self._free:
-            have = self._count_SV.shape[0]
-            more = max(1, have)
+            have = self.num_slots
+            more = max(FEWEST - have, have)
             self._count_SV, self._numbers_S3 = (
                 torch.cat([table, table.new_zeros((more, table.shape[1]))])
                 for table in (self._count_SV, self._numbers_S3)

@@ -46,9 +46,9 @@ class Scored:
         """As one piece, once the step's event has passed."""
         return PromptLogprobs(
             start=self.start,
-            ids=np.concatenate([part.ids.numpy() for part in self.parts]),
-            values=np.concatenate([part.values.numpy() for part in self.parts]),
-            ranks=np.concatenate([part.ranks.numpy() for part in self.parts]),
+            ids=np.concatenate([part.ids for part in self.parts]),
+            values=np.concatenate([part.values for part in self.parts]),
+            ranks=np.concatenate([part.ranks for part in self.parts]),
         )
 
 

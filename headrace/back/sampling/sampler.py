@@ -17,12 +17,13 @@
 Penalties come before the bias, so that a bias of +-100 stays what the user wrote; masks come last, so that nothing
 lifts them. Temperature comes before truncation: top_p is over the tempered distribution.
 
-Cost: a step whose rows are all greedy and ask for nothing is one argmax, to which log-probabilities add no second; on
-a device, one whose rows ask for no more than op `draw` does is part of the step itself. What is left there is a handful
-of launches behind the step, which tests/kernels/triton/test_sampling.py counts: up to 20 log-probabilities are one and
-a copy; changed logits take three against rows that are not finite, one for penalties, three for biases, three to choose
-and two copies of row numbers, two to count tokens. On a CPU a step whose rows are greedy or have a small top_k reads
-the best tokens of each row and no logits (tops.py). A feature costs its own rows only.
+Cost: a step whose rows are all greedy and ask for nothing is one argmax, to which log-probabilities add no second. On
+a device op `draw` is part of the step itself, and so are, in decodes, penalties and up to 20 raw log-probabilities
+(step_draw.py). The rest is a handful of launches behind the step, which tests/kernels/triton/test_sampling.py counts:
+log-probabilities are one and a copy; changed logits take three against rows that are not finite, one for penalties,
+three for biases, three to choose and two copies of row numbers, two to count tokens. On a CPU a step whose rows are
+greedy or have a small top_k reads the best tokens of each row and no logits (tops.py). A feature costs its own rows
+only.
 """
 
 from __future__ import annotations
@@ -55,17 +56,21 @@ from headrace.back.sampling.draw import draw, truncated
 from headrace.back.sampling.drawn_rows import DrawnRows
 from headrace.back.sampling.dry import Dry
 from headrace.back.sampling.features import (
+    BEYOND,
     DRAWN,
+    IN_STEP,
     TRUNCATES,
     LogitFeature,
     Picked,
     RowNumbers,
     Use,
+    alternatives,
 )
 from headrace.back.sampling.grammar_mask import GrammarMask
-from headrace.back.sampling.logprobs import Told, score
+from headrace.back.sampling.logprobs import Scores, Told, score
 from headrace.back.sampling.min_tokens import MinTokens
 from headrace.back.sampling.penalties import Penalties
+from headrace.back.sampling.step_draw import ALTERNATIVES, Drawing, StepDraw
 from headrace.back.sampling.tops import Leaves, Tops, draw_tops, needs
 from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
 from headrace.base.wire.grammar import NOTHING
@@ -137,17 +142,25 @@ class Sampler:
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._processed: set[int] = set()
         choices = choose_kernels(device)[:5]
-        greedy, gumbel, *_ = choices
+        greedy, gumbel, _, token_scores, _ = choices
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
         self._quieten = _quieten_host if device.type == "cpu" else _quieten_device
         self.decisions = decisions(choices)
+        self._penalties = Penalties(max_rows=max_rows, width=logits_width, device=device)
         self.drawn: DrawnRows | None = None
+        self.in_step: StepDraw | None = None
         if on_device if on_device is not None else device.type != "cpu":
             self.drawn = DrawnRows(self._numbers, device)
             self.decisions += self.drawn.decisions
+            self.in_step = StepDraw(
+                drawn=self.drawn,
+                penalties=self._penalties,
+                greedy=self.greedy,
+                token_scores=token_scores.bind(),
+            )
         self._grammar = GrammarMask(max_rows=max_rows, width=logits_width, device=device)
         self._features: tuple[tuple[Use, LogitFeature], ...] = (
-            (Use.PENALTIES, Penalties(max_rows=max_rows, width=logits_width, device=device)),
+            (Use.PENALTIES, self._penalties),
             (Use.BIAS, LogitBias(device)),
             (Use.DRY, Dry(device)),
             (Use.ALLOWED, AllowedIds(device)),
@@ -176,23 +189,38 @@ class Sampler:
                 feature.start(start)
         if Use.LOGPROBS in used:
             self._alternatives[start.row] = start.sampling.logprobs or 0, start.sampling.logprob_ids
+            self._numbers.alternatives[start.row] = alternatives(start.sampling)
             if start.sampling.logprobs_mode == "processed":
                 self._processed.add(start.row)
 
     def needs(self, rows: np.ndarray) -> Leaves:
         """The least a step has to leave for these rows, if no masks come with it."""
-        return needs(self._numbers, rows) if np.count_nonzero(self._numbers.use[rows]) else "picks"
+        return self._needs(rows) if np.count_nonzero(self._numbers.use[rows]) else "picks"
 
-    def draws(self, rows: np.ndarray) -> bool:
-        """Whether some of these rows are random and op `draw` does all that any of them asks for; then the table it
-        reads is up to date."""
+    def _needs(self, rows: np.ndarray) -> Leaves:
+        """The same of rows that are not all greedy. The tables that a step reads are up to date then."""
         if self.drawn is None:
-            return False
-        used = int(np.bitwise_or.reduce(self._numbers.use[rows], initial=0))
-        if not used & Use.RANDOM or used & ~DRAWN:
-            return False
+            return needs(self._numbers, rows)
+        use_N = self._numbers.use[rows]
+        used = int(np.bitwise_or.reduce(use_N))
+        if used & ~IN_STEP:
+            return "logits"
+        told = None
+        if used & Use.LOGPROBS:
+            asked_N = np.where(use_N & Use.LOGPROBS, self._numbers.alternatives[rows], 0)
+            most = int(asked_N.max())
+            if most == BEYOND:
+                return "logits"
+            told = min(next(count for count in ALTERNATIVES if count >= most), self._width)
         self.drawn.refresh()
-        return True
+        penalties = self._penalties.num_slots if used & Use.PENALTIES else 0
+        return Drawing(penalties=penalties, alternatives=told)
+
+    def told(self, scores: Scores, rows: np.ndarray, index: np.ndarray) -> Told:
+        """What rows are told whose scores a step has made: those of rows[i] are at index[i]."""
+        scored = np.flatnonzero(self._numbers.use[rows] & Use.LOGPROBS)
+        kept = [1 + self._alternatives[row][0] for row in rows[scored].tolist()]
+        return Told(index=scored, kept=kept, scores=scores, named={}, at=index[scored])
 
     def sample(
         self,

@@ -18,9 +18,11 @@ from headrace.back.kernels.linear_top.op import TOPS
 from headrace.back.sampling.candidates import Candidates
 from headrace.back.sampling.draw import Draw
 from headrace.back.sampling.features import DRAWN, Picked, RowNumbers, Use
+from headrace.back.sampling.step_draw import Drawing
 
-Leaves = Literal["logits", "picks", "tops"]
-"""What a step leaves for the sampler: whole rows of logits, the greedy picks, or each row's TOPS best tokens."""
+Leaves = Literal["logits", "picks", "tops"] | Drawing
+"""What a step leaves for the sampler: whole rows of logits, the greedy picks, each row's TOPS best tokens, or nothing:
+what it does itself instead."""
 
 Tops = tuple[torch.Tensor, torch.Tensor]
 """ids int64 [N, C] and logits float32 [N, C], best first: the order of op linear_top."""

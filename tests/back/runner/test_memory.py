@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.back.attention.kv_layer import KVLayer
 from headrace.back.attention.plan import Batch
+from headrace.back.kernels.upload import to_device
 from headrace.back.runner.memory import (
     GRAPH_BYTES,
     MAX_GROUPS,
@@ -20,8 +24,11 @@ from headrace.back.runner.memory import (
     lay_out,
 )
 from headrace.back.runner.runner import Runner
+from headrace.back.sampling import drawn_rows
+from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import KVSpec
 from headrace.base.errors import ConfigError
+from headrace.base.wire.params import RowSampling
 from tests.back.driver import Driver, greedy_reference
 from tests.back.tiny_model import TinyModel, tiny_spec
 
@@ -158,3 +165,30 @@ def test_a_step_without_memory_is_tried_again_and_then_fails_alone() -> None:
     assert never.error == "EngineError"
     assert after.outputs == greedy_reference(TinyModel(), [5, 6, 7], 1)
     assert once.outputs == greedy_reference(TinyModel(), [5, 6, 7], 2)
+
+
+def test_numbers_of_random_rows_for_which_there_was_no_memory_are_written_at_the_next_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: the first thing that a step may find no memory for."""
+    monkeypatch.setattr("headrace.back.runner.runner.Sampler", partial(Sampler, on_device=True))
+    failures: list[int] = []
+
+    def full(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        if failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("made up")
+        return to_device(array, device)
+
+    monkeypatch.setattr(drawn_rows, "to_device", full)
+    found = []
+    for times in (0, 1):
+        runner = Runner(tiny_spec(), TinyModel(), device=torch.device("cpu"))
+        driver = Driver(runner.facts)
+        row = driver.add([5, 6, 7], RowSampling(temperature=1.0, seed=3))
+        failures += [1] * times
+        driver.read(runner.execute(driver.plan([(row, 3)])))
+        driver.read(runner.execute(driver.plan([(row, 1)])))
+        assert row.error is None and not failures
+        found.append(row.outputs)
+    assert found[0] == found[1] != greedy_reference(TinyModel(), [5, 6, 7], 2)

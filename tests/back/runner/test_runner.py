@@ -18,6 +18,7 @@ from headrace.back.runner.runner import Runner
 from headrace.back.runner.steps import Machine, Moment, Now, Steps
 from headrace.back.sampling import prompt_logprobs
 from headrace.back.sampling.sampler import Sampler
+from headrace.back.sampling.step_draw import Drawing
 from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import CheckpointError
 from headrace.base.wire.params import RowSampling
@@ -224,6 +225,56 @@ def test_seeded_sampling_survives_chunking_preemption_and_company() -> None:
     assert generate(crowd, preempt=True) == [alone[i] for i in crowd]
     assert generate([5, 4], preempt=True) == [alone[5], alone[4]]
     assert all(token < 9 for token in alone[3])
+
+
+TOLD = [
+    RowSampling(seed=1, temperature=1.2, repetition_penalty=1.3, frequency_penalty=0.5),
+    RowSampling(temperature=0.0, logprobs=3),
+    RowSampling(seed=2, top_k=9, presence_penalty=1.0, logprobs=11),
+    RowSampling(temperature=0.0),
+    RowSampling(seed=4, temperature=0.9, logprobs=0),
+    RowSampling(temperature=0.0, repetition_penalty=0.6, logprobs=20),
+    RowSampling(temperature=0.0, logprobs=2, logprob_ids=(3, 4)),
+]
+"""The last is beyond what steps do: beside it the sampler takes the others' rows too."""
+
+
+@pytest.mark.parametrize("steps", ["drawn"], indirect=True)
+def test_rows_are_told_the_same_by_steps_that_sample_as_by_the_sampler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ENG-07, ENG-21, ENG-26: beside chunks and through preemptions, with results read three steps late and kept while
+    the ring goes round."""
+    model = TinyModel()
+
+    def generate(runner: Runner) -> list[Sequence]:
+        rng, driver, launched = np.random.default_rng(4), Driver(runner.facts), []
+        rows = [driver.add(random_prompt(rng, high=9), TOLD[i % len(TOLD)]) for i in range(8)]
+        while any(len(row.outputs) < 20 for row in rows):
+            for row in rows:
+                if row.started and not row.unknown and rng.random() < 0.02:
+                    driver.release(row)
+            left = [row for row in rows if len(row.outputs) + row.unknown < 20]
+            if runs := random_run(rng, left, 8):
+                launched.append(runner.launch(driver.plan(runs)))
+            while len(launched) > 3 or (launched and not runs):
+                driver.read(launched.pop(0).result())
+        return rows
+
+    runner, _ = make(model, num_blocks=300)
+    ours = generate(runner)
+    ways = {bucket.leaves for bucket in runner._steps._frames}
+    kinds = {(way.penalties > 0, way.alternatives) for way in ways if isinstance(way, Drawing)}
+    assert kinds >= {(True, None), (True, 5), (True, 20)}, kinds
+    monkeypatch.setattr("headrace.back.runner.runner.Sampler", Sampler)
+    spec = tiny_spec(max_step_tokens=400, num_blocks=300)
+    theirs = generate(Runner(spec, model, device=CPU, steps=make_steps))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.outputs == other.outputs and mine.error is other.error is None
+        assert len(mine.logprobs) == len(other.logprobs)
+        for scores, wanted in zip(mine.logprobs, other.logprobs, strict=True):
+            assert scores.ids.tolist() == wanted.ids.tolist() and scores.rank == wanted.rank
+            np.testing.assert_allclose(scores.values, wanted.values, atol=1e-5)
 
 
 class Topped(TinyModel):

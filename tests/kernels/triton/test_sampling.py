@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton")
@@ -26,6 +27,7 @@ from headrace.back.kernels.penalties import triton_penalties
 from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
 from headrace.back.kernels.triton.wrap import interpreted
 from headrace.back.sampling.sampler import Sampled, Sampler
+from headrace.back.sampling.step_draw import AskedRows, Drawing, StepTold
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
 
@@ -136,6 +138,25 @@ class Steps:
                 )
             )
 
+    def within(self, logits: torch.Tensor) -> tuple[StepTold, list[str]]:
+        """The same by what steps do themselves, in a bucket with a row of padding."""
+        rows = np.arange(self.count)
+        drawing = self.sampler.needs(rows)
+        assert isinstance(drawing, Drawing) and self.sampler.in_step is not None
+        logits = torch.cat([logits, torch.zeros(1, WIDTH)]).to(self.device)
+        columns = np.array([[*rows, self.count], [*self.positions, 0], [*(rows >= 0), 0]], np.int32)
+        row_R, position_R, sample_R = torch.from_numpy(columns).to(self.device)
+        asked = AskedRows(row_R=row_R, position_R=position_R, sample_R=sample_R)
+        picks = self.sampler.greedy(logits)
+        with counted() as launches:
+            token_R, told = self.sampler.in_step(drawing, logits, picks, asked)
+        assert told is not None
+        at = torch.from_numpy(self.positions).to(self.device)
+        each = torch.arange(self.count, device=self.device)
+        self.tokens[each, at] = token_R[: self.count].int()
+        self.positions = self.positions + 1
+        return StepTold.of(told[: self.count].cpu().numpy().ravel(), drawing.words), launches
+
     def step(self, logits: torch.Tensor) -> tuple[Sampled, list[str]]:
         """Samples every row, and the launches of that."""
         rows, logits = np.arange(self.count), logits.to(self.device, copy=True)
@@ -206,6 +227,61 @@ def test_penalised_rows_get_the_tokens_of_a_cpu(kernels: Callable[[bool], None])
     assert found[0] == found[1]
     np.testing.assert_allclose(left[:8], left[8:], rtol=1e-12)
     assert len({tokens[4] for tokens, _ in found[0]}) > 2, "the penalty means to change tokens"
+
+
+WITHIN = {
+    "5 log-probabilities": (RowSampling(temperature=0.0, logprobs=5), 8),
+    "penalties": (PENALISED, 14),
+    "penalties and log-probabilities": (replace(PENALISED, logprobs=20), 16),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_what_a_step_does_itself_is_as_many_launches_for_any_rows(
+    name: str, kernels: Callable[[bool], None]
+) -> None:
+    """They are part of its recording; the host makes none."""
+    sampling, most = WITHIN[name]
+    kernels(True)
+    for count in (1, 3):
+        steps = Steps([sampling] * count, DEVICE)
+        for seed in range(2):
+            _, launches = steps.within(flat_logits(count, seed))
+        assert 0 < len(launches) <= most, launches
+
+
+def test_steps_give_penalised_and_scored_rows_what_a_cpu_does(
+    kernels: Callable[[bool], None],
+) -> None:
+    """ENG-26: to the token, the rank and the order of the alternatives, over steps that count what the ones before have
+    sampled."""
+    samplings = [
+        PENALISED,
+        RowSampling(temperature=0.0, repetition_penalty=0.7, logprobs=3),
+        RowSampling(temperature=0.0),
+        RowSampling(temperature=0.9, seed=8, top_k=30, top_p=0.8, logprobs=5),
+        RowSampling(temperature=0.0, frequency_penalty=2.0),
+    ]
+    kernels(True)
+    ours = Steps(samplings, DEVICE)
+    found = [ours.within(flat_logits(5, seed % 3))[0] for seed in range(6)]
+    kernels(False)
+    theirs, changed = Steps(samplings, CPU), set()
+    for seed, mine in enumerate(found):
+        wanted, _ = theirs.step(flat_logits(5, seed % 3))
+        assert wanted.told is not None and mine.scores is not None and mine.left is not None
+        assert mine.tokens.tolist() == wanted.token_N.tolist()
+        assert mine.best.tolist() == wanted.best_N.tolist() and not mine.left.any()
+        told = ours.sampler.told(mine.scores, np.arange(5), np.arange(5))
+        for one, other in zip(told.rows(), wanted.told.rows(), strict=True):
+            assert (one.index, one.ids.tolist(), one.rank) == (
+                other.index,
+                other.ids.tolist(),
+                other.rank,
+            )
+            np.testing.assert_allclose(one.values, other.values, atol=2e-6)
+        changed.add(int(mine.tokens[4]))
+    assert len(changed) > 2, "the penalty means to change tokens"
 
 
 @pytest.mark.parametrize("width", [1, 33, 4096, 9001])

@@ -7,8 +7,8 @@
                  it is in neither
     numbers_S3   float32, contiguous: repetition, presence, frequency
     slot_K       int64: the slot of each row in both tables, each at most once
-    seen         () -> int64 [K, L]: the tokens in prompt and output, in any order, however often; for what does not
-                 look for them in the table
+    seen         () -> int64 [K, L]: all tokens in prompt and output, maybe others too, in any order, however often; for
+                 what does not look for them in the table
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PenaltiesProblem:
 
 def bind_reference(problem: PenaltiesProblem) -> Penalise:
     """Rewrites the tokens seen: it costs the context, not the vocabulary. One seen twice is written twice, with the
-    same value."""
+    same value; one that is not seen keeps its own."""
 
     def penalise(
         logits_KV: torch.Tensor,
@@ -46,11 +46,12 @@ def bind_reference(problem: PenaltiesProblem) -> Penalise:
         seen_KL = seen()
         repetition_K1, presence_K1, frequency_K1 = numbers_S3[slot_K].split(1, dim=1)
         at_KL = slot_K[:, None] * counts_SV.shape[1] + seen_KL
-        count_KL = counts_SV.view(-1)[at_KL] & (PROMPT - 1)
+        count_KL = counts_SV.view(-1)[at_KL]
+        unseen_KL, count_KL = count_KL == 0, count_KL & (PROMPT - 1)
         logit_KL = logits_KV.gather(1, seen_KL)
         less_KL = torch.where(logit_KL > 0, logit_KL / repetition_K1, logit_KL * repetition_K1)
         less_KL.sub_(count_KL * frequency_K1).sub_((count_KL > 0) * presence_K1)
-        logits_KV.scatter_(1, seen_KL, less_KL)
+        logits_KV.scatter_(1, seen_KL, torch.where(unseen_KL, logit_KL, less_KL))
 
     return penalise
 

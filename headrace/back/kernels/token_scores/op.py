@@ -36,7 +36,13 @@ class ScoreTable:
     @classmethod
     def empty(cls, positions: int, columns: int, device: torch.device) -> ScoreTable:
         """Room for M positions and C columns."""
-        return cls(torch.empty((positions, 2 * columns + 2), dtype=torch.int32, device=device))
+        shape = positions, cls.words(columns)
+        return cls(torch.empty(shape, dtype=torch.int32, device=device))
+
+    @staticmethod
+    def words(columns: int) -> int:
+        """Words of a position."""
+        return 2 * columns + 2
 
     @property
     def columns(self) -> int:
