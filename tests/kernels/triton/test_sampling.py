@@ -231,7 +231,7 @@ def test_penalised_rows_get_the_tokens_of_a_cpu(kernels: Callable[[bool], None])
 
 WITHIN = {
     "5 log-probabilities": (RowSampling(temperature=0.0, logprobs=5), 8),
-    "penalties": (PENALISED, 14),
+    "penalties": (PENALISED, 12 + DRAWS),
     "penalties and log-probabilities": (replace(PENALISED, logprobs=20), 16),
 }
 

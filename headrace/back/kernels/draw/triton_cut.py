@@ -29,9 +29,10 @@ SAMPLE, PIECE, SETTLE, PIVOTS = 2048, 8192, 1024, 8
 MOST_KEPT = 8192
 AIM_PASSES, NARROW_PASSES, MOST_PASSES = 2, 2, 40
 STATE = 8
-"""int32 of each row: MODE, LOW, HIGH (the range of orders in which the cut lies, HIGH not among them), how many logits
-were gathered, the least and greatest order of them, programs that are done."""
+"""int32 of each row: the mode; the range of orders in which the cut lies, from the second to below the third; how many
+logits were gathered, the least and greatest order of them; programs of `narrow` that are done."""
 _NOTHING, _FEW, _RANGE, DRAWN = (tl.constexpr(mode) for mode in range(4))
+"""Modes: nothing to cut; all from the range on is gathered; the range is narrowed first; the token is drawn."""
 _LOWEST = tl.constexpr(-2139095041)
 """The order of -Inf."""
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
