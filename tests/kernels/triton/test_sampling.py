@@ -230,9 +230,9 @@ def test_penalised_rows_get_the_tokens_of_a_cpu(kernels: Callable[[bool], None])
 
 
 WITHIN = {
-    "5 log-probabilities": (RowSampling(temperature=0.0, logprobs=5), 8),
+    "5 log-probabilities": (RowSampling(temperature=0.0, logprobs=5), 6 + DRAWS),
     "penalties": (PENALISED, 12 + DRAWS),
-    "penalties and log-probabilities": (replace(PENALISED, logprobs=20), 16),
+    "penalties and log-probabilities": (replace(PENALISED, logprobs=20), 14 + DRAWS),
 }
 
 
