@@ -177,14 +177,16 @@ def flat_logits(count: int, seed: int) -> torch.Tensor:
     return torch.randint(-4, 5, (count, WIDTH), generator=generator) * 0.125
 
 
+DRAWS = 6
+"""Launches of op `draw`, truncated or not."""
 LOADS = {
     "5 log-probabilities": (RowSampling(temperature=0.0, logprobs=5), 3),
-    "penalties": (PENALISED, 13),
+    "penalties": (PENALISED, 11 + DRAWS),
     "penalties and log-probabilities": (
         RowSampling(temperature=0.0, frequency_penalty=0.3, logprobs=5),
         14,
     ),
-    "bias": (RowSampling(temperature=0.7, logit_bias={3: 1.0, 9: -2.0}), 13),
+    "bias": (RowSampling(temperature=0.7, logit_bias={3: 1.0, 9: -2.0}), 11 + DRAWS),
 }
 
 
@@ -228,9 +230,9 @@ def test_penalised_rows_get_the_tokens_of_a_cpu(kernels: Callable[[bool], None])
 
 
 WITHIN = {
-    "5 log-probabilities": (RowSampling(temperature=0.0, logprobs=5), 8),
-    "penalties": (PENALISED, 14),
-    "penalties and log-probabilities": (replace(PENALISED, logprobs=20), 16),
+    "5 log-probabilities": (RowSampling(temperature=0.0, logprobs=5), 6 + DRAWS),
+    "penalties": (PENALISED, 12 + DRAWS),
+    "penalties and log-probabilities": (replace(PENALISED, logprobs=20), 14 + DRAWS),
 }
 
 

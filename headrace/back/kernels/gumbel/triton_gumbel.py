@@ -1,12 +1,16 @@
 """The draw in Triton: the reference's choice, with two logarithms in float64 for a few tokens only.
 
-Rows are cut into chunks. A chunk's scores are taken in float32 first; only tokens within its error of the best are
-scored exactly, in the order of their ids. The program that finishes a row's last chunk compares the chunks. The noise
-is that of noise.py.
+The greatest z - log E is the least E / exp(z): who arrives first. What each arrival is at least is found in float32, in
+two instructions that are not plain ones: E = -log1p(-u) is no less than u, and u no less than its upper 32 bits. Only
+tokens that may arrive before the first's exact score are scored exactly. Noise spans 48 nats, so that whoever is beyond
+float32 behind the greatest logit is out of the race.
 
-Error of a float32 score: the logarithm of the exponential noise is within 3e-5 (an approximate logarithm of at least
-0.01, or a series below), z within 2^-22 of its size; z is the score less at most 64. MARGIN and MARGIN_RELATIVE are
-twice that.
+Rows are cut into spans. A program keeps the least arrival of each place of its tiles, and the second least as a number:
+where that one may win too, it passes over its span once more. The program that finishes a row's last span compares the
+spans. The noise is that of noise.py.
+
+Error of an arrival, in bits: 2^-22 of the power, 2^-22 of up to 128 of its exponent, 2^-24 of u; ROUNDING is that of z
+in float64. MARGIN and ROUNDING are more than twice that.
 
 Exactly, log1p(-u) is taken as log(w) * -u / (w - 1) with w = 1 - u, good to a few units in the last place (Kahan;
 Goldberg 1991, "What every computer scientist should know about floating-point arithmetic", theorem 4).
@@ -29,9 +33,8 @@ from headrace.back.kernels.triton.wrap import (
     unsupported,
 )
 
-CHUNK = 8192
-MARGIN = tl.constexpr(1e-4)
-MARGIN_RELATIVE = tl.constexpr(1e-6)
+CHUNK, TILE = 8192, 2048
+MARGIN, ROUNDING = tl.constexpr(1e-4), tl.constexpr(8.9e-16)
 
 
 @triton.jit
@@ -42,16 +45,6 @@ def random_bits(key, o_id):
     b_x = (b_x ^ (b_x >> 30)) * 0xBF58476D1CE4E5B9
     b_x = (b_x ^ (b_x >> 27)) * 0x94D049BB133111EB
     return ((b_x ^ (b_x >> 31)) >> 1).to(tl.int64, bitcast=True)
-
-
-@triton.jit
-def quick_noise(key, o_id):
-    """-log(exponential noise) in float32."""
-    b_bits = random_bits(key, o_id)
-    b_u = (b_bits.to(tl.float32) + 0.5) * 1.0842021724855044e-19
-    b_w = ((0x7FFFFFFFFFFFFFFF - b_bits).to(tl.float32) + 0.5) * 1.0842021724855044e-19
-    b_series = b_u * (1.0 + b_u * (0.5 + b_u * (0.3333333333 + b_u * 0.25)))
-    return -tl.log(tl.where(b_u < 0.01, b_series, -tl.log(b_w)))
 
 
 @triton.jit
@@ -72,29 +65,83 @@ def first_best(b_score, o_id, NONE: tl.constexpr):
 
 
 @triton.jit
-def chunk_winner(p_row, width, i_chunk, heat, row_key, least, CHUNK: tl.constexpr):
-    """(score float64, id) of the winner among a chunk's tokens whose logits are at least `least`; a NaN counts as
-    infinite. Without any: (-Inf, the chunk's first id)."""
+def _arrivals(
+    p_x, p_id, o_x, end, least, origin, per_nat, row_key, LISTED: tl.constexpr
+):  # fmt: skip
+    """(what E / exp(z) of ids is at least, times 2^32 exp(z of `origin`), in float32, infinite below `least`; the ids).
+    `LISTED`: logits and ids are lists, otherwise a row and its places."""
+    o_id = o_x
+    if LISTED:
+        o_id = tl.load(p_id + o_x, mask=o_x < end, other=0)
+    b_x = tl.load(p_x + o_x, mask=o_x < end, other=float("-inf"))
+    b_down = tl.where(b_x < least, float("inf"), origin - b_x) * per_nat
+    b_high = (random_bits(row_key, o_id) >> 31).to(tl.uint32).to(tl.float32)
+    b_least = tl.maximum(b_high, 2.3283064365386963e-10) * tl.exp2(b_down)
+    return tl.where(b_least != b_least, 0.0, b_least), o_id
+
+
+@triton.jit
+def _score(p_row, i_id, heat, row_key):
+    """The score of one id, float64; a NaN counts as infinite."""
+    score = tl.load(p_row + i_id).to(tl.float64) / heat + exact_noise(row_key, i_id)
+    return tl.where(score != score, float("inf"), score)
+
+
+@triton.jit
+def _better(p_row, b_arrival, o_id, near, heat, row_key, highest, i_best):
+    """The better of (highest, i_best) and the ids that may arrive up to `near`; among equals the lowest id."""
     NONE: tl.constexpr = 0x7FFFFFFF
-    o_v = i_chunk * CHUNK + tl.arange(0, CHUNK)
-    b_x = tl.load(p_row + o_v, mask=o_v < width, other=float("-inf"))
-    b_x = tl.where(b_x < least, float("-inf"), b_x)
-    b_quick = b_x * (1.0 / heat).to(tl.float32) + quick_noise(row_key, o_v)
-    b_quick = tl.where(b_quick != b_quick, float("inf"), b_quick)
-    top = tl.max(b_quick, axis=0)
-    margin = MARGIN + MARGIN_RELATIVE * (tl.abs(top) + 64.0)
-    near = tl.where(tl.abs(top) == float("inf"), top, top - margin)
-    left = b_quick >= near
-    candidates = tl.where(top > float("-inf"), tl.sum(left.to(tl.int32), axis=0), 0)
-    highest = heat * 0.0 + float("-inf")
-    i_best = i_chunk * CHUNK
-    for _ in range(0, candidates):
-        i_next = tl.min(tl.where(left, o_v, NONE), axis=0)
-        exact = tl.load(p_row + i_next).to(tl.float64) / heat + exact_noise(row_key, i_next)
-        exact = tl.where(exact != exact, float("inf"), exact)
-        i_best = tl.where(exact > highest, i_next, i_best)
-        highest = tl.maximum(exact, highest)
-        left = left & (o_v != i_next)
+    left = (b_arrival <= near) & (b_arrival < float("inf")) & (o_id != i_best)
+    for _ in range(0, tl.sum(left.to(tl.int32), axis=0)):
+        i_next = tl.min(tl.where(left, o_id, NONE), axis=0)
+        score = _score(p_row, i_next, heat, row_key)
+        wins = (score > highest) | ((score == highest) & (i_next < i_best))
+        i_best = tl.where(wins, i_next, i_best)
+        highest = tl.maximum(score, highest)
+        left = left & (o_id != i_next)
+    return highest, i_best
+
+
+@triton.jit
+def span_winner(
+    p_row, p_x, p_id, begin, end, heat, row_key, origin, least,
+    LISTED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(score float64, id) of the winner among the ids of the places from `begin` to below `end` whose logits are at
+    least `least`; a NaN counts as infinite. (-Inf, begin) if no id there can beat one whose logit is `origin`, a finite
+    number. `p_x` is the row, or, `LISTED`, logits in any order with their ids in `p_id`."""
+    NONE: tl.constexpr = 0x7FFFFFFF
+    per_nat = (1.4426950408889634 / heat).to(tl.float32)
+    b_first = tl.full([TILE], float("inf"), tl.float32)
+    b_second = tl.full([TILE], float("inf"), tl.float32)
+    b_id = begin + tl.arange(0, TILE)
+    for start in range(begin, end, TILE):
+        b_arrival, o_id = _arrivals(
+            p_x, p_id, start + tl.arange(0, TILE), end, least, origin, per_nat, row_key, LISTED
+        )
+        sooner = b_arrival < b_first
+        b_second = tl.minimum(b_second, tl.where(sooner, b_first, b_arrival))
+        b_id = tl.where(sooner, o_id, b_id)
+        b_first = tl.minimum(b_first, b_arrival)
+    first = tl.min(b_first, axis=0)
+    highest, i_best = heat * 0.0 + float("-inf"), begin
+    if first < float("inf"):
+        i_best = tl.min(tl.where(b_first == first, b_id, NONE), axis=0)
+        highest = _score(p_row, i_best, heat, row_key)
+        z = origin.to(tl.float64) / heat
+        late = (z - highest) * 1.4426950408889634 + 32.0 + MARGIN + tl.abs(z) * ROUNDING
+        near = tl.exp2(late.to(tl.float32))
+        if tl.min(b_second, axis=0) <= near:
+            for start in range(begin, end, TILE):
+                b_arrival, o_id = _arrivals(
+                    p_x, p_id, start + tl.arange(0, TILE), end, least, origin, per_nat, row_key,
+                    LISTED,
+                )  # fmt: skip
+                highest, i_best = _better(
+                    p_row, b_arrival, o_id, near, heat, row_key, highest, i_best
+                )
+        else:
+            highest, i_best = _better(p_row, b_first, b_id, near, heat, row_key, highest, i_best)
     return highest, i_best
 
 
@@ -133,6 +180,7 @@ def gumbel_kernel(
     width,
     chunks,
     CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
     CHUNKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -142,7 +190,16 @@ def gumbel_kernel(
     enter(DEPENDENT)
     p_row = logits + i_row * row_stride
     heat, row_key = tl.load(temperature + i_row), tl.load(key + i_row)
-    highest, i_best = chunk_winner(p_row, width, i_chunk, heat, row_key, float("-inf"), CHUNK)
+    begin, end = i_chunk * CHUNK, tl.minimum(i_chunk * CHUNK + CHUNK, width)
+    b_top = tl.full([TILE], float("-inf"), tl.float32)
+    for start in range(begin, end, TILE):
+        o_v = start + tl.arange(0, TILE)
+        b_top = tl.maximum(b_top, tl.load(p_row + o_v, mask=o_v < end, other=float("-inf")))
+    top = tl.max(b_top, axis=0)
+    origin = tl.where(tl.abs(top) < float("inf"), top, 0.0)
+    highest, i_best = span_winner(
+        p_row, p_row, p_row, begin, end, heat, row_key, origin, float("-inf"), False, TILE
+    )
     row_winner(
         p_row, score + i_row * chunks, best + i_row * chunks, counters + i_row, token + i_row,
         z + i_row, chunks, heat, highest, i_best, i_chunk, CHUNKS,
@@ -167,7 +224,7 @@ def bind(problem: GumbelProblem) -> Gumbel:
         best = torch.empty(rows * chunks, dtype=torch.int32, device=device)
         gumbel_kernel[(rows, chunks)](
             logits_KV, temperature_K, key_K, score, best, counters(device), token_K, z_K,
-            logits_KV.stride(0), width, chunks, CHUNK=CHUNK,
+            logits_KV.stride(0), width, chunks, CHUNK=CHUNK, TILE=TILE,
             CHUNKS=power_of_two(chunks, least=32), num_warps=8, **launch(device),
         )  # fmt: skip
         return token_K, z_K
