@@ -47,9 +47,7 @@ IN_STEP = DRAWN | Use.PENALTIES | Use.LOGPROBS
 def uses(s: RowSampling, width: int) -> Use:
     """The features that change anything for this row. Truncation is moot for greedy rows: it keeps the argmax."""
     wanted = {
-        Use.PENALTIES: s.repetition_penalty != 1.0
-        or s.presence_penalty != 0.0
-        or s.frequency_penalty != 0.0,
+        Use.PENALTIES: (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0),
         Use.BIAS: bool(s.logit_bias),
         Use.DRY: s.dry_multiplier > 0.0,
         Use.ALLOWED: s.allowed_ids is not None,

@@ -23,6 +23,7 @@ from headrace.front.client.events import (
     Delta,
     Ended,
     Event,
+    Events,
     Generation,
     ScoredToken,
     Started,
@@ -95,7 +96,7 @@ def advance(
     return live, complete
 
 
-async def beam_search(engine: Continuer, generation: Generation) -> AsyncGenerator[Event, None]:
+async def beam_search(engine: Continuer, generation: Generation) -> Events:
     """The `n` best of `beam_width` answers, best first, once they are all complete."""
     engine.check(generation)
     params, widths = generation.params, engine.widths

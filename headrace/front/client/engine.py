@@ -27,7 +27,7 @@ from headrace.base.errors import (
 from headrace.base.wire.request import AbortRequests, Hello, TokenBatch
 from headrace.front.client.beam import beam_search
 from headrace.front.client.connection import Connection
-from headrace.front.client.events import Event, Generation, Started
+from headrace.front.client.events import Event, Events, Generation, Started
 from headrace.front.client.fanout import best_of, choice_params
 from headrace.front.client.inputs import InputChecker, Widths
 from headrace.front.client.limits import Limits
@@ -126,7 +126,7 @@ class AsyncLLM:
         core = self._least_loaded()
         core.room.check(core.connection.hello, len(core.running))
 
-    def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
+    def generate(self, generation: Generation) -> Events:
         """See `events.Engine.generate`."""
         params = generation.params
         if params.beam_width is not None:
@@ -135,7 +135,7 @@ class AsyncLLM:
             return self._ranked(generation)
         return self.run(generation)
 
-    async def _ranked(self, generation: Generation) -> AsyncGenerator[Event, None]:
+    async def _ranked(self, generation: Generation) -> Events:
         """`n` answers out of `best_of`."""
         self.check(generation)
         params = generation.params

@@ -119,12 +119,14 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Event = Started | PromptScored | PooledPart | AttentionTold | Delta | Ended
+Events = AsyncGenerator[Event, None]
+"""Those of one request, of all its choices, as they come."""
 
 
 class Engine(Protocol):
     """What front/server, LLM, bench and chat use. Implemented by front/client/engine.py: AsyncLLM."""
 
-    def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
+    def generate(self, generation: Generation) -> Events:
         """Checks and runs one generation. Closing the iterator aborts whatever still runs of it.
 
         Raises RequestError for what the caller did wrong (before the first event), OverloadError when full or

@@ -6,13 +6,11 @@ caller's seed, the others seeds derived from it, so that a seed reproduces all o
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-
 import msgspec
 
 from headrace.base import splitmix
 from headrace.base.wire.params import SamplingParams
-from headrace.front.client.events import Delta, Ended, Event, ScoredToken
+from headrace.front.client.events import Delta, Ended, Events, ScoredToken
 
 
 def choice_seed(seed: int | None, index: int) -> int | None:
@@ -45,9 +43,7 @@ class _Answer(msgspec.Struct):
         return self.ended.cumulative_logprob / max(len(self.token_ids), 1)
 
 
-async def best_of(
-    events: AsyncGenerator[Event, None], *, n: int, candidates: int, keep_scores: bool
-) -> AsyncGenerator[Event, None]:
+async def best_of(events: Events, *, n: int, candidates: int, keep_scores: bool) -> Events:
     """The `n` answers with the highest mean log-probability out of `candidates`, in that order, once all have ended."""
     answers = [_Answer() for _ in range(candidates)]
     async for event in events:

@@ -6,7 +6,6 @@ L2 norms, shortened (Matryoshka) embeddings, class probabilities, and the late-i
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from headrace.base.errors import EngineError, InvalidRequest
 from headrace.base.wire.params import RowPooling, SamplingParams
-from headrace.front.client.events import Ended, Event, Generation, PooledPart
+from headrace.front.client.events import Ended, Events, Generation, PooledPart
 
 Float32 = npt.NDArray[np.float32]
 
@@ -36,7 +35,7 @@ def pooling_generation(prompt_ids: list[int], pooling: RowPooling) -> Generation
     return Generation(prompt_ids=prompt_ids, params=NO_TOKENS, pooling=pooling)
 
 
-async def fold_pooled(events: AsyncGenerator[Event, None], *, num_prompt: int) -> PooledAnswer:
+async def fold_pooled(events: Events, *, num_prompt: int) -> PooledAnswer:
     """The fold of the events of one pooled generation, which end with it."""
     parts: dict[int, Float32] = {}
     num_cached = 0

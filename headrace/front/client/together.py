@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
 
 from headrace.base.errors import DeadlineExceeded, Unavailable
-from headrace.front.client.events import Engine, Event, Generation
+from headrace.front.client.events import Engine, Events, Generation
 
 T = TypeVar("T")
 Work = Coroutine[Any, Any, T]
@@ -62,11 +62,11 @@ class PatientEngine:
         self._engine = engine
         self._crowd = _Crowd()
 
-    def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
+    def generate(self, generation: Generation) -> Events:
         """See `events.Engine.generate`. The deadline counts from now, not from when the events are read."""
         return self._patient(generation, time.monotonic())
 
-    async def _patient(self, generation: Generation, made_at: float) -> AsyncGenerator[Event, None]:
+    async def _patient(self, generation: Generation, made_at: float) -> Events:
         crowd, admitted = self._crowd, False
         while not admitted:
             crowd.inside += 1

@@ -5,12 +5,12 @@ first (API-17). The first delta of a choice and its last go out at once; joined,
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 
 import msgspec
 
-from headrace.front.client.events import Delta, Ended, Event
+from headrace.front.client.events import Delta, Ended, Events
 
 
 class Pace(msgspec.Struct, frozen=True):
@@ -61,8 +61,8 @@ class _Choice:
 
 
 async def paced(
-    events: AsyncGenerator[Event, None], pace: Pace, *, clock: Callable[[], float] = time.monotonic
-) -> AsyncGenerator[Event, None]:
+    events: Events, pace: Pace, *, clock: Callable[[], float] = time.monotonic
+) -> Events:
     """The events with deltas joined. Closing it closes `events`."""
     choices: dict[int, _Choice] = {}
     async with aclosing(events):

@@ -9,7 +9,7 @@ wrong with a translated request is told in the words of the request as it was se
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from headrace.base.errors import Forbidden, RequestError
 from headrace.base.wire.params import SamplingParams
-from headrace.front.client.events import Event, Generation
+from headrace.front.client.events import Events, Generation
 from headrace.front.server.coalesce import Pace, pace_of, paced
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.failures import OPENAI, Shape
@@ -28,7 +28,7 @@ from headrace.front.server.openai import chat
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, Common, StreamOptions, parse
 from headrace.front.server.parsed import ParsedAnswer, parsed, without_reasoning
-from headrace.front.server.sse import EventStream, started
+from headrace.front.server.sse import Chunks, EventStream, started
 from headrace.front.server.structured import FREE, Structure, is_plain, narrowed, structure_of
 from headrace.front.text.chat import ChatTemplate
 
@@ -81,7 +81,7 @@ def as_sent(translated: Translated) -> Iterator[None]:
 
 async def begin(
     exchange: Exchange, request: ChatRequest, *, label: str
-) -> tuple[list[int], AsyncGenerator[Event, None]]:
+) -> tuple[list[int], Events]:
     """The prompt's ids and the events of its continuation, which runs once they are read."""
     services = exchange.services
     plain = is_plain(request)
@@ -105,16 +105,14 @@ async def begin(
 
 async def begin_translated(
     exchange: Exchange, translated: Translated, request: ChatRequest, *, label: str
-) -> AsyncGenerator[Event, None]:
+) -> Events:
     """`begin` for a translated request."""
     with as_sent(translated):
         _, events = await begin(exchange, request, label=label)
     return told_as_sent(events, translated)
 
 
-async def told_as_sent(
-    events: AsyncGenerator[Event, None], translated: Translated
-) -> AsyncGenerator[Event, None]:
+async def told_as_sent(events: Events, translated: Translated) -> Events:
     """The events; what goes wrong among them is told in the words of the request as it was sent."""
     async with aclosing(events):
         with as_sent(translated):
@@ -190,7 +188,7 @@ def generate(
     label: str,
     answers: list[ParsedAnswer] | None = None,
     structure: Structure = FREE,
-) -> AsyncGenerator[Event, None]:
+) -> Events:
     """The events of one prompt, parsed where there are parsers, and counted."""
     services = exchange.services
     exchange.client_label = request.request_id
@@ -224,9 +222,7 @@ def _pace(request: Common, usual: Pace | None) -> Pace | None:
     return usual if tokens is wait_ms is None else pace_of(tokens, wait_ms)
 
 
-async def streamed(
-    exchange: Exchange, chunks: AsyncGenerator[bytes, None], *, shape: Shape = OPENAI
-) -> Response:
+async def streamed(exchange: Exchange, chunks: Chunks, *, shape: Shape = OPENAI) -> Response:
     """The answer that sends `chunks`; what fails before the first of them keeps its own status."""
     ping_s = exchange.services.server.ping_interval_s
     first = await started(chunks, patience_s=ping_s)

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from headrace.base.errors import NonFiniteLogits
 from headrace.base.telemetry.metrics import Metrics
-from headrace.front.client.events import Delta, Ended, Event, Generation, Started
+from headrace.front.client.events import Delta, Ended, Event, Events, Generation, Started
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.timing import Timeline, timeline
 
@@ -17,9 +17,7 @@ _QUEUED_EVENTS = 64
 _PARTS = ("queue", "prefill", "decode")
 
 
-async def measured(
-    events: AsyncGenerator[Event, None], exchange: Exchange, generation: Generation
-) -> AsyncGenerator[Event, None]:
+async def measured(events: Events, exchange: Exchange, generation: Generation) -> Events:
     """Passes the events on; closing this generator closes `events`, which aborts what still runs."""
     watch = _Watch(exchange, generation)
     async with aclosing(events):
@@ -100,7 +98,7 @@ def _count_end(event: Ended, found: Timeline, metrics: Metrics) -> None:
 
 
 async def joined(
-    streams: list[AsyncGenerator[Event, None]], *, window: int | None = None
+    streams: list[Events], *, window: int | None = None
 ) -> AsyncGenerator[tuple[int, Event], None]:
     """The events of several generations as they come, each with its generation's number.
 
@@ -111,7 +109,7 @@ async def joined(
     queue: asyncio.Queue[tuple[int, Event] | BaseException | None] = asyncio.Queue(_QUEUED_EVENTS)
     places = asyncio.Semaphore(window or len(streams) or 1)
 
-    async def pump(number: int, events: AsyncGenerator[Event, None]) -> None:
+    async def pump(number: int, events: Events) -> None:
         try:
             async with places, aclosing(events):
                 async for event in events:

@@ -6,13 +6,13 @@ so that a full answer and its stream cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 
 import msgspec
 from msgspec.structs import asdict
 
-from headrace.front.client.events import Delta, Ended, Event, Started
+from headrace.front.client.events import Delta, Ended, Event, Events, Started
 from headrace.front.text.parsing.counting import ReasoningTokens
 from headrace.front.text.parsing.parser import OutputParser
 from headrace.front.text.parsing.parts import Content, Part, Reasoning, joined
@@ -127,9 +127,7 @@ class ParsedAnswer:
         return [last, ended] if parts else [ended]
 
 
-async def parsed(
-    events: AsyncGenerator[Event, None], answers: Sequence[ParsedAnswer]
-) -> AsyncGenerator[Event, None]:
+async def parsed(events: Events, answers: Sequence[ParsedAnswer]) -> Events:
     """The events with parsed deltas and ends; `answers` are indexed as the choices are.
 
     It ends, and with it what still runs, once every choice is over. Closing it closes `events`.
@@ -148,7 +146,7 @@ async def parsed(
             yield event
 
 
-async def without_reasoning(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+async def without_reasoning(events: Events) -> Events:
     """The events of a client that does not want to see the reasoning; it is counted all the same."""
     async with aclosing(events):
         async for event in events:

@@ -25,6 +25,8 @@ from headrace.base.errors import Unavailable
 from headrace.front.server.failures import OPENAI, Shape, failure_of
 
 T = TypeVar("T")
+Chunks = AsyncGenerator[bytes, None]
+"""Events of an answer, encoded."""
 DONE = b"data: [DONE]\n\n"
 STALL_S = 60.0
 ABORT_KEY = "headrace.abort"
@@ -78,7 +80,7 @@ class EventStream(Response):
     background = None
 
     first: asyncio.Future[bytes]
-    rest: AsyncGenerator[bytes, None]
+    rest: Chunks
     request_id: str = field(kw_only=True)
     abandon: asyncio.Event = field(kw_only=True)
     ping_s: float = field(kw_only=True)
@@ -146,9 +148,7 @@ def _nothing() -> None:
     pass
 
 
-async def started(
-    events: AsyncGenerator[bytes, None], *, patience_s: float
-) -> asyncio.Future[bytes]:
+async def started(events: Chunks, *, patience_s: float) -> asyncio.Future[bytes]:
     """The first event, waited for `patience_s` (0: as long as it takes): what fails until then gets its own status."""
     first: asyncio.Future[bytes] = asyncio.ensure_future(anext(events))
     try:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 
 from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import NotServed
-from headrace.front.client.events import Event, Generation
+from headrace.front.client.events import Events, Generation
 from headrace.front.server.app import make_app
 from headrace.front.server.exchange import Services
 from headrace.front.server.process import http_server, services_over
@@ -29,7 +29,7 @@ class NoEngine:
     window = 1
     trouble = ""
 
-    def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
+    def generate(self, generation: Generation) -> Events:
         """Refused."""
         raise NotServed(_WHY)
 

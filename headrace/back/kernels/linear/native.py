@@ -34,10 +34,8 @@ def bind_with(
 
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
         rows = x_TI.shape[0]
-        assert x_TI.shape == (rows, inputs) and x_TI.dtype == problem.dtype, (
-            x_TI.shape,
-            x_TI.dtype,
-        )
+        given = x_TI.shape, x_TI.dtype
+        assert given == ((rows, inputs), problem.dtype), given
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         y_TO = x_TI.new_empty(rows, outputs, dtype=out)

@@ -6,7 +6,7 @@ a thinking block is the last thing it says: of a text shown, or the sealed text 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import orjson
 
 from headrace.base.errors import Unavailable
-from headrace.front.client.events import Delta, Ended, Event, Started
+from headrace.front.client.events import Delta, Ended, Event, Events, Started
 from headrace.front.server.anthropic.arguments import ToolInput
 from headrace.front.server.parsed import ParsedEnded, parts_of
+from headrace.front.server.sse import Chunks
 from headrace.front.text.parsing.parts import (
     CallArguments,
     CallBegin,
@@ -200,9 +201,7 @@ def usage(num_prompt: int, ended: Ended | None, *, num_cached: int = 0) -> Json:
     }
 
 
-async def to_chunks(
-    events: AsyncGenerator[Event, None], reply: MessageReply
-) -> AsyncGenerator[bytes, None]:
+async def to_chunks(events: Events, reply: MessageReply) -> Chunks:
     """The stream: every event with its name."""
     stream = MessageStream(reply)
     async with aclosing(events):
@@ -213,7 +212,7 @@ async def to_chunks(
                 )
 
 
-async def to_message(events: AsyncGenerator[Event, None], reply: MessageReply) -> Json:
+async def to_message(events: Events, reply: MessageReply) -> Json:
     """The full message."""
     stream = MessageStream(reply)
     async with aclosing(events):

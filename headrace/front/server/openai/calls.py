@@ -5,10 +5,9 @@ Every route that takes a chat goes through here: what generates, what renders, w
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from headrace.front.client.events import Event
+from headrace.front.client.events import Events
 from headrace.front.server.conversation import Translated, told_as_sent
 from headrace.front.server.openai.custom import customized, with_functions
 from headrace.front.server.openai.legacy import SENT_AS, as_function_calls, with_tools
@@ -23,7 +22,7 @@ class Called:
     said: Translated
     custom: frozenset[str]
 
-    def told(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+    def told(self, events: Events) -> Events:
         """The events with their calls as the client knows them."""
         if self.request.functions:
             events = as_function_calls(told_as_sent(events, self.said))

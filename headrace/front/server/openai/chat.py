@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ import orjson
 
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.params import SamplingParams
-from headrace.front.client.events import Delta, Ended, Event, Started
+from headrace.front.client.events import Delta, Ended, Events, Started
 from headrace.front.server.openai.attention import attention_document
 from headrace.front.server.openai.custom import CustomBegin, CustomInput
 from headrace.front.server.openai.fold import (
@@ -36,7 +36,7 @@ from headrace.front.server.openai.legacy import FunctionArguments, FunctionBegin
 from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import ChatRequest
 from headrace.front.server.parsed import ParsedDelta
-from headrace.front.server.sse import DONE
+from headrace.front.server.sse import DONE, Chunks
 from headrace.front.server.structured import tool_format, unfinished_text
 from headrace.front.text.parsing.parser import AnswerFormat, OutputParser, schemas_of
 from headrace.front.text.parsing.parts import (
@@ -99,9 +99,7 @@ def to_parser(
     )
 
 
-async def to_chunks(
-    events: AsyncGenerator[Event, None], reply: ChatReply
-) -> AsyncGenerator[bytes, None]:
+async def to_chunks(events: Events, reply: ChatReply) -> Chunks:
     """The stream: a role chunk per choice, deltas, a finish chunk per choice, the usage if asked for, the end mark."""
     request = reply.request
     options = request.stream_options
@@ -232,7 +230,7 @@ def _end(event: Ended) -> dict[str, Any]:
     return choice | {"finish_reason": finish_reason(event), "stop_reason": stop_reason(event)}
 
 
-async def to_answer(events: AsyncGenerator[Event, None], reply: ChatReply) -> bytes:
+async def to_answer(events: Events, reply: ChatReply) -> bytes:
     """The full answer: the fold of the same events."""
     fold = Fold(reply.request.n or 1)
     async with aclosing(events):

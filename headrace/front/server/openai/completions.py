@@ -31,7 +31,7 @@ from headrace.front.server.openai.fold import (
 )
 from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import CompletionRequest
-from headrace.front.server.sse import DONE
+from headrace.front.server.sse import DONE, Chunks
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 4096
@@ -113,7 +113,7 @@ def to_params(
 
 async def to_chunks(
     events: AsyncGenerator[tuple[int, Event], None], reply: CompletionReply
-) -> AsyncGenerator[bytes, None]:
+) -> Chunks:
     """The stream of all prompts' events, each with the number of its prompt."""
     options = reply.request.stream_options
     with_usage = options is not None and options.include_usage

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import Callable, Collection
 from contextlib import aclosing
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 import orjson
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.client.events import Event
+from headrace.front.client.events import Events
 from headrace.front.server.openai.schema import ChatRequest
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, CallEnd, Part
@@ -148,9 +148,7 @@ def _as_call(call: Any) -> Any:
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
-async def customized(
-    events: AsyncGenerator[Event, None], names: Collection[str]
-) -> AsyncGenerator[Event, None]:
+async def customized(events: Events, names: Collection[str]) -> Events:
     """The events with the calls of custom tools marked as such, each with its input in one part."""
     held: dict[int, _Held] = {}
     async with aclosing(events):

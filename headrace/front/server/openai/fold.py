@@ -139,14 +139,13 @@ def usage(folds: Sequence[Tally]) -> dict[str, object]:
     """Usage over the prompts of a request: prompt + completion == total, cached <= prompt."""
     prompt = sum(fold.num_prompt for fold in folds)
     completion = sum(sum(fold.output) for fold in folds)
+    reasoning = sum(sum(fold.reasoning) for fold in folds)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(fold.num_cached for fold in folds)},
-        "completion_tokens_details": {
-            "reasoning_tokens": sum(sum(fold.reasoning) for fold in folds)
-        },
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 

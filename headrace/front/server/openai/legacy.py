@@ -6,14 +6,14 @@ In the history a call has no id there; it gets its place as one, in the nine dig
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.client.events import Event
+from headrace.front.client.events import Events
 from headrace.front.server.openai.schema import ChatRequest, FunctionName
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, Part
@@ -107,7 +107,7 @@ def _messages(given: Sequence[Json]) -> list[Json]:
     return made
 
 
-async def as_function_calls(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+async def as_function_calls(events: Events) -> Events:
     """The events with the call marked as one that is answered under the old names."""
     async with aclosing(events):
         async for event in events:

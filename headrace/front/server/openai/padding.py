@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from headrace.front.server.sse import DONE
+from headrace.front.server.sse import DONE, Chunks
 
 STEP_BYTES = 64
 _END = b"}\n\n"
@@ -17,7 +16,7 @@ def padding(size: int) -> str:
     return secrets.token_hex(STEP_BYTES)[: 2 * STEP_BYTES - size % STEP_BYTES]
 
 
-async def padded(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def padded(chunks: Chunks) -> Chunks:
     """The chunks with `obfuscation`; the end mark stays as it is."""
     async with aclosing(chunks):
         async for chunk in chunks:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 
-from headrace.front.client.events import Event
+from headrace.front.client.events import Events
 from headrace.front.client.together import PatientEngine
 from headrace.front.server.conversation import as_sent, begin, generate, streamed
 from headrace.front.server.exchange import Exchange
@@ -22,13 +21,13 @@ from headrace.front.server.openai.legacy import without_calls
 from headrace.front.server.openai.padding import padded
 from headrace.front.server.openai.sampling import truncated
 from headrace.front.server.openai.schema import ChatRequest, Common, CompletionRequest, parse
+from headrace.front.server.sse import Chunks
 from headrace.front.server.structured import plain_structure
 from headrace.front.server.tokens.told import spans
 from headrace.front.text.fim import between
 from headrace.front.text.tokenizer import Tokenizer
 
-Chunks = AsyncGenerator[bytes, None]
-Answered = tuple[chat.ChatReply, AsyncGenerator[Event, None]]
+Answered = tuple[chat.ChatReply, Events]
 
 
 async def post_chat(exchange: Exchange, document: Any) -> Response:
@@ -65,7 +64,7 @@ def with_told(reply: chat.ChatReply, tokenizer: Tokenizer) -> chat.ChatReply:
 
 async def _begin_with_calls(
     exchange: Exchange, request: ChatRequest, *, label: str
-) -> tuple[ChatRequest, list[int], AsyncGenerator[Event, None]]:
+) -> tuple[ChatRequest, list[int], Events]:
     """`begin` for a request with tools or calls of any kind; errors name the fields that were sent."""
     found = called(request)
     with as_sent(found.said):

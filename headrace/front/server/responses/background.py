@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from headrace.front.server.ids import RESPONSE_PREFIX
 from headrace.front.server.responses.run import Prepared, run, store
 from headrace.front.server.responses.schema import Json
 from headrace.front.server.responses.stream import encoded
+from headrace.front.server.sse import Chunks
 from headrace.front.server.state.store import Record, ResponseStore
 
 FLUSH_S = 0.1
@@ -120,7 +120,7 @@ class Follower:
     ident: str
     after: int
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> Chunks:
         """The events from the one after `after` on, to its end; a comment where there are none."""
         told = False
         while True:

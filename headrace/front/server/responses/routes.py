@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -27,6 +26,7 @@ from headrace.front.server.responses.run import (
 )
 from headrace.front.server.responses.schema import Json, parse_prompt, parse_response
 from headrace.front.server.responses.stream import encoded
+from headrace.front.server.sse import Chunks
 
 
 async def post_responses(exchange: Exchange, document: Any) -> Response:
@@ -51,7 +51,7 @@ async def post_responses(exchange: Exchange, document: Any) -> Response:
     return json_response(prepared.stream.response)
 
 
-async def _chunks(prepared: Prepared) -> AsyncGenerator[bytes, None]:
+async def _chunks(prepared: Prepared) -> Chunks:
     """The stream. What fails after it began ends it with response.failed, which is stored too."""
     begun = False
     async with aclosing(run(prepared)) as events:

@@ -16,7 +16,7 @@ import msgspec
 import orjson
 
 from headrace.base.errors import ContextTooLong, InvalidRequest, NotFound
-from headrace.front.client.events import Event
+from headrace.front.client.events import Events
 from headrace.front.server.conversation import Translated, as_sent, begin_translated, render
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import RESPONSE_PREFIX, response_id
@@ -216,7 +216,7 @@ async def _fitting(
     return cut, msgspec.structs.replace(chat, messages=kept)
 
 
-async def begin(prepared: Prepared) -> AsyncGenerator[Event, None]:
+async def begin(prepared: Prepared) -> Events:
     """The events of the generation."""
     return await begin_translated(
         prepared.exchange, prepared.translated, prepared.chat, label=prepared.reply.id

@@ -6,7 +6,6 @@ Log-probabilities that JSON cannot hold are -9999, with no rank.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ import orjson
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.client.events import Delta, Ended, Event, ScoredToken, TokenScore
+from headrace.front.client.events import Delta, Ended, Events, ScoredToken, TokenScore
 from headrace.front.server.conversation import as_sent, generate, parsers, streamed
 from headrace.front.server.exchange import Exchange
 from headrace.front.server.ids import completion_id, own_id
@@ -36,7 +35,7 @@ from headrace.front.server.openai.fold import (
 from headrace.front.server.openai.sampling import sampling_params
 from headrace.front.server.openai.schema import ChatRequest, parse
 from headrace.front.server.parsed import without_reasoning
-from headrace.front.server.sse import DONE
+from headrace.front.server.sse import DONE, Chunks
 from headrace.front.server.structured import narrowed, plain_structure
 from headrace.front.server.tokens.schema import GenerateRequest, TokenSampling
 from headrace.front.server.tokens.told import spans
@@ -95,7 +94,7 @@ async def _derendered(exchange: Exchange, request: GenerateRequest) -> Response:
 
 def begin_generate(
     exchange: Exchange, request: GenerateRequest, talk: ChatRequest | None = None
-) -> tuple[AsyncGenerator[Event, None], GenerateReply]:
+) -> tuple[Events, GenerateReply]:
     """The events of the answer, which run once they are read, and what its chunks share. With `talk` they are parsed as
     the answer to that chat."""
     services = exchange.services
@@ -154,7 +153,7 @@ def sampling_of(request: GenerateRequest) -> TokenSampling:
     return parse({**request.sampling_params, **given}, TokenSampling)
 
 
-async def _answer(events: AsyncGenerator[Event, None], reply: GenerateReply) -> bytes:
+async def _answer(events: Events, reply: GenerateReply) -> bytes:
     fold = Fold(reply.num_choices)
     async with aclosing(events):
         async for event in events:
@@ -169,9 +168,7 @@ async def _answer(events: AsyncGenerator[Event, None], reply: GenerateReply) -> 
     return orjson.dumps(found)
 
 
-async def _chunks(
-    events: AsyncGenerator[Event, None], reply: GenerateReply
-) -> AsyncGenerator[bytes, None]:
+async def _chunks(events: Events, reply: GenerateReply) -> Chunks:
     options = reply.request.stream_options
     fold = Fold(reply.num_choices)
     async with aclosing(events):

@@ -7,7 +7,7 @@ detokenizer, stop strings, parsers and fold as a generation, so that the answers
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from headrace.base.wire.request import Finished
 from headrace.front.client.events import (
     Delta,
     Event,
+    Events,
     PromptScored,
     ScoredToken,
     Started,
@@ -134,7 +135,7 @@ async def post_derender_chat(exchange: Exchange, document: Any) -> Response:
         answers = parsers(exchange, request, ids, params)
     marked = exchange.services.answers.pieces is not None
     pieces = answers[0].pieces if answers and marked else None
-    events: AsyncGenerator[Event, None] = _events(exchange, ids, given.response, params, pieces)
+    events: Events = _events(exchange, ids, given.response, params, pieces)
     if answers is not None:
         events = found.told(parsed(events, answers))
         if request.include_reasoning is False:
@@ -250,7 +251,7 @@ async def _events(
     generated: Generated,
     params: SamplingParams,
     pieces: Mapping[int, str | bytes] | None = None,
-) -> AsyncGenerator[Event, None]:
+) -> Events:
     """The events that the generation had, merged per choice."""
     services = exchange.services
     tokenizer = services.tokenizer
