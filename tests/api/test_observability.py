@@ -381,6 +381,7 @@ def test_every_series_moves_as_a_scripted_run_predicts(tmp_path: Path) -> None:
                 "prompt": "headrace_prompt_tokens_total",
                 "generated": "headrace_generation_tokens_total",
                 "length": 'headrace_request_success_total{finished_reason="length"}',
+                "aborted": 'headrace_request_success_total{finished_reason="abort"}',
                 "requests": "headrace_request_n_count",
                 "choices": "headrace_request_n_sum",
                 "wanted": "headrace_request_max_tokens_sum",
@@ -404,7 +405,7 @@ def test_every_series_moves_as_a_scripted_run_predicts(tmp_path: Path) -> None:
             "wanted": 4,
             "first": 1,
         }
-        still = {"ended": 1, "stepped": 13, "preempted": 0, "left": 0}
+        still = {"ended": 1, "stepped": 13, "preempted": 0, "left": 0, "aborted": 0}
         assert moved(before) == {**one, **still}
         before = series(small)
         assert ask(n=2, prompt=[6] * 10) == 200
@@ -421,9 +422,10 @@ def test_every_series_moves_as_a_scripted_run_predicts(tmp_path: Path) -> None:
         before = series(small)
         body = {"prompt": [7] * 10, "max_tokens": 100, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", small.url + "/v1/completions", json=body, verify=NO_TLS) as it:
-            next(it.iter_bytes())
-        eventually(lambda: moved(before)["left"] == 1, within_s=5)
+            told = sum(1 for _, line in zip(range(9), it.iter_lines(), strict=False) if line)
+        eventually(lambda: moved(before)["aborted"] == 1, within_s=5)
         found = moved(before)
+        assert found["left"] == 1 and told <= found["generated"] < 100
         assert (found["prompt"], found["first"], found["ended"], found["length"]) == (10, 1, 0, 0)
         before = series(small)
         both = [pool.submit(ask, prompt=[8 + i] * 10, max_tokens=100) for i in range(2)]

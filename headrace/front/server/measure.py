@@ -43,15 +43,20 @@ class _Watch:
         self._params = generation.params
         self._handed = time.monotonic()
         self._first: dict[int, float] = {}
+        self._running: dict[int, int] = {}  # choice -> tokens told
         self._span = None if exchange.trace is None else exchange.trace.begin_core(generation)
 
     def take(self, event: Event) -> None:
         match event:
-            case Delta() if event.index not in self._first:
-                now = self._first[event.index] = time.monotonic()
-                since = now - self._exchange.arrival
-                self._metrics.observe("headrace_time_to_first_token_seconds", since)
+            case Delta():
+                told = self._running.get(event.index, 0) + len(event.token_ids)
+                self._running[event.index] = told
+                if event.index not in self._first:
+                    now = self._first[event.index] = time.monotonic()
+                    since = now - self._exchange.arrival
+                    self._metrics.observe("headrace_time_to_first_token_seconds", since)
             case Started():
+                self._running = dict.fromkeys(range(self._params.n), 0)
                 self._num_prompt = event.num_prompt
                 self._metrics.add("headrace_prompt_tokens_total", event.num_prompt)
                 self._metrics.observe("headrace_request_prompt_tokens", event.num_prompt)
@@ -63,6 +68,7 @@ class _Watch:
 
     def _end(self, event: Ended) -> None:
         now, first = time.monotonic(), self._first.get(event.index)
+        self._running.pop(event.index, None)
         times = (self._exchange.arrival, self._handed, first, now)
         found = timeline(event, *times, num_prompt=self._num_prompt)
         self._exchange.timeline = found
@@ -79,6 +85,10 @@ class _Watch:
         self.lost("error")
 
     def lost(self, reason: str) -> None:
+        for count in self._running.values():
+            self._metrics.add("headrace_request_success_total", finished_reason=reason)
+            self._metrics.add("headrace_generation_tokens_total", count)
+        self._running.clear()
         if self._span is not None:
             self._span.lost(reason)
 
