@@ -140,7 +140,6 @@ class LoadClient:
             return self.report(time.perf_counter() - start)
 
     async def _first_model(self, session: Any) -> str:
-        place = f"{self._load.base_url}/v1/models"
         try:
             async with session.get("/v1/models") as response:
                 document = await response.json(content_type=None)
@@ -150,7 +149,9 @@ class LoadClient:
             document = None
         listed = document.get("data") if isinstance(document, dict) else None
         if response.status != 200 or not listed:
-            raise ConfigError(f"{place} answered {response.status}; give --model")
+            raise ConfigError(
+                f"{self._load.base_url}/v1/models answered {response.status}; give --model"
+            )
         return str(listed[0]["id"])
 
     async def _closed_loop(self, session: Any, model: str) -> None:

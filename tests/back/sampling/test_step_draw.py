@@ -11,6 +11,7 @@ from headrace.back.sampling.step_draw import MOST_WORDS, AskedRows, Drawing, Ste
 from headrace.base.errors import InvalidRequest, NonFiniteLogits
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
+from tests.back.sampling.told import assert_told_alike
 
 CPU = torch.device("cpu")
 WIDTH, MAX_ROWS = 97, 24
@@ -97,14 +98,7 @@ def test_steps_sample_what_the_sampler_does_while_rows_come_and_go() -> None:
         assert found.best[at].tolist() == wanted.best_N.tolist()
         if wanted.told is not None:
             assert found.scores is not None
-            told = ours.told(found.scores, asked, at)
-            for mine, other in zip(told.rows(), wanted.told.rows(), strict=True):
-                assert (mine.index, mine.ids.tolist(), mine.rank) == (
-                    other.index,
-                    other.ids.tolist(),
-                    other.rank,
-                )
-                np.testing.assert_allclose(mine.values, other.values, atol=2e-6)
+            assert_told_alike(ours.told(found.scores, asked, at), wanted.told)
         for row, token in zip(asked.tolist(), wanted.token_N.tolist(), strict=True):
             tokens[row, length[row]] = token
             length[row] += 1

@@ -30,6 +30,7 @@ from headrace.back.sampling.sampler import Sampled, Sampler
 from headrace.back.sampling.step_draw import AskedRows, Drawing, StepTold
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
+from tests.back.sampling.told import assert_told_alike
 
 pytestmark = [
     pytest.mark.gpu,
@@ -273,13 +274,7 @@ def test_steps_give_penalised_and_scored_rows_what_a_cpu_does(
         assert mine.tokens.tolist() == wanted.token_N.tolist()
         assert mine.best.tolist() == wanted.best_N.tolist() and not mine.left.any()
         told = ours.sampler.told(mine.scores, np.arange(5), np.arange(5))
-        for one, other in zip(told.rows(), wanted.told.rows(), strict=True):
-            assert (one.index, one.ids.tolist(), one.rank) == (
-                other.index,
-                other.ids.tolist(),
-                other.rank,
-            )
-            np.testing.assert_allclose(one.values, other.values, atol=2e-6)
+        assert_told_alike(told, wanted.told)
         changed.add(int(mine.tokens[4]))
     assert len(changed) > 2, "the penalty means to change tokens"
 
