@@ -74,14 +74,18 @@ class TinyModel:
             self.head[:, 0] = torch.nan
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Hidden states [T, E]."""
+        """Hidden states [T, E], or [N, E] where the last layer goes on with the batch's rest."""
         if self.explode is not None and bool((batch.token_ids_T == self.explode).any()):
             raise RuntimeError("the tiny model exploded")
         x_TE = self.embed[batch.token_ids_T] + self.place[batch.positions_T]
         if self.poison is not None:
             x_TE = torch.where((batch.token_ids_T == self.poison)[:, None], torch.nan, x_TE)
         for layer in range(len(self.kv_layers)):
-            x_TE = x_TE + self._attend(layer, x_TE, batch.plan_of(layer), batch.kv[layer])
+            kv, q = batch.kv[layer], self._query(layer, x_TE, batch)
+            if layer == len(self.kv_layers) - 1 and batch.rest is not None:
+                at_N, batch = batch.logits_at_N, batch.rest
+                q, x_TE = q[at_N], x_TE[at_N]
+            x_TE = x_TE + self._attend(layer, q, batch.plan_of(layer), kv)
         return x_TE / x_TE.norm(dim=-1, keepdim=True) * 4
 
     pick = None
@@ -95,14 +99,19 @@ class TinyModel:
         """Logits [N, V]."""
         return (hidden_NE.float() @ self.head.T).float()
 
-    def _attend(
-        self, layer: int, x_TE: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor
-    ) -> torch.Tensor:
+    def _query(self, layer: int, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Queries; keys and values are in the cache."""
         q, k, v = (x_TE @ w.T for w in self.qkv[layer])
+        plan, kv = batch.plan_of(layer), batch.kv[layer]
         tokens = kv.shape[3]
         block, offset = plan.slot_T // tokens, plan.slot_T % tokens
         kv[block, 0, :, offset] = k.view(-1, HEADS, HEAD_DIM)
         kv[block, 1, :, offset] = v.view(-1, HEADS, HEAD_DIM)
+        return q
+
+    def _attend(
+        self, layer: int, q: torch.Tensor, plan: AttentionPlan, kv: torch.Tensor
+    ) -> torch.Tensor:
         out = torch.empty_like(q)
         for row in range(plan.kv_len_R.numel()):
             start, end = plan.query_start_R1[row], plan.query_start_R1[row + 1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -55,9 +56,9 @@ class PagedRun:
             for layer in model.kv_layers
         )
 
-    def step(self, chunks: list[tuple[int, int]]) -> list[torch.Tensor]:
+    def step(self, chunks: list[tuple[int, int]], *, last: bool = False) -> list[torch.Tensor]:
         """Runs (row, number of tokens) pairs, single tokens first; returns the logits of each
-        chunk's tokens."""
+        chunk's tokens, or of its last token alone."""
         chunks = sorted(chunks, key=lambda chunk: chunk[1] != 1)
         ids, positions = [], []
         for row, count in chunks:
@@ -65,21 +66,25 @@ class PagedRun:
             positions += range(start, start + count)
             ids += self.rows[row][start : start + count]
         plans = tuple(self._plan(group, chunks) for group in range(len(self.windows)))
+        ends = torch.from_numpy(plans[0].host_query_start[1:]).long() - 1
         batch = Batch(
             token_ids_T=torch.tensor(ids),
             positions_T=torch.tensor(positions),
             plans=plans,
             group_of_layer=self.group_of_layer,
             kv=self.kv,
-            logits_at_N=torch.arange(len(ids)),
+            logits_at_N=ends if last else torch.arange(len(ids)),
         )
+        if last:
+            rest = replace(batch, plans=tuple(_one_query_each(plan) for plan in plans))
+            batch = replace(batch, rest=rest)
         with torch.inference_mode():
-            logits = self.model.logits(self.model.forward(batch)[batch.logits_at_N])
+            logits = self.model.logits(self.model.forward(batch))
         for row, count in chunks:
             self.done[row] += count
         self._free_window_blocks()
         order = [row for row, _ in chunks]
-        parts = logits.split([count for _, count in chunks])
+        parts = logits.split([1 if last else count for _, count in chunks])
         return [parts[order.index(row)] for row in sorted(order)]
 
     def _plan(self, group: int, chunks: list[tuple[int, int]]) -> AttentionPlan:
@@ -124,6 +129,17 @@ class PagedRun:
                                 kv.copy_(_poisoned(kv.shape, kv.dtype, self.model.kv_layers[layer]))
 
 
+def _one_query_each(plan: AttentionPlan) -> AttentionPlan:
+    rows = np.arange(len(plan.kv_len_R) + 1, dtype=np.int32)
+    return replace(
+        plan,
+        query_start_R1=torch.from_numpy(rows),
+        host_query_start=rows,
+        num_decodes=len(rows) - 1,
+        max_query_len=1,
+    )
+
+
 def teacher_forced(
     model: CausalModel, rows: list[list[int]], *, block_tokens: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
@@ -131,13 +147,13 @@ def teacher_forced(
     steps of others."""
     run = PagedRun(model, rows, block_tokens=block_tokens, dtype=dtype)
     logits: list[list[torch.Tensor]] = [[] for _ in rows]
-    for chunks in _schedule([len(row) for row in rows]):
+    for chunks in schedule([len(row) for row in rows]):
         for (row, _), part in zip(sorted(chunks), run.step(chunks), strict=True):
             logits[row].append(part)
     return [torch.cat(parts) for parts in logits]
 
 
-def _schedule(lengths: list[int]) -> Iterator[list[tuple[int, int]]]:
+def schedule(lengths: list[int]) -> Iterator[list[tuple[int, int]]]:
     """Row i enters at step i; its first two steps take about a third each, then it decodes."""
     done = [0] * len(lengths)
     step = 0

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, save_oracle
-from tests.models.paged import random_rows, teacher_forced
+from tests.models.paged import PagedRun, random_rows, schedule, teacher_forced
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -139,6 +139,20 @@ def test_logits_equal_transformers_in_float32(case: str, tmp_path: Path) -> None
     ours = load_ours(model_spec(tmp_path))
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_last_tokens_alone_have_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
+    """The hidden states of other tokens end with the last layer's KV, which later steps read."""
+    oracle = save_oracle(tiny_config(case), tmp_path)
+    rows = random_rows(SIZES["vocab_size"], LENGTHS)
+    ours = load_ours(model_spec(tmp_path))
+    run = PagedRun(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    theirs = oracle_logits(oracle, rows)
+    for chunks in schedule([len(row) for row in rows]):
+        parts = run.step(chunks, last=True)
+        ends = [theirs[row][run.done[row] - 1][None] for row, _ in sorted(chunks)]
+        compare(parts, ends, 1e-4)
 
 
 @pytest.mark.parametrize(

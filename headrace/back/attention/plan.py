@@ -5,7 +5,7 @@ first (`num_decodes` of them). Host copies (numpy) spare kernels a device-to-hos
 
 A step that may be replayed from a graph (runner/graphs.py) has no host copies: its tensors are static and padded to a
 bucket, and the numbers beside them are the bucket's, not the step's. Padding rows have no query and no KV, padding
-tokens write to slot 0; table entries past a row's length are stale. `num_rows_3` tells the device what is real.
+tokens write to slot 0; table entries past a row's length are stale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class AttentionPlan:
     kv_len_R         int32 [R]    tokens in the KV cache once this step's are written
     block_table_RB   int32 [R,B]  block ids; entries past a row's length, and freed window blocks, are 0 (null block)
     slot_T           int64 [T]    block * block_tokens + offset where each query token's KV is written
-    num_rows_3       int32 [3]    real rows, real query tokens, leading rows with one query token; None in exact steps
     host_*           None in steps of a bucket, where num_decodes is R if the bucket is for decodes alone, else 0;
                      max_query_len is 1 or T, and max_kv_len the capacity of the tables
     """
@@ -41,7 +40,6 @@ class AttentionPlan:
     num_decodes: int
     max_query_len: int
     max_kv_len: int
-    num_rows_3: torch.Tensor | None = None
 
 
 class Tap(Protocol):
@@ -69,6 +67,8 @@ class Batch:
     query_start: host int32 [R+1], first query token of each row, for encoders, which attend inside rows.
     segments_T: int64 [T], which text of a pair a token belongs to; None but for models that ask.
     tap: sees what the attention of decoders is computed from, in steps in which somebody looks (exact steps only).
+    rest: what is left of the step once the last layer has written its KV, if nobody asks for the hidden states of other
+    tokens than those at logits_at_N: plans with one query in each of N rows (which may be padding). None: all of it.
     """
 
     token_ids_T: torch.Tensor
@@ -80,6 +80,7 @@ class Batch:
     query_start: np.ndarray | None = None
     segments_T: torch.Tensor | None = None
     tap: Tap | None = None
+    rest: Batch | None = None
 
     def plan_of(self, layer: int) -> AttentionPlan:
         """The attention plan of the layer's KV group."""

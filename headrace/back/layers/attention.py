@@ -103,10 +103,8 @@ class Attention:
         """Whether the norm before is part of it."""
         return self._qkv.norms
 
-    def forward_into(
-        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
-    ) -> torch.Tensor | Partial | None:
-        """y_TE, to be added to the residual; None if that was done."""
+    def queries(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """q_THD, normed and rotated; keys and values are in the cache."""
         plan, kv = batch.plan_of(self._layer), batch.kv[self._layer]
         qkv_TC = self._qkv.project(x_TE)
         if self._fused is not None:
@@ -116,6 +114,13 @@ class Attention:
             q_THD = self._separately(qkv_TC, batch, plan, kv)
         if batch.tap is not None:
             batch.tap.see(self._layer, self._problem, q_THD, kv, plan)
+        return q_THD
+
+    def attend_into(
+        self, q_THD: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
+    ) -> torch.Tensor | Partial | None:
+        """y_TE, to be added to the residual; None if that was done."""
+        plan, kv = batch.plan_of(self._layer), batch.kv[self._layer]
         return self._out.project_into(self._attend(q_THD, kv, plan).flatten(1), residual_TE)
 
     def _separately(

@@ -39,6 +39,8 @@ ACTIVATIONS = {
 }
 Branch = torch.Tensor | Partial | None
 """What a layer leaves to be added to the residual: nothing, a tensor, or this rank's share of a sum."""
+Stream = tuple[Branch, torch.Tensor]
+"""And the residual [T, E]."""
 IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached")
 
 
@@ -129,17 +131,22 @@ class DecoderLayer:
         self.after_mlp = norm(spec.after_mlp)
         self.branch_scale = spec.branch_scale
 
-    def forward(self, branch_TE: Branch, residual_TE: torch.Tensor, batch: Batch) -> Branch:
-        """Adds the branch of the layer before (None: there is none) to the residual, in place, and
-        returns its own MLP branch, to be added by whoever comes next: so each addition is fused
-        with the norm after it, or with the product before it (None then)."""
+    def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
+        """Adds the branch of the layer before to the residual, in place, and leaves its own MLP
+        branch, to be added by whoever comes next: so each addition is fused with the norm after it,
+        or with the product before it. The last layer goes on with `batch.rest`."""
+        branch_TE, residual_TE = stream
         norm = None if self.attention.norms else self.before_attention
         x_TE = _add_norm(norm, branch_TE, residual_TE)
-        branch_TE = self.attention.forward_into(x_TE, residual_TE, batch)
+        q_THD = self.attention.queries(x_TE, batch)
+        if last and batch.rest is not None:
+            at_N, batch = batch.logits_at_N, batch.rest
+            q_THD, residual_TE = q_THD.index_select(0, at_N), residual_TE.index_select(0, at_N)
+        branch_TE = self.attention.attend_into(q_THD, residual_TE, batch)
         branch_TE = self._after(self.after_attention, branch_TE)
         norm = None if self.mlp.norms else self.before_mlp
         x_TE = _add_norm(norm, branch_TE, residual_TE)
-        return self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE))
+        return self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE)), residual_TE
 
     def _after(self, norm: RMSNorm | None, branch_TE: Branch) -> Branch:
         if branch_TE is None or isinstance(branch_TE, Partial):  # goes into the residual as it is
@@ -218,12 +225,11 @@ class Decoder:
         self.host_kernels = self._ledger.host_kernels()
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Normed hidden states [T, E]."""
-        residual_TE = self._embedding.lookup(batch.token_ids_T)
-        branch_TE: Branch = None
+        """See CausalModel."""
+        stream: Stream = None, self._embedding.lookup(batch.token_ids_T)
         for layer in self._layers:
-            branch_TE = layer.forward(branch_TE, residual_TE, batch)
-        return _add_norm(self._norm, branch_TE, residual_TE)
+            stream = layer.forward(stream, batch, last=layer is self._layers[-1])
+        return _add_norm(self._norm, *stream)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Vocabulary logits [N, logits_width], float32."""

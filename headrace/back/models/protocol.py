@@ -30,7 +30,7 @@ class CausalModel(Protocol):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Runs the decoder over T tokens; returns the normed hidden states [T, E] in the model's
-        dtype."""
+        dtype, of a batch with a `rest` those of logits_at_N alone, [N, E]."""
         ...
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:

@@ -132,7 +132,7 @@ class TransformersModel:
         self.host_kernels = self._scope.ledger.host_kernels()
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Normed hidden states [T, E]."""
+        """See CausalModel."""
         with self._running(batch):
             out = self._replay.decoder(
                 input_ids=batch.token_ids_T[None],
@@ -140,7 +140,7 @@ class TransformersModel:
                 use_cache=False,
             )
         hidden_TE: torch.Tensor = out.last_hidden_state[0]
-        return hidden_TE
+        return hidden_TE if batch.rest is None else hidden_TE[batch.logits_at_N]
 
     @property
     def pick(self) -> None:

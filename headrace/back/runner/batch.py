@@ -24,7 +24,8 @@ class StepShape:
 
     rows [R] int64; query_start [R+1], kv_len [R] int32; row_T, position_T [T] int64;
     sampled [N] int64: indices into the plan's rows; sampled_row, sampled_position [N]: the row, and the position the
-    sampled token will have (the row's length after this step). needs: what the step has to leave for the sampler.
+    sampled token will have (the row's length after this step). needs: what the step has to leave for the sampler;
+    every: somebody wants the hidden states of all tokens, not only of each row's last.
     """
 
     rows: np.ndarray
@@ -39,6 +40,7 @@ class StepShape:
     max_query_len: int
     max_kv_len: int
     needs: Leaves = "logits"
+    every: bool = False
 
 
 def shape_of(plan: StepPlan) -> StepShape:

@@ -25,6 +25,7 @@ from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_commit.op import OP as COMMIT
 from headrace.back.kernels.step_inputs.op import (
     HEADER,
+    ROWS,
     SLOT,
     StepInputsProblem,
     StepOut,
@@ -33,10 +34,10 @@ from headrace.back.kernels.step_inputs.op import (
 from headrace.back.kernels.step_inputs.op import OP as INPUTS
 from headrace.back.runner.batch import StepShape
 from headrace.back.runner.requests import GrowingTable, Rows
-from headrace.back.runner.steps import ExactSteps, Machine, Moment, Ran
+from headrace.back.runner.steps import ExactSteps, Machine, Moment, Outputs, Ran
 from headrace.back.sampling.sampler import Picks
 from headrace.back.sampling.step_draw import MOST_WORDS, AskedRows, Drawing, StepTold
-from headrace.back.sampling.tops import Leaves, Tops
+from headrace.back.sampling.tops import Leaves
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
 
@@ -51,16 +52,19 @@ MIXED_ROWS = 16
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `leaves`:
-    what it leaves for the sampler, or does itself."""
+    what it leaves for the sampler, or does itself. `every`: it leaves the hidden states of all tokens, not only of each
+    row's last."""
 
     tokens: int
     rows: int
     decode: bool
     updates: int
     leaves: Leaves = "logits"
+    every: bool = False
 
     def __str__(self) -> str:
         size = f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
+        size += ", all hidden states" if self.every else ""
         return f"{size}, {self.leaves}" if isinstance(self.leaves, Drawing) else size
 
 
@@ -155,26 +159,6 @@ def _token_sizes(most: int) -> list[int]:
         octave = 1 << (size.bit_length() - 1)
         size += max(16, octave // (16 if octave >= 1024 else 8))
     return [*sizes, most]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """What a bucket's step leaves: hidden [T, E], and of all R rows logits float32 [R, V] and the greedy picks, the
-    picks alone, or the tops alone."""
-
-    hidden_TE: torch.Tensor
-    logits_RV: torch.Tensor | None = None
-    picks: Picks | None = None
-    tops: Tops | None = None
-
-    def aliases(self, alias: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-        """The same through tensors that `alias` makes of these."""
-        picks, tops = (
-            None if pair is None else (alias(pair[0]), alias(pair[1]))
-            for pair in (self.picks, self.tops)
-        )
-        logits_RV = None if self.logits_RV is None else alias(self.logits_RV)
-        return Outputs(hidden_TE=alias(self.hidden_TE), logits_RV=logits_RV, picks=picks, tops=tops)
 
 
 class Replay(Protocol):
@@ -286,22 +270,16 @@ class BucketSteps:
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
         if (bucket.decode or shape.needs == Drawing()) and shape.needs not in self._lacks:
             bucket = replace(bucket, leaves=shape.needs)
+        if shape.every and not bucket.decode:
+            bucket = replace(bucket, every=True)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)
         words = bucket.leaves.words if isinstance(bucket.leaves, Drawing) else 0
         ring = self._drawn if words else self._picked
         self._replay.read(ring.host[slot], ring.slots[slot])
-        if not shape.sampled.size:
-            return Ran(hidden_TE=out.hidden_TE, logits=None, picks=None)
-        sampled = shape.needs == "picks" or isinstance(bucket.leaves, Drawing)
-        return Ran(
-            hidden_TE=out.hidden_TE,
-            logits=out.logits_RV,
-            picks=out.picks,
-            tops=out.tops,
-            index=shape.sampled,
-            told=ring.told(slot, words) if sampled else None,
-        )
+        drawn = shape.needs == "picks" or isinstance(bucket.leaves, Drawing)
+        told = ring.told(slot, words) if drawn else None
+        return Ran(out=out, index=shape.sampled, told=told)
 
     def moment(self) -> Moment:
         """See Steps."""
@@ -315,13 +293,15 @@ class BucketSteps:
             self._frames[bucket] = self._frame(bucket)
         frame, model, words = self._frames[bucket], self._machine.model, self._message.words
         self._inputs(words, self._tables, frame.out)
+        if frame.ones_R1 is not None:  # padding rows have no query
+            torch.minimum(self._static.place[: bucket.rows + 1], words[ROWS], out=frame.ones_R1)
         hidden_TE = model.forward(frame.batch)
         if bucket.leaves == "tops":  # whose tokens the sampler puts into the rows
             return Outputs(hidden_TE=hidden_TE, tops=self._shortcuts["tops"](hidden_TE))
         if bucket.leaves == "picks":
             logits_RV, picks = None, self._shortcuts["picks"](hidden_TE)
         else:
-            wanted = hidden_TE if bucket.decode else hidden_TE.index_select(0, frame.out.last_R)
+            wanted = hidden_TE.index_select(0, frame.out.last_R) if bucket.every else hidden_TE
             logits_RV = model.logits(wanted)
             picks = self._machine.greedy(logits_RV)
         token_R = picks[0]
@@ -346,38 +326,49 @@ class BucketSteps:
 
     def _frame(self, bucket: Bucket) -> _Frame:
         out = self._static.out(bucket)
-        plans = tuple(
+        starts_R1 = self._message.section(2, bucket.rows + 1)
+        batch = Batch(
+            token_ids_T=out.token_ids_T,
+            positions_T=out.positions_T,
+            plans=self._plans(bucket, out, starts_R1, 1 if bucket.decode else bucket.tokens),
+            group_of_layer=self._machine.group_of_layer,
+            kv=self._kv,
+            logits_at_N=out.last_R,
+        )
+        if bucket.decode or bucket.every:
+            return _Frame(out=out, batch=batch)
+        ones_R1 = self._static.ones[: bucket.rows + 1]
+        rest = replace(batch, plans=self._plans(bucket, out, ones_R1, 1))
+        return _Frame(out=out, batch=replace(batch, rest=rest), ones_R1=ones_R1)
+
+    def _plans(
+        self, bucket: Bucket, out: StepOut, starts_R1: torch.Tensor, most: int
+    ) -> tuple[AttentionPlan, ...]:
+        """The plan of each group for rows of at most so many queries."""
+        return tuple(
             AttentionPlan(
-                query_start_R1=self._message.section(2, bucket.rows + 1),
+                query_start_R1=starts_R1,
                 kv_len_R=self._message.section(1, bucket.rows),
                 block_table_RB=table_RB,
                 slot_T=slot_T,
                 host_query_start=None,
                 host_kv_len=None,
-                num_decodes=bucket.rows if bucket.decode else 0,
-                max_query_len=1 if bucket.decode else bucket.tokens,
+                num_decodes=bucket.rows if most == 1 else 0,
+                max_query_len=most,
                 max_kv_len=table_RB.shape[1] * self._problem.block_tokens,
-                num_rows_3=self._message.words[:3],
             )
             for slot_T, table_RB in zip(out.slots_GT, out.tables_GRB, strict=True)
         )
-        batch = Batch(
-            token_ids_T=out.token_ids_T,
-            positions_T=out.positions_T,
-            plans=plans,
-            group_of_layer=self._machine.group_of_layer,
-            kv=self._kv,
-            logits_at_N=out.last_R,
-        )
-        return _Frame(out=out, batch=batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Frame:
-    """A bucket's views of the static tensors."""
+    """A bucket's views of the static tensors. ones_R1: where queries start if each row has one, for batches with a
+    rest."""
 
     out: StepOut
     batch: Batch
+    ones_R1: torch.Tensor | None = None
 
 
 class _Static:
@@ -390,6 +381,9 @@ class _Static:
         self._slots = torch.zeros(groups * max_tokens, **new)
         self._last = torch.zeros(rows, **new)
         self._tables = _zeros(tables.blocks_GMB.shape, tables.blocks_GMB.device).view(-1)
+        self.ones, self.place = (
+            torch.arange(rows + 1, dtype=torch.int32, device=new["device"]) for _ in range(2)
+        )
         self._shape = groups, columns
 
     def out(self, bucket: Bucket) -> StepOut:

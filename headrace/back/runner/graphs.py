@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.runner.buckets import Bucket, Outputs
-from headrace.back.runner.steps import DeviceMoment, Moment, recorded
+from headrace.back.runner.buckets import Bucket
+from headrace.back.runner.steps import DeviceMoment, Moment, Outputs, recorded
 from headrace.base.config.resolved import Decision
 
 MOST_GRAPHS = 192

@@ -98,6 +98,7 @@ class Runner:
         self._captured: LayersOfRow = {}
         self._device = device
         self._lost: deque[np.ndarray] = deque()
+        self._every = False
         machine = Machine(
             model=model,
             state=self._state,
@@ -171,10 +172,12 @@ class Runner:
     def _fit(self, spec: EngineSpec, layout: KVLayout) -> int:
         """Runs the largest step, then makes the KV cache of what the device has left; the number of blocks."""
         assert spec.kv.memory_bytes is not None and spec.device.memory_bytes is not None
+        self._every = True  # what takes the most memory
         profile = profile_step(
             self._device,
             lambda: run_largest(self, spec, self._model.logits_width, self._device),
         )
+        self._every = False
         num_bytes = fit_kv(
             profile,
             budget=spec.device.memory_bytes,
@@ -232,12 +235,13 @@ class Runner:
             return Launched(plan=plan, refused=dict.fromkeys(range(plan.rows.size), full))
 
     def _run(self, plan: StepPlan, shape: StepShape, supplied: Supplied) -> Launched:
-        if not plan.late:
-            shape = dataclasses.replace(shape, needs=self._sampler.needs(shape.sampled_row))
+        every = self._every or not (self._prompts.idle and self._pooler.idle)
+        needs = "logits" if plan.late else self._sampler.needs(shape.sampled_row)
+        shape = dataclasses.replace(shape, needs=needs, every=every)
         tap = tap_of(self._captured, shape) if self._captured else None
         ran = self._steps.run(plan, shape, tap=tap)
         prompts, refused = (
-            ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.hidden_TE)
+            ([], {}) if self._prompts.idle else self._score_prompts(shape, ran.out.hidden_TE)
         )
         if shape.sampled.size:
             sampled = self._draw(plan, shape, ran, supplied)
@@ -251,7 +255,7 @@ class Runner:
             shape=shape,
             draws=sampled,
             prompts=prompts,
-            pooled=() if self._pooler.idle else self._pooler.pool(shape, ran.hidden_TE),
+            pooled=() if self._pooler.idle else self._pooler.pool(shape, ran.out.hidden_TE),
             captured=() if tap is None else tap.pieces,
             refused=refused,
             lost=self._lost.append,
@@ -291,7 +295,7 @@ class Runner:
             "positions": shape.sampled_position,
             "tokens": rows.data,
         }
-        if ran.tops is not None:
+        if ran.out.tops is not None:
             sampled = self._sampler.sample_tops(
                 ran.best(), lambda at: self._model.logits(ran.hidden(at)), **asked
             )

@@ -8,7 +8,7 @@ T query tokens, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -54,41 +54,57 @@ class Now:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
-    """A step that was launched. hidden_TE may hold padding after the T real tokens; it and the logits are overwritten
-    by the next step.
-
-    logits, picks   of the N sampled rows, or of all rows of the step and padding, of which `index` [N] are sampled;
-                    picks are the greedy choice. None if no row is sampled
-    tops            instead of both, where every row has one token: the best tokens of all rows
-    told            what the step itself has sampled, as the rows ask: they have these tokens already. None: that is
-                    still to be done
-    """
+class Outputs:
+    """What a step leaves: hidden states [T, E], or of each row's last token alone, [R, E], and padding; and of the N
+    sampled rows, or of all R, logits float32 and the greedy picks, the picks alone, or the tops alone, where every row
+    has one token. Overwritten by the next step."""
 
     hidden_TE: torch.Tensor
-    logits: torch.Tensor | None
-    picks: Picks | None
+    logits_RV: torch.Tensor | None = None
+    picks: Picks | None = None
     tops: Tops | None = None
+
+    def aliases(self, alias: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+        """The same through tensors that `alias` makes of these."""
+        picks, tops = (
+            None if pair is None else (alias(pair[0]), alias(pair[1]))
+            for pair in (self.picks, self.tops)
+        )
+        logits_RV = None if self.logits_RV is None else alias(self.logits_RV)
+        return Outputs(hidden_TE=alias(self.hidden_TE), logits_RV=logits_RV, picks=picks, tops=tops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A step that was launched.
+
+    index   [N] which of the rows in `out` are sampled; None: `out` is of these alone
+    told    what the step itself has sampled, as the rows ask: they have these tokens already. None: that is still to
+            be done
+    """
+
+    out: Outputs
     index: np.ndarray | None = None
     told: StepTold | None = None
 
     def wanted(self) -> tuple[torch.Tensor, Picks]:
         """The logits float32 [N, V] and the picks of the sampled rows."""
-        assert self.logits is not None and self.picks is not None
-        logits, token, value = self._sampled(self.logits, *self.picks)
+        out = self.out
+        assert out.logits_RV is not None and out.picks is not None
+        logits, token, value = self._sampled(out.logits_RV, *out.picks)
         return logits, (token, value)
 
     def best(self) -> Tops:
         """The tops of the sampled rows."""
-        assert self.tops is not None
-        id_NC, value_NC = self._sampled(*self.tops)
+        assert self.out.tops is not None
+        id_NC, value_NC = self._sampled(*self.out.tops)
         return id_NC, value_NC
 
     def hidden(self, at: np.ndarray) -> torch.Tensor:
         """The hidden states of some of the sampled rows, where every row has one token."""
         assert self.index is not None
-        index = to_device(self.index[at], self.hidden_TE.device)
-        return self.hidden_TE.index_select(0, index)
+        hidden_TE = self.out.hidden_TE
+        return hidden_TE.index_select(0, to_device(self.index[at], hidden_TE.device))
 
     def _sampled(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.index is None:
@@ -184,12 +200,13 @@ class ExactSteps:
         hidden_TE = machine.model.forward(batch)
         machine.state.after(batch, hidden_TE)
         if not shape.sampled.size:
-            return Ran(hidden_TE=hidden_TE, logits=None, picks=None)
+            return Ran(out=Outputs(hidden_TE=hidden_TE))
         every = shape.sampled.size == hidden_TE.shape[0]
         logits_NV = machine.model.logits(
             hidden_TE if every else hidden_TE.index_select(0, batch.logits_at_N)
         )
-        return Ran(hidden_TE=hidden_TE, logits=logits_NV, picks=machine.greedy(logits_NV))
+        picks = machine.greedy(logits_NV)
+        return Ran(out=Outputs(hidden_TE=hidden_TE, logits_RV=logits_NV, picks=picks))
 
     def moment(self) -> Moment:
         """See Steps."""

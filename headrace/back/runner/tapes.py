@@ -12,8 +12,8 @@ import torch
 
 from headrace.back.kernels.native.library import NativeLibrary
 from headrace.back.kernels.native.tape import Arena, Recorder, Tape, unowned
-from headrace.back.runner.buckets import Bucket, Outputs
-from headrace.back.runner.steps import Moment, Now
+from headrace.back.runner.buckets import Bucket
+from headrace.back.runner.steps import Moment, Now, Outputs
 from headrace.base.config.resolved import Decision
 
 MOST_ROWS = 64

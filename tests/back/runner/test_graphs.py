@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from headrace.back.kernels.upload import to_device, to_host
-from headrace.back.runner.buckets import Bucket, Outputs
+from headrace.back.runner.buckets import Bucket
 from headrace.back.runner.graphs import Graphs
+from headrace.back.runner.steps import Outputs
 
 pytestmark = [
     pytest.mark.gpu,

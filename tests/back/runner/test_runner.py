@@ -12,10 +12,10 @@ import torch
 
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.linear_top.op import TOPS
-from headrace.back.runner.buckets import Bucket, Outputs
+from headrace.back.runner.buckets import Bucket
 from headrace.back.runner.devices import MakeSteps, bucket_steps, make_steps
 from headrace.back.runner.runner import Runner
-from headrace.back.runner.steps import Machine, Moment, Now, Steps
+from headrace.back.runner.steps import Machine, Moment, Now, Outputs, Steps
 from headrace.back.sampling import prompt_logprobs
 from headrace.back.sampling.sampler import Sampler
 from headrace.back.sampling.step_draw import Drawing
@@ -355,3 +355,33 @@ def test_the_facts_name_the_samplers_kernels() -> None:
     runner, _ = make(TinyModel())
     fields = [field for field, *_ in runner.facts.decisions]
     assert fields[:3] == ["kernel.greedy", "kernel.gumbel", "kernel.nucleus"]
+
+
+class Counting(TinyModel):
+    """Counts the tokens that go in, and the hidden states that come out."""
+
+    counts: tuple[int, int] = (0, 0)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        hidden = super().forward(batch)
+        self.counts = len(batch.token_ids_T), len(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("steps", ["buckets"], indirect=True)
+def test_only_each_rows_last_token_passes_the_last_layer_unless_somebody_wants_more() -> None:
+    model = Counting()
+    runner, driver = make(model)
+    max_rows = runner.facts.max_rows
+
+    def run(sequence: Sequence, count: int) -> tuple[int, int]:
+        driver.read(runner.execute(driver.plan([(sequence, count)])))
+        return model.counts
+
+    plain = driver.add(list(range(40)), GREEDY)
+    assert [run(plain, 30), run(plain, 10)] == [(32, max_rows), (16, max_rows)]
+    assert run(plain, 1) == (1, 1)
+    scored = driver.add(list(range(40)), RowSampling(temperature=0.0, prompt_logprobs=1))
+    assert [run(scored, 30), run(scored, 10)] == [(32, 32), (16, 16)]
+    driver.release(scored)
+    assert run(driver.add(list(range(30)), GREEDY), 30) == (32, max_rows)
