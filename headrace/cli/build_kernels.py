@@ -1,7 +1,7 @@
 """`headrace build-kernels MODEL`: compiles the GPU kernels that a model needs on this machine and measures its
 products.
 
-What it leaves in the cache folder: Triton's binaries, and the table of small products (back/kernels/linear/table.py).
+What it leaves in the cache folder: Triton's binaries, and the table of products (back/kernels/linear/table.py).
 The next start compiles nothing. No weights are read: the model is made of seeded random ones, and serves its warm-up
 steps.
 """

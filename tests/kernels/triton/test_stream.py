@@ -67,7 +67,7 @@ def test_where_it_cannot_run_the_rule_is_taken(tmp_path, monkeypatch):
     plan = ProductPlan(kernel="stream", n=64, k=256, warps=4, stages=4)
     write(tmp_path / "products" / "one.json", "one", {"4096x4096": {8: plan}})
     assert plan_for("one", 4096, 4096, 8, gated=False) == plan
-    ruled = plan_for("one", 4096, 4096, 8, gated=False, streams=False)
+    ruled = plan_for("one", 4096, 4096, 8, gated=False, without={"stream"})
     assert ruled is not None and ruled.kernel == "skinny"
     weight = torch.zeros(64, 64)
     assert "GPUs" in str(stream.unfit(weight, "silu"))

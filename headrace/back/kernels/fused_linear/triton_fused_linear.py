@@ -1,5 +1,5 @@
-"""The fused linear layer: one token in one kernel; up to 64 tokens with the norm before on its own; more by cuBLAS
-between the kernels of the parts.
+"""The fused linear layer: one token in one kernel; more with the norm before on its own, where linear/table.py has a
+plan for them; the others by cuBLAS between the kernels of the parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Chooses and launches the kernels of small products: triton_gemv.py and triton_skinny.py by table.py."""
+"""Chooses and launches our kernels of products by table.py: triton_gemv.py, triton_skinny.py, triton_stream.py and
+triton_wide.py."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 import triton
 
 from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
-from headrace.back.kernels.linear import stream
-from headrace.back.kernels.linear.table import MAX_TOKENS, ProductPlan, plan_for
+from headrace.back.kernels.linear import stream, wide
+from headrace.back.kernels.linear.table import ProductPlan, padded, plan_for
 from headrace.back.kernels.linear.triton_gemv import gemv_kernel
 from headrace.back.kernels.linear.triton_skinny import skinny_kernel
 from headrace.back.kernels.triton.room import fitting_stages
@@ -19,7 +20,6 @@ from headrace.back.kernels.triton.wrap import (
     COUNTERS,
     counters,
     launch,
-    power_of_two,
 )
 
 Launch = Callable[[torch.Tensor, torch.Tensor], None]
@@ -56,21 +56,31 @@ def small(product: Product) -> Callable[[int], Launch | None]:
     token only: see triton_skinny.py."""
     outputs, inputs = product.weight_OI.shape
     device = product.weight_OI.device
-    most = 1 if product.norm_I is not None else MAX_TOKENS
 
     @cache
-    def padded(tokens: int) -> Launch | None:
+    def launch_of(tokens: int) -> Launch | None:
         plan = plan_for(
             device_name(device),
             outputs,
             inputs,
             tokens,
             gated=bool(product.activation),
-            streams=stream.unfit(product.weight_OI, product.activation) is None,
+            without=unfit(product),
         )
         return plan and launcher(product, plan, tokens)
 
-    return lambda tokens: padded(power_of_two(tokens)) if tokens <= most else None
+    one_alone = product.norm_I is not None
+    return lambda tokens: None if one_alone and tokens > 1 else launch_of(padded(tokens))
+
+
+def unfit(product: Product) -> set[str]:
+    """The kernels that not every device and product has, where this one lacks them."""
+    weight_OI, activation = product.weight_OI, product.activation
+    reasons = {
+        "stream": stream.unfit(weight_OI, activation),
+        "wide": wide.unfit(weight_OI, product.bias_O, activation, add=product.add),
+    }
+    return {kernel for kernel, reason in reasons.items() if reason is not None}
 
 
 @cache
@@ -80,7 +90,7 @@ def device_name(device: torch.device) -> str:
 
 
 def launcher(product: Product, plan: ProductPlan, tokens: int) -> Launch:
-    """The launch for up to `tokens` tokens (a power of two) by a plan."""
+    """The launch for up to `tokens` tokens (a padded number) by a plan."""
     return _KINDS[plan.kernel](product, plan, tokens)
 
 
@@ -158,4 +168,9 @@ def _stream(product: Product, plan: ProductPlan, tokens: int) -> Launch:
     )
 
 
-_KINDS = {"gemv": _gemv, "skinny": _skinny, "stream": _stream}
+def _wide(product: Product, plan: ProductPlan, tokens: int) -> Launch:
+    assert product.norm_I is None, "the norm is a kernel of its own"
+    return wide.bind(product.weight_OI, m=plan.m, group=plan.group)
+
+
+_KINDS = {"gemv": _gemv, "skinny": _skinny, "stream": _stream, "wide": _wide}

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from headrace.back.kernels.triton.gluon import thread_barrier
+from headrace.back.kernels.triton.gluon import enter, thread_barrier
 
 ROWS = gl.constexpr(64)
 """Outputs of a tile: rows of one matrix instruction."""
@@ -85,13 +85,7 @@ def stream_kernel(
             _ask_weight(
                 weight, begin + stage, stage, weights, ready, EXPECTED, STEPS, K, OUTPUTS, PARTS
             )
-    if DEPENDENT:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )  # fmt: skip
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )  # fmt: skip
+    enter(DEPENDENT)
     for stage in gl.static_range(STAGES):
         if begin + stage < end:
             tma.async_copy_global_to_shared(

@@ -1,26 +1,33 @@
-"""Measures small products on this machine's GPU and finds the plans that table.py keeps.
+"""Measures products on this machine's GPU and finds the plans that table.py keeps.
 
 Every launch of a chain reads another weight. A product is timed with what a decoder layer puts around it: the norm
 before (one token only), the activation and the addition after; the library's figure is of the product and the
-addition alone, so that the launches it needs besides are counted in its favour as SPARED_US each.
+addition alone, so that the launches it needs besides are counted in its favour as SPARED_US each. From LARGE on the
+activation is in the library's chain, and chains are replayed until the board draws what it may (LOAD_US), as it does in
+such steps.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.linear import stream
-from headrace.back.kernels.linear.table import Measured, ProductPlan, shape_name
-from headrace.back.kernels.linear.triton_small import Product, launcher
-from headrace.back.kernels.triton.timing import copies, each_us
+from headrace.back.kernels.gated_act.op import GatedActProblem
+from headrace.back.kernels.gated_act.triton_gated_act import bind as bind_activation
+from headrace.back.kernels.linear import stream, wide
+from headrace.back.kernels.linear.table import MAX_FEW, Measured, ProductPlan, padded, shape_name
+from headrace.back.kernels.linear.triton_small import Product, launcher, unfit
+from headrace.back.kernels.triton.timing import copies, each_us, graph_of, replay_us
 
 SWEEPS = {1: (1,), 8: (2, 4, 8, 16), 32: (32,), 64: (64,)}
 """Numbers of tokens that share a sweep (of the first one), since the kernel pads them to one size."""
+LARGE = (*range(128, 513, 64), *range(768, 2049, 256), 4096, 8192)
+"""Numbers of tokens measured each by itself, of gated products: no other has a kernel of ours there."""
+LOAD_US = 100_000
 SPARED_US = 2.0
 FINALISTS = 4
 LEAST_PROGRAMS = 40
@@ -46,6 +53,13 @@ class Shape:
 
 def candidates(shape: Shape, tokens: int) -> Iterator[ProductPlan]:
     """The plans that are tried."""
+    if tokens >= LARGE[0]:
+        for m, stages in wide.STAGES.items():
+            n = 2 * sum(wide.RESULTS)
+            yield ProductPlan(
+                kernel="wide", m=m, n=n, k=wide.K, warps=4, stages=stages, group=wide.GROUP
+            )
+        return
     if tokens == 1:
         ks = (1024, 2048, 4096)
         for n, k, warps, ahead in itertools.product((2, 4, 8), ks, (4, 8), (0, 1)):
@@ -83,31 +97,43 @@ class Trial:
         def random(*sizes: int) -> torch.Tensor:
             return torch.randn(*sizes, device="cuda", dtype=dtype)
 
-        self._weights = [random(shape.outputs, shape.inputs).mul_(scale) for _ in range(number)]
+        self.weights = [random(shape.outputs, shape.inputs).mul_(scale) for _ in range(number)]
         self._norm = torch.rand(shape.inputs, device="cuda") + 0.5 if shape.norm else None
-        self._x = random(64, shape.inputs)
-        self._y = random(64, shape.outputs // (2 if shape.gated else 1))
+        most = LARGE[-1] if self.sizes else MAX_FEW
+        self.x = random(most, shape.inputs)
+        self._y = random(most, shape.outputs // (2 if shape.gated else 1))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of tokens of LARGE that are to be measured."""
+        activation = "silu" if self.shape.gated else ""
+        product = Product(weight_OI=self.weights[0], activation=activation, add=self.shape.add)
+        return () if "wide" in unfit(product) else LARGE
 
     def ours(self, plan: ProductPlan, tokens: int) -> list[Callable[[], object]]:
         """A chain by a plan."""
-        x, y = self._x[:tokens], self._y[:tokens]
+        x, y = self.x[:tokens], self._y[:tokens]
         around = Product(
-            weight_OI=self._weights[0],
+            weight_OI=self.weights[0],
             norm_I=self._norm if tokens == 1 else None,
             eps=1e-6,
             activation="silu" if self.shape.gated else "",
             add=self.shape.add,
         )
-        padded = 1 << (tokens - 1).bit_length()
-        runs = [launcher(replace(around, weight_OI=w), plan, padded) for w in self._weights]
+        runs = [launcher(replace(around, weight_OI=w), plan, padded(tokens)) for w in self.weights]
         return [lambda run=run: run(x, y) for run in runs]
 
     def library(self, tokens: int) -> list[Callable[[], object]]:
         """The same chain by the library."""
-        x, y = self._x[:tokens], self._y[:tokens]
+        x, y = self.x[:tokens], self._y[:tokens]
         if self.shape.add:
-            return [lambda w=w: y.addmm_(x, w.t()) for w in self._weights]
-        return [lambda w=w: F.linear(x, w) for w in self._weights]
+            return [lambda w=w: y.addmm_(x, w.t()) for w in self.weights]
+        if tokens >= LARGE[0] and self.shape.gated:
+            activate = bind_activation(
+                GatedActProblem(device="cuda", dtype=x.dtype, width=y.shape[1], activation="silu")
+            )
+            return [lambda w=w: activate(F.linear(x, w)) for w in self.weights]
+        return [lambda w=w: F.linear(x, w) for w in self.weights]
 
     def tried(self, tokens: int) -> list[tuple[float, ProductPlan]]:
         """Every candidate by rising microseconds."""
@@ -134,6 +160,24 @@ class Trial:
         spared = SPARED_US * (self.shape.gated + (self.shape.norm and tokens == 1))
         return library_us, finals, finals[0][1] if finals[0][0] < library_us + spared else None
 
+    def best_large(
+        self, tokens: int
+    ) -> tuple[float, list[tuple[float, ProductPlan]], ProductPlan | None]:
+        """The same for a number of LARGE, under load."""
+        library_us = loaded_us(self.library(tokens))
+        finals = sorted(
+            ((loaded_us(self.ours(plan, tokens)), plan) for plan in candidates(self.shape, tokens)),
+            key=lambda pair: pair[0],
+        )
+        return library_us, finals, finals[0][1] if finals[0][0] < library_us else None
+
+
+def loaded_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of one call of a chain that is replayed for LOAD_US."""
+    graph = graph_of(calls)
+    once_us = replay_us(graph, replays=2)
+    return replay_us(graph, replays=max(7, int(LOAD_US / once_us))) / len(calls)
+
 
 def tune(shapes: Iterable[Shape], dtype: torch.dtype, say: Callable[[str], None]) -> Measured:
     """The plans of these shapes on the current GPU; `say` hears of each."""
@@ -141,11 +185,12 @@ def tune(shapes: Iterable[Shape], dtype: torch.dtype, say: Callable[[str], None]
     for shape in shapes:
         trial = Trial(shape, dtype)
         plans = found.setdefault(shape.key, {})
+        tried: dict[int, list[tuple[float, ProductPlan]]] = {}
         for swept, sizes in SWEEPS.items():
-            tried = trial.tried(swept)
-            for tokens in sizes:
-                library_us, finals, plans[tokens] = trial.best(tokens, tried)
-                say(
-                    f"{shape.key}, {tokens} tokens: {finals[0][0]:.1f} us (library {library_us:.1f})"
-                )
+            tried |= dict.fromkeys(sizes, trial.tried(swept))
+        for tokens in (*tried, *trial.sizes):
+            library_us, finals, plans[tokens] = (
+                trial.best(tokens, tried[tokens]) if tokens in tried else trial.best_large(tokens)
+            )
+            say(f"{shape.key}, {tokens} tokens: {finals[0][0]:.1f} us (library {library_us:.1f})")
     return found
