@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from unittest.mock import patch
 
 import torch
 
-from headrace.back.kernels.attention import cascade, hopper
+from headrace.back.kernels.attention import cascade, hopper, hopper_decode
 from headrace.back.kernels.attention import triton_attention as kernels
 from headrace.back.kernels.attention.hopper import HopperTiles
 from headrace.back.kernels.attention.op import AttentionProblem, SamplePlan, sample_plan
@@ -102,8 +102,18 @@ def calls(
     ]
 
 
-def _patched(tiles: Tiles, name: str) -> patch:
-    return patch.object(kernels, name, lambda case, rows=1: replace(tiles, m=max(tiles.m, 16)))
+@contextmanager
+def _patched(tiles: Tiles, name: str) -> Iterator[None]:
+    """The kernels that have a program a piece, with these tiles."""
+
+    def chosen(case: AttentionProblem, rows: int = 1) -> Tiles:
+        return replace(tiles, m=max(tiles.m, 16))
+
+    with (
+        patch.object(kernels, name, chosen),
+        patch.object(hopper_decode, "LEAST_ROWS", 1 << 30),
+    ):
+        yield
 
 
 def decode(rate: float) -> list[dict[str, object]]:

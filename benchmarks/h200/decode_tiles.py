@@ -1,4 +1,5 @@
-"""Tiles of the decode kernel by number of rows, over caches as large as a model's.
+"""Tiles of the decode kernel that has a program a piece, by number of rows, over caches as large as a model's; the one
+that streams the cache: decode_streams.py.
 
     python -m benchmarks.h200.decode_tiles
 
@@ -18,6 +19,7 @@ import torch
 
 from benchmarks.h200.attention import problem
 from benchmarks.h200.shapes import BYTES_PER_S
+from headrace.back.kernels.attention import hopper_decode
 from headrace.back.kernels.attention import triton_attention as kernels
 from headrace.back.kernels.attention.op import sample_plan
 from headrace.back.kernels.attention.triton_lists import Tiles
@@ -40,10 +42,15 @@ BLOCKS = 49_000
 """A layer's cache of an 8B model on an H200, 3.2 GB."""
 
 
-def main() -> None:
+def make_caches() -> list[torch.Tensor]:
+    """The caches of LAYERS layers, random."""
     case = problem("8B")
     shape = (BLOCKS, 2, case.kv_heads, case.block_tokens, case.head_dim)
-    caches = [torch.empty(shape, dtype=case.dtype, device="cuda").normal_() for _ in range(LAYERS)]
+    return [torch.empty(shape, dtype=case.dtype, device="cuda").normal_() for _ in range(LAYERS)]
+
+
+def main() -> None:
+    case, caches = problem("8B"), make_caches()
     rng = np.random.default_rng(0)
     for rows, low, high in CASES:
         lengths = rng.integers(low, high + 1, rows).tolist()
@@ -70,6 +77,7 @@ def main() -> None:
                     patches.enter_context(patch.object(kernels, "decode_tiles", chosen))
                     patches.enter_context(patch.object(kernels, "PROGRAMS_PER_SM", per_sm))
                     patches.enter_context(patch.object(kernels, "FEW_ROWS", 0))
+                    patches.enter_context(patch.object(hopper_decode, "LEAST_ROWS", 1 << 30))
                     us = replay_us(graph_of(calls()), replays=5) / LAYERS
                 tried.append((round(us, 1), tiles.n, tiles.num_warps, tiles.num_stages, per_sm))
         floor = sum(lengths) * case.kv_heads * case.head_dim * 4 / BYTES_PER_S * 1e6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -151,3 +152,18 @@ def test_where_rows_must_be_invariant_only_kernels_that_say_so_are_taken(op_of: 
     assert op.choose(3).kernel.name == "fast" and len(op.choices()) == 2
     with pytest.raises(ConfigError, match="--deterministic: no kernel of double"):
         op_of(lone=kernel(reference)).choose(3, invariant=True)
+
+
+def test_every_call_of_a_sample_is_compared(op_of: Any) -> None:
+    """A kernel may go another way for other sizes."""
+
+    def bind(problem: int) -> Double:
+        return lambda x: 2 * x if len(x) == problem else 3 * x
+
+    op = op_of(fast=kernel(bind))
+    assert op.choose(4).kernel.name == "fast"
+    further = ((torch.arange(1.0, 3.0),),)
+    op.sample = lambda problem: replace(sample(problem), further=further)
+    choice = op.choose(3)
+    assert choice.kernel.name == "torch"
+    assert "self-check failed" in choice.rejected[0][1]

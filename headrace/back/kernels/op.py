@@ -59,11 +59,13 @@ class Kernel(Generic[P]):
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """Small inputs: what `bind` takes, and what the bound callable takes. `problem` may be a smaller
-    one of the same kind (its sizes have the same remainders), so that a check takes microseconds."""
+    one of the same kind (its sizes have the same remainders), so that a check takes microseconds.
+    `further`: arguments of calls for which a kernel may go another way; what they return is compared."""
 
     problem: Any
     weights: tuple[Any, ...]
     arguments: tuple[Any, ...]
+    further: tuple[tuple[Any, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,11 +144,14 @@ class Op(Generic[P]):
         )
 
     def _run(self, kernel: Kernel[P], sample: Sample) -> list[torch.Tensor]:
-        result = kernel.bind(sample.problem, *sample.weights)(*sample.arguments)
+        function = kernel.bind(sample.problem, *sample.weights)
+        values: list[Any] = []
+        for arguments in (sample.arguments, *sample.further):
+            result = function(*arguments)
+            values += result if isinstance(result, tuple) else (result,)
         if self._outputs is not None:
             return self._outputs(sample)
-        results = result if isinstance(result, tuple) else (result,)
-        return [v for v in (*results, *sample.arguments) if isinstance(v, torch.Tensor)]
+        return [v for v in (*values, *sample.arguments) if isinstance(v, torch.Tensor)]
 
     def _decide(self, problem: P, *, invariant: bool) -> Choice[P]:
         rejected: list[tuple[str, str]] = []

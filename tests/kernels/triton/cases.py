@@ -57,6 +57,24 @@ def _hopper() -> object:
     return None
 
 
+def _hopper_decode() -> object:
+    """The same of rows with one query: with other rows' prefixes and without."""
+    from headrace.back.kernels.attention import hopper_decode
+    from headrace.back.kernels.attention.cascade import NONE, Shared
+
+    rows = torch.zeros(4 * 4, dtype=torch.int32)
+    shared = Shared(joins=rows, partial=torch.zeros(64), m=128)
+    for problem, common in (
+        (_attention(32, 8, 128), NONE),
+        (_attention(16, 8, 128), shared),
+        (_attention(14, 2, 64), NONE),
+    ):
+        q_THD, kv, plan = attention.OP.sample(problem).arguments
+        decode = hopper_decode.bind_decode(problem)
+        decode(q_THD, kv, plan, torch.empty_like(q_THD), common)
+    return None
+
+
 def _fixed_decodes() -> object:
     """The small tile of deterministic mode, which only some devices take."""
     from headrace.back.kernels.attention.triton_fixed import FixedTile, bind
@@ -118,6 +136,10 @@ SKINNY = ProductPlan(kernel="skinny", n=32, k=128, warps=4, stages=4, prefetch=2
 SPLIT = ProductPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=4)
 SWAPPED = ProductPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=2, swap=True)
 STREAM = ProductPlan(kernel="stream", n=64, k=128, warps=4, stages=4)
+WIDE = [
+    ProductPlan(kernel="wide", m=m, n=192, k=64, warps=4, stages=stages, group=16)
+    for m, stages in ((128, 5), (256, 3))
+]
 _ONES = torch.ones(4096)
 _ACT = "gated_act.triton_gated_act:KERNEL"
 STEP = step_inputs.StepInputsProblem(device="cpu", block_tokens=16, max_rows=9)
@@ -138,6 +160,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         _call(attention.OP, _ATTENTION, _attention(32, 8, 128, coded="fp8", sinks=True)),
     ),
     ("attention Hopper", _hopper),
+    ("attention Hopper decode", _hopper_decode),
     ("attention shared", _shared),
     ("attention 80", _call(attention.OP, _ATTENTION, _attention(32, 32, 80))),
     ("qk_rope_write norm", _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6))),
@@ -207,6 +230,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("skinny swapped act", _product(SWAPPED, 16, activation="silu")),
     ("stream act", _product(STREAM, 8, activation="silu")),
     ("stream add", _product(STREAM, 64, add=True)),
+    *((f"wide {plan.m} act", _product(plan, 1024, activation="silu")) for plan in WIDE),
     ("step_inputs", _call(step_inputs.OP, "step_inputs.triton_step:KERNEL", STEP)),
     ("step_commit", _call(step_commit.OP, "step_commit.triton_commit:KERNEL", STEP)),
     ("draw", _call(draw.OP, "draw.triton_draw:KERNEL", draw.DrawProblem(device="cpu"))),
@@ -217,7 +241,13 @@ CASES: list[tuple[str, Callable[[], object]]] = [
 ]
 """(title, call)."""
 
-ONLY = {title: {"cuda:90"} for title in ("attention Hopper", "stream act", "stream add")}
+ONLY = {
+    title: {"cuda:90"}
+    for title in (
+        *("attention Hopper", "attention Hopper decode"),
+        *("stream act", "stream add", "wide 128 act", "wide 256 act"),
+    )
+}
 """The targets of kernels that are for some alone."""
 NEVER = {"fp8 codes": {"cuda:80"}}
 """Targets that lack what kernels with these words in their title need, as their `supports` says."""

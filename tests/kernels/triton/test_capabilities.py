@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from headrace.back.kernels.attention import hopper
+from headrace.back.kernels.attention import hopper, hopper_decode
 from headrace.back.kernels.attention.op import AttentionProblem
 from headrace.back.kernels.triton import wrap
 
@@ -45,3 +45,4 @@ def test_a_capability_allows_what_the_table_says(
         hopper.unfit(PROBLEM) is None,
     )
     assert found == TABLE[capability]
+    assert hopper_decode.unfit(PROBLEM) == hopper.unfit(PROBLEM)

@@ -16,7 +16,18 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "name", ["kernels", "draw", "token_scores", "sampling", "prefill", "codes", "cascade", "fixed"]
+    "name",
+    [
+        "kernels",
+        "draw",
+        "token_scores",
+        "sampling",
+        "prefill",
+        "decode_hopper",
+        "codes",
+        "cascade",
+        "fixed",
+    ],
 )
 def test_every_kernel_agrees_with_its_reference_in_the_interpreter(name: str) -> None:
     command = [sys.executable, "-m", "pytest", f"tests/kernels/triton/test_{name}.py", "-x"]

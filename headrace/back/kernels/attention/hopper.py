@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -46,10 +48,26 @@ def unfit(problem: AttentionProblem) -> str | None:
     return None
 
 
+def descriptors(box: list[int], layout: Any) -> Callable[[torch.Tensor], Any]:
+    """How the copy engine is told of a cache: as rows of head_dim, a box of them at a time."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    known: dict[tuple[int, int], TensorDescriptor] = {}
+
+    def descriptor(kv: torch.Tensor) -> TensorDescriptor:
+        key = kv.data_ptr(), kv.shape[0]
+        found = known.get(key)
+        if found is None or found.base.data_ptr() != key[0]:  # of a cache that was given back
+            known.clear()
+            found = known[key] = TensorDescriptor.from_tensor(kv.view(-1, box[1]), box, layout)
+        return found
+
+    return descriptor
+
+
 def bind_prefill(problem: AttentionProblem, *, min_queries: int) -> Launch:
     """The launch for rows with at least `min_queries` query tokens."""
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from headrace.back.kernels.attention.triton_prefill_hopper import prefill_hopper_kernel
 
@@ -58,16 +76,7 @@ def bind_prefill(problem: AttentionProblem, *, min_queries: int) -> Launch:
     queries, tiles = 2 * (PAIRS // group), TILES
     box = [block_tokens, head_dim]
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[problem.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(box, element)
-    caches: dict[tuple[int, int], TensorDescriptor] = {}
-
-    def cache_of(kv: torch.Tensor) -> TensorDescriptor:
-        key = kv.data_ptr(), kv.shape[0]
-        found = caches.get(key)
-        if found is None or found.base.data_ptr() != key[0]:  # of a cache that was given back
-            caches.clear()
-            found = caches[key] = TensorDescriptor.from_tensor(kv.view(-1, head_dim), box, layout)
-        return found
+    cache_of = descriptors(box, gl.NVMMASharedLayout.get_default_for(box, element))
 
     def make(plan: Plan, most: int) -> torch.Tensor:
         device = plan.kv_len_R.device

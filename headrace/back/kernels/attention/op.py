@@ -14,6 +14,10 @@ Rules every kernel keeps:
   the null block 0);
 - rows with one query token come first: `plan.num_decodes` of them; T = query_start[R]; padding
   after it is not computed.
+
+And a kernel may rely on this: what a row with one query sees was written by earlier steps, but for
+its own position; or the plan is a step's rest (back/attention/plan.py), which one layer alone asks
+for, so that its lists are made behind all that was written.
 """
 
 from __future__ import annotations
@@ -127,17 +131,25 @@ def sample_plan(
     return plan, sum(counts) + 1
 
 
+DECODES = (8, 64, 200)
+"""Rows of the steps without any other than decodes that a GPU's kernels are checked with: each may go another way."""
+
+
 def _sample(problem: AttentionProblem) -> Sample:
-    rows = [(1, 1), (1, problem.block_tokens + 3), (3, 3), (5, 5 + problem.block_tokens)]
-    plan, num_blocks = sample_plan(
-        rows,
-        block_tokens=problem.block_tokens,
-        window=problem.window,
-        device=problem.device,
-    )
+    mixed = [(1, 1), (1, problem.block_tokens + 3), (3, 3), (5, 5 + problem.block_tokens)]
+    counts = () if problem.device == "cpu" else DECODES
+    steps = [mixed, *([(1, 1 + 7 * i % 50) for i in range(count)] for count in counts)]
+    made = [
+        sample_plan(
+            rows, block_tokens=problem.block_tokens, window=problem.window, device=problem.device
+        )
+        for rows in steps
+    ]
     generator = sample_generator()
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
-    q_THD = random_tensor(10, problem.heads, problem.head_dim, **new)
+    tokens = [sum(queries for queries, _ in rows) for rows in steps]
+    q_THD = random_tensor(max(tokens), problem.heads, problem.head_dim, **new)
+    num_blocks = max(blocks for _, blocks in made)
     shape = (num_blocks, problem.kv_heads, problem.block_tokens, problem.head_dim)
     if problem.coded:
         kv = random_cache(shape, generator=generator, device=problem.device)
@@ -146,10 +158,14 @@ def _sample(problem: AttentionProblem) -> Sample:
         kv = random_tensor(shape[0], 2, *shape[1:], **new)
         kv[0] = float("nan")
     sinks_H = torch.linspace(-1.0, 2.0, problem.heads, device=problem.device)
+    arguments, *further = (
+        (q_THD[:count], kv, plan) for count, (plan, _) in zip(tokens, made, strict=True)
+    )
     return Sample(
         problem=problem,
         weights=(sinks_H,) if problem.sinks else (),
-        arguments=(q_THD, kv, plan),
+        arguments=arguments,
+        further=tuple(further),
     )
 
 

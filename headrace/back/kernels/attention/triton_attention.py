@@ -1,5 +1,6 @@
 """Paged attention in Triton: a kernel for rows with few queries (triton_decode.py) and one for the others
-(triton_prefill.py); a step whose rows have one query each launches the first alone.
+(triton_prefill.py); a step whose rows have one query each launches the first alone. On Hopper a kernel of its own takes
+the place of the second (hopper.py), and another the rows with one query from the first (hopper_decode.py).
 
 Launches depend on the sizes of the tensors and on `plan.max_query_len` only, so a captured graph serves every step of
 its shape; lengths are read on the device. Padding rows have no query tokens; padding tokens are left uninitialised.
@@ -12,7 +13,7 @@ from dataclasses import replace
 import torch
 import triton
 
-from headrace.back.kernels.attention import cascade, hopper
+from headrace.back.kernels.attention import cascade, hopper, hopper_decode
 from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
 from headrace.back.kernels.attention.triton_decode import (
     PIECE_FIELDS,
@@ -153,6 +154,7 @@ def _bind_decode(
     group, depth = problem.heads // kv_heads, power_of_two(problem.head_dim, least=16)
 
     prefix = cascade.bind_prefix(problem, shared, prefill_tiles(problem))
+    stream = hopper_decode.bind_decode(problem) if hopper_decode.unfit(problem) is None else None
 
     def make(
         plan: Plan, most: int, wanted: int, joins: torch.Tensor | None, sizes: dict[str, int]
@@ -167,10 +169,18 @@ def _bind_decode(
 
     def decode(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor) -> None:
         num_rows, device = len(plan.kv_len_R), q_THD.device
+        common = prefix(q_THD, kv, plan) if cascade.serves(problem, plan) else cascade.NONE
+        least = 1
+        if stream is not None and hopper_decode.serves(plan, kv):
+            stream(q_THD, kv, plan, out_THD, common)
+            if plan.max_query_len == 1:
+                return
+            least = 2
         assert num_rows * kv_heads <= COUNTERS, (num_rows, kv_heads)
         tiles = decode_tiles(problem, num_rows)
         sizes = {
             "MAX_QUERIES": tiles.m // group,
+            "MIN_QUERIES": least,
             "N": tiles.n,
             "WINDOW": problem.window or 0,
             "MIN_PIECE": MIN_PIECE if num_rows > 1 else min(MIN_PIECE, MIN_PIECE_ALONE),
@@ -178,7 +188,6 @@ def _bind_decode(
         per_sm = PROGRAMS_PER_SM // 2 if num_rows <= FEW_ROWS else PROGRAMS_PER_SM
         wanted = max(1, num_sms(device) * per_sm // kv_heads)
         most = num_rows + wanted
-        common = prefix(q_THD, kv, plan) if cascade.serves(problem, plan) else cascade.NONE
         key = (*sizes.values(), most, common.joins is not None)
         pieces, is_new = lists.get(
             plan, key, decode, lambda: make(plan, most, wanted, common.joins, sizes)

@@ -35,6 +35,7 @@ def pieces_kernel(
     num_rows,
     num_pieces,
     MAX_QUERIES: tl.constexpr,
+    MIN_QUERIES: tl.constexpr,
     N: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -49,7 +50,8 @@ def pieces_kernel(
     o_r, b_queries, b_length, b_first = row_spans(starts, lengths, num_rows, WINDOW, ROWS)
     if SHARED:
         b_first = tl.load(joins + o_r * 4, mask=o_r < num_rows, other=0)
-    b_seen = tl.where((b_queries > 0) & (b_queries <= MAX_QUERIES), b_length - b_first, 0)
+    ours = (b_queries >= MIN_QUERIES) & (b_queries <= MAX_QUERIES)
+    b_seen = tl.where(ours, b_length - b_first, 0)
     piece = tl.maximum(tl.cdiv(tl.sum(b_seen, axis=0), num_pieces), MIN_PIECE)
     piece = tl.cdiv(piece, N) * N
     b_pieces = tl.cdiv(b_seen, piece)

@@ -1,0 +1,137 @@
+"""When and how the kernel of triton_decode_hopper.py is launched: from the runs that triton_runs.py makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.kernels.attention import hopper
+from headrace.back.kernels.attention.cascade import Shared
+from headrace.back.kernels.attention.op import AttentionProblem, Plan
+from headrace.back.kernels.attention.triton_lists import lists, row_bucket
+from headrace.back.kernels.attention.triton_runs import RUN_FIELDS, runs_kernel
+from headrace.back.kernels.triton.wrap import COUNTERS, counters, launch, num_sms, power_of_two
+
+ROWS = 64
+"""Positions and heads of a tile: rows of a matrix instruction."""
+MOST_QUERIES = 64
+"""Queries of a tile: columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """heads: KV heads of a tile, at most; stages: tiles on their way to a program; least: tiles of a run; near: tiles
+    by which cuts are moved to the ends of rows."""
+
+    heads: int = 4
+    per_sm: int = 2
+    stages: int = 3
+    least: int = 2
+    near: int = 8
+
+
+STREAMS: tuple[tuple[int, Streams], ...] = (
+    (63, Streams(heads=1)),
+    (192, Streams(heads=2)),
+    (1 << 30, Streams()),
+)
+"""By rows of a step, up to so many. Measured on an H200 (benchmarks/h200/kernels.md): of few rows no position should
+wait for another, of many the copies should be large."""
+LEAST_ROWS = 8
+"""Rows of a step from which on this kernel serves it; of fewer the time goes to adding up what programs share."""
+
+Decode = Callable[[torch.Tensor, torch.Tensor, Plan, torch.Tensor, Shared], None]
+"""f(q_THD, kv, plan, out_THD, shared prefixes)"""
+
+
+def heads_of(problem: AttentionProblem, most: int) -> int:
+    """KV heads of a tile: as many beside each other as there are rows for, and `most`."""
+    heads = ROWS // problem.block_tokens
+    while heads > 1 and (heads > most or problem.kv_heads % heads):
+        heads //= 2
+    return heads
+
+
+def unfit(problem: AttentionProblem) -> str | None:
+    """Why this kernel does not serve a problem."""
+    if reason := hopper.unfit(problem):
+        return reason
+    if problem.block_tokens > ROWS:
+        return f"blocks of {problem.block_tokens} tokens are above {ROWS}"
+    most = max(heads_of(problem, streams.heads) for _, streams in STREAMS)
+    if most * problem.heads // problem.kv_heads > MOST_QUERIES:
+        return f"tiles have more than {MOST_QUERIES} query heads"
+    return None
+
+
+def serves(plan: Plan, kv: torch.Tensor) -> bool:
+    """Whether this kernel takes the rows with one query of a step; told by sizes alone."""
+    return len(plan.kv_len_R) >= LEAST_ROWS and kv.is_contiguous()
+
+
+def bind_decode(problem: AttentionProblem) -> Decode:
+    """The launch for a step's rows with one query."""
+    bound: dict[Streams, Decode] = {}
+
+    def decode(
+        q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor, common: Shared
+    ) -> None:
+        streams = next(one for most, one in STREAMS if len(plan.kv_len_R) <= most)
+        if streams not in bound:
+            bound[streams] = _bound(problem, streams)
+        bound[streams](q_THD, kv, plan, out_THD, common)
+
+    return decode
+
+
+def _bound(problem: AttentionProblem, streams: Streams) -> Decode:
+    from triton.experimental.gluon import language as gl
+
+    from headrace.back.kernels.attention.triton_decode_hopper import decode_hopper_kernel
+
+    kv_heads, depth, block_tokens = problem.kv_heads, problem.head_dim, problem.block_tokens
+    heads, group = heads_of(problem, streams.heads), problem.heads // kv_heads
+    blocks, shares = ROWS // (heads * block_tokens), kv_heads // heads
+    queries = power_of_two(heads * group, least=8)
+    box = [heads * block_tokens, depth]
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[problem.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(box, element)
+    cache_of = hopper.descriptors(box, layout)
+
+    def make(plan: Plan, most: int, joins: torch.Tensor | None) -> torch.Tensor:
+        num_rows, device = len(plan.kv_len_R), plan.kv_len_R.device
+        runs = torch.empty(most * RUN_FIELDS, dtype=torch.int32, device=device)
+        runs_kernel[(most,)](
+            plan.query_start_R1, plan.kv_len_R, joins, runs, num_rows, most,
+            POSITIONS=blocks * block_tokens, LEAST=streams.least, NEAR=streams.near,
+            ROWS=row_bucket(num_rows), RUNS=power_of_two(most), SHARED=joins is not None,
+            num_warps=4, **launch(device),
+        )  # fmt: skip
+        return runs
+
+    def decode(
+        q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor, common: Shared
+    ) -> None:
+        device = q_THD.device
+        assert len(plan.kv_len_R) * shares <= COUNTERS, (len(plan.kv_len_R), shares)
+        most = max(1, num_sms(device) * streams.per_sm // shares)
+        key = ("runs", most, blocks * block_tokens, streams, common.joins is not None)
+        runs, is_new = lists.get(plan, key, decode, lambda: make(plan, most, common.joins))
+        partial = torch.empty(
+            most * shares * 2 * queries * (depth + 2), dtype=torch.float32, device=device
+        )
+        options = launch(device)
+        if is_new and "launch_pdl" in options:
+            options["launch_pdl"] = False  # it reads the list before it waits
+        decode_hopper_kernel[(shares, most)](
+            cache_of(kv), q_THD, out_THD, runs, plan.query_start_R1, plan.kv_len_R, common.joins,
+            plan.block_table_RB, partial, common.partial, counters(device),
+            q_THD.stride(0), q_THD.stride(1), problem.heads * depth, plan.block_table_RB.stride(0),
+            problem.scale * 1.4426950408889634, KV_HEADS=kv_heads, HEADS=heads, GROUP=group,
+            Q=queries, BLOCK_TOKENS=block_tokens, BLOCKS=blocks, STAGES=streams.stages,
+            SHARED=common.joins is not None, PREFIX_M=common.m, num_warps=4, **options,
+        )  # fmt: skip
+
+    return decode

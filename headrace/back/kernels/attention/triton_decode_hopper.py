@@ -1,0 +1,367 @@
+"""Attention of rows with one query on Hopper: programs that stay, to which the copy engine streams the KV cache.
+
+A program takes a run of tiles (triton_runs.py): some positions of a row, of HEADS KV heads that lie beside each other
+in a block, so that a copy brings all of them at once. It has STAGES tiles on their way at any time, whatever rows they
+belong to, and the first of them from before the kernel it waits for has ended: only the newest position is written by
+that one. Keys and values are the rows of the matrix instructions and queries their columns; what a query sees of other
+heads than its own is masked, which costs less than taking heads apart. Where runs share a row, each leaves its sums,
+and the program that comes last adds them up in their order, and those of the row's prefix (triton_shared.py).
+
+K KV heads, D head_dim, Q queries of a program (HEADS * GROUP, padded), ROWS positions and heads of a tile.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from headrace.back.kernels.triton.gluon import enter, thread_barrier
+
+
+@gluon.jit
+def _row(lengths, joins, i_row, POSITIONS: gl.constexpr, SHARED: gl.constexpr):
+    """A row's length, the first position that is its own, and how many tiles it has."""
+    length = gl.load(lengths + i_row)
+    first = 0
+    if SHARED:
+        first = gl.load(joins + i_row * 4)
+    return length, first, gl.cdiv(length - first, POSITIONS)
+
+
+@gluon.jit
+def _next(
+    lengths, joins, i_row, tile, length, first, tiles, POSITIONS: gl.constexpr, SHARED: gl.constexpr
+):  # fmt: skip
+    """The same tile, or the first of the next row if this one has no such."""
+    while tile >= tiles:
+        i_row += 1
+        tile = 0
+        length, first, tiles = _row(lengths, joins, i_row, POSITIONS, SHARED)
+    return i_row, tile, length, first, tiles
+
+
+@gluon.jit
+def _blocks(
+    table, table_stride, i_row, start, length, BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """The cache's blocks of the tile that begins at position `start`."""
+    p_table = table + i_row.to(gl.int64) * table_stride
+    last = (length - 1) // BLOCK_TOKENS
+    blocks = ()
+    for i in gl.static_range(BLOCKS):
+        i_block = gl.minimum(start // BLOCK_TOKENS + i, last)
+        blocks += (gl.load(p_table + i_block),)
+    return blocks
+
+
+@gluon.jit
+def _ask(
+    cache, blocks, i_head, stage, keys, values, ready,
+    KV_HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Asks for a tile's keys and values."""
+    BOX: gl.constexpr = cache.block_shape[0]
+    mbarrier.expect(ready.index(stage), BLOCKS * BOX * cache.block_shape[1] * 4)
+    for i in gl.static_range(BLOCKS):
+        row = (blocks[i] * (2 * KV_HEADS) + i_head) * BLOCK_TOKENS
+        tma.async_copy_global_to_shared(
+            cache, [row, 0], ready.index(stage), keys.index(stage).slice(i * BOX, BOX, 0)
+        )
+        tma.async_copy_global_to_shared(
+            cache, [row + KV_HEADS * BLOCK_TOKENS, 0], ready.index(stage),
+            values.index(stage).slice(i * BOX, BOX, 0),
+        )  # fmt: skip
+
+
+@gluon.jit
+def _ask_first(
+    cache, waiting, old, OLD: gl.constexpr, units, i_head, keys, values, ready,
+    KV_HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Asks for those of the first tiles that are old or, if not OLD, for the others."""
+    for stage in gl.static_range(STAGES):
+        if (stage < units) & (old[stage] == OLD):
+            _ask(
+                cache, waiting[stage], i_head, stage, keys, values, ready,
+                KV_HEADS, BLOCK_TOKENS, BLOCKS,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _clear(
+    tile, seen, BOX: gl.constexpr, BLOCK_TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Zeroes the values of positions from `seen` on: what lies there was never written, and 0 * NaN is NaN."""
+    o_m = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    b_v = tile.load(LAYOUT)
+    m_v = (o_m // BOX * BLOCK_TOKENS + o_m % BLOCK_TOKENS < seen)[:, None]
+    tile.store(gl.where(m_v, b_v, gl.zeros_like(b_v)))
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def _added(
+    b_acc, b_sum, b_max, p_sums, p_max, p_sum, num_pieces, step, back, m_q, CHUNK: gl.constexpr
+):  # fmt: skip
+    """Adds pieces, CHUNK of them asked for at once: p_sums [D, Q], p_max and p_sum [Q] point at the first, the others
+    are `step` numbers behind each other, less `back`."""
+    for first in range(0, num_pieces, CHUNK):
+        sums, maxima, totals = (), (), ()
+        for i in gl.static_range(CHUNK):
+            m_i = m_q & (first + i < num_pieces)
+            at = (first + i) * step - gl.where(first + i > 0, back, 0)
+            sums += (gl.load(p_sums + at, mask=m_i[None, :], other=0.0, cache_modifier=".cg"),)
+            maxima += (gl.load(p_max + at, mask=m_i, other=float("-inf"), cache_modifier=".cg"),)
+            totals += (gl.load(p_sum + at, mask=m_i, other=0.0, cache_modifier=".cg"),)
+        for i in gl.static_range(CHUNK):
+            b_higher = gl.maximum(b_max, maxima[i])
+            b_base = gl.where(b_higher == float("-inf"), 0.0, b_higher)
+            b_shrink = gl.exp2(b_max - b_base)
+            b_weight = gl.exp2(maxima[i] - b_base)
+            b_sum = b_sum * b_shrink + totals[i] * b_weight
+            b_acc = b_acc * b_shrink[None, :] + sums[i] * b_weight[None, :]
+            b_max = b_higher
+    return b_acc, b_sum, b_max
+
+
+@gluon.jit
+def _attended(
+    b_acc, b_sums, b_max, queries, keys, values, weights, m_own, o_position, seen, factor,
+    BOX: gl.constexpr, BLOCK_TOKENS: gl.constexpr, S_LAYOUT: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
+    """Adds a tile, of which `seen` positions hold something: sums [D, Q], weights of each position and head [ROWS, Q],
+    maxima [Q]."""
+    ROWS: gl.constexpr = keys.shape[0]
+    Q: gl.constexpr = queries.shape[0]
+    if seen < ROWS // BOX * BLOCK_TOKENS:
+        _clear(values, seen, BOX, BLOCK_TOKENS, ROW)
+    b_s = gl.zeros([ROWS, Q], gl.float32, S_LAYOUT)
+    b_s = warpgroup_mma(keys, queries.permute((1, 0)), b_s, use_acc=False, is_async=True)
+    b_s = warpgroup_mma_wait(0, deps=[b_s]) * factor
+    b_s = gl.where(m_own & (o_position < seen)[:, None], b_s, float("-inf"))
+    b_higher = gl.maximum(b_max, gl.max(b_s, axis=0))
+    b_base = gl.where(b_higher == float("-inf"), 0.0, b_higher)
+    b_p = gl.exp2(b_s - b_base[None, :])
+    b_shrink = gl.exp2(b_max - b_base)
+    weights.store(b_p.to(keys.dtype))
+    fence_async_shared()
+    thread_barrier()
+    b_acc = warpgroup_mma(
+        values.permute((1, 0)), weights, b_acc * b_shrink[None, :], is_async=True
+    )  # fmt: skip
+    b_sums = b_sums * b_shrink[None, :] + b_p
+    b_acc = warpgroup_mma_wait(0, deps=[b_acc])
+    return b_acc, b_sums, b_higher
+
+
+@gluon.jit
+def _gathered(
+    b_acc, b_sum, b_max, partial, p_counter, p_sharers, i_run, i_share, tile, o_d, o_q, m_q,
+    SHARES: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Leaves what is this run's of a row; for the run that comes last all runs' sums, and whether it is that."""
+    D: gl.constexpr = b_acc.shape[0]
+    Q: gl.constexpr = b_acc.shape[1]
+    SIZE: gl.constexpr = Q * (D + 2)
+    owner = gl.load(p_sharers)
+    sharers = gl.load(p_sharers + 1)
+    place = (i_run * SHARES + i_share) * 2 + (tile == 0).to(gl.int32)
+    p_mine = partial + place.to(gl.int64) * SIZE
+    gl.store(p_mine + o_q[None, :] * D + o_d[:, None], b_acc)
+    gl.store(p_mine + Q * D + o_q, b_max)
+    gl.store(p_mine + Q * D + Q + o_q, b_sum)
+    thread_barrier()
+    done = gl.atomic_add(p_counter, 1, sem="acq_rel") == sharers - 1
+    if done:
+        gl.store(p_counter, 0)
+        b_sum = gl.zeros([Q], gl.float32, gl.SliceLayout(0, S_LAYOUT))
+        b_max = gl.full([Q], float("-inf"), gl.float32, gl.SliceLayout(0, S_LAYOUT))
+        b_acc = gl.zeros([D, Q], gl.float32, S_LAYOUT)
+        p_one = partial + ((owner * SHARES + i_share) * 2 + 1).to(gl.int64) * SIZE
+        p_sums = p_one + o_q[None, :] * D + o_d[:, None]
+        p_max = p_one + Q * D + o_q
+        b_acc, b_sum, b_max = _added(
+            b_acc, b_sum, b_max, p_sums, p_max, p_max + Q, sharers, 2 * SHARES * SIZE, SIZE,
+            m_q, 64 // Q,
+        )  # fmt: skip
+    return b_acc, b_sum, b_max, done
+
+
+@gluon.jit
+def _with_prefix(
+    b_acc, b_sum, b_max, p_join, prefix, i_head, o_d, o_q, m_q,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PREFIX_M: gl.constexpr,
+):  # fmt: skip
+    """Adds what triton_shared.py left of the row's prefix."""
+    D: gl.constexpr = b_acc.shape[0]
+    Q: gl.constexpr = b_acc.shape[1]
+    LANE: gl.constexpr = PREFIX_M * (D + 2)
+    o_lane = gl.load(p_join + 3) * GROUP + o_q % GROUP
+    at = (gl.load(p_join + 1) * KV_HEADS + i_head).to(gl.int64) * LANE
+    p_head = prefix + at + (o_q // GROUP * LANE + o_lane)
+    p_sums = p_head + o_lane * (D - 1)
+    return _added(
+        b_acc, b_sum, b_max, p_sums[None, :] + o_d[:, None], p_head + PREFIX_M * D,
+        p_head + (PREFIX_M * D + PREFIX_M), gl.load(p_join + 2), KV_HEADS * LANE, 0, m_q, 64 // Q,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["table_stride"])
+def decode_hopper_kernel(
+    cache,
+    q,
+    out,
+    runs,
+    starts,
+    lengths,
+    joins,
+    table,
+    partial,
+    prefix,
+    counters,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    table_stride,
+    factor,
+    KV_HEADS: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    Q: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SHARED: gl.constexpr,
+    PREFIX_M: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Grid (K / HEADS, runs). `cache`: descriptor of the cache as rows of D, HEADS heads of a block at a time;
+    `factor`: scale * log2(e); `partial` float32 [runs, K / HEADS, 2, Q * (D + 2)]. What is read before the wait was
+    written before the kernel that this one waits for (enter_late): all but the newest position."""
+    D: gl.constexpr = cache.block_shape[1]
+    BOX: gl.constexpr = HEADS * BLOCK_TOKENS
+    ROWS: gl.constexpr = BLOCKS * BOX
+    POSITIONS: gl.constexpr = BLOCKS * BLOCK_TOKENS
+    SHARES: gl.constexpr = KV_HEADS // HEADS
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 16])
+    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q, D], cache.dtype)
+    W_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q, ROWS], cache.dtype)
+    keys = gl.allocate_shared_memory(cache.dtype, [STAGES, ROWS, D], cache.layout)
+    values = gl.allocate_shared_memory(cache.dtype, [STAGES, ROWS, D], cache.layout)
+    queries = gl.allocate_shared_memory(cache.dtype, [Q, D], Q_SHARED)
+    weights = gl.allocate_shared_memory(cache.dtype, [Q, ROWS], W_SHARED)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+    fence_async_shared()
+    thread_barrier()
+    i_share, i_run = gl.program_id(0), gl.program_id(1)
+    i_head = i_share * HEADS
+    p_run = runs + i_run * 12
+    row = gl.load(p_run)
+    tile = gl.load(p_run + 1)
+    units = gl.load(p_run + 2)
+    if (units == 0) & (i_run > 0):
+        return  # run 0 waits, so that this kernel ends after the one before
+    length = gl.load(p_run + 7)
+    first = gl.load(p_run + 8)
+    token = gl.load(p_run + 9).to(gl.int64)
+    tiles = gl.cdiv(length - first, POSITIONS)
+
+    a_row, a_tile, a_length, a_first, a_tiles = row, tile, length, first, tiles
+    waiting = ()
+    old = ()
+    for stage in gl.static_range(STAGES):
+        if stage < units:
+            a_row, a_tile, a_length, a_first, a_tiles = _next(
+                lengths, joins, a_row, a_tile, a_length, a_first, a_tiles, POSITIONS, SHARED
+            )
+        start = a_first + a_tile * POSITIONS
+        blocks = _blocks(table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS)
+        waiting += (blocks,)
+        old += (start + POSITIONS < a_length,)
+        a_tile += 1
+    if units > STAGES:
+        a_row, a_tile, a_length, a_first, a_tiles = _next(
+            lengths, joins, a_row, a_tile, a_length, a_first, a_tiles, POSITIONS, SHARED
+        )
+    start = a_first + a_tile * POSITIONS
+    a_blocks = _blocks(table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS)
+    _ask_first(
+        cache, waiting, old, 1, units, i_head, keys, values, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS, STAGES
+    )  # fmt: skip
+    enter(DEPENDENT)
+    _ask_first(
+        cache, waiting, old, 0, units, i_head, keys, values, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS, STAGES
+    )  # fmt: skip
+
+    o_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+    o_q = gl.arange(0, Q, layout=gl.SliceLayout(0, S_LAYOUT))
+    o_position = o_m // BOX * BLOCK_TOKENS + o_m % BLOCK_TOKENS
+    m_q = o_q < HEADS * GROUP
+    m_own = (o_m % BOX // BLOCK_TOKENS)[:, None] == (o_q // GROUP)[None, :]
+    o_d = gl.arange(0, D, layout=gl.SliceLayout(1, S_LAYOUT))
+    o_qm = gl.arange(0, Q, layout=gl.SliceLayout(1, ROW))
+    o_qd = gl.arange(0, D, layout=gl.SliceLayout(0, ROW))
+    p_q = q + (i_head * GROUP + o_qm[:, None]) * q_head_stride + o_qd[None, :]
+    m_load = (o_qm < HEADS * GROUP)[:, None]
+    weighed = weights.permute((1, 0))
+    count = 0
+    while count < units:
+        begin = count
+        last = gl.minimum(tiles, tile + units - count)
+        queries.store(gl.load(p_q + token * q_token_stride, mask=m_load, other=0.0))
+        fence_async_shared()
+        thread_barrier()
+        b_max = gl.full([Q], float("-inf"), gl.float32, gl.SliceLayout(0, S_LAYOUT))
+        b_sums = gl.zeros([ROWS, Q], gl.float32, S_LAYOUT)
+        b_acc = gl.zeros([D, Q], gl.float32, S_LAYOUT)
+        for i_tile in range(tile, last):
+            slot = count % STAGES
+            mbarrier.wait(ready.index(slot), count // STAGES & 1)
+            b_acc, b_sums, b_max = _attended(
+                b_acc, b_sums, b_max, queries, keys.index(slot), values.index(slot), weighed, m_own,
+                o_position, length - first - i_tile * POSITIONS, factor, BOX, BLOCK_TOKENS, S_LAYOUT, ROW,
+            )  # fmt: skip
+            thread_barrier()
+            count += 1
+            if count + STAGES <= units:
+                _ask(
+                    cache, a_blocks, i_head, slot, keys, values, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS
+                )  # fmt: skip
+                if count + STAGES < units:
+                    a_row, a_tile, a_length, a_first, a_tiles = _next(
+                        lengths, joins, a_row, a_tile + 1, a_length, a_first, a_tiles, POSITIONS, SHARED
+                    )  # fmt: skip
+                    start = a_first + a_tile * POSITIONS
+                    a_blocks = _blocks(table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS)  # fmt: skip
+        b_sum = gl.sum(b_sums, axis=0)
+        done = (tile == 0) & (last == tiles)
+        if (tile > 0) | (last < tiles):
+            p_sharers = p_run + gl.where(begin == 0, 3, 5)
+            b_acc, b_sum, b_max, done = _gathered(
+                b_acc, b_sum, b_max, partial, counters + row * SHARES + i_share, p_sharers, i_run, i_share,
+                tile, o_d, o_q, m_q, SHARES, S_LAYOUT,
+            )  # fmt: skip
+        if done:
+            if SHARED:
+                b_acc, b_sum, b_max = _with_prefix(
+                    b_acc, b_sum, b_max, joins + row * 4, prefix, i_head, o_d, o_q, m_q, KV_HEADS, GROUP, PREFIX_M,
+                )  # fmt: skip
+            p_out = out + token * out_token_stride + (i_head * GROUP + o_q)[None, :] * D
+            b_out = (b_acc / b_sum[None, :]).to(out.dtype.element_ty)
+            gl.store(p_out + o_d[:, None], b_out, mask=m_q[None, :])
+        if count < units:
+            row, tile, length, first, tiles = _next(
+                lengths, joins, row, last, length, first, tiles, POSITIONS, SHARED
+            )
+            token = gl.load(starts + row).to(gl.int64)
