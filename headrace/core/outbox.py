@@ -16,6 +16,8 @@ from headrace.base.wire.request import (
     TokenLogprobs,
 )
 
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 _NO_IDS = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -42,12 +44,7 @@ class Outbox:
         told = (batch.prompt_logprobs, batch.pooled, batch.captured, batch.cached, batch.finished)
         return len(batch.ids) > 0 or any(told)
 
-    def add_tokens(
-        self,
-        ids: npt.NDArray[np.int64],
-        tokens: npt.NDArray[np.int32],
-        logprobs: list[TokenLogprobs | None],
-    ) -> None:
+    def add_tokens(self, ids: Int64, tokens: Int32, logprobs: list[TokenLogprobs | None]) -> None:
         """Tokens, behind those that are there; `logprobs` is empty or parallel to them."""
         batch = self._batch
         if len(batch.ids):
@@ -55,10 +52,7 @@ class Outbox:
         batch.ids, batch.tokens, batch.logprobs = ids, tokens, logprobs
 
     def _append_tokens(
-        self,
-        ids: npt.NDArray[np.int64],
-        tokens: npt.NDArray[np.int32],
-        logprobs: list[TokenLogprobs | None],
+        self, ids: Int64, tokens: Int32, logprobs: list[TokenLogprobs | None]
     ) -> None:
         batch = self._batch
         if batch.logprobs or logprobs:

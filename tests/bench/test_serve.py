@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.base.errors import ConfigError
 from headrace.bench.report import PERCENTILES, emit
-from headrace.bench.serve import Load, run_load
+from headrace.bench.serve import Load, events, run_load
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import Served, serving
 
@@ -37,6 +40,27 @@ def test_every_answer_is_counted_and_timed(
     assert report["output_tok_s"] * report["wall_s"] == pytest.approx(60)
     assert set(report["ttft_ms"]) == set(PERCENTILES)
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+class Arriving:
+    """A body that arrives in pieces."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces = pieces
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            yield piece
+
+
+@given(cuts=st.lists(st.integers(0, 60)), end=st.sampled_from([b"\n", b"\r\n"]))
+async def test_events_are_the_same_however_they_arrive(cuts: list[int], end: bytes) -> None:
+    whole = end.join(
+        [b": ping", b"", b'data: {"a": "b"}', b"", b"event: x", b"data: [DONE]", b"", b""]
+    )
+    at = [0, *sorted(cut % len(whole) for cut in cuts), len(whole)]
+    pieces = [whole[a:b] for a, b in pairwise(at)]
+    assert [event async for event in events(Arriving(*pieces))] == [b'{"a": "b"}', b"[DONE]"]
 
 
 def test_a_place_without_a_server_is_told_plainly(server: Served) -> None:

@@ -114,8 +114,14 @@ async def joined(
 
     At most `window` of them run at once, so that a request of many prompts does not fill the engine's queue by itself.
     The first failure ends all; closing this generator closes every stream. The queue is bounded, so that a slow
-    consumer slows the producers down.
+    consumer slows the producers down. One generation has nothing to be joined with: no task and no queue stand between
+    it and its reader.
     """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as events:
+            async for event in events:
+                yield 0, event
+        return
     queue: asyncio.Queue[tuple[int, Event] | BaseException | None] = asyncio.Queue(_QUEUED_EVENTS)
     places = asyncio.Semaphore(window or len(streams) or 1)
 

@@ -88,60 +88,66 @@ class EventStream(Response):
     last_comment: Callable[[], bytes] | None = field(kw_only=True, default=None)
     raw_headers: list[tuple[bytes, bytes]] = field(init=False, default_factory=_HEADERS.copy)
     _wrote_at: float = field(init=False, default_factory=time.monotonic)
+    _writing: bool = field(init=False, default=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream; every way it can end closes the generator, which aborts what still runs."""
         pings = asyncio.ensure_future(self._ping(send))
+        watch = asyncio.ensure_future(self._watch(scope.get(ABORT_KEY, _nothing)))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if not self.first.done():
-                await _write(send, self.shape.ping)
+                await self._write(send, self.shape.ping)
             try:
                 await until_gone(receive, self._pump(send), abandon=self.abandon)
-            except SlowReader:
-                scope.get(ABORT_KEY, _nothing)()
-                raise
             except ClientGone:
-                raise
+                raise SlowReader if watch.done() else ClientGone from None
             except Exception as error:
                 failure = failure_of(error, request_id=self.request_id)
-                await _write(send, self.shape.last_words(failure, self.request_id))
+                await self._write(send, self.shape.last_words(failure, self.request_id))
             await _ended(pings)
             if self.last_comment is not None and (said := self.last_comment()):
-                await _write(send, said)
+                await self._write(send, said)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            await _ended(pings)
-            await _ended(self.first)
+            await _ended(pings, watch, self.first)
             await self.rest.aclose()
 
     async def _pump(self, send: Send) -> None:
-        await _write(send, await self.first)
+        await self._write(send, await self.first)
         async for event in self.rest:
-            await _write(send, event)
-            self._wrote_at = time.monotonic()
+            await self._write(send, event)
+
+    async def _write(self, send: Send, data: bytes) -> None:
+        """Sends once the socket has room; the server holds no more than its own write buffer (64 KiB) for a slow
+        reader."""
+        self._wrote_at, self._writing = time.monotonic(), True
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._writing = False
 
     async def _ping(self, send: Send) -> None:
         """A comment after each silence. Events are written whole, so that it can only stand between two of them."""
         while self.ping_s > 0:
-            await asyncio.sleep(self._wrote_at + self.ping_s - time.monotonic())
-            if time.monotonic() - self._wrote_at >= self.ping_s:
-                self._wrote_at = time.monotonic()
-                await _write(send, self.shape.ping)
+            due_s = self._wrote_at + self.ping_s - time.monotonic()
+            if due_s > 0 or self._writing:
+                await asyncio.sleep(due_s if due_s > 0 else self.ping_s)
+            else:
+                await self._write(send, self.shape.ping)
+
+    async def _watch(self, abort: Callable[[], None]) -> None:
+        """Ends the connection once a write has waited for its reader for `STALL_S`. It looks at times: a clock for each
+        write would cost as much as the write."""
+        waited_s = 0.0
+        while waited_s < STALL_S:
+            await asyncio.sleep(STALL_S - waited_s)
+            waited_s = time.monotonic() - self._wrote_at if self._writing else 0.0
+        abort()
 
 
-async def _ended(task: asyncio.Future[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def _write(send: Send, data: bytes) -> None:
-    """Sends once the socket has room; the server holds no more than its own write buffer (64 KiB) for a slow reader."""
-    try:
-        async with asyncio.timeout(STALL_S):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-    except TimeoutError:
-        raise SlowReader from None
+async def _ended(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _nothing() -> None:

@@ -158,12 +158,16 @@ async def test_the_end_of_the_drain_is_an_error_event() -> None:
     assert source.closed and b"shutting down" in border.body and border.body.endswith(sse.DONE)
 
 
-async def test_a_reader_that_takes_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ping_s", [0, 0.001])
+async def test_a_reader_that_takes_nothing_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, ping_s: float
+) -> None:
+    """Comments do not count as taken."""
     monkeypatch.setattr(sse, "STALL_S", 0.01)
     border, source = Border(), Source(b"a", b"b")
     border.stuck = True
     with pytest.raises(SlowReader):
-        await answer(source, border)
+        await answer(source, border, ping_s=ping_s)
     assert source.closed and border.left.is_set(), "the connection was aborted"
 
 

@@ -80,7 +80,6 @@ def to_params(
         request,
         defaults=defaults,
         max_n=max_n,
-        best_of=None,
         max_tokens=request.max_tokens if limit is None else limit,
         logprobs=(request.top_logprobs or 0) if wants_scores else None,
     )

@@ -17,11 +17,19 @@ import orjson
 
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.params import SamplingParams
-from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started
+from headrace.front.client.events import (
+    Delta,
+    Ended,
+    Event,
+    PromptScored,
+    ScoredToken,
+    Started,
+)
 from headrace.front.server.openai.attention import attention_document
 from headrace.front.server.openai.fold import (
     Fold,
     Spans,
+    Tally,
     TextOffsets,
     completion_logprobs,
     finish_reason,
@@ -36,6 +44,8 @@ from headrace.front.server.sse import DONE, Chunks
 MAX_PROMPTS = 1024
 MAX_CHOICES = 4096
 DEFAULT_MAX_TOKENS = 16
+_PLAIN_END = b',"logprobs":null,"finish_reason":null}]'
+"""Behind the text of a delta without scores; the end of its choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,33 +128,42 @@ async def to_chunks(
     options = reply.request.stream_options
     with_usage = options is not None and options.include_usage
     continuous = options is not None and options.continuous_usage_stats
-    folds = [Fold(reply.n) for _ in reply.prompts]
+    tallies = [Tally(reply.n) for _ in reply.prompts]
     offsets = [[TextOffsets() for _ in range(reply.n)] for _ in reply.prompts]
-    echoed = [False] * len(folds)
+    scored: dict[int, list[ScoredToken | None]] = {}
+    unsaid = set(range(len(tallies))) if reply.request.echo else set[int]()
+    plain = not (continuous or reply.request.return_token_ids)
+    heads = [_delta_head(reply, at) for at in range(len(tallies) * reply.n)] if plain else []
+    tail = _PLAIN_END + (b',"usage":null}\n\n' if with_usage else b"}\n\n")
 
     def chunk(choice: dict[str, Any]) -> bytes:
         document = _envelope(reply, [choice])
         if with_usage or continuous:
-            document["usage"] = usage(folds) if continuous else None
+            document["usage"] = usage(tallies) if continuous else None
         return b"data: " + orjson.dumps(document) + b"\n\n"
 
     async with aclosing(events):
         async for number, event in events:
-            fold = folds[number]
-            fold.take(event)
-            if reply.request.echo and isinstance(event, Delta | Ended) and not echoed[number]:
-                echoed[number] = True
+            tallies[number].take(event)
+            if number in unsaid and isinstance(event, Delta | Ended):
+                unsaid.remove(number)
                 for sample in range(reply.n):
-                    yield chunk(_echo(reply, fold, number, sample, offsets[number][sample]))
+                    said = scored.get(number), number, sample, offsets[number][sample]
+                    yield chunk(_echo(reply, *said))
             match event:
+                case Delta() if plain and not event.scores:
+                    head, text = heads[number * reply.n + event.index], orjson.dumps(event.text)
+                    yield head + text + tail
                 case Delta():
                     yield chunk(_delta(reply, number, event, offsets[number][event.index]))
+                case PromptScored():
+                    scored[number] = event.scores
                 case Ended():
                     yield chunk(_end(reply, number, event))
                 case Started() if not reply.request.echo and (told := _told(reply, number)):
                     yield chunk(_piece(reply, number, 0, "") | told)
     if with_usage:
-        yield b"data: " + orjson.dumps(_envelope(reply, []) | {"usage": usage(folds)}) + b"\n\n"
+        yield b"data: " + orjson.dumps(_envelope(reply, []) | {"usage": usage(tallies)}) + b"\n\n"
     yield DONE
 
 
@@ -169,14 +188,24 @@ def _piece(reply: CompletionReply, number: int, sample: int, text: str) -> dict[
     }
 
 
+def _delta_head(reply: CompletionReply, index: int) -> bytes:
+    """The bytes of a plain delta's chunk up to its text."""
+    whole = orjson.dumps(_envelope(reply, [_piece(reply, 0, index, "")]))
+    return b"data: " + whole.removesuffix(b'""' + _PLAIN_END + b"}")
+
+
 def _echo(
-    reply: CompletionReply, fold: Fold, number: int, sample: int, offsets: TextOffsets
+    reply: CompletionReply,
+    scores: list[ScoredToken | None] | None,
+    number: int,
+    sample: int,
+    offsets: TextOffsets,
 ) -> dict[str, Any]:
     prompt = reply.prompts[number]
     choice = _piece(reply, number, sample, prompt.text)
-    if reply.request.logprobs is not None and fold.prompt_scores is not None:
+    if reply.request.logprobs is not None and scores is not None:
         choice["logprobs"] = completion_logprobs(
-            fold.prompt_scores, first=prompt.first, offsets=offsets, as_id=_as_id(reply)
+            scores, first=prompt.first, offsets=offsets, as_id=_as_id(reply)
         )
     return choice | _told(reply, number)
 

@@ -26,9 +26,9 @@ def sampling_params(
     *,
     defaults: Mapping[str, float | int],
     max_n: int,
-    best_of: int | None,
     max_tokens: int | None,
     logprobs: int | None,
+    best_of: int | None = None,
 ) -> SamplingParams:
     """The parameters of one prompt of `request`; raises InvalidRequest where fields contradict each other."""
     n = request.n or 1
