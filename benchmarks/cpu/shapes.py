@@ -38,21 +38,28 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        """Weights of all layers: what a token of a prompt is multiplied with."""
+        """Weights of all layers."""
+        beside_kv, kv = self._layer
+        return int(self.config["num_hidden_layers"] * (beside_kv + kv))
+
+    @property
+    def _layer(self) -> tuple[int, int]:
+        """Weights of one layer: all but those that make keys and values, and these."""
         c = self.config
-        heads = 2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"]
-        inner = heads * c["head_dim"] + 3 * c["intermediate_size"]
-        return int(c["num_hidden_layers"] * c["hidden_size"] * inner)
+        rest = 2 * c["num_attention_heads"] * c["head_dim"] + 3 * c["intermediate_size"]
+        kv = 2 * c["num_key_value_heads"] * c["head_dim"]
+        return c["hidden_size"] * rest, c["hidden_size"] * kv
 
     def read_bytes(self, precision: str) -> float:
         """What a decode step reads."""
         return BYTES_PER_WEIGHT[precision] * (self.layers + self.head)
 
     def prefill_operations(self, length: int) -> float:
-        """Operations per token of a prompt: products, and attention over half of it on average."""
+        """Operations per token of a prompt: products, and attention over half of it on average. Of the last layer only
+        keys and values are needed of every token."""
         c = self.config
-        scores = 4 * c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"]
-        return 2.0 * self.layers + scores * length / 2
+        scores = 4 * (c["num_hidden_layers"] - 1) * c["num_attention_heads"] * c["head_dim"]
+        return 2.0 * (self.layers - self._layer[0]) + scores * length / 2
 
 
 SHAPES = {

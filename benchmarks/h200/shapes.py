@@ -90,10 +90,17 @@ def write_model(folder: Path, shape: str) -> Path:
 def num_weights(shape: str) -> int:
     """Weights that a decode step reads: all but the embedding table, unless it is the head too."""
     c = SHAPES[shape]
-    width, kv = c["hidden_size"], c["num_key_value_heads"] * c["head_dim"]
-    q = c["num_attention_heads"] * c["head_dim"]
-    layer = width * (2 * q + 2 * kv) + 3 * width * c["intermediate_size"]
-    return int(c["num_hidden_layers"] * layer + c["vocab_size"] * width)
+    beside_kv, kv = _layer_weights(shape)
+    layers = c["num_hidden_layers"] * (beside_kv + kv)
+    return int(layers + c["vocab_size"] * c["hidden_size"])
+
+
+def _layer_weights(shape: str) -> tuple[int, int]:
+    """Of one layer: all but those that make keys and values, and these."""
+    c = SHAPES[shape]
+    width, head_dim = c["hidden_size"], c["head_dim"]
+    rest = width * 2 * c["num_attention_heads"] * head_dim + 3 * width * c["intermediate_size"]
+    return rest, width * 2 * c["num_key_value_heads"] * head_dim
 
 
 def step_floor_ms(shape: str, *, batch: int, context: float) -> float:
@@ -104,6 +111,8 @@ def step_floor_ms(shape: str, *, batch: int, context: float) -> float:
 
 
 def prefill_bound(shape: str) -> float:
-    """Tokens per second at the measured matrix rate, attention not counted."""
+    """Tokens per second at the measured matrix rate, attention not counted: of the last layer only keys and values are
+    needed of every token."""
     c = SHAPES[shape]
-    return FLOPS / (2 * (num_weights(shape) - c["vocab_size"] * c["hidden_size"]))
+    beside_kv, kv = _layer_weights(shape)
+    return FLOPS / (2 * (c["num_hidden_layers"] * (beside_kv + kv) - beside_kv))
