@@ -6,7 +6,6 @@ import asyncio
 import http.server
 import json
 import threading
-import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from headrace.front.server.anthropic.arguments import INVALID, ToolInput
 from headrace.front.server.anthropic.stream import MessageReply, to_chunks, to_message
 from headrace.front.server.parsed import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, CallEnd
+from tests.spent import assert_linear
 
 Json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -29,6 +29,7 @@ Json = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip
+
 Objects = st.dictionaries(st.text(max_size=4), Json, max_size=4)
 Pieces = st.text(alphabet='{}[]":,\\ut1e-. \nfalsnrd8c\x01ü', max_size=40)
 
@@ -124,18 +125,13 @@ def test_no_arguments_are_no_properties(space: str) -> None:
 
 @pytest.mark.parametrize("unit", ['"a', "[", '{"a":', '"k": "v", ', "\\", "1", "\\ud83d\\ude00"])
 def test_time_is_linear(unit: str) -> None:
-    def seconds(count: int) -> float:
-        text = '{"x": "y", ' + unit * count
-        best = 9.0
-        for _ in range(3):
-            made, begin = ToolInput(), time.process_time()
-            for at in range(0, len(text), 16):
-                made.push(text[at : at + 16])
-            made.end()
-            best = min(best, time.process_time() - begin)
-        return best
+    def read(count: int) -> None:
+        text, made = '{"x": "y", ' + unit * count, ToolInput()
+        for at in range(0, len(text), 16):
+            made.push(text[at : at + 16])
+        made.end()
 
-    assert seconds(40_000) < 3.2 * seconds(20_000) + 0.01
+    assert_linear(read, 5_000)
 
 
 BROKEN = '{"city": "Paris", "days": tru}'

@@ -1,0 +1,31 @@
+"""How long a piece of work takes and how that grows, where other tests run beside it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+LINEAR = 2.3
+"""The bound of t(2n) / t(n); kept for larger steps it leaves noise more room, and quadratic time less."""
+
+
+def fastest(work: Callable[[], object], rounds: int = 3) -> float:
+    """Seconds of this thread on a processor, of the quickest round. Garbage is not collected meanwhile: what that costs
+    depends on all that other tests have left in the process."""
+    times = []
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            begin = time.thread_time()
+            work()
+            times.append(time.thread_time() - begin)
+    finally:
+        gc.enable()
+    return min(times)
+
+
+def assert_linear(work: Callable[[int], object], size: int, times: int = 8) -> None:
+    """`work` of `times` as much takes at most 2.3 times its share; quadratic time takes `times` times that."""
+    once, more = fastest(lambda: work(size)), fastest(lambda: work(size * times))
+    assert more < LINEAR * times * once, (once, more)
