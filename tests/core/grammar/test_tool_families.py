@@ -75,8 +75,8 @@ def test_a_forced_call_is_read_as_a_call(gate: GrammarGate, family: ToolFamily) 
     driver = GrammarDriver(gate=gate)
     node = required_calls(TOOLS, family.writing, at_most_one=True)
     ended = 0
-    for seed in range(1, 7):
-        text, end = driver.run_one(constrained(seed, node, max_tokens=500))
+    requests = [constrained(seed, node, max_tokens=300) for seed in range(1, 7)]
+    for text, end in driver.run_all(requests):
         assert end.error is None, end.error
         if end.reason != "stop":
             continue  # a text without a bound, drawn at random
@@ -97,8 +97,8 @@ def test_several_calls_are_read_one_by_one(gate: GrammarGate, family: ToolFamily
     only = [TOOLS[1]]
     node = required_calls(only, family.writing, at_most_one=False)
     most = 0
-    for seed in range(1, 9):
-        text, end = driver.run_one(constrained(seed, node, max_tokens=300))
+    requests = [constrained(seed, node, max_tokens=300) for seed in range(1, 9)]
+    for text, end in driver.run_all(requests):
         if end.reason == "stop":
             calls, content = calls_of(family, text)
             assert calls and all(name == "stop" for name, _ in calls), text
