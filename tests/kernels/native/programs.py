@@ -24,9 +24,9 @@ def build_program(compiler: str, folder: Path) -> Path:
     return path
 
 
-def build_library(compiler: str, isa: build.Isa, folder: Path) -> Path:
-    """The checked kernels in one instruction set, and the pool."""
-    flags = [*build._FLAGS, *isa.flags, f"-DHR_ISA={isa.name}", "-DHR_DIGEST=none"]
+def build_library(compiler: str, isa: build.Isa, folder: Path, level: str) -> Path:
+    """The checked kernels in one instruction set, and the pool; `level`: of optimization."""
+    flags = [*build._FLAGS, level, *isa.flags, f"-DHR_ISA={isa.name}", "-DHR_DIGEST=none"]
     names = [path for path in build.sources() if path.suffix == ".cpp"]
     units = [
         path
