@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from headrace.back.models.registry import build_model
 from headrace.back.models.weights import Param, Piece
 from headrace.back.parallel.mesh import Axis, Mesh
 from tests.back.models.load.checkpoints import MODELS, spec_of, tiny_model
+from tests.spent import fastest
 
 
 def filled(config: dict[str, Any], *, seed: int = 0, mesh: Mesh = Mesh()) -> dict[str, Param]:
@@ -91,12 +93,7 @@ def test_filling_costs_about_as_much_as_copying() -> None:
     weights.fill(param_of("warm", (1, 1), torch.bfloat16))
     copied = torch.ones_like(values(param))
 
-    def fastest(work: Any) -> float:
-        times = []
-        for _ in range(5):
-            start = time.process_time()
-            work()
-            times.append(time.process_time() - start)
-        return min(times)
+    def spent(work: Callable[[], object]) -> float:
+        return fastest(work, rounds=5, clock=time.process_time)  # of all threads
 
-    assert fastest(lambda: weights.fill(param)) < 5 * fastest(lambda: values(param).copy_(copied))
+    assert spent(lambda: weights.fill(param)) < 5 * spent(lambda: values(param).copy_(copied))
