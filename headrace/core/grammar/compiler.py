@@ -127,11 +127,12 @@ class Compiler:
             self._jobs.put((len(key), next(self._number), entry))
             self._start_thread()
         self._cache.move_to_end(key)
-        self._shrink()
+        self.shrink()
         return entry
 
-    def _shrink(self) -> None:
-        """Forgets what was not used for longest. Requests that hold an entry keep it."""
+    def shrink(self) -> None:
+        """Forgets what was not used for longest; called when one is new and when one is done, as it weighs more then.
+        Requests that hold an entry keep it."""
         total = sum(entry.cost_bytes for entry in self._cache.values())
         for key in list(self._cache):
             if total <= self.limits.cache_bytes or len(self._cache) == 1:

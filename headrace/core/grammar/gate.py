@@ -119,6 +119,7 @@ class GrammarGate:
             return _YES
         if not held.entry.done:
             return _COMPILING
+        self._compiler.shrink()
         if (error := held.entry.error) is not None:
             field = held.constraint.field
             raise type(error)(f"{field}: {error.message}", field=field)
