@@ -64,8 +64,9 @@ types: lint
 	@echo "==> mypy"; $(BIN)/mypy
 
 # Both legs run, whatever the first one finds; the last lines name what failed in either. Status 5: ARGS chose no test
-# of that leg.
+# of that leg. Bytecode: hundreds of processes are started, and where Python must not write it each would compile anew.
 unit: $(DEV) $(NATIVE)
+	@$(BIN)/python -m compileall -q headrace tests
 	@rm -f $(FAILED); echo "==> pytest, $(WORKERS) at a time"; \
 	$(PYTEST) --failed-to=$(FAILED) -m "not slow and not serial" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS); beside=$$?; \
 	echo "==> pytest, one at a time"; \
