@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from headrace.back.kernels.native import build
+from headrace.back.kernels.native.library import NativeLibrary
 from headrace.base.errors import MissingDependency
 
 
@@ -64,6 +65,26 @@ def test_an_instruction_set_the_compiler_lacks_is_left_out(tmp_path, monkeypatch
     path = build.build(folder=tmp_path)
     library = ctypes.CDLL(str(path))
     assert hasattr(library, "hr_linear_portable") and not hasattr(library, "hr_linear_avx512dot")
+
+
+def test_for_this_cpu_alone_there_are_its_best_set_and_those_it_takes_kernels_from(
+    library_path, tmp_path
+):
+    compiler = build.find_compiler()
+    best = build._best(build._known(compiler), compiler, tmp_path)
+    runnable = NativeLibrary(library_path).isas
+    assert tuple(isa.name for isa in best) == runnable[-len(best) :]
+    assert [bool(isa.only) for isa in best] == [False] + [True] * (len(best) - 1)
+
+
+def test_a_library_for_this_cpu_alone_is_built_until_there_is_one_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "ISAS", (build.Isa(name="portable", machines=(), flags=("-O0",)),))
+    few = [path for path in build.sources() if path.suffix == ".h" or path.stem == "native_probe"]
+    monkeypatch.setattr(build, "sources", lambda: few)
+    alone = build.build(folder=tmp_path, here=True)
+    assert alone.name.endswith("-portable.so") and build.build(folder=tmp_path, here=True) == alone
+    every = build.build(folder=tmp_path)
+    assert every != alone and build.build(folder=tmp_path, here=True) == every
 
 
 def test_the_cache_folder_serves_when_the_package_is_read_only(tmp_path, monkeypatch):

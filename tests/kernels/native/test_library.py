@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,18 @@ def fresh_load(monkeypatch):
     load.cache_clear()
     yield load
     load.cache_clear()
+
+
+@pytest.fixture
+def kept(library_path, tmp_path, monkeypatch):
+    """A copy of the library in a folder of its own, which is where libraries are looked for."""
+    folder = tmp_path / "native"
+    folder.mkdir()
+    # The digest is of the sources in the real folder.
+    digest = library_path.name.split("-")[1]
+    monkeypatch.setattr(build, "FOLDER", folder)
+    monkeypatch.setattr(build, "source_digest", lambda: digest)
+    return Path(shutil.copy(library_path, folder / library_path.name))
 
 
 def test_the_best_instruction_set_is_bound_and_another_can_be_asked_for(library_path):
@@ -112,18 +125,24 @@ def test_without_a_build_the_reason_says_what_to_run(fresh_load, tmp_path, monke
     assert "python -m headrace.back.kernels.native.build" in fresh_load()
 
 
-@pytest.mark.parametrize("mode", ["file", "folder"])
-def test_a_library_that_anyone_may_have_written_is_not_loaded(
-    fresh_load, library_path, tmp_path, monkeypatch, mode
+def test_of_several_libraries_the_one_of_all_sets_is_loaded(fresh_load, library_path, kept):
+    shutil.copy(library_path, kept.with_name(f"{kept.stem}-avx2.so"))
+    assert fresh_load().path == kept
+    kept.unlink()
+    fresh_load.cache_clear()
+    assert fresh_load().path.stem.endswith("-avx2")
+
+
+def test_a_library_for_another_cpu_is_not_loaded_and_the_reason_says_what_to_run(
+    fresh_load, kept, monkeypatch
 ):
-    folder = tmp_path / "cache/native"
-    folder.mkdir(parents=True)
-    copy = shutil.copy(library_path, folder / library_path.name)
-    (copy if mode == "file" else folder).chmod(0o777)
-    monkeypatch.setattr(build, "FOLDER", folder)
-    # The digest is of the sources in the real folder.
-    digest = library_path.name.split("-")[1]
-    monkeypatch.setattr(build, "source_digest", lambda: digest)
+    monkeypatch.setattr(build, "ISAS", (build.Isa(name="other", machines=(), flags=()),))
+    assert fresh_load() == f"{kept} holds kernels of another CPU; run: {build.COMMAND}"
+
+
+@pytest.mark.parametrize("mode", ["file", "folder"])
+def test_a_library_that_anyone_may_have_written_is_not_loaded(fresh_load, kept, mode):
+    (kept if mode == "file" else kept.parent).chmod(0o777)
     assert "is writable by everyone" in fresh_load()
 
 

@@ -1,13 +1,15 @@
-"""Compiles the native CPU kernels into one shared library: `python -m headrace.back.kernels.native.build`.
+"""Compiles the native CPU kernels into one shared library: `python -m headrace.back.kernels.native.build [--here]`.
 
 Every `native_*.cpp` beside an op is compiled once per instruction set with a name of its own (hr_linear_avx2, ...); the
 loader binds the best one the CPU runs. An instruction set the compiler does not know is left out, never an error
 (PLT-07). The file's name holds a digest of the sources and of the compiler: an unchanged tree compiles nothing, and a
-library of other sources is never loaded. This file imports nothing of headrace that needs torch: setup.py runs it too.
+library of other sources is never loaded. `--here` compiles what this CPU runs best and no other set: a fifth of the
+work. This file imports nothing of headrace that needs torch: setup.py runs it too.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -24,6 +26,7 @@ from headrace.base import env
 from headrace.base.errors import MissingDependency, StartError
 
 FOLDER = Path(__file__).resolve().parent
+COMMAND = "python -m headrace.back.kernels.native.build"
 _FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
     "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas",
@@ -89,27 +92,42 @@ def find_compiler() -> str:
     )
 
 
-def library_path(compiler: str, folder: Path = FOLDER, *, extra: tuple[str, ...] = ()) -> Path:
-    """Where the library of these sources and this compiler belongs."""
+def library_path(
+    compiler: str, folder: Path = FOLDER, *, extra: tuple[str, ...] = (), isa: Isa | None = None
+) -> Path:
+    """Where the library of these sources and this compiler belongs. One for `isa` alone has the longer name."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     made_by = hashlib.sha256(version + repr(extra).encode()).hexdigest()[:8]
-    return folder / f"libheadrace_native-{source_digest()}-{made_by}.so"
+    alone = f"-{isa.name}" if isa else ""
+    return folder / f"libheadrace_native-{source_digest()}-{made_by}{alone}.so"
 
 
 def build(
-    *, folder: Path | None = None, extra: tuple[str, ...] = (), jobs: int | None = None
+    *,
+    folder: Path | None = None,
+    extra: tuple[str, ...] = (),
+    jobs: int | None = None,
+    here: bool = False,
 ) -> Path:
     """Builds what is missing and returns the library's path.
 
     folder: None puts it beside this file, or into the cache folder (0700) when that is not writable. extra: further
-    compiler flags (SANITIZE_FLAGS for a checked build). jobs: compilers at once; None takes the machine's cores.
+    compiler flags (SANITIZE_FLAGS for a checked build). jobs: compilers at once; None takes the machine's cores. here:
+    only the best instruction set of this CPU, unless a library of all is there.
     """
     compiler = find_compiler()
-    path = library_path(compiler, folder or _writable_folder(), extra=extra)
+    folder = folder or _writable_folder()
+    path = library_path(compiler, folder, extra=extra)
     if path.exists():
         return path
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as scratch:
-        units = _units(Path(scratch), compiler, extra)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
+        isas = _known(compiler)
+        if here:
+            isas = _best(isas, compiler, Path(scratch))
+            path = library_path(compiler, folder, extra=extra, isa=isas[-1])
+            if path.exists():
+                return path
+        units = _units(Path(scratch), compiler, isas, extra)
         with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
             objects = list(pool.map(_compile, units))
         linked = Path(scratch) / path.name
@@ -117,6 +135,27 @@ def build(
         _checked(link)
         linked.rename(path)  # atomic: a second builder writes the same bytes under the same name
     return path
+
+
+def _known(compiler: str) -> list[Isa]:
+    """The instruction sets of this machine's kind that the compiler knows, worst first."""
+    machine = platform.machine()
+    return [
+        isa
+        for isa in ISAS
+        if (not isa.machines or machine in isa.machines) and _knows(compiler, isa)
+    ]
+
+
+def _best(isas: list[Isa], compiler: str, scratch: Path) -> list[Isa]:
+    """The best of `isas` that this CPU runs, behind those that it takes kernels from."""
+    probe = scratch / "cpu.so"
+    sources = [str(path) for path in FOLDER.glob("*.cpp")]
+    _checked([compiler, *_FLAGS, "-O0", "-DHR_DIGEST=0", "-shared", *sources, "-o", str(probe)])
+    bits = ctypes.CDLL(str(probe)).hr_cpu_isas()
+    runnable = [isa for isa in isas if bits >> ISAS.index(isa) & 1]
+    first = max(i for i, isa in enumerate(runnable) if not isa.only)
+    return runnable[first:]
 
 
 def _writable_folder() -> Path:
@@ -127,13 +166,12 @@ def _writable_folder() -> Path:
     return folder
 
 
-def _units(scratch: Path, compiler: str, extra: tuple[str, ...]) -> list[list[str]]:
+def _units(
+    scratch: Path, compiler: str, isas: list[Isa], extra: tuple[str, ...]
+) -> list[list[str]]:
     """One compiler command per object; the slow ones (wide vectors) first."""
     units = []
-    machine = platform.machine()
-    for isa in reversed(ISAS):
-        if (isa.machines and machine not in isa.machines) or not _knows(compiler, isa):
-            continue
+    for isa in reversed(isas):
         for path in sources():
             if path.name.startswith("native_") and isa.only in path.read_text():
                 out = scratch / f"{path.stem}_{isa.name}.o"
@@ -192,6 +230,6 @@ def _checked(command: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        print(build())
+        print(build(here="--here" in sys.argv[1:]))
     except StartError as error:
         sys.exit(f"error: {error.message}")

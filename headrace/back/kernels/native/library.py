@@ -34,6 +34,10 @@ class NativeError(AssertionError):
     """A kernel refused its arguments: its wrapper's `supports` let through what the kernel cannot do."""
 
 
+class OtherCpu(StartError):
+    """The library holds no instruction set that this CPU runs."""
+
+
 class Recorder(Protocol):
     """What notes the calls of one thread (tape.py)."""
 
@@ -56,8 +60,12 @@ class NativeLibrary:
         if digest != build.source_digest():
             raise StartError(f"{path} was built from other sources ({digest}): build it again")
         self.isas = self._runnable()
+        if not self.isas:
+            raise OtherCpu(f"{path} holds kernels of another CPU; run: {build.COMMAND}")
         if isa is not None and isa not in self.isas:
-            raise StartError(f"instruction set {isa!r} is not among {', '.join(self.isas)}")
+            raise StartError(
+                f"instruction set {isa!r} is not among {', '.join(self.isas)} (this builds all: {build.COMMAND})"
+            )
         self.isa = isa or self.isas[-1]
         self.recorder: Recorder | None = None
         self.replay = self._dll.hr_replay
@@ -128,12 +136,19 @@ def load() -> NativeLibrary | str:
         return "native kernels are turned off (HEADRACE_NATIVE=0)"
     if chosen != "1":
         return NativeLibrary(Path(chosen), isa=env.get("HEADRACE_ISA"))
+    reason = f"native kernels are not built; run: {build.COMMAND}"
     for folder in (build.FOLDER, _cache_folder()):
-        for path in sorted(folder.glob(f"libheadrace_native-{build.source_digest()}-*.so")):
-            if reason := _unsafe(path):
-                return reason
-            return NativeLibrary(path, isa=env.get("HEADRACE_ISA"))
-    return "native kernels are not built; run: python -m headrace.back.kernels.native.build"
+        found = folder.glob(f"libheadrace_native-{build.source_digest()}-*.so")
+        for path in sorted(
+            found, key=lambda path: (len(path.name), path.name)
+        ):  # of all sets first
+            if unsafe := _unsafe(path):
+                return unsafe
+            try:
+                return NativeLibrary(path, isa=env.get("HEADRACE_ISA"))
+            except OtherCpu as error:
+                reason = error.message
+    return reason
 
 
 def use_threads(threads: int, cpus: Sequence[int] | None = None) -> None:
