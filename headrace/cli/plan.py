@@ -15,10 +15,19 @@ from rich.table import Table
 
 from headrace.base.config.options import CommandLine
 from headrace.base.config.resolved import Decision, Resolved
+from headrace.base.config.tree import Options
 from headrace.base.config.units import show_bytes
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.launch.facts import resolve_options
-from headrace.launch.forecast import KNOWN_DEVICES, Forecast, forecast, known_device
+from headrace.launch.forecast import (
+    KNOWN_DEVICES,
+    DeviceModel,
+    Forecast,
+    forecast,
+    known_device,
+)
+from headrace.launch.resolve import MIN_KV_BYTES, DoesNotFit
+from headrace.launch.topology import planned_facts
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
     line = CommandLine(
         "headrace plan",
         "Whether a model fits, and how fast it would run.",
-        groups=("model", "kv", "scheduler"),
+        groups=("model", "kv", "scheduler", "device"),
+        own=("device",),
     )
     add_model_argument(line)
     line.parser.add_argument(
@@ -38,8 +48,10 @@ def main(argv: Sequence[str]) -> int:
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
     own, options = line.parse(argv)
     device = None if own.device == "cpu" else known_device(own.device)
-    resolved = resolve_options(with_model(options, own.path))
+    resolved, lack = _resolve(with_model(options, own.path), own.device)
     predicted, kernels = _predict(resolved, device, own.context)
+    if lack:
+        predicted = msgspec.structs.replace(predicted, fits=False, lack=lack)
     decisions = (*resolved.decisions, *kernels)
     if own.json:
         document = {
@@ -52,38 +64,56 @@ def main(argv: Sequence[str]) -> int:
     return 0 if predicted.fits else 1
 
 
+def _resolve(options: Options, device: str) -> tuple[Resolved, str]:
+    """What would be decided there, and why the model does not fit, if so: then with the least KV cache."""
+    if device == "cpu":
+        return resolve_options(_on(options, device="cpu")), ""
+    threads = options.device.threads
+    options = _on(options, device="cuda", threads=1 if threads == "auto" else threads)
+    planned = planned_facts(device, options.device)
+    try:
+        return resolve_options(options, planned), ""
+    except DoesNotFit as error:
+        least = msgspec.structs.replace(options.kv, kv_memory=str(MIN_KV_BYTES))
+        return resolve_options(msgspec.structs.replace(options, kv=least), planned), error.message
+
+
+def _on(options: Options, **changes: object) -> Options:
+    return msgspec.structs.replace(
+        options, device=msgspec.structs.replace(options.device, **changes)
+    )
+
+
 def _predict(
-    resolved: Resolved, device: object, context: int
+    resolved: Resolved, device: DeviceModel | None, context: int
 ) -> tuple[Forecast, tuple[Decision, ...]]:
     """The forecast and the kernels; torch is imported here, after the words were checked."""
     import psutil
 
     from headrace.back.models.registry import DTYPES
     from headrace.bench.sample import run_sample
-    from headrace.launch.forecast import DeviceModel
     from headrace.launch.plan import build_without_memory, cost_of, kernels_of, probe_cpu
 
-    spec, kv, sampled = resolved.engine.model, resolved.engine.kv, None
-    cost = cost_of(
-        build_without_memory(spec, block_tokens=kv.block_tokens), dtype=DTYPES[spec.dtype]
-    )
-    if isinstance(device, DeviceModel):
-        target, memory = device, None
-        kernels: tuple[Decision, ...] = (
-            Decision(
-                "kernels", "auto", "torch", f"kernels for {target.name} are chosen on that device"
-            ),
-        )
+    engine, sampled = resolved.engine, None
+    spec, kv, ranks = engine.model, engine.kv, engine.device.tensor_parallel
+    model = build_without_memory(spec, block_tokens=kv.block_tokens, tensor_parallel=ranks)
+    cost = cost_of(model, dtype=DTYPES[spec.dtype])
+    if device is not None:
+        target = device
+        why = "each is checked against its reference there, and products are measured"
+        kernels: tuple[Decision, ...] = (Decision("kernels", "auto", "at start", why),)
     else:
-        target = probe_cpu(resolved.engine, memory_bytes=psutil.virtual_memory().available)
-        memory = kv.memory_bytes
-        if resolved.text.generates:
+        target = probe_cpu(engine, memory_bytes=psutil.virtual_memory().available)
+        if resolved.text.generates and ranks == 1:
             sampled, kernels = run_sample(resolved, cost)
         else:
             kernels = kernels_of(spec, block_tokens=kv.block_tokens)
+    memory = kv.memory_bytes
+    if memory is None and kv.num_blocks is not None:
+        memory = kv.num_blocks * kv.block_tokens * sum(layer for layer, _ in cost.kv_layers)
     return forecast(
         cost, target, kv_memory_bytes=memory, max_model_len=spec.max_model_len, context=context,
-        sampled=sampled,
+        sampled=sampled, devices=ranks,
     ), kernels  # fmt: skip
 
 
@@ -91,15 +121,20 @@ def _show(resolved: Resolved, predicted: Forecast, decisions: Sequence[Decision]
     console = Console()
     spec = resolved.engine.model
     verdict = "[green]fits[/]" if predicted.fits else "[red]does not fit[/]"
-    console.print(f"{spec.name} ({spec.family}, {spec.dtype}) on {predicted.device}: {verdict}")
+    several = predicted.devices > 1
+    where = f"{predicted.devices} x {predicted.device}" if several else predicted.device
+    console.print(f"{spec.name} ({spec.family}, {spec.dtype}) on {where}: {verdict}")
+    if predicted.lack:
+        console.print(predicted.lack, markup=False)
     console.print(
-        f"weights {show_bytes(predicted.weight_bytes)}, KV cache {show_bytes(predicted.kv_memory_bytes)}"
-        f" = {predicted.kv_tokens:,} tokens, prefill {predicted.prefill_tok_s:,.0f} tokens/s"
+        f"{'on each: ' if several else ''}weights {show_bytes(predicted.weight_bytes)}, "
+        f"KV cache {show_bytes(predicted.kv_memory_bytes)} = {predicted.kv_tokens:,} tokens"
     )
     console.print(
         f"reads {predicted.read_gb_s:,.1f} GB/s, products {predicted.gflops:,.0f} GFLOP/s ({predicted.source})"
     )
-    title = "roofline"
+    console.print(f"prefill {predicted.prefill_tok_s:,.0f} tokens/s")
+    title = "roofline" + (", sums between the devices left out" if several else "")
     if predicted.sample_layers:
         title = f"from steps of {predicted.sample_layers} layers, all measured in {predicted.probe_s:.2f} s"
     speed = Table("streams", "context", "decode step", "tokens/s", "bound by", title=title)

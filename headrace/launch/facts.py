@@ -14,12 +14,13 @@ from headrace.base.optional import available
 from headrace.front.text.tokenizer import read_facts
 from headrace.launch.locate import locate
 from headrace.launch.model_facts import ModelFacts, read_model_facts
-from headrace.launch.resolve import Chooser, resolve, server_spec, text_spec
+from headrace.launch.resolve import Chooser, DeviceFacts, resolve, server_spec, text_spec
 from headrace.launch.topology import device_facts
 
 
-def resolve_options(options: Options) -> Resolved:
-    """Finds the model, asks the machine, resolves; StartError for whatever the user must mend."""
+def resolve_options(options: Options, planned: DeviceFacts | None = None) -> Resolved:
+    """Finds the model, asks the machine (or takes a `planned` one), resolves; StartError for whatever the user must
+    mend."""
     if options.scheduler.grammar_backend == "xgrammar" and not available("xgrammar"):
         raise MissingDependency(
             "--grammar-backend xgrammar needs the library 'xgrammar': pip install 'headrace[xgrammar]'"
@@ -29,7 +30,7 @@ def resolve_options(options: Options) -> Resolved:
     facts = read_model_facts(located, family=options.model.family)
     facts = msgspec.structs.replace(facts, chat_template=_chat_template(options, facts))
     options = msgspec.structs.replace(options, server=_with_keys(options.server))
-    resolved = resolve(options, facts, device_facts(options.device.device))
+    resolved = resolve(options, facts, planned or device_facts(options.device.device))
     return msgspec.structs.replace(resolved, decisions=(*located.decisions, *resolved.decisions))
 
 

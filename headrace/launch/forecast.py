@@ -128,9 +128,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model fits, what is left for KV, and how fast it would run at so many 10^9 bytes and operations per
-    second, which are from `source`; with `sample_layers` from their steps. `probe_s`: seconds of all measuring."""
+    second, which are from `source`; with `sample_layers` from their steps. `probe_s`: seconds of all measuring. Bytes
+    and tokens of KV are those of each of `devices`; `lack`: why it does not fit, where there is more to say."""
 
     device: str
+    devices: int = 1
     read_gb_s: float
     gflops: float
     source: str
@@ -142,6 +144,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     decode: tuple[Prediction, ...]
     probe_s: float = 0.0
     sample_layers: int = 0
+    lack: str = ""
 
 
 def predict_step(
@@ -178,14 +181,17 @@ def forecast(
     batches: Sequence[int] = (1, 8, 32, 128),
     context: int = 1024,
     sampled: Sampled | None = None,
+    devices: int = 1,
 ) -> Forecast:
-    """The whole forecast; `kv_memory_bytes` None takes 90 % of what the weights leave; without a sample rooflines."""
+    """The whole forecast; `kv_memory_bytes` None takes 90 % of what the weights leave; without a sample rooflines.
+    `cost`, memory and device are those of one of `devices` that share each layer; their sums are not counted."""
     left = device.memory_bytes - cost.weight_bytes
     kv_memory = int(max(0, left) * 0.9) if kv_memory_bytes is None else kv_memory_bytes
     context = min(context, max_model_len)
     per_sequence = cost.kv_bytes(context)
     return Forecast(
         device=device.name,
+        devices=devices,
         read_gb_s=device.bandwidth / 1e9,
         gflops=device.rate / 1e9,
         source=device.source,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from headrace.back.kernels.native.library import NativeLibrary, load, use_threads
 from headrace.back.kernels.probe.native import reader
@@ -17,7 +18,7 @@ from headrace.back.layers.linear import Weight, product_of
 from headrace.back.models.load import load_model
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
-from headrace.back.parallel.mesh import Mesh
+from headrace.back.parallel.mesh import Axis, Mesh
 from headrace.back.parallel.param import Param
 from headrace.back.platforms import huge_pages
 from headrace.back.quant.online import pack
@@ -31,15 +32,21 @@ _PROBE_S = 0.03
 """Of each of the two probes."""
 
 
-def build_without_memory(spec: ModelSpec, *, block_tokens: int) -> LoadableModel:
-    """The model on the meta device."""
-    return build_model(spec, mesh=Mesh(), device=torch.device("meta"), block_tokens=block_tokens)
+def build_without_memory(
+    spec: ModelSpec, *, block_tokens: int, tensor_parallel: int = 1
+) -> LoadableModel:
+    """The model on the meta device; of several ranks the share of the first."""
+    ranks = tensor_parallel
+    # Nothing is summed on the meta device. The stub of ProcessGroup lacks this constructor.
+    group = dist.ProcessGroup(0, ranks) if ranks > 1 else None  # type: ignore[call-arg]
+    mesh = Mesh(tp=Axis(size=ranks, group=group))
+    return build_model(spec, mesh=mesh, device=torch.device("meta"), block_tokens=block_tokens)
 
 
 def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
-    """Bytes and operations from the model's parameters and KV layers."""
+    """Bytes and operations from the model's parameters and KV layers, of this rank."""
     sizes = {
-        p.name: (int(np.prod(p.shape)), _num_bytes(p), len(p.shape)) for p in model.weights.params
+        p.name: (int(np.prod(_shape(p))), _num_bytes(p), len(p.shape)) for p in model.weights.params
     }
     tables = [name for name in sizes if "embed" in name]
     tied = not any("lm_head" in name or name == "head" for name in sizes)
@@ -51,7 +58,10 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
         if dims == 2 and (tied or name not in tables)
     )
     kv = tuple(
-        (2 * layer.kv_heads * layer.head_dim * dtype.itemsize, layer.window)
+        (
+            2 * layer.kv_heads * layer.token_width * (1 if layer.coded else dtype.itemsize),
+            layer.window,
+        )
         for layer in model.kv_layers
     )
     head_bytes = sum(s[1] for n, s in sizes.items() if "lm_head" in n or n == "head")
@@ -64,8 +74,12 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
     )
 
 
+def _shape(param: Param) -> tuple[int, ...]:
+    return param.shape if param.tensor is None else tuple(param.tensor.shape)
+
+
 def _num_bytes(param: Param) -> int:
-    return param.packed_bytes or int(np.prod(param.shape)) * param.dtype.itemsize
+    return param.packed_bytes or int(np.prod(_shape(param))) * param.dtype.itemsize
 
 
 def with_layers(spec: ModelSpec, num_layers: int) -> ModelSpec:

@@ -54,6 +54,10 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
     placed: str = ""
 
 
+class DoesNotFit(ConfigError):
+    """The weights leave no room for a KV cache."""
+
+
 CPU_KV_SHARE = 0.25
 CUDA_MEMORY_SHARE = 0.92
 CUDA_RESERVE_BYTES = 2 << 30
@@ -408,7 +412,7 @@ def _kv_bytes(weight_bytes: int, device: DeviceFacts, where: DeviceSpec) -> int:
     assert where.memory_bytes is not None
     room = where.memory_bytes - weights - CUDA_RESERVE_BYTES
     if room < MIN_KV_BYTES:
-        raise ConfigError(
+        raise DoesNotFit(
             f"the weights ({weights / 2**30:.1f} GiB per device) leave no room for the KV cache in "
             f"{where.memory_bytes / 2**30:.1f} GiB ({device.free_bytes / 2**30:.1f} GiB are free): "
             f"{(MIN_KV_BYTES - room) / 2**30:.1f} GiB more are needed; raise --gpu-memory, use "

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.back.platforms.detect import detect
+from headrace.back.platforms.detect import FAKES, detect
 from headrace.back.platforms.facts import visible_devices
 from headrace.back.platforms.placement import place
 from headrace.base import env
 from headrace.base.config.resolved import Resolved
+from headrace.base.config.tree import DeviceOptions
 from headrace.launch.early import start, take, told
 from headrace.launch.resolve import DeviceFacts
 
@@ -182,4 +183,17 @@ def device_facts(wanted: str) -> DeviceFacts:
         other_cpus=placed.others,
         nodes=placed.nodes,
         placed=placed.why,
+    )
+
+
+def planned_facts(name: str, given: DeviceOptions) -> DeviceFacts:
+    """Facts about as many GPUs of a known kind as the user's options ask for, each with all its memory free. "cuda" is
+    what PyTorch calls AMD's too."""
+    fake = FAKES[name]
+    return DeviceFacts(
+        kind="cuda",
+        count=given.tensor_parallel * given.replicas,
+        total_bytes=fake.memory_bytes,
+        free_bytes=fake.free_bytes,
+        cores=1,
     )

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def headrace(*words: str, stdin: str | None = None) -> subprocess.CompletedProce
     )
 
 
-def document(*words: str) -> dict[str, object]:
+def document(*words: str) -> dict[str, Any]:
     done = headrace(*words)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
@@ -105,6 +106,24 @@ def test_plan_says_whether_it_fits_without_the_device() -> None:
     assert plan["fits"] is True and plan["device"] == "h200"
     here = document("plan", "--json")
     assert any(d[0].startswith("kernel.") for d in here["decisions"])
+
+
+def test_plan_decides_as_the_named_device_would_have_it_decided() -> None:
+    """BEY-56: what this machine would choose for itself is no answer."""
+    decided = {d[0]: d[2] for d in document("plan", "--device", "h200", "--json")["decisions"]}
+    assert decided["--max-running"] == "256" and decided["--max-step-tokens"] == "8192"
+    assert decided["--gpu-memory"] == "128.8GiB" and "--threads" not in decided
+    here = {d[0]: d[2] for d in document("plan", "--json")["decisions"]}
+    assert here["--max-running"] == "64" and "--gpu-memory" not in here
+
+
+def test_plan_says_what_is_missing_where_a_model_does_not_fit() -> None:
+    done = headrace("plan", "--device", "l4", "--gpu-memory", "2GiB", "--json")
+    plan = json.loads(done.stdout)
+    assert done.returncode == 1 and plan["fits"] is False
+    assert "0.0 GiB more are needed; raise --gpu-memory" in plan["lack"], plan["lack"]
+    shown = headrace("plan", "--device", "l4", "--gpu-memory", "2GiB")
+    assert shown.returncode == 1 and "does not fit" in shown.stdout
 
 
 def test_generate_answers_in_order() -> None:

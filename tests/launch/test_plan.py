@@ -1,13 +1,15 @@
-"""`headrace plan` on this machine: what it measures, by which kernels, and that it says so."""
+"""`headrace plan`: what it measures on this machine, by which kernels, and what a rank of several costs."""
 
 import msgspec
 import pytest
+import torch
 
 from headrace.base.config.options import CommandLine
 from headrace.base.config.resolved import EngineSpec
 from headrace.launch.facts import resolve_options
+from headrace.launch.forecast import ModelCost
 from headrace.launch.locate import bundled_model
-from headrace.launch.plan import probe_cpu
+from headrace.launch.plan import build_without_memory, cost_of, probe_cpu
 
 
 def spec(*extra: str) -> EngineSpec:
@@ -41,3 +43,25 @@ def test_fewer_repetitions_are_taken_where_one_takes_long(monkeypatch: pytest.Mo
     plan._best_s(lambda: calls.append(1))
     assert len(calls) == 2 + 6
     assert msgspec.structs.asdict(plan.probe_cpu(spec(), memory_bytes=1))["memory_bytes"] == 1
+
+
+def cost(*extra: str, ranks: int = 1) -> ModelCost:
+    given = spec(*extra)
+    model = build_without_memory(given.model, block_tokens=16, tensor_parallel=ranks)
+    return cost_of(model, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_of_several_costs_its_share_of_the_weights_and_at_least_one_head_of_kv(
+    ranks: int,
+) -> None:
+    """The norms are on every rank; the bundled model has two heads of keys and values."""
+    whole, share = cost(), cost(ranks=ranks)
+    assert whole.weight_bytes / ranks < share.weight_bytes < 1.1 * whole.weight_bytes / ranks
+    assert whole.multiplied / ranks <= share.multiplied < 1.1 * whole.multiplied / ranks
+    assert share.kv_bytes(100) == whole.kv_bytes(100) // 2
+
+
+def test_codes_in_the_kv_cache_count_as_codes_and_their_scales() -> None:
+    plain, coded = cost(), cost("--kv-dtype", "fp8")
+    assert plain.kv_bytes(100) // 2 < coded.kv_bytes(100) < plain.kv_bytes(100) * 3 // 4

@@ -114,9 +114,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 class CommandLine:
-    """The options of the tree as flags of one command, plus what that command adds itself through `parser`."""
+    """The options of the tree as flags of one command, plus what that command adds itself through `parser`: `own` are
+    names of options that it means otherwise."""
 
-    def __init__(self, prog: str, description: str, *, groups: Sequence[str]) -> None:
+    def __init__(
+        self, prog: str, description: str, *, groups: Sequence[str], own: Sequence[str] = ()
+    ) -> None:
         self.parser = _Parser(
             prog=prog, description=description, allow_abbrev=False, add_help=False
         )
@@ -124,7 +127,7 @@ class CommandLine:
         self.parser.set_defaults(config=None)
         if groups:
             self.parser.add_argument("--config", metavar="FILE", help="YAML file with options")
-        self._fields = [f for f in fields() if f.group in groups]
+        self._fields = [f for f in fields() if f.group in groups and f.name not in own]
         self._groups = tuple(groups)
         self._given: list[tuple[OptionField | str, str, object]] = []
         for option in self._fields:
@@ -311,6 +314,8 @@ def _explain(message: str, values: dict[str, dict[str, object]]) -> str:
     if name not in values.get(group, {}):
         return message
     option = next(f for f in fields() if f.name == name)
+    if "matching regex" in text:  # only sizes are so described
+        return f"{option.flag}: {values[group][name]!r} is no size such as 4GiB. {option.doc}"
     allowed = f" (one of: {', '.join(option.choices)})" if option.choices else ""
     return f"{option.flag}: {values[group][name]!r}: {text}{allowed}"
 

@@ -74,6 +74,7 @@ def test_lists_repeat_and_split_at_commas() -> None:
         (("--scheduler", '{"plicy": 1}'), "did you mean 'policy'?"),
         (("--scheduler", "{"), "not JSON"),
         (("--config", "/nowhere.yaml"), "cannot read"),
+        (("--kv-memory", "4potatoes"), "'4potatoes' is no size such as 4GiB"),
         (("--port",), "expected one argument"),
     ],
 )
