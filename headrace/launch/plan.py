@@ -37,8 +37,8 @@ def build_without_memory(
 ) -> LoadableModel:
     """The model on the meta device; of several ranks the share of the first."""
     ranks = tensor_parallel
-    # Nothing is summed on the meta device. The stub of ProcessGroup lacks this constructor.
-    group = dist.ProcessGroup(0, ranks) if ranks > 1 else None  # type: ignore[call-arg]
+    # Nothing is summed on the meta device.
+    group = dist.ProcessGroup(0, ranks) if ranks > 1 else None  # type: ignore[call-arg]  # not in its stub
     mesh = Mesh(tp=Axis(size=ranks, group=group))
     return build_model(spec, mesh=mesh, device=torch.device("meta"), block_tokens=block_tokens)
 
