@@ -117,7 +117,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """One load: `batch` rows at `context` tokens each. `bound`: what most of a step is spent on."""
+    """One load: `batch` rows at `context` tokens each. `bound`: what most of a step is spent on, or that so many do not
+    run at once."""
 
     batch: int
     context: int
@@ -189,6 +190,10 @@ def forecast(
     kv_memory = int(max(0, left) * 0.9) if kv_memory_bytes is None else kv_memory_bytes
     context = min(context, max_model_len)
     per_sequence = cost.kv_bytes(context)
+    held = kv_memory // per_sequence if per_sequence else max(batches)
+    decode = (
+        predict_step(cost, device, batch=b, context=context, sampled=sampled) for b in batches
+    )
     return Forecast(
         device=device.name,
         devices=devices,
@@ -203,7 +208,8 @@ def forecast(
         if sampled is None
         else sampled.prefill_tok_s(cost),
         decode=tuple(
-            predict_step(cost, device, batch=b, context=context, sampled=sampled) for b in batches
+            p if p.batch <= held else msgspec.structs.replace(p, bound=f"KV cache holds {held}")
+            for p in decode
         ),
         probe_s=device.probe_s + (sampled.seconds if sampled else 0.0),
         sample_layers=len(sampled.cost.kv_layers) if sampled else 0,

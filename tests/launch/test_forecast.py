@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from headrace.base.errors import ConfigError
@@ -92,6 +93,15 @@ def test_what_does_not_fit_is_said() -> None:
     assert forecast(COST, DEVICE, kv_memory_bytes=None, max_model_len=4096).fits
     assert not forecast(COST, small, kv_memory_bytes=None, max_model_len=4096).fits
     assert not forecast(COST, DEVICE, kv_memory_bytes=9 * GIB, max_model_len=4096).fits
+
+
+def test_a_load_that_the_kv_cache_does_not_hold_is_marked() -> None:
+    """1000 tokens of context take 1,100,000 bytes of KV."""
+    found = forecast(COST, DEVICE, kv_memory_bytes=8_800_000, max_model_len=4096, context=1000)
+    assert [p.bound for p in found.decode] == ["memory"] * 2 + ["KV cache holds 8"] * 2
+    encoder = msgspec.structs.replace(COST, kv_layers=())
+    found = forecast(encoder, DEVICE, kv_memory_bytes=0, max_model_len=512)
+    assert found.fits and all(p.bound == "memory" for p in found.decode)
 
 
 def test_the_h200_floor_of_an_8b_decoder_at_batch_one() -> None:
