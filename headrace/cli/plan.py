@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from headrace.back.platforms.detect import FAKES
 from headrace.base.config.options import CommandLine
 from headrace.base.config.resolved import Decision, Resolved
 from headrace.base.config.tree import Options
@@ -92,16 +93,20 @@ def _predict(
 
     from headrace.back.models.registry import DTYPES
     from headrace.bench.sample import run_sample
-    from headrace.launch.plan import build_without_memory, cost_of, kernels_of, probe_cpu
+    from headrace.launch.plan import (
+        build_without_memory,
+        cost_of,
+        kernels_of,
+        kernels_there,
+        probe_cpu,
+    )
 
     engine, sampled = resolved.engine, None
     spec, kv, ranks = engine.model, engine.kv, engine.device.tensor_parallel
     model = build_without_memory(spec, block_tokens=kv.block_tokens, tensor_parallel=ranks)
     cost = cost_of(model, dtype=DTYPES[spec.dtype])
     if device is not None:
-        target = device
-        why = "each is checked against its reference there, and products are measured"
-        kernels: tuple[Decision, ...] = (Decision("kernels", "auto", "at start", why),)
+        target, kernels = device, kernels_there(engine, FAKES[device.name])
     else:
         target = probe_cpu(engine, memory_bytes=psutil.virtual_memory().available)
         if resolved.text.generates and ranks == 1:

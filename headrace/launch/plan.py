@@ -13,17 +13,22 @@ import torch
 import torch.distributed as dist
 
 from headrace.back.kernels.native.library import NativeLibrary, load, use_threads
+from headrace.back.kernels.op import PutOff, decisions
 from headrace.back.kernels.probe.native import reader
 from headrace.back.layers.linear import Weight, product_of
+from headrace.back.models.families import FALLBACK
 from headrace.back.models.load import load_model
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
 from headrace.back.parallel.mesh import Axis, Mesh
 from headrace.back.parallel.param import Param
 from headrace.back.platforms import huge_pages
+from headrace.back.platforms.facts import DeviceFacts
 from headrace.back.quant.online import pack
 from headrace.back.quant.scheme import SCHEMES
+from headrace.back.sampling.sampler import choose_kernels
 from headrace.base.config.resolved import Decision, EngineSpec, ModelSpec
+from headrace.base.optional import available
 from headrace.launch.forecast import DeviceModel, ModelCost
 
 _PROBE_BYTES = 128 << 20
@@ -33,14 +38,15 @@ _PROBE_S = 0.03
 
 
 def build_without_memory(
-    spec: ModelSpec, *, block_tokens: int, tensor_parallel: int = 1
+    spec: ModelSpec, *, block_tokens: int, tensor_parallel: int = 1, planned: str = ""
 ) -> LoadableModel:
-    """The model on the meta device; of several ranks the share of the first."""
+    """The model on the meta device; of several ranks the share of the first. `planned`: see Scope."""
     ranks = tensor_parallel
     # Nothing is summed on the meta device.
     group = dist.ProcessGroup(0, ranks) if ranks > 1 else None  # type: ignore[call-arg]  # not in its stub
     mesh = Mesh(tp=Axis(size=ranks, group=group))
-    return build_model(spec, mesh=mesh, device=torch.device("meta"), block_tokens=block_tokens)
+    meta = torch.device("meta")
+    return build_model(spec, mesh=mesh, device=meta, block_tokens=block_tokens, planned=planned)
 
 
 def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
@@ -96,6 +102,34 @@ def kernels_of(spec: ModelSpec, *, block_tokens: int) -> tuple[Decision, ...]:
         with_layers(spec, 1), mesh=Mesh(), device=torch.device("cpu"), block_tokens=block_tokens
     )
     return report.decisions
+
+
+def kernels_there(spec: EngineSpec, device: DeviceFacts) -> tuple[Decision, ...]:
+    """The kernels that a GPU which is not here would be given, by what they say of themselves, with the reasons.
+    Whether each agrees with its reference is seen there, at start."""
+    why = ""
+    if device.kind != "cuda":
+        why = f"which ones {device.name} takes is seen there"
+    elif spec.model.family == FALLBACK:
+        why = "the transformers fallback chooses by running"
+    elif not available("triton"):
+        why = "Triton is not installed here, without which its kernels cannot be asked"
+    if why:
+        return (Decision("kernels", "auto", "at start", why),)
+    from headrace.back.kernels.triton.wrap import planned_for
+
+    assert device.capability is not None
+    with PutOff() as checks, planned_for(device.capability[:2]):
+        model = build_without_memory(
+            spec.model,
+            block_tokens=spec.kv.block_tokens,
+            tensor_parallel=spec.device.tensor_parallel,
+            planned=device.kind,
+        )
+        model.finish_load()
+        samplers = decisions(choose_kernels(torch.device(device.kind)))
+    checks.forget()
+    return (*model.decisions, *samplers)
 
 
 def probe_cpu(spec: EngineSpec, *, memory_bytes: int) -> DeviceModel:

@@ -113,6 +113,7 @@ def test_plan_decides_as_the_named_device_would_have_it_decided() -> None:
     decided = {d[0]: d[2] for d in document("plan", "--device", "h200", "--json")["decisions"]}
     assert decided["--max-running"] == "256" and decided["--max-step-tokens"] == "8192"
     assert decided["--gpu-memory"] == "128.8GiB" and "--threads" not in decided
+    assert decided["kernel.attention"] == decided["kernel.fused_linear"] == "triton"
     here = {d[0]: d[2] for d in document("plan", "--json")["decisions"]}
     assert here["--max-running"] == "64" and "--gpu-memory" not in here
 

@@ -4,12 +4,16 @@ import msgspec
 import pytest
 import torch
 
+from headrace.back.kernels.attention.op import OP as ATTENTION
+from headrace.back.platforms.detect import FAKES
 from headrace.base.config.options import CommandLine
 from headrace.base.config.resolved import EngineSpec
+from headrace.launch import plan
 from headrace.launch.facts import resolve_options
 from headrace.launch.forecast import ModelCost
 from headrace.launch.locate import bundled_model
-from headrace.launch.plan import build_without_memory, cost_of, probe_cpu
+from headrace.launch.plan import build_without_memory, cost_of, kernels_there, probe_cpu
+from headrace.launch.topology import planned_facts
 
 
 def spec(*extra: str) -> EngineSpec:
@@ -33,8 +37,6 @@ def test_the_probe_measures_the_engines_own_products_and_says_on_what(
 
 def test_fewer_repetitions_are_taken_where_one_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound of half a second: after the time is over nothing more is begun."""
-    from headrace.launch import plan
-
     calls: list[int] = []
     monkeypatch.setattr(plan, "_PROBE_S", 0.0)
     plan._best_s(lambda: calls.append(1))
@@ -65,3 +67,46 @@ def test_a_rank_of_several_costs_its_share_of_the_weights_and_at_least_one_head_
 def test_codes_in_the_kv_cache_count_as_codes_and_their_scales() -> None:
     plain, coded = cost(), cost("--kv-dtype", "fp8")
     assert plain.kv_bytes(100) // 2 < coded.kv_bytes(100) < plain.kv_bytes(100) * 3 // 4
+
+
+def kernels(device: str, *extra: str) -> dict[str, tuple[str, str]]:
+    """Op -> the kernel a GPU would be given, and why."""
+    line = CommandLine("test", "", groups=("model", "kv", "scheduler", "device"))
+    words = ["--model", str(bundled_model()), "--device", "cuda", "--threads", "1", *extra]
+    options = line.parse(words)[1]
+    engine = resolve_options(options, planned_facts(device, options.device)).engine
+    return {d.field: (d.chosen, d.why) for d in kernels_there(engine, FAKES[device])}
+
+
+@pytest.mark.parametrize(
+    ("extra", "chosen"),
+    [
+        ((), "triton"),
+        (("--tensor-parallel", "2"), "triton"),
+        (("--kv-dtype", "int8"), "triton"),
+        (("--deterministic",), "triton fixed order"),
+    ],
+)
+def test_the_kernels_of_a_gpu_are_named_without_it(extra: tuple[str, ...], chosen: str) -> None:
+    """BEY-56: nothing runs on it, and nothing of what was found is kept."""
+    pytest.importorskip("triton")
+    found = kernels("h200", *extra)
+    assert found["kernel.attention"][0] == chosen and found["kernel.linear"][0] == chosen
+    assert found["kernel.rms_norm"] == ("triton", "2 shapes; native: runs on the CPU only")
+    assert found["kernel.draw"][0] == "triton"
+    assert not any(getattr(one.problem, "device", "") == "cuda" for one in ATTENTION.choices())
+
+
+def test_what_a_gpu_cannot_do_is_a_reason() -> None:
+    pytest.importorskip("triton")
+    assert kernels("l4", "--kv-dtype", "fp8")["kernel.attention"][0] == "triton"
+    chosen, why = kernels("a100", "--kv-dtype", "fp8")["kernel.attention"]
+    assert chosen == "torch" and "fp8 needs compute capability 8.9, not 8.0" in why
+
+
+def test_kernels_that_cannot_be_asked_are_left_to_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert kernels("mi300x")["kernels"][0] == "at start"
+    monkeypatch.setattr(plan, "available", lambda library: False)
+    assert "Triton is not installed here" in kernels("h200")["kernels"][1]

@@ -231,10 +231,14 @@ class PutOff:
         self.__exit__()
         if not any(op._failing(kernel, problem) for op, kernel, problem in self._checks):
             return
+        self.forget()
+        raise SelfCheckFailed
+
+    def forget(self) -> None:
+        """Forgets the choices whose checks were put off."""
         for op, _, problem in self._checks:
             for invariant in (False, True):
                 op._choices.pop((problem, invariant), None)
-        raise SelfCheckFailed
 
 
 def decisions(choices: Iterable[Choice[Any]]) -> tuple[Decision, ...]:

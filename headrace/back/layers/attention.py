@@ -150,7 +150,7 @@ class Attention:
     def _finish(self) -> None:
         spec, scope = self._spec, self._scope
         shape = {
-            "device": scope.device.type,
+            "device": scope.kind,
             "dtype": scope.dtype,
             "kv_heads": self._kv_heads,
             "head_dim": spec.head_dim,

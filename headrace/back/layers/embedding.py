@@ -52,7 +52,7 @@ class TokenEmbedding:
 
     def _bind(self, weight_VE: torch.Tensor | PackedWeight | BlockWeight) -> tuple[Embedding, int]:
         """The lookup in this rank's rows, and their number."""
-        new = {"device": self._scope.device.type, "dtype": self._scope.dtype}
+        new = {"device": self._scope.kind, "dtype": self._scope.dtype}
         if isinstance(weight_VE, PackedWeight):
             rows, width = weight_VE.outputs, weight_VE.inputs
             packed = EmbeddingQuantProblem(**new, rows=rows, width=width, coding=weight_VE.coding)

@@ -170,7 +170,7 @@ def bind_fused(
         return None
     outputs, inputs = weight_OI.shape
     problem = FusedLinearProblem(
-        device=scope.device.type,
+        device=scope.kind,
         dtype=scope.dtype,
         inputs=inputs,
         outputs=outputs,
@@ -246,7 +246,7 @@ def bind_linear(
 
 
 def _facts(scope: Scope, bias_O: torch.Tensor | None) -> dict[str, Any]:
-    return {"device": scope.device.type, "dtype": scope.dtype, "bias": bias_O is not None}
+    return {"device": scope.kind, "dtype": scope.dtype, "bias": bias_O is not None}
 
 
 def product_of(

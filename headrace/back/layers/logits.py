@@ -95,7 +95,7 @@ class LogitsHead:
             weight_VE, shared = self._tied.weight_VE, True
         self._project = bind_linear(self._scope, weight_VE, None, shared=shared, wide=True)
         plain = self._scope.mesh.tp.size == 1 and self._scale == 1.0 and self._softcap is None
-        if plain and self._scope.device.type == "cpu":
+        if plain and self._scope.kind == "cpu":
             self.pick = self._bind_pick(weight_VE, shared=shared)
             self.tops = self._bind_tops(weight_VE, TOPS, shared=shared)
         elif plain and isinstance(weight_VE, torch.Tensor):
@@ -103,7 +103,7 @@ class LogitsHead:
 
     def _bind_narrow_pick(self, weight_VE: torch.Tensor, *, shared: bool) -> Pick | None:
         """From logits in the weight's own type: widening is exact, so the choice is the same."""
-        choice = GREEDY.choose(GreedyProblem(device=self._scope.device.type))
+        choice = GREEDY.choose(GreedyProblem(device=self._scope.kind))
         if choice.kernel is GREEDY.reference:
             return None
         greedy = choice.bind()
@@ -124,7 +124,7 @@ class LogitsHead:
     def _bind_tops(self, weight_VE: Weight, count: int, *, shared: bool) -> Pick | None:
         _, product = product_of(
             weight_VE,
-            device=self._scope.device.type,
+            device=self._scope.kind,
             dtype=self._scope.dtype,
             shared=shared,
             wide=True,

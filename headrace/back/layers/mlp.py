@@ -63,7 +63,7 @@ class GatedMLP:
         if self._gate_up.activates:
             return
         problem = GatedActProblem(
-            device=self._scope.device.type,
+            device=self._scope.kind,
             dtype=self._scope.dtype,
             width=self._gate_up.sizes[0],
             activation=self._activation,

@@ -28,9 +28,7 @@ class RMSNorm:
         self.eps = eps
         self._scope = scope
         self._offset = 1.0 if unit_offset else 0.0
-        self._problem = RMSNormProblem(
-            device=scope.device.type, dtype=scope.dtype, width=width, eps=eps
-        )
+        self._problem = RMSNormProblem(device=scope.kind, dtype=scope.dtype, width=width, eps=eps)
         self._weight = scope.param("weight", (width,), init="zeros" if unit_offset else "ones")
         scope.on_finish(self._finish)
 
@@ -86,7 +84,7 @@ class SplitRMSNorm:
         weight_W, axis = self._weight.take().float(), self._scope.mesh.tp
         if axis.size == 1:
             problem = RMSNormProblem(
-                device=self._scope.device.type,
+                device=self._scope.kind,
                 dtype=self._scope.dtype,
                 width=self._part.size,
                 eps=self._eps,

@@ -62,7 +62,7 @@ class Rope:
     def _finish(self) -> None:
         scope, spec = self._scope, self._spec
         problem = RopeProblem(
-            device=scope.device.type,
+            device=scope.kind,
             dtype=scope.dtype,
             head_dim=spec.head_dim,
             rotary_dim=spec.rotary_dim,

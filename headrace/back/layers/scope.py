@@ -73,7 +73,8 @@ class Scope:
     come from the engine. `scheme` says how weights of linear layers are quantized; None: they are not.
     `kv_coded`: "int8" or "fp8" codes in the KV cache. `deterministic`: only invariant kernels
     (kernels/op.py) are chosen.
-    `stored` names the checkpoint's tensors that are quantized already and stay so."""
+    `stored` names the checkpoint's tensors that are quantized already and stay so. `planned`: the kind of device that
+    kernels are chosen for but not bound, while all tensors are on meta."""
 
     ledger: Ledger
     mesh: Mesh
@@ -86,7 +87,13 @@ class Scope:
     deterministic: bool = False
     stored: Stored = field(default_factory=dict)
     head: Head = Head()
+    planned: str = ""
     path: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The kind of device that kernels are chosen for."""
+        return self.planned or self.device.type
 
     def __truediv__(self, name: str) -> Scope:
         return replace(self, path=self.name(name))
@@ -149,14 +156,14 @@ class Scope:
         """The callable of the kernel chosen for `problem`; the choice is kept for the decisions."""
         choice = op.choose(problem, invariant=self.deterministic)
         self.ledger.choices.append(choice)
-        return choice.bind(*weights)
+        return self._bound(choice, weights)
 
     def bind_fused(self, op: Op[Any], problem: Any, *weights: Any) -> Callable[..., Any] | None:
         """The same for an op that other ops compose: None if no kernel does it in one, so that the
         caller takes the kernels of the parts instead of the reference."""
         choice = op.choose(problem, invariant=self.deterministic)
         self.ledger.choices.append(choice)
-        return None if choice.kernel is op.reference else choice.bind(*weights)
+        return None if choice.kernel is op.reference else self._bound(choice, weights)
 
     def bind_if_served(self, op: Op[Any], problem: Any, *weights: Any) -> Callable[..., Any] | None:
         """The same for a problem that is only one way to ask: if no kernel serves it, nothing was chosen."""
@@ -164,7 +171,10 @@ class Scope:
         if choice.kernel is op.reference:
             return None
         self.ledger.choices.append(choice)
-        return choice.bind(*weights)
+        return self._bound(choice, weights)
+
+    def _bound(self, choice: Choice[Any], weights: tuple[Any, ...]) -> Callable[..., Any]:
+        return not_loaded if self.planned else choice.bind(*weights)
 
 
 def not_loaded(*arguments: Any) -> Any:

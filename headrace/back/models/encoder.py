@@ -92,7 +92,7 @@ class SpanAttentionLayer:
 
     def _finish(self) -> None:
         problem = SpanAttentionProblem(
-            device=self._scope.device.type,
+            device=self._scope.kind,
             dtype=self._scope.dtype,
             heads=self._heads,
             head_dim=self._head_dim,

@@ -43,12 +43,13 @@ def build_model(
     device: torch.device,
     block_tokens: int,
     stored: Stored | None = None,
+    planned: str = "",
 ) -> LoadableModel:
     """An empty model on `device`: its weights are to be loaded (`model.weights`), then
     `finish_load` makes it ready.
 
     `block_tokens` is the KV block size, which attention kernels are chosen for; `stored` the tensors that stay in the
-    quantized blocks of their checkpoint.
+    quantized blocks of their checkpoint. `planned`: see Scope.
     """
     scope = Scope(
         ledger=Ledger(),
@@ -62,5 +63,6 @@ def build_model(
         stored=stored or {},
         kv_coded=spec.kv_dtype,
         deterministic=spec.deterministic,
+        planned=planned,
     )
     return FAMILIES.load(spec.family)(scope, ConfigReader(spec.config, "config.json"))

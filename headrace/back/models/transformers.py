@@ -192,7 +192,7 @@ class TransformersModel:
 
     def _bind(self, call: _Call) -> tuple[Callable[..., None], Callable[..., torch.Tensor]]:
         shape = {
-            "device": self._scope.device.type,
+            "device": self._scope.kind,
             "dtype": self._scope.dtype,
             "kv_heads": call.kv_heads,
             "head_dim": call.head_dim,

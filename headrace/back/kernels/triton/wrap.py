@@ -13,6 +13,8 @@ kernel after it could overtake the one before it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -24,6 +26,8 @@ from headrace.base import env
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED_SMS = 3
 COUNTERS = 1 << 16
+
+_planned: tuple[int, int] | None = None
 
 env.set_default("TRITON_CACHE_DIR", str(env.cache_dir() / FOLDER))
 
@@ -54,10 +58,21 @@ def unsupported_codes(coded: str | None, head_dim: int) -> str | None:
     if head_dim % 16:
         return f"takes codes of heads of a multiple of 16, not {head_dim}"
     if coded == "fp8" and not interpreted() and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability()
+        capability = _planned or torch.cuda.get_device_capability()
         if capability < (8, 9):
             return f"fp8 needs compute capability 8.9, not {capability[0]}.{capability[1]}"
     return None
+
+
+@contextmanager
+def planned_for(capability: tuple[int, int]) -> Iterator[None]:
+    """Meanwhile kernels say what they support on a device of this compute capability, which need not be here."""
+    global _planned
+    _planned = capability
+    try:
+        yield
+    finally:
+        _planned = None
 
 
 @cache

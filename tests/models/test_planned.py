@@ -1,0 +1,50 @@
+"""Kernels of a device that is not here, for every family: chosen with reasons, never bound (BEY-56)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.back.kernels.op import PutOff
+from headrace.back.models.families import architecture_of
+from headrace.back.models.registry import build_model
+from headrace.back.parallel.mesh import Mesh
+from headrace.base.config.resolved import ModelSpec
+from tests.models.test_encoders import ENCODER_CASES
+from tests.models.test_parity import CASES, tiny_config
+
+pytest.importorskip("triton")
+
+CONFIGS: dict[str, tuple[str, Any]] = {
+    case: (f"{name.removesuffix('Text')}ForCausalLM", partial(tiny_config, case))
+    for case, (name, _) in CASES.items()
+} | {name: (name, make) for name, make in ENCODER_CASES}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_every_family_tells_the_kernels_it_would_have_on_a_gpu(case: str) -> None:
+    from headrace.back.kernels.triton.wrap import planned_for
+
+    architecture, make = CONFIGS[case]
+    config = make().to_dict() | {"architectures": [architecture]}
+    named = architecture_of(config)
+    spec = ModelSpec(
+        path="", name=case, format="dummy", family=named.family, dtype="bfloat16", max_model_len=32,
+        logits_width=config["vocab_size"], eos_ids=(), config=config, head=named.head,
+        bare=named.bare, num_labels=2,
+    )  # fmt: skip
+    with PutOff() as checks, planned_for((9, 0)):
+        model = build_model(
+            spec, mesh=Mesh(), device=torch.device("meta"), block_tokens=16, planned="cuda"
+        )
+        model.finish_load()
+    checks.forget()
+    found = {d.field: (d.chosen, d.why) for d in model.decisions}
+    assert (
+        found["kernel.linear"][0] == "triton"
+        and "native: runs on the CPU only" in found["kernel.linear"][1]
+    )
+    assert "kernel.attention" in found or "kernel.span_attention" in found
