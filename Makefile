@@ -41,15 +41,11 @@ $(RUN): pyproject.toml setup.py | $(BIN)/python
 	@$(PIP) install -q --no-build-isolation -e .
 	@touch $@
 
-$(NATIVE): $(RUN) $(SOURCES)
-	@echo "==> building the native CPU kernels (once)"
-	@$(BIN)/python -m headrace.back.kernels.native.build || echo "    none: PyTorch's operations serve instead"
-	@touch $@
-
 # What runs needs the best instruction set of this CPU alone: a fifth of the work.
-$(HERE): $(RUN) $(SOURCES)
-	@echo "==> building the native kernels of this CPU (once)"
-	@$(BIN)/python -m headrace.back.kernels.native.build --here || echo "    none: PyTorch's operations serve instead"
+$(HERE): ONLY := --here
+$(NATIVE) $(HERE): $(RUN) $(SOURCES)
+	@echo "==> building the native CPU kernels (once)"
+	@$(BIN)/python -m headrace.back.kernels.native.build $(ONLY) || echo "    none: PyTorch's operations serve instead"
 	@touch $@
 
 $(DEV): $(RUN)

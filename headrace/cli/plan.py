@@ -106,7 +106,10 @@ def _predict(
     model = build_without_memory(spec, block_tokens=kv.block_tokens, tensor_parallel=ranks)
     cost = cost_of(model, dtype=DTYPES[spec.dtype])
     if device is not None:
-        target, kernels = device, kernels_there(engine, FAKES[device.name])
+        target = device
+        kernels = kernels_there(
+            spec, FAKES[device.name], block_tokens=kv.block_tokens, tensor_parallel=ranks
+        )
     else:
         target = probe_cpu(engine, memory_bytes=psutil.virtual_memory().available)
         if resolved.text.generates and ranks == 1:

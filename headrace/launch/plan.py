@@ -104,13 +104,15 @@ def kernels_of(spec: ModelSpec, *, block_tokens: int) -> tuple[Decision, ...]:
     return report.decisions
 
 
-def kernels_there(spec: EngineSpec, device: DeviceFacts) -> tuple[Decision, ...]:
+def kernels_there(
+    spec: ModelSpec, device: DeviceFacts, *, block_tokens: int, tensor_parallel: int = 1
+) -> tuple[Decision, ...]:
     """The kernels that a GPU which is not here would be given, by what they say of themselves, with the reasons.
     Whether each agrees with its reference is seen there, at start."""
     why = ""
     if device.kind != "cuda":
         why = f"which ones {device.name} takes is seen there"
-    elif spec.model.family == FALLBACK:
+    elif spec.family == FALLBACK:
         why = "the transformers fallback chooses by running"
     elif not available("triton"):
         why = "Triton is not installed here, without which its kernels cannot be asked"
@@ -121,10 +123,7 @@ def kernels_there(spec: EngineSpec, device: DeviceFacts) -> tuple[Decision, ...]
     assert device.capability is not None
     with PutOff() as checks, planned_for(device.capability[:2]):
         model = build_without_memory(
-            spec.model,
-            block_tokens=spec.kv.block_tokens,
-            tensor_parallel=spec.device.tensor_parallel,
-            planned=device.kind,
+            spec, block_tokens=block_tokens, tensor_parallel=tensor_parallel, planned=device.kind
         )
         model.finish_load()
         samplers = decisions(choose_kernels(torch.device(device.kind)))

@@ -8,6 +8,7 @@ from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.platforms.detect import FAKES
 from headrace.base.config.options import CommandLine
 from headrace.base.config.resolved import EngineSpec
+from headrace.base.config.tree import Options
 from headrace.launch import plan
 from headrace.launch.facts import resolve_options
 from headrace.launch.forecast import ModelCost
@@ -16,10 +17,14 @@ from headrace.launch.plan import build_without_memory, cost_of, kernels_there, p
 from headrace.launch.topology import planned_facts
 
 
-def spec(*extra: str) -> EngineSpec:
+def given(device: str, *extra: str) -> Options:
     line = CommandLine("test", "", groups=("model", "kv", "scheduler", "device"))
-    words = ["--model", str(bundled_model()), "--device", "cpu", "--threads", "1", *extra]
-    return resolve_options(line.parse(words)[1]).engine
+    words = ["--model", str(bundled_model()), "--device", device, "--threads", "1", *extra]
+    return line.parse(words)[1]
+
+
+def spec(*extra: str) -> EngineSpec:
+    return resolve_options(given("cpu", *extra)).engine
 
 
 @pytest.mark.parametrize(
@@ -28,10 +33,10 @@ def spec(*extra: str) -> EngineSpec:
 def test_the_probe_measures_the_engines_own_products_and_says_on_what(
     extra: tuple[str, ...],
 ) -> None:
-    given = spec(*extra)
-    found = probe_cpu(given, memory_bytes=1 << 30)
+    engine = spec(*extra)
+    found = probe_cpu(engine, memory_bytes=1 << 30)
     assert 1e8 < found.bandwidth < 1e13 and 1e8 < found.rate < 1e16
-    bits = given.model.quantization or given.model.dtype
+    bits = engine.model.quantization or engine.model.dtype
     assert found.source == f"measured on 1 threads, {bits}" and found.probe_s > 0
 
 
@@ -48,8 +53,7 @@ def test_fewer_repetitions_are_taken_where_one_takes_long(monkeypatch: pytest.Mo
 
 
 def cost(*extra: str, ranks: int = 1) -> ModelCost:
-    given = spec(*extra)
-    model = build_without_memory(given.model, block_tokens=16, tensor_parallel=ranks)
+    model = build_without_memory(spec(*extra).model, block_tokens=16, tensor_parallel=ranks)
     return cost_of(model, dtype=torch.bfloat16)
 
 
@@ -71,11 +75,11 @@ def test_codes_in_the_kv_cache_count_as_codes_and_their_scales() -> None:
 
 def kernels(device: str, *extra: str) -> dict[str, tuple[str, str]]:
     """Op -> the kernel a GPU would be given, and why."""
-    line = CommandLine("test", "", groups=("model", "kv", "scheduler", "device"))
-    words = ["--model", str(bundled_model()), "--device", "cuda", "--threads", "1", *extra]
-    options = line.parse(words)[1]
+    options = given("cuda", *extra)
     engine = resolve_options(options, planned_facts(device, options.device)).engine
-    return {d.field: (d.chosen, d.why) for d in kernels_there(engine, FAKES[device])}
+    ranks = engine.device.tensor_parallel
+    found = kernels_there(engine.model, FAKES[device], block_tokens=16, tensor_parallel=ranks)
+    return {d.field: (d.chosen, d.why) for d in found}
 
 
 @pytest.mark.parametrize(

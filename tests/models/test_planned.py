@@ -6,13 +6,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
-from headrace.back.kernels.op import PutOff
 from headrace.back.models.families import architecture_of
-from headrace.back.models.registry import build_model
-from headrace.back.parallel.mesh import Mesh
+from headrace.back.platforms.detect import FAKES
 from headrace.base.config.resolved import ModelSpec
+from headrace.launch.plan import kernels_there
 from tests.models.test_encoders import ENCODER_CASES
 from tests.models.test_parity import CASES, tiny_config
 
@@ -26,8 +24,6 @@ CONFIGS: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_every_family_tells_the_kernels_it_would_have_on_a_gpu(case: str) -> None:
-    from headrace.back.kernels.triton.wrap import planned_for
-
     architecture, make = CONFIGS[case]
     config = make().to_dict() | {"architectures": [architecture]}
     named = architecture_of(config)
@@ -36,13 +32,8 @@ def test_every_family_tells_the_kernels_it_would_have_on_a_gpu(case: str) -> Non
         logits_width=config["vocab_size"], eos_ids=(), config=config, head=named.head,
         bare=named.bare, num_labels=2,
     )  # fmt: skip
-    with PutOff() as checks, planned_for((9, 0)):
-        model = build_model(
-            spec, mesh=Mesh(), device=torch.device("meta"), block_tokens=16, planned="cuda"
-        )
-        model.finish_load()
-    checks.forget()
-    found = {d.field: (d.chosen, d.why) for d in model.decisions}
+    decided = kernels_there(spec, FAKES["h200"], block_tokens=16)
+    found = {d.field: (d.chosen, d.why) for d in decided}
     assert (
         found["kernel.linear"][0] == "triton"
         and "native: runs on the CPU only" in found["kernel.linear"][1]

@@ -139,9 +139,8 @@ def load() -> NativeLibrary | str:
     reason = f"native kernels are not built; run: {build.COMMAND}"
     for folder in (build.FOLDER, _cache_folder()):
         found = folder.glob(f"libheadrace_native-{build.source_digest()}-*.so")
-        for path in sorted(
-            found, key=lambda path: (len(path.name), path.name)
-        ):  # of all sets first
+        all_sets_first = sorted(found, key=lambda path: (len(path.name), path.name))
+        for path in all_sets_first:
             if unsafe := _unsafe(path):
                 return unsafe
             try:
