@@ -1,4 +1,5 @@
-"""The order of the tests, and what the end of a run tells: skips by their reason, then, last, what failed."""
+"""The order of the tests, the examples that properties are held against, and what the end of a run tells: skips by
+their reason, then, last, what failed."""
 
 from __future__ import annotations
 
@@ -6,6 +7,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # `make test-gpu` does without it
+    pass
+else:
+    # What a test finds depends on the code alone: its examples are the same in every run, and a slow machine may take
+    # its time over one. `--hypothesis-profile=other` draws others each time.
+    settings.register_profile("other", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("same", settings.get_profile("other"), derandomize=True)
+    settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -69,7 +69,7 @@ def test_each_line_gets_the_answer_of_its_route(client: openai.OpenAI, write_lin
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/responses": ({"input": "What is 3 plus 2?", "temperature": 0}, "output"),
     "/v1/messages": (
-        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0},
         "content",
     ),
     "/v1/completions": ({"prompt": "Once", "max_tokens": 4}, "choices"),

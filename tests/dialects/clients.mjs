@@ -112,7 +112,7 @@ const checks = {
     for await (const event of await gpt.responses.retrieve(background.id, { stream: true })) seen.push(event.type);
     assert.equal(seen.at(-1), "response.completed");
     assert.equal((await gpt.responses.cancel(background.id)).id, background.id);
-    assert.equal((await gpt.responses.compact({ model, input: asked.input })).object, "response.compaction");
+    assert.equal((await gpt.responses.compact(asked)).object, "response.compaction");
     await gpt.responses.delete(whole.id);
     await assert.rejects(gpt.responses.retrieve(whole.id), OpenAI.NotFoundError);
   },
@@ -164,7 +164,7 @@ const checks = {
     await assert.rejects(claude.messages.batches.list(), Anthropic.NotFoundError);
   },
   async leaving() {
-    const asked = { model, max_tokens: 4000, messages: [{ role: "user", content: "Tell me a story." }] };
+    const asked = { model, temperature: 0, max_tokens: 4000, messages: [{ role: "user", content: "Tell me a story." }], ignore_eos: true };
     const stream = claude.messages.stream(asked);
     await new Promise((resolve) => stream.on("text", resolve));
     stream.abort();

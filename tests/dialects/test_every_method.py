@@ -128,7 +128,9 @@ def responses_parse(gpt: openai.OpenAI) -> None:
 
 
 def responses_compact(gpt: openai.OpenAI) -> None:
-    made = gpt.responses.compact(model="demo", input="What is 17 + 25?")
+    made = gpt.responses.compact(
+        model="demo", input="What is 17 + 25?", extra_body={"temperature": 0}
+    )
     assert made.object == "response.compaction" and made.output
 
 

@@ -231,7 +231,9 @@ TOP = {
 
 @pytest.mark.parametrize("path", TOP)
 @settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=250,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_what_is_inside_the_fields_at_random(wire: Wire, path: str, data: st.DataObject) -> None:

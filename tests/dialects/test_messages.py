@@ -436,7 +436,7 @@ def test_a_prefilled_answer_is_continued(claude: anthropic.Anthropic) -> None:
 def test_leaving_a_stream_ends_the_work(bundled: Served) -> None:
     story = [{"role": "user", "content": "Tell me a long story."}]
     body = {"model": "demo", "messages": story, "max_tokens": 4000, "stream": True}
-    body["stop_token_ids"] = []
+    body["ignore_eos"] = True
     headers = {"x-api-key": KEY}
     with httpx.stream(
         "POST", bundled.url + "/v1/messages", json=body, headers=headers, verify=NO_TLS

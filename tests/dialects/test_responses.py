@@ -359,7 +359,8 @@ def test_truncation_drops_the_oldest_turns(gpt: openai.OpenAI) -> None:
 
 
 def test_compaction_stands_for_the_conversation(gpt: openai.OpenAI, bundled: Served) -> None:
-    made: Any = gpt.responses.compact(model="demo", input=[{"role": "user", "content": ADD}])
+    asked: Any = [{"role": "user", "content": ADD}]
+    made: Any = gpt.responses.compact(model="demo", input=asked, extra_body={"temperature": 0})
     assert made.object == "response.compaction"
     item = made.output[0].model_dump(exclude_none=True)
     assert item["type"] == "compaction"

@@ -123,8 +123,13 @@ def test_no_tool_is_called_when_none_may_be(
     )
     assert all(block.type == "text" for block in message.content)
     answer = gpt.responses.create(
-        model="demo", input=weather, tools=agent.for_responses(), tool_choice="none", max_output_tokens=60
-    )  # fmt: skip
+        model="demo",
+        input=weather,
+        tools=agent.for_responses(),
+        tool_choice="none",
+        temperature=0,
+        max_output_tokens=60,
+    )
     assert all(item.type == "message" for item in answer.output)
 
 

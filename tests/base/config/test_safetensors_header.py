@@ -94,7 +94,9 @@ def test_a_header_over_the_limit_is_not_read(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.binary(max_size=80))
 def test_any_bytes_are_read_or_refused(data: bytes, tmp_path: Path) -> None:

@@ -86,7 +86,9 @@ def check(gate: GrammarGate, schema: dict[str, Any], seed: int, compact: bool) -
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(schema=SCHEMAS, seed=st.integers(1, 1 << 20), compact=st.booleans())
 def test_every_answer_under_a_schema_validates(
@@ -97,7 +99,9 @@ def test_every_answer_under_a_schema_validates(
 
 @pytest.mark.slow
 @settings(
-    max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10_000,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(schema=SCHEMAS, seed=st.integers(1, 1 << 20), compact=st.booleans())
 def test_every_answer_under_ten_thousand_schemas_validates(
@@ -140,7 +144,9 @@ JSON = st.recursive(
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(document=JSON)
 def test_what_is_no_schema_is_refused_and_breaks_nothing(gate: GrammarGate, document: Any) -> None:

@@ -196,7 +196,10 @@ def test_the_newest_position_is_seen(rows, monkeypatch):
         [(1, n) for n in lengths], block_tokens=16, window=None, device=DEVICE
     )
     new = {"dtype": BF16, "device": DEVICE}
-    caches = [torch.randn(blocks, 2, kv_heads, 16, dim, **new) for _ in range(4)]
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    caches = [
+        torch.randn(blocks, 2, kv_heads, 16, dim, generator=generator, **new) for _ in range(4)
+    ]
     problem = attention.AttentionProblem(
         heads=heads, kv_heads=kv_heads, head_dim=dim, block_tokens=16, scale=dim**-0.5, **new
     )

@@ -48,6 +48,11 @@ def close(ours: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> boo
     return bool((ours - expected).abs().max() <= BOUND[dtype] * expected.abs().max())
 
 
+def random(*shape: int, seed: int = 0, device: str = DEVICE) -> torch.Tensor:
+    """Normal numbers in float32, the same in every run and on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
 # heads, KV heads, head_dim, block_tokens, window, soft cap
 SHAPES = [
     (4, 2, 64, 16, None, None),
@@ -171,8 +176,8 @@ def test_scores_beyond_the_range_of_exp_stay_finite():
 @pytest.mark.parametrize("width", [3, 40, 128, 1000])
 def test_norms_equal_the_reference(dtype, width):
     problem = rms_norm.RMSNormProblem(device=DEVICE, dtype=dtype, width=width, eps=1e-6)
-    weight = torch.randn(width, device=DEVICE)
-    x, residual = (torch.randn(6, 4, width, device=DEVICE).to(dtype) for _ in range(2))
+    weight = random(width)
+    x, residual = (random(6, 4, width, seed=seed).to(dtype) for seed in (1, 2))
     ours, theirs = triton_rms_norm.bind_norm(problem, weight), rms_norm.bind_norm(problem, weight)
     for view in (x, x[:, 1:3], x[::2], x[0], x[0, 0]):
         assert close(ours(view), theirs(view), dtype)
@@ -188,7 +193,7 @@ def test_gated_activation_equals_the_reference(dtype, activation):
     problem = gated_act.GatedActProblem(
         device=DEVICE, dtype=dtype, width=1100, activation=activation
     )
-    x = 4 * torch.randn(3, 2400, device=DEVICE).to(dtype)
+    x = 4 * random(3, 2400).to(dtype)
     x[1, 7] = NAN
     ours = triton_gated_act.bind(problem)(x[:, 100:2300])
     theirs = gated_act.bind_reference(problem)(x[:, 100:2300])
@@ -271,15 +276,15 @@ def test_the_fused_layer_takes_any_number_of_tokens(tokens):
     problem = fused_linear.FusedLinearProblem(
         device=DEVICE, dtype=FP32, inputs=64, outputs=96, eps=1e-5, activation="silu"
     )
-    weights = torch.randn(96, 64, device=DEVICE) / 8, None, torch.rand(64, device=DEVICE)
-    x = torch.randn(tokens, 64, device=DEVICE)
+    weights = random(96, 64) / 8, None, random(64, seed=1).abs()
+    x = random(tokens, 64, seed=2)
     ours = triton_fused_linear.KERNEL.bind(problem, *weights)(x)
     assert close(ours, fused_linear.bind_reference(problem, *weights)(x), FP32)
 
 
 @pytest.mark.parametrize("dtype", [FP32, torch.float16])
 def test_greedy_takes_the_first_of_the_greatest(dtype):
-    x = torch.randn(8, 9001).to(dtype)
+    x = random(8, 9001, device="cpu").to(dtype)
     x[1, [700, 800]] = NAN
     x[2, [8900, 31]] = 9.0
     x[3] = -INF
@@ -294,11 +299,11 @@ def test_greedy_takes_the_first_of_the_greatest(dtype):
 
 def test_the_draw_is_the_references():
     """ENG-25: the noise is the same on every device."""
-    logits = 3 * torch.randn(6, 5003)
+    logits = 3 * random(6, 5003, device="cpu")
     logits[3] = -INF
     logits[4], logits[4, 77] = -INF, -3.0
     temperature = torch.linspace(0.1, 2.0, 6, dtype=torch.float64)
-    keys = torch.randint(-(1 << 62), 1 << 62, (6,))
+    keys = torch.randint(-(1 << 62), 1 << 62, (6,), generator=torch.Generator().manual_seed(1))
     ours = triton_gumbel.bind(gumbel.GumbelProblem(device=DEVICE))(
         logits.to(DEVICE), temperature.to(DEVICE), keys.to(DEVICE)
     )
@@ -312,7 +317,7 @@ def test_a_captured_graph_serves_every_step_of_its_shape(decode_only):
     slots, capacity, tokens = 24, 64, 24 if decode_only else 512
     shape = (16, 8, 128, 16, None, None)
     problem, _, kv, full, _ = attention_case(shape, BF16, [(1, capacity * 16)] * slots)
-    q = torch.randn(tokens, 16, 128, device=DEVICE, dtype=BF16)
+    q = random(tokens, 16, 128).to(BF16)
     plan = replace(
         full, max_query_len=1 if decode_only else tokens, host_kv_len=None, host_query_start=None
     )
