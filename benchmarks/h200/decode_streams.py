@@ -1,10 +1,11 @@
 """The kernel that streams the cache beside the one with a program a piece, decode rows, over caches as large as a
 model's; variants of both sizes in turn within each round, so that a drift of clocks meets all alike.
 
-    python -m benchmarks.h200.decode_streams [--models 8B,0.6B] [--variants]
+    python -m benchmarks.h200.decode_streams [--models 8B,0.6B] [--variants] [--coded fp8]
 
-Microseconds; of the streaming kernel with KV heads of a tile, and stages.
-What was chosen: STREAMS and LEAST_ROWS in kernels/attention/hopper_decode.py.
+Microseconds; of the streaming kernel with positions and heads of a tile, KV heads of a tile, stages, and programs of a
+multiprocessor.
+What was chosen: STREAMS, STREAMS_OF_CODES and LEAST_ROWS in kernels/attention/hopper_decode.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -24,11 +26,18 @@ from headrace.back.kernels.attention import hopper_decode
 from headrace.back.kernels.attention import triton_attention as kernels
 from headrace.back.kernels.attention.hopper_decode import Streams
 from headrace.back.kernels.attention.op import AttentionProblem, SamplePlan, sample_plan
+from headrace.back.kernels.kv_write.coded import SCALE_BYTES
 from headrace.back.kernels.triton.timing import graph_of, replay_us
 
 VARIANTS = [
     *(Streams(heads=heads) for heads in (1, 2, 4)),
     Streams(heads=2, stages=2),
+]
+OF_CODES = [
+    *(Streams(heads=heads) for heads in (1, 2, 4)),
+    Streams(heads=2, stages=5),
+    *(Streams(heads=heads, per_sm=3, registers=168) for heads in (1, 2, 4)),
+    *(Streams(heads=heads, rows=128, stages=2) for heads in (1, 2, 4, 8)),
 ]
 ROUNDS = 3
 
@@ -42,7 +51,8 @@ def graph(
         least = 1 if streams is not None else 1 << 30
         patches.enter_context(patch.object(hopper_decode, "LEAST_ROWS", least))
         if streams is not None:
-            patches.enter_context(patch.object(hopper_decode, "STREAMS", ((1 << 30, streams),)))
+            name = "STREAMS" if case.coded is None else "STREAMS_OF_CODES"
+            patches.enter_context(patch.object(hopper_decode, name, ((1 << 30, streams),)))
         attends = [kernels.bind(case) for _ in caches]
         calls: list[Callable[[], object]] = [
             lambda attend=attend, kv=kv: attend(q, kv, plan)
@@ -55,12 +65,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="8B,0.6B")
     parser.add_argument("--variants", action="store_true", help="of the streaming kernel")
+    parser.add_argument("--coded", choices=("int8", "fp8"), help="caches of codes")
     given = parser.parse_args()
-    chosen = dict.fromkeys(one for _, one in hopper_decode.STREAMS)
-    streams = [None, *(VARIANTS if given.variants else chosen)]
-    caches = make_caches()
+    variants = OF_CODES if given.coded else VARIANTS
+    table = hopper_decode.STREAMS_OF_CODES if given.coded else hopper_decode.STREAMS
+    chosen = dict.fromkeys(one for _, one in table)
+    streams = [None, *(variants if given.variants else chosen)]
+    caches = make_caches(coded=given.coded is not None)
     for model in given.models.split(","):
-        case, rng = problem(model), np.random.default_rng(0)
+        case, rng = replace(problem(model), coded=given.coded), np.random.default_rng(0)
         for rows, low, high in CASES:
             lengths = rng.integers(low, high + 1, rows).tolist()
             plan, _ = sample_plan(
@@ -72,9 +85,10 @@ def main() -> None:
             graphs = [graph(case, caches, plan, one) for one in streams]
             times = [[replay_us(one, replays=5) / LAYERS for one in graphs] for _ in range(ROUNDS)]
             us = np.median(times, axis=0).round(1).tolist()
-            floor = sum(lengths) * case.kv_heads * case.head_dim * 4 / BYTES_PER_S * 1e6
+            width = case.head_dim + SCALE_BYTES if given.coded else 2 * case.head_dim
+            floor = sum(lengths) * case.kv_heads * width * 2 / BYTES_PER_S * 1e6
             found = [
-                (took, one.heads, one.stages)
+                (took, one.rows, one.heads, one.stages, one.per_sm)
                 for took, one in zip(us[1:], streams[1:], strict=True)
                 if one is not None
             ]

@@ -23,6 +23,7 @@ from headrace.back.kernels.attention import hopper_decode
 from headrace.back.kernels.attention import triton_attention as kernels
 from headrace.back.kernels.attention.op import sample_plan
 from headrace.back.kernels.attention.triton_lists import Tiles
+from headrace.back.kernels.kv_write.coded import random_cache
 from headrace.back.kernels.triton.timing import graph_of, replay_us
 
 CASES: list[tuple[int, int, int]] = [
@@ -42,9 +43,13 @@ BLOCKS = 49_000
 """A layer's cache of an 8B model on an H200, 3.2 GB."""
 
 
-def make_caches() -> list[torch.Tensor]:
+def make_caches(*, coded: bool = False) -> list[torch.Tensor]:
     """The caches of LAYERS layers, random."""
     case = problem("8B")
+    if coded:
+        sizes = (BLOCKS, case.kv_heads, case.block_tokens, case.head_dim)
+        generator = torch.Generator("cuda").manual_seed(0)
+        return [random_cache(sizes, generator=generator, device="cuda") for _ in range(LAYERS)]
     shape = (BLOCKS, 2, case.kv_heads, case.block_tokens, case.head_dim)
     return [torch.empty(shape, dtype=case.dtype, device="cuda").normal_() for _ in range(LAYERS)]
 

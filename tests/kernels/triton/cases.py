@@ -51,9 +51,13 @@ def _hopper() -> object:
     """The kernel that no other device has."""
     from headrace.back.kernels.attention import hopper
 
-    problem = _attention(32, 8, 128)
-    q_THD, kv, plan = attention.OP.sample(problem).arguments
-    hopper.bind_prefill(problem, min_queries=2)(q_THD, kv, plan, torch.empty_like(q_THD))
+    for problem in (
+        _attention(32, 8, 128),
+        _attention(32, 8, 128, coded="fp8"),
+        _attention(14, 2, 64, coded="int8"),
+    ):
+        q_THD, kv, plan = attention.OP.sample(problem).arguments
+        hopper.bind_prefill(problem, min_queries=2)(q_THD, kv, plan, torch.empty_like(q_THD))
     return None
 
 
@@ -68,6 +72,8 @@ def _hopper_decode() -> object:
         (_attention(32, 8, 128), NONE),
         (_attention(16, 8, 128), shared),
         (_attention(14, 2, 64), NONE),
+        (_attention(32, 8, 128, coded="fp8"), NONE),
+        (_attention(16, 8, 64, coded="int8"), shared),
     ):
         q_THD, kv, plan = attention.OP.sample(problem).arguments
         decode = hopper_decode.bind_decode(problem)

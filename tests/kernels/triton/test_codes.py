@@ -47,6 +47,14 @@ def coded_cache(kv: torch.Tensor, code: str) -> torch.Tensor:
     return cache
 
 
+def in_codes(problem, kv, code):
+    """The problem over codes and such a cache; unused codes are e4m3's NaN, their scales NaN."""
+    cache = coded_cache(kv, code)
+    codes, scales = codes_and_scales(cache)
+    codes[scales.isnan()] = 0x7F
+    return replace(problem, coded=code), cache
+
+
 # heads, KV heads, head_dim, block_tokens, window, soft cap
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("code", CODES)

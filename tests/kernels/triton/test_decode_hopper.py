@@ -15,14 +15,17 @@ from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.attention.hopper_decode import Streams
 from headrace.back.kernels.attention.triton_lists import row_bucket
 from headrace.back.kernels.attention.triton_runs import RUN_FIELDS, runs_kernel
+from headrace.back.kernels.kv_write.coded import codes_and_scales, widen
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.qk_rope_write import triton_qk_rope_write
 from headrace.back.kernels.triton.wrap import interpreted, power_of_two
 from tests.kernels.triton.test_cascade import shared_case
+from tests.kernels.triton.test_codes import CODES, coded_cache, in_codes
 from tests.kernels.triton.test_kernels import (
     BF16,
     DEVICE,
     FP16,
+    FP32,
     NAN,
     attention_case,
     close,
@@ -112,20 +115,24 @@ SHAPES = [
     (16, 1, 64, 64, None, None),
     (12, 12, 64, 16, None, None),
 ]
+STREAMS = [
+    Streams(),
+    Streams(least=1, near=0, stages=2),
+    Streams(per_sm=1, stages=6, least=4, near=4),
+]
+OF_CODES = [
+    *STREAMS,
+    Streams(heads=2, per_sm=3, registers=168),
+    Streams(rows=128, stages=2),
+    Streams(rows=128, heads=1, stages=2),
+]
 LENGTHS = [1, 300, 16, 17, 95, 1000, 31, 260, 5, 2500, 641]
 
 
 @hopper_only
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "streams",
-    [
-        Streams(),
-        Streams(least=1, near=0, stages=2),
-        Streams(per_sm=1, stages=6, least=4, near=4),
-    ],
-)
+@pytest.mark.parametrize("streams", STREAMS)
 def test_the_streaming_kernel_equals_the_reference(dtype, shape, streams, monkeypatch):
     """KRN-10, REG-037. Unused places, also of the last block, are NaN; twice the same bits."""
     monkeypatch.setattr(hopper_decode, "STREAMS", ((1 << 30, streams),))
@@ -139,6 +146,26 @@ def test_the_streaming_kernel_equals_the_reference(dtype, shape, streams, monkey
         assert close(out[: len(rows)], exact(problem, q, kv, plan), dtype)
         again = attend(q, kv, padded)
         assert torch.equal(out[: len(rows)], again[: len(rows)])
+
+
+@hopper_only
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("streams", OF_CODES)
+def test_codes_are_streamed(code, shape, streams, monkeypatch):
+    """KRN-10, QNT-18: as above, over a cache of codes."""
+    monkeypatch.setattr(hopper_decode, "STREAMS_OF_CODES", ((1 << 30, streams),))
+    monkeypatch.setattr(hopper_decode, "LEAST_ROWS", 1)
+    for lengths in ([3000], [40] * 70, LENGTHS):
+        rows = [(1, length) for length in lengths]
+        problem, q, kv, plan, padded = attention_case(shape, BF16, rows, pad_rows=2, pad_tokens=2)
+        coded, cache = in_codes(problem, kv, code)
+        assert hopper_decode.unfit(coded) is None
+        attend = triton_attention.bind(coded)
+        out = attend(q, cache, padded)
+        expected = exact(problem, q, widen(cache, FP32, code), plan)
+        assert close(out[: len(rows)], expected, BF16)
+        assert torch.equal(out[: len(rows)], attend(q, cache, padded)[: len(rows)])
 
 
 @hopper_only
@@ -156,12 +183,17 @@ def test_decodes_beside_prompts_equal_the_reference(shape, decodes):
 
 
 @hopper_only
-def test_the_streaming_kernel_keeps_nan_in_its_row(monkeypatch):
+@pytest.mark.parametrize("code", [None, *CODES])
+def test_the_streaming_kernel_keeps_nan_in_its_row(code, monkeypatch):
     monkeypatch.setattr(hopper_decode, "LEAST_ROWS", 1)
     problem, q, kv, plan, _ = attention_case(SHAPES[1], BF16, [(1, n) for n in LENGTHS])
+    lost = kv
+    if code is not None:
+        problem, kv = in_codes(problem, kv, code)
+        lost = codes_and_scales(kv)[1]
     attend = triton_attention.bind(problem)
     clean = attend(q, kv, plan)
-    kv[plan.block_table_RB[5, 2].item()] = NAN
+    lost[plan.block_table_RB[5, 2].item()] = NAN
     out = attend(q, kv, plan)
     assert out[5].isnan().all()
     others = [row for row in range(len(LENGTHS)) if row != 5]
@@ -169,8 +201,9 @@ def test_the_streaming_kernel_keeps_nan_in_its_row(monkeypatch):
 
 
 @hopper_only
+@pytest.mark.parametrize("code", [None, *CODES])
 @pytest.mark.parametrize("per_sm", [1, 6])
-def test_shared_prefixes_do_not_show(per_sm, monkeypatch):
+def test_shared_prefixes_do_not_show(per_sm, code, monkeypatch):
     """Beside rows without any, of prefixes in one piece and in many."""
     for name, value in (("LEAST_ROWS", 2), ("MIN_ROWS", 3), ("MIN_TOKENS", 24), ("MIN_PIECE", 16)):
         monkeypatch.setattr(cascade, name, value)
@@ -181,13 +214,18 @@ def test_shared_prefixes_do_not_show(per_sm, monkeypatch):
     problem, q, kv, plan, padded = shared_case(
         SHAPES[1], BF16, [(1, n) for n in lengths], groups, pad_rows=2, pad_tokens=2
     )
-    out = triton_attention.bind(problem)(q, kv, padded)
-    assert close(out[: len(lengths)], exact(problem, q, kv, plan), BF16)
+    attended, cache, wide = problem, kv, kv
+    if code is not None:
+        attended, cache = in_codes(problem, kv, code)
+        wide = widen(cache, FP32, code)
+    out = triton_attention.bind(attended)(q, cache, padded)
+    assert close(out[: len(lengths)], exact(problem, q, wide, plan), BF16)
 
 
 @hopper_only
+@pytest.mark.parametrize("code", [None, *CODES])
 @pytest.mark.parametrize("rows", [3, 40, 200])
-def test_the_newest_position_is_seen(rows, monkeypatch):
+def test_the_newest_position_is_seen(rows, code, monkeypatch):
     """What the kernel asks for before the one that writes the newest keys and values has ended is older than they
     (REG lines on graphs): layers of both in one graph, against the kernel that waits."""
     heads, kv_heads, dim = 32, 8, 128
@@ -201,10 +239,12 @@ def test_the_newest_position_is_seen(rows, monkeypatch):
         torch.randn(blocks, 2, kv_heads, 16, dim, generator=generator, **new) for _ in range(4)
     ]
     problem = attention.AttentionProblem(
-        heads=heads, kv_heads=kv_heads, head_dim=dim, block_tokens=16, scale=dim**-0.5, **new
-    )
+        heads=heads, kv_heads=kv_heads, head_dim=dim, block_tokens=16, scale=dim**-0.5, coded=code, **new
+    )  # fmt: skip
+    if code is not None:
+        caches = [coded_cache(kv, code) for kv in caches]
     writing = qk_rope_write.QKRopeWriteProblem(
-        heads=heads, kv_heads=kv_heads, head_dim=dim, rotary_dim=0, block_tokens=16, **new,
+        heads=heads, kv_heads=kv_heads, head_dim=dim, rotary_dim=0, block_tokens=16, coded=code, **new,
     )  # fmt: skip
     values = torch.empty(4, rows, (heads + 2 * kv_heads) * dim, **new)
     positions = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
@@ -242,6 +282,6 @@ def test_where_it_cannot_run_the_other_kernel_does():
         device="cpu", dtype=BF16, heads=8, kv_heads=2, head_dim=128, block_tokens=16, scale=1.0
     )
     assert "GPUs" in str(hopper_decode.unfit(problem))
-    assert hopper_decode.heads_of(problem, 4) == 2
-    assert hopper_decode.heads_of(replace(problem, heads=24, kv_heads=12), 4) == 4
-    assert hopper_decode.heads_of(replace(problem, block_tokens=64), 4) == 1
+    assert hopper_decode.heads_of(problem, Streams()) == 2
+    assert hopper_decode.heads_of(replace(problem, heads=24, kv_heads=12), Streams()) == 4
+    assert hopper_decode.heads_of(replace(problem, block_tokens=64), Streams()) == 1

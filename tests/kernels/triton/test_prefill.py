@@ -11,11 +11,14 @@ triton = pytest.importorskip("triton")
 from headrace.back.kernels.attention import hopper, triton_attention
 from headrace.back.kernels.attention.triton_lists import row_bucket
 from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel
+from headrace.back.kernels.kv_write.coded import codes_and_scales, widen
 from headrace.back.kernels.triton.wrap import interpreted
+from tests.kernels.triton.test_codes import CODES, in_codes
 from tests.kernels.triton.test_kernels import (
     BF16,
     DEVICE,
     FP16,
+    FP32,
     NAN,
     attention_case,
     close,
@@ -82,26 +85,37 @@ HOPPER_ROWS = [(1, 1), (1, 300), (40, 95), (6, 6), (5, 260), (129, 129), (300, 1
 
 
 @hopper_only
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype, code", [(BF16, None), (FP16, None), (BF16, "int8"), (BF16, "fp8")])
 @pytest.mark.parametrize("shape", HOPPER_SHAPES)
-def test_the_copy_engines_kernel_equals_the_reference(dtype, shape):
-    """KRN-10, REG-037. Unused places, also of the last block, are NaN."""
+def test_the_copy_engines_kernel_equals_the_reference(dtype, code, shape):
+    """KRN-10, QNT-18, REG-037. Unused places, also of the last block, are NaN; twice the same bits."""
     problem, q, kv, plan, padded = attention_case(
         shape, dtype, HOPPER_ROWS, pad_rows=2, pad_tokens=3
     )
-    assert hopper.unfit(problem) is None
-    out = triton_attention.bind(problem)(q, kv, padded)
-    expected = exact(problem, q, kv, plan)
+    attended, cache, wide = problem, kv, kv
+    if code is not None:
+        attended, cache = in_codes(problem, kv, code)
+        wide = widen(cache, FP32, code)
+    assert hopper.unfit(attended) is None
+    attend = triton_attention.bind(attended)
+    out = attend(q, cache, padded)
+    expected = exact(problem, q, wide, plan)
     assert close(out[: len(expected)], expected, dtype)
+    assert torch.equal(out[: len(expected)], attend(q, cache, padded)[: len(expected)])
 
 
 @hopper_only
-def test_the_copy_engines_kernel_keeps_nan_in_its_row():
+@pytest.mark.parametrize("code", [None, *CODES])
+def test_the_copy_engines_kernel_keeps_nan_in_its_row(code):
     shape, rows = (8, 2, 128, 16, None, None), [(70, 70), (50, 333), (90, 100)]
     problem, q, kv, plan, _ = attention_case(shape, BF16, rows)
+    lost = kv
+    if code is not None:
+        problem, kv = in_codes(problem, kv, code)
+        lost = codes_and_scales(kv)[1]
     attend = triton_attention.bind(problem)
     clean = attend(q, kv, plan)
-    kv[plan.block_table_RB[1, 2].item()] = NAN
+    lost[plan.block_table_RB[1, 2].item()] = NAN
     out = attend(q, kv, plan)
     assert out[70:120].isnan().all()
     assert torch.equal(out[:70], clean[:70]) and torch.equal(out[120:], clean[120:])

@@ -12,6 +12,7 @@ import triton
 from headrace.back.kernels.attention.op import AttentionProblem, Plan
 from headrace.back.kernels.attention.triton_lists import Launch, lists, row_bucket
 from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel
+from headrace.back.kernels.kv_write.coded import codes_and_scales
 from headrace.back.kernels.triton.wrap import interpreted, launch, num_sms
 
 PAIRS = 64
@@ -20,10 +21,12 @@ PAIRS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class HopperTiles:
-    """n: positions of a tile; stages: how many tiles of keys, and as many of values, are in shared memory."""
+    """n: positions of a tile; stages: how many tiles of keys, and as many of values, are in shared memory; slots: how
+    many tiles of codes, of keys or values."""
 
     n: int = 128
     stages: int = 2
+    slots: int = 4
 
 
 TILES = HopperTiles()
@@ -35,8 +38,10 @@ def unfit(problem: AttentionProblem) -> str | None:
         return "runs on NVIDIA's GPUs only"
     if torch.cuda.get_device_capability() != (9, 0):
         return "asks for the copy engine and the matrix instructions of compute capability 9.0"
-    if problem.dtype not in (torch.bfloat16, torch.float16) or problem.coded:
+    if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"knows bfloat16 and float16, not {problem.dtype}"
+    if problem.coded and problem.dtype is not torch.bfloat16:
+        return f"makes bfloat16 of codes, not {problem.dtype}"
     if problem.head_dim not in (64, 128):
         return f"knows heads of 64 and 128, not {problem.head_dim}"
     if problem.window is not None or problem.softcap is not None or problem.sinks:
@@ -49,7 +54,8 @@ def unfit(problem: AttentionProblem) -> str | None:
 
 
 def descriptors(box: list[int], layout: Any) -> Callable[[torch.Tensor], Any]:
-    """How the copy engine is told of a cache: as rows of head_dim, a box of them at a time."""
+    """How the copy engine is told of a cache: as rows of head_dim, a box of them at a time; of codes as heads of a
+    block, whose scales lie between them."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     known: dict[tuple[int, int], TensorDescriptor] = {}
@@ -59,24 +65,35 @@ def descriptors(box: list[int], layout: Any) -> Callable[[torch.Tensor], Any]:
         found = known.get(key)
         if found is None or found.base.data_ptr() != key[0]:  # of a cache that was given back
             known.clear()
-            found = known[key] = TensorDescriptor.from_tensor(kv.view(-1, box[1]), box, layout)
+            tiles = kv.view(-1, box[-1]) if len(box) == 2 else _codes(kv)
+            found = known[key] = TensorDescriptor.from_tensor(tiles, box, layout)
         return found
 
     return descriptor
+
+
+def _codes(kv: torch.Tensor) -> torch.Tensor:
+    return codes_and_scales(kv)[0].flatten(0, 2)
 
 
 def bind_prefill(problem: AttentionProblem, *, min_queries: int) -> Launch:
     """The launch for rows with at least `min_queries` query tokens."""
     from triton.experimental.gluon import language as gl
 
+    from headrace.back.kernels.attention.triton_prefill_codes import prefill_codes_kernel
     from headrace.back.kernels.attention.triton_prefill_hopper import prefill_hopper_kernel
 
     kv_heads, head_dim, block_tokens = problem.kv_heads, problem.head_dim, problem.block_tokens
     group = problem.heads // kv_heads
     queries, tiles = 2 * (PAIRS // group), TILES
-    box = [block_tokens, head_dim]
+    coded = problem.coded is not None
+    box = [1, block_tokens, head_dim] if coded else [block_tokens, head_dim]
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[problem.dtype]
-    cache_of = descriptors(box, gl.NVMMASharedLayout.get_default_for(box, element))
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.int8 if coded else element)
+    cache_of = descriptors(box, layout)
+    sizes: dict[str, Any] = {
+        "GROUP": group, "KV_HEADS": kv_heads, "BLOCK_TOKENS": block_tokens, "N": tiles.n, "STAGES": tiles.stages,
+    }  # fmt: skip
 
     def make(plan: Plan, most: int) -> torch.Tensor:
         device = plan.kv_len_R.device
@@ -92,11 +109,17 @@ def bind_prefill(problem: AttentionProblem, *, min_queries: int) -> Launch:
         most = triton.cdiv(len(q_THD), queries) + len(plan.kv_len_R)
         key = ("tiles", queries, min_queries, most)
         found, _ = lists.get(plan, key, prefill, lambda: make(plan, most))
-        prefill_hopper_kernel[(num_sms(q_THD.device),)](
-            cache_of(kv), q_THD, out_THD, found, plan.block_table_RB,
-            q_THD.stride(0), q_THD.stride(1), problem.heads * head_dim,
-            plan.block_table_RB.stride(0), problem.scale * 1.4426950408889634,
-            GROUP=group, KV_HEADS=kv_heads, BLOCK_TOKENS=block_tokens, N=tiles.n, STAGES=tiles.stages, num_warps=4,
+        given = (
+            q_THD, out_THD, found, plan.block_table_RB, q_THD.stride(0), q_THD.stride(1),
+            problem.heads * head_dim, plan.block_table_RB.stride(0), problem.scale * 1.4426950408889634,
         )  # fmt: skip
+        grid = (num_sms(q_THD.device),)
+        if coded:
+            prefill_codes_kernel[grid](
+                cache_of(kv), kv.view(torch.float32), *given, **sizes, SLOTS=tiles.slots, CODED=problem.coded,
+                num_warps=4,
+            )  # fmt: skip
+        else:
+            prefill_hopper_kernel[grid](cache_of(kv), *given, **sizes, num_warps=4)
 
     return prefill

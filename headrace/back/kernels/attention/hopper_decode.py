@@ -14,22 +14,23 @@ from headrace.back.kernels.attention.triton_lists import lists, row_bucket
 from headrace.back.kernels.attention.triton_runs import RUN_FIELDS, runs_kernel
 from headrace.back.kernels.triton.wrap import COUNTERS, counters, launch, num_sms, power_of_two
 
-ROWS = 64
-"""Positions and heads of a tile: rows of a matrix instruction."""
 MOST_QUERIES = 64
 """Queries of a tile: columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """heads: KV heads of a tile, at most; stages: tiles on their way to a program; least: tiles of a run; near: tiles
-    by which cuts are moved to the ends of rows."""
+    """rows: positions and heads of a tile, those of one matrix instruction or two; heads: KV heads of a tile, at most;
+    per_sm: programs; stages: tiles on their way to a program; least: tiles of a run; near: tiles by which cuts are
+    moved to the ends of rows; registers: of a thread at most, None: as the compiler thinks."""
 
+    rows: int = 64
     heads: int = 4
     per_sm: int = 2
     stages: int = 3
     least: int = 2
     near: int = 8
+    registers: int | None = None
 
 
 STREAMS: tuple[tuple[int, Streams], ...] = (
@@ -39,6 +40,12 @@ STREAMS: tuple[tuple[int, Streams], ...] = (
 )
 """By rows of a step, up to so many. Measured on an H200 (benchmarks/h200/kernels.md): of few rows no position should
 wait for another, of many the copies should be large."""
+STREAMS_OF_CODES: tuple[tuple[int, Streams], ...] = (
+    (63, Streams(heads=2, per_sm=3, registers=168)),
+    (192, Streams()),
+    (1 << 30, Streams(rows=128, stages=2)),
+)
+"""The same for caches of codes, where it is the widening that takes the time: more programs, or fewer tiles."""
 LEAST_ROWS = 8
 """Rows of a step from which on this kernel serves it; of fewer the time goes to adding up what programs share."""
 
@@ -46,10 +53,14 @@ Decode = Callable[[torch.Tensor, torch.Tensor, Plan, torch.Tensor, Shared], None
 """f(q_THD, kv, plan, out_THD, shared prefixes)"""
 
 
-def heads_of(problem: AttentionProblem, most: int) -> int:
-    """KV heads of a tile: as many beside each other as there are rows for, and `most`."""
-    heads = ROWS // problem.block_tokens
-    while heads > 1 and (heads > most or problem.kv_heads % heads):
+def _streams(problem: AttentionProblem) -> tuple[tuple[int, Streams], ...]:
+    return STREAMS if problem.coded is None else STREAMS_OF_CODES
+
+
+def heads_of(problem: AttentionProblem, streams: Streams) -> int:
+    """KV heads of a tile: as many beside each other as there are rows for, and as are wanted."""
+    heads = streams.rows // problem.block_tokens
+    while heads > 1 and (heads > streams.heads or problem.kv_heads % heads):
         heads //= 2
     return heads
 
@@ -58,9 +69,11 @@ def unfit(problem: AttentionProblem) -> str | None:
     """Why this kernel does not serve a problem."""
     if reason := hopper.unfit(problem):
         return reason
-    if problem.block_tokens > ROWS:
-        return f"blocks of {problem.block_tokens} tokens are above {ROWS}"
-    most = max(heads_of(problem, streams.heads) for _, streams in STREAMS)
+    streams = [one for _, one in _streams(problem)]
+    rows = min(one.rows for one in streams)
+    if problem.block_tokens > rows:
+        return f"blocks of {problem.block_tokens} tokens are above {rows}"
+    most = max(heads_of(problem, one) for one in streams)
     if most * problem.heads // problem.kv_heads > MOST_QUERIES:
         return f"tiles have more than {MOST_QUERIES} query heads"
     return None
@@ -78,7 +91,7 @@ def bind_decode(problem: AttentionProblem) -> Decode:
     def decode(
         q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor, common: Shared
     ) -> None:
-        streams = next(one for most, one in STREAMS if len(plan.kv_len_R) <= most)
+        streams = next(one for most, one in _streams(problem) if len(plan.kv_len_R) <= most)
         if streams not in bound:
             bound[streams] = _bound(problem, streams)
         bound[streams](q_THD, kv, plan, out_THD, common)
@@ -92,12 +105,13 @@ def _bound(problem: AttentionProblem, streams: Streams) -> Decode:
     from headrace.back.kernels.attention.triton_decode_hopper import decode_hopper_kernel
 
     kv_heads, depth, block_tokens = problem.kv_heads, problem.head_dim, problem.block_tokens
-    heads, group = heads_of(problem, streams.heads), problem.heads // kv_heads
-    blocks, shares = ROWS // (heads * block_tokens), kv_heads // heads
+    heads, group = heads_of(problem, streams), problem.heads // kv_heads
+    blocks, shares = streams.rows // (heads * block_tokens), kv_heads // heads
     queries = power_of_two(heads * group, least=8)
-    box = [heads * block_tokens, depth]
+    coded = problem.coded is not None
+    box = [heads, block_tokens, depth] if coded else [heads * block_tokens, depth]
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[problem.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(box, element)
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.int8 if coded else element)
     cache_of = hopper.descriptors(box, layout)
 
     def make(plan: Plan, most: int, joins: torch.Tensor | None) -> torch.Tensor:
@@ -126,12 +140,14 @@ def _bound(problem: AttentionProblem, streams: Streams) -> Decode:
         if is_new and "launch_pdl" in options:
             options["launch_pdl"] = False  # it reads the list before it waits
         decode_hopper_kernel[(shares, most)](
-            cache_of(kv), q_THD, out_THD, runs, plan.query_start_R1, plan.kv_len_R, common.joins,
+            cache_of(kv), kv.view(torch.float32) if coded else None, q_THD, out_THD, runs,
+            plan.query_start_R1, plan.kv_len_R, common.joins,
             plan.block_table_RB, partial, common.partial, counters(device),
             q_THD.stride(0), q_THD.stride(1), problem.heads * depth, plan.block_table_RB.stride(0),
             problem.scale * 1.4426950408889634, KV_HEADS=kv_heads, HEADS=heads, GROUP=group,
             Q=queries, BLOCK_TOKENS=block_tokens, BLOCKS=blocks, STAGES=streams.stages,
-            SHARED=common.joins is not None, PREFIX_M=common.m, num_warps=4, **options,
+            SHARED=common.joins is not None, PREFIX_M=common.m, CODED=problem.coded, num_warps=4,
+            maxnreg=streams.registers, **options,
         )  # fmt: skip
 
     return decode

@@ -44,6 +44,30 @@ FP8 = tl.constexpr(
     fma.rn.bf16x2 $1, a, big, none;
     }"""
 )
+FP8_PAIRS = tl.constexpr(
+    # The same times 2^-120, the second code and the third exchanged, so that only shifts and masks are left. A NaN
+    # becomes a number.
+    """{
+    .reg .b32 a, b;
+    shr.u32 a, $2, 4;
+    and.b32 a, a, 0x07f007f0;
+    lop3.b32 $1, $2, 0x80008000, a, 0xea;
+    mul.lo.u32 a, $2, 16;
+    and.b32 a, a, 0x07f007f0;
+    mul.lo.u32 b, $2, 256;
+    lop3.b32 $0, b, 0x80008000, a, 0xea;
+    }"""
+)
+PAIRS_UP = tl.constexpr(2.0**60)
+"""What each side of a product with such codes is multiplied by, half of what they lack."""
+SCALED = tl.constexpr(
+    # Times a scale in two parts, of which the lower counts for less than half a place of the higher: rounded once.
+    """{
+    .reg .b32 low;
+    mul.rn.bf16x2 low, $1, $3;
+    fma.rn.bf16x2 $0, $1, $2, low;
+    }"""
+)
 
 
 @triton.jit

@@ -7,6 +7,10 @@ that one. Keys and values are the rows of the matrix instructions and queries th
 heads than its own is masked, which costs less than taking heads apart. Where runs share a row, each leaves its sums,
 and the program that comes last adds them up in their order, and those of the row's prefix (triton_shared.py).
 
+Codes (triton_codes.py) are widened on their way: keys between shared memory and the matrix instruction, which takes
+them from registers, values into shared memory once more. Scales go onto scores and weights; they are read past the copy
+engine, as far ahead as it is.
+
 K KV heads, D head_dim, Q queries of a program (HEADS * GROUP, padded), ROWS positions and heads of a tile.
 """
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -22,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from headrace.back.kernels.attention.gluon_codes import ask_scales, paired, widened
+from headrace.back.kernels.attention.triton_codes import PAIRS_UP
 from headrace.back.kernels.triton.gluon import enter, thread_barrier
 
 
@@ -67,6 +74,34 @@ def _ask(
     KV_HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Asks for a tile's keys and values."""
+    if len(cache.block_shape) == 3:
+        _ask_codes(cache, blocks, i_head, stage, keys, values, ready, KV_HEADS, BLOCKS)
+    else:
+        _ask_rows(cache, blocks, i_head, stage, keys, values, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS)
+
+
+@gluon.jit
+def _ask_codes(
+    cache, blocks, i_head, stage, keys, values, ready, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """`keys` and `values`: [stages * BLOCKS, heads, tokens of a block, D]."""
+    SIZE: gl.constexpr = cache.block_shape[0] * cache.block_shape[1] * cache.block_shape[2]
+    mbarrier.expect(ready.index(stage), BLOCKS * SIZE * 2)
+    for i in gl.static_range(BLOCKS):
+        head = blocks[i] * (2 * KV_HEADS) + i_head
+        place = stage * BLOCKS + i
+        tma.async_copy_global_to_shared(cache, [head, 0, 0], ready.index(stage), keys.index(place))
+        tma.async_copy_global_to_shared(
+            cache, [head + KV_HEADS, 0, 0], ready.index(stage), values.index(place)
+        )
+
+
+@gluon.jit
+def _ask_rows(
+    cache, blocks, i_head, stage, keys, values, ready,
+    KV_HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """`keys` and `values`: [stages, rows of a tile, D]."""
     BOX: gl.constexpr = cache.block_shape[0]
     mbarrier.expect(ready.index(stage), BLOCKS * BOX * cache.block_shape[1] * 4)
     for i in gl.static_range(BLOCKS):
@@ -163,6 +198,94 @@ def _attended(
 
 
 @gluon.jit
+def _ask_scales(
+    scales, blocks, i_head, stage, own, wanted, D: gl.constexpr, KV_HEADS: gl.constexpr,
+    HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Asks for the scales of a tile's keys and values, if wanted."""
+    BOX: gl.constexpr = HEADS * BLOCK_TOKENS
+    o_m = gl.arange(0, own.shape[1], layout=gl.BlockedLayout([1], [32], [4], [0]))
+    b_block = gl.zeros_like(o_m)
+    for i in gl.static_range(len(blocks)):
+        b_block = gl.where(o_m // BOX == i, blocks[i], b_block)
+    b_head = i_head + o_m % BOX // BLOCK_TOKENS
+    ask_scales(
+        scales, b_block, b_head, o_m % BLOCK_TOKENS, own, stage, wanted, D, KV_HEADS, BLOCK_TOKENS
+    )
+
+
+@gluon.jit
+def _ask_first_scales(
+    scales, waiting, old, OLD: gl.constexpr, units, i_head, own, D: gl.constexpr, KV_HEADS: gl.constexpr,
+    HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As _ask_first, a group of copies for each tile."""
+    for stage in gl.static_range(STAGES):
+        wanted = (stage < units) & (old[stage] == OLD)
+        _ask_scales(
+            scales, waiting[stage], i_head, stage, own, wanted, D, KV_HEADS, HEADS, BLOCK_TOKENS
+        )
+
+
+@gluon.constexpr_function
+def _lanes(rows, depth):
+    """How a tile of codes [rows, D] is loaded: each thread sixteen beside each other of every row it holds in a matrix
+    instruction."""
+    more = [[0, 64]] if depth == 128 else []
+    more += [[64, 0]] if rows == 128 else []
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], *more],
+        lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[rows, depth],
+    )
+
+
+@gluon.jit
+def _mixed(b_x):
+    """Columns in the order in which a thread that has loaded sixteen codes beside each other holds them for the matrix
+    instruction, which wants two here and two there of each sixteen."""
+    X: gl.constexpr = b_x.shape[0]
+    D: gl.constexpr = b_x.shape[1]
+    return b_x.reshape([X, D // 64, 4, 4, 2, 2]).permute((0, 1, 3, 4, 2, 5)).reshape([X, D])
+
+
+@gluon.jit
+def _attended_codes(
+    b_acc, b_sums, b_max, queries, keys, values, wide, weights, k_scales, v_scales, m_own, o_position, seen, factor,
+    S_LAYOUT: gl.constexpr, LANES: gl.constexpr, ROW: gl.constexpr, UP: gl.constexpr, CODED: gl.constexpr,
+):  # fmt: skip
+    """The same of a tile of codes, with its scales: they are numbers wherever they lie. The columns of `queries` are
+    mixed, and queries and sums are UP times too large or too small."""
+    ROWS: gl.constexpr = keys.shape[0]
+    Q: gl.constexpr = queries.shape[0]
+    FIRST: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
+    b_k = gl.convert_layout(_mixed(widened(keys.load(LANES), CODED)), FIRST)
+    b_s = gl.zeros([ROWS, Q], gl.float32, S_LAYOUT)
+    b_s = warpgroup_mma(b_k, queries.permute((1, 0)), b_s, use_acc=False, is_async=True)
+    wide.store(widened(values.load(ROW), CODED))
+    m_m = o_position < seen
+    b_s, b_k = warpgroup_mma_wait(0, deps=[b_s, b_k])
+    b_keys = k_scales.load(gl.SliceLayout(1, S_LAYOUT))
+    b_s = b_s * (b_keys * (factor * UP))[:, None]
+    b_s = gl.where(m_own & m_m[:, None], b_s, float("-inf"))
+    b_higher = gl.maximum(b_max, gl.max(b_s, axis=0))
+    b_base = gl.where(b_higher == float("-inf"), 0.0, b_higher)
+    b_p = gl.exp2(b_s - b_base[None, :])
+    b_shrink = gl.exp2(b_max - b_base)
+    b_values = v_scales.load(gl.SliceLayout(1, S_LAYOUT))
+    b_scaled = b_p * gl.where(m_m, b_values * UP, 0.0)[:, None]
+    weights.store(b_scaled.to(gl.bfloat16))
+    fence_async_shared()
+    thread_barrier()
+    b_acc = warpgroup_mma(wide.permute((1, 0)), weights, b_acc * b_shrink[None, :], is_async=True)
+    b_sums = b_sums * b_shrink[None, :] + b_p
+    b_acc = warpgroup_mma_wait(0, deps=[b_acc])
+    return b_acc, b_sums, b_higher
+
+
+@gluon.jit
 def _gathered(
     b_acc, b_sum, b_max, partial, p_counter, p_sharers, i_run, i_share, tile, o_d, o_q, m_q,
     SHARES: gl.constexpr, S_LAYOUT: gl.constexpr,
@@ -217,6 +340,7 @@ def _with_prefix(
 @gluon.jit(do_not_specialize=["table_stride"])
 def decode_hopper_kernel(
     cache,
+    scales,
     q,
     out,
     runs,
@@ -241,24 +365,44 @@ def decode_hopper_kernel(
     STAGES: gl.constexpr,
     SHARED: gl.constexpr,
     PREFIX_M: gl.constexpr,
+    CODED: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Grid (K / HEADS, runs). `cache`: descriptor of the cache as rows of D, HEADS heads of a block at a time;
-    `factor`: scale * log2(e); `partial` float32 [runs, K / HEADS, 2, Q * (D + 2)]. What is read before the wait was
-    written before the kernel that this one waits for (enter_late): all but the newest position."""
-    D: gl.constexpr = cache.block_shape[1]
+    """Grid (K / HEADS, runs). `cache`: descriptor of the cache as rows of D, HEADS heads of a block at a time; if CODED
+    ("int8" or "fp8") as heads of a block, int8, and `scales` is the same memory as float32. `factor`: scale * log2(e);
+    `partial` float32 [runs, K / HEADS, 2, Q * (D + 2)]. What is read before the wait was written before the kernel that
+    this one waits for (enter_late): all but the newest position."""
+    D: gl.constexpr = cache.block_shape[len(cache.block_shape) - 1]
     BOX: gl.constexpr = HEADS * BLOCK_TOKENS
     ROWS: gl.constexpr = BLOCKS * BOX
+    WIDE: gl.constexpr = out.dtype.element_ty
     POSITIONS: gl.constexpr = BLOCKS * BLOCK_TOKENS
     SHARES: gl.constexpr = KV_HEADS // HEADS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 16])
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
-    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q, D], cache.dtype)
-    W_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q, ROWS], cache.dtype)
-    keys = gl.allocate_shared_memory(cache.dtype, [STAGES, ROWS, D], cache.layout)
-    values = gl.allocate_shared_memory(cache.dtype, [STAGES, ROWS, D], cache.layout)
-    queries = gl.allocate_shared_memory(cache.dtype, [Q, D], Q_SHARED)
-    weights = gl.allocate_shared_memory(cache.dtype, [Q, ROWS], W_SHARED)
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q, D], WIDE)
+    W_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q, ROWS], WIDE)
+    UP: gl.constexpr = PAIRS_UP if CODED == "fp8" else 1.0
+    if CODED is not None:
+        CODES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.int8)
+        V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], WIDE)
+        V_ROW: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (D // 16), D // 16], [4, 1], [1, 0])
+        LANES: gl.constexpr = _lanes(ROWS, D)
+        SLOTS: gl.constexpr = [STAGES * BLOCKS, HEADS, BLOCK_TOKENS, D]
+        key_slots = gl.allocate_shared_memory(gl.int8, SLOTS, cache.layout)
+        value_slots = gl.allocate_shared_memory(gl.int8, SLOTS, cache.layout)
+        keys = key_slots._reinterpret(gl.int8, [STAGES, ROWS, D], CODES)
+        values = value_slots._reinterpret(gl.int8, [STAGES, ROWS, D], CODES)
+        wide = gl.allocate_shared_memory(WIDE, [ROWS, D], V_SHARED)
+        own = gl.allocate_shared_memory(
+            gl.float32, [STAGES * 2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
+    else:
+        keys = gl.allocate_shared_memory(WIDE, [STAGES, ROWS, D], cache.layout)
+        values = gl.allocate_shared_memory(WIDE, [STAGES, ROWS, D], cache.layout)
+        key_slots, value_slots = keys, values
+    queries = gl.allocate_shared_memory(WIDE, [Q, D], Q_SHARED)
+    weights = gl.allocate_shared_memory(WIDE, [Q, ROWS], W_SHARED)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
@@ -297,12 +441,21 @@ def decode_hopper_kernel(
     start = a_first + a_tile * POSITIONS
     a_blocks = _blocks(table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS)
     _ask_first(
-        cache, waiting, old, 1, units, i_head, keys, values, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS, STAGES
+        cache, waiting, old, 1, units, i_head, key_slots, value_slots, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS, STAGES
     )  # fmt: skip
+    if CODED is not None:
+        _ask_first_scales(
+            scales, waiting, old, 1, units, i_head, own, D, KV_HEADS, HEADS, BLOCK_TOKENS, STAGES
+        )
     enter(DEPENDENT)
     _ask_first(
-        cache, waiting, old, 0, units, i_head, keys, values, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS, STAGES
+        cache, waiting, old, 0, units, i_head, key_slots, value_slots, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS, STAGES
     )  # fmt: skip
+    if CODED is not None:
+        _ask_first_scales(
+            scales, waiting, old, 0, units, i_head, own, D, KV_HEADS, HEADS, BLOCK_TOKENS, STAGES
+        )
+        async_copy.wait_group(STAGES - 1)
 
     o_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     o_q = gl.arange(0, Q, layout=gl.SliceLayout(0, S_LAYOUT))
@@ -310,6 +463,8 @@ def decode_hopper_kernel(
     m_q = o_q < HEADS * GROUP
     m_own = (o_m % BOX // BLOCK_TOKENS)[:, None] == (o_q // GROUP)[None, :]
     o_d = gl.arange(0, D, layout=gl.SliceLayout(1, S_LAYOUT))
+    if CODED == "fp8":
+        o_d = (o_d & ~3) | (o_d & 1) << 1 | (o_d & 2) >> 1
     o_qm = gl.arange(0, Q, layout=gl.SliceLayout(1, ROW))
     o_qd = gl.arange(0, D, layout=gl.SliceLayout(0, ROW))
     p_q = q + (i_head * GROUP + o_qm[:, None]) * q_head_stride + o_qd[None, :]
@@ -319,7 +474,12 @@ def decode_hopper_kernel(
     while count < units:
         begin = count
         last = gl.minimum(tiles, tile + units - count)
-        queries.store(gl.load(p_q + token * q_token_stride, mask=m_load, other=0.0))
+        b_q = gl.load(p_q + token * q_token_stride, mask=m_load, other=0.0)
+        if CODED is not None:
+            if CODED == "fp8":
+                b_q = paired(b_q * PAIRS_UP)
+            b_q = _mixed(b_q)
+        queries.store(b_q)
         fence_async_shared()
         thread_barrier()
         b_max = gl.full([Q], float("-inf"), gl.float32, gl.SliceLayout(0, S_LAYOUT))
@@ -328,15 +488,29 @@ def decode_hopper_kernel(
         for i_tile in range(tile, last):
             slot = count % STAGES
             mbarrier.wait(ready.index(slot), count // STAGES & 1)
-            b_acc, b_sums, b_max = _attended(
-                b_acc, b_sums, b_max, queries, keys.index(slot), values.index(slot), weighed, m_own,
-                o_position, length - first - i_tile * POSITIONS, factor, BOX, BLOCK_TOKENS, S_LAYOUT, ROW,
-            )  # fmt: skip
+            seen = length - first - i_tile * POSITIONS
+            if CODED is not None:
+                b_acc, b_sums, b_max = _attended_codes(
+                    b_acc, b_sums, b_max, queries, keys.index(slot), values.index(slot), wide, weighed,
+                    own.index(slot * 2), own.index(slot * 2 + 1), m_own, o_position, seen, factor,
+                    S_LAYOUT, LANES, V_ROW, UP, CODED,
+                )  # fmt: skip
+                async_copy.wait_group(STAGES - 2)
+            else:
+                b_acc, b_sums, b_max = _attended(
+                    b_acc, b_sums, b_max, queries, keys.index(slot), values.index(slot), weighed, m_own,
+                    o_position, seen, factor, BOX, BLOCK_TOKENS, S_LAYOUT, ROW,
+                )  # fmt: skip
             thread_barrier()
             count += 1
+            if CODED is not None:
+                _ask_scales(
+                    scales, a_blocks, i_head, slot, own, count + STAGES <= units,
+                    D, KV_HEADS, HEADS, BLOCK_TOKENS,
+                )  # fmt: skip
             if count + STAGES <= units:
                 _ask(
-                    cache, a_blocks, i_head, slot, keys, values, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS
+                    cache, a_blocks, i_head, slot, key_slots, value_slots, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS
                 )  # fmt: skip
                 if count + STAGES < units:
                     a_row, a_tile, a_length, a_first, a_tiles = _next(
@@ -345,6 +519,7 @@ def decode_hopper_kernel(
                     start = a_first + a_tile * POSITIONS
                     a_blocks = _blocks(table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS)  # fmt: skip
         b_sum = gl.sum(b_sums, axis=0)
+        b_acc = b_acc * UP
         done = (tile == 0) & (last == tiles)
         if (tile > 0) | (last < tiles):
             p_sharers = p_run + gl.where(begin == 0, 3, 5)

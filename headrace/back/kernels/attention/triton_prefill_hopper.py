@@ -24,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from headrace.back.kernels.attention.gluon_codes import paired
+from headrace.back.kernels.attention.triton_codes import PAIRS_UP
 from headrace.back.kernels.triton.gluon import thread_barrier
 
 PAIRS = gl.constexpr(64)
@@ -31,7 +33,7 @@ PAIRS = gl.constexpr(64)
 
 
 @gluon.jit
-def _item(i_round):
+def item_of(i_round):
     """The piece of work of a round: there and back, so that every program gets as much as any other."""
     programs = gl.num_programs(0)
     i_program = gl.program_id(0)
@@ -50,7 +52,7 @@ def _fetch(
     items = gl.load(tiles) * KV_HEADS
     count = 0
     for i_round in range(0, gl.cdiv(items, gl.num_programs(0))):
-        i_item = _item(i_round)
+        i_item = item_of(i_round)
         if i_item < items:
             i_head = i_item % KV_HEADS
             p_tile = tiles + (i_item // KV_HEADS + 1) * 8
@@ -146,12 +148,12 @@ def _step(
 
 
 @gluon.jit
-def _attend(
+def attend(
     HALF: gl.constexpr, q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
     q_token_stride, q_head_stride, out_token_stride, factor,
-    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """Attends for one half of every tile's queries."""
+    """Attends for one half of every tile's queries. PAIRED: keys and values were e4m3 codes (triton_codes.py)."""
     D: gl.constexpr = queries.shape[2]
     Q: gl.constexpr = PAIRS // GROUP
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -166,7 +168,7 @@ def _attend(
     items = gl.load(tiles) * KV_HEADS
     count = 0
     for i_round in range(0, gl.cdiv(items, gl.num_programs(0))):
-        i_item = _item(i_round)
+        i_item = item_of(i_round)
         if i_item < items:
             i_head = i_item % KV_HEADS
             p_tile = tiles + (i_item // KV_HEADS + 1) * 8
@@ -182,6 +184,8 @@ def _attend(
             o_head = i_head * GROUP + o_m % GROUP
             p_q = q + (token + o_query) * q_token_stride + o_head * q_head_stride
             b_q = gl.load(p_q[:, None] + o_d[None, :], mask=m_m[:, None], other=0.0)
+            if PAIRED:
+                b_q = paired(b_q * PAIRS_UP)
             mine.store(b_q)
             fence_async_shared()
             thread_barrier()
@@ -231,8 +235,13 @@ def _attend(
             thread_barrier()
             mbarrier.arrive(v_free.index(before), count=1)
             b_total = gl.convert_layout(b_sum, gl.SliceLayout(1, O_LAYOUT))
-            mine.store((b_acc / b_total[:, None]).to(dtype))
+            b_acc = b_acc / b_total[:, None]
+            if PAIRED:
+                b_acc = b_acc * PAIRS_UP
+            mine.store(b_acc.to(dtype))
             b_out = mine.load(ROW)
+            if PAIRED:
+                b_out = gl.convert_layout(paired(b_out), ROW)
             p_out = out + (token + o_query) * out_token_stride + o_head * D
             gl.store(p_out[:, None] + o_d[None, :], b_out, mask=m_m[:, None])
 
@@ -273,17 +282,17 @@ def prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (
-                _attend,
+                attend,
                 (
                     gl.constexpr(0), q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
-                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES,
+                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES, False,
                 ),
             ),
             (
-                _attend,
+                attend,
                 (
                     gl.constexpr(1), q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
-                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES,
+                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES, False,
                 ),
             ),
             (

@@ -11,6 +11,8 @@ A NaN or Inf makes the scale NaN, so that what is lost cannot go unseen; no code
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 SCALE_BYTES = 4
@@ -60,13 +62,15 @@ def quantize(x: torch.Tensor, code: str) -> tuple[torch.Tensor, torch.Tensor]:
 def random_cache(
     shape: tuple[int, int, int, int], *, generator: torch.Generator, device: str
 ) -> torch.Tensor:
-    """A cache of blocks, KV heads, block tokens and head_dim `shape`, with values of about one (int8) or less."""
+    """A cache of blocks, KV heads, block tokens and head_dim `shape`, with values of about one (int8) or less, drawn
+    where the generator is."""
     blocks, heads, block_tokens, head_dim = shape
     kv = torch.zeros(
         blocks, 2, heads, block_tokens, head_dim + SCALE_BYTES, dtype=torch.int8, device=device
     )
     codes, scales = codes_and_scales(kv)
-    drawn = torch.randint(-126, 127, codes.shape, generator=generator)
-    codes.copy_(drawn.masked_fill(drawn == -1, 0))  # -1 and 127 are e4m3's NaN
-    scales.copy_((torch.rand(scales.shape, generator=generator) + 0.5) / 64)
+    drawn_on: Any = {"generator": generator, "device": generator.device}
+    drawn = torch.randint(-126, 127, codes.shape, dtype=torch.int8, **drawn_on)
+    codes.copy_(drawn.masked_fill_(drawn == -1, 0))  # -1 and 127 are e4m3's NaN
+    scales.copy_((torch.rand(scales.shape, **drawn_on) + 0.5) / 64)
     return kv

@@ -1,0 +1,257 @@
+"""Attention of rows with many queries on Hopper over a cache of codes (kernels/kv_write/coded.py).
+
+As triton_prefill_hopper.py, with one group of warps more: the copy engine brings codes, and that group makes bfloat16
+of them, with their scales, where the two that attend look for keys and values. A widened number is rounded once, as one
+of a bfloat16 cache is: its scale is taken as two bfloat16.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from headrace.back.kernels.attention.gluon_codes import ask_scales, widened
+from headrace.back.kernels.attention.triton_codes import PAIRS_UP, SCALED
+from headrace.back.kernels.attention.triton_prefill_hopper import PAIRS, attend, item_of
+from headrace.back.kernels.triton.gluon import thread_barrier
+
+PIECE = gl.constexpr(32)
+"""Positions widened at once: few, as the registers belong to the groups that attend."""
+
+
+@gluon.jit
+def _work(
+    tiles, table_stride, i_round,
+    KV_HEADS: gl.constexpr, N: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
+):  # fmt: skip
+    """A round's piece of work: whether there is one, its KV head, where its row's table is, that row's last block, and
+    how many tiles of positions there are."""
+    i_item = item_of(i_round)
+    live = i_item < gl.load(tiles) * KV_HEADS
+    p_tile = tiles + (gl.where(live, i_item, 0) // KV_HEADS + 1) * 8
+    at = gl.where(live, gl.load(p_tile), 0).to(gl.int64) * table_stride
+    end = gl.where(live, gl.load(p_tile + 5), 1)
+    return live, i_item % KV_HEADS, at, (end - 1) // BLOCK_TOKENS, gl.cdiv(end, N)
+
+
+@gluon.jit
+def _fetch(
+    cache, tiles, table, table_stride, codes, come, taken,
+    KV_HEADS: gl.constexpr, N: gl.constexpr, BLOCK_TOKENS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Asks for the codes of every tile's keys, and then its values, in the order they are taken."""
+    BLOCKS: gl.constexpr = N // BLOCK_TOKENS
+    SIZE: gl.constexpr = N * cache.block_shape[2]
+    count = 0
+    i_round = 0
+    live, i_head, at, last_block, num_tiles = _work(
+        tiles, table_stride, i_round, KV_HEADS, N, BLOCK_TOKENS
+    )
+    while live:
+        for i_back in range(0, num_tiles):
+            first_block = (num_tiles - 1 - i_back) * BLOCKS
+            blocks = ()
+            for i in gl.static_range(BLOCKS):
+                i_block = gl.minimum(first_block + i, last_block)
+                blocks = blocks + (gl.load(table + at + i_block),)  # noqa: RUF005 (Triton knows no unpacking)
+            for kind in gl.static_range(2):
+                slot = count % SLOTS
+                mbarrier.wait(taken.index(slot), (count // SLOTS & 1) ^ 1)
+                mbarrier.expect(come.index(slot), SIZE)
+                for i in gl.static_range(BLOCKS):
+                    head = (blocks[i] * 2 + kind) * KV_HEADS + i_head
+                    tma.async_copy_global_to_shared(
+                        cache, [head, 0, 0], come.index(slot), codes.index(slot * BLOCKS + i)
+                    )
+                count += 1
+        i_round += 1
+        live, i_head, at, last_block, num_tiles = _work(
+            tiles, table_stride, i_round, KV_HEADS, N, BLOCK_TOKENS
+        )
+
+
+@gluon.jit
+def _next_tile(
+    tiles, table_stride, i_round, i_tile, live, i_head, at, last_block, num_tiles,
+    KV_HEADS: gl.constexpr, N: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
+):  # fmt: skip
+    """The tile of positions before this one, or the last of the next round's work."""
+    i_tile -= 1
+    if i_tile < 0:
+        i_round += 1
+        live, i_head, at, last_block, num_tiles = _work(
+            tiles, table_stride, i_round, KV_HEADS, N, BLOCK_TOKENS
+        )
+        i_tile = num_tiles - 1
+    return i_round, i_tile, live, i_head, at, last_block, num_tiles
+
+
+@gluon.jit
+def _widen_tile(
+    codes, slot, come, taken, round_, scales, wide, free, ready, stage, phase,
+    N: gl.constexpr, CODED: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
+    """Codes of one tile's keys or values to where they are looked for."""
+    mbarrier.wait(come.index(slot), round_)
+    mbarrier.wait(free.index(stage), phase)
+    source = codes.index(slot)
+    target = wide.index(stage)
+    b_next = source.slice(0, PIECE, 0).load(ROW)
+    b_next_scale = scales.slice(0, PIECE, 0).load(gl.SliceLayout(1, ROW))
+    for i in gl.static_range(N // PIECE):
+        b_codes, b_scale = b_next, b_next_scale
+        if i + 1 < N // PIECE:  # what it waits for least
+            b_next = source.slice((i + 1) * PIECE, PIECE, 0).load(ROW)
+            b_next_scale = scales.slice((i + 1) * PIECE, PIECE, 0).load(gl.SliceLayout(1, ROW))
+        b_wide = widened(b_codes, CODED)
+        if CODED == "fp8":
+            b_scale = b_scale * PAIRS_UP
+        b_high = b_scale.to(gl.bfloat16)
+        b_low = (b_scale - b_high.to(gl.float32)).to(gl.bfloat16)
+        b_wide = gl.inline_asm_elementwise(
+            SCALED, "=r,r,r,r", [b_wide, b_high[:, None], b_low[:, None]], dtype=gl.bfloat16,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+        target.slice(i * PIECE, PIECE, 0).store(b_wide)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(ready.index(stage), count=1)
+    mbarrier.arrive(taken.index(slot), count=1)
+
+
+@gluon.jit
+def _widen(
+    scales, tiles, table, table_stride, codes, come, taken, own, keys, values, k_ready, k_free, v_ready, v_free,
+    KV_HEADS: gl.constexpr, N: gl.constexpr, BLOCK_TOKENS: gl.constexpr, SLOTS: gl.constexpr,
+    STAGES: gl.constexpr, CODED: gl.constexpr,
+):  # fmt: skip
+    """Widens every tile's keys and values, in the order they are taken; a tile's scales are asked for a tile ahead, and
+    its blocks looked up two ahead."""
+    D: gl.constexpr = keys.shape[2]
+    BLOCKS: gl.constexpr = N // BLOCK_TOKENS
+    ROW: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (D // 16), D // 16], [4, 1], [1, 0])
+    o_n = gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    o_token = o_n % BLOCK_TOKENS
+    i_round = 0
+    live, i_head, at, last_block, num_tiles = _work(
+        tiles, table_stride, i_round, KV_HEADS, N, BLOCK_TOKENS
+    )
+    i_tile = num_tiles - 1
+    b_block = gl.load(table + at + gl.minimum(i_tile * BLOCKS + o_n // BLOCK_TOKENS, last_block))
+    ask_scales(scales, b_block, i_head, o_token, own, 0, live, D, KV_HEADS, BLOCK_TOKENS)
+    here = live
+    i_round, i_tile, live, i_head, at, last_block, num_tiles = _next_tile(
+        tiles, table_stride, i_round, i_tile, live, i_head, at, last_block, num_tiles, KV_HEADS, N, BLOCK_TOKENS
+    )  # fmt: skip
+    b_block = gl.load(table + at + gl.minimum(i_tile * BLOCKS + o_n // BLOCK_TOKENS, last_block))
+    count = 0
+    while here:
+        async_copy.wait_group(0)
+        thread_barrier()
+        slot = count % 2
+        ask_scales(scales, b_block, i_head, o_token, own, 1 - slot, live, D, KV_HEADS, BLOCK_TOKENS)
+        here = live
+        stage, phase = count % STAGES, (count // STAGES & 1) ^ 1
+        first = count * 2
+        _widen_tile(
+            codes, first % SLOTS, come, taken, first // SLOTS & 1, own.index(slot * 2), keys, k_free, k_ready,
+            stage, phase, N, CODED, ROW,
+        )  # fmt: skip
+        i_round, i_tile, live, i_head, at, last_block, num_tiles = _next_tile(
+            tiles, table_stride, i_round, i_tile, live, i_head, at, last_block, num_tiles, KV_HEADS, N, BLOCK_TOKENS
+        )  # fmt: skip
+        b_block = gl.load(
+            table + at + gl.minimum(i_tile * BLOCKS + o_n // BLOCK_TOKENS, last_block)
+        )
+        _widen_tile(
+            codes, (first + 1) % SLOTS, come, taken, (first + 1) // SLOTS & 1, own.index(slot * 2 + 1), values,
+            v_free, v_ready, stage, phase, N, CODED, ROW,
+        )  # fmt: skip
+        count += 1
+
+
+@gluon.jit(do_not_specialize=["table_stride"])
+def prefill_codes_kernel(
+    cache,
+    scales,
+    q,
+    out,
+    tiles,
+    table,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    table_stride,
+    factor,
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    CODED: gl.constexpr,
+):
+    """`cache`: descriptor of the cache as heads of a block, int8, one at a time; `scales`: the same memory as float32;
+    `factor`: scale * log2(e)."""
+    D: gl.constexpr = cache.block_shape[2]
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, D], gl.bfloat16)
+    CODES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, D], gl.int8)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N, D], WIDE)
+    values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N, D], WIDE)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [2, PAIRS, D], WIDE)
+    codes = gl.allocate_shared_memory(
+        gl.int8, [SLOTS * (N // BLOCK_TOKENS), 1, BLOCK_TOKENS, D], cache.layout
+    )
+    own = gl.allocate_shared_memory(gl.float32, [4, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    come = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(v_free.index(i), count=2)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(come.index(i), count=1)
+        mbarrier.init(taken.index(i), count=1)
+    fence_async_shared()
+    flat = codes._reinterpret(gl.int8, [SLOTS, N, D], CODES)
+    gl.warp_specialize(
+        [
+            (
+                attend,
+                (
+                    gl.constexpr(0), q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
+                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES, CODED == "fp8",
+                ),
+            ),
+            (
+                attend,
+                (
+                    gl.constexpr(1), q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
+                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES, CODED == "fp8",
+                ),
+            ),
+            (
+                _widen,
+                (
+                    scales, tiles, table, table_stride, flat, come, taken, own, keys, values,
+                    k_ready, k_free, v_ready, v_free, KV_HEADS, N, BLOCK_TOKENS, SLOTS, STAGES, CODED,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    cache, tiles, table, table_stride, codes, come, taken,
+                    KV_HEADS, N, BLOCK_TOKENS, SLOTS,
+                ),
+            ),
+        ],
+        [4, 4, 1],
+        [216, 56, 24],
+    )  # fmt: skip
