@@ -69,6 +69,33 @@ def _blocks(
 
 
 @gluon.jit
+def _first_tiles(
+    lengths, joins, table, table_stride, row, tile, length, first, tiles, units,
+    BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """Of the first STAGES tiles the blocks, and whether all of it is older than the newest position; and the tile after
+    them."""
+    POSITIONS: gl.constexpr = BLOCKS * BLOCK_TOKENS
+    waiting = ()
+    old = ()
+    for stage in gl.static_range(STAGES):
+        if stage < units:
+            row, tile, length, first, tiles = _next(
+                lengths, joins, row, tile, length, first, tiles, POSITIONS, SHARED
+            )
+        start = first + tile * POSITIONS
+        blocks = _blocks(table, table_stride, row, start, length, BLOCK_TOKENS, BLOCKS)
+        waiting += (blocks,)
+        old += (start + POSITIONS < length,)
+        tile += 1
+    if units > STAGES:
+        row, tile, length, first, tiles = _next(
+            lengths, joins, row, tile, length, first, tiles, POSITIONS, SHARED
+        )
+    return waiting, old, row, tile, length, first, tiles
+
+
+@gluon.jit
 def _ask(
     cache, blocks, i_head, stage, keys, values, ready,
     KV_HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr,
@@ -116,16 +143,40 @@ def _ask_rows(
 
 
 @gluon.jit
-def _ask_first(
-    cache, waiting, old, OLD: gl.constexpr, units, i_head, keys, values, ready,
-    KV_HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+def _ask_scales(
+    scales, blocks, i_head, stage, own, wanted, D: gl.constexpr, KV_HEADS: gl.constexpr,
+    HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """Asks for those of the first tiles that are old or, if not OLD, for the others."""
+    """Asks for the scales of a tile's keys and values, if wanted."""
+    BOX: gl.constexpr = HEADS * BLOCK_TOKENS
+    o_m = gl.arange(0, own.shape[1], layout=gl.BlockedLayout([1], [32], [4], [0]))
+    b_block = gl.zeros_like(o_m)
+    for i in gl.static_range(len(blocks)):
+        b_block = gl.where(o_m // BOX == i, blocks[i], b_block)
+    b_head = i_head + o_m % BOX // BLOCK_TOKENS
+    ask_scales(
+        scales, b_block, b_head, o_m % BLOCK_TOKENS, own, stage, wanted, D, KV_HEADS, BLOCK_TOKENS
+    )
+
+
+@gluon.jit
+def _ask_first(
+    cache, scales, waiting, old, OLD: gl.constexpr, units, i_head, keys, values, own, ready,
+    KV_HEADS: gl.constexpr, HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr, CODED: gl.constexpr,
+):  # fmt: skip
+    """Asks for those of the first tiles that are old or, if not OLD, for the others, and for their scales."""
     for stage in gl.static_range(STAGES):
-        if (stage < units) & (old[stage] == OLD):
+        wanted = (stage < units) & (old[stage] == OLD)
+        if wanted:
             _ask(
                 cache, waiting[stage], i_head, stage, keys, values, ready,
                 KV_HEADS, BLOCK_TOKENS, BLOCKS,
+            )  # fmt: skip
+        if CODED is not None:
+            _ask_scales(
+                scales, waiting[stage], i_head, stage, own, wanted, cache.block_shape[2],
+                KV_HEADS, HEADS, BLOCK_TOKENS,
             )  # fmt: skip
 
 
@@ -195,36 +246,6 @@ def _attended(
     b_sums = b_sums * b_shrink[None, :] + b_p
     b_acc = warpgroup_mma_wait(0, deps=[b_acc])
     return b_acc, b_sums, b_higher
-
-
-@gluon.jit
-def _ask_scales(
-    scales, blocks, i_head, stage, own, wanted, D: gl.constexpr, KV_HEADS: gl.constexpr,
-    HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
-):  # fmt: skip
-    """Asks for the scales of a tile's keys and values, if wanted."""
-    BOX: gl.constexpr = HEADS * BLOCK_TOKENS
-    o_m = gl.arange(0, own.shape[1], layout=gl.BlockedLayout([1], [32], [4], [0]))
-    b_block = gl.zeros_like(o_m)
-    for i in gl.static_range(len(blocks)):
-        b_block = gl.where(o_m // BOX == i, blocks[i], b_block)
-    b_head = i_head + o_m % BOX // BLOCK_TOKENS
-    ask_scales(
-        scales, b_block, b_head, o_m % BLOCK_TOKENS, own, stage, wanted, D, KV_HEADS, BLOCK_TOKENS
-    )
-
-
-@gluon.jit
-def _ask_first_scales(
-    scales, waiting, old, OLD: gl.constexpr, units, i_head, own, D: gl.constexpr, KV_HEADS: gl.constexpr,
-    HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """As _ask_first, a group of copies for each tile."""
-    for stage in gl.static_range(STAGES):
-        wanted = (stage < units) & (old[stage] == OLD)
-        _ask_scales(
-            scales, waiting[stage], i_head, stage, own, wanted, D, KV_HEADS, HEADS, BLOCK_TOKENS
-        )
 
 
 @gluon.constexpr_function
@@ -337,37 +358,37 @@ def _with_prefix(
     )  # fmt: skip
 
 
+@gluon.jit
+def _finish(
+    b_acc, b_sum, b_max, tile, last, tiles, p_sharers, row, i_run, i_share, i_head, p_out, partial, counters, joins,
+    prefix, o_d, o_q, m_q, KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, SHARED: gl.constexpr,
+    PREFIX_M: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Writes a row's result, if the tiles from `tile` to `last` are all of it or the last that were missing."""
+    SHARES: gl.constexpr = KV_HEADS // HEADS
+    done = (tile == 0) & (last == tiles)
+    if (tile > 0) | (last < tiles):
+        b_acc, b_sum, b_max, done = _gathered(
+            b_acc, b_sum, b_max, partial, counters + row * SHARES + i_share, p_sharers, i_run, i_share,
+            tile, o_d, o_q, m_q, SHARES, S_LAYOUT,
+        )  # fmt: skip
+    if done:
+        if SHARED:
+            b_acc, b_sum, b_max = _with_prefix(
+                b_acc, b_sum, b_max, joins + row * 4, prefix, i_head, o_d, o_q, m_q, KV_HEADS, GROUP, PREFIX_M,
+            )  # fmt: skip
+        b_out = (b_acc / b_sum[None, :]).to(p_out.dtype.element_ty)
+        gl.store(p_out, b_out, mask=m_q[None, :])
+
+
 @gluon.jit(do_not_specialize=["table_stride"])
 def decode_hopper_kernel(
-    cache,
-    scales,
-    q,
-    out,
-    runs,
-    starts,
-    lengths,
-    joins,
-    table,
-    partial,
-    prefix,
-    counters,
-    q_token_stride,
-    q_head_stride,
-    out_token_stride,
-    table_stride,
-    factor,
-    KV_HEADS: gl.constexpr,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    Q: gl.constexpr,
-    BLOCK_TOKENS: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SHARED: gl.constexpr,
-    PREFIX_M: gl.constexpr,
-    CODED: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-):
+    cache, scales, q, out, runs, starts, lengths, joins, table, partial, prefix, counters, q_token_stride,
+    q_head_stride, out_token_stride, table_stride, factor,
+    KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
+    PREFIX_M: gl.constexpr, CODED: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
     """Grid (K / HEADS, runs). `cache`: descriptor of the cache as rows of D, HEADS heads of a block at a time; if CODED
     ("int8" or "fp8") as heads of a block, int8, and `scales` is the same memory as float32. `factor`: scale * log2(e);
     `partial` float32 [runs, K / HEADS, 2, Q * (D + 2)]. What is read before the wait was written before the kernel that
@@ -377,12 +398,12 @@ def decode_hopper_kernel(
     ROWS: gl.constexpr = BLOCKS * BOX
     WIDE: gl.constexpr = out.dtype.element_ty
     POSITIONS: gl.constexpr = BLOCKS * BLOCK_TOKENS
-    SHARES: gl.constexpr = KV_HEADS // HEADS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 16])
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q, D], WIDE)
     W_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q, ROWS], WIDE)
     UP: gl.constexpr = PAIRS_UP if CODED == "fp8" else 1.0
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if CODED is not None:
         CODES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.int8)
         V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], WIDE)
@@ -400,10 +421,9 @@ def decode_hopper_kernel(
     else:
         keys = gl.allocate_shared_memory(WIDE, [STAGES, ROWS, D], cache.layout)
         values = gl.allocate_shared_memory(WIDE, [STAGES, ROWS, D], cache.layout)
-        key_slots, value_slots = keys, values
+        key_slots, value_slots, own = keys, values, ready
     queries = gl.allocate_shared_memory(WIDE, [Q, D], Q_SHARED)
     weights = gl.allocate_shared_memory(WIDE, [Q, ROWS], W_SHARED)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
@@ -421,40 +441,22 @@ def decode_hopper_kernel(
     token = gl.load(p_run + 9).to(gl.int64)
     tiles = gl.cdiv(length - first, POSITIONS)
 
-    a_row, a_tile, a_length, a_first, a_tiles = row, tile, length, first, tiles
-    waiting = ()
-    old = ()
-    for stage in gl.static_range(STAGES):
-        if stage < units:
-            a_row, a_tile, a_length, a_first, a_tiles = _next(
-                lengths, joins, a_row, a_tile, a_length, a_first, a_tiles, POSITIONS, SHARED
-            )
-        start = a_first + a_tile * POSITIONS
-        blocks = _blocks(table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS)
-        waiting += (blocks,)
-        old += (start + POSITIONS < a_length,)
-        a_tile += 1
-    if units > STAGES:
-        a_row, a_tile, a_length, a_first, a_tiles = _next(
-            lengths, joins, a_row, a_tile, a_length, a_first, a_tiles, POSITIONS, SHARED
-        )
+    waiting, old, a_row, a_tile, a_length, a_first, a_tiles = _first_tiles(
+        lengths, joins, table, table_stride, row, tile, length, first, tiles, units,
+        BLOCK_TOKENS, BLOCKS, STAGES, SHARED,
+    )  # fmt: skip
     start = a_first + a_tile * POSITIONS
     a_blocks = _blocks(table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS)
     _ask_first(
-        cache, waiting, old, 1, units, i_head, key_slots, value_slots, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS, STAGES
+        cache, scales, waiting, old, 1, units, i_head, key_slots, value_slots, own, ready,
+        KV_HEADS, HEADS, BLOCK_TOKENS, BLOCKS, STAGES, CODED,
     )  # fmt: skip
-    if CODED is not None:
-        _ask_first_scales(
-            scales, waiting, old, 1, units, i_head, own, D, KV_HEADS, HEADS, BLOCK_TOKENS, STAGES
-        )
     enter(DEPENDENT)
     _ask_first(
-        cache, waiting, old, 0, units, i_head, key_slots, value_slots, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS, STAGES
+        cache, scales, waiting, old, 0, units, i_head, key_slots, value_slots, own, ready,
+        KV_HEADS, HEADS, BLOCK_TOKENS, BLOCKS, STAGES, CODED,
     )  # fmt: skip
     if CODED is not None:
-        _ask_first_scales(
-            scales, waiting, old, 0, units, i_head, own, D, KV_HEADS, HEADS, BLOCK_TOKENS, STAGES
-        )
         async_copy.wait_group(STAGES - 1)
 
     o_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -518,23 +520,12 @@ def decode_hopper_kernel(
                     )  # fmt: skip
                     start = a_first + a_tile * POSITIONS
                     a_blocks = _blocks(table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS)  # fmt: skip
-        b_sum = gl.sum(b_sums, axis=0)
-        b_acc = b_acc * UP
-        done = (tile == 0) & (last == tiles)
-        if (tile > 0) | (last < tiles):
-            p_sharers = p_run + gl.where(begin == 0, 3, 5)
-            b_acc, b_sum, b_max, done = _gathered(
-                b_acc, b_sum, b_max, partial, counters + row * SHARES + i_share, p_sharers, i_run, i_share,
-                tile, o_d, o_q, m_q, SHARES, S_LAYOUT,
-            )  # fmt: skip
-        if done:
-            if SHARED:
-                b_acc, b_sum, b_max = _with_prefix(
-                    b_acc, b_sum, b_max, joins + row * 4, prefix, i_head, o_d, o_q, m_q, KV_HEADS, GROUP, PREFIX_M,
-                )  # fmt: skip
-            p_out = out + token * out_token_stride + (i_head * GROUP + o_q)[None, :] * D
-            b_out = (b_acc / b_sum[None, :]).to(out.dtype.element_ty)
-            gl.store(p_out + o_d[:, None], b_out, mask=m_q[None, :])
+        p_out = out + token * out_token_stride + (i_head * GROUP + o_q)[None, :] * D
+        _finish(
+            b_acc * UP, gl.sum(b_sums, axis=0), b_max, tile, last, tiles, p_run + gl.where(begin == 0, 3, 5),
+            row, i_run, i_share, i_head, p_out + o_d[:, None], partial, counters, joins, prefix, o_d, o_q, m_q,
+            KV_HEADS, HEADS, GROUP, SHARED, PREFIX_M, S_LAYOUT,
+        )  # fmt: skip
         if count < units:
             row, tile, length, first, tiles = _next(
                 lengths, joins, row, last, length, first, tiles, POSITIONS, SHARED
