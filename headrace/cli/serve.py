@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import time
 from collections.abc import Sequence
 
 import msgspec
-import psutil
 from rich.console import Console
 from rich.table import Table
 
+from headrace.base.age import process_age_s
 from headrace.base.config.options import CommandLine
 from headrace.base.config.resolved import Decision, Resolved
 from headrace.base.config.tree import Options
@@ -52,7 +51,7 @@ def run(options: Options) -> int:
     address = address_of(listener)
 
     def announce(seats: list[Seat]) -> None:
-        show_start(resolved, seats, seconds=time.time() - psutil.Process().create_time())
+        show_start(resolved, seats, seconds=process_age_s())
         print(f"headrace is ready: {address}", flush=True)
         if grpc is not None:
             print(f"headrace serves gRPC: {address_of(grpc, scheme='')}", flush=True)

@@ -22,10 +22,10 @@ from typing import NoReturn
 
 import msgspec
 import numpy as np
-import psutil
 
 from headrace.back.executor.choose import make_executor
 from headrace.base.affinity import keep_to
+from headrace.base.age import process_age_s
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import ModelOptions
 from headrace.base.errors import ConfigError, EngineError, StartError
@@ -257,8 +257,7 @@ def main() -> int:
 
 
 def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report) -> CoreLoop:
-    born = psutil.Process().create_time()
-    parts = {"process": max(0.0, time.time() - born)}
+    parts = {"process": process_age_s()}
     began = time.monotonic()
     try:
         spec = msgspec.json.decode(Path(spec_path).read_bytes(), type=EngineSpec)

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "headrace"
 
 FLOORS = {
     "base.errors": -1, "base.env": 0, "base.registry": 0, "base.optional": 0,
-    "base.splitmix": 0, "base.affinity": 0, "base.collector": 0,
+    "base.splitmix": 0, "base.affinity": 0, "base.age": 0, "base.collector": 0,
     "base.config": 1, "base.child": 1, "base.wire": 1, "base.telemetry": 1, "back.platforms": 1, "back.parallel": 1,
     "back.kernels": 2,
     "core": 3, "front.text": 3, "back.attention": 3, "back.quant": 3,
