@@ -85,7 +85,7 @@ test: $(RUN)
 	@$(MAKE) --no-print-directory unit
 
 slow: $(DEV) $(NATIVE)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 1200 $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 1200 --hypothesis-profile=other $(ARGS)
 
 # Runs with whatever python3 holds PyTorch for CUDA (and pytest-xdist); nothing is installed. Most of the time goes into
 # compiling kernels on the host's cores, so many tests share the GPU; each takes about 1 GiB of it.

@@ -4,7 +4,7 @@ Serves the bundled model in one process (real HTTP, real sockets, real model) an
 is every statement of headrace that runs between the HTTP body and the last chunk, and the signature of every function
 entered; blank lines, comments and docstrings are not counted, nor are branches that a plain chat does not take. Of
 the wire types, whose fields are read by generated code, and of the template's process, which is not traced, whole
-definitions count (`NAMED`). The first request is not traced: start-up and first use are no part of the path. Some
+definitions count (`NAMED`). The first request is not traced: start-up and first use are no part of the path. Fifteen
 later ones are, and what runs in each of them counts: timers (heartbeats, watchdogs, polls) that went off meanwhile
 are no part of it either. The C++ of the kernels is not counted.
 """
