@@ -257,7 +257,8 @@ def _why(num_problems: int, rejected: tuple[tuple[str, str], ...]) -> str:
     shapes = f"{num_problems} shape{'s' if num_problems > 1 else ''}"
     if not rejected:
         return shapes
-    return f"{shapes}; " + "; ".join(f"{name}: {reason}" for name, reason in rejected)
+    reasons = dict.fromkeys(f"{name}: {reason}" for name, reason in rejected)  # once each
+    return "; ".join((shapes, *reasons))
 
 
 def load_kernel(target: str) -> Kernel[Any] | str:
