@@ -95,10 +95,7 @@ class Scheduler:
 
     def plan(self) -> tuple[StepPlan, Flight] | None:
         """The next step, or None if nothing can run now."""
-        budget = StepBudget(
-            *(self.spec.max_step_tokens, self.spec.inter_prefill_budget, self.pace),
-            chunked=self.spec.chunked,
-        )
+        budget = StepBudget(self.spec, self.pace)
         draft = Draft(self.rows)
         self._decode(draft, budget)
         if self._resuming:
