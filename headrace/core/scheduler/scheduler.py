@@ -385,5 +385,6 @@ class Scheduler:
             sampling=request.wire.sampling,
             pooling=request.wire.pooling,
         )
-        draft.add_start(start, request, self.kv.attach(request, hit))
+        draft.add_start(start, request)
+        draft.add_updates(request, self.kv.attach(request, hit))
         self._prefill(draft, budget, request)
