@@ -205,8 +205,12 @@ class EngineCore:
     @property
     def idle_s(self) -> float | None:
         """How long nothing happens by itself while `has_work` is false; None: for ever."""
-        due = self._next_timer()
-        return None if due is None else max(0.0, due - self.clock())
+        timers = [self._deadlines[0][0]] if self._deadlines else []
+        if self.control.drain_due is not None:
+            timers.append(self.control.drain_due)
+        if self._stalled_at is not None and self.gates and self.scheduler.queue:
+            timers.append(self._stalled_at + GATE_POLL_S)  # a gate may have opened meanwhile
+        return max(0.0, min(timers) - self.clock()) if timers else None
 
     def step(self, *, wait: bool) -> StepOutput:
         """Plans and submits a step if one may be in flight, and takes in the oldest one that is done.
@@ -363,14 +367,6 @@ class EngineCore:
                     field="timeout_s",
                 )
                 self.end(request, "error", error=to_wire(passed))
-
-    def _next_timer(self) -> float | None:
-        timers = [self._deadlines[0][0]] if self._deadlines else []
-        if self.control.drain_due is not None:
-            timers.append(self.control.drain_due)
-        if self._stalled_at is not None and self.gates and self.scheduler.queue:
-            timers.append(self._stalled_at + GATE_POLL_S)  # a gate may have opened meanwhile
-        return min(timers, default=None)
 
 
 def _finished(
