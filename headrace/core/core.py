@@ -250,8 +250,7 @@ class EngineCore:
 
     def _launch(self) -> bool:
         begin = time.perf_counter()
-        scheduler = self.scheduler
-        planned = scheduler.plan()
+        planned = self.scheduler.plan()
         self._end_hopeless()
         if planned is None:
             self._stalled_at = None if self._flights else self.clock()
@@ -266,8 +265,8 @@ class EngineCore:
         self.counters.plan_s += host_s
         if self._stats is not None:
             self._stats.step(
-                running=scheduler.num_running,
-                waiting=len(scheduler.queue),
+                running=self.scheduler.num_running,
+                waiting=len(self.scheduler.queue),
                 tokens=tokens,
                 free_blocks=self.kv.pool.num_free,
                 host_s=host_s,
@@ -276,14 +275,12 @@ class EngineCore:
 
     def _end_hopeless(self) -> None:
         """Ends what the scheduler found to have no future."""
-        scheduler = self.scheduler
-        for request in scheduler.outgrown:
-            self.end(request, "length")
-        for request, error in scheduler.refused:
-            if request.state is not State.FINISHED:
+        for request, error in self.scheduler.hopeless:
+            if error is None:
+                self.end(request, "length")
+            elif request.state is not State.FINISHED:
                 self.end(request, "error", error=to_wire(error))
-        scheduler.outgrown.clear()
-        scheduler.refused.clear()
+        self.scheduler.hopeless.clear()
 
     def _land(self, flight: Flight, pending: Pending) -> None:
         try:
