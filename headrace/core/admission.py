@@ -44,11 +44,12 @@ _SECONDS = Bound(-sys.float_info.max, sys.float_info.max)
 def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> int:
     """Refuses what is malformed or can never run; returns the length at which the request ends."""
     _check_scalars(request)
-    prompt = _checked_prompt(request.prompt, facts.logits_width)
+    _check_prompt(request.prompt, facts.logits_width)
     _check_stop(request, facts.logits_width)
     check_sampling(request.sampling, facts.logits_width)
     _check_pooling(request, facts)
-    length = _length_limit(len(prompt), request.stop.max_tokens, facts, kv)
+    num_prompt = len(request.prompt) // TOKEN_BYTES
+    length = _length_limit(num_prompt, request.stop.max_tokens, facts, kv)
     if request.sampling.capture_layers:
         _check_capture(request.sampling.capture_layers, length, facts)
     return length
@@ -64,7 +65,7 @@ def _check_scalars(request: EngineRequest) -> None:
     _within("deadline_s", request.deadline_s or 0.0, _SECONDS)
 
 
-def _checked_prompt(prompt: bytes, width: int) -> np.ndarray:
+def _check_prompt(prompt: bytes, width: int) -> None:
     if not prompt or len(prompt) % TOKEN_BYTES:
         raise InvalidRequest(
             f"the prompt has {len(prompt)} bytes, it needs at least one token of {TOKEN_BYTES}",
@@ -76,7 +77,6 @@ def _checked_prompt(prompt: bytes, width: int) -> np.ndarray:
         raise InvalidRequest(
             f"token id {low if low < 0 else high} is outside 0 .. {width - 1}", field="prompt"
         )
-    return ids
 
 
 def _check_stop(request: EngineRequest, width: int) -> None:

@@ -205,8 +205,12 @@ class EngineCore:
     @property
     def idle_s(self) -> float | None:
         """How long nothing happens by itself while `has_work` is false; None: for ever."""
-        due = self._next_timer()
-        return None if due is None else max(0.0, due - self.clock())
+        timers = [self._deadlines[0][0]] if self._deadlines else []
+        if self.control.drain_due is not None:
+            timers.append(self.control.drain_due)
+        if self._stalled_at is not None and self.gates and self.scheduler.queue:
+            timers.append(self._stalled_at + GATE_POLL_S)  # a gate may have opened meanwhile
+        return max(0.0, min(timers) - self.clock()) if timers else None
 
     def step(self, *, wait: bool) -> StepOutput:
         """Plans and submits a step if one may be in flight, and takes in the oldest one that is done.
@@ -246,8 +250,7 @@ class EngineCore:
 
     def _launch(self) -> bool:
         begin = time.perf_counter()
-        scheduler = self.scheduler
-        planned = scheduler.plan()
+        planned = self.scheduler.plan()
         self._end_hopeless()
         if planned is None:
             self._stalled_at = None if self._flights else self.clock()
@@ -262,8 +265,8 @@ class EngineCore:
         self.counters.plan_s += host_s
         if self._stats is not None:
             self._stats.step(
-                running=scheduler.num_running,
-                waiting=len(scheduler.queue),
+                running=self.scheduler.num_running,
+                waiting=len(self.scheduler.queue),
                 tokens=tokens,
                 free_blocks=self.kv.pool.num_free,
                 host_s=host_s,
@@ -272,14 +275,12 @@ class EngineCore:
 
     def _end_hopeless(self) -> None:
         """Ends what the scheduler found to have no future."""
-        scheduler = self.scheduler
-        for request in scheduler.outgrown:
-            self.end(request, "length")
-        for request, error in scheduler.refused:
-            if request.state is not State.FINISHED:
+        for request, error in self.scheduler.hopeless:
+            if error is None:
+                self.end(request, "length")
+            elif request.state is not State.FINISHED:
                 self.end(request, "error", error=to_wire(error))
-        scheduler.outgrown.clear()
-        scheduler.refused.clear()
+        self.scheduler.hopeless.clear()
 
     def _land(self, flight: Flight, pending: Pending) -> None:
         try:
@@ -363,14 +364,6 @@ class EngineCore:
                     field="timeout_s",
                 )
                 self.end(request, "error", error=to_wire(passed))
-
-    def _next_timer(self) -> float | None:
-        timers = [self._deadlines[0][0]] if self._deadlines else []
-        if self.control.drain_due is not None:
-            timers.append(self.control.drain_due)
-        if self._stalled_at is not None and self.gates and self.scheduler.queue:
-            timers.append(self._stalled_at + GATE_POLL_S)  # a gate may have opened meanwhile
-        return min(timers, default=None)
 
 
 def _finished(

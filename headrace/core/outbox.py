@@ -87,8 +87,6 @@ class Outbox:
 
     def take(self) -> StepOutput:
         """Everything collected; the outbox is empty afterwards."""
-        if not self:
-            return StepOutput(None, [])
         output = StepOutput(self._batch if self._has_tokens else None, self._replies)
         self._batch, self._replies = _nothing(), []
         return output

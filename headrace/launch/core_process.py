@@ -34,7 +34,6 @@ from headrace.base.wire.request import (
     AbortRequests,
     Call,
     EngineRequest,
-    Finished,
     Reply,
     TokenBatch,
 )
@@ -198,12 +197,9 @@ class CoreLoop:
 def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
     """The batch by owning front; requests without an owner are left out. One front: the batch itself, uncopied."""
     fronts = np.fromiter((owner.get(i, -1) for i in batch.ids.tolist()), np.int64, len(batch.ids))
-    ends: dict[int, list[Finished]] = {}
-    for end in batch.finished:
-        ends.setdefault(owner.get(end.id, -1), []).append(end)
-    present = {*np.unique(fronts).tolist(), *ends}
     others = (*batch.prompt_logprobs, *batch.pooled, *batch.captured, *batch.cached)
-    present |= {owner.get(i, -1) for i, _ in others}
+    named = [*(i for i, _ in others), *(end.id for end in batch.finished)]
+    present = {*np.unique(fronts).tolist(), *(owner.get(i, -1) for i in named)}
     if len(present) == 1 and -1 not in present:
         return {present.pop(): batch}
     return {
@@ -221,7 +217,7 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
             pooled=[entry for entry in batch.pooled if owner.get(entry[0]) == front],
             captured=[entry for entry in batch.captured if owner.get(entry[0]) == front],
             cached=[entry for entry in batch.cached if owner.get(entry[0]) == front],
-            finished=ends.get(front, []),
+            finished=[end for end in batch.finished if owner.get(end.id) == front],
         )
         for front in sorted(present - {-1})
     }

@@ -87,9 +87,14 @@ class Rows:
     def start(self, starts: list[RowStart]) -> None:
         """Requests take rows: their tokens are stored and their block tables cleared."""
         if starts:
-            self._clear_tables([start.row for start in starts])
-            for start in starts:
-                self._start(start)
+            rows = to_device(np.array([start.row for start in starts], np.int64), self.device)
+            for table in self.tables:
+                table.data.index_fill_(0, rows, 0)
+        for start in starts:
+            self.tokens.reserve(start.tokens.size + 1)
+            known = to_device(start.tokens, self.device)
+            self.tokens.data[start.row, : start.tokens.size] = known
+            self.num_prompt[start.row] = start.num_prompt
 
     def feed(self, feeds: list[RowFeed]) -> None:
         """Tokens that were not sampled here are stored where they stand."""
@@ -101,17 +106,6 @@ class Rows:
         self.tokens.reserve(int(position_K.max()) + 2)
         token_K = np.concatenate([feed.tokens for feed in feeds]).astype(np.int32, copy=False)
         self.tokens.put(row_K, position_K, to_device(token_K, self.device))
-
-    def _clear_tables(self, rows: list[int]) -> None:
-        index = to_device(np.array(rows, np.int64), self.device)
-        for table in self.tables:
-            table.data.index_fill_(0, index, 0)
-
-    def _start(self, start: RowStart) -> None:
-        self.tokens.reserve(start.tokens.size + 1)
-        known = to_device(start.tokens, self.device)
-        self.tokens.data[start.row, : start.tokens.size] = known
-        self.num_prompt[start.row] = start.num_prompt
 
     def update(self, plan: StepPlan, *, first: int = 0) -> None:
         """Takes over the plan's block updates, from the `first` on."""

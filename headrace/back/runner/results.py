@@ -83,13 +83,12 @@ class Launched:
                     for row in self.draws.told.rows()
                     if row.index not in bad
                 ]
-        pooled = [told for vectors in self.pooled for told in vectors.read(failed)]
         return StepResult(
             step=self.plan.step,
             tokens=tokens,
             logprobs=logprobs,
             prompt_logprobs=[(index, scored.read()) for index, scored in self.prompts],
-            pooled=pooled,
+            pooled=[told for vectors in self.pooled for told in vectors.read(failed)],
             captured=[piece.read() for piece in self.captured],
             failed=[(index, to_wire(error)) for index, error in failed.items()],
         )

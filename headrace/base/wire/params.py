@@ -58,9 +58,8 @@ class Bound(msgspec.Struct, frozen=True):
 
     def holds(self, value: float) -> bool:
         """Whether `value` is allowed; NaN is not."""
-        if not self.least <= value <= self.greatest or math.isinf(value):
-            return False
-        return not (self.above and value == self.least)
+        high_enough = value > self.least if self.above else value >= self.least
+        return high_enough and value <= self.greatest and not math.isinf(value)
 
     def __str__(self) -> str:
         start = "above" if self.above else "from"

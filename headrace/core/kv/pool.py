@@ -67,8 +67,7 @@ class BlockPool:
             self._untag(block)
             self.num_evictions += 1
             taken.append(block)
-        if taken:
-            self._refs[taken] = 1
+        self._refs[taken] = 1
         return taken
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -88,8 +87,7 @@ class BlockPool:
         self._refs[ids] -= 1
         freed = ids[self._refs[ids] == 0]
         tagged = self._tagged[freed]
-        if tagged.any():
-            self._cached.update(dict.fromkeys(freed[tagged].tolist()))
+        self._cached.update(dict.fromkeys(freed[tagged].tolist()))
         self._plain.extend(freed[~tagged].tolist())
 
     def tag(self, block: int, group: int, digest: bytes) -> None:

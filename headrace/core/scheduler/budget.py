@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headrace.base.config.resolved import SchedulerSpec
 from headrace.core.scheduler.pace import Pace
 
 
@@ -11,20 +12,19 @@ from headrace.core.scheduler.pace import Pace
 class StepBudget:
     """The budget of one step.
 
-    `inter_prefill`: once the step holds that many prefill tokens no further prefill joins it; the first always may,
-    and may use the whole budget (ENG-01). Without `chunked` a prompt runs in one step or waits for the next. `pace`
-    bounds the prefill tokens beside rows that decode.
+    Once the step holds `inter_prefill_budget` prefill tokens no further prefill joins it; the first always may, and may
+    use the whole budget (ENG-01). Without `chunked` a prompt runs in one step or waits for the next. `pace` bounds the
+    prefill tokens beside rows that decode.
     """
 
-    left: int
-    inter_prefill: int | None
+    spec: SchedulerSpec
     pace: Pace
-    chunked: bool = field(kw_only=True, default=True)
+    left: int = field(init=False)
     prefill_tokens: int = field(init=False, default=0)
     _allowance: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._allowance = self.left
+        self.left = self._allowance = self.spec.max_step_tokens
 
     def spend_decodes(self, count: int) -> None:
         """`count` rows decode."""
@@ -53,9 +53,9 @@ class StepBudget:
         """Whether one more prefill chunk may join the step."""
         if self.prefill_left <= 0:
             return False
-        bound = self.inter_prefill
+        bound = self.spec.inter_prefill_budget
         return bound is None or self.prefill_tokens == 0 or self.prefill_tokens < bound
 
     def holds(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens may begin in this step."""
-        return self.chunked or tokens <= self.prefill_left
+        return self.spec.chunked or tokens <= self.prefill_left

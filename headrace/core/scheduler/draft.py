@@ -21,6 +21,7 @@ Bool = npt.NDArray[np.bool_]
 Intp = npt.NDArray[np.intp]
 
 _NONE = np.zeros(0, np.int32)
+_NO_ROWS = np.zeros(0, np.intp)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -48,7 +49,7 @@ class Draft:
     """Collects one step."""
 
     _rows: RowTable
-    _decodes: Intp | None = None
+    _decodes: Intp = field(default_factory=lambda: _NO_ROWS)
     _decode_epochs: Int32 = field(default_factory=lambda: _NONE)
     _computed: Int32 = field(default_factory=lambda: _NONE)
     _crossing: tuple[Intp, Int32, list[Int32]] | None = None
@@ -64,7 +65,7 @@ class Draft:
     def num_rows(self) -> int:
         """Rows that will run."""
         self._drop_preempted()
-        return (0 if self._decodes is None else len(self._decodes)) + len(self._prefills)
+        return len(self._decodes) + len(self._prefills)
 
     def add_decodes(self, rows: Intp, planned: Int32) -> None:
         """These rows compute their newest token, at position `planned`, and sample the next."""
@@ -86,12 +87,9 @@ class Draft:
                 (group, row, index, block, epoch) for group, index, block in updates
             )
 
-    def add_start(
-        self, start: RowStart, request: Request, updates: Sequence[tuple[int, int, int]]
-    ) -> None:
-        """A request takes a row, with these blocks out of the cache."""
+    def add_start(self, start: RowStart, request: Request) -> None:
+        """A request takes a row."""
         self._starts.append((start, request))
-        self.add_updates(request, updates)
 
     def add_feed(self, feed: RowFeed, request: Request) -> None:
         """Tokens of a running row that the runner has not sampled."""
@@ -108,11 +106,10 @@ class Draft:
         epoch = self._rows.epoch
         self._prefills = [entry for entry in self._prefills if entry[0].row == entry[1]]
         self._updates = [entry for entry in self._updates if epoch[entry[1]] == entry[4]]
-        if self._decodes is not None:
-            keep = epoch[self._decodes] == self._decode_epochs
-            self._drop_crossing(self._decodes[~keep])
-            self._decodes, self._decode_epochs = self._decodes[keep], self._decode_epochs[keep]
-            self._computed = self._computed[keep]
+        keep = epoch[self._decodes] == self._decode_epochs
+        self._drop_crossing(self._decodes[~keep])
+        self._decodes, self._decode_epochs = self._decodes[keep], self._decode_epochs[keep]
+        self._computed = self._computed[keep]
 
     def _drop_crossing(self, gone: Intp) -> None:
         if self._crossing is None:
@@ -126,7 +123,7 @@ class Draft:
         self._drop_preempted()
         self._prefills.sort(key=lambda entry: entry[3] != 1)
         rows, num_tokens, num_computed, sample = self._columns()
-        num_decodes = 0 if self._decodes is None else len(self._decodes)
+        num_decodes = len(self._decodes)
         group, row, index, block = self._block_columns()
         plan = StepPlan(
             step=step,
@@ -155,22 +152,17 @@ class Draft:
         return plan, flight
 
     def _columns(self) -> tuple[Int32, Int32, Int32, Bool]:
-        if self._decodes is None or not len(self._decodes):
-            rows, tokens, computed, sample = _NONE, _NONE, _NONE, np.zeros(0, np.bool_)
-        else:
-            rows = self._decodes.astype(np.int32)
-            tokens = np.ones(len(rows), np.int32)
-            computed = self._computed
-            sample = np.ones(len(rows), np.bool_)
+        rows, computed = self._decodes.astype(np.int32), self._computed
+        tokens = np.ones(len(rows), np.int32)
+        sample = np.ones(len(rows), np.bool_)
         if not self._prefills:
             return rows, tokens, computed, sample
-        more = np.asarray([entry[1:4] for entry in self._prefills], np.int32)
-        sampled = np.asarray([entry[4] for entry in self._prefills], np.bool_)
+        more = np.asarray([entry[1:] for entry in self._prefills], np.int32)
         return (
             np.concatenate([rows, more[:, 0]]),
             np.concatenate([tokens, more[:, 2]]),
             np.concatenate([computed, more[:, 1]]),
-            np.concatenate([sample, sampled]),
+            np.concatenate([sample, more[:, 3] != 0]),
         )
 
     def _block_columns(self) -> tuple[Int32, Int32, Int32, Int32]:

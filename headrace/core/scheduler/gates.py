@@ -26,8 +26,7 @@ class Gates:
 
     def admit(self, request: EngineRequest) -> None:
         """Lets every gate see a new request. Raises if one says never (those that had admitted it are told its end)."""
-        known = {gate.name for gate in self._gates}
-        unknown = sorted(set(request.gates) - known)
+        unknown = sorted(request.gates.keys() - {gate.name for gate in self._gates})
         if unknown:
             raise InvalidRequest(f"this engine has no {unknown[0]!r}", field=f"gates.{unknown[0]}")
         for index, gate in enumerate(self._gates):

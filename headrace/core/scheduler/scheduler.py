@@ -37,8 +37,8 @@ Intp = npt.NDArray[np.intp]
 
 
 class Scheduler:
-    """Makes plans. `outgrown` collects running requests that can grow no further and hold all their tokens;
-    `refused` those a gate or the pool will never let run, with the error."""
+    """Makes plans. `hopeless` collects what has no future: requests that a gate or the pool will never let run, with
+    the error, and, without one, running requests that can grow no further and hold all their tokens."""
 
     def __init__(
         self,
@@ -59,8 +59,7 @@ class Scheduler:
         )
         self.prefilling: list[Request] = []
         self.admit_new = True
-        self.outgrown: list[Request] = []
-        self.refused: list[tuple[Request, HeadraceError]] = []
+        self.hopeless: list[tuple[Request, HeadraceError | None]] = []
         self.num_preemptions = 0
         self.step = 0
         self._resuming: list[tuple[Request, int, int]] = []
@@ -95,10 +94,7 @@ class Scheduler:
 
     def plan(self) -> tuple[StepPlan, Flight] | None:
         """The next step, or None if nothing can run now."""
-        budget = StepBudget(
-            *(self.spec.max_step_tokens, self.spec.inter_prefill_budget, self.pace),
-            chunked=self.spec.chunked,
-        )
+        budget = StepBudget(self.spec, self.pace)
         draft = Draft(self.rows)
         self._decode(draft, budget)
         if self._resuming:
@@ -218,7 +214,7 @@ class Scheduler:
         row = request.row
         self.rows.limit[row] = self.rows.length[row]
         if self.rows.known[row] == self.rows.length[row]:
-            self.outgrown.append(request)
+            self.hopeless.append((request, None))
 
     def _make_room(self, draft: Draft, request: Request) -> bool:
         """Makes one block per group free for `request` by preempting those that come after it."""
@@ -276,7 +272,7 @@ class Scheduler:
             return True
         request.reason = "running: waits for KV blocks of requests before it"
         if self.num_running == 1:
-            self.refused.append((request, self.kv.never_fits(request.num_tokens)))
+            self.hopeless.append((request, self.kv.never_fits(request.num_tokens)))
         return False
 
     def _prefill(self, draft: Draft, budget: StepBudget, request: Request) -> None:
@@ -339,7 +335,7 @@ class Scheduler:
         refusal, error = self.gates.refusal(request.id)
         request.note_gate(opens=refusal is None, now=self._now())
         if error is not None:
-            self.refused.append((request, error))
+            self.hopeless.append((request, error))
         return refusal
 
     def _may_start(self, request: Request) -> bool:
@@ -388,5 +384,6 @@ class Scheduler:
             sampling=request.wire.sampling,
             pooling=request.wire.pooling,
         )
-        draft.add_start(start, request, self.kv.attach(request, hit))
+        draft.add_start(start, request)
+        draft.add_updates(request, self.kv.attach(request, hit))
         self._prefill(draft, budget, request)

@@ -71,13 +71,12 @@ class InputChecker:
 
     def request(self, generation: Generation, widths: Widths, request_id: int) -> EngineRequest:
         """The engine request of a checked generation (one choice: `n` is not looked at)."""
-        params = generation.params
         stop = self._stop_rules(generation, widths)
         return EngineRequest(
             id=request_id,
             prompt=np.asarray(generation.prompt_ids, dtype="<i4").tobytes(),
             stop=stop,
-            sampling=self._row_sampling(params, stop),
+            sampling=self._row_sampling(generation.params, stop),
             gates=_gates(generation),
             **{name: getattr(generation, name) for name in _CARRIED},
         )

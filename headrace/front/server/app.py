@@ -141,9 +141,6 @@ class _Wire:
         self.headers = headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         self._body_pending = length != b"0" or b"transfer-encoding" in headers
-        self._marks = [(name, exchange.request_id.encode()) for name in ID_HEADERS]
-        if (label := client_label(headers.get(b"x-request-id"))) is not None:
-            self._marks.append((b"x-client-request-id", label.encode()))
 
     async def receive(self) -> Message:
         """The next message; notes the end of the body."""
@@ -157,8 +154,9 @@ class _Wire:
         if message["type"] == "http.response.start":
             self._started = True
             self.status = message["status"]
-            extra = list(self._marks)
-            if (label := self.exchange.client_label) is not None and len(extra) == len(ID_HEADERS):
+            extra = [(name, self.exchange.request_id.encode()) for name in ID_HEADERS]
+            label = client_label(self.headers.get(b"x-request-id")) or self.exchange.client_label
+            if label is not None:
                 extra.append((b"x-client-request-id", label.encode()))
             if self.exchange.tells_timing and self.exchange.timeline is not None:
                 told = self.exchange.timeline.server_timing()

@@ -167,16 +167,10 @@ def parsers_after(
     exchange: Exchange, request: ChatRequest, tail: str, params: SamplingParams
 ) -> list[ParsedAnswer] | None:
     """A parser per choice; None where nothing is to be parsed."""
-    services = exchange.services
-    tokenizer = services.tokenizer
-    pieces = services.answers.pieces_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
-    found = []
-    for _ in range(params.n):
-        parser = chat.to_parser(request, services.answers, prompt_tail=tail)
-        if parser is None:
-            return None
-        found.append(ParsedAnswer(parser, pieces))
-    return found
+    answers, tokenizer = exchange.services.answers, exchange.services.tokenizer
+    pieces = answers.pieces_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    made = [chat.to_parser(request, answers, prompt_tail=tail) for _ in range(params.n)]
+    return [ParsedAnswer(parser, pieces) for parser in made if parser is not None] or None
 
 
 def generate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -43,20 +44,19 @@ class _Watch:
         self._params = generation.params
         self._handed = time.monotonic()
         self._first: dict[int, float] = {}
-        self._running: dict[int, int] = {}  # choice -> tokens told
+        self._running = Counter[int]()  # choice -> tokens told
         self._span = None if exchange.trace is None else exchange.trace.begin_core(generation)
 
     def take(self, event: Event) -> None:
         match event:
             case Delta():
-                told = self._running.get(event.index, 0) + len(event.token_ids)
-                self._running[event.index] = told
+                self._running[event.index] += len(event.token_ids)
                 if event.index not in self._first:
                     now = self._first[event.index] = time.monotonic()
                     since = now - self._exchange.arrival
                     self._metrics.observe("headrace_time_to_first_token_seconds", since)
             case Started():
-                self._running = dict.fromkeys(range(self._params.n), 0)
+                self._running = Counter(dict.fromkeys(range(self._params.n), 0))
                 self._num_prompt = event.num_prompt
                 self._metrics.add("headrace_prompt_tokens_total", event.num_prompt)
                 self._metrics.observe("headrace_request_prompt_tokens", event.num_prompt)

@@ -139,11 +139,11 @@ async def parsed(events: Events, answers: Sequence[ParsedAnswer]) -> Events:
                     yield made
                 if all(answer.over for answer in answers):
                     return
-                continue
-            if isinstance(event, Started):
-                for answer in answers:
-                    answer.num_cached = event.num_cached
-            yield event
+            else:
+                if isinstance(event, Started):
+                    for answer in answers:
+                        answer.num_cached = event.num_cached
+                yield event
 
 
 async def without_reasoning(events: Events) -> Events:

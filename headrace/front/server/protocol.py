@@ -60,7 +60,6 @@ class GuardedProtocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _header_bytes = 0
-    _in_head = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's
         """Refuses connections over the limit; starts the clock of the first header block."""
@@ -81,7 +80,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
+        if self._head_timer is not None and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self.refuse(_head_too_large())
@@ -91,7 +90,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._header_bytes = 0
         self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]  # a key of ours
-        if not self._in_head:
+        if self._head_timer is None:
             self._start_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -146,12 +145,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _start_head(self) -> None:
-        self._in_head, self._head_bytes = True, 0
+        self._head_bytes = 0
         seconds = self.connection_limits.header_timeout_s
         self._head_timer = self.loop.call_later(seconds, self._head_timed_out)
 
     def _end_head(self) -> None:
-        self._in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

@@ -61,9 +61,7 @@ async def until_gone(
             raise ClientGone
         raise Unavailable("the server is shutting down; the request was ended", retry_after_s=5.0)
     finally:
-        for other in (task, gone, over):
-            other.cancel()
-        await asyncio.gather(task, gone, over, return_exceptions=True)
+        await _ended(task, gone, over)
 
 
 async def _gone(receive: Receive) -> None:

@@ -133,14 +133,14 @@ class ChatTemplate:
         made = template_messages(messages, guard, developer_role="developer" in source)
         if continue_final_message:
             made[-1]["content"] += MARK
-        variables = {
+        self._check_arguments(kwargs)
+        return source, {
             **self._tokenizer.facts.special_tokens,
-            **self._arguments(kwargs),
+            **protect_tree(dict(kwargs), guard.protect, "chat_template_kwargs"),
             "messages": made,
             "tools": self._tools(tools),
             "add_generation_prompt": add_generation_prompt,
         }
-        return source, variables
 
     def _source(self) -> str:
         if self.source is None:
@@ -170,7 +170,7 @@ class ChatTemplate:
             _check_tool(tool, f"tools[{i}]")
         return made
 
-    def _arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
         special = self._tokenizer.facts.special_tokens
         for name in kwargs:
             if name in _RESERVED or name in special:
@@ -187,10 +187,6 @@ class ChatTemplate:
                     f"(it has {', '.join(known)})",
                     field="chat_template_kwargs",
                 )
-        made: dict[str, Any] = protect_tree(
-            dict(kwargs), self._tokenizer.guard.protect, "chat_template_kwargs"
-        )
-        return made
 
     def _argument_names(self) -> frozenset[str]:
         if self._names is None:

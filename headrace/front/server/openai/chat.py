@@ -107,32 +107,35 @@ async def to_chunks(events: Events, reply: ChatReply) -> Chunks:
     tally = Tally(request.n or 1)
     by_token = request.logprobs or request.logprob_token_ids or request.return_token_ids
     plain = not (by_token or continuous)
-    heads = [_delta_head(reply, index) for index in range(tally.num_choices)]
-    tail = _delta_tail(with_usage)
+    told: dict[str, Any] = {"usage": None} if with_usage else {}
+    frames = [_around_text(reply, index, told) for index in range(tally.num_choices)]
     async with aclosing(events):
         async for event in events:
             tally.take(event)
+            if continuous:
+                told = {"usage": usage([tally])}
             match event:
                 case ParsedDelta() if plain:
+                    head, tail = frames[event.index]
                     for part in event.parts:
                         if isinstance(part, Content):
-                            yield heads[event.index] + orjson.dumps(part.text) + tail
+                            yield head + orjson.dumps(part.text) + tail
                         elif shown := part_delta(part):
-                            choice = _plain_choice(event.index, shown)
-                            yield _event(reply, choice, tally, with_usage, continuous)
+                            yield _event(reply, [_plain_choice(event.index, shown)], told)
                 case Delta() if plain:
                     if event.text:
-                        yield heads[event.index] + orjson.dumps(event.text) + tail
+                        head, tail = frames[event.index]
+                        yield head + orjson.dumps(event.text) + tail
                 case Delta():
                     for choice in _deltas(reply, event):
-                        yield _event(reply, choice, tally, with_usage, continuous)
+                        yield _event(reply, [choice], told)
                 case Ended():
-                    yield _event(reply, _end(event), tally, with_usage, continuous)
+                    yield _event(reply, [_end(event)], told)
                 case Started():
                     for index in range(tally.num_choices):
-                        yield _event(reply, _role(reply, index), tally, with_usage, continuous)
+                        yield _event(reply, [_role(reply, index)], told)
     if with_usage:
-        yield b"data: " + orjson.dumps(_envelope(reply, []) | {"usage": usage([tally])}) + b"\n\n"
+        yield _event(reply, [], {"usage": usage([tally])})
     yield DONE
 
 
@@ -143,28 +146,16 @@ def _envelope(reply: ChatReply, choices: list[dict[str, Any]]) -> dict[str, Any]
     return {**head, "model": reply.model, **told, "choices": choices}
 
 
-def _delta_head(reply: ChatReply, index: int) -> bytes:
-    """The bytes of a plain delta's chunk up to its text."""
-    choice = {"index": index, "delta": {}}
-    whole = b"data: " + orjson.dumps(_envelope(reply, [choice]))
-    return whole.removesuffix(b"}}]}") + b'"content":'
+def _around_text(reply: ChatReply, index: int, told: dict[str, Any]) -> tuple[bytes, bytes]:
+    """The bytes of a plain delta's chunk before its text, and those behind it."""
+    chunk = _event(reply, [_plain_choice(index, {"content": ""})], told)
+    head, _, tail = chunk.rpartition(b'""')
+    return head, tail
 
 
-def _delta_tail(with_usage: bool) -> bytes:
-    """The bytes after its text."""
-    end = b'},"logprobs":null,"finish_reason":null}]'
-    return end + (b',"usage":null}\n\n' if with_usage else b"}\n\n")
-
-
-def _event(
-    reply: ChatReply, choice: dict[str, Any], tally: Tally, with_usage: bool, continuous: bool
-) -> bytes:
-    document = _envelope(reply, [choice])
-    if continuous:
-        document["usage"] = usage([tally])
-    elif with_usage:
-        document["usage"] = None
-    return b"data: " + orjson.dumps(document) + b"\n\n"
+def _event(reply: ChatReply, choices: list[dict[str, Any]], told: dict[str, Any]) -> bytes:
+    """One chunk; `told` is what it says beside its choices."""
+    return b"data: " + orjson.dumps(_envelope(reply, choices) | told) + b"\n\n"
 
 
 def _role(reply: ChatReply, index: int) -> dict[str, Any]:
