@@ -198,8 +198,7 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step to its end."""
         result = self.launch(plan).result()
-        if self._lost:
-            self._clean()
+        self._settle()
         return result
 
     @torch.inference_mode()
@@ -213,8 +212,7 @@ class Runner:
             return self._launch(plan, supplied)
 
     def _launch(self, plan: StepPlan, supplied: Supplied) -> Launched:
-        if self._lost:
-            self._clean()
+        self._settle()
         self._begin(plan)
         if not plan.rows.size:
             self._steps.rows.apply(plan)
@@ -332,6 +330,10 @@ class Runner:
             if scores is not None:
                 found.append((index, scores))
         return found, refused
+
+    def _settle(self) -> None:
+        if self._lost:
+            self._clean()
 
     @torch.inference_mode()
     def _clean(self) -> None:

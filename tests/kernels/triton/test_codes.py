@@ -48,11 +48,14 @@ def coded_cache(kv: torch.Tensor, code: str) -> torch.Tensor:
 
 
 def in_codes(problem, kv, code):
-    """The problem over codes and such a cache; unused codes are e4m3's NaN, their scales NaN."""
+    """The problem over such codes, their cache, and what that means in float32; unused codes are e4m3's NaN, their
+    scales NaN. None: as they are."""
+    if code is None:
+        return problem, kv, kv
     cache = coded_cache(kv, code)
     codes, scales = codes_and_scales(cache)
     codes[scales.isnan()] = 0x7F
-    return replace(problem, coded=code), cache
+    return replace(problem, coded=code), cache, widen(cache, FP32, code)
 
 
 # heads, KV heads, head_dim, block_tokens, window, soft cap

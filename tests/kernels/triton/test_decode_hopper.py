@@ -15,7 +15,7 @@ from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.attention.hopper_decode import Streams
 from headrace.back.kernels.attention.triton_lists import row_bucket
 from headrace.back.kernels.attention.triton_runs import RUN_FIELDS, runs_kernel
-from headrace.back.kernels.kv_write.coded import codes_and_scales, widen
+from headrace.back.kernels.kv_write.coded import codes_and_scales
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.qk_rope_write import triton_qk_rope_write
 from headrace.back.kernels.triton.wrap import interpreted, power_of_two
@@ -25,7 +25,6 @@ from tests.kernels.triton.test_kernels import (
     BF16,
     DEVICE,
     FP16,
-    FP32,
     NAN,
     attention_case,
     close,
@@ -126,46 +125,31 @@ OF_CODES = [
     Streams(rows=128, stages=2),
     Streams(rows=128, heads=1, stages=2),
 ]
+STREAMED = [
+    *((dtype, None, streams) for dtype in (BF16, FP16) for streams in STREAMS),
+    *((BF16, code, streams) for code in CODES for streams in OF_CODES),
+]
 LENGTHS = [1, 300, 16, 17, 95, 1000, 31, 260, 5, 2500, 641]
 
 
 @hopper_only
-@pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("streams", STREAMS)
-def test_the_streaming_kernel_equals_the_reference(dtype, shape, streams, monkeypatch):
-    """KRN-10, REG-037. Unused places, also of the last block, are NaN; twice the same bits."""
-    monkeypatch.setattr(hopper_decode, "STREAMS", ((1 << 30, streams),))
+@pytest.mark.parametrize("dtype, code, streams", STREAMED)
+def test_the_streaming_kernel_equals_the_reference(dtype, code, shape, streams, monkeypatch):
+    """KRN-10, QNT-18, REG-037. Unused places, also of the last block, are NaN; twice the same bits."""
+    table = "STREAMS" if code is None else "STREAMS_OF_CODES"
+    monkeypatch.setattr(hopper_decode, table, ((1 << 30, streams),))
     monkeypatch.setattr(hopper_decode, "LEAST_ROWS", 1)
     for lengths in ([3000], [40] * 70, LENGTHS):
         rows = [(1, length) for length in lengths]
         problem, q, kv, plan, padded = attention_case(shape, dtype, rows, pad_rows=2, pad_tokens=2)
-        assert hopper_decode.unfit(problem) is None
-        attend = triton_attention.bind(problem)
-        out = attend(q, kv, padded)
-        assert close(out[: len(rows)], exact(problem, q, kv, plan), dtype)
-        again = attend(q, kv, padded)
-        assert torch.equal(out[: len(rows)], again[: len(rows)])
-
-
-@hopper_only
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("streams", OF_CODES)
-def test_codes_are_streamed(code, shape, streams, monkeypatch):
-    """KRN-10, QNT-18: as above, over a cache of codes."""
-    monkeypatch.setattr(hopper_decode, "STREAMS_OF_CODES", ((1 << 30, streams),))
-    monkeypatch.setattr(hopper_decode, "LEAST_ROWS", 1)
-    for lengths in ([3000], [40] * 70, LENGTHS):
-        rows = [(1, length) for length in lengths]
-        problem, q, kv, plan, padded = attention_case(shape, BF16, rows, pad_rows=2, pad_tokens=2)
-        coded, cache = in_codes(problem, kv, code)
-        assert hopper_decode.unfit(coded) is None
-        attend = triton_attention.bind(coded)
+        attended, cache, wide = in_codes(problem, kv, code)
+        assert hopper_decode.unfit(attended) is None
+        attend = triton_attention.bind(attended)
         out = attend(q, cache, padded)
-        expected = exact(problem, q, widen(cache, FP32, code), plan)
-        assert close(out[: len(rows)], expected, BF16)
-        assert torch.equal(out[: len(rows)], attend(q, cache, padded)[: len(rows)])
+        assert close(out[: len(rows)], exact(problem, q, wide, plan), dtype)
+        again = attend(q, cache, padded)
+        assert torch.equal(out[: len(rows)], again[: len(rows)])
 
 
 @hopper_only
@@ -187,10 +171,8 @@ def test_decodes_beside_prompts_equal_the_reference(shape, decodes):
 def test_the_streaming_kernel_keeps_nan_in_its_row(code, monkeypatch):
     monkeypatch.setattr(hopper_decode, "LEAST_ROWS", 1)
     problem, q, kv, plan, _ = attention_case(SHAPES[1], BF16, [(1, n) for n in LENGTHS])
-    lost = kv
-    if code is not None:
-        problem, kv = in_codes(problem, kv, code)
-        lost = codes_and_scales(kv)[1]
+    problem, kv, _ = in_codes(problem, kv, code)
+    lost = kv if code is None else codes_and_scales(kv)[1]
     attend = triton_attention.bind(problem)
     clean = attend(q, kv, plan)
     lost[plan.block_table_RB[5, 2].item()] = NAN
@@ -214,10 +196,7 @@ def test_shared_prefixes_do_not_show(per_sm, code, monkeypatch):
     problem, q, kv, plan, padded = shared_case(
         SHAPES[1], BF16, [(1, n) for n in lengths], groups, pad_rows=2, pad_tokens=2
     )
-    attended, cache, wide = problem, kv, kv
-    if code is not None:
-        attended, cache = in_codes(problem, kv, code)
-        wide = widen(cache, FP32, code)
+    attended, cache, wide = in_codes(problem, kv, code)
     out = triton_attention.bind(attended)(q, cache, padded)
     assert close(out[: len(lengths)], exact(problem, q, wide, plan), BF16)
 

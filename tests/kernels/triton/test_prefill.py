@@ -11,14 +11,13 @@ triton = pytest.importorskip("triton")
 from headrace.back.kernels.attention import hopper, triton_attention
 from headrace.back.kernels.attention.triton_lists import row_bucket
 from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel
-from headrace.back.kernels.kv_write.coded import codes_and_scales, widen
+from headrace.back.kernels.kv_write.coded import codes_and_scales
 from headrace.back.kernels.triton.wrap import interpreted
 from tests.kernels.triton.test_codes import CODES, in_codes
 from tests.kernels.triton.test_kernels import (
     BF16,
     DEVICE,
     FP16,
-    FP32,
     NAN,
     attention_case,
     close,
@@ -92,10 +91,7 @@ def test_the_copy_engines_kernel_equals_the_reference(dtype, code, shape):
     problem, q, kv, plan, padded = attention_case(
         shape, dtype, HOPPER_ROWS, pad_rows=2, pad_tokens=3
     )
-    attended, cache, wide = problem, kv, kv
-    if code is not None:
-        attended, cache = in_codes(problem, kv, code)
-        wide = widen(cache, FP32, code)
+    attended, cache, wide = in_codes(problem, kv, code)
     assert hopper.unfit(attended) is None
     attend = triton_attention.bind(attended)
     out = attend(q, cache, padded)
@@ -109,10 +105,8 @@ def test_the_copy_engines_kernel_equals_the_reference(dtype, code, shape):
 def test_the_copy_engines_kernel_keeps_nan_in_its_row(code):
     shape, rows = (8, 2, 128, 16, None, None), [(70, 70), (50, 333), (90, 100)]
     problem, q, kv, plan, _ = attention_case(shape, BF16, rows)
-    lost = kv
-    if code is not None:
-        problem, kv = in_codes(problem, kv, code)
-        lost = codes_and_scales(kv)[1]
+    problem, kv, _ = in_codes(problem, kv, code)
+    lost = kv if code is None else codes_and_scales(kv)[1]
     attend = triton_attention.bind(problem)
     clean = attend(q, kv, plan)
     lost[plan.block_table_RB[1, 2].item()] = NAN

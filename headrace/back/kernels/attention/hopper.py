@@ -12,7 +12,7 @@ import triton
 from headrace.back.kernels.attention.op import AttentionProblem, Plan
 from headrace.back.kernels.attention.triton_lists import Launch, lists, row_bucket
 from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel
-from headrace.back.kernels.kv_write.coded import codes_and_scales
+from headrace.back.kernels.kv_write.coded import codes_and_scales, typed
 from headrace.back.kernels.triton.wrap import interpreted, launch, num_sms
 
 PAIRS = 64
@@ -53,11 +53,16 @@ def unfit(problem: AttentionProblem) -> str | None:
     return None
 
 
-def descriptors(box: list[int], layout: Any) -> Callable[[torch.Tensor], Any]:
-    """How the copy engine is told of a cache: as rows of head_dim, a box of them at a time; of codes as heads of a
-    block, whose scales lie between them."""
+def descriptors(problem: AttentionProblem, heads: int) -> Callable[[torch.Tensor], Any]:
+    """How the copy engine is told of a cache: as rows of head_dim, those of so many heads of a block at a time; of
+    codes as heads of a block, whose scales lie between them."""
+    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    depth, coded = problem.head_dim, problem.coded is not None
+    box = [heads, problem.block_tokens, depth] if coded else [heads * problem.block_tokens, depth]
+    wide = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[problem.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.int8 if coded else wide)
     known: dict[tuple[int, int], TensorDescriptor] = {}
 
     def descriptor(kv: torch.Tensor) -> TensorDescriptor:
@@ -65,32 +70,22 @@ def descriptors(box: list[int], layout: Any) -> Callable[[torch.Tensor], Any]:
         found = known.get(key)
         if found is None or found.base.data_ptr() != key[0]:  # of a cache that was given back
             known.clear()
-            tiles = kv.view(-1, box[-1]) if len(box) == 2 else _codes(kv)
+            tiles = codes_and_scales(kv)[0].flatten(0, 2) if coded else kv.view(-1, depth)
             found = known[key] = TensorDescriptor.from_tensor(tiles, box, layout)
         return found
 
     return descriptor
 
 
-def _codes(kv: torch.Tensor) -> torch.Tensor:
-    return codes_and_scales(kv)[0].flatten(0, 2)
-
-
 def bind_prefill(problem: AttentionProblem, *, min_queries: int) -> Launch:
     """The launch for rows with at least `min_queries` query tokens."""
-    from triton.experimental.gluon import language as gl
-
     from headrace.back.kernels.attention.triton_prefill_codes import prefill_codes_kernel
     from headrace.back.kernels.attention.triton_prefill_hopper import prefill_hopper_kernel
 
     kv_heads, head_dim, block_tokens = problem.kv_heads, problem.head_dim, problem.block_tokens
     group = problem.heads // kv_heads
     queries, tiles = 2 * (PAIRS // group), TILES
-    coded = problem.coded is not None
-    box = [1, block_tokens, head_dim] if coded else [block_tokens, head_dim]
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[problem.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.int8 if coded else element)
-    cache_of = descriptors(box, layout)
+    cache_of = descriptors(problem, 1)
     sizes: dict[str, Any] = {
         "GROUP": group, "KV_HEADS": kv_heads, "BLOCK_TOKENS": block_tokens, "N": tiles.n, "STAGES": tiles.stages,
     }  # fmt: skip
@@ -114,9 +109,10 @@ def bind_prefill(problem: AttentionProblem, *, min_queries: int) -> Launch:
             problem.heads * head_dim, plan.block_table_RB.stride(0), problem.scale * 1.4426950408889634,
         )  # fmt: skip
         grid = (num_sms(q_THD.device),)
-        if coded:
+        if problem.coded is not None:
+            _, scales = typed(kv, problem.coded)
             prefill_codes_kernel[grid](
-                cache_of(kv), kv.view(torch.float32), *given, **sizes, SLOTS=tiles.slots, CODED=problem.coded,
+                cache_of(kv), scales, *given, **sizes, SLOTS=tiles.slots, CODED=problem.coded,
                 num_warps=4,
             )  # fmt: skip
         else:

@@ -12,6 +12,7 @@ from headrace.back.kernels.attention.cascade import Shared
 from headrace.back.kernels.attention.op import AttentionProblem, Plan
 from headrace.back.kernels.attention.triton_lists import lists, row_bucket
 from headrace.back.kernels.attention.triton_runs import RUN_FIELDS, runs_kernel
+from headrace.back.kernels.kv_write.coded import typed
 from headrace.back.kernels.triton.wrap import COUNTERS, counters, launch, num_sms, power_of_two
 
 MOST_QUERIES = 64
@@ -100,19 +101,13 @@ def bind_decode(problem: AttentionProblem) -> Decode:
 
 
 def _bound(problem: AttentionProblem, streams: Streams) -> Decode:
-    from triton.experimental.gluon import language as gl
-
     from headrace.back.kernels.attention.triton_decode_hopper import decode_hopper_kernel
 
     kv_heads, depth, block_tokens = problem.kv_heads, problem.head_dim, problem.block_tokens
     heads, group = heads_of(problem, streams), problem.heads // kv_heads
     blocks, shares = streams.rows // (heads * block_tokens), kv_heads // heads
     queries = power_of_two(heads * group, least=8)
-    coded = problem.coded is not None
-    box = [heads, block_tokens, depth] if coded else [heads * block_tokens, depth]
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[problem.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.int8 if coded else element)
-    cache_of = hopper.descriptors(box, layout)
+    cache_of = hopper.descriptors(problem, heads)
 
     def make(plan: Plan, most: int, joins: torch.Tensor | None) -> torch.Tensor:
         num_rows, device = len(plan.kv_len_R), plan.kv_len_R.device
@@ -140,7 +135,7 @@ def _bound(problem: AttentionProblem, streams: Streams) -> Decode:
         if is_new and "launch_pdl" in options:
             options["launch_pdl"] = False  # it reads the list before it waits
         decode_hopper_kernel[(shares, most)](
-            cache_of(kv), kv.view(torch.float32) if coded else None, q_THD, out_THD, runs,
+            cache_of(kv), typed(kv, problem.coded)[1], q_THD, out_THD, runs,
             plan.query_start_R1, plan.kv_len_R, common.joins,
             plan.block_table_RB, partial, common.partial, counters(device),
             q_THD.stride(0), q_THD.stride(1), problem.heads * depth, plan.block_table_RB.stride(0),

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from headrace.back.kernels.attention.gluon_codes import ask_scales, paired, widened
 from headrace.back.kernels.attention.triton_codes import PAIRS_UP
+from headrace.back.kernels.attention.triton_prefill_hopper import blocks_from
 from headrace.back.kernels.triton.gluon import enter, thread_barrier
 
 
@@ -61,11 +62,7 @@ def _blocks(
     """The cache's blocks of the tile that begins at position `start`."""
     p_table = table + i_row.to(gl.int64) * table_stride
     last = (length - 1) // BLOCK_TOKENS
-    blocks = ()
-    for i in gl.static_range(BLOCKS):
-        i_block = gl.minimum(start // BLOCK_TOKENS + i, last)
-        blocks += (gl.load(p_table + i_block),)
-    return blocks
+    return blocks_from(p_table, start // BLOCK_TOKENS, last, BLOCKS)
 
 
 @gluon.jit
@@ -219,6 +216,16 @@ def _added(
 
 
 @gluon.jit
+def _weights(b_s, b_max):
+    """Weights of scores [ROWS, Q] against a new maximum [Q], what the old sums shrink by, and the maximum."""
+    b_higher = gl.maximum(b_max, gl.max(b_s, axis=0))
+    b_base = gl.where(b_higher == float("-inf"), 0.0, b_higher)
+    b_p = gl.exp2(b_s - b_base[None, :])
+    b_shrink = gl.exp2(b_max - b_base)
+    return b_p, b_shrink, b_higher
+
+
+@gluon.jit
 def _attended(
     b_acc, b_sums, b_max, queries, keys, values, weights, m_own, o_position, seen, factor,
     BOX: gl.constexpr, BLOCK_TOKENS: gl.constexpr, S_LAYOUT: gl.constexpr, ROW: gl.constexpr,
@@ -233,10 +240,7 @@ def _attended(
     b_s = warpgroup_mma(keys, queries.permute((1, 0)), b_s, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(0, deps=[b_s]) * factor
     b_s = gl.where(m_own & (o_position < seen)[:, None], b_s, float("-inf"))
-    b_higher = gl.maximum(b_max, gl.max(b_s, axis=0))
-    b_base = gl.where(b_higher == float("-inf"), 0.0, b_higher)
-    b_p = gl.exp2(b_s - b_base[None, :])
-    b_shrink = gl.exp2(b_max - b_base)
+    b_p, b_shrink, b_higher = _weights(b_s, b_max)
     weights.store(b_p.to(keys.dtype))
     fence_async_shared()
     thread_barrier()
@@ -291,10 +295,7 @@ def _attended_codes(
     b_keys = k_scales.load(gl.SliceLayout(1, S_LAYOUT))
     b_s = b_s * (b_keys * (factor * UP))[:, None]
     b_s = gl.where(m_own & m_m[:, None], b_s, float("-inf"))
-    b_higher = gl.maximum(b_max, gl.max(b_s, axis=0))
-    b_base = gl.where(b_higher == float("-inf"), 0.0, b_higher)
-    b_p = gl.exp2(b_s - b_base[None, :])
-    b_shrink = gl.exp2(b_max - b_base)
+    b_p, b_shrink, b_higher = _weights(b_s, b_max)
     b_values = v_scales.load(gl.SliceLayout(1, S_LAYOUT))
     b_scaled = b_p * gl.where(m_m, b_values * UP, 0.0)[:, None]
     weights.store(b_scaled.to(gl.bfloat16))

@@ -14,7 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from headrace.back.kernels.attention.gluon_codes import ask_scales, widened
 from headrace.back.kernels.attention.triton_codes import PAIRS_UP, SCALED
-from headrace.back.kernels.attention.triton_prefill_hopper import PAIRS, attend, item_of
+from headrace.back.kernels.attention.triton_prefill_hopper import (
+    PAIRS,
+    attend,
+    barriers,
+    blocks_from,
+    item_of,
+)
 from headrace.back.kernels.triton.gluon import thread_barrier
 
 PIECE = gl.constexpr(32)
@@ -52,10 +58,7 @@ def _fetch(
     while live:
         for i_back in range(0, num_tiles):
             first_block = (num_tiles - 1 - i_back) * BLOCKS
-            blocks = ()
-            for i in gl.static_range(BLOCKS):
-                i_block = gl.minimum(first_block + i, last_block)
-                blocks = blocks + (gl.load(table + at + i_block),)  # noqa: RUF005 (Triton knows no unpacking)
+            blocks = blocks_from(table + at, first_block, last_block, BLOCKS)
             for kind in gl.static_range(2):
                 slot = count % SLOTS
                 mbarrier.wait(taken.index(slot), (count // SLOTS & 1) ^ 1)
@@ -86,6 +89,14 @@ def _next_tile(
         )
         i_tile = num_tiles - 1
     return i_round, i_tile, live, i_head, at, last_block, num_tiles
+
+
+@gluon.jit
+def _blocks(p_table, i_tile, last_block, o_n, BLOCK_TOKENS: gl.constexpr):
+    """The cache's block of every position of a tile [N]."""
+    N: gl.constexpr = o_n.shape[0]
+    i_block = i_tile * (N // BLOCK_TOKENS) + o_n // BLOCK_TOKENS
+    return gl.load(p_table + gl.minimum(i_block, last_block))
 
 
 @gluon.jit
@@ -130,7 +141,6 @@ def _widen(
     """Widens every tile's keys and values, in the order they are taken; a tile's scales are asked for a tile ahead, and
     its blocks looked up two ahead."""
     D: gl.constexpr = keys.shape[2]
-    BLOCKS: gl.constexpr = N // BLOCK_TOKENS
     ROW: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (D // 16), D // 16], [4, 1], [1, 0])
     o_n = gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [4], [0]))
     o_token = o_n % BLOCK_TOKENS
@@ -139,13 +149,13 @@ def _widen(
         tiles, table_stride, i_round, KV_HEADS, N, BLOCK_TOKENS
     )
     i_tile = num_tiles - 1
-    b_block = gl.load(table + at + gl.minimum(i_tile * BLOCKS + o_n // BLOCK_TOKENS, last_block))
+    b_block = _blocks(table + at, i_tile, last_block, o_n, BLOCK_TOKENS)
     ask_scales(scales, b_block, i_head, o_token, own, 0, live, D, KV_HEADS, BLOCK_TOKENS)
     here = live
     i_round, i_tile, live, i_head, at, last_block, num_tiles = _next_tile(
         tiles, table_stride, i_round, i_tile, live, i_head, at, last_block, num_tiles, KV_HEADS, N, BLOCK_TOKENS
     )  # fmt: skip
-    b_block = gl.load(table + at + gl.minimum(i_tile * BLOCKS + o_n // BLOCK_TOKENS, last_block))
+    b_block = _blocks(table + at, i_tile, last_block, o_n, BLOCK_TOKENS)
     count = 0
     while here:
         async_copy.wait_group(0)
@@ -162,9 +172,7 @@ def _widen(
         i_round, i_tile, live, i_head, at, last_block, num_tiles = _next_tile(
             tiles, table_stride, i_round, i_tile, live, i_head, at, last_block, num_tiles, KV_HEADS, N, BLOCK_TOKENS
         )  # fmt: skip
-        b_block = gl.load(
-            table + at + gl.minimum(i_tile * BLOCKS + o_n // BLOCK_TOKENS, last_block)
-        )
+        b_block = _blocks(table + at, i_tile, last_block, o_n, BLOCK_TOKENS)
         _widen_tile(
             codes, (first + 1) % SLOTS, come, taken, (first + 1) // SLOTS & 1, own.index(slot * 2 + 1), values,
             v_free, v_ready, stage, phase, N, CODED, ROW,
@@ -205,17 +213,9 @@ def prefill_codes_kernel(
         gl.int8, [SLOTS * (N // BLOCK_TOKENS), 1, BLOCK_TOKENS, D], cache.layout
     )
     own = gl.allocate_shared_memory(gl.float32, [4, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_ready, k_free, v_ready, v_free = barriers(STAGES)
     come = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=2)
     for i in gl.static_range(SLOTS):
         mbarrier.init(come.index(i), count=1)
         mbarrier.init(taken.index(i), count=1)

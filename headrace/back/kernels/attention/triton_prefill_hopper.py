@@ -42,6 +42,15 @@ def item_of(i_round):
 
 
 @gluon.jit
+def blocks_from(p_table, first, last, BLOCKS: gl.constexpr):
+    """The cache's blocks of a tile, from a row's `first` on; behind its `last` that one again."""
+    blocks = ()
+    for i in gl.static_range(BLOCKS):
+        blocks += (gl.load(p_table + gl.minimum(first + i, last)),)
+    return blocks
+
+
+@gluon.jit
 def _fetch(
     cache, tiles, table, table_stride, keys, values, k_ready, k_free, v_ready, v_free,
     KV_HEADS: gl.constexpr, N: gl.constexpr, BLOCK_TOKENS: gl.constexpr, STAGES: gl.constexpr,
@@ -62,10 +71,7 @@ def _fetch(
             num_tiles = gl.cdiv(end, N)
             for i_back in range(0, num_tiles):
                 first_block = (num_tiles - 1 - i_back) * BLOCKS
-                blocks = ()
-                for i in gl.static_range(BLOCKS):
-                    i_block = gl.minimum(first_block + i, last_block)
-                    blocks = blocks + (gl.load(p_table + i_block),)  # noqa: RUF005 (Triton knows no unpacking)
+                blocks = blocks_from(p_table, first_block, last_block, BLOCKS)
                 stage = count % STAGES
                 phase = (count // STAGES & 1) ^ 1
                 mbarrier.wait(k_free.index(stage), phase)
@@ -246,6 +252,22 @@ def attend(
             gl.store(p_out[:, None] + o_d[None, :], b_out, mask=m_m[:, None])
 
 
+@gluon.jit
+def barriers(STAGES: gl.constexpr):
+    """What tells the two groups that attend of keys and of values that have come, and whoever brings them of places
+    that both have left."""
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(v_free.index(i), count=2)
+    return k_ready, k_free, v_ready, v_free
+
+
 @gluon.jit(do_not_specialize=["table_stride"])
 def prefill_hopper_kernel(
     cache,
@@ -269,15 +291,7 @@ def prefill_hopper_kernel(
     keys = gl.allocate_shared_memory(cache.dtype, [STAGES, N, D], cache.layout)
     values = gl.allocate_shared_memory(cache.dtype, [STAGES, N, D], cache.layout)
     queries = gl.allocate_shared_memory(cache.dtype, [2, PAIRS, D], cache.layout)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=2)
+    k_ready, k_free, v_ready, v_free = barriers(STAGES)
     fence_async_shared()
     gl.warp_specialize(
         [
