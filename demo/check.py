@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.bench.datasets.tasks import EVAL_TASKS, EvalItem, generate_eval, score
+from demo.tasks import EVAL_TASKS, generate_eval
+from headrace.bench.held_out import EvalItem
+from headrace.bench.scoring import score
 
 BAR = {"copy": 0.95, "recall": 0.95, "arithmetic": 0.95, "tool_call": 0.95, "json": 0.95}
 """What the shipped model must reach."""

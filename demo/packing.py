@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from demo.chat_format import pieces
-from headrace.bench.datasets.tasks import Conversation, training_conversation
+from demo.tasks import Conversation, training_conversation
 
 ROW_TOKENS = 8192
 _BATCH = 192

@@ -27,7 +27,7 @@ from demo.attention import ATTENTIONS, Batch, Prepared
 from demo.decoder import Qwen3, Shape
 from demo.optimizer import Muon, adamw
 from demo.packing import Rows, documents, pack, start_workers
-from headrace.bench.datasets.tasks.draw import TASKS, held_out_conversations
+from demo.tasks.draw import TASKS, held_out_conversations
 
 
 def to_device(rows: Rows, device: torch.device) -> Batch:

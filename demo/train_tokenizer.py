@@ -18,7 +18,7 @@ from random import Random
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from demo.chat_format import MARKER_TOKENS, SPECIAL_TOKENS, pieces
-from headrace.bench.datasets.tasks import training_conversation
+from demo.tasks import training_conversation
 
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"

@@ -4,9 +4,12 @@ their reason, then, last, what failed."""
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
+
+from tests.covering import mark_rest_slow
+from tests.cpu_report import CpuReport
+from tests.parts import Part
 
 try:
     from hypothesis import HealthCheck, settings
@@ -21,12 +24,22 @@ else:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What `make unit` needs to name the failures of both its legs."""
-    parser.addoption("--failed-to", metavar="FILE", help="append what failed to this file")
+    """What the Makefile and who measures ask for."""
+    parser.addoption("--part", metavar="K/N", help="of the chosen tests every Nth from the Kth on")
+    parser.addoption("--cpu-to", metavar="FILE", help="append each test's processor seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Every run says where its time went; some run in parts."""
+    config.pluginmanager.register(CpuReport(config))
+    if part := config.getoption("part"):
+        config.pluginmanager.register(Part(part))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first: beside each other, workers then end at about the same time."""
+    """Of large products of parameters the cases that cover pairs stay. Files that take long come first: beside each
+    other, workers then end at about the same time."""
+    mark_rest_slow(items)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
@@ -36,16 +49,11 @@ def pytest_terminal_summary(
     """pytest itself writes what failed behind this: in a log that is cut it is still there."""
     if hasattr(config, "workerinput"):
         return  # one of several workers: the process that shows their results tells them
-    stats = terminalreporter.stats
-    reasons = Counter(_reason(report) for report in stats.get("skipped", ()))
+    reasons = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", ()))
     if reasons:
         terminalreporter.section("skipped, by reason")
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count:5} {reason}")
-    if path := config.getoption("failed_to"):
-        with Path(path).open("a") as file:
-            for outcome in ("failed", "error"):
-                file.writelines(f"{report.nodeid}\n" for report in stats.get(outcome, ()))
 
 
 def _reason(report: pytest.TestReport) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 LINEAR = 2.3
 """The bound of t(2n) / t(n); kept for larger steps it leaves noise more room, and quadratic time less."""
+ROUNDS = 6
 
 
 def fastest(
@@ -28,6 +29,12 @@ def fastest(
 
 
 def assert_linear(work: Callable[[int], object], size: int, times: int = 8) -> None:
-    """`work` of `times` as much takes at most 2.3 times its share; quadratic time takes `times` times that."""
-    once, more = fastest(lambda: work(size)), fastest(lambda: work(size * times))
-    assert more < LINEAR * times * once, (once, more)
+    """`work` of `times` as much takes at most 2.3 times its share; quadratic time takes `times` times that. Other load
+    takes caches away and only ever adds time: where the bound seems broken, more rounds are measured."""
+    once, more = float("inf"), float("inf")
+    for _ in range(ROUNDS):
+        once = min(once, fastest(lambda: work(size)))
+        more = min(more, fastest(lambda: work(size * times)))
+        if more < LINEAR * times * once:
+            return
+    raise AssertionError((once, more))

@@ -1,4 +1,4 @@
-"""Keeps a thread, and the threads it starts, to some CPUs."""
+"""CPU affinity of a thread and of the threads it starts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 
 
-def keep_to(cpus: Sequence[int]) -> None:
-    """The calling thread runs on these CPUs only, and what it starts from now on. None given, or none of them left to
-    this process, or a system that knows no affinity: nothing changes."""
+def set_affinity(cpus: Sequence[int]) -> None:
+    """Binds the calling thread, and threads it starts later, to `cpus`. Without effect if `cpus` is
+    empty, if this process may use none of them, or if the system has no affinity calls."""
     if not cpus or not hasattr(os, "sched_setaffinity"):
         return
     try:

@@ -1,7 +1,7 @@
 """The only reader of os.environ, and the table of the variables headrace knows.
 
-Environment variables are for paths, secrets and debugging; everything else is an option of the configuration tree.
-At most 20 of them (a test counts). docs/ENV.md is generated from this table.
+Environment variables are for paths, secrets and debugging; everything else is an option of the
+configuration tree. At most 20 of them (a test counts). docs/ENV.md is generated from this table.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from headrace.base.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,6 @@ VARIABLES: tuple[Variable, ...] = (
         doc="C++ compiler that builds the native CPU kernels.",
         default="g++, clang++ or c++, the first found",
     ),
-    Variable(name="HEADRACE_LOG", doc="Log level: debug, info, warning or error.", default="info"),
     Variable(
         name="HF_HOME", doc="Where downloaded checkpoints are kept.", default="~/.cache/huggingface"
     ),
@@ -81,15 +82,29 @@ _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
 def get(name: str) -> str | None:
-    """The value of a known variable, None if unset or empty; an unknown name is a programming error."""
+    """The value of a known variable, None if unset or empty; an unknown name is a programming
+    error."""
     assert name in _BY_NAME, f"{name} is not in the table of environment variables"
     return os.environ.get(name) or None
 
 
+def stated(name: str) -> str | None:
+    """As `get`, but "" if the variable is set and empty: for those where that is a value of its
+    own."""
+    assert name in _BY_NAME, f"{name} is not in the table of environment variables"
+    return os.environ.get(name)
+
+
 def cache_dir() -> Path:
-    """The cache folder, created with mode 0700."""
+    """The cache folder, created with mode 0700; ConfigError if it cannot be."""
     path = Path(get("HEADRACE_CACHE_DIR") or "~/.cache/headrace").expanduser()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"HEADRACE_CACHE_DIR={path}: cannot make this folder: {error.strerror}",
+            field="HEADRACE_CACHE_DIR",
+        ) from error
     return path
 
 

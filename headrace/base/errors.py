@@ -20,13 +20,14 @@
     |-- EngineError             500  ours: the request failed through no fault of the caller
     |   |-- NonFiniteLogits     500  the model produced NaN or Inf for this row
     |   `-- EngineDead          500  the process that ran the request died
-    `-- StartError              the user's command line, checkpoint or machine; exit status 2, no HTTP
+    `-- StartError              wrong options, checkpoint or machine; exit status 2, no HTTP
         |-- ConfigError
         |-- CheckpointError
         `-- MissingDependency
 
-A message says what was given, what is allowed and what to do, with the field as the user typed it. It never holds
-file system paths of the server (StartError excepted: its reader owns the machine), addresses or other users' data.
+A message says what was given, what is allowed and what to do, with the field as the user typed it.
+It never holds file system paths of the server (StartError excepted: its reader owns the machine),
+addresses or other users' data.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ import msgspec
 class HeadraceError(Exception):
     """Base of every error raised on purpose.
 
-    `status` is the HTTP status, `type` and `code` are the OpenAI error fields, `retryable` says whether the same
-    request may succeed later. `field` names the offending field as the caller typed it.
+    `status` is the HTTP status, `type` and `code` are the OpenAI error fields, `retryable` says
+    whether the same request may succeed later. `field` names the offending field as the caller
+    typed it.
     """
 
     status: ClassVar[int] = 500
@@ -69,7 +71,8 @@ class InvalidRequest(RequestError):
 
 
 class Unsupported(InvalidRequest):
-    """The route is known from other servers, and what it asks for is not built here; the message names it."""
+    """The route is known from other servers, and what it asks for is not built here; the message
+    names it."""
 
     code = "unsupported_feature"
 
@@ -155,7 +158,8 @@ class DeadlineExceeded(RequestError):
 
 
 class OverloadError(HeadraceError):
-    """Nothing is wrong with the request; the server cannot take it now. Always answered with Retry-After."""
+    """Nothing is wrong with the request; the server cannot take it now. Always answered with
+    Retry-After."""
 
     status = 503
     type = "service_unavailable"
@@ -214,7 +218,8 @@ class MissingDependency(StartError):
 
 
 class WireError(msgspec.Struct, frozen=True):
-    """A HeadraceError on its way through a process border: class name, message, field, seconds to wait."""
+    """A HeadraceError on its way through a process border: class name, message, field, seconds to
+    wait."""
 
     kind: str
     message: str
@@ -223,14 +228,14 @@ class WireError(msgspec.Struct, frozen=True):
 
 
 def _all_errors(root: type[HeadraceError]) -> dict[str, type[HeadraceError]]:
-    found = {root.__name__: root}
+    errors = {root.__name__: root}
     for child in root.__subclasses__():
-        found.update(_all_errors(child))
-    return found
+        errors.update(_all_errors(child))
+    return errors
 
 
 def to_wire(error: BaseException) -> WireError:
-    """The wire form of any exception; one that is not ours becomes an EngineError without its text (P19)."""
+    """The wire form of any exception; a foreign one becomes an EngineError without its text."""
     if isinstance(error, HeadraceError):
         return WireError(type(error).__name__, error.message, error.field, error.retry_after_s)
     return WireError(EngineError.__name__, f"internal error ({type(error).__name__})")

@@ -1,4 +1,5 @@
-"""Optional third-party libraries: imported by name on use, with a message that says what to install."""
+"""Optional third-party libraries: imported by name on use, with a message that says what to
+install."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from headrace.base.errors import MissingDependency
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Imports `module`; if it is absent, raises MissingDependency naming the extra that brings it."""
+    """Imports `module`; MissingDependency names the extra that brings it if it is absent."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,7 +1,7 @@
 """Names that stand for code: name -> "module:attribute", imported on first use.
 
-A registry keeps imports lazy (a family, an executor or a parser costs nothing until it is named) and turns a wrong
-name into a message that lists the right ones.
+A registry keeps imports lazy (a family, an executor or a parser costs nothing until it is named)
+and turns a wrong name into a message that lists the right ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A table of lazily imported attributes. `what` names the kind of thing in messages ("model family")."""
+    """A table of lazily imported attributes. `what` names the kind of thing in messages ("model
+    family")."""
 
     def __init__(self, what: str, entries: Mapping[str, str]) -> None:
         self.what = what

@@ -1,5 +1,6 @@
-"""SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"): the house's one hash of small
-numbers, modulo 2^64. `back/kernels/gumbel` has it for torch and in C++ besides; tests hold them equal."""
+"""SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"): the hash
+of small numbers used throughout headrace, modulo 2^64. `back/kernels/gumbel` implements it for
+torch and in C++ too; tests hold them equal."""
 
 from __future__ import annotations
 

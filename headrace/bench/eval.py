@@ -1,18 +1,19 @@
 """`headrace eval`: held-out tasks of the bundled model, greedy, exact match per task.
 
-The measuring stick for everything lossy: run it before and after. Items never occur in training; the same seed gives
-the same items.
+Run it before and after any lossy change. The items are a frozen file (bench/held_out.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 
 from headrace.base.wire.params import SamplingParams
-from headrace.bench.datasets.tasks import EvalItem, generate_eval, score
-from headrace.front.client.events import Delta, Engine, Generation
+from headrace.bench.held_out import EvalItem
+from headrace.bench.scoring import score
+from headrace.front.client.events import Delta, EngineClient, Generation
 from headrace.front.text.chat import ChatTemplate
 
 
@@ -31,7 +32,7 @@ class TaskScore(msgspec.Struct, frozen=True):
 
 
 async def answer(
-    engine: Engine, template: ChatTemplate, item: EvalItem, sampling: SamplingParams
+    engine: EngineClient, template: ChatTemplate, item: EvalItem, sampling: SamplingParams
 ) -> str:
     """The text the model gives to one item."""
     prompt = await template.render_async(
@@ -50,10 +51,9 @@ async def answer(
 
 
 async def score_task(
-    engine: Engine, template: ChatTemplate, task: str, *, count: int, seed: int, streams: int
+    engine: EngineClient, template: ChatTemplate, items: Sequence[EvalItem], *, streams: int
 ) -> TaskScore:
-    """Asks `count` items, `streams` at a time."""
-    items = generate_eval(task, count, seed)
+    """Asks the items of one task (at least one), `streams` at a time."""
     gate = asyncio.Semaphore(streams)
 
     async def judged(item: EvalItem) -> tuple[bool, str]:
@@ -67,4 +67,5 @@ async def score_task(
         for i, (ok, text) in zip(items, results, strict=True)
         if not ok
     ]
-    return TaskScore(task, count - len(wrong), count, wrong[0] if wrong else None)
+    count = len(items)
+    return TaskScore(items[0].task, count - len(wrong), count, wrong[0] if wrong else None)

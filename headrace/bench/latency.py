@@ -35,8 +35,8 @@ def latency(
     seed: int = 0,
     sampling: RowSampling | None = None,
 ) -> dict[str, Any]:
-    """Runs the batch `warmup + iterations` times and reports medians over the counted ones. `sampling`: how each
-    request is sampled, by a seed of its own; None: greedily."""
+    """Runs the batch `warmup + iterations` times and reports medians over the counted ones.
+    `sampling`: how each request is sampled, by a seed of its own; None: greedily."""
     rng = np.random.default_rng(seed)
     prefill_s, gaps, walls = [], [], []
     for number in range(warmup + iterations):

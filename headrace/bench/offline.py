@@ -1,7 +1,9 @@
-"""A core and its executor in this process, driven step by step: what `bench latency` and `bench throughput` measure.
+"""A core and its executor in this process, driven step by step: what `bench latency` and `bench
+throughput` measure.
 
-No text and no sockets: random token ids in, token ids out, so that the figures are the engine's own. Every request has
-a fixed length (`ignore_eos`); prefix caching is off unless asked for, so that a repeated run does not read a cache.
+No text and no sockets: random token ids in, token ids out, so that the figures are the engine's
+own. Every request has a fixed length (`ignore_eos`); prefix caching is off unless asked for, so
+that a repeated run does not read a cache.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from headrace.core.core import EngineCore
 
 
 class Trace(msgspec.Struct):
-    """When tokens came out: one entry per step that produced any, seconds on the monotonic clock."""
+    """When tokens came out: one entry per step that produced any, in monotonic seconds."""
 
     times_s: list[float] = []
     num_tokens: list[int] = []

@@ -1,4 +1,5 @@
-"""Percentiles, tables and plots of measurements; one JSON object per run, so that runs can be compared by machine."""
+"""Percentiles, tables and plots of measurements; one JSON object per run, so that runs can be
+compared by machine."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def percentiles(values: Sequence[float], *, scale: float = 1.0) -> dict[str, flo
     if not len(values):
         return {}
     array = np.asarray(values, dtype=np.float64) * scale
-    found = {f"p{q}": float(np.percentile(array, q)) for q in (50, 90, 95, 99)}
-    return {"mean": float(array.mean()), **found, "max": float(array.max())}
+    quantiles = {f"p{q}": float(np.percentile(array, q)) for q in (50, 90, 95, 99)}
+    return {"mean": float(array.mean()), **quantiles, "max": float(array.max())}
 
 
 def versions() -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""A few layers of a model, run as an engine with dummy weights: from their steps those of all layers are foretold
-(launch/forecast.py). Everything a step has is in it: products by as many rows, attention, the head, the host's work.
+"""Times a few layers of a model, run as an engine with dummy weights; launch/performance_model.py
+scales the step times to all layers. The sample's step has all parts of a real one: GEMMs over as
+many rows, attention, the head, the host's work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from headrace.back.models.registry import DTYPES
 from headrace.base.config.resolved import Decision, Resolved
 from headrace.bench.latency import decode_gaps
 from headrace.bench.offline import OfflineEngine, Trace
-from headrace.launch.forecast import ModelCost, Sampled
+from headrace.launch.performance_model import ModelCost, SampleTiming
 from headrace.launch.plan import build_without_memory, cost_of, with_layers
 
 ROWS = (1, 8, 32)
@@ -29,23 +30,25 @@ WHOLE_BYTES = 64 << 20
 """A model as small is run whole: the host's part of its steps does not grow with the layers."""
 
 
-def run_sample(resolved: Resolved, cost: ModelCost) -> tuple[Sampled, tuple[Decision, ...]]:
-    """What steps of a sample take on this machine's CPU, and the kernels they ran; `cost` is the whole model's."""
+def run_sample(resolved: Resolved, cost: ModelCost) -> tuple[SampleTiming, tuple[Decision, ...]]:
+    """What steps of a sample take on this machine's CPU, and the kernels they ran; `cost` is the
+    whole model's."""
     sampled = _sample(resolved, cost)
     engine = OfflineEngine(sampled)
     try:
         rng = np.random.default_rng(0)
         step_s = decode_gaps(_run(engine, rng, 1, LEAST_OUTPUT), 1)[-1]
         begin = time.perf_counter()
+        _run(engine, rng, ROWS[-1], LEAST_OUTPUT)  # first use of buffers; the next one is timed
         num_output = min(MOST_OUTPUT, max(LEAST_OUTPUT, int(ROW_S / step_s)))
         traces = [_run(engine, rng, rows, num_output) for rows in ROWS]
         seconds = time.perf_counter() - begin
-        decisions = tuple(Decision(*told) for told in engine.core.facts.decisions)
+        decisions = tuple(Decision(*decision) for decision in engine.core.executor.facts.decisions)
     finally:
         engine.close()
     model = sampled.engine.model
     bare = build_without_memory(model, block_tokens=sampled.engine.kv.block_tokens)
-    return Sampled(
+    return SampleTiming(
         cost=cost_of(bare, dtype=DTYPES[model.dtype]),
         context=NUM_INPUT + num_output // 2,
         steps=tuple(

@@ -1,9 +1,11 @@
-"""A load client for any OpenAI-compatible server: closed loop (a number of users) or open loop (arrivals at a rate).
+"""A load client for any OpenAI-compatible server: closed loop (a number of users) or open loop
+(arrivals at a rate).
 
-Every request ends in exactly one column of the ledger: sent = ok + refused + failed + lost (reliability 0).
-ok: finished with its normal end. refused: 4xx, 429, 503. failed: an error event or a 5xx body. lost: no terminal event,
-a cut connection, or silence past the deadline. Latencies are of ok requests only; open-loop latencies count from the
-moment a request was due, so that a stalled server cannot hide its queue.
+Every request ends in exactly one column of the ledger: sent = ok + refused + failed + lost. ok:
+finished with its normal end. refused: 4xx, 429, 503. failed: an error event or a 5xx body. lost: no
+terminal event, a cut connection, or silence past the deadline. Latencies are of ok requests only;
+open-loop latencies count from the moment a request was due, so that a stalled server cannot hide
+its queue.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ _WORDS = (
 )  # fmt: skip
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What to send. `rate` requests per second (open loop), or `concurrency` users (closed loop).
 
-    `input_words` are random words per prompt, `output_tokens` the max_tokens asked for. `token_ids`: prompts are random
-    token ids below it instead (completions only), `input_words` of them, more or fewer by the share `spread`.
+    `input_words` are random words per prompt, `output_tokens` the max_tokens asked for.
+    `token_ids`: prompts are random token ids below it instead (completions only), `input_words` of
+    them, more or fewer by the share `spread`.
     """
 
     base_url: str
@@ -53,7 +56,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-class Outcome(msgspec.Struct):
+class RequestOutcome(msgspec.Struct):
     """One request: its column of the ledger and its times in seconds since it was due."""
 
     kind: str
@@ -66,21 +69,21 @@ class Outcome(msgspec.Struct):
     detail: str = ""
 
 
-def make_prompt(load: Load, number: int) -> str:
+def make_prompt(load: LoadSpec, number: int) -> str:
     """The text of request `number`: a shared beginning, then random words of its own."""
     shared, own = random.Random(load.seed), random.Random(f"{load.seed}/{number}")
     words = [shared.choice(_WORDS) for _ in range(load.shared_words)]
     return " ".join(words + [own.choice(_WORDS) for _ in range(load.input_words)])
 
 
-def make_ids(load: Load, number: int) -> list[int]:
+def make_ids(load: LoadSpec, number: int) -> list[int]:
     """The prompt of request `number` as random token ids."""
     own = random.Random(f"{load.seed}/{number}")
     low, high = (round(load.input_words * (1 + sign * load.spread)) for sign in (-1, 1))
     return [own.randrange(load.token_ids) for _ in range(max(1, own.randint(low, high)))]
 
 
-def make_body(load: Load, model: str, number: int) -> tuple[str, dict[str, Any]]:
+def make_body(load: LoadSpec, model: str, number: int) -> tuple[str, dict[str, Any]]:
     """The path and JSON body of request `number`."""
     body: dict[str, Any] = {
         "model": model,
@@ -101,8 +104,8 @@ def make_body(load: Load, model: str, number: int) -> tuple[str, dict[str, Any]]
 
 
 async def events(content: Any) -> AsyncIterator[bytes]:
-    """The data of each server-sent event of a response body. Whatever has arrived is cut at once: a wait for each line
-    would make the client the slowest part of the load."""
+    """The data of each server-sent event of a response body. Whatever has arrived is cut at once: a
+    wait for each line would make the client the slowest part of the load."""
     held = b""
     async for data in content.iter_any():
         *lines, held = (held + data).split(b"\n")
@@ -112,14 +115,14 @@ async def events(content: Any) -> AsyncIterator[bytes]:
 
 
 class LoadClient:
-    """Sends one `Load` and keeps the ledger."""
+    """Sends one `LoadSpec` and keeps the ledger."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: LoadSpec) -> None:
         if load.rate is None and load.concurrency is None:
             raise ConfigError("bench serve needs --concurrency or --rate")
         self._load = load
         self._http = require("aiohttp", extra="bench", purpose="bench serve")
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[RequestOutcome] = []
 
     async def run(self) -> dict[str, Any]:
         """Sends everything; returns the report."""
@@ -176,7 +179,7 @@ class LoadClient:
         await asyncio.gather(*tasks)
 
     async def _one(self, session: Any, model: str, number: int, due: float) -> None:
-        outcome = Outcome("lost", gaps_s=[])
+        outcome = RequestOutcome("lost", gaps_s=[])
         try:
             async with asyncio.timeout(self._load.timeout_s):
                 await self._exchange(session, model, number, due, outcome)
@@ -188,7 +191,7 @@ class LoadClient:
         self.outcomes.append(outcome)
 
     async def _exchange(
-        self, session: Any, model: str, number: int, due: float, outcome: Outcome
+        self, session: Any, model: str, number: int, due: float, outcome: RequestOutcome
     ) -> None:
         path, body = make_body(self._load, model, number)
         async with session.post(path, json=body) as response:
@@ -201,7 +204,7 @@ class LoadClient:
                 return
             await self._read_stream(response.content, due, outcome)
 
-    async def _read_stream(self, content: Any, due: float, outcome: Outcome) -> None:
+    async def _read_stream(self, content: Any, due: float, outcome: RequestOutcome) -> None:
         last, finished = due, False
         async for data in events(content):
             if data == b"[DONE]":
@@ -254,7 +257,7 @@ class LoadClient:
         }
 
 
-def run_load(load: Load, *, plot: Path | None = None) -> dict[str, Any]:
+def run_load(load: LoadSpec, *, plot: Path | None = None) -> dict[str, Any]:
     """Runs a load from synchronous code; writes the plot if asked."""
     import uvloop
 

@@ -1,4 +1,5 @@
-"""`bench startup`: a fresh server each time; seconds until it is ready and until the first token has arrived."""
+"""`bench startup`: a fresh server each time; seconds until it is ready and until the first token
+has arrived."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def free_port() -> int:
 
 
 def wait_ready(base: str, process: subprocess.Popen[bytes], end: float) -> None:
-    """Returns once /health/ready answers 200; StartError if the process ends or `end` (perf_counter) passes before."""
+    """Returns once /health/ready answers 200; StartError if the process ends or `end`
+    (perf_counter) passes before."""
     while time.perf_counter() < end:
         if process.poll() is not None:
             raise StartError(
@@ -52,7 +54,8 @@ def _first_token(base: str) -> None:
 
 
 def start_once(arguments: Sequence[str], *, timeout_s: float) -> tuple[float, float]:
-    """Starts `headrace serve ARGUMENTS`; seconds until ready and until the first token, both since the start."""
+    """Starts `headrace serve ARGUMENTS`; seconds until ready and until the first token, both since
+    the start."""
     port = free_port()
     command = [
         sys.executable,
@@ -68,8 +71,8 @@ def start_once(arguments: Sequence[str], *, timeout_s: float) -> tuple[float, fl
     begin = time.perf_counter()
     # Its table of decisions is not what was asked for; why it failed to start is.
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    told: list[bytes] = []
-    reader = threading.Thread(target=_drain, args=(process.stderr, told), daemon=True)
+    stderr_chunks: list[bytes] = []
+    reader = threading.Thread(target=_drain, args=(process.stderr, stderr_chunks), daemon=True)
     reader.start()
     try:
         base = f"http://127.0.0.1:{port}"
@@ -79,23 +82,24 @@ def start_once(arguments: Sequence[str], *, timeout_s: float) -> tuple[float, fl
         return ready, time.perf_counter() - begin
     except StartError:
         reader.join(1)
-        sys.stderr.write(b"".join(told).decode(errors="replace"))
+        sys.stderr.write(b"".join(stderr_chunks).decode(errors="replace"))
         raise
     finally:
         process.terminate()
         process.wait(30)
 
 
-def _drain(stream: IO[bytes] | None, told: list[bytes]) -> None:
+def _drain(stream: IO[bytes] | None, stderr_chunks: list[bytes]) -> None:
     assert stream is not None
     with stream:
-        told.extend(stream)
+        stderr_chunks.extend(stream)
 
 
 def startup(
     arguments: Sequence[str], *, iterations: int, timeout_s: float = 600.0
 ) -> dict[str, Any]:
-    """Starts the server `iterations` times; the first is shown apart, since it may read from a cold disk."""
+    """Starts the server `iterations` times; the first is shown apart, since it may read from a cold
+    disk."""
     runs = [start_once(arguments, timeout_s=timeout_s) for _ in range(iterations)]
     ready, first = np.array([r[0] for r in runs]), np.array([r[1] for r in runs])
     warm = slice(1, None) if iterations > 1 else slice(None)

@@ -1,4 +1,5 @@
-"""`bench throughput`: everything queued at once, lengths drawn around their means; tokens and requests per second."""
+"""`bench throughput`: everything queued at once, lengths drawn around their means; tokens and
+requests per second."""
 
 from __future__ import annotations
 

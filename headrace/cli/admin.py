@@ -1,7 +1,7 @@
-"""`headrace admin COMMAND`: asks a server's administrative plane (`headrace serve --admin-listen`).
+"""`headrace admin COMMAND`: asks a server's admin API (`headrace serve --admin-listen`).
 
-The address comes from --address or HEADRACE_ADMIN, the key from HEADRACE_ADMIN_KEY: keys do not belong on command
-lines. Prints the answer as JSON; the exit status is 1 if it was refused.
+The address comes from --address or HEADRACE_ADMIN, the key from HEADRACE_ADMIN_KEY: keys do not
+belong on command lines. Prints the answer as JSON; the exit status is 1 if it was refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TIMEOUT_S = 3600.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """`headrace admin health|models|config|queue|ledger|pause|drain|resume|reload_model|sleep|wake|...`."""
+    """`headrace admin
+    health|models|config|queue|ledger|pause|drain|resume|reload_model|sleep|wake|...`."""
     parser = argparse.ArgumentParser(
         prog="headrace admin", description="Ask or change a running server (--admin-listen)."
     )
@@ -41,21 +42,23 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--mode", choices=("abort", "wait", "keep"), help="pause, drain, reload")
     parser.add_argument("--model", help="reload_model: folder or GGUF file with the new weights")
     parser.add_argument("--level", help="sleep: 1 or 2; log_level: debug, info, warning, error")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     body: dict[str, object] = {}
     for name in ("action", "mode", "model", "level"):
-        if getattr(given, name) is not None:
-            body[name] = getattr(given, name)
-    if given.command == "sleep" and (given.level or "").isdecimal():
-        body["level"] = int(given.level)
-    method = "GET" if given.command in READS else "POST"
-    status, answer = ask(_address(given.address), method, f"/v1/admin/{given.command}", body)
+        if getattr(arguments, name) is not None:
+            body[name] = getattr(arguments, name)
+    if arguments.command == "sleep" and (arguments.level or "").isdecimal():
+        body["level"] = int(arguments.level)
+    method = "GET" if arguments.command in READS else "POST"
+    status, answer = ask(
+        _address(arguments.address), method, f"/v1/admin/{arguments.command}", body
+    )
     print(json.dumps(answer, indent=2, ensure_ascii=False))
     return 0 if status < 400 else 1
 
 
-def _address(given: str | None) -> str:
-    address = given or env.get("HEADRACE_ADMIN")
+def _address(requested: str | None) -> str:
+    address = requested or env.get("HEADRACE_ADMIN")
     if not address:
         raise ConfigError(
             "admin: give --address, or set HEADRACE_ADMIN, as --admin-listen of the server says"
@@ -99,9 +102,7 @@ def ask(
         response = connection.getresponse()
         return response.status, json.loads(response.read())
     except (OSError, ValueError) as error:
-        raise HeadraceError(
-            f"no answer from the administrative plane at {address}: {error}"
-        ) from None
+        raise HeadraceError(f"no answer from the admin API at {address}: {error}") from None
     finally:
         connection.close()
 

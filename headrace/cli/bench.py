@@ -1,7 +1,9 @@
-"""`headrace bench serve|latency|throughput|startup`."""
+"""`headrace bench serve|sweep|latency|throughput|startup`."""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,23 +14,36 @@ import msgspec
 from headrace.base.config.options import CommandLine
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
+from headrace.base.wire.params import BOUNDS
 from headrace.bench.report import emit, versions
+from headrace.bench.serve import LoadSpec, run_load
+from headrace.bench.sweep import loads_of, parse_points, show_sweep, sweep
 
 ENGINE_GROUPS = ("model", "kv", "scheduler", "device")
 ABOUT = {
     "serve": "Load on any OpenAI-compatible server, with a ledger.",
+    "sweep": "Several such loads, by concurrency or rate, in one table.",
     "latency": "One batch at a time: prefill rate, decode step, start-up.",
     "throughput": "Everything queued at once: tokens and requests per second.",
     "startup": "A fresh server each time; all options go to `headrace serve`.",
 }
-
-
 MOST_STEP_TOKENS = 16384
+MAX_LENGTH = 1 << 24
+MAX_REQUESTS = 10_000_000
+MAX_USERS = 65_536
+MAX_RATE = 100_000.0
+MAX_TEMPERATURE = BOUNDS["temperature"].greatest
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs one benchmark and prints its result."""
-    kinds = {"serve": _serve, "latency": _latency, "throughput": _throughput, "startup": _startup}
+    kinds = {
+        "serve": _serve,
+        "sweep": _sweep,
+        "latency": _latency,
+        "throughput": _throughput,
+        "startup": _startup,
+    }
     if argv and argv[0] in ("-h", "--help"):
         print(_usage())
         return 0
@@ -41,11 +56,6 @@ def _usage() -> str:
     lines = [f"  {name:12} {text}" for name, text in ABOUT.items()]
     end = "headrace bench KIND --help shows the options of each."
     return "\n".join(["usage: headrace bench KIND [options]", "", *lines, "", end])
-
-
-def _add(line: CommandLine, flag: str, kind: Any, default: Any, text: str) -> None:
-    shown = text if default is None else f"{text} [{default}]"
-    line.parser.add_argument(flag, type=kind, default=default, help=shown)
 
 
 def _engine(options: Options) -> tuple[Any, dict[str, Any]]:
@@ -71,9 +81,27 @@ def _engine(options: Options) -> tuple[Any, dict[str, Any]]:
 def _engine_line(kind: str) -> CommandLine:
     line = CommandLine(f"headrace bench {kind}", ABOUT[kind], groups=ENGINE_GROUPS)
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
-    _add(line, "--input-len", int, 128, "prompt tokens")
-    _add(line, "--output-len", int, 128, "generated tokens")
+    line.add_number("--input-len", "prompt tokens", default=128, least=1, greatest=MAX_LENGTH)
+    least = 2 if kind == "latency" else 1  # a decode step lies between two tokens
+    line.add_number(
+        "--output-len", "generated tokens", default=128, least=least, greatest=MAX_LENGTH
+    )
     return line
+
+
+def _add_temperature(line: CommandLine) -> None:
+    line.add_number(
+        "--temperature",
+        "sampling temperature",
+        default=0.0,
+        least=0,
+        greatest=MAX_TEMPERATURE,
+        whole=False,
+    )
+
+
+def _add_spread(line: CommandLine, help_text: str, default: float) -> None:
+    line.add_number("--spread", help_text, default=default, least=0, greatest=1, whole=False)
 
 
 def _without_cache(argv: list[str]) -> list[str]:
@@ -82,14 +110,10 @@ def _without_cache(argv: list[str]) -> list[str]:
 
 def _latency(argv: list[str]) -> int:
     line = _engine_line("latency")
-    _add(line, "--batch-size", int, 1, "requests in the batch")
-    _add(line, "--iterations", int, 5, "counted repetitions")
-    _add(line, "--warmup", int, 1, "repetitions before counting")
+    line.add_number("--batch-size", "requests in the batch", default=1, least=1, greatest=MAX_USERS)
+    line.add_number("--iterations", "counted repetitions", default=5, least=1, greatest=10_000)
+    line.add_number("--warmup", "repetitions before counting", default=1, least=0, greatest=10_000)
     own, options = line.parse(_without_cache(argv))
-    if own.batch_size < 1 or own.input_len < 1 or own.output_len < 2 or own.iterations < 1:
-        raise ConfigError(
-            "bench latency: --batch-size, --input-len and --iterations must be at least 1, --output-len at least 2"
-        )
     from headrace.bench.latency import latency
 
     engine, facts = _engine(_in_one_step(options, own.batch_size, own.input_len))
@@ -109,26 +133,27 @@ def _latency(argv: list[str]) -> int:
 
 
 def _in_one_step(options: Options, batch_size: int, input_len: int) -> Options:
-    """Room for the whole batch's prefill in one step, unless the user bounds it: then all requests decode together."""
-    given = options.scheduler
+    """Room for the whole batch's prefill in one step, unless the user bounds it: then all requests
+    decode together."""
+    requested = options.scheduler
     tokens = min(batch_size * input_len, MOST_STEP_TOKENS)
     return msgspec.structs.replace(
         options,
         scheduler=msgspec.structs.replace(
-            given,
-            max_running=batch_size if given.max_running == "auto" else given.max_running,
+            requested,
+            max_running=batch_size if requested.max_running == "auto" else requested.max_running,
             max_step_tokens=max(tokens, batch_size)
-            if given.max_step_tokens == "auto"
-            else given.max_step_tokens,
+            if requested.max_step_tokens == "auto"
+            else requested.max_step_tokens,
         ),
     )
 
 
 def _throughput(argv: list[str]) -> int:
     line = _engine_line("throughput")
-    _add(line, "--num-requests", int, 64, "requests")
-    _add(line, "--spread", float, 0.5, "lengths vary by this share around their means")
-    _add(line, "--temperature", float, 0.0, "sampling temperature")
+    line.add_number("--num-requests", "requests", default=64, least=1, greatest=MAX_REQUESTS)
+    _add_spread(line, "lengths vary by this share around their means", 0.5)
+    _add_temperature(line)
     own, options = line.parse(_without_cache(argv))
     from headrace.bench.throughput import throughput
 
@@ -151,7 +176,7 @@ def _throughput(argv: list[str]) -> int:
 def _startup(argv: list[str]) -> int:
     line = CommandLine("headrace bench startup", ABOUT["startup"], groups=())
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
-    _add(line, "--iterations", int, 3, "starts")
+    line.add_number("--iterations", "starts", default=3, least=1, greatest=10_000)
     own, rest = line.parser.parse_known_args(argv)
     if own.help is not None:
         print(line.help_text(own.help))
@@ -167,47 +192,129 @@ def _startup(argv: list[str]) -> int:
     return 0
 
 
-def _serve(argv: list[str]) -> int:
-    line = CommandLine("headrace bench serve", ABOUT["serve"], groups=())
+def _load_line(kind: str) -> CommandLine:
+    """The flags that `bench serve` and `bench sweep` share."""
+    line = CommandLine(f"headrace bench {kind}", ABOUT[kind], groups=())
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
-    line.parser.add_argument(
-        "--plot", help="write the latency distributions to this PNG or SVG file"
-    )
     line.parser.add_argument(
         "--no-ignore-eos", action="store_true", help="let answers end by themselves"
     )
-    _add(line, "--url", str, "http://127.0.0.1:8000", "address of the server")
-    _add(line, "--model", str, None, "model name; by default the first the server lists")
-    _add(line, "--api-key", str, None, "key")
-    _add(line, "--endpoint", str, "chat", "chat or completions")
-    _add(line, "--num-requests", int, 100, "requests in all")
-    _add(line, "--concurrency", int, 8, "users that ask one after another (closed loop)")
-    _add(
-        line,
-        "--rate",
-        float,
-        None,
-        "arrivals per second, Poisson (open loop); replaces --concurrency",
+    for flag, default, help_text in (
+        ("--url", "http://127.0.0.1:8000", "address of the server"),
+        ("--model", None, "model name; by default the first the server lists"),
+        ("--api-key", None, "key"),
+        ("--endpoint", "chat", "chat or completions"),
+    ):
+        shown = help_text if default is None else f"{help_text} [{default}]"
+        line.parser.add_argument(flag, default=default, help=shown)
+    for flag, default, least, help_text in (
+        ("--input-words", 64, 0, "random words in a prompt"),
+        ("--shared-words", 0, 0, "words all prompts begin with"),
+        ("--token-ids", 0, 0, "prompts of random token ids below this, not of words"),
+        ("--output-len", 64, 1, "max_tokens"),
+    ):
+        line.add_number(flag, help_text, default=default, least=least, greatest=MAX_LENGTH)
+    _add_spread(line, "lengths of such prompts vary by this share", 0.0)
+    _add_temperature(line)
+    line.add_number(
+        "--timeout",
+        "seconds after which a silent request counts as lost",
+        default=600.0,
+        least=0,
+        greatest=1e6,
+        whole=False,
+        above=True,
     )
-    _add(line, "--input-words", int, 64, "random words in a prompt")
-    _add(line, "--shared-words", int, 0, "words all prompts begin with")
-    _add(line, "--token-ids", int, 0, "prompts of random token ids below this, not of words")
-    _add(line, "--spread", float, 0.0, "lengths of such prompts vary by this share")
-    _add(line, "--output-len", int, 64, "max_tokens")
-    _add(line, "--temperature", float, 0.0, "sampling temperature")
-    _add(line, "--timeout", float, 600.0, "seconds after which a silent request counts as lost")
-    own, _ = line.parse(argv)
-    if own.endpoint not in ("chat", "completions"):
-        raise ConfigError(f"--endpoint: {own.endpoint!r} (one of: chat, completions)")
-    from headrace.bench.serve import Load, run_load
+    return line
 
-    load = Load(
-        base_url=own.url, model=own.model, api_key=own.api_key, endpoint=own.endpoint,
-        num_requests=own.num_requests, concurrency=own.concurrency, rate=own.rate,
-        input_words=own.input_words, token_ids=own.token_ids, spread=own.spread,
-        shared_words=own.shared_words, output_tokens=own.output_len,
-        temperature=own.temperature, timeout_s=own.timeout, ignore_eos=not own.no_ignore_eos,
-    )  # fmt: skip
+
+def _load_of(own: Any) -> LoadSpec:
+    """The load that the shared flags describe."""
+    if own.endpoint not in ("chat", "completions"):
+        raise ConfigError(
+            f"--endpoint: {own.endpoint!r:.80} (one of: chat, completions)", field="--endpoint"
+        )
+    return LoadSpec(
+        base_url=own.url,
+        model=own.model,
+        api_key=own.api_key,
+        endpoint=own.endpoint,
+        input_words=own.input_words,
+        token_ids=own.token_ids,
+        spread=own.spread,
+        shared_words=own.shared_words,
+        output_tokens=own.output_len,
+        temperature=own.temperature,
+        timeout_s=own.timeout,
+        ignore_eos=not own.no_ignore_eos,
+    )
+
+
+def _serve(argv: list[str]) -> int:
+    line = _load_line("serve")
+    line.parser.add_argument(
+        "--plot", help="write the latency distributions to this PNG or SVG file"
+    )
+    line.add_number(
+        "--num-requests", "requests in all", default=100, least=1, greatest=MAX_REQUESTS
+    )
+    line.add_number(
+        "--concurrency",
+        "users that ask one after another (closed loop)",
+        default=8,
+        least=1,
+        greatest=MAX_USERS,
+    )
+    line.add_number(
+        "--rate",
+        "arrivals per second, Poisson (open loop); replaces --concurrency",
+        default=None,
+        least=0,
+        greatest=MAX_RATE,
+        whole=False,
+        above=True,
+    )
+    own, _ = line.parse(argv)
+    load = msgspec.structs.replace(
+        _load_of(own),
+        num_requests=own.num_requests,
+        concurrency=own.concurrency,
+        rate=own.rate,
+    )
     result = run_load(load, plot=Path(own.plot) if own.plot else None)
     emit(result, as_json=own.json, title=f"bench serve {own.url}")
     return 0 if result["ledger"]["lost"] == 0 else 1
+
+
+def _sweep(argv: list[str]) -> int:
+    line = _load_line("sweep")
+    line.parser.add_argument(
+        "--concurrency", metavar="LIST", help="numbers of users, such as 1,4,16 (closed loops)"
+    )
+    line.parser.add_argument(
+        "--rates", metavar="LIST", help="arrivals per second, such as 0.5,1,2 (open loops)"
+    )
+    line.add_number(
+        "--num-requests",
+        "requests of each load [4 per user, or 30 s of arrivals; at least 32]",
+        default=None,
+        least=1,
+        greatest=MAX_REQUESTS,
+    )
+    own, _ = line.parse(argv)
+    if own.concurrency is None and own.rates is None:
+        raise ConfigError("bench sweep: --concurrency 1,4,16 or --rates 0.5,1,2 is needed")
+    loads = loads_of(
+        _load_of(own),
+        concurrency=parse_points(
+            own.concurrency, flag="--concurrency", greatest=MAX_USERS, whole=True
+        ),
+        rates=parse_points(own.rates, flag="--rates", greatest=MAX_RATE, whole=False),
+        num_requests=own.num_requests,
+    )
+    points = sweep(loads)
+    if own.json:
+        sys.stdout.write(json.dumps({"points": points}) + "\n")
+    else:
+        show_sweep(points, title=f"bench sweep {own.url}")
+    return 0 if all(point["ledger"]["lost"] == 0 for point in points) else 1

@@ -1,9 +1,9 @@
-"""`headrace build-kernels MODEL`: compiles the GPU kernels that a model needs on this machine and measures its
-products.
+"""`headrace build-kernels MODEL`: compiles the GPU kernels that a model needs on this machine and
+measures its GEMMs.
 
-What it leaves in the cache folder: Triton's binaries, and the table of products (back/kernels/linear/table.py).
-The next start compiles nothing. No weights are read: the model is made of seeded random ones, and serves its warm-up
-steps.
+What it leaves in the cache folder: Triton's binaries, and the table of GEMMs
+(back/kernels/linear/table.py). The next start compiles nothing. No weights are read: the model is
+made of seeded random ones, and serves its warm-up steps.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def main(argv: Sequence[str]) -> int:
     """Builds; exit status 2 without a GPU."""
     line = CommandLine(
         "headrace build-kernels",
-        "Compile a model's GPU kernels ahead, and measure its products.",
+        "Compile a model's GPU kernels ahead, and measure its GEMMs.",
         groups=("model", "kv", "scheduler", "device"),
     )
     add_model_argument(line)
     line.parser.add_argument(
         "--no-measure",
         action="store_true",
-        help="compile only; keep the table of products as it is",
+        help="compile only; keep the table of GEMMs as it is",
     )
     own, options = line.parse(argv)
     options = with_model(options, own.path)
@@ -59,31 +59,31 @@ def _warm(resolved: Resolved) -> None:
 
 
 def _measure(resolved: Resolved) -> None:
-    """Starts the model to learn its products, then measures those that no table has."""
+    """Starts the model to learn its GEMMs, then measures those that no table has."""
     _warm(resolved)
     import torch
 
     from headrace.back.kernels.fused_linear.op import OP as FUSED
     from headrace.back.kernels.linear import table, tune
     from headrace.back.kernels.linear.op import OP as LINEAR
+    from headrace.back.kernels.linear.triton_small import gemm_device_of
 
     torch.cuda.empty_cache()
-    device = torch.cuda.get_device_name()
+    device = gemm_device_of(torch.device("cuda", torch.cuda.current_device()))
     shapes = {}
     for problem in [choice.problem for choice in (*FUSED.choices(), *LINEAR.choices())]:
-        shape = tune.Shape(
+        shape = tune.GemmShape(
             outputs=problem.outputs,
             inputs=problem.inputs,
             norm=getattr(problem, "eps", None) is not None,
             gated=getattr(problem, "activation", None) is not None,
             add=getattr(problem, "add", False),
         )
-        if problem.device == "cuda" and shape.key not in table.measured(device):
+        if problem.device == "cuda":
             shapes.setdefault(shape.key, (shape, problem.dtype))
-    for shape, dtype in shapes.values():
-        table.write(table.user_file(device), device, tune.tune([shape], dtype, _say))
-    if shapes:
-        _say(f"{len(shapes)} products measured: {table.user_file(device)}")
+    count = tune.measure_missing(shapes.values(), device, _say)
+    if count:
+        _say(f"{count} GEMMs measured: {table.user_file(device)}")
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`headrace chat [MODEL]`: a chat in the terminal. /help lists what can be typed besides messages."""
+"""`headrace chat [MODEL]`: a chat in the terminal. /help lists the commands."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from headrace.base.config.tree import Options
 from headrace.base.errors import RequestError
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.sampling_flags import add_sampling_flags, sampling_of
-from headrace.cli.session import Session, open_session
+from headrace.cli.session import EngineSession, open_session
+from headrace.front.client.chat_output import ChatOutput
 from headrace.front.client.events import Delta, Ended
-from headrace.front.client.spoken import Spoken
 from headrace.front.text.parsing.parts import Content, Part, Reasoning
 
 HELP = """/new      forget the conversation
@@ -31,7 +31,7 @@ HELP = """/new      forget the conversation
 class Chat:
     """One conversation."""
 
-    def __init__(self, session: Session, own: Any, console: Console) -> None:
+    def __init__(self, session: EngineSession, own: Any, console: Console) -> None:
         self._session = session
         self._own = own
         self._console = console
@@ -63,9 +63,10 @@ class Chat:
         return True
 
     async def say(self, text: str) -> None:
-        """Sends a message and prints the answer as it comes; an interrupted answer is kept as far as it came."""
+        """Sends a message and prints the answer as it comes; an interrupted answer is kept as far
+        as it came."""
         self._messages.append({"role": "user", "content": text})
-        begin, count, spoken = time.perf_counter(), 0, Spoken()
+        begin, count, output = time.perf_counter(), 0, ChatOutput()
         try:
             ids = await self._session.template.render_async(
                 self._messages, kwargs={"enable_thinking": True} if self._thinking else {}
@@ -77,30 +78,30 @@ class Chat:
             async with aclosing(events) as stream:
                 async for event in stream:
                     if isinstance(event, Delta):
-                        self._show(spoken, parser.push(event.text))
+                        self._show(output, parser.push(event.text))
                     elif isinstance(event, Ended):
                         count = event.num_output
-                        self._show(spoken, parser.finish())
+                        self._show(output, parser.finish())
         except RequestError as error:
             self._console.print(f"[red]{error.message}[/]")
             self._messages.pop()
             return
         finally:
             self._console.print()
-        self._messages.append(spoken.message())
+        self._messages.append(output.message())
         if self._stats:
             seconds = time.perf_counter() - begin
             self._console.print(f"[dim]{count} tokens, {count / seconds:.1f} tokens/s[/]")
 
-    def _show(self, spoken: Spoken, parts: list[Part]) -> None:
+    def _show(self, output: ChatOutput, parts: list[Part]) -> None:
         """Prints more of the answer; what the model only thinks is dim."""
         for part in parts:
             if isinstance(part, Reasoning | Content):
-                if isinstance(part, Content) and spoken.reasoning and not spoken.content:
+                if isinstance(part, Content) and output.reasoning and not output.content:
                     self._console.print("\n")
                 style = "dim" if isinstance(part, Reasoning) else None
                 self._console.out(part.text, end="", style=style, highlight=False)
-            spoken.add([part])
+            output.add([part])
         sys.stdout.flush()
 
 
@@ -114,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     line.parser.add_argument(
         "--think", action="store_true", help="reasoning on, where the model has it"
     )
-    add_sampling_flags(line.parser, max_tokens=1024)
+    add_sampling_flags(line, max_tokens=1024)
     own, options = line.parse(argv)
     asyncio.run(_chat(with_model(options, own.path), own))
     return 0

@@ -1,4 +1,5 @@
-"""`python -m headrace.cli.docs FOLDER`: writes the pages that are generated from the tables they describe."""
+"""`python -m headrace.cli.docs FOLDER`: writes the pages that are generated from the tables they
+describe."""
 
 from __future__ import annotations
 

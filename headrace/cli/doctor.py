@@ -1,4 +1,5 @@
-"""`headrace doctor`: checks of this machine, each with what to do about it. Exit status 1 if one of them fails."""
+"""`headrace doctor`: checks of this machine, each with what to do about it. Exit status 1 if one of
+them fails."""
 
 from __future__ import annotations
 
@@ -21,61 +22,64 @@ from headrace.base.config.units import show_bytes
 from headrace.base.optional import available
 
 
-class Check(msgspec.Struct, frozen=True):
+class DoctorCheck(msgspec.Struct, frozen=True):
     """What was looked at, the verdict (ok, note or fail), what was seen, and what to do."""
 
     what: str
     verdict: str
-    seen: str
+    observed: str
     advice: str = ""
 
 
-def check_python() -> Check:
+def check_python() -> DoctorCheck:
     """Python 3.11 or newer."""
-    seen = sys.version.split()[0]
-    return Check("Python", "ok", seen)
+    observed = sys.version.split()[0]
+    return DoctorCheck("Python", "ok", observed)
 
 
-def check_torch() -> Check:
+def check_torch() -> DoctorCheck:
     """A PyTorch that fits the machine: a CUDA build if there is a GPU driver."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        return Check("PyTorch", "fail", "absent", "run `make serve`, or pip install torch")
+        return DoctorCheck("PyTorch", "fail", "absent", "run `make serve`, or pip install torch")
     driver = Path("/proc/driver/nvidia/version").exists()
     if driver and "+cpu" in version:
-        return Check(
+        return DoctorCheck(
             "PyTorch",
             "note",
             version,
             "an NVIDIA driver is here but this is the CPU build: install a CUDA one",
         )
-    return Check("PyTorch", "ok", version)
+    return DoctorCheck("PyTorch", "ok", version)
 
 
-def check_compiler() -> Check:
+def check_compiler() -> DoctorCheck:
     """A C++ compiler, for the native CPU kernels."""
-    found = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
-    if found is None:
-        return Check(
+    compiler = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
+    if compiler is None:
+        return DoctorCheck(
             "C++ compiler",
             "note",
             "absent",
             "install g++ or clang++: native kernels are several times faster",
         )
-    return Check("C++ compiler", "ok", found)
+    return DoctorCheck("C++ compiler", "ok", compiler)
 
 
-def check_cores() -> Check:
+def check_cores() -> DoctorCheck:
     """Cores this process may use, against what the machine has and what a container grants."""
     usable, total = len(os.sched_getaffinity(0)), psutil.cpu_count() or 1
     quota = _cgroup_cores()
-    seen = f"{usable} of {total}" + (f", quota {quota:.1f}" if quota else "")
+    observed = f"{usable} of {total}" + (f", quota {quota:.1f}" if quota else "")
     if quota and quota < usable - 0.5:
-        return Check(
-            "CPU cores", "note", seen, "the quota is below the visible cores: set --threads to it"
+        return DoctorCheck(
+            "CPU cores",
+            "note",
+            observed,
+            "the quota is below the visible cores: set --threads to it",
         )
-    return Check("CPU cores", "ok", seen)
+    return DoctorCheck("CPU cores", "ok", observed)
 
 
 def _cgroup_cores() -> float | None:
@@ -86,50 +90,54 @@ def _cgroup_cores() -> float | None:
     return None if quota == "max" else int(quota) / int(period)
 
 
-def check_memory() -> Check:
+def check_memory() -> DoctorCheck:
     """Memory for weights and KV."""
     free = psutil.virtual_memory().available
     if free < 1 << 30:
-        return Check("Memory", "fail", show_bytes(free), "less than 1 GiB is free: close something")
-    return Check("Memory", "ok", f"{show_bytes(free)} free")
+        return DoctorCheck(
+            "Memory", "fail", show_bytes(free), "less than 1 GiB is free: close something"
+        )
+    return DoctorCheck("Memory", "ok", f"{show_bytes(free)} free")
 
 
-def check_files() -> Check:
+def check_files() -> DoctorCheck:
     """Open files: one per connection."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4096:
-        return Check(
+        return DoctorCheck(
             "Open files", "note", f"{soft} (at most {hard})", "ulimit -n 65536 for many connections"
         )
-    return Check("Open files", "ok", str(soft))
+    return DoctorCheck("Open files", "ok", str(soft))
 
 
-def check_cache() -> Check:
+def check_cache() -> DoctorCheck:
     """The cache folder: private, with room."""
     folder = env.cache_dir()
     mode, free = folder.stat().st_mode & 0o777, shutil.disk_usage(folder).free
     if mode & 0o022:
-        return Check(
+        return DoctorCheck(
             "Cache folder", "fail", f"{folder} mode {mode:o}", "others can write to it: chmod 700"
         )
     if free < 1 << 30:
-        return Check(
+        return DoctorCheck(
             "Cache folder", "note", f"{folder}, {show_bytes(free)} free", "less than 1 GiB is free"
         )
-    return Check("Cache folder", "ok", f"{folder}, {show_bytes(free)} free")
+    return DoctorCheck("Cache folder", "ok", f"{folder}, {show_bytes(free)} free")
 
 
-def check_port() -> Check:
+def check_port() -> DoctorCheck:
     """The default port."""
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", 8000)) == 0:
-            return Check("Port 8000", "note", "in use", "give another: headrace serve --port 8001")
-    return Check("Port 8000", "ok", "free")
+            return DoctorCheck(
+                "Port 8000", "note", "in use", "give another: headrace serve --port 8001"
+            )
+    return DoctorCheck("Port 8000", "ok", "free")
 
 
-def check_optional() -> Check:
+def check_optional() -> DoctorCheck:
     """Optional libraries."""
     absent = [
         m
@@ -137,16 +145,16 @@ def check_optional() -> Check:
         if not available(m)
     ]
     if absent:
-        return Check(
+        return DoctorCheck(
             "Optional libraries",
             "note",
             f"absent: {', '.join(absent)}",
             "pip install 'headrace[hf,tokenizers]'",
         )
-    return Check("Optional libraries", "ok", "all present")
+    return DoctorCheck("Optional libraries", "ok", "all present")
 
 
-CHECKS: tuple[Callable[[], Check], ...] = (
+CHECKS: tuple[Callable[[], DoctorCheck], ...] = (
     check_python, check_torch, check_compiler, check_cores, check_memory,
     check_files, check_cache, check_port, check_optional,
 )  # fmt: skip
@@ -165,6 +173,6 @@ def main(argv: Sequence[str]) -> int:
         table = Table("", "what", "seen", "what to do")
         marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[red]fail[/]"}
         for result in results:
-            table.add_row(marks[result.verdict], result.what, result.seen, result.advice)
+            table.add_row(marks[result.verdict], result.what, result.observed, result.advice)
         Console().print(table)
     return 1 if any(r.verdict == "fail" for r in results) else 0

@@ -1,4 +1,5 @@
-"""`headrace env`: versions, devices and environment variables, for a bug report. Values of secrets are not shown."""
+"""`headrace env`: versions, devices and environment variables, for a bug report. Values of secrets
+are not shown."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""`headrace eval [MODEL]`: scores a model on the bundled model's held-out tasks. Exit status 1 below --bar."""
+"""`headrace eval [MODEL]`: scores a model on the demo model's held-out tasks. Exit status 1 below
+--bar."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -12,10 +14,12 @@ from rich.table import Table
 from headrace.base.config.options import CommandLine
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
-from headrace.bench.datasets.tasks import EVAL_TASKS
 from headrace.bench.eval import TaskScore, score_task
+from headrace.bench.held_out import HELD_OUT, EvalItem, read_items
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.session import open_session
+
+MAX_ITEMS = 1_000_000
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,37 +30,42 @@ def main(argv: Sequence[str]) -> int:
         groups=("model", "kv", "scheduler", "device"),
     )
     add_model_argument(line)
-    line.parser.add_argument("--tasks", default=",".join(EVAL_TASKS), help="comma-separated tasks")
-    line.parser.add_argument("--count", type=int, default=100, help="items per task [100]")
-    line.parser.add_argument("--eval-seed", type=int, default=0, help="seed of the items [0]")
-    line.parser.add_argument("--streams", type=int, default=16, help="items at a time [16]")
+    line.parser.add_argument("--tasks", default="", help="comma-separated tasks [all of the file]")
     line.parser.add_argument(
-        "--bar", type=float, default=0.0, help="least share each task must reach [0]"
+        "--items",
+        default=str(HELD_OUT),
+        metavar="FILE",
+        help="items to ask, as demo.freeze_held_out writes them [the package's own]",
+    )
+    line.add_number("--count", "items per task at most", default=100, least=1, greatest=MAX_ITEMS)
+    line.add_number("--streams", "items at a time", default=16, least=1, greatest=4096)
+    line.add_number(
+        "--bar", "least share each task must reach", default=0, least=0, greatest=1, whole=False
     )
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
     own, options = line.parse(argv)
-    tasks = [t for t in own.tasks.split(",") if t]
-    for task in tasks:
-        if task not in EVAL_TASKS:
-            raise ConfigError(
-                f"--tasks: unknown task {task!r} (known: {', '.join(EVAL_TASKS)})", field="--tasks"
-            )
-    scores = asyncio.run(
-        _score(with_model(options, own.path), tasks, own.count, own.eval_seed, own.streams)
-    )
+    items = _chosen(read_items(Path(own.items)), own.tasks, own.count)
+    scores = asyncio.run(_score(with_model(options, own.path), items, own.streams))
     _show(scores, as_json=own.json)
     return 0 if all(s.share >= own.bar for s in scores) else 1
 
 
-async def _score(
-    options: Options, tasks: list[str], count: int, seed: int, streams: int
-) -> list[TaskScore]:
+def _chosen(by_task: dict[str, list[EvalItem]], names: str, count: int) -> list[list[EvalItem]]:
+    """The items to ask, a list per task; ConfigError for a task the file does not have."""
+    tasks = [name for name in names.split(",") if name] or list(by_task)
+    for task in tasks:
+        if task not in by_task:
+            raise ConfigError(
+                f"--tasks: unknown task {task!r} (known: {', '.join(by_task)})", field="--tasks"
+            )
+    return [by_task[task][:count] for task in tasks]
+
+
+async def _score(options: Options, items: list[list[EvalItem]], streams: int) -> list[TaskScore]:
     async with open_session(options) as session:
         return [
-            await score_task(
-                session.engine, session.template, task, count=count, seed=seed, streams=streams
-            )
-            for task in tasks
+            await score_task(session.engine, session.template, of_task, streams=streams)
+            for of_task in items
         ]
 
 

@@ -1,4 +1,5 @@
-"""`headrace generate [MODEL] --prompt TEXT`: continues prompts; with --chat each prompt is a user message."""
+"""`headrace generate [MODEL] --prompt TEXT`: continues prompts; with --chat each prompt is a user
+message."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.sampling_flags import add_sampling_flags, sampling_of
-from headrace.cli.session import Session, open_session
+from headrace.cli.session import EngineSession, open_session
 from headrace.front.client.events import Delta, Ended, Generation
 
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         "--chat", action="store_true", help="treat each prompt as a user's message"
     )
     line.parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
-    add_sampling_flags(line.parser, max_tokens=256)
+    add_sampling_flags(line, max_tokens=256)
     own, options = line.parse(argv)
     prompts = own.prompt + _read_prompts(own.file)
     if not prompts:
@@ -68,7 +69,7 @@ async def _run(options: Options, own: Any, prompts: list[str]) -> None:
                 print(text if own.chat else prompt + text)
 
 
-async def _answer(session: Session, own: Any, prompt: str) -> tuple[str, str]:
+async def _answer(session: EngineSession, own: Any, prompt: str) -> tuple[str, str]:
     if own.chat:
         ids = await session.template.render_async([{"role": "user", "content": prompt}])
     else:

@@ -1,6 +1,7 @@
-"""The door: `headrace COMMAND ...`. Each command is a module with `main(argv) -> int`, imported when it is named.
+"""Entry point of `headrace COMMAND ...`. Each command is a module with `main(argv) -> int`,
+imported on use.
 
-Exit status: 0 done, 1 the work failed, 2 the user's words, checkpoint or machine are wrong, 130 interrupted.
+Exit status: 0 done, 1 the work failed, 2 wrong options, checkpoint or machine, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from headrace import __version__
-from headrace.base.collector import put_off
 from headrace.base.errors import HeadraceError, StartError
+from headrace.base.gc_pause import collection_paused
 from headrace.base.registry import Registry
-from headrace.launch.early import CORE_MODULE, begin, leave
+from headrace.launch.prestart import CORE_MODULE, discard_prestarted, prestart
 
 SUMMARIES = {
     "serve": "serve a model over HTTP (OpenAI-compatible)",
@@ -22,9 +23,9 @@ SUMMARIES = {
     "generate": "continue prompts from the command line or a file",
     "batch": "answer a file of requests; repeated, it goes on where it ended",
     "eval": "score a model on the demo model's held-out tasks",
-    "bench": "measure: serve, latency, throughput, startup",
+    "bench": "measure: serve, sweep, latency, throughput, startup",
     "plan": "whether a model fits a device, and how fast it would run",
-    "build-kernels": "compile a model's GPU kernels ahead, and measure its products",
+    "build-kernels": "compile a model's GPU kernels ahead, and measure its GEMMs",
     "doctor": "check this machine and say what to mend",
     "admin": "ask or change a running server: pause, reload, sleep, queue, config",
     "env": "versions, devices and environment variables",
@@ -35,7 +36,7 @@ COMMANDS: Registry[Command] = Registry(
     "command", {name: f"headrace.cli.{name.replace('-', '_')}:main" for name in SUMMARIES}
 )
 WITH_CORE = ("serve",)
-"""Commands that start an engine core whatever their options say: its process begins its imports beside theirs."""
+"""Commands that always start an engine core: its process is prestarted beside their imports."""
 
 
 def usage() -> str:
@@ -65,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"headrace: unknown command {words[0]!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
     if words[0] in WITH_CORE and not {"-h", "--help"} & set(words):
-        begin(CORE_MODULE)
-    with put_off():
+        prestart(CORE_MODULE)
+    with collection_paused():
         command = COMMANDS.load(words[0])
     return _run(command, words[1:])
 
@@ -85,7 +86,7 @@ def _run(command: Command, words: Sequence[str]) -> int:
     except BrokenPipeError:
         return 0
     finally:
-        leave()
+        discard_prestarted()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""`headrace plan MODEL [--device h200]`: does it fit, how much KV remains, which kernels would run and why, how fast.
+"""`headrace plan MODEL [--device h200]`: does it fit, how much KV remains, which kernels would run
+and why, how fast.
 
-Needs no such device. Its speeds are rooflines: bytes over bandwidth and operations over rate, whichever is longer.
-Those of this machine come from steps of a few of the model's layers.
+Needs no such device. Its speeds are rooflines: bytes over bandwidth and operations over rate,
+whichever is longer. Those of this machine come from steps of a few of the model's layers.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 
@@ -20,15 +22,17 @@ from headrace.base.config.tree import Options
 from headrace.base.config.units import show_bytes
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.launch.facts import resolve_options
-from headrace.launch.forecast import (
+from headrace.launch.performance_model import (
     KNOWN_DEVICES,
     DeviceModel,
-    Forecast,
-    forecast,
+    PerformanceEstimate,
+    estimate_performance,
     known_device,
 )
 from headrace.launch.resolve import MIN_KV_BYTES, DoesNotFit
 from headrace.launch.topology import planned_facts
+
+MAX_CONTEXT = 1 << 24
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,30 +47,39 @@ def main(argv: Sequence[str]) -> int:
     line.parser.add_argument(
         "--device", default="cpu", help=f"cpu, {', '.join(KNOWN_DEVICES)} [cpu]"
     )
-    line.parser.add_argument(
-        "--context", type=int, default=1024, help="tokens per sequence in the prediction [1024]"
+    line.add_number(
+        "--context",
+        "tokens per sequence in the prediction",
+        default=1024,
+        least=1,
+        greatest=MAX_CONTEXT,
     )
     line.parser.add_argument("--json", action="store_true", help="print one JSON object")
+    line.parser.add_argument(
+        "--explain", action="store_true", help="also why kernels of other devices do not run here"
+    )
     own, options = line.parse(argv)
     device = None if own.device == "cpu" else known_device(own.device)
-    resolved, lack = _resolve(with_model(options, own.path), own.device)
-    predicted, kernels = _predict(resolved, device, own.context)
-    if lack:
-        predicted = msgspec.structs.replace(predicted, fits=False, lack=lack)
+    resolved, shortfall = _resolve(with_model(options, own.path), own.device)
+    estimate, kernels = _predict(resolved, device, own.context)
+    if shortfall:
+        estimate = msgspec.structs.replace(estimate, fits=False, shortfall=shortfall)
     decisions = (*resolved.decisions, *kernels)
     if own.json:
         document = {
-            **msgspec.to_builtins(predicted),
+            **msgspec.to_builtins(estimate),
             "decisions": [msgspec.to_builtins(d) for d in decisions],
         }
         sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
     else:
-        _show(resolved, predicted, decisions)
-    return 0 if predicted.fits else 1
+        shown = decisions if own.explain else tuple(map(_without_other_devices, decisions))
+        _show(resolved, estimate, shown)
+    return 0 if estimate.fits else 1
 
 
 def _resolve(options: Options, device: str) -> tuple[Resolved, str]:
-    """What would be decided there, and why the model does not fit, if so: then with the least KV cache."""
+    """What would be decided there, and why the model does not fit, if so: then with the least KV
+    cache."""
     if device == "cpu":
         return resolve_options(_on(options, device="cpu")), ""
     threads = options.device.threads
@@ -87,8 +100,8 @@ def _on(options: Options, **changes: object) -> Options:
 
 def _predict(
     resolved: Resolved, device: DeviceModel | None, context: int
-) -> tuple[Forecast, tuple[Decision, ...]]:
-    """The forecast and the kernels; torch is imported here, after the words were checked."""
+) -> tuple[PerformanceEstimate, tuple[Decision, ...]]:
+    """The estimate and the kernels. Imports torch here, after the options were checked."""
     import psutil
 
     from headrace.back.models.registry import DTYPES
@@ -97,56 +110,65 @@ def _predict(
         build_without_memory,
         cost_of,
         kernels_of,
-        kernels_there,
+        kernels_on_absent_device,
         probe_cpu,
     )
 
-    engine, sampled = resolved.engine, None
+    engine, sample = resolved.engine, None
     spec, kv, ranks = engine.model, engine.kv, engine.device.tensor_parallel
     model = build_without_memory(spec, block_tokens=kv.block_tokens, tensor_parallel=ranks)
     cost = cost_of(model, dtype=DTYPES[spec.dtype])
     if device is not None:
         target = device
-        kernels = kernels_there(
+        kernels = kernels_on_absent_device(
             spec, FAKES[device.name], block_tokens=kv.block_tokens, tensor_parallel=ranks
         )
     else:
         target = probe_cpu(engine, memory_bytes=psutil.virtual_memory().available)
         if resolved.text.generates and ranks == 1:
-            sampled, kernels = run_sample(resolved, cost)
+            sample, kernels = run_sample(resolved, cost)
         else:
             kernels = kernels_of(spec, block_tokens=kv.block_tokens)
     memory = kv.memory_bytes
     if memory is None and kv.num_blocks is not None:
         memory = kv.num_blocks * kv.block_tokens * sum(layer for layer, _ in cost.kv_layers)
-    return forecast(
+    return estimate_performance(
         cost, target, kv_memory_bytes=memory, max_model_len=spec.max_model_len, context=context,
-        sampled=sampled, devices=ranks,
+        sample=sample, devices=ranks,
     ), kernels  # fmt: skip
 
 
-def _show(resolved: Resolved, predicted: Forecast, decisions: Sequence[Decision]) -> None:
+# What a kernel of another device answers (`supports` of back/kernels): "runs on the CPU only".
+OTHER_DEVICE = re.compile(r"; \w+: runs on [^;]* only(?=;|$)")
+
+
+def _without_other_devices(decision: Decision) -> Decision:
+    """The decision without the kernels that were rejected for their device: nobody expects them."""
+    return msgspec.structs.replace(decision, why=OTHER_DEVICE.sub("", decision.why))
+
+
+def _show(resolved: Resolved, estimate: PerformanceEstimate, decisions: Sequence[Decision]) -> None:
     console = Console()
     spec = resolved.engine.model
-    verdict = "[green]fits[/]" if predicted.fits else "[red]does not fit[/]"
-    several = predicted.devices > 1
-    where = f"{predicted.devices} x {predicted.device}" if several else predicted.device
+    verdict = "[green]fits[/]" if estimate.fits else "[red]does not fit[/]"
+    several = estimate.devices > 1
+    where = f"{estimate.devices} x {estimate.device}" if several else estimate.device
     console.print(f"{spec.name} ({spec.family}, {spec.dtype}) on {where}: {verdict}")
-    if predicted.lack:
-        console.print(predicted.lack, markup=False)
+    if estimate.shortfall:
+        console.print(estimate.shortfall, markup=False)
     console.print(
-        f"{'on each: ' if several else ''}weights {show_bytes(predicted.weight_bytes)}, "
-        f"KV cache {show_bytes(predicted.kv_memory_bytes)} = {predicted.kv_tokens:,} tokens"
+        f"{'on each: ' if several else ''}weights {show_bytes(estimate.weight_bytes)}, "
+        f"KV cache {show_bytes(estimate.kv_memory_bytes)} = {estimate.kv_tokens:,} tokens"
     )
     console.print(
-        f"reads {predicted.read_gb_s:,.1f} GB/s, products {predicted.gflops:,.0f} GFLOP/s ({predicted.source})"
+        f"reads {estimate.read_gb_s:,.1f} GB/s, GEMMs {estimate.gflops:,.0f} GFLOP/s ({estimate.source})"
     )
-    console.print(f"prefill {predicted.prefill_tok_s:,.0f} tokens/s")
+    console.print(f"prefill {estimate.prefill_tok_s:,.0f} tokens/s")
     title = "roofline" + (", sums between the devices left out" if several else "")
-    if predicted.sample_layers:
-        title = f"from steps of {predicted.sample_layers} layers, all measured in {predicted.probe_s:.2f} s"
+    if estimate.sample_layers:
+        title = f"from steps of {estimate.sample_layers} layers, all measured in {estimate.probe_s:.2f} s"
     speed = Table("streams", "context", "decode step", "tokens/s", "bound by", title=title)
-    for p in predicted.decode:
+    for p in estimate.decode:
         speed.add_row(
             str(p.batch),
             str(p.context),
@@ -155,7 +177,7 @@ def _show(resolved: Resolved, predicted: Forecast, decisions: Sequence[Decision]
             p.bound,
         )
     console.print(speed)
-    table = Table("decided", "given", "chosen", "why", title="decisions")
+    table = Table("option", "requested", "chosen", "why", title="decisions")
     for d in decisions:
-        table.add_row(d.field, d.given, d.chosen, d.why)
+        table.add_row(d.field, d.requested, d.chosen, d.why)
     console.print(table)

@@ -1,4 +1,5 @@
-"""`headrace render`: tokenizing, rendering and derendering as a service, with no weights, no GPU and no torch."""
+"""`headrace render`: tokenizing, rendering and derendering as a service, with no weights, no GPU
+and no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from headrace.base.config.options import CommandLine
 from headrace.base.telemetry import log as logs
 from headrace.cli.model_argument import add_model_argument, with_model
-from headrace.front.server.texts import serve_texts, text_services
+from headrace.front.server.render_server import serve_texts, text_services
 from headrace.launch.facts import resolve_text
 from headrace.launch.listen import address_of, bind
 

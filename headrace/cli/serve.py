@@ -11,16 +11,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from headrace.base.age import process_age_s
 from headrace.base.config.options import CommandLine
 from headrace.base.config.resolved import Decision, Resolved
 from headrace.base.config.tree import Options
 from headrace.base.errors import StartError
+from headrace.base.process_age import process_age_s
 from headrace.base.telemetry import log as logs
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.launch.facts import resolve_options
 from headrace.launch.listen import address_of, bind, bind_admin, reserve
-from headrace.launch.supervisor import Seat, Supervisor
+from headrace.launch.supervisor import ManagedProcess, Supervisor
 from headrace.launch.topology import RuntimeFolder
 
 
@@ -36,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Options) -> int:
-    """Serves until SIGTERM; the exit status (0 after a drain, 2 if it cannot start, 1 after a crash loop)."""
+    """Serves until SIGTERM; the exit status (0 after a drain, 2 if it cannot start, 1 after a crash
+    loop)."""
     logs.configure("headrace", options.server.log_level)
     try:
         resolved = resolve_options(options)
@@ -50,8 +51,8 @@ def run(options: Options) -> int:
     folder = RuntimeFolder()
     address = address_of(listener)
 
-    def announce(seats: list[Seat]) -> None:
-        show_start(resolved, seats, seconds=process_age_s())
+    def announce(processes: list[ManagedProcess]) -> None:
+        show_start(resolved, processes, seconds=process_age_s())
         print(f"headrace is ready: {address}", flush=True)
         if grpc is not None:
             print(f"headrace serves gRPC: {address_of(grpc, scheme='')}", flush=True)
@@ -99,9 +100,11 @@ def what_to_try(resolved: Resolved, address: str) -> str:
     )
 
 
-def show_start(resolved: Resolved, seats: list[Seat], *, seconds: float) -> None:
+def show_start(resolved: Resolved, processes: list[ManagedProcess], *, seconds: float) -> None:
     """One table of decisions, one line of memory, one line of where the start-up time went."""
-    cores = [seat.report for seat in seats if seat.is_core and seat.report is not None]
+    cores = [
+        process.report for process in processes if process.is_core and process.report is not None
+    ]
     core = cores[0]
     console = Console(stderr=True)
     console.print(_table([*resolved.decisions, *(Decision(*row) for row in core.decisions)]))
@@ -118,7 +121,7 @@ def show_start(resolved: Resolved, seats: list[Seat], *, seconds: float) -> None
 
 
 def _table(decisions: list[Decision]) -> Table:
-    table = Table("option", "given", "chosen", "why", title="Decisions", title_justify="left")
+    table = Table("option", "requested", "chosen", "why", title="Decisions", title_justify="left")
     for decision in decisions:
-        table.add_row(decision.field, decision.given, decision.chosen, decision.why)
+        table.add_row(decision.field, decision.requested, decision.chosen, decision.why)
     return table

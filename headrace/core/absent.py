@@ -1,4 +1,5 @@
-"""The executor of a core that begins asleep: it states what the one before it stated, and runs nothing."""
+"""The executor of a core that begins asleep: it states what the one before it stated, and runs
+nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class AbsentExecutor:
         """Nothing is planned while the core is asleep."""
         self.check()
 
-    def supply(self, step: int, payloads: dict[str, memoryview]) -> NoReturn:
+    def send_deferred(self, step: int, payloads: dict[str, memoryview]) -> NoReturn:
         """See `submit`."""
         self.check()
 

@@ -1,7 +1,8 @@
 """Whether a request may enter: its numbers, its size against the pool, and the room in the queue.
 
-The front checks requests too; this is the last line (P7, P8): whatever would be fatal on the device is compared here
-with the model's own widths, before the request touches anything. Pure checks; nothing is changed.
+The front checks requests too; this is the last line: whatever would be fatal on the device is
+compared here with the model's own widths, before the request touches anything. Pure checks; nothing
+is changed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.base.config.resolved import SchedulerSpec
-from headrace.base.errors import ContextTooLong, InvalidRequest, QueueFull
+from headrace.base.errors import ContextTooLong, InvalidRequest, QueueFull, RateLimited
 from headrace.base.wire.params import (
     BOUNDS,
     LOGPROBS_MODES,
@@ -92,7 +93,8 @@ def _check_stop(request: EngineRequest, width: int) -> None:
 
 
 def check_sampling(sampling: RowSampling, width: int) -> None:
-    """Refuses what the sampler could not bear: numbers that are not finite, ids beyond the logits."""
+    """Refuses what the sampler could not bear: numbers that are not finite, ids beyond the
+    logits."""
     for name, bound in ROW_BOUNDS.items():
         _within(name, getattr(sampling, name), bound)
     _between("seed", sampling.seed, -MAX_ID - 1, MAX_ID)
@@ -140,7 +142,8 @@ def _check_capture(layers: tuple[int, ...], length: int, facts: WorkerFacts) -> 
 
 
 def _length_limit(num_prompt: int, max_tokens: int, facts: WorkerFacts, kv: KVManager) -> int:
-    """The request's final length. Bounded by its prompt, never refused for what it might generate (ENG-04)."""
+    """The request's final length. Bounded by its prompt, never refused for what it might
+    generate."""
     if num_prompt > facts.max_model_len:
         raise ContextTooLong(
             f"the prompt has {num_prompt} tokens, the model's context holds {facts.max_model_len}",
@@ -157,8 +160,30 @@ def _length_limit(num_prompt: int, max_tokens: int, facts: WorkerFacts, kv: KVMa
     return min(num_prompt + max_tokens, kv.capacity_tokens)
 
 
-class Load(NamedTuple):
-    """Requests and prompt tokens that wait, rows nobody owns, and prompt and output tokens per second."""
+def check_policy(spec: SchedulerSpec, request: EngineRequest) -> None:
+    """Refuses a priority where the queue has none, rather than ignoring it."""
+    if request.priority and spec.policy != "priority":
+        raise InvalidRequest(
+            f"priority is {request.priority}: this engine orders its queue by {spec.policy}; only "
+            "with --policy priority it may be other than 0",
+            field="priority",
+        )
+
+
+def check_share(spec: SchedulerSpec, tokens: int, num_prompt: int) -> None:
+    """Refuses a request whose key has `tokens` prompt tokens in flight and may have no more."""
+    most = spec.max_prompt_tokens_per_key
+    if most is not None and tokens + num_prompt > most:
+        raise RateLimited(
+            f"this key has {tokens} prompt tokens in flight, with these {num_prompt} more than the "
+            f"{most} it may have (max_prompt_tokens_per_key); wait for a request to end",
+            retry_after_s=1.0,
+        )
+
+
+class QueueLoad(NamedTuple):
+    """Requests and prompt tokens that wait, rows nobody owns, and prompt and output tokens per
+    second."""
 
     waiting: int
     waiting_tokens: int
@@ -166,8 +191,9 @@ class Load(NamedTuple):
     rate: float
 
 
-def check_queue(spec: SchedulerSpec, load: Load, num_tokens: int) -> None:
-    """Refuses a request the queue has no room for. One that could start at once does not count as waiting."""
+def check_queue(spec: SchedulerSpec, load: QueueLoad, num_tokens: int) -> None:
+    """Refuses a request the queue has no room for. One that could start at once does not count as
+    waiting."""
     if load.waiting >= spec.max_queued_requests + load.free_rows:
         raise QueueFull(
             f"{load.waiting} requests wait already, at most {spec.max_queued_requests} may",
@@ -182,7 +208,8 @@ def check_queue(spec: SchedulerSpec, load: Load, num_tokens: int) -> None:
 
 
 def retry_after_s(backlog_tokens: int, tokens_per_s: float) -> float:
-    """When to come back: the backlog over the throughput, spread by a quarter so that not all come back at once."""
+    """When to come back: the backlog over the throughput, spread by a quarter so that not all come
+    back at once."""
     wait = backlog_tokens / tokens_per_s if tokens_per_s > 0 else 1.0
     return min(MAX_RETRY_S, max(1.0, wait)) * random.uniform(1.0, 1.25)
 

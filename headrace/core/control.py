@@ -1,104 +1,120 @@
 """Control calls: status, explain, metrics, pause and resume, drain, reset of the prefix cache.
 
-A pause or a drain is answered only once it is complete (ENG-15, ENG-16): `advance` looks after every step whether it
-is. Pause modes: `abort` ends everything now; `wait` lets what runs finish; `keep` freezes everything as it is. New
-requests are held meanwhile, not refused; while draining they are refused.
+A pause or a drain is answered only once it is complete: `advance` looks after every step whether
+it is. Pause modes: `abort` ends everything now; `wait` lets running requests finish; `keep` freezes
+everything as it is. New requests are held meanwhile, not refused; while draining they are refused.
+
+The engine core is an argument of every operation, so that neither owns the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
-from enum import Enum
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import msgspec
 
-from headrace.base.errors import Conflict, InvalidRequest, Unavailable, to_wire
+from headrace.base.errors import Conflict, InvalidRequest, Unavailable, WireError, to_wire
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.request import Call, Reply
+from headrace.core import reports
 from headrace.core.admission import retry_after_s
-from headrace.core.counters import STEP_TOKENS
+from headrace.core.lifecycle import RETRY_S, ExecutorHost, ExecutorLifecycle
+from headrace.core.output_buffer import OutputBuffer
+from headrace.core.reports import Document, EngineView
 from headrace.core.request import Request
-from headrace.core.swap import RETRY_S
-
-if TYPE_CHECKING:
-    from headrace.core.core import EngineCore
-
-Document = dict[str, object]
+from headrace.core.request_index import RequestIndex
+from headrace.core.service_state import PauseMode, ServiceState
 
 
-class Pause(Enum):
-    """How a pause treats what is there."""
+class ControlledEngine(EngineView, ExecutorHost, Protocol):
+    """What control operations may ask of the engine core."""
 
-    ABORT = "abort"
-    WAIT = "wait"
-    KEEP = "keep"
+    @property
+    def requests(self) -> RequestIndex:
+        """The requests in flight."""
+        ...
+
+    @property
+    def output_buffer(self) -> OutputBuffer:
+        """Where replies go that come later than their call."""
+        ...
+
+    def abort(self, ids: Iterable[int]) -> None:
+        """Ends these requests."""
+        ...
+
+    def end(
+        self,
+        request: Request,
+        reason: str,
+        *,
+        stop_id: int | None = None,
+        error: WireError | None = None,
+        forget: bool = False,
+    ) -> None:
+        """Ends one request, with a reason."""
+        ...
+
+
+Operation = Callable[[ControlledEngine, Call], object]
+"""Runs a call; the result, or None if the reply comes once the operation is complete."""
+
+
+def pause_is_complete(engine: ControlledEngine) -> bool:
+    """Whether nothing is in flight and, in mode wait, nothing that has begun is left."""
+    if engine.num_in_flight:
+        return False
+    if engine.service.pause is PauseMode.WAIT:
+        return engine.scheduler.num_running == 0 and not _has_begun(engine)
+    return True
+
+
+def check_open(engine: ControlledEngine) -> None:
+    """Unavailable where no request is taken: while draining, and without weights."""
+    service = engine.service
+    if service.lost:
+        raise Unavailable(service.lost, retry_after_s=RETRY_S)
+    if service.draining:
+        wait = retry_after_s(engine.scheduler.queue.num_tokens, engine.counters.rate)
+        raise Unavailable("the engine is draining", retry_after_s=wait)
 
 
 class Control:
-    """The control plane of one core. `_waiting_pause` holds the numbers of calls whose pause is not complete."""
+    """The control calls of one core.
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-        self.pause: Pause | None = None
-        self.drain_due: float | None = None
-        self.draining = False
+    `_waiting_pause` and `_waiting_drain` hold the numbers of calls whose operation is not complete;
+    `_undo` the last pause that can be undone: its token and the mode before it.
+    """
+
+    def __init__(self, lifecycle: ExecutorLifecycle) -> None:
         self._clear_cache = False
         self._waiting_pause: list[int] = []
         self._waiting_drain: list[int] = []
         self._drain_aborted = 0
-        self.log_level = ""
-        self._operations: dict[str, Callable[[Call], object]] = {
-            "status": lambda call: self._status(),
-            "explain": self._explain,
-            "metrics": lambda call: self._metrics(),
-            "is_paused": lambda call: {"paused": self.pause is not None, "mode": self.mode},
+        self._undo: tuple[str, PauseMode | None] | None = None
+        self._operations: dict[str, Operation] = {
+            "status": lambda engine, call: reports.status(engine),
+            "explain": _explain,
+            "metrics": lambda engine, call: reports.metrics(engine),
+            "is_paused": lambda engine, call: _pause_state(engine.service),
             "pause": self._pause,
-            "resume": lambda call: self._resume(),
+            "undo_pause": self._undo_pause,
+            "resume": self._resume,
             "drain": self._drain,
-            "reset_prefix_cache": self._reset,
-            "abort": self._abort,
-            "log_level": self._set_log_level,
-            "profile": self._profile,
-            "reload": core.swap.reload,
-            "sleep": core.swap.sleep,
-            "wake": core.swap.wake,
+            "reset_prefix_cache": _reset,
+            "abort": _abort,
+            "log_level": _set_log_level,
+            "profile": _profile,
+            "reload": lifecycle.reload,
+            "sleep": lifecycle.sleep,
+            "wake": lifecycle.wake,
         }
 
-    @property
-    def frozen(self) -> bool:
-        """Whether nothing may be planned."""
-        return self.pause is Pause.KEEP or self._core.swap.level > 0 or bool(self._core.swap.lost)
-
-    def check_open(self) -> None:
-        """Unavailable where no request is taken: while draining, and without weights."""
-        if self.draining or self._core.swap.lost:
-            raise self._closed()
-
-    def _closed(self) -> Unavailable:
-        core = self._core
-        if core.swap.lost:
-            return Unavailable(core.swap.lost, retry_after_s=RETRY_S)
-        wait = retry_after_s(core.scheduler.queue.num_tokens, core.counters.rate)
-        return Unavailable("the engine is draining", retry_after_s=wait)
-
-    @property
-    def is_still(self) -> bool:
-        """Whether nothing runs and nothing can begin: a pause of mode wait or abort is complete, or one of mode keep
-        whose requests have gone back to the queue."""
-        if self.pause is Pause.KEEP and self._core.scheduler.num_running:
-            return False
-        return self.pause is not None and self._pause_is_complete()
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether a pause of mode keep is complete: rows are held, and none of them runs."""
-        return self.pause is Pause.KEEP and self._pause_is_complete()
-
-    def call(self, call: Call) -> Reply | None:
-        """Runs an operation; None if its reply comes later. A bad call is answered with an error."""
+    def call(self, engine: ControlledEngine, call: Call) -> Reply | None:
+        """Runs an operation; None if its reply comes later. A bad call is answered with an
+        error."""
         operation = self._operations.get(call.operation)
         try:
             if operation is None:
@@ -106,271 +122,187 @@ class Control:
                 raise InvalidRequest(
                     f"unknown operation {call.operation!r} (known: {known})", field="operation"
                 )
-            result = operation(call)
+            result = operation(engine, call)
         except Exception as error:
             return Reply(number=call.number, error=to_wire(error))
         if result is None:
-            self.advance()
+            self.advance(engine)
             return None
         return _reply(call.number, result)
 
-    def advance(self) -> None:
+    def advance(self, engine: ControlledEngine) -> None:
         """Answers the pauses and drains that have become complete."""
-        if self._waiting_pause and self._pause_is_complete():
+        if self._waiting_pause and pause_is_complete(engine):
             if self._clear_cache:
-                self._reset_prefix_cache()
-            self._answer(self._waiting_pause, {"paused": True, "mode": self.mode})
-        if self.draining:
-            self._advance_drain()
+                _reset_prefix_cache(engine)
+            _answer(engine, self._waiting_pause, _pause_state(engine.service))
+        if engine.service.draining:
+            self._advance_drain(engine)
 
     # pause and resume
 
-    def _pause(self, call: Call) -> None:
-        mode = call.arguments.get("mode", "wait")
-        if mode not in {pause.value for pause in Pause}:
-            raise InvalidRequest(
-                f"mode is {mode!r}, allowed are abort, wait and keep", field="mode"
-            )
+    def _pause(self, engine: ControlledEngine, call: Call) -> None:
+        """Pauses in `mode`. With a `token` this pause can be undone, as when it fails on another
+        replica."""
+        mode = _pause_mode(call)
         clear = call.arguments.get("clear_cache", False)
         if not isinstance(clear, bool):
             raise InvalidRequest(
                 f"clear_cache is {clear!r}, true or false is allowed", field="clear_cache"
             )
-        if mode == Pause.WAIT.value and self._core.swap.is_empty and self._begun():
+        service = engine.service
+        if mode is PauseMode.WAIT and not service.has_executor and _has_begun(engine):
             raise Conflict("the engine is asleep, and requests that have begun wait: wake it first")
-        self.pause = Pause(mode)
-        self._clear_cache = clear and self.pause is not Pause.KEEP
-        self._core.scheduler.admit_new = False
-        if self.pause is Pause.ABORT:
-            self._core.abort(list(self._core.requests))
+        token = str(call.arguments.get("token") or "")
+        self._undo = (token, service.pause) if token else None
+        service.pause = mode
+        self._clear_cache = clear and mode is not PauseMode.KEEP
+        if mode is PauseMode.ABORT:
+            engine.abort([request.id for request in engine.requests])
         self._waiting_pause.append(call.number)
 
-    def _pause_is_complete(self) -> bool:
-        core = self._core
-        if core.num_in_flight:
-            return False
-        if self.pause is Pause.WAIT:
-            return core.scheduler.num_running == 0 and not self._begun()
-        return True
+    def _undo_pause(self, engine: ControlledEngine, call: Call) -> Document:
+        """Goes back to the mode before the pause with this token, if that is the last one here. A
+        core that never saw the token stays as it is."""
+        token = call.arguments.get("token")
+        if self._undo is not None and token == self._undo[0]:
+            before, self._undo = self._undo[1], None
+            engine.service.pause = before
+            self._fail_waiting(engine, "the pause was undone: it failed on another replica")
+        return _pause_state(engine.service)
 
-    def _begun(self) -> bool:
-        """Whether a request waits that has run before."""
-        return any(request.scheduled_at is not None for request in self._core.scheduler.queue)
-
-    def _resume(self) -> Document:
-        if self._core.swap.asleep:
+    def _resume(self, engine: ControlledEngine, call: Call) -> Document:
+        if engine.service.asleep:
             raise Conflict("the engine is asleep: wake it first")
-        self.pause = None
-        self._core.scheduler.admit_new = True
-        early = to_wire(Conflict("resumed before the pause was complete"))
+        engine.service.pause = self._undo = None
+        self._fail_waiting(engine, "resumed before the pause was complete")
+        return _pause_state(engine.service)
+
+    def _fail_waiting(self, engine: ControlledEngine, reason: str) -> None:
+        """Answers the pauses that are not complete with a Conflict."""
+        error = to_wire(Conflict(reason))
         for number in self._waiting_pause:
-            self._core.outbox.add_reply(Reply(number=number, error=early))
+            engine.output_buffer.add_reply(Reply(number=number, error=error))
         self._waiting_pause.clear()
-        return {"paused": False, "mode": None}
-
-    def begin_paused(self, mode: str) -> None:
-        """As a core that died while it was paused goes on."""
-        self.pause = Pause(mode)
-        self._core.scheduler.admit_new = False
-
-    @property
-    def mode(self) -> str | None:
-        """How it is paused; None if it is not."""
-        return None if self.pause is None else self.pause.value
 
     # drain
 
-    def _drain(self, call: Call) -> None:
+    def _drain(self, engine: ControlledEngine, call: Call) -> None:
         timeout_s = call.arguments.get("timeout_s", 0.0)
-        if (
-            isinstance(timeout_s, bool)
-            or not isinstance(timeout_s, int | float)
-            or not timeout_s >= 0
-        ):
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+            timeout_s = math.nan
+        if not timeout_s >= 0:
+            value = call.arguments.get("timeout_s")
             raise InvalidRequest(
-                f"timeout_s is {timeout_s!r}, at least 0 is allowed", field="timeout_s"
+                f"timeout_s is {value!r}, at least 0 is allowed", field="timeout_s"
             )
-        due = self._core.clock() + timeout_s
-        self.draining = True
+        service = engine.service
+        due = engine.clock() + timeout_s
+        service.draining = True
         if math.isfinite(due):
-            self.drain_due = due if self.drain_due is None else min(due, self.drain_due)
+            service.drain_due = due if service.drain_due is None else min(due, service.drain_due)
         self._waiting_drain.append(call.number)
 
-    def _advance_drain(self) -> None:
-        core = self._core
-        if self.drain_due is not None and core.clock() >= self.drain_due:
-            self.drain_due = None
-            over = to_wire(
-                Unavailable(
-                    "the server shuts down and the time to finish is over", retry_after_s=1.0
-                )
-            )
-            self._drain_aborted = len(core.requests)
-            for request in list(core.requests.values()):
-                core.end(request, "error", error=over)
-        if self._waiting_drain and not core.requests and not core.num_in_flight:
-            self.drain_due = None
+    def _advance_drain(self, engine: ControlledEngine) -> None:
+        service = engine.service
+        if service.drain_due is not None and engine.clock() >= service.drain_due:
+            service.drain_due = None
+            self._drain_aborted = len(engine.requests)
+            over = "the server shuts down and the time to finish is over"
+            engine.refuse_all(Unavailable(over, retry_after_s=1.0))
+        if self._waiting_drain and not engine.requests and not engine.num_in_flight:
+            service.drain_due = None
             aborted = self._drain_aborted
-            self._answer(self._waiting_drain, {"completed": aborted == 0, "aborted": aborted})
-
-    def _answer(self, numbers: list[int], result: object) -> None:
-        for number in numbers:
-            self._core.outbox.add_reply(_reply(number, result))
-        numbers.clear()
-
-    def _profile(self, call: Call) -> Document:
-        """Starts (`folder`) or stops (no folder) a trace of the workers' steps."""
-        folder = call.arguments.get("folder")
-        if folder is not None and not isinstance(folder, str):
-            raise InvalidRequest(f"folder is {folder!r}, a path is wanted", field="folder")
-        if self._core.swap.is_empty:
-            raise Conflict("the engine is asleep: wake it first")
-        return {"places": self._core.executor.profile(folder)}
-
-    def _abort(self, call: Call) -> Document:
-        """Ends the requests with these public ids (all: none given), of one tenant if one is named."""
-        labels, tenant = call.arguments.get("labels"), call.arguments.get("tenant")
-        if labels is not None and not isinstance(labels, list):
-            raise InvalidRequest(f"labels is {labels!r}, a list of ids is wanted", field="labels")
-        found = [
-            request.id
-            for request in self._core.requests.values()
-            if tenant in (None, request.wire.tenant)
-            and (labels is None or any(_is_of(request.wire.label, str(one)) for one in labels))
-        ]
-        self._core.abort(found)
-        return {"aborted": len(found)}
-
-    def _set_log_level(self, call: Call) -> Document:
-        """Of this process and its workers; fronts hear of it in the next Hello."""
-        level = str(call.arguments.get("level"))
-        if level not in logs.LEVELS:
-            raise InvalidRequest(f"level is {level!r}, allowed are {', '.join(logs.LEVELS)}")
-        logs.set_level(level)
-        if not self._core.swap.is_empty:
-            self._core.executor.log_level(level)
-        self.log_level = level
-        return {"level": level}
-
-    # reports
-
-    def _reset(self, call: Call) -> Document:
-        """Forgets cached prefixes; with `running` what runs gives its blocks back too, and is computed again."""
-        if call.arguments.get("running") is True:
-            self._core.scheduler.put_back_all("the prefix cache was reset under it")
-        return self._reset_prefix_cache()
-
-    def _reset_prefix_cache(self) -> Document:
-        self._core.kv.reset_cache(self._core.scheduler.running())
-        return {"reset": True}
-
-    def _explain(self, call: Call) -> Document:
-        ids = call.arguments.get("ids", [])
-        if not isinstance(ids, list):
-            raise InvalidRequest(f"ids is {ids!r}, a list of request ids is wanted", field="ids")
-        requests = self._core.requests
-        return {str(i): self._explain_one(requests[i]) for i in ids if i in requests}
-
-    def _explain_one(self, request: Request) -> Document:
-        core, now = self._core, self._core.clock()
-        waits = request.row < 0
-        return {
-            "label": request.wire.label,
-            "state": request.state.value,
-            "reason": self._reason(request),
-            "position": core.scheduler.queue.position(request) if waits else None,
-            "since_s": now - request.since,
-            "age_s": now - request.arrived_at,
-            "num_prompt": request.num_prompt,
-            "num_output": core.rows.num_known(request) - request.num_prompt,
-            "num_cached": request.num_cached,
-            "num_preemptions": request.num_preemptions,
-            "steps_passed_over": request.passed_over,
-            "kv_blocks": sum(block != 0 for blocks in request.blocks for block in blocks),
-        }
-
-    def _reason(self, request: Request) -> str:
-        """Why it waits, or what it does. The scheduler notes what it found; what holds for all is said here."""
-        core = self._core
-        if self.frozen:
-            return "paused: keep"
-        if request.row >= 0:
-            return request.reason
-        if self.pause is not None and request.scheduled_at is None:
-            return f"paused: {self.pause.value}"
-        if not core.rows.num_free:
-            return f"rows: all {core.rows.num_rows} are taken (max_running)"
-        if request.reason == "new":
-            return "budget: the step had no tokens left for its prompt"
-        return request.reason
-
-    def _waiting_by_reason(self) -> dict[str, int]:
-        queue = self._core.scheduler.queue
-        return dict(Counter(self._reason(request).partition(":")[0] for request in queue))
-
-    def _waiting_by_tenant(self) -> dict[str, int]:
-        """By the beginning of the tenant's digest: enough to tell them apart."""
-        queue = self._core.scheduler.queue
-        return dict(Counter(request.wire.tenant[:8] or "no key" for request in queue))
-
-    def _status(self) -> Document:
-        """The ledger of a server at rest: everything that could leak, in numbers."""
-        core = self._core
-        pool, scheduler = core.kv.pool, core.scheduler
-        return {
-            "running": scheduler.num_running,
-            "waiting": len(scheduler.queue),
-            "waiting_tokens": scheduler.queue.num_tokens,
-            "waiting_by_reason": self._waiting_by_reason(),
-            "waiting_by_tenant": self._waiting_by_tenant(),
-            "in_flight_steps": core.num_in_flight,
-            "free_blocks": pool.num_free,
-            "cached_blocks": pool.num_cached,
-            "total_blocks": pool.num_usable,
-            "block_tokens": core.kv.block_tokens,
-            "held_blocks": pool.num_usable - pool.num_free,
-            "refcount_sum": pool.refcount_sum(),
-            "free_rows": core.rows.num_free,
-            "total_rows": core.rows.num_rows,
-            "capacity_tokens": core.kv.capacity_tokens,
-            "paused": self.mode,
-            "draining": self.draining,
-            "asleep": self._core.swap.asleep,
-            "sleep_level": self._core.swap.level,
-            "tokens_per_s": core.counters.rate,
-            **self._metrics(),
-        }
-
-    def _metrics(self) -> Document:
-        core = self._core
-        counters, kv = core.counters, core.kv
-        return {
-            "steps": counters.steps,
-            "rows": counters.rows,
-            "tokens": counters.tokens,
-            "output_tokens": counters.output_tokens,
-            "jumped_tokens": counters.jumped_tokens,
-            "preemptions": core.scheduler.num_preemptions,
-            "prefix_query_tokens": kv.num_queries,
-            "prefix_hit_tokens": kv.num_hits,
-            "evictions": kv.pool.num_evictions,
-            "refused": counters.refused,
-            "held_by_gates": core.gates.num_held,
-            "finished": dict(counters.finished),
-            "step_tokens": _by_bound(counters.step_tokens),
-            "plan_s": counters.plan_s,
-            "land_s": counters.land_s,
-        }
+            _answer(engine, self._waiting_drain, {"completed": aborted == 0, "aborted": aborted})
 
 
-def _by_bound(counts: list[int]) -> dict[str, int]:
-    """Greatest value of a bucket -> count."""
-    return dict(zip([*map(str, STEP_TOKENS), "inf"], counts, strict=True))
+def _pause_mode(call: Call) -> PauseMode:
+    mode = call.arguments.get("mode", PauseMode.WAIT.value)
+    if mode not in {pause.value for pause in PauseMode}:
+        raise InvalidRequest(f"mode is {mode!r}, allowed are abort, wait and keep", field="mode")
+    return PauseMode(mode)
 
 
-def _is_of(label: str, asked: str) -> bool:
-    """Whether a request's label is this public id, or that of one of its several prompts."""
-    return label == asked or label.startswith(asked + "-")
+def _pause_state(service: ServiceState) -> Document:
+    return {"paused": service.pause is not None, "mode": service.mode}
+
+
+def _has_begun(engine: ControlledEngine) -> bool:
+    """Whether a request waits that has run before."""
+    return any(request.scheduled_at is not None for request in engine.scheduler.queue)
+
+
+def _explain(engine: ControlledEngine, call: Call) -> Document:
+    """The requests with these engine `ids` or public `labels`, by engine id."""
+    ids = _ids(call, "ids") or []
+    labels = _ids(call, "labels") or []
+    matches = {i: engine.requests[i] for i in ids if isinstance(i, int) and i in engine.requests}
+    tenant = _tenant(call)
+    for request in engine.requests.find([str(label) for label in labels], tenant=tenant):
+        matches[request.id] = request
+    return {str(i): reports.explain(engine, request) for i, request in matches.items()}
+
+
+def _abort(engine: ControlledEngine, call: Call) -> Document:
+    """Ends the requests with these public ids (all: none given), of one tenant if one is named."""
+    labels = _ids(call, "labels")
+    names = None if labels is None else [str(label) for label in labels]
+    requests = engine.requests.find(names, tenant=_tenant(call))
+    engine.abort([request.id for request in requests])
+    return {"aborted": len(requests)}
+
+
+def _ids(call: Call, field: str) -> list[int | str] | None:
+    ids = call.arguments.get(field)
+    if ids is not None and not isinstance(ids, list):
+        raise InvalidRequest(f"{field} is {ids!r}, a list of ids is wanted", field=field)
+    return ids
+
+
+def _tenant(call: Call) -> str | None:
+    tenant = call.arguments.get("tenant")
+    return None if tenant is None else str(tenant)
+
+
+def _profile(engine: ControlledEngine, call: Call) -> Document:
+    """Starts (`folder`) or stops (no folder) a trace of the workers' steps."""
+    folder = call.arguments.get("folder")
+    if folder is not None and not isinstance(folder, str):
+        raise InvalidRequest(f"folder is {folder!r}, a path is wanted", field="folder")
+    if not engine.service.has_executor:
+        raise Conflict("the engine is asleep: wake it first")
+    return {"places": engine.executor.profile(folder)}
+
+
+def _set_log_level(engine: ControlledEngine, call: Call) -> Document:
+    """Of this process and its workers; fronts hear of it in the next Hello."""
+    level = str(call.arguments.get("level"))
+    if level not in logs.LEVELS:
+        raise InvalidRequest(f"level is {level!r}, allowed are {', '.join(logs.LEVELS)}")
+    logs.set_level(level)
+    if engine.service.has_executor:
+        engine.executor.log_level(level)
+    engine.service.log_level = level
+    return {"level": level}
+
+
+def _reset(engine: ControlledEngine, call: Call) -> Document:
+    """Forgets cached prefixes; with `running` the running requests give their blocks back too, and
+    are computed again."""
+    if call.arguments.get("running") is True:
+        engine.put_back_all("the prefix cache was reset under it")
+    return _reset_prefix_cache(engine)
+
+
+def _reset_prefix_cache(engine: ControlledEngine) -> Document:
+    engine.kv.reset_cache(engine.scheduler.running())
+    return {"reset": True}
+
+
+def _answer(engine: ControlledEngine, numbers: list[int], result: object) -> None:
+    for number in numbers:
+        engine.output_buffer.add_reply(_reply(number, result))
+    numbers.clear()
 
 
 def _reply(number: int, result: object) -> Reply:

@@ -1,18 +1,19 @@
 """The engine core: plan -> submit -> update, with one step in flight while the next is planned.
 
-A step's sampled tokens are fed to the next one on the device, so that the plan may let a row decode whose input token
-the core does not know yet. A stop that is found late costs that row one wasted token, which is void here because the
-row's epoch has changed; without overlap the same code runs with nothing in flight, and the tokens are the same.
+A step's sampled tokens are fed to the next one on the device, so that the plan may let a row decode
+whose input token the core does not know yet. A stop that is seen late costs that row one wasted
+token, which is void here because the row's epoch has changed; without overlap the same code runs
+with nothing in flight, and the tokens are the same.
 
 Called from one thread; owns no thread and no socket (launch/core_process.py does).
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import (
@@ -25,22 +26,42 @@ from headrace.base.errors import (
     to_wire,
 )
 from headrace.base.wire.request import Call, EngineRequest, Finished, Hello, Reply
-from headrace.core.admission import Load, check_queue, check_request
-from headrace.core.control import Control
+from headrace.core.admission import QueueLoad, check_policy, check_queue, check_request, check_share
+from headrace.core.control import Control, check_open, pause_is_complete
 from headrace.core.counters import Counters
-from headrace.core.jump import Jumps
+from headrace.core.deadlines import Deadlines
+from headrace.core.jump_forward import JumpForward
 from headrace.core.kv.manager import KVManager
-from headrace.core.landing import Landing
-from headrace.core.outbox import Outbox, StepOutput
-from headrace.core.ports import Executor, ExecutorSource, Gate, Pending, StatsSink
-from headrace.core.request import TOKEN_BYTES, Request, State
+from headrace.core.lifecycle import ExecutorLifecycle
+from headrace.core.output_buffer import CoreOutput, OutputBuffer
+from headrace.core.output_processor import StepOutputProcessor
+from headrace.core.ports import AdmissionHook, Executor, ExecutorSource, Pending, StatsSink
+from headrace.core.reports import reason_of
+from headrace.core.request import TOKEN_BYTES, Request, RequestState
+from headrace.core.request_index import RequestIndex
 from headrace.core.rows import RowTable
-from headrace.core.scheduler.draft import Flight
-from headrace.core.scheduler.gates import Gates
+from headrace.core.scheduler.admission_hooks import AdmissionHooks
+from headrace.core.scheduler.plan_builder import InFlightStep
 from headrace.core.scheduler.scheduler import Scheduler
-from headrace.core.swap import Swap
+from headrace.core.scheduler.speculation import speculation_of
+from headrace.core.service_state import PauseMode, ServiceState
 
-GATE_POLL_S = 0.002
+HOOK_POLL_S = 0.002
+LEAST_SLOW_STEP_S = 10.0
+SLOW_FACTOR = 20.0  # a step this many times as long as expected is taken for hung by health
+FAILING_STEPS = 3  # so many steps without one good row in a row, and the engine says that it fails
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """An executor, and everything whose size follows from what it states."""
+
+    executor: Executor
+    kv: KVManager
+    rows: RowTable
+    scheduler: Scheduler
+    output_processor: StepOutputProcessor
+    jump_forward: JumpForward
 
 
 class EngineCore:
@@ -56,76 +77,131 @@ class EngineCore:
         spec: EngineSpec,
         executor: Executor,
         *,
-        gates: Sequence[Gate] = (),
+        hooks: Sequence[AdmissionHook] = (),
         stats: StatsSink | None = None,
         source: ExecutorSource | None = None,
+        service: ServiceState | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec.scheduler
         self.clock = clock
-        self.gates = Gates(gates)
-        self.requests: dict[int, Request] = {}
+        self.hooks = AdmissionHooks(hooks)
+        self.requests = RequestIndex()
         self.counters = Counters(clock())
-        self.outbox = Outbox()
-        self.swap = Swap(self, source)
-        self._kv_spec = spec.kv
-        self._build(executor)
-        self.control = Control(self)
+        self.output_buffer = OutputBuffer()
+        self.service = service or ServiceState()
+        self._prefix_caching = spec.kv.prefix_caching
+        self._speculation = spec.speculation
+        self._model = self._model_on(executor)
+        self._control = Control(ExecutorLifecycle(source))
         self._stats = stats
-        self._flights: deque[tuple[Flight, Pending]] = deque()
+        self._in_flight_steps: deque[tuple[InFlightStep, Pending]] = deque()
         self._depth = 1 if self.spec.overlap else 0
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines = Deadlines()
         self._arrivals = 0
         self._stalled_at: float | None = None
 
-    def _build(self, executor: Executor) -> None:
-        """Everything whose size follows from what the executor states."""
-        self.executor = executor
-        self.facts = executor.facts
-        self.kv = KVManager(
-            self.facts,
-            prefix_caching=self._kv_spec.prefix_caching,
-            chunk_tokens=self.spec.max_step_tokens,
+    def _model_on(self, executor: Executor) -> LoadedModel:
+        facts = executor.facts
+        kv = KVManager(
+            facts, prefix_caching=self._prefix_caching, chunk_tokens=self.spec.max_step_tokens
         )
-        num_rows = min(self.spec.max_running, self.facts.max_rows)
-        self.rows = RowTable(num_rows, self.facts.block_tokens)
-        self.scheduler = Scheduler(self.spec, self.kv, self.rows, self.gates, self.clock)
-        self._landing = Landing(self.rows, self.kv, self.gates, self.outbox, self.end)
-        self._jumps = Jumps(self.rows, self.scheduler, self.outbox, end=self.end, now=self.clock)
+        rows = RowTable(min(self.spec.max_running, facts.max_rows), facts.block_tokens)
+        speculation = speculation_of(self._speculation, facts, kv, rows)
+        scheduler = Scheduler(
+            self.spec, kv, rows, self.hooks, self.service, self.clock, speculation
+        )
+        return LoadedModel(
+            executor=executor,
+            kv=kv,
+            rows=rows,
+            scheduler=scheduler,
+            output_processor=StepOutputProcessor(
+                rows,
+                kv,
+                self.hooks,
+                self.output_buffer,
+                self.counters,
+                self.end,
+                speculation,
+            ),
+            jump_forward=JumpForward(
+                rows, scheduler, self.output_buffer, end=self.end, now=self.clock
+            ),
+        )
+
+    @property
+    def executor(self) -> Executor:
+        """The executor installed now."""
+        return self._model.executor
+
+    @property
+    def kv(self) -> KVManager:
+        """The KV blocks."""
+        return self._model.kv
+
+    @property
+    def rows(self) -> RowTable:
+        """The running requests as columns."""
+        return self._model.rows
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What chooses the requests of a step."""
+        return self._model.scheduler
 
     def install(self, executor: Executor) -> None:
-        """Goes on with another executor while nothing runs. Requests that wait keep their order; one that the new
-        executor could never run ends with the reason."""
+        """Goes on with another executor while nothing runs. Waiting requests keep their order; one
+        that the new executor could never run ends with the reason."""
         waiting = list(self.scheduler.queue)
-        admit_new = self.scheduler.admit_new
-        self._build(executor)
-        self.scheduler.admit_new = admit_new
+        self._model = self._model_on(executor)
         for request in waiting:
             request.chain.clear()
             request.chain_start = b""
             self.scheduler.enqueue(request)
             try:
-                request.length_limit = check_request(request.wire, self.facts, self.kv)
+                request.length_limit = check_request(request.wire, executor.facts, self.kv)
             except HeadraceError as error:
                 self.end(request, "error", error=to_wire(error))
 
     def hello(self) -> Hello:
         """What fronts must know to check requests."""
+        facts = self.executor.facts
         return Hello(
-            logits_width=self.facts.logits_width,
-            max_model_len=self.facts.max_model_len,
+            logits_width=facts.logits_width,
+            max_model_len=facts.max_model_len,
             capacity_tokens=self.kv.capacity_tokens,
             max_running=self.rows.num_rows,
             max_in_flight=None
             if self.spec.policy == "priority"
             else self.rows.num_rows + self.spec.max_queued_requests,
-            num_blocks=self.facts.num_blocks,
-            block_tokens=self.facts.block_tokens,
-            trouble=self.swap.lost,
-            log_level=self.control.log_level,
-            start_s=self.facts.start_s,
-            decisions=self.facts.decisions,
+            num_blocks=facts.num_blocks,
+            block_tokens=facts.block_tokens,
+            trouble=self.service.lost,
+            failing=self.failing,
+            log_level=self.service.log_level,
+            start_s=facts.start_s,
+            decisions=facts.decisions,
         )
+
+    @property
+    def failing(self) -> str:
+        """Why answers are not to be expected although steps run, or ""."""
+        if self.counters.failed_in_a_row < FAILING_STEPS:
+            return ""
+        return f"the last {FAILING_STEPS} steps or more failed for all of their requests"
+
+    @property
+    def slow_step_s(self) -> float:
+        """How long a step in flight may take before health fails. Read from another thread."""
+        if self.spec.slow_step_s is not None:
+            return self.spec.slow_step_s
+        model = self.scheduler.prefill_budget
+        expected = [
+            model.expected_s(step.num_decodes, step.num_prefill_tokens)
+            for step, _ in tuple(self._in_flight_steps)
+        ]
+        return max(LEAST_SLOW_STEP_S, SLOW_FACTOR * max(expected, default=0.0))
 
     # what fronts ask
 
@@ -136,33 +212,39 @@ class EngineCore:
             self._admit(request)
         except Exception as error:
             self.counters.refused += 1
-            self.outbox.add_finished(Finished(id=request.id, reason="error", error=to_wire(error)))
+            self.output_buffer.add_finished(
+                Finished(id=request.id, reason="error", error=to_wire(error))
+            )
 
     def _admit(self, wire: EngineRequest) -> None:
         if wire.id in self.requests:
             raise Conflict(f"request {wire.id} is in flight already", field="id")
-        self.control.check_open()
-        length_limit = check_request(wire, self.facts, self.kv)
+        check_open(self)
+        length_limit = check_request(wire, self.executor.facts, self.kv)
+        check_policy(self.spec, wire)
+        tokens = self.requests.prompt_tokens_of(wire.tenant)
+        check_share(self.spec, tokens, len(wire.prompt) // TOKEN_BYTES)
         self._check_queue(wire)
-        self.gates.admit(wire)
+        self.hooks.admit(wire)
         now = self.clock()
         request = Request(
             wire,
             arrival=self._arrivals,
             now=now,
-            groups=len(self.facts.groups),
+            groups=len(self.executor.facts.groups),
             length_limit=length_limit,
         )
         self._arrivals += 1
-        self.requests[wire.id] = request
+        self.requests.add(request)
         self.scheduler.enqueue(request)
         if wire.deadline_s is not None:
-            self._remember_deadline(now + wire.deadline_s, wire.id)
+            self._deadlines.forget_ended(self.requests, num_alive=len(self.requests))
+            self._deadlines.add(now + wire.deadline_s, wire.id)
 
     def _check_queue(self, wire: EngineRequest) -> None:
         queue = self.scheduler.queue
         try:
-            load = Load(len(queue), queue.num_tokens, self.rows.num_free, self.counters.rate)
+            load = QueueLoad(len(queue), queue.num_tokens, self.rows.num_free, self.counters.rate)
             check_queue(self.spec, load, len(wire.prompt) // TOKEN_BYTES)
         except Unavailable as full:
             worst = self._worse_waiting(wire)
@@ -171,7 +253,8 @@ class EngineCore:
             self.end(worst, "error", error=to_wire(full))
 
     def _worse_waiting(self, wire: EngineRequest) -> Request | None:
-        """Under the priority policy: the queued request that must make room for a more urgent one."""
+        """Under the priority policy: the queued request that must make room for a more urgent
+        one."""
         if self.spec.policy != "priority":
             return None
         fresh = (request for request in self.scheduler.queue if request.scheduled_at is None)
@@ -189,55 +272,60 @@ class EngineCore:
     def call(self, call: Call) -> Reply | None:
         """A control call. None: the reply comes out of `step` once the operation is complete."""
         self._stalled_at = None
-        return self.control.call(call)
+        return self._control.call(self, call)
 
     # the loop
 
     @property
     def has_work(self) -> bool:
         """Whether `step` may do something now; if not, wait for a message, at most `idle_s`."""
-        if self.outbox or self._flights or self.idle_s == 0.0:
+        if self.output_buffer or self._in_flight_steps or self.idle_s == 0.0:
             return True
-        if self.control.frozen or self._stalled_at is not None:
+        if self.service.frozen or self._stalled_at is not None:
             return False
         return self.scheduler.num_running > 0 or len(self.scheduler.queue) > 0
 
     @property
     def idle_s(self) -> float | None:
         """How long nothing happens by itself while `has_work` is false; None: for ever."""
-        timers = [self._deadlines[0][0]] if self._deadlines else []
-        if self.control.drain_due is not None:
-            timers.append(self.control.drain_due)
-        if self._stalled_at is not None and self.gates and self.scheduler.queue:
-            timers.append(self._stalled_at + GATE_POLL_S)  # a gate may have opened meanwhile
-        return max(0.0, min(timers) - self.clock()) if timers else None
+        timers = [self._deadlines.first, self.service.drain_due]
+        if self._stalled_at is not None and self.hooks and self.scheduler.queue:
+            timers.append(self._stalled_at + HOOK_POLL_S)  # a hook may have opened meanwhile
+        due = [timer for timer in timers if timer is not None]
+        return max(0.0, min(due) - self.clock()) if due else None
 
-    def step(self, *, wait: bool) -> StepOutput:
-        """Plans and submits a step if one may be in flight, and takes in the oldest one that is done.
+    def step(self, *, wait: bool, before_update: Callable[[], None] = lambda: None) -> CoreOutput:
+        """Plans and submits a step if one may be in flight, and takes in the oldest one that is
+        done.
 
-        With `wait` it blocks until that is done. Raises EngineError if the workers failed: then call `fail_all`.
+        With `wait` it blocks until that is done. `before_update` is called once the result is
+        there: what it aborts gets none of the result's tokens. Raises EngineError if the workers
+        failed: then call `fail_all`.
         """
         self._stalled_at = None
         self._expire()
-        launched = len(self._flights) <= self._depth and not self.control.frozen and self._launch()
-        if self._flights and (not launched or len(self._flights) > self._depth):
-            flight, pending = self._flights[0]
+        steps = self._in_flight_steps
+        launched = False
+        if len(steps) <= self._depth and not self.service.frozen:
+            launched = self._launch()
+        if steps and (not launched or len(steps) > self._depth):
+            in_flight, pending = steps[0]
             if wait or pending.done():
-                self._land(flight, pending)
-        self.control.advance()
-        return self.outbox.take()
+                self._finish_step(in_flight, pending, before_update)
+        self._control.advance(self)
+        return self.output_buffer.take()
 
     def refuse_all(self, error: HeadraceError) -> None:
         """Ends everything with this error."""
-        for request in list(self.requests.values()):
+        for request in list(self.requests):
             self.end(request, "error", error=to_wire(error))
 
-    def fail_all(self, error: HeadraceError) -> StepOutput:
+    def fail_all(self, error: HeadraceError) -> CoreOutput:
         """Ends everything with this error: the workers are gone."""
-        self._flights.clear()
+        self._in_flight_steps.clear()
         self.refuse_all(error)
-        self.control.advance()
-        return self.outbox.take()
+        self._control.advance(self)
+        return self.output_buffer.take()
 
     def close(self) -> None:
         """Ends the workers."""
@@ -246,22 +334,44 @@ class EngineCore:
     @property
     def num_in_flight(self) -> int:
         """Steps submitted and not yet taken in."""
-        return len(self._flights)
+        return len(self._in_flight_steps)
+
+    @property
+    def is_still(self) -> bool:
+        """Whether nothing runs and nothing can begin: a pause of mode wait or abort is complete, or
+        one of mode keep whose requests have gone back to the queue."""
+        if self.service.pause is PauseMode.KEEP and self.scheduler.num_running:
+            return False
+        return self.service.pause is not None and not self._is_pausing
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether a pause of mode keep is complete: rows are held, and none of them runs."""
+        return self.service.pause is PauseMode.KEEP and not self._is_pausing
+
+    @property
+    def _is_pausing(self) -> bool:
+        return not pause_is_complete(self)
+
+    def put_back_all(self, reason: str) -> None:
+        """Takes rows and blocks from all running requests; they wait in their old places."""
+        self.scheduler.put_back_all(reason)
 
     def _launch(self) -> bool:
         begin = time.perf_counter()
         planned = self.scheduler.plan()
-        self._end_hopeless()
+        self._end_unschedulable()
         if planned is None:
-            self._stalled_at = None if self._flights else self.clock()
+            self._stalled_at = None if self._in_flight_steps else self.clock()
             return False
-        plan, flight = planned
-        tokens = flight.num_decodes + flight.num_prefill_tokens
-        self.counters.planned(self.clock(), rows=len(plan.rows), tokens=tokens)
+        plan, in_flight = planned
+        tokens = in_flight.num_decodes + in_flight.num_prefill_tokens
+        now = self.clock()
+        self.counters.planned(now, rows=len(plan.rows), tokens=tokens)
         host_s = time.perf_counter() - begin
-        flight.submitted_at = self.clock()
-        self._flights.append((flight, self.executor.submit(plan)))
-        self._supply()
+        in_flight.submitted_at = now
+        self._in_flight_steps.append((in_flight, self.executor.submit(plan)))
+        self._send_deferred()
         self.counters.plan_s += host_s
         if self._stats is not None:
             self._stats.step(
@@ -273,46 +383,53 @@ class EngineCore:
             )
         return True
 
-    def _end_hopeless(self) -> None:
-        """Ends what the scheduler found to have no future."""
-        for request, error in self.scheduler.hopeless:
+    def _end_unschedulable(self) -> None:
+        """Ends the requests that the scheduler found can never go on."""
+        for request, error in self.scheduler.unschedulable:
             if error is None:
                 self.end(request, "length")
-            elif request.state is not State.FINISHED:
+            elif request.state is not RequestState.FINISHED:
                 self.end(request, "error", error=to_wire(error))
-        self.scheduler.hopeless.clear()
+        self.scheduler.unschedulable.clear()
 
-    def _land(self, flight: Flight, pending: Pending) -> None:
+    def _finish_step(
+        self, in_flight: InFlightStep, pending: Pending, before_update: Callable[[], None]
+    ) -> None:
+        """Takes in the result of the oldest step."""
         try:
             result = pending.result(self.spec.step_timeout_s)
         except TimeoutError:
             self.executor.check()
             raise EngineDead(f"a step took longer than {self.spec.step_timeout_s} s") from None
+        before_update()
         begin, now = time.perf_counter(), self.clock()
-        self._flights.popleft()
-        self.scheduler.pace.landed(
-            *(flight.submitted_at, now),
-            decodes=flight.num_decodes,
-            prefill_tokens=flight.num_prefill_tokens,
+        self._in_flight_steps.popleft()
+        self.scheduler.prefill_budget.observe(
+            in_flight.submitted_at,
+            now,
+            decodes=in_flight.num_decodes,
+            prefill_tokens=in_flight.num_prefill_tokens,
         )
-        self.counters.output_tokens += self._landing.land(flight, result, now)
-        self.counters.land_s += time.perf_counter() - begin
-        self._supply()
+        self._model.output_processor.process(in_flight, result, now)
+        self.counters.update_s += time.perf_counter() - begin
+        self._send_deferred()
 
-    def _supply(self) -> None:
-        """Sends what the gates have to say about the oldest step in flight: all tokens before it are known now, and the
-        workers compute it already. Rows that have changed hands since are left out."""
-        if not self._flights or not self._flights[0][0].late:
+    def _send_deferred(self) -> None:
+        """Sends the deferred inputs of the oldest step in flight: all tokens before it are known
+        now, and the workers compute it already. Rows that have changed hands since are left out."""
+        if not self._in_flight_steps or not self._in_flight_steps[0][0].deferred:
             return
-        flight, _ = self._flights[0]
-        live = (self.rows.epoch[flight.rows] == flight.epochs) & flight.sample
-        rows = flight.rows[live]
-        payloads = self.gates.late(flight.late, rows, self.rows.id[rows].tolist())
-        flight.late = ()
-        self.executor.supply(flight.step, payloads)
-        jumped = self._jumps.take(self.gates, flight, self.requests.get)
-        self.counters.output_tokens += jumped
-        self.counters.jumped_tokens += jumped
+        in_flight, _ = self._in_flight_steps[0]
+        live = (self.rows.epoch[in_flight.rows] == in_flight.epochs) & in_flight.sample
+        rows = in_flight.rows[live]
+        payloads = self.hooks.deferred_payloads(
+            in_flight.deferred, rows, self.rows.id[rows].tolist()
+        )
+        in_flight.deferred = ()
+        self.executor.send_deferred(in_flight.step, payloads)
+        forced = self._model.jump_forward.take(self.hooks, in_flight, self.requests.get)
+        self.counters.output_tokens += forced
+        self.counters.jump_forward_tokens += forced
 
     # ends
 
@@ -327,14 +444,16 @@ class EngineCore:
     ) -> None:
         """The one way out: frees everything a request holds and answers it."""
         now = self.clock()
-        num_known = self.rows.num_known(request)
-        del self.requests[request.id]
+        num_known = self.rows.count_known(request)
+        self.requests.remove(request)
         self.scheduler.remove(request, forget=forget)
-        request.move(State.FINISHED, now=now)
-        if self.gates:
-            self.gates.finish(request.id)
+        request.move(RequestState.FINISHED, now=now)
+        if self.hooks:
+            self.hooks.finish(request.id)
         self.counters.finished[reason] += 1
-        self.outbox.add_finished(_finished(request, reason, stop_id=stop_id, error=error, now=now))
+        self.output_buffer.add_finished(
+            _finished(request, reason, stop_id=stop_id, error=error, now=now)
+        )
         if self._stats is not None:
             self._stats.finished(
                 reason=reason,
@@ -343,27 +462,20 @@ class EngineCore:
                 num_cached=request.num_cached,
             )
 
-    # deadlines
-
-    def _remember_deadline(self, due: float, request_id: int) -> None:
-        if len(self._deadlines) > 2 * len(self.requests) + 1024:
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.requests]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (due, request_id))
-
     def _expire(self) -> None:
         """Ends requests whose deadline has passed; those still queued never reach the device."""
-        now = self.clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
+        if not self._deadlines:
+            return
+        for request_id in self._deadlines.expired(self.clock()):
             request = self.requests.get(request_id)
-            if request is not None:
-                limit = request.wire.deadline_s
-                passed = DeadlineExceeded(
-                    f"not finished within {limit} s ({request.state.value}: {request.reason})",
-                    field="timeout_s",
-                )
-                self.end(request, "error", error=to_wire(passed))
+            if request is None:
+                continue
+            passed = DeadlineExceeded(
+                f"not finished within {request.wire.deadline_s} s "
+                f"({request.state.value}: {reason_of(self, request)})",
+                field="timeout_s",
+            )
+            self.end(request, "error", error=to_wire(passed))
 
 
 def _finished(
@@ -378,7 +490,7 @@ def _finished(
         num_cached=request.num_cached,
         num_preemptions=request.num_preemptions,
         preempted_s=tuple(at - began for at in request.preempted_at),
-        gated_s=request.gated_s,
+        hook_wait_s=request.hook_wait_s,
         scheduled_s=None if request.scheduled_at is None else request.scheduled_at - began,
         first_token_s=None if request.first_token_at is None else request.first_token_at - began,
         total_s=now - began,

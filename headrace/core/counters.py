@@ -11,23 +11,35 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Counters:
-    """Totals; `rate` is tokens (prompt and output) per second, smoothed over about RATE_WINDOW_S. `step_tokens`: steps
-    by their tokens, a count for each bucket of STEP_TOKENS."""
+    """Totals; `rate` is tokens (prompt and output) per second, smoothed over about RATE_WINDOW_S.
+    `step_tokens`: steps by their tokens, a count for each bucket of STEP_TOKENS."""
 
     def __init__(self, now: float) -> None:
         self.steps = 0
         self.rows = 0
         self.tokens = 0
         self.output_tokens = 0
-        self.jumped_tokens = 0
+        self.jump_forward_tokens = 0
+        self.failed_steps = 0
+        self.failed_in_a_row = 0
         self.refused = 0
         self.finished: Counter[str] = Counter()
         self.plan_s = 0.0
-        self.land_s = 0.0
+        self.update_s = 0.0
         self.rate = 0.0
         self.step_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._window_start = now
         self._window_tokens = 0
+
+    def finished_step(self, tokens: int, *, any_failed: bool) -> None:
+        """A step gave so many tokens. One in which rows failed and none gave a token counts as
+        failed; `failed_in_a_row` counts those since the last token."""
+        self.output_tokens += tokens
+        if tokens:
+            self.failed_in_a_row = 0
+        elif any_failed:
+            self.failed_steps += 1
+            self.failed_in_a_row += 1
 
     def planned(self, now: float, *, rows: int, tokens: int) -> None:
         """A step was planned."""

@@ -1,7 +1,9 @@
-"""What the core asks of others. The core declares these protocols and imports none of their implementations.
+"""What the core asks of others. The core declares these protocols and imports none of their
+implementations.
 
 Executor        runs plans on the workers, in order, without blocking the loop
-Gate            a condition outside budget, KV and queues under which a request may not run now, or never
+AdmissionHook            a condition outside budget, KV and queues under which a request may not run
+                         now, or never
 GrammarBackend  compiles grammars and follows them token by token
 StatsSink       receives one record per step and per finished request
 """
@@ -29,12 +31,14 @@ class Pending(Protocol):
         ...
 
     def result(self, timeout_s: float | None = None) -> StepResult:
-        """Waits for the step; raises EngineError if the step failed as a whole, TimeoutError after `timeout_s`."""
+        """Waits for the step; raises EngineError if the step failed as a whole, TimeoutError after
+        `timeout_s`."""
         ...
 
 
 class Executor(Protocol):
-    """Runs steps. Steps run strictly in the order of submission; `submit` returns without waiting for the device."""
+    """Runs steps. Steps run strictly in the order of submission; `submit` returns without waiting
+    for the device."""
 
     @property
     def facts(self) -> WorkerFacts:
@@ -42,21 +46,22 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> Pending:
-        """Queues a step. A failure of an earlier step that is already known raises at once (ENG-14)."""
+        """Queues a step. A failure of an earlier step that is already known raises at once."""
         ...
 
-    def supply(self, step: int, payloads: dict[str, memoryview]) -> None:
-        """What the gates in `plan.late` had to say about step `step` once every earlier step had landed.
+    def send_deferred(self, step: int, payloads: dict[str, memoryview]) -> None:
+        """The payloads of the hooks in `plan.deferred` for step `step`, once the results of every
+        earlier step are in.
 
-        The workers wait for it before they sample, not before they compute; so the result of a step must never wait
-        for the supply of a later one. Called exactly once for each plan with `late`. The payloads may be overwritten
-        once the step has landed.
+        The workers wait for them before they sample, not before they compute; so the result of a
+        step must never wait for the deferred inputs of a later one. Called exactly once for each
+        plan with `deferred`. The payloads may be overwritten once the step's result is in.
         """
         ...
 
     def profile(self, folder: str | None) -> list[str]:
-        """Starts tracing the workers' steps (a folder), or stops and writes the traces (None); the folder, or the
-        files. Conflict if it runs already, or does not."""
+        """Starts tracing the workers' steps (a folder), or stops and writes the traces (None); the
+        folder, or the files. Conflict if it runs already, or does not."""
         ...
 
     def log_level(self, level: str) -> None:
@@ -64,12 +69,13 @@ class Executor(Protocol):
         ...
 
     def park(self) -> None:
-        """Nothing runs, and no row is held from now on: gives back the KV cache and what else is on the device; the
-        weights wait in host memory. Until `unpark` nothing may be submitted."""
+        """Nothing runs, and no row is held from now on: gives back the KV cache and what else is on
+        the device; the weights wait in host memory. Until `unpark` nothing may be submitted."""
         ...
 
     def unpark(self) -> None:
-        """Ready with the same weights, which were not loaded again; `facts` may tell of other sizes."""
+        """Ready with the same weights, which were not loaded again; `facts` may tell of other
+        sizes."""
         ...
 
     def check(self) -> None:
@@ -85,22 +91,23 @@ class ExecutorSource(Protocol):
     """Makes executors for other weights of the same model."""
 
     def check(self, model: str) -> None:
-        """Refuses weights that do not fit this engine, by what their headers say; nothing is loaded."""
+        """Refuses weights that do not fit this engine, by what their headers say; nothing is
+        loaded."""
         ...
 
     def make(self, model: str) -> Executor:
-        """An executor over the weights at `model`; "": those that were made last, or at start. Once it is made, a
-        restarted core begins with them too."""
+        """An executor over the weights at `model`; "": those that were made last, or at start. Once
+        it is made, a restarted core begins with them too."""
         ...
 
     def rests(self, facts: WorkerFacts) -> None:
-        """The executor of these facts is asleep: a core that is started in this one's place begins without one, and
-        knows them."""
+        """The executor of these facts is asleep: a core that is started in this one's place begins
+        without one, and knows them."""
         ...
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """A gate's answer: "yes", "not_now" or "never", with the reason people are shown."""
+class AdmissionVerdict(msgspec.Struct, frozen=True):
+    """A hook's answer: "yes", "not_now" or "never", with the reason people are shown."""
 
     answer: str
     reason: str = ""
@@ -110,17 +117,19 @@ Encode: TypeAlias = Callable[[str], list[int]]
 Ends: TypeAlias = dict[int, HeadraceError | str]
 
 
-class Gate(Protocol):
-    """An optional condition on running a request (LoRA slots, encoder budget, grammar, KV transfer)."""
+class AdmissionHook(Protocol):
+    """An optional condition on running a request (LoRA slots, encoder budget, grammar, KV
+    transfer)."""
 
     name: str
 
-    def admit(self, request: EngineRequest) -> Verdict:
+    def admit(self, request: EngineRequest) -> AdmissionVerdict:
         """Called once when the request arrives: "never" refuses it with the reason."""
         ...
 
-    def ready(self, request_id: int) -> Verdict:
-        """Called when the request could be scheduled: "not_now" leaves it in its place in the queue."""
+    def ready(self, request_id: int) -> AdmissionVerdict:
+        """Called when the request could be scheduled: "not_now" leaves it in its place in the
+        queue."""
         ...
 
     def payload(self, request_ids: list[int]) -> bytes | None:
@@ -133,33 +142,41 @@ class Gate(Protocol):
 
     @property
     def num_held(self) -> int:
-        """Requests for which the gate keeps something."""
+        """Requests for which the hook keeps something."""
         return 0
 
-    def follows(self, request_ids: list[int]) -> bool:
-        """Whether the workers must wait for this gate's `late` payload before they sample any of these requests."""
+    def defers(self, request_ids: list[int]) -> bool:
+        """Whether the workers must wait for this hook's deferred payload before they sample these
+        requests."""
         return False
 
-    def late(self, rows: npt.NDArray[np.int32], request_ids: list[int]) -> memoryview:
-        """What the workers need before they sample these requests; every token before that is known by now."""
+    def deferred_payload(self, rows: npt.NDArray[np.int32], request_ids: list[int]) -> memoryview:
+        """What the workers need before they sample these requests; every token before that is known
+        by now."""
         return memoryview(b"")
 
     def forced(self) -> dict[int, list[int]]:
-        """By request, tokens that must follow where `late` has just said what may; told once. The core may take a part
-        of them, as `landed` then says, or none."""
+        """By request, the tokens that must follow where `deferred_payload` has just said what may;
+        returned once. The core may take a part of them, which `accept_tokens` then brings, or none.
+        """
         return {}
 
-    def landed(self, request_ids: list[int], tokens: list[int]) -> Ends:
-        """New tokens that count. Returns the requests among these that end with their token: the reason ("stop" where
-        it is complete), or why they cannot go on."""
+    def accept_tokens(self, request_ids: list[int], tokens: list[int]) -> Ends:
+        """New tokens that count. Returns the requests among these that end with their token: the
+        reason ("stop" where it is complete), or why they cannot go on."""
         return {}
+
+
+MAX_FORCED = 1024
+"""Forced tokens that are looked for at a time; what follows them is looked for behind them."""
 
 
 class Matcher(Protocol):
     """One answer's place in a compiled grammar."""
 
     def accept(self, token: int) -> bool:
-        """Goes on by a token; false if the grammar does not allow it (nothing may be asked of it afterwards)."""
+        """Goes on by a token; false if the grammar does not allow it (nothing may be asked of it
+        afterwards)."""
         ...
 
     @property
@@ -168,7 +185,9 @@ class Matcher(Protocol):
         ...
 
     def forced(self) -> list[int]:
-        """Tokens that must follow, cut as the tokenizer would cut their text whatever comes behind them."""
+        """Tokens that must follow, at most MAX_FORCED, cut as the tokenizer would cut their text
+        whatever comes behind them. Its time is bounded, whatever the grammar; [] where none are
+        known."""
         ...
 
     def copy(self) -> Matcher:
@@ -177,16 +196,19 @@ class Matcher(Protocol):
 
 
 class GrammarBackend(Protocol):
-    """Compiles grammars for one vocabulary. `compile` is called off the loop, everything else in it."""
+    """Compiles grammars for one vocabulary. `compile` is called off the loop, everything else in
+    it."""
 
     name: str
 
     def compile(self, node: Node) -> Matcher:
-        """A matcher at the beginning; InvalidRequest with the reason if the grammar is none or not supported."""
+        """A matcher at the beginning; InvalidRequest with the reason if the grammar is none or not
+        supported."""
         ...
 
     def fill(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32]) -> list[str | None]:
-        """Writes what may follow into masks [K, words], bit i of word j for id 32 j + i; per matcher what failed."""
+        """Writes what may follow into masks [K, words], bit i of word j for id 32 j + i; per
+        matcher what failed."""
         ...
 
 

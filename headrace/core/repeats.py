@@ -1,8 +1,10 @@
-"""The end of an answer that goes round in a circle: its last tokens are one pattern, several times over.
+"""The end of an answer that goes round in a circle: its last tokens are one pattern, several times
+over.
 
-For each pattern size p it is counted for how many tokens in a row each was the one p tokens before it: a pattern of p
-tokens stands there c times once that count is p * (c - 1). A token costs one comparison of the last tokens with it
-(about 3 us at the greatest size), nothing is ever searched, and requests that do not ask cost nothing.
+For each pattern size p it is counted for how many tokens in a row each was the one p tokens before
+it: a pattern of p tokens stands there c times once that count is p * (c - 1). A token costs one
+comparison of the last tokens with it (about 3 us at the greatest size), nothing is ever searched,
+and requests that do not ask cost nothing.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
        ^          |          |
        `----- PREEMPTED <----'          (every state but FINISHED may go to FINISHED)
 
-Plain data: no closures, no back references, so that a finished request is freed by its reference count alone (ENG-13).
-What changes with every token (positions, limits) lives in `core/rows.py` while the request owns a row.
+Plain data: no closures, no back references, so that a finished request is freed by its reference
+count alone. What changes with every token (positions, limits) lives in `core/rows.py` while the
+request owns a row.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from headrace.base.wire.request import EngineRequest
 from headrace.core.repeats import Repeats
 
 TOKEN_BYTES = 4
+NOT_LOOKED_AT = "new"
 
 
-class State(Enum):
+class RequestState(Enum):
     """Where a request is."""
 
     WAITING = "waiting"
@@ -33,11 +35,11 @@ class State(Enum):
 
 
 _NEXT = {
-    State.WAITING: {State.PREFILL, State.FINISHED},
-    State.PREFILL: {State.DECODE, State.PREEMPTED, State.FINISHED},
-    State.DECODE: {State.PREEMPTED, State.FINISHED},
-    State.PREEMPTED: {State.PREFILL, State.FINISHED},
-    State.FINISHED: set(),
+    RequestState.WAITING: {RequestState.PREFILL, RequestState.FINISHED},
+    RequestState.PREFILL: {RequestState.DECODE, RequestState.PREEMPTED, RequestState.FINISHED},
+    RequestState.DECODE: {RequestState.PREEMPTED, RequestState.FINISHED},
+    RequestState.PREEMPTED: {RequestState.PREFILL, RequestState.FINISHED},
+    RequestState.FINISHED: set(),
 }
 
 
@@ -46,10 +48,13 @@ class Request:
     """A request the core has accepted.
 
     Invariants:
-    - it holds a row if and only if it is in PREFILL or DECODE, and KV blocks only then (a waiting request holds
+    - it holds a row if and only if it is in PREFILL or DECODE, and KV blocks only then (a waiting
+      request holds
       nothing that another could wait for, so that no circle of waits can form);
-    - `blocks[g]` has one entry per block of positions; 0 where a window group has given the block back;
-    - `output` ends at a block boundary of the sequence while the request decodes: the newest tokens are in the row
+    - `blocks[g]` has one entry per block of positions; 0 where a window group has given the block
+      back;
+    - `output` ends at a block boundary of the sequence while the request decodes: the newest tokens
+      are in the row
       table; otherwise it holds every token so far.
     """
 
@@ -61,9 +66,9 @@ class Request:
     num_prompt: int = field(init=False)
     stop_set: frozenset[int] = field(init=False)
     key: tuple[int, ...] = field(init=False)
-    state: State = field(init=False, default=State.WAITING)
+    state: RequestState = field(init=False, default=RequestState.WAITING)
     since: float = field(init=False)
-    reason: str = field(init=False, default="new")
+    reason: str = field(init=False, default=NOT_LOOKED_AT)
     row: int = field(init=False, default=-1)
     output: bytearray = field(init=False, default_factory=bytearray)
     repeats: Repeats | None = field(init=False, default=None)
@@ -75,6 +80,9 @@ class Request:
     registered: int = field(init=False, default=0)
     registers: bool = field(init=False, default=True)
     prefill_blocks: int = field(init=False, default=0)
+    snapshots: list[tuple[int, int, int]] = field(init=False, default_factory=list)
+    snapshot_entries: list[tuple[int, int]] = field(init=False, default_factory=list)
+    compacted_at: int = field(init=False, default=0)
     # waiting
     passed_over: int = field(init=False, default=0)
     need_blocks: int = field(init=False, default=0)
@@ -85,8 +93,8 @@ class Request:
     num_preemptions: int = field(init=False, default=0)
     preempted_at: tuple[float, ...] = field(init=False, default=())
     prompt_scored: int = field(init=False, default=0)
-    gated_s: float = field(init=False, default=0.0)
-    gated_since: float | None = field(init=False, default=None)
+    hook_wait_s: float = field(init=False, default=0.0)
+    hook_wait_since: float | None = field(init=False, default=None)
     scheduled_at: float | None = field(init=False, default=None)
     first_token_at: float | None = field(init=False, default=None)
 
@@ -112,8 +120,8 @@ class Request:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether every prompt position must be computed, also one whose KV is cached: prompt log-probabilities or
-        hidden states or attention of all tokens are still owed."""
+        """Whether every prompt position must be computed, also one whose KV is cached: prompt
+        log-probabilities or hidden states or attention of all tokens are still owed."""
         wire = self.wire
         if wire.pooling is not None:
             return not wire.pooling.from_last
@@ -121,19 +129,19 @@ class Request:
             return True
         return wire.sampling.prompt_logprobs is not None and self.prompt_scored < self.num_prompt
 
-    def move(self, state: State, *, now: float) -> None:
+    def move(self, state: RequestState, *, now: float) -> None:
         """Goes to another state; one that is not allowed from here is our bug."""
         assert state in _NEXT[self.state], f"request {self.id}: {self.state} -> {state}"
         self.state = state
         self.since = now
 
-    def note_gate(self, *, opens: bool, now: float) -> None:
-        """A gate was asked: how long one held the request back is told with its end."""
-        if opens and self.gated_since is not None:
-            self.gated_s += now - self.gated_since
-            self.gated_since = None
-        elif not opens and self.gated_since is None:
-            self.gated_since = now
+    def note_hook(self, *, opens: bool, now: float) -> None:
+        """A hook was asked: how long one held the request back is told with its end."""
+        if opens and self.hook_wait_since is not None:
+            self.hook_wait_s += now - self.hook_wait_since
+            self.hook_wait_since = None
+        elif not opens and self.hook_wait_since is None:
+            self.hook_wait_since = now
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """Every token held here, int32 [num_tokens]."""

@@ -1,13 +1,18 @@
 """What an API process is told by the supervisor, and the name of the module that runs it.
 
-The module itself is `headrace.front.server.process`: it stands above this floor, so it is known here by name only.
+The module itself is `headrace.front.server.process`: it stands above this floor, so it is known
+here by name only.
 """
 
 from __future__ import annotations
 
+import asyncio
+import socket
+
 import msgspec
 
 from headrace.base.config.resolved import Decision, EngineSpec, ServerSpec, TextSpec
+from headrace.launch.topology import HEARTBEAT_S, Report, report
 
 MODULE = "headrace.front.server.process"
 
@@ -15,8 +20,8 @@ MODULE = "headrace.front.server.process"
 class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One API process: how it makes text, how it serves, where the engine cores listen.
 
-    A core that is silent for `heartbeat_timeout_s` counts as stuck: /health says so. `engine` and `decisions` are only
-    told on (GET /v1/admin/config).
+    A core that is silent for `heartbeat_timeout_s` counts as stuck: /health says so. `engine` and
+    `decisions` are only told on (GET /v1/admin/config).
     """
 
     text: TextSpec
@@ -25,3 +30,14 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_timeout_s: float
     engine: EngineSpec | None = None
     decisions: tuple[Decision, ...] = ()
+
+
+async def send_heartbeats(status: socket.socket) -> None:
+    """Sends heartbeats to the parent from the event loop, so that a loop that hangs falls silent.
+
+    A heartbeat that the socket does not take at once is left out: the loop must not wait for a
+    parent that does not read.
+    """
+    while True:
+        report(status, Report(heartbeat=True), wait=False)
+        await asyncio.sleep(HEARTBEAT_S)

@@ -1,5 +1,6 @@
-"""ColBERT checkpoints as its authors store them: the projection beside the encoder's tensors (`linear.weight`), and how
-texts become tokens in `artifact.metadata`. The other layout is that of sentence-transformers (pooling_modules.py)."""
+"""ColBERT checkpoints as its authors store them: the projection beside the encoder's tensors
+(`linear.weight`), and how texts become tokens in `artifact.metadata`. The other layout is that of
+sentence-transformers (pooling_modules.py)."""
 
 from __future__ import annotations
 
@@ -18,20 +19,20 @@ PROJECTION = "linear.weight"
 
 
 def read_colbert(folder: Path, config: ConfigReader) -> Modules | None:
-    """The projection, and the tokens of queries and documents; what is not said is as ColBERTv2 has it. None for any
-    other checkpoint."""
+    """The projection, and the tokens of queries and documents; what is not said is as ColBERTv2 has
+    it. None for any other checkpoint."""
     if config.raw.get("architectures") != [COLBERT]:
         return None
     path = folder / "artifact.metadata"
-    said = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
-    said.choice("similarity", ("cosine",), "cosine")
-    masks = said.bool("attend_to_mask_tokens", False)
-    punctuation = tuple(string.punctuation) if said.bool("mask_punctuation", True) else ()
+    metadata = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
+    metadata.choice("similarity", ("cosine",), "cosine")
+    masks = metadata.bool("attend_to_mask_tokens", False)
+    punctuation = tuple(string.punctuation) if metadata.bool("mask_punctuation", True) else ()
     late = LateSpec(
-        query_prefix=str(said.raw.get("query_token_id") or "[unused0]"),
-        document_prefix=str(said.raw.get("doc_token_id") or "[unused1]"),
-        query_tokens=said.int("query_maxlen", 32, ge=4, le=1 << 20),
-        document_tokens=said.int("doc_maxlen", 220, ge=4, le=1 << 20),
+        query_prefix=str(metadata.raw.get("query_token_id") or "[unused0]"),
+        document_prefix=str(metadata.raw.get("doc_token_id") or "[unused1]"),
+        query_tokens=metadata.int("query_maxlen", 32, ge=4, le=1 << 20),
+        document_tokens=metadata.int("doc_maxlen", 220, ge=4, le=1 << 20),
         expands=masks,
         skipped=punctuation,
     )

@@ -1,9 +1,10 @@
-"""The process of one engine core: `python -m headrace.launch.core_process --spec FILE --socket PATH`.
+"""The process of one engine core: `python -m headrace.launch.core_process --spec FILE --socket
+PATH`.
 
-The main thread runs `EngineCore.step`; an IO thread (`Fronts`) accepts the API processes on a 0600 Unix socket, reads
-their frames and writes what their sockets did not take at once. A watchdog thread ends the process when a step takes
-longer than `step_timeout_s`: stacks are dumped, the fronts see the end of file and fail their requests, the supervisor
-restarts (reliability 1.6).
+The main thread runs `EngineCore.step`; an IO thread (`FrontendConnections`) accepts the API
+processes on a 0600 Unix socket, reads their frames and writes what their sockets did not take at
+once. A watchdog thread ends the process when a step takes longer than `step_timeout_s`: stacks are
+dumped, the frontends see the end of file and fail their requests, the supervisor restarts the core.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -24,89 +24,57 @@ import msgspec
 import numpy as np
 
 from headrace.back.executor.choose import make_executor
-from headrace.base.affinity import keep_to
-from headrace.base.age import process_age_s
+from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import ModelOptions
 from headrace.base.errors import ConfigError, EngineError, StartError
+from headrace.base.process_age import process_age_s
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.request import (
     AbortRequests,
     Call,
     EngineRequest,
+    Hello,
     Reply,
     TokenBatch,
 )
 from headrace.base.wire.step import WorkerFacts
 from headrace.core.absent import AbsentExecutor
 from headrace.core.core import EngineCore
-from headrace.core.grammar.gate import GrammarGate
-from headrace.core.outbox import StepOutput
-from headrace.core.ports import Executor, Gate
-from headrace.launch.fronts import FrontGone, Fronts, Incoming
+from headrace.core.grammar.hook import GrammarHook
+from headrace.core.output_buffer import CoreOutput
+from headrace.core.ports import AdmissionHook, Executor
+from headrace.core.service_state import ServiceState
+from headrace.launch.frontend_connections import FrontendConnections, FrontendGone, Incoming
 from headrace.launch.locate import locate
 from headrace.launch.model_facts import read_model_facts
 from headrace.launch.topology import Report, report, tie_to_parent
 from headrace.launch.vocabulary import encoder_of, vocabulary_of
+from headrace.launch.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 FLUSH_S = 1.0
-HUNG_EXIT = 70
 FAILED_EXIT = 71
 
 
-class Watchdog:
-    """Ends the process when one step takes too long, and beats towards the parent while it runs itself.
-
-    Beats come from this thread: they say "the process runs", however long a step takes. `begin` and `end` are plain
-    stores: they cost the loop nothing.
-    """
-
-    def __init__(self, timeout_s: float, status: socket.socket) -> None:
-        self._timeout_s = timeout_s
-        self._status = status
-        self._since: float | None = None
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def begin(self) -> None:
-        """A step starts."""
-        self._since = time.monotonic()
-
-    def end(self) -> None:
-        """The step is over."""
-        self._since = None
-
-    def report(self, message: Report) -> None:
-        """Tells the parent."""
-        report(self._status, message)
-
-    def _watch(self) -> None:
-        pause_s = min(1.0, max(0.01, self._timeout_s / 4))
-        while True:
-            time.sleep(pause_s)
-            report(self._status, Report(beat=True))
-            since = self._since
-            if since is not None and time.monotonic() - since > self._timeout_s:
-                log.error("a step has taken more than %g s: the engine is hung", self._timeout_s)
-                faulthandler.dump_traceback(sys.stderr)
-                os._exit(HUNG_EXIT)
-
-
 class CoreLoop:
-    """Carries messages between the fronts and the core.
+    """Carries messages between the frontends and the core.
 
-    Invariants: `_owner` holds exactly the requests whose end has not been sent yet; a request belongs to the front
-    that added it, and only that front can abort it or sees its tokens.
+    Invariants: `_owner` holds exactly the requests whose end has not been sent yet; a request
+    belongs to the frontend that added it, and only that one can abort it or sees its tokens.
     """
 
-    def __init__(self, core: EngineCore, fronts: Fronts, watchdog: Watchdog) -> None:
+    def __init__(
+        self, core: EngineCore, frontends: FrontendConnections, watchdog: Watchdog
+    ) -> None:
         self._core = core
-        self._fronts = fronts
+        self._frontends = frontends
         self._watchdog = watchdog
         self._owner: dict[int, int] = {}
         self._calls: dict[int, tuple[int, int]] = {}
         self._call_number = 0
-        self._told = core.hello()
+        self._unhandled: list[Incoming] = []
+        self._announced = core.hello()
 
     def run(self) -> None:
         """Serves until the process ends."""
@@ -114,80 +82,101 @@ class CoreLoop:
             self.turn()
 
     def turn(self) -> None:
-        """Takes what has arrived (waits if there is nothing to compute), runs one step, sends its results."""
+        """Takes what has arrived (waits if there is nothing to compute), runs one step, sends its
+        results."""
         core = self._core
-        for message in self._fronts.take(block=not core.has_work, at_most_s=core.idle_s):
+        idle = not (self._unhandled or core.has_work)
+        messages = self._unhandled + self._frontends.take(block=idle, at_most_s=core.idle_s)
+        self._unhandled = []
+        for message in messages:
             self._handle(message)
         if not core.has_work:
             return
         self._watchdog.begin()
         try:
-            output = core.step(wait=True)
+            output = core.step(wait=True, before_update=self._abort_early)
         except EngineError as error:
             self._fail(error)
         self._watchdog.end()
+        if core.failing != self._announced.failing:
+            self._announce(core.hello())
         self._send(output)
 
     def _fail(self, error: EngineError) -> NoReturn:
-        """The step failed as a whole: everyone is told, then this process ends and is started anew (ENG-14)."""
+        """A step failed as a whole: fails all requests and ends this process for a restart."""
         log.critical("the engine failed: %s", error.message, exc_info=error)
         faulthandler.dump_traceback(sys.stderr)
         self._send(self._core.fail_all(error))
-        self._fronts.flush(FLUSH_S)
+        self._frontends.flush(FLUSH_S)
         os._exit(FAILED_EXIT)
 
     def _handle(self, incoming: Incoming) -> None:
-        front, message = incoming
+        frontend, message = incoming
         match message:
             case EngineRequest():
-                self._add(front, message)
+                self._add(frontend, message)
             case AbortRequests():
-                self._core.abort([i for i in message.ids if self._owner.get(i) == front])
+                self._abort(frontend, message)
             case Call():
-                self._call(front, message)
-            case FrontGone():
-                self._forget(front)
+                self._call(frontend, message)
+            case FrontendGone():
+                self._forget(frontend)
 
-    def _add(self, front: int, request: EngineRequest) -> None:
+    def _abort_early(self) -> None:
+        """Aborts that arrived while a step ran take effect before its tokens count. All messages
+        are handled in their order in the next turn, where an id aborted here is unknown."""
+        arrived = self._frontends.take(block=False, at_most_s=None)
+        self._unhandled += arrived
+        for frontend, message in arrived:
+            if isinstance(message, AbortRequests):
+                self._abort(frontend, message)
+
+    def _abort(self, frontend: int, message: AbortRequests) -> None:
+        self._core.abort([i for i in message.ids if self._owner.get(i) == frontend])
+
+    def _add(self, frontend: int, request: EngineRequest) -> None:
         if request.id in self._owner:
-            self._fronts.drop(front, "it used a request id that is taken")
+            self._frontends.drop(frontend, "it used a request id that is taken")
             return
-        self._owner[request.id] = front
+        self._owner[request.id] = frontend
         self._core.add(request)
 
-    def _call(self, front: int, call: Call) -> None:
-        """Numbers of different fronts may be equal: the core sees numbers of ours."""
+    def _call(self, frontend: int, call: Call) -> None:
+        """Numbers of different frontends may be equal: the core gets numbers of this loop's own."""
         self._call_number += 1
-        self._calls[self._call_number] = (front, call.number)
+        self._calls[self._call_number] = (frontend, call.number)
         before = self._rest()
         reply = self._core.call(msgspec.structs.replace(call, number=self._call_number))
         if (rest := self._rest()) != before:
             self._watchdog.report(rest)
-        if (hello := self._core.hello()) != self._told:
-            if hello.log_level != self._told.log_level:
+        if (hello := self._core.hello()) != self._announced:
+            if hello.log_level != self._announced.log_level:
                 self._watchdog.report(Report(log_level=hello.log_level))
-            self._told = hello
-            self._fronts.announce(hello)
+            self._announce(hello)
         if reply is not None:
             self._reply(reply)
 
+    def _announce(self, hello: Hello) -> None:
+        self._announced = hello
+        self._frontends.announce(hello)
+
     def _rest(self) -> Report:
-        """How the core rests: whoever takes its place goes on so."""
-        control, swap = self._core.control, self._core.swap
-        return Report(paused=control.mode or "", asleep=swap.asleep)
+        """Whether the core is paused or asleep, for the process that replaces it after a crash."""
+        service = self._core.service
+        return Report(paused=service.mode or "", asleep=service.asleep)
 
     def _reply(self, reply: Reply) -> None:
-        front, number = self._calls.pop(reply.number)
-        self._fronts.send(front, msgspec.structs.replace(reply, number=number))
+        frontend, number = self._calls.pop(reply.number)
+        self._frontends.send(frontend, msgspec.structs.replace(reply, number=number))
 
-    def _forget(self, front: int) -> None:
-        """A front that is gone takes its requests along."""
-        self._core.abort([i for i, owner in self._owner.items() if owner == front])
+    def _forget(self, frontend: int) -> None:
+        """Aborts the requests of a frontend that is gone."""
+        self._core.abort([i for i, owner in self._owner.items() if owner == frontend])
 
-    def _send(self, output: StepOutput) -> None:
+    def _send(self, output: CoreOutput) -> None:
         if output.tokens is not None:
-            for front, batch in split(output.tokens, self._owner).items():
-                self._fronts.send(front, batch)
+            for frontend, batch in split(output.tokens, self._owner).items():
+                self._frontends.send(frontend, batch)
             for end in output.tokens.finished:
                 self._owner.pop(end.id, None)
         for reply in output.replies:
@@ -195,31 +184,34 @@ class CoreLoop:
 
 
 def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
-    """The batch by owning front; requests without an owner are left out. One front: the batch itself, uncopied."""
-    fronts = np.fromiter((owner.get(i, -1) for i in batch.ids.tolist()), np.int64, len(batch.ids))
-    others = (*batch.prompt_logprobs, *batch.pooled, *batch.captured, *batch.cached)
-    named = [*(i for i, _ in others), *(end.id for end in batch.finished)]
-    present = {*np.unique(fronts).tolist(), *(owner.get(i, -1) for i in named)}
+    """The batch by owning frontend; requests without an owner are left out. With one frontend it is
+    the batch itself, uncopied."""
+    frontends = np.fromiter(
+        (owner.get(i, -1) for i in batch.ids.tolist()), np.int64, len(batch.ids)
+    )
+    records = (*batch.prompt_logprobs, *batch.pooled, *batch.captured, *batch.cached)
+    concerned = [*(i for i, _ in records), *(end.id for end in batch.finished)]
+    present = {*np.unique(frontends).tolist(), *(owner.get(i, -1) for i in concerned)}
     if len(present) == 1 and -1 not in present:
         return {present.pop(): batch}
     return {
-        front: TokenBatch(
-            ids=batch.ids[fronts == front],
-            tokens=batch.tokens[fronts == front],
+        frontend: TokenBatch(
+            ids=batch.ids[frontends == frontend],
+            tokens=batch.tokens[frontends == frontend],
             logprobs=[
                 entry
-                for entry, at in zip(batch.logprobs, fronts.tolist(), strict=False)
-                if at == front
+                for entry, at in zip(batch.logprobs, frontends.tolist(), strict=False)
+                if at == frontend
             ],
             prompt_logprobs=[
-                entry for entry in batch.prompt_logprobs if owner.get(entry[0]) == front
+                entry for entry in batch.prompt_logprobs if owner.get(entry[0]) == frontend
             ],
-            pooled=[entry for entry in batch.pooled if owner.get(entry[0]) == front],
-            captured=[entry for entry in batch.captured if owner.get(entry[0]) == front],
-            cached=[entry for entry in batch.cached if owner.get(entry[0]) == front],
-            finished=[end for end in batch.finished if owner.get(end.id) == front],
+            pooled=[entry for entry in batch.pooled if owner.get(entry[0]) == frontend],
+            captured=[entry for entry in batch.captured if owner.get(entry[0]) == frontend],
+            cached=[entry for entry in batch.cached if owner.get(entry[0]) == frontend],
+            finished=[end for end in batch.finished if owner.get(end.id) == frontend],
         )
-        for front in sorted(present - {-1})
+        for frontend in sorted(present - {-1})
     }
 
 
@@ -233,14 +225,14 @@ def main() -> int:
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--paused", default="")
     parser.add_argument("--asleep", action="store_true")
-    given = parser.parse_args()
-    tie_to_parent(given.parent)
+    arguments = parser.parse_args()
+    tie_to_parent(arguments.parent)
     faulthandler.enable()
-    logs.configure("core", given.log_level)
-    status = socket.socket(fileno=given.status_fd)
+    logs.configure("core", arguments.log_level)
+    status = socket.socket(fileno=arguments.status_fd)
     try:
-        rest = Report(paused=given.paused, asleep=given.asleep)
-        loop = _start(given.spec, given.socket, status, rest)
+        rest = Report(paused=arguments.paused, asleep=arguments.asleep)
+        loop = _start(arguments.spec, arguments.socket, status, rest)
     except StartError as error:
         report(status, Report(error=error.message))
         return 2
@@ -261,15 +253,15 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
         raise ConfigError(f"the engine's specification cannot be read: {error}") from None
     source = Weights(spec, Path(spec_path))
     executor = AbsentExecutor(source.resting()) if rest.asleep else make_executor(spec)
-    keep_to(spec.device.other_cpus)  # the loop leaves the kernels' cores alone
+    set_affinity(spec.device.other_cpus)  # the loop leaves the kernels' cores alone
     parts |= executor.facts.start_s
     parts["imports"] = time.monotonic() - began - sum(executor.facts.start_s.values())
-    core = EngineCore(spec, executor, gates=gates_of(spec), source=source)
-    if rest.paused:  # before it died; who paused it has not resumed it
-        core.control.begin_paused(rest.paused)
-    if rest.asleep:
-        core.swap.begin_asleep()
-    fronts = Fronts(socket_path, core.hello(), status)
+    # as the core before it was when it died: whoever paused it has not resumed it
+    service = ServiceState.resumed(paused=rest.paused, asleep=rest.asleep)
+    core = EngineCore(
+        spec, executor, hooks=admission_hooks_of(spec), source=source, service=service
+    )
+    frontends = FrontendConnections(socket_path, core.hello(), status)
     facts = executor.facts
     memory = {
         "weight_bytes": facts.weight_bytes,
@@ -278,14 +270,31 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
         "kv_tokens": facts.num_blocks * facts.block_tokens,
     }
     report(status, Report(ready=True, memory=memory, start_s=parts, decisions=facts.decisions))
-    return CoreLoop(core, fronts, Watchdog(spec.scheduler.step_timeout_s, status))
+    watchdog = Watchdog(
+        spec.scheduler.step_timeout_s,
+        status,
+        slow_after_s=lambda: core.slow_step_s,
+        on_slow=partial(_announce_slow, core, frontends),
+    )
+    return CoreLoop(core, frontends, watchdog)
+
+
+def _announce_slow(core: EngineCore, frontends: FrontendConnections, seconds: float | None) -> None:
+    """From the watchdog's thread: a step has taken so long and is not done; None: it is."""
+    hello = core.hello()
+    if seconds is not None:
+        why = f"a step has taken {seconds:.0f} s and is not done"
+        hello = msgspec.structs.replace(hello, failing=why)
+    frontends.announce(hello)
 
 
 class Weights:
-    """Implements `core.ports.ExecutorSource`: executors over other weights of the model the engine was started with.
+    """Implements `core.ports.ExecutorSource`: executors over other weights of the model the engine
+    was started with.
 
-    What was made last is written to the spec, so that a core that is started anew after a crash begins with it; what
-    rests is written beside it, so that one that died asleep is replaced without loading what it had given back.
+    The spec of the last executor is written back to the spec file, so that a core restarted after a
+    crash loads the same weights. The facts of a sleeping core are written beside it, so that one
+    that died asleep is replaced without loading the weights it had freed.
     """
 
     def __init__(self, spec: EngineSpec, spec_path: Path) -> None:
@@ -310,7 +319,7 @@ class Weights:
         self._write(self._facts_path(), facts)
 
     def resting(self) -> WorkerFacts:
-        """What rested last."""
+        """The facts of the core that slept last."""
         return msgspec.json.decode(self._facts_path().read_bytes(), type=WorkerFacts)
 
     def _facts_path(self) -> Path:
@@ -324,21 +333,27 @@ class Weights:
     def _for(self, model: str) -> EngineSpec:
         if not model:
             return self._spec
-        given = self._spec.model
-        if given.format == "dummy":
+        current = self._spec.model
+        if current.manifest is not None:
+            raise ConfigError(
+                "model: --manifest verifies the weights the server was started with; restart it to "
+                "load others",
+                field="model",
+            )
+        if current.format == "dummy":
             raise ConfigError("--load-format dummy: there are no weights to reload", field="model")
-        facts = read_model_facts(locate(ModelOptions(model=model)), family=given.family)
+        facts = read_model_facts(locate(ModelOptions(model=model)), family=current.family)
         config = facts.config
-        differs = [name for name in _SAME if config.get(name) != given.config.get(name)]
-        if differs or facts.logits_width != given.logits_width:
+        differs = [name for name in _SAME if config.get(name) != current.config.get(name)]
+        if differs or facts.logits_width != current.logits_width:
             named = differs[0] if differs else "vocab_size"
             raise ConfigError(
-                f"model: {named} is {config.get(named)!r} there and {given.config.get(named)!r} here; "
+                f"model: {named} is {config.get(named)!r} there and {current.config.get(named)!r} here; "
                 "only weights of the same architecture and sizes can be swapped in",
                 field="model",
             )
         swapped = msgspec.structs.replace(
-            given, path=facts.path, format=facts.format, config=facts.config
+            current, path=facts.path, format=facts.format, config=facts.config
         )
         return msgspec.structs.replace(self._spec, model=swapped)
 
@@ -349,13 +364,13 @@ _SAME = (
 )
 
 
-def gates_of(spec: EngineSpec) -> list[Gate]:
-    """The gates an engine has. Nothing is loaded before a request needs it."""
+def admission_hooks_of(spec: EngineSpec) -> list[AdmissionHook]:
+    """The admission hooks of an engine. Nothing is loaded before a request needs it."""
     if spec.grammar is None:
         return []
     load = partial(vocabulary_of, spec.grammar.tokenizer_path, spec.model)
     encoder = partial(encoder_of, spec.grammar.tokenizer_path)
-    return [GrammarGate(load, backend=spec.grammar.backend, encoder=encoder)]
+    return [GrammarHook(load, backend=spec.grammar.backend, encoder=encoder)]
 
 
 if __name__ == "__main__":

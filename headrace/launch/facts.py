@@ -1,4 +1,5 @@
-"""Gathers the facts `resolve` needs, then calls it: the one place that joins finding a model and asking the machine."""
+"""Gathers the facts `resolve` needs, then calls it: the one place that joins finding a model and
+asking the machine."""
 
 from __future__ import annotations
 
@@ -12,15 +13,17 @@ from headrace.base.config.tree import Options, ServerOptions
 from headrace.base.errors import ConfigError, MissingDependency
 from headrace.base.optional import available
 from headrace.front.text.tokenizer import read_facts
+from headrace.launch.chooser import Chooser
 from headrace.launch.locate import locate
 from headrace.launch.model_facts import ModelFacts, read_model_facts
-from headrace.launch.resolve import Chooser, DeviceFacts, resolve, server_spec, text_spec
+from headrace.launch.resolve import resolve, server_spec, text_spec
+from headrace.launch.resolve_device import MachineFacts
 from headrace.launch.topology import device_facts
 
 
-def resolve_options(options: Options, planned: DeviceFacts | None = None) -> Resolved:
-    """Finds the model, asks the machine (or takes a `planned` one), resolves; StartError for whatever the user must
-    mend."""
+def resolve_options(options: Options, planned: MachineFacts | None = None) -> Resolved:
+    """Finds the model, asks the machine (or takes a `planned` one), resolves; StartError for
+    whatever the user must mend."""
     if options.scheduler.grammar_backend == "xgrammar" and not available("xgrammar"):
         raise MissingDependency(
             "--grammar-backend xgrammar needs the library 'xgrammar': pip install 'headrace[xgrammar]'"
@@ -46,10 +49,10 @@ def resolve_text(options: Options) -> tuple[TextSpec, ServerSpec, tuple[Decision
     return text, server, (*located.decisions, *choose.decisions)
 
 
-def _check_grpc(given: ServerOptions) -> None:
+def _check_grpc(options: ServerOptions) -> None:
     """MissingDependency if gRPC is wanted without its libraries."""
     for library in ("grpc", "grpc_health", "grpc_reflection"):
-        if given.grpc_port is not None and not available(library):
+        if options.grpc_port is not None and not available(library):
             raise MissingDependency(
                 f"--grpc-port needs the library {library!r}: pip install 'headrace[grpc]'"
             )
@@ -57,22 +60,22 @@ def _check_grpc(given: ServerOptions) -> None:
 
 def _chat_template(options: Options, facts: ModelFacts) -> str | None:
     """The file the user named, else what the model's facts or its tokenizer's folder hold."""
-    given = options.model.chat_template
-    if given is None:
+    path = options.model.chat_template
+    if path is None:
         folder = Path(options.model.tokenizer or facts.tokenizer_path)
-        beside = read_facts(folder).chat_template if folder.is_dir() else None
-        return facts.chat_template or beside
+        own_template = read_facts(folder).chat_template if folder.is_dir() else None
+        return facts.chat_template or own_template
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
+        return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {given}: it cannot be read: {error}") from None
+        raise ConfigError(f"--chat-template {path}: it cannot be read: {error}") from None
 
 
-def _with_keys(given: ServerOptions) -> ServerOptions:
+def _with_keys(options: ServerOptions) -> ServerOptions:
     """Keys may come by the environment, where the process list does not show them."""
     keys = env.get("HEADRACE_API_KEYS")
-    if keys is not None and not given.api_keys:
-        given = msgspec.structs.replace(given, api_keys=tuple(keys.split(",")))
-    if given.admin_key is None:
-        given = msgspec.structs.replace(given, admin_key=env.get("HEADRACE_ADMIN_KEY"))
-    return given
+    if keys is not None and not options.api_keys:
+        options = msgspec.structs.replace(options, api_keys=tuple(keys.split(",")))
+    if options.admin_key is None:
+        options = msgspec.structs.replace(options, admin_key=env.get("HEADRACE_ADMIN_KEY"))
+    return options

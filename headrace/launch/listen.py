@@ -1,4 +1,5 @@
-"""Where a server listens: TCP ports and socket files, bound before any process is started, and how they are shown."""
+"""Where a server listens: TCP ports and socket files, bound before any process is started, and how
+they are shown."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from headrace.base.errors import ConfigError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The listening socket; ConfigError if the address cannot be had. The host "unix:FILE" is a file of mode 0600."""
+    """The listening socket; ConfigError if the address cannot be had. The host "unix:FILE" is a
+    file of mode 0600."""
     if host.startswith("unix:"):
         return bind_admin(host)
     listener = _bound(host, port, socket.SO_REUSEADDR)
@@ -19,26 +21,26 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """Holds a port (of the loopback interface, beside a socket file) for processes that bind it together; nothing is
-    taken from it here."""
+    """Holds a port (of the loopback interface, beside a socket file) for processes that bind it
+    together; nothing is taken from it here."""
     return _bound("127.0.0.1" if host.startswith("unix:") else host, port, socket.SO_REUSEPORT)
 
 
 def _bound(host: str, port: int, option: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio asks for the protocol before it sets TCP_NODELAY
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    made.setsockopt(socket.SOL_SOCKET, option, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
-        made.bind((host.strip("[]"), port))
+        listener.bind((host.strip("[]"), port))
     except OSError as error:
-        made.close()
+        listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    return made
+    return listener
 
 
 def bind_admin(address: str) -> socket.socket:
-    """The listening socket of the administrative plane: "HOST:PORT", or "unix:FILE" with mode 0600."""
+    """The listening socket of the admin API: "HOST:PORT", or "unix:FILE" with mode 0600."""
     if not address.startswith("unix:"):
         host, _, port = address.rpartition(":")
         return bind(host, int(port))

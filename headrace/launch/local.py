@@ -1,4 +1,5 @@
-"""Engine cores without a server: what `LLM`, `headrace bench` and `headrace chat` start and talk to."""
+"""Engine cores without a server: what `LLM`, `headrace bench` and `headrace chat` start and talk
+to."""
 
 from __future__ import annotations
 
@@ -12,17 +13,20 @@ import msgspec
 from headrace.base.config.resolved import Resolved
 from headrace.base.config.tree import Options
 from headrace.base.errors import EngineDead, StartError
-from headrace.launch.early import CORE_MODULE
 from headrace.launch.facts import resolve_options
-from headrace.launch.topology import Child, Report, RuntimeFolder, core_environment, spawn
+from headrace.launch.prestart import CORE_MODULE
+from headrace.launch.topology import ChildProcess, Report, RuntimeFolder, core_environment, spawn
 
 STOP_GRACE_S = 5.0
 
 
 class LocalEngine:
-    """Running engine cores of this process's own. They end with `close`, with this object, or with this process."""
+    """Running engine cores of this process's own. They end with `close`, with this object, or with
+    this process."""
 
-    def __init__(self, resolved: Resolved, folder: RuntimeFolder, children: list[Child]) -> None:
+    def __init__(
+        self, resolved: Resolved, folder: RuntimeFolder, children: list[ChildProcess]
+    ) -> None:
         self.resolved = resolved
         self.socket_paths = [folder.socket_path(index) for index in range(len(children))]
         self.reports: list[Report] = []
@@ -45,7 +49,7 @@ class LocalEngine:
         self.close()
 
     def wait_ready(self) -> None:
-        """Returns when every core has loaded; StartError with the core's own words if one cannot."""
+        """Returns when every core has loaded; StartError with the core's message if one cannot."""
         for child in self._children:
             self.reports.append(_wait_report(child))
 
@@ -74,24 +78,24 @@ def start_local(options: Options) -> LocalEngine:
 
 def _for_throughput(options: Options) -> Options:
     """Nobody watches single tokens of these engines: prompts need not make room for decodes."""
-    if options.scheduler.decode_stretch != "auto":
+    if options.scheduler.max_decode_slowdown != "auto":
         return options
-    scheduler = msgspec.structs.replace(options.scheduler, decode_stretch=None)
+    scheduler = msgspec.structs.replace(options.scheduler, max_decode_slowdown=None)
     return msgspec.structs.replace(options, scheduler=scheduler)
 
 
-def _wait_report(child: Child) -> Report:
+def _wait_report(child: ChildProcess) -> Report:
     with selectors.DefaultSelector() as selector:
         selector.register(child.status, selectors.EVENT_READ)
         selector.select()
-    for found in child.reports():
-        if found.error is not None:
-            raise StartError(found.error)
-        return found
+    for message in child.reports():
+        if message.error is not None:
+            raise StartError(message.error)
+        return message
     raise EngineDead(f"the engine core died while starting (exit status {child.process.wait()})")
 
 
-def _stop(children: list[Child], folder: RuntimeFolder) -> None:
+def _stop(children: list[ChildProcess], folder: RuntimeFolder) -> None:
     for child in children:
         child.status.close()  # tells it to end
     for child in children:

@@ -1,8 +1,10 @@
-"""Finds the model the user named: the bundled one, a folder, a GGUF file, or a hub id in the local cache.
+"""Finds the model the user named: the bundled one, a folder, a GGUF file, or a hub id in the local
+cache.
 
-Nothing is fetched unless `allow_download` is on. A download is pinned: the revision is resolved to a commit first, and
-every file is of that commit; only weights (safetensors), JSON and tokenizer files are fetched, never code or pickles.
-huggingface_hub does the transfer (locks, resumption); without a download it is not even imported.
+Nothing is fetched unless `allow_download` is on. A download is pinned: the revision is resolved to
+a commit first, and every file is of that commit; only weights (safetensors), JSON and tokenizer
+files are fetched, never code or pickles. huggingface_hub does the transfer (locks, resumption);
+without a download it is not even imported.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from headrace.base import env
 from headrace.base.config.resolved import Decision
 from headrace.base.config.tree import ModelOptions
 from headrace.base.config.weight_files import find_weight_files, folder_format, natural_key
-from headrace.base.errors import CheckpointError, ConfigError
+from headrace.base.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.base.optional import require
+from headrace.launch.pooling_modules import MODULE_FILES, check_modules, module_folders
 
 BUNDLED_NAME: Final = "headrace-demo"
 DOWNLOADED_PATTERNS: Final = (
@@ -34,6 +37,10 @@ DOWNLOADED_PATTERNS: Final = (
     "tokenizer.model",
     "spiece.model",
     "*.tiktoken",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "artifact.metadata",
     "model*.safetensors",
     "model.safetensors.index.json",
 )
@@ -45,7 +52,8 @@ REVISION: Final = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w./-]{0,127}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class LocatedModel:
-    """A model on disk. `path`: folder or GGUF file; `format`: safetensors, gguf or dummy; `commit` of a hub id."""
+    """A model on disk. `path`: folder or GGUF file; `format`: safetensors, gguf or dummy; `commit`
+    of a hub id."""
 
     path: Path
     name: str
@@ -55,15 +63,16 @@ class LocatedModel:
 
 
 def locate(options: ModelOptions) -> LocatedModel:
-    """The model `options.model` stands for; ConfigError if there is none, CheckpointError if it cannot be read."""
-    given = options.model
-    if not given:
+    """The model `options.model` stands for; ConfigError if there is none, CheckpointError if it
+    cannot be read."""
+    model = options.model
+    if not model:
         return _at(bundled_model(), BUNDLED_NAME, options)
-    path = Path(given).expanduser()
+    path = Path(model).expanduser()
     if path.exists():
         return _at(path, path.resolve().stem if path.is_file() else path.resolve().name, options)
-    if HUB_ID.fullmatch(given) is None or given.endswith(".gguf"):
-        raise ConfigError(f"--model {given}: there is no such folder or file", field="model")
+    if HUB_ID.fullmatch(model) is None or model.endswith(".gguf"):
+        raise ConfigError(f"--model {model}: there is no such folder or file", field="model")
     return _from_hub(options)
 
 
@@ -90,12 +99,12 @@ def _at(path: Path, name: str, options: ModelOptions) -> LocatedModel:
             f"{path}: Mistral's own layout (params.json, consolidated*.safetensors) is not read; "
             "use the transformers layout (config.json, model*.safetensors)"
         )
-    found = sorted(path.glob("*.gguf"), key=lambda file: natural_key(file.name))
-    firsts = [one for one in found if not re.search(r"-(?!0*1-)\d{5}-of-\d{5}\.gguf$", one.name)]
+    files = sorted(path.glob("*.gguf"), key=lambda file: natural_key(file.name))
+    firsts = [file for file in files if not re.search(r"-(?!0*1-)\d{5}-of-\d{5}\.gguf$", file.name)]
     if len(firsts) == 1:
         return _gguf(firsts[0], name, options)
     if firsts:
-        names = ", ".join(one.name for one in firsts)
+        names = ", ".join(file.name for file in firsts)
         raise ConfigError(f"--model {path}: several GGUF files; name one of {names}", field="model")
     raise CheckpointError(f"{path}: no config.json; it is not a model's folder")
 
@@ -136,9 +145,9 @@ def _from_hub(options: ModelOptions) -> LocatedModel:
     snapshot = _cached(repository, revision)
     if snapshot is not None:
         try:
-            return _at_commit(
-                _at(snapshot, repository, options), snapshot, "found in the local cache"
-            )
+            located = _at(snapshot, repository, options)
+            check_modules(snapshot)
+            return _at_commit(located, snapshot, "found in the local cache")
         except CheckpointError as error:
             if not options.allow_download:
                 raise CheckpointError(
@@ -152,6 +161,7 @@ def _from_hub(options: ModelOptions) -> LocatedModel:
             field="model",
         )
     fetched = _download(repository, revision)
+    check_modules(fetched)
     return _at_commit(_at(fetched, repository, options), fetched, "downloaded")
 
 
@@ -167,7 +177,8 @@ def _at_commit(located: LocatedModel, snapshot: Path, why: str) -> LocatedModel:
 
 
 def _cached(repository: str, revision: str) -> Path | None:
-    """The snapshot of a revision in the cache (layout: huggingface_hub, "Manage the cache"), None if absent."""
+    """The snapshot of a revision in the cache (layout: huggingface_hub, "Manage the cache"), None
+    if absent."""
     folder = hub_cache() / ("models--" + repository.replace("/", "--"))
     reference = folder / "refs" / revision
     commit = revision
@@ -182,17 +193,27 @@ def _cached(repository: str, revision: str) -> Path | None:
 def _download(repository: str, revision: str) -> Path:
     """Fetches the files of one commit; what is there already is kept, what was cut off goes on."""
     hub = require("huggingface_hub", extra="hf", purpose=f"downloading {repository}")
+
+    def fetch(commit: str, patterns: list[str], ignored: list[str]) -> Path:
+        folder = hub.snapshot_download(
+            repository,
+            revision=commit,
+            cache_dir=str(hub_cache()),
+            allow_patterns=patterns,
+            ignore_patterns=ignored,
+        )
+        return Path(folder)
+
     try:
         commit = hub.HfApi().model_info(repository, revision=revision).sha
-        return Path(
-            hub.snapshot_download(
-                repository,
-                revision=commit,
-                cache_dir=str(hub_cache()),
-                allow_patterns=list(DOWNLOADED_PATTERNS),
-                ignore_patterns=["*/*"],
-            )
-        )
+        snapshot = fetch(commit, list(DOWNLOADED_PATTERNS), ["*/*"])
+        folders = module_folders(snapshot)
+        if folders:
+            names = [f"{folder}/{name}" for folder in folders for name in MODULE_FILES]
+            fetch(commit, names, [])
+        return snapshot
+    except HeadraceError:
+        raise
     except Exception as error:  # the library raises its own, httpx's and OSError alike
         raise ConfigError(
             f"--model {repository}: downloading revision {revision!r} failed: {error}",

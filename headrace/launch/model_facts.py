@@ -1,7 +1,8 @@
-"""What is known about a model before its weights are read: from config.json (or GGUF metadata) and file headers.
+"""What is known about a model before its weights are read: from config.json (or GGUF metadata) and
+file headers.
 
-`describe` is a pure function of what the files say; `read_model_facts` reads the files. Neither needs torch, so that
-`headrace plan` answers for a model that does not fit this machine.
+`describe` is a pure function of what the files say; `read_model_facts` reads the files. Neither
+needs torch, so that `headrace plan` answers for a model that does not fit this machine.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ _STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `resolve` and `plan` ask about a model.
 
-    `dtype` is the checkpoint's. `num_params` counts what is stored, or what the sizes in config.json add up to when
-    only those are known. `weight_bytes` is the size as stored (dummy: in `dtype`), `kv_bytes_per_token` that of all
-    layers in `dtype`. `windows` has a window in tokens per layer, None where it attends to everything or the config
-    leaves it to the family. `head` and `bare` are ModelSpec's; `encodes`: attention in both directions, no KV cache.
+    `dtype` is the checkpoint's. `num_params` counts what is stored, or what the sizes in
+    config.json add up to when only those are known. `weight_bytes` is the size as stored (dummy: in
+    `dtype`), `kv_bytes_per_token` that of all layers in `dtype`. `windows` has a window in tokens
+    per layer, None where it attends to everything or the config leaves it to the family. `head` and
+    `bare` are ModelSpec's; `encodes`: attention in both directions, no KV cache.
     `generation_defaults` are the entries of generation_config.json as they stand there.
     """
 
@@ -94,7 +96,8 @@ def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFac
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files hold: parameters, bytes, and the dtype most bytes have (None: quantized or mixed)."""
+    """What the files hold: parameters, bytes, and the dtype most bytes have (None: quantized or
+    mixed)."""
 
     num_params: int
     num_bytes: int
@@ -109,7 +112,8 @@ def describe(
     *,
     family: str = "auto",
 ) -> ModelFacts:
-    """The facts that follow from a config; a key that is missing or wrong is a CheckpointError naming it."""
+    """The facts that follow from a config; a key that is missing or wrong is a CheckpointError
+    naming it."""
     where = f"{located.path}/config.json" if located.path.is_dir() else str(located.path)
     named = architecture_of(config) if family == "auto" else Architecture(family=family)
     chosen = named.family
@@ -174,7 +178,8 @@ def _dtype(reader: ConfigReader, stored: Stored | None) -> str:
 
 
 def _max_positions(reader: ConfigReader) -> int:
-    """The stated context. YaRN is the one scaling whose config may keep the length before the extension."""
+    """The stated context. YaRN is the one scaling whose config may keep the length before the
+    extension."""
     keys = ("n_positions", "n_ctx")
     stated = reader.int("max_position_embeddings", 2048, aliases=keys, ge=1, le=MAX_POSITIONS)
     scaling = reader.section("rope_parameters") or reader.section("rope_scaling")
@@ -190,7 +195,8 @@ def _max_positions(reader: ConfigReader) -> int:
 def _eos_ids(
     generation: Mapping[str, Any], reader: ConfigReader, where: str, width: int
 ) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json's if it has any, else config.json's; each below the logits width."""
+    """Ids that end a text: generation_config.json's if it has any, else config.json's; each below
+    the logits width."""
     name = where.replace("config.json", "generation_config.json")
     stated = ConfigReader(generation, name).ids("eos_token_id", below=width)
     return stated or reader.ids("eos_token_id", below=width)
@@ -207,7 +213,8 @@ def _windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
 def _count_params(
     reader: ConfigReader, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int
 ) -> int:
-    """The dense decoder the sizes describe: embedding, head unless tied, attention, gated MLP, two norms a layer."""
+    """The dense decoder the sizes describe: embedding, head unless tied, attention, gated MLP, two
+    norms a layer."""
     inner = reader.int("intermediate_size", 4 * hidden, aliases=("n_inner",), ge=1)
     tables = 1 if reader.bool("tie_word_embeddings", False) else 2
     attention = 2 * hidden * (heads + kv_heads) * head_dim

@@ -1,5 +1,5 @@
-"""`headrace plan` without its printing: what a model costs, read off the model itself built without memory, and what
-this machine reads and multiplies per second.
+"""`headrace plan` without its printing: what a model costs, read off the model itself built without
+memory, and what this machine reads and multiplies per second.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from headrace.back.kernels.native.library import NativeLibrary, load, use_threads
-from headrace.back.kernels.op import PutOff, decisions
+from headrace.back.kernels.op import DeferredChecks, decisions
 from headrace.back.kernels.probe.native import reader
-from headrace.back.layers.linear import Weight, product_of
+from headrace.back.layers.linear import Weight, gemm_of
 from headrace.back.models.families import FALLBACK
 from headrace.back.models.load import load_model
 from headrace.back.models.protocol import LoadableModel
@@ -29,7 +29,7 @@ from headrace.back.quant.scheme import SCHEMES
 from headrace.back.sampling.sampler import choose_kernels
 from headrace.base.config.resolved import Decision, EngineSpec, ModelSpec
 from headrace.base.optional import available
-from headrace.launch.forecast import DeviceModel, ModelCost
+from headrace.launch.performance_model import DeviceModel, ModelCost
 
 _PROBE_BYTES = 128 << 20
 _PROBE_ROWS, _PROBE_SIZE = 256, 2048
@@ -40,10 +40,13 @@ _PROBE_S = 0.03
 def build_without_memory(
     spec: ModelSpec, *, block_tokens: int, tensor_parallel: int = 1, planned: str = ""
 ) -> LoadableModel:
-    """The model on the meta device; of several ranks the share of the first. `planned`: see Scope."""
+    """The model on the meta device; the first rank's share if there are several. `planned`: see
+    Scope."""
     ranks = tensor_parallel
     # Nothing is summed on the meta device.
-    group = dist.ProcessGroup(0, ranks) if ranks > 1 else None  # type: ignore[call-arg]  # not in its stub
+    group = None
+    if ranks > 1:
+        group = dist.ProcessGroup(0, ranks)  # type: ignore[call-arg]  # missing in the stub
     mesh = Mesh(tp=Axis(size=ranks, group=group))
     meta = torch.device("meta")
     return build_model(spec, mesh=mesh, device=meta, block_tokens=block_tokens, planned=planned)
@@ -65,10 +68,11 @@ def cost_of(model: LoadableModel, *, dtype: torch.dtype) -> ModelCost:
     )
     kv = tuple(
         (
-            2 * layer.kv_heads * layer.token_width * (1 if layer.coded else dtype.itemsize),
-            layer.window,
+            form.block_bytes(1, dtype),
+            form.span,
         )
-        for layer in model.kv_layers
+        for form in model.kv_forms
+        if form.kind != "state"
     )
     head_bytes = sum(s[1] for n, s in sizes.items() if "lm_head" in n or n == "head")
     return ModelCost(
@@ -104,11 +108,11 @@ def kernels_of(spec: ModelSpec, *, block_tokens: int) -> tuple[Decision, ...]:
     return report.decisions
 
 
-def kernels_there(
+def kernels_on_absent_device(
     spec: ModelSpec, device: DeviceFacts, *, block_tokens: int, tensor_parallel: int = 1
 ) -> tuple[Decision, ...]:
-    """The kernels that a GPU which is not here would be given, by what they say of themselves, with the reasons.
-    Whether each agrees with its reference is seen there, at start."""
+    """The kernels that a GPU which is not here would be given, by what they say of themselves, with
+    the reasons. Whether each agrees with its reference is seen there, at start."""
     why = ""
     if device.kind != "cuda":
         why = f"which ones {device.name} takes is seen there"
@@ -121,7 +125,7 @@ def kernels_there(
     from headrace.back.kernels.triton.wrap import planned_for
 
     assert device.capability is not None
-    with PutOff() as checks, planned_for(device.capability[:2]):
+    with DeferredChecks() as checks, planned_for(device.capability[:2]):
         model = build_without_memory(
             spec, block_tokens=block_tokens, tensor_parallel=tensor_parallel, planned=device.kind
         )
@@ -132,8 +136,9 @@ def kernels_there(
 
 
 def probe_cpu(spec: EngineSpec, *, memory_bytes: int) -> DeviceModel:
-    """This machine's read bandwidth and product rate, by the kernels, the threads and the type of weights the engine
-    would have, in a tenth of a second (a slow machine gets fewer repetitions)."""
+    """This machine's read bandwidth and GEMM rate, by the kernels, the threads and the type
+    of weights the engine would have, in a tenth of a second (a slow machine gets fewer
+    repetitions)."""
     begin = time.perf_counter()
     torch.set_num_threads(spec.device.threads)
     use_threads(spec.device.threads, spec.device.cpus or None)
@@ -142,9 +147,9 @@ def probe_cpu(spec: EngineSpec, *, memory_bytes: int) -> DeviceModel:
     data.fill_(1)
     library = load()
     read = reader(library, data) if isinstance(library, NativeLibrary) else data.sum
-    product = _product(spec)
+    gemm = _gemm(spec)
     bandwidth = _PROBE_BYTES / _best_s(read)
-    rate = 2 * _PROBE_ROWS * _PROBE_SIZE**2 / _best_s(product)
+    rate = 2 * _PROBE_ROWS * _PROBE_SIZE**2 / _best_s(gemm)
     bits = spec.model.quantization or spec.model.dtype
     return DeviceModel(
         name="cpu",
@@ -156,20 +161,21 @@ def probe_cpu(spec: EngineSpec, *, memory_bytes: int) -> DeviceModel:
     )
 
 
-def _product(spec: EngineSpec) -> Callable[[], object]:
-    """A product of a prompt's rows with a square weight, by the kernel a layer would have."""
+def _gemm(spec: EngineSpec) -> Callable[[], object]:
+    """A GEMM of a prompt's rows with a square weight, by the kernel a layer would have."""
     dtype = DTYPES[spec.model.dtype]
     x_TI = torch.ones(_PROBE_ROWS, _PROBE_SIZE, dtype=dtype)
     plain = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype)
     scheme = spec.model.quantization
     weight: Weight = plain if scheme is None else pack(plain, SCHEMES[scheme])
-    op, problem = product_of(weight, device="cpu", dtype=dtype)
-    product = op.choose(problem).bind(weight, None)
-    return lambda: product(x_TI)
+    op, problem = gemm_of(weight, device="cpu", dtype=dtype)
+    gemm = op.choose(problem).bind(weight, None)
+    return lambda: gemm(x_TI)
 
 
 def _best_s(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few runs; the first, which is not counted, touches what the others use."""
+    """Seconds of the fastest of a few runs; the first, which is not counted, touches what the
+    others use."""
     end = time.perf_counter() + _PROBE_S
     times: list[float] = []
     work()

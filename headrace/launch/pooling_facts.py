@@ -1,5 +1,5 @@
-"""What a checkpoint says about pooling: its modules (pooling_modules.py), and the labels and problem type of a
-classifier's config.json."""
+"""What a checkpoint says about pooling: its modules (pooling_modules.py), and the labels and
+problem type of a classifier's config.json."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ MAX_LABELS = 65_536
 
 
 def labels_of(config: ConfigReader) -> tuple[str, ...]:
-    """The names of a classifier's logits, in order: `id2label`, else LABEL_0 .. for `num_labels` (2 if unsaid)."""
-    given = config.raw.get("id2label")
-    if given is None:
+    """The names of a classifier's logits, in order: `id2label`, else LABEL_0 .. for `num_labels` (2
+    if unsaid)."""
+    id2label = config.raw.get("id2label")
+    if id2label is None:
         count = config.int("num_labels", 2, ge=1, le=MAX_LABELS)
         return tuple(f"LABEL_{i}" for i in range(count))
-    names = {str(key): str(value) for key, value in given.items()} if _is_map(given) else {}
-    wanted = [str(i) for i in range(len(names))]
-    if not 0 < len(names) <= MAX_LABELS or sorted(names) != sorted(wanted):
+    names = {str(key): str(value) for key, value in id2label.items()} if _is_map(id2label) else {}
+    expected = [str(i) for i in range(len(names))]
+    if not 0 < len(names) <= MAX_LABELS or sorted(names) != sorted(expected):
         raise config.wrong("id2label", f"names for 0 .. at most {MAX_LABELS - 1}, without gaps")
-    return tuple(names[key] for key in wanted)
+    return tuple(names[key] for key in expected)
 
 
 def read_pooling(
@@ -31,17 +32,17 @@ def read_pooling(
     labels: tuple[str, ...],
     encodes: bool,
 ) -> PoolingSpec:
-    """Decoders pool their last token and encoders their mean, unless the checkpoint says otherwise; classifiers by
-    the token they were trained on."""
+    """Decoders pool their last token and encoders their mean, unless the checkpoint says otherwise;
+    classifiers by the token they were trained on."""
     activation = _activation(config, head, labels)
     if head == "sequence":
         how = config.choice("classifier_pooling", ("cls", "mean"), "cls") if encodes else "last"
         return PoolingSpec(how=how, head=head, labels=labels, activation=activation)
-    said = modules or Modules(how="mean" if encodes else "last", normalize=True)
+    stated = modules or Modules(how="mean" if encodes else "last", normalize=True)
     return PoolingSpec(
-        how=said.how,
-        normalize=said.normalize,
-        late=said.late,
+        how=stated.how,
+        normalize=stated.normalize,
+        late=stated.late,
         head=head,
         labels=labels,
         activation=activation,
@@ -65,8 +66,8 @@ def _matryoshka(config: ConfigReader) -> tuple[int, ...] | None:
 
 
 def _activation(config: ConfigReader, head: str, labels: tuple[str, ...]) -> str:
-    """Sigmoid for one label or several that may hold at once, softmax for one of several, none for a regression of
-    several values. One label is a score, which rerankers read as a logit."""
+    """Sigmoid for one label or several that may hold at once, softmax for one of several, none for
+    a regression of several values. One label is a score, which rerankers read as a logit."""
     if head not in ("sequence", "token"):
         return "none"
     kinds = ("regression", "single_label_classification", "multi_label_classification")

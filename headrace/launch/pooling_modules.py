@@ -1,9 +1,11 @@
-"""The modules of a sentence-transformers folder: `modules.json`, the pooling folder, dense layers, and what late
-interaction checkpoints say of queries and documents (config_sentence_transformers.json)."""
+"""The modules of a sentence-transformers folder: `modules.json`, the pooling folder, dense layers,
+and what late interaction checkpoints say of queries and documents
+(config_sentence_transformers.json)."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,16 @@ _OTHER = (
 _NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 _ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid", "silu")
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
+_WITH_FILES = ("Pooling", "Dense")
+_FOLDER = re.compile(r"[A-Za-z0-9][\w-]{0,95}", re.ASCII)
+MODULE_FILES = ("config.json", "model.safetensors")
+"""Files of a module's folder; pooling has only the first."""
 MAX_WIDTH = 65_536
 
 
 class Modules(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows the transformer. `late`: nothing pools, so that every token keeps its vector. `unattended`: the
-    checkpoint expands queries by tokens that nothing attends to."""
+    """What follows the transformer. `late`: nothing pools, so that every token keeps its vector.
+    `unattended`: the checkpoint expands queries by tokens that nothing attends to."""
 
     how: str
     normalize: bool
@@ -41,18 +47,18 @@ class Modules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_modules(folder: Path) -> Modules | None:
-    """The modules, None for a checkpoint without modules.json; an unknown one is refused by name."""
+    """The modules, None for a checkpoint without modules.json; an unknown module is an error."""
     if not (folder.is_dir() and (folder / "modules.json").is_file()):
         return None
     how, normalize = None, False
     dense: list[DenseSpec] = []
     for module in _listed(folder / "modules.json"):
-        given = module if isinstance(module, dict) else {}
-        kind = str(given.get("type", "")).rsplit(".", 1)[-1]
+        entry = module if isinstance(module, dict) else {}
+        kind = str(entry.get("type", "")).rsplit(".", 1)[-1]
         if kind == "Pooling":
-            how = _pooling_mode(_config(folder, given), folder)
+            how = _pooling_mode(_config(folder, entry), folder)
         elif kind == "Dense":
-            dense.append(_dense(_config(folder, given), str(given["path"])))
+            dense.append(_dense(_config(folder, entry), str(entry["path"])))
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
@@ -63,7 +69,35 @@ def read_modules(folder: Path) -> Modules | None:
     if how is not None or not dense:
         return Modules(how=how or "mean", normalize=normalize, dense=tuple(dense))
     late, unattended = _late(folder)
-    return Modules(how="tokens", normalize=True, dense=tuple(dense), late=late, unattended=unattended)  # fmt: skip
+    return Modules(
+        how="tokens", normalize=True, dense=tuple(dense), late=late, unattended=unattended
+    )
+
+
+def module_folders(folder: Path) -> tuple[str, ...]:
+    """Names of the folders with files of their own that modules.json lists, below the checkpoint's;
+    CheckpointError for a name that is not a plain one."""
+    if not (folder / "modules.json").is_file():
+        return ()
+    entries = [entry for entry in _listed(folder / "modules.json") if isinstance(entry, dict)]
+    names = [
+        str(entry.get("path", ""))
+        for entry in entries
+        if str(entry.get("type", "")).rsplit(".", 1)[-1] in _WITH_FILES
+    ]
+    for name in names:
+        if _FOLDER.fullmatch(name) is None:
+            raise CheckpointError(
+                f"{folder}/modules.json: {name!r:.80} is not a plain folder name", field="path"
+            )
+    return tuple(names)
+
+
+def check_modules(folder: Path) -> None:
+    """CheckpointError if a module's folder is missing: pooling would silently be another."""
+    for name in module_folders(folder):
+        if not (folder / name / "config.json").is_file():
+            raise CheckpointError(f"{folder}: {name}/config.json is missing; modules.json lists it")
 
 
 def _config(folder: Path, module: dict[str, Any]) -> Path:
@@ -75,8 +109,8 @@ def _config(folder: Path, module: dict[str, Any]) -> Path:
 
 
 def _pooling_mode(path: Path, folder: Path) -> str:
-    given = read_json(path)
-    named = given.get("pooling_mode")
+    config = read_json(path)
+    named = config.get("pooling_mode")
     if isinstance(named, str):
         if named in _NAMES:
             return _NAMES[named]
@@ -84,7 +118,7 @@ def _pooling_mode(path: Path, folder: Path) -> str:
             f"{path}: pooling_mode {named!r} is not one of {', '.join(_NAMES)}",
             field="pooling_mode",
         )
-    on = [key for key in (*_HOW, *_OTHER) if given.get(key)]
+    on = [key for key in (*_HOW, *_OTHER) if config.get(key)]
     if len(on) != 1 or on[0] not in _HOW:
         raise CheckpointError(
             f"{path}: pooling modes {', '.join(on) or 'none'}; exactly one of {', '.join(_HOW)} is supported",
@@ -110,7 +144,8 @@ def _dense(path: Path, inside: str) -> DenseSpec:
 
 
 def _late(folder: Path) -> tuple[LateSpec, bool]:
-    """How texts become tokens, and whether queries would be expanded by tokens that nothing attends to."""
+    """How texts become tokens, and whether queries would be expanded by tokens that nothing attends
+    to."""
     path = folder / "config_sentence_transformers.json"
     config = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
     expands = config.bool("do_query_expansion", True)
@@ -128,9 +163,9 @@ def _late(folder: Path) -> tuple[LateSpec, bool]:
 
 def _listed(path: Path) -> list[Any]:
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path}: {error}") from None
-    if not isinstance(found, list) or len(found) > 64:
+    if not isinstance(document, list) or len(document) > 64:
         raise CheckpointError(f"{path}: a list of at most 64 modules is expected")
-    return found
+    return document

@@ -1,9 +1,11 @@
-"""The parent process of `headrace serve`: starts the engine cores and API processes, watches them, restarts, drains.
+"""The parent process of `headrace serve`: starts the engine cores and API processes, watches and
+restarts them, drains.
 
-It imports no torch and computes nothing: one loop over the children's pidfds and report sockets and the signals, so
-that a death is noticed at once (reliability 1.4). States: STARTING until every child is ready, then SERVING, then
-DRAINING after SIGTERM or SIGINT (a second one kills). A child that dies while serving is started again with a growing
-delay; too many deaths in a minute, or any death while starting, end the server with a status other than 0.
+It imports no torch: one loop over the children's pidfds, their report sockets and the signals, so
+that a death is noticed at once. Phases: STARTING until every child is ready, then SERVING, then
+DRAINING after SIGTERM or SIGINT (a second one kills). A child that dies while serving is started
+again with a growing delay; too many deaths in a minute, or any death while starting, end the server
+with a status other than 0.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
+from pathlib import Path
 
 from headrace.base.config.resolved import Resolved
 from headrace.base.telemetry import log as logs
 from headrace.launch import api_process
 from headrace.launch.api_process import ApiSpec
-from headrace.launch.early import CORE_MODULE
+from headrace.launch.prestart import CORE_MODULE
 from headrace.launch.topology import (
     DRAIN_SIGNAL,
-    Child,
+    ChildProcess,
     Report,
     RuntimeFolder,
     core_environment,
@@ -41,11 +44,16 @@ CRASH_WINDOW_S = 60.0
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 EXIT_GRACE_S = 5.0
 SILENCE_S = 5.0
-BEAT_CHECK_S = 1.0
+"""A core without a heartbeat for so long is killed; its heartbeats have a thread of their own."""
+API_SILENCE_S = 20.0
+"""The same of an API process, whose event loop sends them: a long job in it is no hang yet."""
+CHECK_S = 0.5
+"""Longest pause between two looks at the children; one that is stopped (SIGSTOP) for so long is
+killed."""
 
 
-class State(Enum):
-    """Where the server is in its life."""
+class ServerPhase(Enum):
+    """Phases of the server."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -53,17 +61,19 @@ class State(Enum):
     STOPPING = "stopping"
 
 
-class Seat:
-    """A place in the process tree and who sits in it. `ready` is about the present occupant, `paused` and `asleep`
-    (see Report) are handed on to the next one."""
+class ManagedProcess:
+    """One place in the process tree and its running process, if any. `ready` describes that
+    process; `paused` and `asleep` (see Report) are passed on to the process that replaces it."""
 
-    def __init__(self, name: str, start: Callable[[Seat], Child], *, is_core: bool) -> None:
+    def __init__(
+        self, name: str, start: Callable[[ManagedProcess], ChildProcess], *, is_core: bool
+    ) -> None:
         self.name = name
         self.start = start
         self.is_core = is_core
         self.paused = ""
         self.asleep = False
-        self.child: Child | None = None
+        self.child: ChildProcess | None = None
         self.pidfd = -1
         self.ready = False
         self.report: Report | None = None
@@ -71,28 +81,29 @@ class Seat:
         self.deaths: deque[float] = deque(maxlen=CRASH_LIMIT + 1)
         self.restart_at: float | None = None
         self.heard_at: float | None = None
+        self.stopped_at: float | None = None
 
     def restart_delay_s(self, now: float) -> float | None:
-        """Notes a death; seconds until the next try, None when there were too many of late."""
+        """Records a death; seconds until the restart, None after too many recent deaths."""
         self.deaths.append(now)
         recent = sum(1 for at in self.deaths if now - at < CRASH_WINDOW_S)
         return RESTART_DELAYS_S[recent - 1] if recent <= CRASH_LIMIT else None
 
 
 class Supervisor:
-    """Runs the process tree. `on_ready(seats)` is called once, when everything is up. The first API process serves
-    the administrative plane on `admin`."""
+    """Runs the process tree. `on_ready(processes)` is called once, when all are ready. The first
+    API process serves the admin API on `admin`."""
 
     def __init__(
         self,
         resolved: Resolved,
         folder: RuntimeFolder,
         listener: socket.socket,
-        on_ready: Callable[[list[Seat]], None],
+        on_ready: Callable[[list[ManagedProcess]], None],
         *,
         admin: socket.socket | None = None,
     ) -> None:
-        self.state = State.STARTING
+        self.phase = ServerPhase.STARTING
         self.exit_status = 0
         self.restarts = 0
         self._resolved = resolved
@@ -102,18 +113,18 @@ class Supervisor:
         self._stop_at: float | None = None
         self._turned_at = time.monotonic()
         self._signals_in, self._signals_out = socket.socketpair()
-        self._seats = [
-            *_core_seats(resolved, folder),
-            *_api_seats(resolved, folder, listener, admin),
+        self._processes = [
+            *_core_processes(resolved, folder),
+            *_api_processes(resolved, folder, listener, admin),
         ]
 
     def run(self) -> int:
-        """Serves until it is told to stop, or cannot go on; returns the exit status."""
+        """Serves until it is stopped or cannot go on; returns the exit status."""
         self._catch_signals()
         try:
-            for seat in self._seats:
-                self._start(seat)
-            while self.state is not State.STOPPING:
+            for managed in self._processes:
+                self._start(managed)
+            while self.phase is not ServerPhase.STOPPING:
                 self._turn()
         finally:
             self._kill_all()
@@ -132,95 +143,104 @@ class Supervisor:
             if key.fd in self._selector.get_map():  # else an event before it ended its child
                 key.data()
         now = time.monotonic()
-        stopped = (
-            now - self._turned_at > SILENCE_S
-        )  # we were: what was silent meanwhile proves nothing
+        # If this process was stopped itself, the silence meanwhile proves nothing.
+        was_stopped = now - self._turned_at > SILENCE_S
         self._turned_at = now
-        for seat in self._seats:
-            if stopped and seat.heard_at is not None:
-                seat.heard_at = now
-            if seat.restart_at is not None and now >= seat.restart_at:
-                seat.restart_at = None
-                self._start(seat)
-            self._check_beat(seat, now)
+        for managed in self._processes:
+            if was_stopped and managed.heard_at is not None:
+                managed.heard_at = now
+            if managed.restart_at is not None and now >= managed.restart_at:
+                managed.restart_at = None
+                self._start(managed)
+            self._check_alive(managed, now)
         if self._stop_at is not None and now >= self._stop_at:
             log.warning("the drain took too long; what still runs is killed")
-            self.state = State.STOPPING
+            self.phase = ServerPhase.STOPPING
 
-    def _check_beat(self, seat: Seat, now: float) -> None:
-        """A core whose watchdog has fallen silent is stopped or wedged as a whole: it is killed, then restarted.
-
-        The watchdog beats in a thread of its own, so that a long step does not silence it.
-        """
-        if seat.child is None or seat.heard_at is None or now - seat.heard_at < SILENCE_S:
+    def _check_alive(self, managed: ManagedProcess, now: float) -> None:
+        """Kills a child that a signal has stopped or that sends no heartbeats, which means that it
+        hangs as a whole. A restart follows."""
+        if managed.child is None or managed.heard_at is None:
             return
-        log.error("%s has been silent for %g s; it is killed", seat.name, now - seat.heard_at)
-        seat.heard_at = None
-        seat.child.process.kill()
+        if not _is_stopped(managed.child):
+            managed.stopped_at = None
+        elif managed.stopped_at is None:
+            managed.stopped_at = now
+        silence_s = now - managed.heard_at
+        if managed.stopped_at is not None and now - managed.stopped_at >= CHECK_S:
+            log.error("%s was stopped by a signal; it is killed", managed.name)
+        elif silence_s >= (SILENCE_S if managed.is_core else API_SILENCE_S):
+            log.error("%s has been silent for %.1f s; it is killed", managed.name, silence_s)
+        else:
+            return
+        managed.heard_at = None
+        managed.child.process.kill()
 
     def _wait_s(self) -> float | None:
         now = time.monotonic()
-        times = [seat.restart_at for seat in self._seats if seat.restart_at is not None]
-        times += [now + BEAT_CHECK_S for seat in self._seats if seat.heard_at is not None]
+        times = [
+            managed.restart_at for managed in self._processes if managed.restart_at is not None
+        ]
+        times += [now + CHECK_S for managed in self._processes if managed.heard_at is not None]
         if self._stop_at is not None:
             times.append(self._stop_at)
         return max(0.0, min(times) - now) if times else None
 
-    def _start(self, seat: Seat) -> None:
-        seat.child = seat.start(seat)
-        seat.ready, seat.report, seat.error, seat.heard_at = False, None, None, None
-        seat.pidfd = os.pidfd_open(seat.child.process.pid)
-        self._selector.register(seat.pidfd, selectors.EVENT_READ, lambda: self._died(seat))
+    def _start(self, managed: ManagedProcess) -> None:
+        managed.child = managed.start(managed)
+        managed.ready, managed.report, managed.error = False, None, None
+        managed.heard_at = managed.stopped_at = None
+        managed.pidfd = os.pidfd_open(managed.child.process.pid)
+        self._selector.register(managed.pidfd, selectors.EVENT_READ, lambda: self._died(managed))
         self._selector.register(
-            seat.child.status, selectors.EVENT_READ, lambda: self._reported(seat)
+            managed.child.status, selectors.EVENT_READ, lambda: self._reported(managed)
         )
 
-    def _reported(self, seat: Seat) -> None:
-        assert seat.child is not None
-        reports = seat.child.reports()
-        for found in reports:
-            if seat.is_core:
-                seat.heard_at = time.monotonic()
-            if found.log_level:
-                logs.set_level(found.log_level)
-            if found.stop and self.state is State.SERVING:
+    def _reported(self, managed: ManagedProcess) -> None:
+        assert managed.child is not None
+        reports = managed.child.reports()
+        for message in reports:
+            managed.heard_at = time.monotonic()
+            if message.log_level:
+                logs.set_level(message.log_level)
+            if message.stop and self.phase is ServerPhase.SERVING:
                 self._drain()
-            if found.paused is not None:
-                seat.paused, seat.asleep = found.paused, found.asleep
-            if found.beat or found.log_level or found.stop or found.paused is not None:
+            if message.paused is not None:
+                managed.paused, managed.asleep = message.paused, message.asleep
+            if message.heartbeat or message.log_level or message.stop or message.paused is not None:
                 continue
-            seat.error = found.error
-            seat.ready = found.ready
-            seat.report = found
+            managed.error = message.error
+            managed.ready = message.ready
+            managed.report = message
         if not reports:  # end of file: the pidfd tells the rest
             with contextlib.suppress(KeyError):
-                self._selector.unregister(seat.child.status)
-        if self.state is State.STARTING and all(seat.ready for seat in self._seats):
-            self.state = State.SERVING
-            self._on_ready(self._seats)
+                self._selector.unregister(managed.child.status)
+        if self.phase is ServerPhase.STARTING and all(managed.ready for managed in self._processes):
+            self.phase = ServerPhase.SERVING
+            self._on_ready(self._processes)
 
-    def _died(self, seat: Seat) -> None:
-        child = seat.child
+    def _died(self, managed: ManagedProcess) -> None:
+        child = managed.child
         assert child is not None
         if child.status in self._selector.get_map():
-            self._reported(seat)
-        self._forget(seat, child)
+            self._reported(managed)
+        self._forget(managed, child)
         status = child.process.wait()
         for gauge in self._folder.path.glob(f"metrics/gauge_live*_{child.process.pid}.db"):
             gauge.unlink()  # what a dead process had in flight counts no more
-        if self.state is State.DRAINING:
-            if not any(s.child for s in self._seats if not s.is_core):
-                self.state = State.STOPPING
+        if self.phase is ServerPhase.DRAINING:
+            if not any(s.child for s in self._processes if not s.is_core):
+                self.phase = ServerPhase.STOPPING
             return
-        if self.state is State.STARTING:
-            why = seat.error or f"{seat.name} died while starting (exit status {status})"
-            self._give_up(why, exit_status=2 if seat.error else 1)
+        if self.phase is ServerPhase.STARTING:
+            why = managed.error or f"{managed.name} died while starting (exit status {status})"
+            self._give_up(why, exit_status=2 if managed.error else 1)
             return
-        self._restart(seat, f"{seat.name} died (exit status {status})")
+        self._restart(managed, f"{managed.name} died (exit status {status})")
 
-    def _restart(self, seat: Seat, what: str) -> None:
+    def _restart(self, managed: ManagedProcess, what: str) -> None:
         now = time.monotonic()
-        delay_s = seat.restart_delay_s(now)
+        delay_s = managed.restart_delay_s(now)
         if delay_s is None:
             self._give_up(
                 f"{what} more than {CRASH_LIMIT} times in {CRASH_WINDOW_S:g} s; giving up",
@@ -229,42 +249,42 @@ class Supervisor:
             return
         self.restarts += 1
         log.error("%s; starting it again in %g s", what, delay_s)
-        seat.restart_at = now + delay_s
+        managed.restart_at = now + delay_s
 
     def _give_up(self, why: str, *, exit_status: int) -> None:
         print(f"headrace: {why}", file=sys.stderr, flush=True)
         self.exit_status = exit_status
-        self.state = State.STOPPING
+        self.phase = ServerPhase.STOPPING
 
-    def _forget(self, seat: Seat, child: Child) -> None:
+    def _forget(self, managed: ManagedProcess, child: ChildProcess) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(child.status)
-        self._selector.unregister(seat.pidfd)
-        os.close(seat.pidfd)
+        self._selector.unregister(managed.pidfd)
+        os.close(managed.pidfd)
         child.status.close()
-        seat.child = None
+        managed.child = None
 
     def _signalled(self) -> None:
         self._signals_out.recv(64)
-        if self.state is not State.SERVING:
-            self.state = State.STOPPING  # not serving yet, or the second signal
+        if self.phase is not ServerPhase.SERVING:
+            self.phase = ServerPhase.STOPPING  # not serving yet, or the second signal
             return
         self._drain()
 
     def _drain(self) -> None:
-        self.state = State.DRAINING
+        self.phase = ServerPhase.DRAINING
         server = self._resolved.server
         timeout_s = server.pre_drain_s + server.shutdown_timeout_s
         log.info("draining: running requests may finish within %g s", timeout_s)
         self._stop_at = time.monotonic() + timeout_s + EXIT_GRACE_S
-        for seat in self._seats:
-            seat.restart_at = None
-            if seat.child is not None and not seat.is_core:
-                seat.child.process.send_signal(DRAIN_SIGNAL)
+        for managed in self._processes:
+            managed.restart_at = None
+            if managed.child is not None and not managed.is_core:
+                managed.child.process.send_signal(DRAIN_SIGNAL)
 
     def _kill_all(self) -> None:
-        """No orphans, whatever the way out: cores hold nothing that a signal could lose."""
-        children = [seat.child for seat in self._seats if seat.child is not None]
+        """Leaves no orphan process; cores hold no state that a kill could lose."""
+        children = [managed.child for managed in self._processes if managed.child is not None]
         for child in children:
             child.process.kill()
         for child in children:
@@ -276,10 +296,10 @@ class Supervisor:
         self._signals_out.close()
 
 
-def _core_seats(resolved: Resolved, folder: RuntimeFolder) -> list[Seat]:
+def _core_processes(resolved: Resolved, folder: RuntimeFolder) -> list[ManagedProcess]:
     spec = folder.write_spec("core", resolved.engine)
     return [
-        Seat(
+        ManagedProcess(
             f"engine core {index}",
             _core_starter(spec, folder.socket_path(index), core_environment(resolved, index)),
             is_core=True,
@@ -290,22 +310,22 @@ def _core_seats(resolved: Resolved, folder: RuntimeFolder) -> list[Seat]:
 
 def _core_starter(
     spec: str, socket_path: str, environment: dict[str, str]
-) -> Callable[[Seat], Child]:
+) -> Callable[[ManagedProcess], ChildProcess]:
     arguments = ("--spec", spec, "--socket", socket_path)
-    return lambda seat: spawn(
-        *("core", CORE_MODULE, *arguments, "--log-level", logs.level(), "--paused", seat.paused),
-        *(["--asleep"] if seat.asleep else []),
+    return lambda managed: spawn(
+        *("core", CORE_MODULE, *arguments, "--log-level", logs.level(), "--paused", managed.paused),
+        *(["--asleep"] if managed.asleep else []),
         die_with_thread=True,
         environment=environment,
     )
 
 
-def _api_seats(
+def _api_processes(
     resolved: Resolved,
     folder: RuntimeFolder,
     listener: socket.socket,
     admin: socket.socket | None,
-) -> list[Seat]:
+) -> list[ManagedProcess]:
     paths = [folder.socket_path(index) for index in range(resolved.replicas)]
     spec = ApiSpec(
         text=resolved.text,
@@ -323,7 +343,7 @@ def _api_seats(
         metrics.mkdir(mode=0o700)
         environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
 
-    def start(index: int, _: Seat) -> Child:
+    def start(index: int, _: ManagedProcess) -> ChildProcess:
         fds = [listener.fileno()]
         arguments = ["--spec", path, "--listen-fd", str(fds[0]), "--log-level", logs.level()]
         if admin is not None and index == 0:
@@ -339,5 +359,16 @@ def _api_seats(
         )
 
     return [
-        Seat(f"API process {index}", partial(start, index), is_core=False) for index in range(count)
+        ManagedProcess(f"API process {index}", partial(start, index), is_core=False)
+        for index in range(count)
     ]
+
+
+def _is_stopped(child: ChildProcess) -> bool:
+    """Whether a signal has stopped the process (state T of proc_pid_stat(5)); one under a debugger
+    is in state t and left alone."""
+    try:
+        stat = Path(f"/proc/{child.process.pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"

@@ -1,7 +1,9 @@
-"""Facts about this machine, the runtime folder, and how a child process is started and tied to its parent.
+"""Facts about this machine, the runtime folder, and how a child process is started and tied to its
+parent.
 
-A child gets one end of a socket pair: it reports over it as JSON lines (`Report`), and when the parent dies, on
-whatever path, its end of file tells the child to end too. PR_SET_PDEATHSIG does the same for a child that hangs.
+A child gets one end of a socket pair: it reports over it as JSON lines (`Report`); when the parent
+dies, the end of file on it tells the child to end too. PR_SET_PDEATHSIG does the same for a child
+that hangs.
 """
 
 from __future__ import annotations
@@ -19,30 +21,36 @@ from pathlib import Path
 import msgspec
 
 from headrace.back.platforms.detect import FAKES, detect
-from headrace.back.platforms.facts import visible_devices
+from headrace.back.platforms.facts import visible_devices, visible_environment
 from headrace.back.platforms.placement import place
 from headrace.base import env
 from headrace.base.config.resolved import Resolved
 from headrace.base.config.tree import DeviceOptions
-from headrace.launch.early import start, take, told
-from headrace.launch.resolve import DeviceFacts
+from headrace.base.errors import ConfigError
+from headrace.launch.prestart import start, status_arguments, take_prestarted
+from headrace.launch.resolve_device import MachineFacts
 
 PR_SET_PDEATHSIG = 1
+MAX_SOCKET_PATH_BYTES = 107
+
+HEARTBEAT_S = 1.0
+"""Longest pause between the heartbeats of a child."""
 
 DRAIN_SIGNAL = signal.SIGUSR1
 """From the supervisor to an API process: the first one starts the drain, a second one ends it."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a child tells its parent: it is ready (with figures for the log), or it cannot start (for the user).
+    """What a child reports to its parent: it is ready (with figures for the log), or cannot start
+    (with the error for the user).
 
-    `beat` alone says: I am still here. A child that beats and then falls silent is stopped or wedged. `log_level`: an
-    administrator wants every process to log at it; `stop`: to end the server as SIGTERM does. `paused`: how an
-    administrator has paused this core, "" once it was resumed; `asleep` goes with it.
+    `heartbeat`: the process runs; a child that stops sending them is stopped or hung. `log_level`:
+    an administrator changed it for every process; `stop`: end the server as SIGTERM does. `paused`:
+    the mode in which an administrator paused this core, "" once resumed; `asleep` goes with it.
     """
 
     ready: bool = False
-    beat: bool = False
+    heartbeat: bool = False
     log_level: str = ""
     stop: bool = False
     paused: str | None = None
@@ -54,7 +62,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 @dataclass
-class Child:
+class ChildProcess:
     """A started process. `status` is our end of the pair; closing it tells the child to end."""
 
     name: str
@@ -78,14 +86,14 @@ class Child:
 
 
 def core_environment(resolved: Resolved, index: int) -> dict[str, str]:
-    """What core `index` is told of the GPUs: each of several replicas sees its share, in the user's order."""
+    """GPU variables of core `index`: each replica sees its share, in the user's order."""
     device = resolved.engine.device
     if device.device != "cuda" or resolved.replicas == 1:
         return {}
     begin, end = index * device.tensor_parallel, (index + 1) * device.tensor_parallel
-    given = visible_devices(env.get("CUDA_VISIBLE_DEVICES"), env.get("HIP_VISIBLE_DEVICES"))
-    seen = given or tuple(str(number) for number in range(end))
-    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[begin:end])}
+    stated = visible_devices(env.stated("CUDA_VISIBLE_DEVICES"), env.stated("HIP_VISIBLE_DEVICES"))
+    visible = tuple(str(number) for number in range(end)) if stated is None else stated
+    return visible_environment(visible[begin:end])
 
 
 def spawn(
@@ -95,36 +103,42 @@ def spawn(
     pass_fds: tuple[int, ...] = (),
     die_with_thread: bool,
     environment: dict[str, str] | None = None,
-) -> Child:
-    """Starts `python -m module`, or takes the one that was started early. `die_with_thread` kills it with the thread
-    that called this (never a passing one)."""
+) -> ChildProcess:
+    """Starts `python -m module`, or takes the prestarted one. `die_with_thread` kills it with the
+    calling thread, which must outlive it."""
     if die_with_thread:
         arguments = (*arguments, "--parent", str(os.getpid()))
-    early = take(module, arguments, plain=not (pass_fds or environment))
-    if early is not None:
-        process, ours = early.process, early.status
+    prestarted = take_prestarted(module, arguments, plain=not (pass_fds or environment))
+    if prestarted is not None:
+        process, ours = prestarted.process, prestarted.status
     else:
         ours, theirs = socket.socketpair()
         with theirs:
-            arguments = (*arguments, *told(theirs.fileno()))
+            arguments = (*arguments, *status_arguments(theirs.fileno()))
             process = start(
                 module, *arguments, status=theirs, pass_fds=pass_fds, environment=environment
             )
     ours.setblocking(False)
-    return Child(name=name, process=process, status=ours)
+    return ChildProcess(name=name, process=process, status=ours)
 
 
-def report(status: socket.socket, message: Report) -> None:
-    """Sends a report to the parent; one that is gone is no error here."""
+def report(status: socket.socket, message: Report, *, wait: bool = True) -> None:
+    """Sends a report to the parent; one that is gone is no error here. Without `wait` it is dropped
+    if the socket has no space for it (reports of this size are taken whole or not at all)."""
+    data = msgspec.json.encode(message) + b"\n"
     try:
-        status.sendall(msgspec.json.encode(message) + b"\n")
+        if wait:
+            status.sendall(data)
+        else:
+            status.send(data, socket.MSG_DONTWAIT)
     except OSError:
         return
 
 
 def tie_to_parent(parent: int | None) -> None:
-    """Asks the kernel to kill this process with its parent; ends it if the parent is already gone."""
-    # Ctrl-C and service managers signal the whole group: only the parent acts on it, and tells its children.
+    """Has the kernel kill this process with its parent; ends it if the parent is gone."""
+    # Ctrl-C and service managers signal the whole group: only the parent acts on it, and tells its
+    # children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if parent is None:
@@ -141,9 +155,21 @@ class RuntimeFolder:
         base = env.get("HEADRACE_RUNTIME_DIR")
         if base is None:
             self.path = Path(tempfile.mkdtemp(prefix="headrace-"))
-        else:
-            self.path = Path(base) / f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
+            return
+        self.path = Path(base) / f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
+        if len(os.fsencode(self.socket_path(999))) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"HEADRACE_RUNTIME_DIR={base}: too long for Unix sockets, whose paths have at most "
+                f"{MAX_SOCKET_PATH_BYTES} bytes; name a shorter folder",
+                field="HEADRACE_RUNTIME_DIR",
+            )
+        try:
             self.path.mkdir(mode=0o700, parents=True)
+        except OSError as error:
+            raise ConfigError(
+                f"HEADRACE_RUNTIME_DIR={base}: cannot make a folder there: {error.strerror}",
+                field="HEADRACE_RUNTIME_DIR",
+            ) from error
 
     def socket_path(self, index: int) -> str:
         """Where engine core `index` listens."""
@@ -166,19 +192,20 @@ class RuntimeFolder:
         self.path.rmdir()
 
 
-def device_facts(wanted: str) -> DeviceFacts:
+def device_facts(wanted: str) -> MachineFacts:
     """Facts about the devices of the kind the user wants ("auto": CUDA where there is one)."""
-    found = detect()
-    gpus = [one for one in found if one.kind == "cuda"] if wanted != "cpu" else []
-    cpu = next(one for one in found if one.kind == "cpu")
+    devices = detect()
+    gpus = [one for one in devices if one.torch_kind == "cuda"] if wanted != "cpu" else []
+    cpu = next(one for one in devices if one.kind == "cpu")
     first = max(gpus, key=lambda gpu: gpu.free_bytes) if gpus else cpu
     placed = place()
-    return DeviceFacts(
-        kind=first.kind,
+    return MachineFacts(
+        kind=first.torch_kind,
         count=len(gpus) or 1,
         total_bytes=first.memory_bytes,
         free_bytes=first.free_bytes,
         cores=cpu.cores,
+        usable_cpus=tuple(sorted(os.sched_getaffinity(0))),
         cpus=placed.kernels,
         other_cpus=placed.others,
         nodes=placed.nodes,
@@ -186,13 +213,13 @@ def device_facts(wanted: str) -> DeviceFacts:
     )
 
 
-def planned_facts(name: str, given: DeviceOptions) -> DeviceFacts:
-    """Facts about as many GPUs of a known kind as the user's options ask for, each with all its memory free. "cuda" is
-    what PyTorch calls AMD's too."""
+def planned_facts(name: str, options: DeviceOptions) -> MachineFacts:
+    """Facts about as many GPUs of a known kind as the options ask for, each with all its memory
+    free. PyTorch calls AMD's "cuda" too."""
     fake = FAKES[name]
-    return DeviceFacts(
+    return MachineFacts(
         kind="cuda",
-        count=given.tensor_parallel * given.replicas,
+        count=options.tensor_parallel * options.replicas,
         total_bytes=fake.memory_bytes,
         free_bytes=fake.free_bytes,
         cores=1,

@@ -1,5 +1,5 @@
-"""From a model's tokenizer to the vocabulary that grammars are matched against: the one place where the core's grammar
-room and the front's tokenizers meet."""
+"""From a model's tokenizer to the vocabulary that grammars are matched against: the one place where
+the core's grammar room and the front's tokenizers meet."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.front.server.native.admin import REFUSED
+from headrace.front.server.administration.named import REFUSED
 from tests.api.serving import NO_TLS, Served, eventually, serving
+from tests.stopwatch import Stopwatch
 
 KEY, ADMIN = "client-key-1", "admin-key-1"
 
@@ -28,7 +29,7 @@ def running(model: Path) -> Iterator[Served]:
 @pytest.fixture
 def admin(running: Served) -> Iterator[httpx.Client]:
     headers = {"x-api-key": ADMIN}
-    with httpx.Client(base_url=running.url, headers=headers, timeout=20, verify=NO_TLS) as client:
+    with httpx.Client(base_url=running.url, headers=headers, timeout=60, verify=NO_TLS) as client:
         yield client
 
 
@@ -55,13 +56,13 @@ def test_asleep_requests_wait_until_it_wakes(
 
     eventually(lambda: num_waiting() == 1, within_s=10)
     assert not answers
-    began = time.monotonic()
+    watch = Stopwatch()
     probed = running.get("/health/generate", **{"x-api-key": KEY})
-    assert probed.status_code == 503 and time.monotonic() - began < 5
+    assert probed.status_code == 503 and watch.undisturbed_s < 5
     assert probed.json() == {"status": "asleep" if level else "paused"}
     told = admin.post("/wake_up?tags=weights&tags=kv_cache").json()
     assert told["status"] == "awake"
-    waiting.join(20)
+    waiting.join(60)
     assert answers == [200]
     assert admin.get("/is_sleeping").json() == {"is_sleeping": False}
 
@@ -150,7 +151,7 @@ def test_what_is_frozen_goes_on_with_the_same_tokens(slow: Served, path: str) ->
             assert second == {"status": "awake", "tags": ["kv_cache"]}
         else:
             assert as_admin(slow, "/resume").status_code == 200
-        assert frozen.result(30)["text"] == undisturbed["text"]
+        assert frozen.result(60)["text"] == undisturbed["text"]
 
 
 def test_asleep_with_begun_requests_a_pause_that_waits_for_them_is_a_conflict(slow: Served) -> None:
@@ -161,7 +162,7 @@ def test_asleep_with_begun_requests_a_pause_that_waits_for_them_is_a_conflict(sl
         refused = as_admin(slow, "/pause?mode=wait")
         assert refused.status_code == 409 and "wake" in refused.text
         assert as_admin(slow, "/wake_up").json()["status"] == "awake"
-        assert frozen.result(30)["finish_reason"] == "length"
+        assert frozen.result(60)["finish_reason"] == "length"
 
 
 def test_running_requests_give_their_blocks_up_to_a_reset_and_say_the_same(slow: Served) -> None:
@@ -172,7 +173,7 @@ def test_running_requests_give_their_blocks_up_to_a_reset_and_say_the_same(slow:
         before = figures(slow)["preemptions"]
         done = as_admin(slow, "/reset_prefix_cache?reset_running_requests=true&reset_external=true")
         assert done.json() == {"success": True}
-        assert running.result(30)["text"] == undisturbed["text"]
+        assert running.result(60)["text"] == undisturbed["text"]
     assert figures(slow)["preemptions"] == before + 1
 
 
@@ -191,14 +192,14 @@ def test_requests_are_aborted_by_id_and_only_by_their_own_key(slow: Served) -> N
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first, second = [pool.submit(generate, ident) for ident in ids]
         eventually(lambda: figures(slow)["running"] == 2, within_s=10)
-        path, wish = "/inference/v1/abort_requests", {"request_ids": [ids[0]]}
+        path, scoring_input = "/inference/v1/abort_requests", {"request_ids": [ids[0]]}
         for _ in range(4):
-            strange = slow.post(path, wish, **{"x-api-key": "other-key-1"})
+            strange = slow.post(path, scoring_input, **{"x-api-key": "other-key-1"})
             assert strange.json() == {"status": "aborted", "aborted": 0}
-        assert slow.post(path, wish, **{"x-api-key": KEY}).json()["aborted"] == 1
-        assert first.result(10) == "abort" and not second.done()
+        assert slow.post(path, scoring_input, **{"x-api-key": KEY}).json()["aborted"] == 1
+        assert first.result(60) == "abort" and not second.done()
         assert as_admin(slow, "/abort_requests", {"all": True}).json()["aborted"] == 1
-        assert second.result(10) == "abort"
+        assert second.result(60) == "abort"
     for wrong in (
         {},
         {"all": True, "request_ids": ["x"]},

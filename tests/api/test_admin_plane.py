@@ -1,4 +1,4 @@
-"""The administrative plane over its own listener (API-20): who may ask, what it tells, and that a reload is real."""
+"""The admin API over its own listener (API-20): who may ask, what it tells, and that a reload is real."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.base.errors import ConfigError
 from headrace.cli import admin
-from headrace.front.server.auth import ADMIN, READS
+from headrace.front.server.administration.operations import ADMIN, READS
 from headrace.front.server.grpc import control
 from tests.api.serving import NO_TLS, Served, eventually, serving
 
@@ -37,7 +37,7 @@ PLACE = re.compile(r"administration: (\S+)/v1/admin/")
 
 
 @contextlib.contextmanager
-def plane(
+def admin_server(
     *options: str, key: str | None = KEY, model: Path = MODEL
 ) -> Iterator[tuple[Served, httpx.Client]]:
     keyed = {} if key is None else {"HEADRACE_ADMIN_KEY": key}
@@ -54,7 +54,7 @@ def plane(
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[tuple[Served, httpx.Client]]:
-    with plane() as found:
+    with admin_server() as found:
         yield found
 
 
@@ -160,7 +160,7 @@ def test_when_the_old_weights_are_gone_too_everything_is_refused_until_some_are_
     tensors = load_file(broken / "model.safetensors")
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
     save_file(tensors, broken / "model.safetensors")
-    with plane(model=served_from) as (served, client):
+    with admin_server(model=served_from) as (served, client):
         before = said(served)
         (core,) = served.cores
         (served_from / "model.safetensors").rename(tmp_path / "away")
@@ -189,7 +189,7 @@ def test_when_one_of_two_replicas_cannot_read_the_weights_both_keep_the_old_weig
     other_weights: Path,
 ) -> None:
     """API-20: all serve the same, whatever becomes of a reload."""
-    with plane("--replicas", "2") as (served, client):
+    with admin_server("--replicas", "2") as (served, client):
         before = said(served)
         bound = served.cores[1]
         old = bound.rlimit(psutil.RLIMIT_NOFILE)
@@ -213,7 +213,7 @@ def texts_of_all(served: Served) -> set[str]:
 
 
 def test_a_profile_of_the_steps_is_written_where_the_option_says(tmp_path: Path) -> None:
-    with plane("--profile-dir", str(tmp_path / "traces")) as (served, client):
+    with admin_server("--profile-dir", str(tmp_path / "traces")) as (served, client):
         assert client.post("/profile", json={"action": "stop"}).status_code == 409
         assert client.post("/profile", json={"action": "start"}).status_code == 200
         assert client.post("/profile", json={"action": "start"}).status_code == 409
@@ -246,12 +246,12 @@ def test_asleep_requests_wait_and_awake_they_are_answered(
     waiting.start()
     eventually(lambda: client.get("/queue").json()["engines"][0]["waiting"] == 1, within_s=10)
     assert client.post("/wake", json={}).status_code == 200
-    waiting.join(30)
+    waiting.join(60)
     assert answers == [before] and served.at_rest()
 
 
 def test_a_core_that_dies_comes_back_with_the_reloaded_weights(other_weights: Path) -> None:
-    with plane() as (served, client):
+    with admin_server() as (served, client):
         assert client.post("/reload_model", json={"model": str(other_weights)}).status_code == 200
         after = said(served)
         (core,) = served.cores
@@ -268,15 +268,15 @@ def _said_waiting(served: Served, client: httpx.Client, release: str) -> str:
     waiting.start()
     eventually(lambda: client.get("/queue").json()["engines"][0]["waiting"] == 1, within_s=10)
     assert client.post(release, json={}).status_code == 200
-    waiting.join(30)
+    waiting.join(60)
     (answer,) = answers
     return answer
 
 
-@pytest.mark.parametrize("mode", ["wait", "keep"])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("wait", marks=pytest.mark.slow)])
 def test_a_core_that_dies_paused_comes_back_paused(mode: str) -> None:
     """Who paused it counts on nothing running; resumed, it stays so through a further death."""
-    with plane() as (served, client):
+    with admin_server() as (served, client):
         before = said(served)
         assert client.post("/pause", json={"mode": mode}).status_code == 200
         _kill_and_wait(served)
@@ -287,10 +287,10 @@ def test_a_core_that_dies_paused_comes_back_paused(mode: str) -> None:
         assert client.get("/health").json()["is_paused"] is False and said(served) == before
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_core_that_dies_asleep_comes_back_asleep_and_wakes(level: int) -> None:
     """Nothing is loaded for it before it is woken, and nobody is told that it is awake; what was kept died with it."""
-    with plane() as (served, client):
+    with admin_server() as (served, client):
         before = said(served)
         (core,) = served.cores
         loaded = core.memory_info().rss
@@ -312,7 +312,7 @@ def test_asleep_at_level_1_nothing_is_loaded_on_waking(tmp_path: Path) -> None:
     """The weights wait in host memory: those of the file may change meanwhile. Sleep only deepens."""
     weights = tmp_path / "model"
     shutil.copytree(MODEL, weights)
-    with plane(model=weights) as (served, client):
+    with admin_server(model=weights) as (served, client):
         before = said(served)
         assert client.post("/sleep", json={"level": 1}).json()["level"] == 1
         (weights / "model.safetensors").rename(weights / "away")
@@ -332,11 +332,12 @@ def _kill_and_wait(served: Served) -> None:
     (core,) = served.cores
     core.kill()
     eventually(lambda: any(one.pid != core.pid for one in served.cores), within_s=60)
-    eventually(lambda: served.get("/health/ready").status_code == 200, within_s=60)
+    held = ("ready", "paused", "asleep")
+    eventually(lambda: served.get("/health/ready").json()["status"] in held, within_s=60)
 
 
 def test_read_only_tells_but_changes_nothing() -> None:
-    with plane("--admin-readonly", key=None) as (served, client):
+    with admin_server("--admin-readonly", key=None) as (served, client):
         assert client.get("/queue").status_code == 200
         for path in ("/pause", "/reload_model", "/sleep", "/resume", "/profile", "/log_level"):
             assert client.post(path, json={}).status_code == 403, path
@@ -345,9 +346,9 @@ def test_read_only_tells_but_changes_nothing() -> None:
 
 
 def test_the_log_level_reaches_every_process_and_those_that_come_later() -> None:
-    """Plane and command alike; a core that is started anew logs at the level that was set."""
+    """HTTP and command alike; a core that is started anew logs at the level that was set."""
     options = ("--replicas", "2", "--api-servers", "2", "--executor", "processes")
-    with plane(*options) as (served, client):
+    with admin_server(*options) as (served, client):
         assert client.post("/log_level", json={"level": "loud"}).status_code == 400
         assert client.post("/log_level", json={"level": "debug"}).status_code == 200
 
@@ -412,10 +413,10 @@ def test_read_only_holds_for_every_way_to_ask(model: Path) -> None:
                 )
                 metadata = [("authorization", f"Bearer {KEY}")]
                 if allowed:
-                    assert stub(asked(), metadata=metadata, timeout=10).paused is False
+                    assert stub(asked(), metadata=metadata, timeout=60).paused is False
                     continue
                 with pytest.raises(grpc.RpcError) as caught:
-                    stub(asked(), metadata=metadata, timeout=10)
+                    stub(asked(), metadata=metadata, timeout=60)
                 assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 

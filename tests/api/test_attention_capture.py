@@ -44,8 +44,12 @@ def check(entries: list[dict[str, Any]], usage: dict[str, int], layers: list[int
 def test_a_completion_tells_the_layers_that_were_asked_for(served: Served) -> None:
     plain = served.post("/v1/completions", ASK).json()
     for dtype in ("float16", "float32"):
-        wish = {"attn_capture": 1, "attn_capture_layers": "2,0", "attn_capture_dtype": dtype}
-        answer = served.post("/v1/completions", {**ASK, **wish}).json()
+        scoring_input = {
+            "attn_capture": 1,
+            "attn_capture_layers": "2,0",
+            "attn_capture_dtype": dtype,
+        }
+        answer = served.post("/v1/completions", {**ASK, **scoring_input}).json()
         choice = answer["choices"][0]
         assert choice["text"] == plain["choices"][0]["text"]
         assert {entry["dtype"] for entry in choice["attn_capture_data"]} == {dtype}
@@ -64,7 +68,7 @@ def test_a_chat_tells_the_first_layer_of_its_first_choice_unless_asked_otherwise
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("scoring_input", "words"),
     [
         ({"attn_capture": 1, "stream": True}, "attn_capture: cannot be streamed"),
         ({"attn_capture": 1, "attn_capture_layers": "999"}, "attn_capture_layers is 999"),
@@ -74,9 +78,9 @@ def test_a_chat_tells_the_first_layer_of_its_first_choice_unless_asked_otherwise
     ],
 )
 def test_what_cannot_be_told_is_a_400_with_the_bound(
-    served: Served, wish: dict[str, Any], words: str
+    served: Served, scoring_input: dict[str, Any], words: str
 ) -> None:
-    answer = served.post("/v1/completions", {**ASK, **wish})
+    answer = served.post("/v1/completions", {**ASK, **scoring_input})
     assert answer.status_code == 400 and words in answer.text, answer.text
 
 

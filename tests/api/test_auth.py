@@ -91,7 +91,7 @@ def ask(served: Served, target: str, *headers: str, method: str = "GET") -> int:
     lines = [f"{method} {target} HTTP/1.1", "Connection: close", "Content-Length: 0", *headers]
     if not any(header.lower().startswith("host:") for header in headers):
         lines.append("Host: localhost")
-    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
         connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
         answer = b""
         while data := connection.recv(65536):

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.api.serving import (
     slowed,
     still_alive,
 )
+from tests.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.serial
 
@@ -37,7 +37,6 @@ class Reader:
         self.error: Exception | None = None
         self.begun = threading.Event()
         self.done = threading.Event()
-        self.ended_at = 0.0
         self._ask = (served.url + "/v1/completions", {**STREAM, **changes})
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
@@ -45,17 +44,16 @@ class Reader:
     def _read(self) -> None:
         url, body = self._ask
         try:
-            with httpx.stream("POST", url, json=body, timeout=30, verify=NO_TLS) as response:
+            with httpx.stream("POST", url, json=body, timeout=60, verify=NO_TLS) as response:
                 for text in response.iter_text():
                     self.text += text
                     self.begun.set()
         except httpx.HTTPError as error:
             self.error = error
-        self.ended_at = time.monotonic()
         self.done.set()
 
     def join(self) -> None:
-        self._thread.join(30)
+        self._thread.join(60)
         assert self.done.is_set(), "the stream hangs"
 
     @property
@@ -78,7 +76,7 @@ class Reader:
 def begun(served: Served, count: int, **changes: object) -> list[Reader]:
     readers = [Reader(served, **changes) for _ in range(count)]
     for reader in readers:
-        assert reader.begun.wait(20)
+        assert reader.begun.wait(60)
     return readers
 
 
@@ -109,7 +107,7 @@ def test_before_the_drain_new_requests_are_still_taken(model: Path) -> None:
         eventually(lambda: served.get("/health/ready").status_code == 503, within_s=1)
         taken = served.post("/v1/completions", {"prompt": "x", "max_tokens": 4})
         assert taken.status_code == 200 and taken.json()["usage"]["completion_tokens"] == 4
-        assert served.process.wait(20) == 0
+        assert served.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("timeout_s", ["0", "0.5"])
@@ -129,9 +127,9 @@ def test_a_second_signal_ends_everything_at_once(model: Path) -> None:
         readers = begun(served, 2, max_tokens=1500)
         served.process.send_signal(signal.SIGINT)
         eventually(lambda: served.get("/health/ready").status_code == 503, within_s=2)
-        began = time.monotonic()
+        watch = Stopwatch()
         assert served.stop(signal.SIGINT) == 0
-        assert time.monotonic() - began < 3
+        assert watch.undisturbed_s < 3
         for reader in readers:
             reader.join()
         assert not any(reader.error is None and reader.whole for reader in readers)
@@ -144,7 +142,7 @@ def test_a_signal_to_the_whole_group_drains_too(model: Path) -> None:
         for reader in readers:
             reader.join()
         assert all(reader.whole for reader in readers)
-        assert served.process.wait(10) == 0
+        assert served.process.wait(60) == 0
 
 
 def test_a_killed_core_fails_its_requests_at_once_and_is_restarted(model: Path) -> None:
@@ -158,12 +156,12 @@ def test_a_killed_core_fails_its_requests_at_once_and_is_restarted(model: Path) 
         waiting.start()
         eventually(lambda: served.ledger()["engines"][0]["running"] == 5, within_s=5)
         (core,) = served.cores
-        killed_at = time.monotonic()
+        since_kill = Stopwatch()
         core.kill()
         for reader in readers:
             reader.join()
         waiting.join()
-        assert max(reader.ended_at for reader in readers) - killed_at < 1
+        assert since_kill.undisturbed_s < 1
         assert all(reader.failed_cleanly for reader in readers)
         assert readers[0].events[-1]["error"]["code"] == "engine_dead"
         assert plain[0].status_code == 500 and plain[0].headers["x-should-retry"] == "true"
@@ -178,12 +176,13 @@ def test_a_killed_api_process_takes_only_its_own_requests_along(model: Path) -> 
         readers = begun(served, 8, max_tokens=150, min_tokens=150)
         victim = max(served.api_processes, key=lambda p: len(p.net_connections("inet")))
         others = [p for p in served.api_processes if p.pid != victim.pid]
-        killed_at = time.monotonic()
+        since_kill = Stopwatch()
         victim.kill()
+        eventually(lambda: any(reader.error is not None for reader in readers), within_s=1)
+        cut_after_s = since_kill.undisturbed_s
         for reader in readers:
             reader.join()
-        cut = [reader for reader in readers if reader.error is not None]
-        assert cut and all(reader.ended_at - killed_at < 1 for reader in cut)
+        assert cut_after_s < 1
         assert all(reader.whole for reader in readers if reader.error is None)
         eventually(served.at_rest, within_s=1)
         eventually(lambda: len(served.api_processes) == 2, within_s=3)
@@ -266,7 +265,7 @@ def test_a_pause_through_one_api_process_is_seen_through_the_other(model: Path) 
 
         def ask(method: str, path: str) -> tuple[str, Any]:
             with httpx.Client(
-                base_url=served.url, headers=admin, timeout=10, verify=NO_TLS
+                base_url=served.url, headers=admin, timeout=60, verify=NO_TLS
             ) as client:
                 return str(client.get("/v1/requests").status_code), client.request(
                     method, path
@@ -315,7 +314,7 @@ def test_a_wrong_option_is_one_line_and_status_2(
 ) -> None:
     served = launch(model, *options)
     try:
-        assert served.process.wait(20) == 2
+        assert served.process.wait(60) == 2
     finally:
         served.close()
     (line,) = [line for line in served.lines if line.startswith("headrace: ")]
@@ -325,7 +324,7 @@ def test_a_wrong_option_is_one_line_and_status_2(
 def test_a_taken_port_is_said_so(model: Path, server: Served) -> None:
     served = launch(model, "--port", str(server.port))
     try:
-        assert served.process.wait(20) == 2
+        assert served.process.wait(60) == 2
     finally:
         served.close()
     assert any("cannot listen" in line for line in served.lines)
@@ -337,7 +336,7 @@ def test_a_core_that_dies_while_starting_ends_the_server(model: Path) -> None:
     (broken / "config.json").write_text(json.dumps({**config, "null_step_s": "soon"}))
     served = launch(broken)
     try:
-        assert served.process.wait(20) == 1
+        assert served.process.wait(60) == 1
     finally:
         served.close()
     (line,) = [line for line in served.lines if line.startswith("headrace: ")]

@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import zstandard
 
 from tests.api.serving import Served, serving
+from tests.stopwatch import Stopwatch
 
 MIB = 1 << 20
 BODY = {"prompt": "fox", "max_tokens": 1}
@@ -165,18 +165,18 @@ def test_an_endless_header_does_not_grow_the_process(strict: Served) -> None:
 @pytest.mark.serial
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
 def test_slow_headers_are_cut_off(strict: Served, sent: bytes) -> None:
-    began = time.monotonic()
+    watch = Stopwatch()
     answer = raw(strict, sent)
     assert status(answer) == 408
-    assert 0.4 < time.monotonic() - began < 2
+    assert watch.wall_s > 0.4 and watch.undisturbed_s < 2
 
 
 @pytest.mark.serial
 def test_a_body_that_pauses_is_cut_off(strict: Served) -> None:
-    began = time.monotonic()
+    watch = Stopwatch()
     answer = raw(strict, post("/v1/completions", b'{"prompt"', length=100))
     assert status(answer) == 408 and "0.5 s" in error_of(answer)["message"]
-    assert 0.4 < time.monotonic() - began < 5
+    assert watch.wall_s > 0.4 and watch.undisturbed_s < 5
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def served_stream(served: Served, *, max_tokens: int) -> Any:
 class _Stream:
     def __init__(self, served: Served, max_tokens: int) -> None:
         body = json.dumps({"prompt": "fox", "max_tokens": max_tokens, "stream": True}).encode()
-        self.connection = socket.create_connection(("127.0.0.1", served.port), timeout=10)
+        self.connection = socket.create_connection(("127.0.0.1", served.port), timeout=60)
         self.connection.sendall(post("/v1/completions", body))
 
     def __enter__(self) -> bytes:

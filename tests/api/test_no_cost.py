@@ -24,14 +24,14 @@ from headrace.base.wire.request import EngineRequest
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.limits import Limits
 from headrace.front.server.app import make_app
+from headrace.front.server.http.tracing import Tracer
 from headrace.front.server.process import services_over
-from headrace.front.server.tracing import Tracer
 from headrace.launch.facts import resolve_options
 from tests.api.lines import LineCounter, Lines, more
 from tests.front.client.scripted_core import Follow, ScriptedCore, spell
 
 ROOT = Path(__file__).resolve().parents[2]
-TRACING = "front/server/tracing.py"
+TRACING = "front/server/http/tracing.py"
 FEW, MANY = 4, 40
 ANSWERS = 3
 
@@ -45,6 +45,7 @@ def core_lines(*words: str, **options: bool) -> Lines:
     return found
 
 
+@pytest.mark.slow
 def test_attention_capture_that_nobody_asks_for_runs_the_same_lines() -> None:
     """API-21: a core that could capture does for a plain request what one that cannot does."""
     plain, able = core_lines(), core_lines(attention_capture=True)
@@ -134,6 +135,6 @@ async def test_tracing_is_a_matter_of_requests_and_never_of_tokens(
     few, many = added
     assert few == many
     few.pop(TRACING)
-    allowed = ("app", "exchange", "measure", "timing")
+    allowed = ("app", "conversation/context", "conversation/metering", "http/timing")
     assert few.keys() <= {f"front/server/{name}.py" for name in allowed}
     assert sum(sum(lines.values()) for lines in few.values()) <= 10, few

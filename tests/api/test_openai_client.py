@@ -377,7 +377,7 @@ def test_one_hundred_requests_with_one_client_id_do_not_touch_each_other(server:
         return response.headers["x-request-id"], response.json()["choices"][0]["text"], str(i)
 
     async def many() -> list[tuple[str, str, str]]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30, verify=NO_TLS) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, verify=NO_TLS) as client:
             return list(await asyncio.gather(*(one(client, i % 10) for i in range(100))))
 
     answers = asyncio.run(many())

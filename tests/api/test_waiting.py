@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from tests.api.clients import openai_client
 from tests.api.serving import NO_TLS, Served, eventually, serving
+from tests.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.serial
 
@@ -38,7 +38,7 @@ def held(served: Served, count: int = 1) -> Iterator[None]:
     with ExitStack() as stack:
         for number in range(count):
             client = stack.enter_context(
-                httpx.Client(base_url=served.url, timeout=20, verify=NO_TLS)
+                httpx.Client(base_url=served.url, timeout=60, verify=NO_TLS)
             )
             stack.enter_context(client.stream("POST", PATH, json=LONG))
             core = {"running": 1, "waiting": number}
@@ -54,7 +54,7 @@ def test_a_waiting_stream_gets_its_headers_and_comments_and_then_its_events(narr
     with ExitStack() as busy:
         busy.enter_context(held(narrow))
         with httpx.stream(
-            "POST", narrow.url + PATH, json=SHORT, timeout=20, verify=NO_TLS
+            "POST", narrow.url + PATH, json=SHORT, timeout=60, verify=NO_TLS
         ) as response:
             assert response.status_code == 200
             lines = response.iter_lines()
@@ -88,20 +88,20 @@ def test_a_deadline_ends_a_waiting_request_in_its_time(narrow: Served, by: str) 
     body |= {} if by == "header" else {"timeout_s": 0.4 if by == "field" else 30}
     headers = {} if by == "field" else {"X-Request-Timeout-S": "0.4"}
     with held(narrow):
-        began = time.monotonic()
+        watch = Stopwatch()
         answer = narrow.post(PATH, body, **headers)
-        took_s = time.monotonic() - began
+        wall_s, undisturbed_s = watch.wall_s, watch.undisturbed_s
     assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
     assert answer.headers["x-should-retry"] == "false"
-    assert 0.4 <= took_s < 1.5
+    assert wall_s >= 0.4 and undisturbed_s < 1.5
 
 
 def test_a_deadline_ends_a_beam_search_in_its_time(narrow: Served) -> None:
     beams = {"use_beam_search": True, "n": 1, "temperature": 0, "max_tokens": 500}
-    began = time.monotonic()
+    watch = Stopwatch()
     answer = narrow.post(PATH, {"prompt": "fox", "timeout_s": 0.4, **beams})
+    assert watch.wall_s >= 0.4 and watch.undisturbed_s < 3
     assert answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
-    assert 0.4 <= time.monotonic() - began < 3
 
 
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf", "1e9"])
@@ -116,9 +116,9 @@ def test_one_request_more_than_may_wait_is_refused_at_once_with_retry_after(
     narrow: Served, stream: bool
 ) -> None:
     with held(narrow, 3):
-        began = time.monotonic()
+        watch = Stopwatch()
         refused = narrow.post(PATH, {**SHORT, "stream": stream})
-        assert time.monotonic() - began < 1
+        assert watch.undisturbed_s < 1
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "server_overloaded"
     assert int(refused.headers["retry-after"]) >= 1
@@ -153,7 +153,7 @@ def test_every_unready_probe_says_when_to_come_back(model: Path) -> None:
         refused = served.post(PATH, SHORT)
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         served.process.terminate()
-        served.process.wait(10)
+        served.process.wait(60)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions/batch"])
@@ -189,7 +189,7 @@ def test_many_prompts_wait_for_room_between_their_waves(narrow: Served, path: st
 
 def test_the_wait_between_waves_is_part_of_the_deadline(narrow: Served) -> None:
     body = {"prompt": ["fox"] * 3, "max_tokens": 1500, "ignore_eos": True, "timeout_s": 0.5}
-    began = time.monotonic()
+    watch = Stopwatch()
     answer = narrow.post(PATH, body)
-    assert answer.status_code == 504 and time.monotonic() - began < 3
+    assert answer.status_code == 504 and watch.undisturbed_s < 3
     eventually(narrow.at_rest, within_s=5)

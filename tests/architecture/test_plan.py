@@ -11,43 +11,43 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
 
 
-def rooms() -> dict[str, str]:
-    """Folder below headrace/ -> what the tree says about it; lines that go on belong to the room before."""
+def packages() -> dict[str, str]:
+    """Folder below headrace/ -> what the tree says about it; lines that go on belong to the package before."""
     tree = PAGE.split("    headrace/\n      __init__.py")[1].split("    tests/")[0]
     found: dict[str, str] = {}
-    tower = room = ""
+    part = package = ""
     for line in tree.splitlines()[1:]:
         indent, words = len(line) - len(line.lstrip()), line.split()
         if indent in (6, 8) and words[0].endswith("/"):
-            tower = words[0] if indent == 6 else tower
-            room = words[0] if indent == 6 else tower + words[0]
-            found[room] = " ".join(words[1:])
+            part = words[0] if indent == 6 else part
+            package = words[0] if indent == 6 else part + words[0]
+            found[package] = " ".join(words[1:])
         elif indent == 8:
-            found[room := tower + words[0]] = " ".join(words[1:])
+            found[package := part + words[0]] = " ".join(words[1:])
         else:
-            found[room] = found.get(room, "") + " " + " ".join(words)
+            found[package] = found.get(package, "") + " " + " ".join(words)
     return found
 
 
-@pytest.mark.parametrize("room", rooms())
-def test_what_the_tree_names_exists_unless_it_is_planned(room: str) -> None:
-    said = rooms()[room]
+@pytest.mark.parametrize("package", packages())
+def test_what_the_tree_names_exists_unless_it_is_planned(package: str) -> None:
+    said = packages()[package]
     if said.startswith("(planned)") or "  (planned)" in said or "transfer/" in said:
         return
-    folder = ROOT / "headrace" / room
-    assert folder.exists(), f"{room} is on the plan and not in the tree"
+    folder = ROOT / "headrace" / package
+    assert folder.exists(), f"{package} is on the plan and not in the tree"
     built = re.sub(r"[^;,]*\(planned\)", "", said)
     folder = folder if folder.is_dir() else folder.parent
     for name in re.findall(r"(?<![\w/<*])(\w+\.py)\b", built):
-        assert any(folder.rglob(name)) or any((ROOT / "headrace").glob(name)), f"{room}{name}"
+        assert any(folder.rglob(name)) or any((ROOT / "headrace").glob(name)), f"{package}{name}"
 
 
 def test_every_folder_of_the_tree_is_on_the_plan() -> None:
-    named = {room.rstrip("/") for room in rooms()}
-    for tower in ("base", "front", "core", "back"):
-        for folder in (ROOT / "headrace" / tower).iterdir():
+    named = {package.rstrip("/") for package in packages()}
+    for part in ("base", "front", "core", "back"):
+        for folder in (ROOT / "headrace" / part).iterdir():
             if folder.is_dir() and any(folder.glob("*.py")):
-                name = f"{tower}/{folder.name}"
+                name = f"{part}/{folder.name}"
                 assert name in named, f"{name} is not in docs/ARCHITECTURE.md"
 
 

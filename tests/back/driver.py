@@ -113,11 +113,11 @@ class Driver:
             sequence.unknown -= sampled
             if index in failed:
                 sequence.error = failed[index].kind
-                assert result.tokens[index] == -1
+                assert result.tokens[index, 0] == -1
             elif sampled:
-                sequence.tokens.append(int(result.tokens[index]))
+                sequence.tokens.append(int(result.tokens[index, 0]))
             else:
-                assert result.tokens[index] == -1
+                assert result.tokens[index, 0] == -1
         for logprobs in result.logprobs:
             runs[logprobs.index][0].logprobs.append(logprobs)
         for index, prompt_logprobs in result.prompt_logprobs:
@@ -159,13 +159,13 @@ def reference_logits(model: CausalModel, tokens: list[int]) -> torch.Tensor:
         max_query_len=count,
         max_kv_len=count,
     )
-    layers = model.kv_layers
+    forms = model.kv_forms
     batch = Batch(
         token_ids_T=torch.tensor(tokens),
         positions_T=torch.arange(count),
         plans=(plan,),
-        group_of_layer=(0,) * len(layers),
-        kv=tuple(torch.zeros(1, 2, at.kv_heads, count, at.head_dim) for at in layers),
+        group_of_layer=(0,) * len(forms),
+        kv=tuple(torch.zeros(1, 2, at.kv_heads, count, at.head_dim) for at in forms),
         logits_at_N=torch.arange(count),
     )
     return model.logits(model.forward(batch))

@@ -19,9 +19,9 @@ from msgspec import structs
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.executor.processes import ProcessExecutor
-from headrace.back.sampling.step_draw import Drawing
+from headrace.back.sampling.in_step import InStepSampling
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, ModelSpec, SchedulerSpec
-from headrace.base.wire.grammar import GATE, pack_masks
+from headrace.base.wire.grammar import GRAMMAR_HOOK, pack_masks
 from headrace.base.wire.params import RowSampling
 from headrace.core.ports import Executor
 from tests.back.driver import Driver, Sequence
@@ -181,7 +181,7 @@ EVERYTHING = (
     RowSampling(seed=7, temperature=1.2),
     RowSampling(temperature=0.0, prompt_logprobs=2, logprobs=2, logprobs_mode="processed"),
 )
-TOLD = (
+LOGPROBS = (
     RowSampling(temperature=0.0, logprobs=5),
     RowSampling(temperature=0.8, seed=3, repetition_penalty=1.2, frequency_penalty=0.3),
     RowSampling(temperature=0.9, seed=4, top_k=40, presence_penalty=0.5, logprobs=2),
@@ -193,10 +193,10 @@ TOLD = (
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("wishes", [EVERYTHING, TOLD], ids=["behind steps", "within"])
+@pytest.mark.parametrize("wishes", [EVERYTHING, LOGPROBS], ids=["behind steps", "within"])
 def test_no_step_waits_for_the_device(wishes: tuple[RowSampling, ...]) -> None:
     """Decision 5 of the plan: whatever is sampled, launching a step asks the device for nothing."""
-    late = (GATE,) if wishes is EVERYTHING else ()
+    deferred = (GRAMMAR_HOOK,) if wishes is EVERYTHING else ()
     warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     executor = bundled("cuda", "bfloat16")
     driver = Driver(executor.facts)
@@ -209,11 +209,11 @@ def test_no_step_waits_for_the_device(wishes: tuple[RowSampling, ...]) -> None:
         """A grammar's masks for two rows, one greedy and one random: the ids below half the vocabulary."""
         masks = np.zeros((2, words), np.int32)
         masks[:, : words // 2] = -1
-        return {GATE: pack_masks(np.array([rows[0].row, rows[7].row], np.int32), masks)}
+        return {GRAMMAR_HOOK: pack_masks(np.array([rows[0].row, rows[7].row], np.int32), masks)}
 
     def run() -> None:
         runs = [(row, min(24, row.length - row.num_computed)) for row in rows]
-        plan = structs.replace(driver.plan(runs), late=late)
+        plan = structs.replace(driver.plan(runs), deferred=deferred)
         launched.append(runner.launch(plan, masked))
 
     for _ in range(4):  # compiles, allocates and records
@@ -229,7 +229,7 @@ def test_no_step_waits_for_the_device(wishes: tuple[RowSampling, ...]) -> None:
         torch.cuda.set_sync_debug_mode("default")
     driver.read(launched.pop(0).result())
     assert all(row.error is None and len(row.outputs) >= 12 for row in rows)
-    assert not late or max(rows[0].outputs + rows[7].outputs) < words // 2 * 32
+    assert not deferred or max(rows[0].outputs + rows[7].outputs) < words // 2 * 32
     executor.close()
 
 
@@ -308,7 +308,7 @@ def test_a_runner_starts_in_memory_that_holds_anything() -> None:
     torch.cuda.empty_cache()
 
 
-DRAWN = RowSampling(temperature=0.8, top_p=0.9, top_k=40, min_p=0.001, seed=5)
+SAMPLED_BY_OP = RowSampling(temperature=0.8, top_p=0.9, top_k=40, min_p=0.001, seed=5)
 
 
 @pytest.mark.gpu
@@ -322,13 +322,13 @@ def test_random_rows_are_drawn_by_replayed_steps(reference: InlineExecutor) -> N
         raise AssertionError("a step went through the sampler")
 
     sampler.sample = never
-    runs = [generate(executor, DRAWN, chunk=6) for _ in range(3)]
-    theirs = generate(reference, DRAWN, chunk=6)
+    runs = [generate(executor, SAMPLED_BY_OP, chunk=6) for _ in range(3)]
+    theirs = generate(reference, SAMPLED_BY_OP, chunk=6)
     for ours in runs:
         same = [one.outputs == other.outputs for one, other in zip(ours, theirs, strict=True)]
         assert sum(same) >= len(same) - 1, same
     replay = executor._resident.runner._steps._replay
-    assert any(bucket.leaves == Drawing() for bucket in replay._graphs)
+    assert any(bucket.sampler_input == InStepSampling() for bucket in replay._graphs)
     executor.close()
 
 
@@ -345,7 +345,7 @@ def test_penalised_and_scored_decodes_are_replayed_whole(reference: InlineExecut
 
     def run(on: InlineExecutor) -> list[Sequence]:
         driver = Driver(on.facts)
-        rows = [driver.add(prompt, TOLD[i], request=i) for i, prompt in enumerate(prompts())]
+        rows = [driver.add(prompt, LOGPROBS[i], request=i) for i, prompt in enumerate(prompts())]
         sampler.sample = through
         driver.read(on.submit(driver.plan([(row, row.length) for row in rows])).result(60))
         sampler.sample = never if on is executor else through
@@ -368,7 +368,10 @@ def test_penalised_and_scored_decodes_are_replayed_whole(reference: InlineExecut
                 assert len(mine.ids) == len(wanted.ids) and mine.ids[0] == wanted.ids[0]
                 np.testing.assert_allclose(mine.values, wanted.values, atol=2e-3)
     replay = executor._resident.runner._steps._replay
-    assert any(isinstance(b.leaves, Drawing) and b.leaves.words for b in replay._graphs)
+    assert any(
+        isinstance(b.sampler_input, InStepSampling) and b.sampler_input.words
+        for b in replay._graphs
+    )
     executor.close()
 
 

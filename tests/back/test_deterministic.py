@@ -133,6 +133,7 @@ def answers(
     return {request.id: (tokens[request.id], scores[request.id]) for request in made}, seen
 
 
+@pytest.mark.covering(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("config", [{}, WINDOWS], ids=["full", "windows"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -165,6 +166,7 @@ def test_every_answer_is_that_of_the_request_alone(device: str, dtype: str, conf
     assert total["cached"] > 3 and total["preempted"] > 0, total
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_sums_over_four_ranks_do_not_depend_on_the_batch() -> None:
     """A library cuts a message by its size and sums the pieces in different orders."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.back.attention.kv_layer import KVLayer
+from headrace.back.attention.forms import HeadsForm
 from headrace.back.attention.plan import AttentionPlan, Batch
 from headrace.back.models.load import LoadReport
 from headrace.back.parallel.mesh import Mesh
@@ -59,8 +59,14 @@ class TinyModel:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=g) / math.sqrt(shape[-1])
 
-        self.kv_layers = tuple(
-            KVLayer(layer=i, kv_heads=HEADS, head_dim=HEAD_DIM, window=window)
+        self.kv_forms = tuple(
+            HeadsForm(
+                cache=i,
+                kind="window" if window else "full",
+                span=window,
+                kv_heads=HEADS,
+                head_dim=HEAD_DIM,
+            )
             for i, window in enumerate(windows)
         )
         self.logits_width = width
@@ -80,16 +86,16 @@ class TinyModel:
         x_TE = self.embed[batch.token_ids_T] + self.place[batch.positions_T]
         if self.poison is not None:
             x_TE = torch.where((batch.token_ids_T == self.poison)[:, None], torch.nan, x_TE)
-        for layer in range(len(self.kv_layers)):
+        for layer in range(len(self.kv_forms)):
             kv, q = batch.kv[layer], self._query(layer, x_TE, batch)
-            if layer == len(self.kv_layers) - 1 and batch.rest is not None:
-                at_N, batch = batch.logits_at_N, batch.rest
+            if layer == len(self.kv_forms) - 1 and batch.last_token_batch is not None:
+                at_N, batch = batch.logits_at_N, batch.last_token_batch
                 q, x_TE = q[at_N], x_TE[at_N]
             x_TE = x_TE + self._attend(layer, q, batch.plan_of(layer), kv)
         return x_TE / x_TE.norm(dim=-1, keepdim=True) * 4
 
-    pick = None
-    tops = None
+    argmax = None
+    top_candidates = None
 
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Two labels: the sums of the halves of a hidden state."""
@@ -122,7 +128,7 @@ class TinyModel:
             at = torch.arange(length - (end - start), length)[:, None]
             past = torch.arange(length)[None]
             seen = past <= at
-            window = self.kv_layers[layer].window
+            window = self.kv_forms[layer].span
             if window is not None:
                 seen &= past > at - window
             weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)

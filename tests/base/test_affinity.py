@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from headrace.base.affinity import keep_to
+from headrace.base.affinity import set_affinity
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs affinity")
 
@@ -19,7 +19,7 @@ def masks(*steps: tuple[int, ...]) -> list[set[int]]:
 
     def work() -> None:
         for cpus in steps:
-            keep_to(cpus)
+            set_affinity(cpus)
             look()
         child = threading.Thread(target=look)
         child.start()

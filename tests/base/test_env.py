@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.base import env
+from headrace.base.errors import ConfigError
 
 
 def test_at_most_twenty_variables_each_documented() -> None:
@@ -13,8 +14,8 @@ def test_at_most_twenty_variables_each_documented() -> None:
 
 
 def test_empty_means_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADRACE_LOG", "")
-    assert env.get("HEADRACE_LOG") is None
+    monkeypatch.setenv("HEADRACE_ADMIN", "")
+    assert env.get("HEADRACE_ADMIN") is None
 
 
 def test_unknown_names_are_a_programming_error() -> None:
@@ -25,3 +26,9 @@ def test_unknown_names_are_a_programming_error() -> None:
 def test_cache_folder_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("HEADRACE_CACHE_DIR", f"{tmp_path}/cache")
     assert env.cache_dir().stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", "/dev/null/cache")
+    with pytest.raises(ConfigError, match="HEADRACE_CACHE_DIR=/dev/null/cache: cannot make"):
+        env.cache_dir()

@@ -46,7 +46,18 @@ def test_the_bundled_model_answers_a_file(tmp_path: Path) -> None:
     again = subprocess.run(
         _command(source, target, None), capture_output=True, text=True, timeout=90
     )
-    assert again.returncode == 0 and "have been answered" in again.stderr
+    assert again.returncode == 1 and "1 of 7 requests were refused" in again.stderr
+    assert _ids(target) == Counter([*(f"r{i}" for i in range(6)), "r7"])
+    _written(source, [*(chat_line(i) for i in range(6)), chat_line(7, n=1)])
+    mended = subprocess.run(
+        _command(source, target, None), capture_output=True, text=True, timeout=90
+    )
+    assert mended.returncode == 0, mended.stderr
+    assert _ids(target) == Counter([*(f"r{i}" for i in range(6)), "r7"])
+    finished = subprocess.run(
+        _command(source, target, None), capture_output=True, text=True, timeout=90
+    )
+    assert finished.returncode == 0 and "have been answered" in finished.stderr
 
 
 def test_killed_and_repeated_it_answers_each_line_once(model: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from headrace.base.errors import ConfigError
-from headrace.front.server.batches.files import FileStore
+from headrace.front.server.state.files import FileStore
 from tests.api.serving import NO_TLS, Served
 from tests.batches.conftest import KEY
 

@@ -9,8 +9,8 @@ from headrace.base.config.options import CommandLine
 from headrace.bench import sample
 from headrace.bench.sample import ROWS, SAMPLE_LAYERS, run_sample
 from headrace.launch.facts import resolve_options
-from headrace.launch.forecast import ModelCost
 from headrace.launch.locate import bundled_model
+from headrace.launch.performance_model import ModelCost
 from headrace.launch.plan import build_without_memory, cost_of
 
 
@@ -25,16 +25,16 @@ def test_a_sample_has_the_models_first_layers_and_its_head(
     model = resolved.engine.model
     bare = build_without_memory(model, block_tokens=resolved.engine.kv.block_tokens)
     cost = cost_of(bare, dtype=DTYPES[model.dtype])
-    sampled, decisions = run_sample(resolved, cost)
-    assert len(sampled.cost.kv_layers) == SAMPLE_LAYERS < len(cost.kv_layers)
-    assert sampled.cost.kv_layers == cost.kv_layers[:SAMPLE_LAYERS]
-    own, whole = (c.read_bytes - c.head_bytes for c in (sampled.cost, cost))
+    timing, decisions = run_sample(resolved, cost)
+    assert len(timing.cost.kv_layers) == SAMPLE_LAYERS < len(cost.kv_layers)
+    assert timing.cost.kv_layers == cost.kv_layers[:SAMPLE_LAYERS]
+    own, whole = (c.read_bytes - c.head_bytes for c in (timing.cost, cost))
     norm_bytes = model.config["hidden_size"] * DTYPES[model.dtype].itemsize  # before the head
     layers = len(cost.kv_layers)
     assert (own - norm_bytes) * layers == (whole - norm_bytes) * SAMPLE_LAYERS
-    assert sampled.cost.head_bytes == cost.head_bytes > 0
-    assert tuple(rows for rows, _ in sampled.steps) == ROWS
-    assert all(0 < seconds < 10 for _, seconds in sampled.steps) and sampled.prompt_s > 0
+    assert timing.cost.head_bytes == cost.head_bytes > 0
+    assert tuple(rows for rows, _ in timing.steps) == ROWS
+    assert all(0 < seconds < 10 for _, seconds in timing.steps) and timing.prompt_s > 0
     wanted = "linear_blocks" if extra else "linear"
     assert any(d.field.startswith(f"kernel.{wanted}") for d in decisions)
 

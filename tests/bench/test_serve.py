@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import ConfigError
 from headrace.bench.report import PERCENTILES, emit
-from headrace.bench.serve import Load, events, run_load
+from headrace.bench.serve import LoadSpec, events, run_load
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import Served, serving
 
@@ -32,7 +32,7 @@ def test_every_answer_is_counted_and_timed(
     server: Served, tmp_path: Path, endpoint: str, loop: dict[str, float]
 ) -> None:
     plot = tmp_path / "latencies.png"
-    load = Load(
+    load = LoadSpec(
         base_url=server.url, api_key="right", endpoint=endpoint, num_requests=12, output_tokens=5, **loop
     )  # fmt: skip
     report = run_load(load, plot=plot)
@@ -68,20 +68,20 @@ def test_a_place_without_a_server_is_told_plainly(server: Served) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(ConfigError, match=f"--url: no answer from http://127.0.0.1:{port}: "):
-        run_load(Load(base_url=f"http://127.0.0.1:{port}", num_requests=1))
+        run_load(LoadSpec(base_url=f"http://127.0.0.1:{port}", num_requests=1))
     with pytest.raises(ConfigError, match="/v1/models answered 401; give --model"):
-        run_load(Load(base_url=server.url, num_requests=1))
+        run_load(LoadSpec(base_url=server.url, num_requests=1))
 
 
 def test_what_the_server_refuses_is_refused_and_nothing_else(server: Served) -> None:
-    load = Load(base_url=server.url, api_key="wrong", model="tiny", num_requests=3)
+    load = LoadSpec(base_url=server.url, api_key="wrong", model="tiny", num_requests=3)
     report = run_load(load)
     assert report["ledger"] == {"sent": 3, "ok": 0, "refused": 3, "failed": 0, "lost": 0}
     assert "key" in report["first_problem"]
 
 
 def test_a_server_that_is_gone_loses_every_request() -> None:
-    report = run_load(Load(base_url="http://127.0.0.1:9", model="tiny", num_requests=2))
+    report = run_load(LoadSpec(base_url="http://127.0.0.1:9", model="tiny", num_requests=2))
     assert report["ledger"] == {"sent": 2, "ok": 0, "refused": 0, "failed": 0, "lost": 2}
 
 

@@ -10,23 +10,30 @@ import msgspec
 import numpy as np
 
 from headrace.back.executor.null import NullBehaviour, NullExecutor
-from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, ModelSpec, SchedulerSpec
+from headrace.base.config.resolved import (
+    DeviceSpec,
+    EngineSpec,
+    KVSpec,
+    ModelSpec,
+    SchedulerSpec,
+    SpeculationSpec,
+)
 from headrace.base.wire.params import RowSampling, StopRules
 from headrace.base.wire.request import Call, EngineRequest, Finished, Reply, TokenLogprobs
 from headrace.base.wire.step import KVGroup
 from headrace.core.core import EngineCore
-from headrace.core.ports import Gate
+from headrace.core.ports import AdmissionHook
 
 WIDTH = 1000
 EOS = 2
-FULL = (KVGroup(kind="full", layers=(0,)),)
+FULL = (KVGroup(kind="full", caches=(0,)),)
 
 
 def window_groups(window: int) -> tuple[KVGroup, ...]:
     """A hybrid: one full group, one window group."""
     return (
-        KVGroup(kind="full", layers=(0,)),
-        KVGroup(kind="window", layers=(1,), window=window),
+        KVGroup(kind="full", caches=(0,)),
+        KVGroup(kind="window", caches=(1,), span=window),
     )
 
 
@@ -36,6 +43,7 @@ def make_spec(
     block_tokens: int = 4,
     max_model_len: int = 256,
     prefix_caching: bool = True,
+    speculation: SpeculationSpec | None = None,
     **scheduler: Any,
 ) -> EngineSpec:
     """An engine of toy size."""
@@ -56,6 +64,7 @@ def make_spec(
         kv=KVSpec(block_tokens=block_tokens, prefix_caching=prefix_caching, num_blocks=num_blocks),
         scheduler=SchedulerSpec(**settings),
         device=DeviceSpec(device="cpu", executor="null"),
+        speculation=speculation,
     )
 
 
@@ -100,13 +109,13 @@ class Driver:
         *,
         groups: Sequence[KVGroup] = FULL,
         behaviour: NullBehaviour | None = None,
-        gates: Sequence[Gate] = (),
+        hooks: Sequence[AdmissionHook] = (),
         clock: Callable[[], float] | None = None,
         check: bool = True,
     ) -> None:
         self.executor = NullExecutor(spec, behaviour=behaviour, groups=groups, check=check)
         self.clock = clock or Clock()
-        self.core = EngineCore(spec, self.executor, gates=gates, clock=self.clock)
+        self.core = EngineCore(spec, self.executor, hooks=hooks, clock=self.clock)
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.logprobs: dict[int, list[TokenLogprobs | None]] = defaultdict(list)
         self.prompt_scores: dict[int, list[int]] = defaultdict(list)
@@ -119,6 +128,12 @@ class Driver:
     def add(self, *requests: EngineRequest) -> None:
         for request in requests:
             self.core.add(request)
+
+    def add_suited(self, *requests: EngineRequest) -> None:
+        """Adds requests, without their priorities where the policy has none."""
+        for request in requests:
+            priority = request.priority if self.core.spec.policy == "priority" else 0
+            self.core.add(msgspec.structs.replace(request, priority=priority))
 
     def call(self, operation: str, **arguments: Any) -> int:
         """Makes a call and returns its number; the reply appears in `replies`."""
@@ -172,7 +187,7 @@ class Driver:
         assert status["free_blocks"] == status["total_blocks"], status
         assert status["free_rows"] == status["total_rows"], status
         assert status["waiting_tokens"] == status["in_flight_steps"] == 0, status
-        assert status["held_by_gates"] == 0, status
+        assert status["held_by_hooks"] == 0, status
 
     def reason(self, id: int) -> str:
         """Why a request waits, or what it does."""

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.base.wire.params import RowSampling, StopRules
 from headrace.base.wire.request import EngineRequest
-from headrace.core.ports import Gate, Verdict
+from headrace.core.ports import AdmissionHook, AdmissionVerdict
 from tests.core.harness import WIDTH, Driver, make_request, make_spec
 
 
@@ -46,7 +46,7 @@ def sampled(**fields: Any) -> EngineRequest:
         (changed(deadline_s=float("inf")), "deadline_s"),
         (changed(cache_salt="x" * 129), "cache_salt"),
         (changed(tenant="x" * 129), "tenant"),
-        (changed(gates={"lora": msgspec.Raw(b"1")}), "gates.lora"),
+        (changed(hook_payloads={"lora": msgspec.Raw(b"1")}), "hook_payloads.lora"),
         (changed(stop=StopRules(max_tokens=-1)), "max_tokens"),
         (changed(stop=StopRules(max_tokens=3, min_tokens=4)), "min_tokens"),
         (changed(stop=StopRules(max_tokens=3, stop_ids=(WIDTH,))), "stop_ids"),
@@ -123,16 +123,16 @@ def test_the_queue_is_bounded_by_prompt_tokens() -> None:
 def test_an_unexpected_exception_ends_that_request_without_its_text() -> None:
     """P7, P19."""
 
-    class Broken(Gate):
+    class Broken(AdmissionHook):
         name = "broken"
 
         def admit(self, request: EngineRequest) -> Any:
             if request.id == 2:
                 raise RuntimeError("secret at 0xdeadbeef")
-            return Verdict("yes")
+            return AdmissionVerdict("yes")
 
         def ready(self, request_id: int) -> Any:
-            return Verdict("yes")
+            return AdmissionVerdict("yes")
 
         def payload(self, request_ids: list[int]) -> bytes | None:
             return None
@@ -140,9 +140,35 @@ def test_an_unexpected_exception_ends_that_request_without_its_text() -> None:
         def finish(self, request_id: int) -> None:
             assert request_id != 2, "never admitted"
 
-    driver = Driver(make_spec(), gates=[Broken()])
+    driver = Driver(make_spec(), hooks=[Broken()])
     driver.add(make_request(1), make_request(2))
     driver.run()
     error = driver.finished[2].error
     assert error is not None and "secret" not in error.message and error.kind == "EngineError"
     assert len(driver.tokens[1]) == 8
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_a_priority_that_would_be_ignored_is_refused(policy: str) -> None:
+    """Defect: `priority` was ignored silently under fcfs and fair."""
+    driver = Driver(make_spec(policy=policy))
+    driver.add(make_request(1, priority=-3), make_request(2, priority=0))
+    driver.run()
+    error = driver.finished[1].error
+    assert error is not None and (error.kind, error.field) == ("InvalidRequest", "priority")
+    assert policy in error.message
+    assert driver.finished[2].error is None
+
+
+def test_a_key_has_so_many_prompt_tokens_in_flight_and_no_more() -> None:
+    driver = Driver(make_spec(max_prompt_tokens_per_key=50))
+    driver.add(make_request(1, 30, tenant="a"), make_request(2, 20, tenant="a"))
+    driver.add(make_request(3, 1, tenant="a"), make_request(4, 50, tenant="b"))
+    driver.run()
+    error = driver.finished[3].error
+    assert error is not None and error.kind == "RateLimited" and error.retry_after_s
+    assert "50 prompt tokens in flight" in error.message
+    assert [driver.finished[id].error for id in (1, 2, 4)] == [None] * 3
+    driver.add(make_request(5, 50, tenant="a"))
+    driver.run()
+    assert driver.finished[5].error is None, "what has ended counts no more"

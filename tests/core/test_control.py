@@ -236,3 +236,73 @@ def test_a_bad_call_is_answered_with_its_field_and_changes_nothing(
     assert reply.error.field == field
     assert driver.ask("is_paused")["paused"] is False
     assert driver.ask("status")["draining"] is False
+
+
+@pytest.mark.parametrize("public_id", ["chatcmpl-a", "my-own-id"])
+def test_explain_finds_a_waiting_request_by_its_public_ids(public_id: str) -> None:
+    """Defect: the client's own id got 404 while its request waited."""
+    driver = busy()
+    driver.add(make_request(7, label="chatcmpl-a", external_id="my-own-id", tenant="t"))
+    (one,) = driver.ask("explain", labels=[public_id]).values()
+    assert (one["label"], one["external_id"]) == ("chatcmpl-a", "my-own-id")
+    assert one["reason"].startswith("rows: ")
+    assert driver.ask("explain", labels=[public_id], tenant="another") == {}
+    driver.run()
+    assert driver.ask("explain", labels=[public_id]) == {}
+
+
+def test_a_label_stands_for_all_prompts_of_a_request() -> None:
+    driver = busy()
+    for id, label in ((7, "cmpl-a"), (8, "cmpl-a-1"), (9, "cmpl-a-2"), (10, "cmpl-ab")):
+        driver.add(make_request(id, label=label))
+    assert set(driver.ask("explain", labels=["cmpl-a"])) == {"7", "8", "9"}
+    assert set(driver.ask("explain", labels=["cmpl-a-1"])) == {"8"}
+    assert driver.ask("abort", labels=["cmpl-a"]) == {"aborted": 3}
+
+
+def test_a_pause_that_failed_elsewhere_is_undone_here() -> None:
+    """Defect: a pause that fails on one of several replicas left the others frozen."""
+    driver, undisturbed = busy(), busy()
+    undisturbed.run()
+    driver.call("pause", mode="keep", token="a")
+    driver.run()
+    assert driver.ask("undo_pause", token="another") == {"paused": True, "mode": "keep"}
+    assert driver.ask("undo_pause", token="a") == {"paused": False, "mode": None}
+    assert driver.ask("undo_pause", token="a") == {"paused": False, "mode": None}
+    driver.run()
+    assert driver.tokens == undisturbed.tokens
+
+
+def test_undoing_a_pause_goes_back_to_the_pause_before_it() -> None:
+    driver = busy()
+    driver.call("pause", mode="keep")
+    driver.run()
+    waiting = driver.call("pause", mode="wait", token="b")
+    assert driver.ask("undo_pause", token="b") == {"paused": True, "mode": "keep"}
+    driver.step()
+    error = driver.replies[waiting].error
+    assert error is not None and error.kind == "Conflict"
+    driver.call("resume")
+    driver.run()
+    assert len(driver.finished) == 3
+
+
+def test_resuming_leaves_nothing_to_undo() -> None:
+    driver = busy()
+    driver.call("pause", mode="keep", token="a")
+    driver.call("resume")
+    driver.call("pause", mode="keep")
+    assert driver.ask("undo_pause", token="a")["paused"] is True
+
+
+def test_a_request_that_times_out_in_the_queue_says_what_it_waited_for() -> None:
+    """Defect: a 504 said "waiting: new"."""
+    clock = Clock()
+    driver = Driver(make_spec(max_running=1), clock=clock)
+    driver.add(make_request(1, max_tokens=100))
+    driver.add(make_request(2, deadline_s=5.0))
+    driver.step()
+    clock.now += 5.0
+    driver.step()
+    error = driver.finished[2].error
+    assert error is not None and "(waiting: rows: all 1 are taken (max_running))" in error.message

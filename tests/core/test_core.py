@@ -12,6 +12,7 @@ import pytest
 from headrace.back.executor.null import NullBehaviour
 from headrace.base.errors import EngineDead, from_wire
 from headrace.base.wire.params import RowSampling
+from headrace.core.core import FAILING_STEPS
 from tests.core.harness import EOS, Clock, Driver, make_request, make_spec, window_groups
 
 BOTH = pytest.mark.parametrize("overlap", [True, False])
@@ -168,14 +169,16 @@ def test_window_blocks_outside_the_window_are_free_and_carry_no_hash() -> None:
         driver.step()
     request, pool = driver.core.requests[1], driver.core.kv.pool
     windowed = request.blocks[1]
-    assert sum(block != 0 for block in windowed) <= driver.core.kv.kinds[1].most_held(100, 1)
+    assert sum(block != 0 for block in windowed) <= driver.core.kv.kinds[1].most_held(
+        400, done=0, chunk_tokens=4
+    )
     assert all(block == 0 for block in windowed[: request.trimmed[1]])
     named = [block for block, (group, _) in pool._tags.items() if group == 1]
     assert set(named) <= {block for block in windowed if block} | {
-        b for b in named if pool.refs(b) == 0
+        b for b in named if pool.refs(1, b) == 0
     }
     prompt_blocks = 2
-    assert len([b for b in named if pool.refs(b) == 0]) <= prompt_blocks
+    assert len([b for b in named if pool.refs(1, b) == 0]) <= prompt_blocks
 
 
 def test_tenants_and_salts_share_nothing() -> None:
@@ -266,7 +269,7 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
     driver = Driver(make_spec())
     driver.add(make_request(1, max_tokens=5))
     driver.core.add(make_request(1, max_tokens=7))
-    output = driver.core.outbox.take()
+    output = driver.core.output_buffer.take()
     assert output.tokens is not None and output.tokens.finished[0].reason == "error"
     driver.run()
     assert len(driver.tokens[1]) == 5
@@ -389,6 +392,34 @@ def test_500_finished_requests_are_dead_with_gc_off(overlap: bool) -> None:
         gc.enable()
 
 
+def test_steps_in_which_every_row_fails_are_reported_until_one_succeeds() -> None:
+    """Defect: a batch of nothing but NaN did not lower health."""
+    behaviour = NullBehaviour(fails=lambda request, position: request < 10)
+    driver = Driver(make_spec(), behaviour=behaviour)
+    for id in range(1, 1 + FAILING_STEPS):
+        assert driver.core.hello().failing == ""
+        driver.add(make_request(id))
+        driver.run()
+    assert "failed for all of their requests" in driver.core.hello().failing
+    assert driver.ask("status")["failed_steps"] == FAILING_STEPS
+    driver.add(make_request(10))
+    driver.run()
+    assert driver.core.hello().failing == ""
+
+
+def test_a_failed_row_beside_a_good_one_is_no_failing_engine() -> None:
+    behaviour = NullBehaviour(fails=lambda request, position: request < 10)
+    driver = Driver(make_spec(), behaviour=behaviour)
+    driver.add(make_request(10, max_tokens=50))
+    driver.step()
+    for id in range(1, 2 + FAILING_STEPS):
+        driver.add(make_request(id))
+        driver.step()
+        driver.step()
+    assert driver.core.hello().failing == ""
+    assert driver.ask("status")["failed_steps"] == 0
+
+
 def test_a_failed_step_keeps_no_request_alive() -> None:
     driver = Driver(make_spec(), behaviour=NullBehaviour(eos_rate=0.2))
     driver.add(make_request(1, max_tokens=50, stop_ids=(EOS,)))
@@ -417,8 +448,21 @@ def test_the_host_cost_does_not_grow_with_the_context() -> None:
         driver.step()
         times = []
         for _ in range(200):
-            before = driver.core.counters.plan_s + driver.core.counters.land_s
+            before = driver.core.counters.plan_s + driver.core.counters.update_s
             driver.core.step(wait=True)
-            times.append(driver.core.counters.plan_s + driver.core.counters.land_s - before)
+            times.append(driver.core.counters.plan_s + driver.core.counters.update_s - before)
         least[context] = min(times)
     assert least[8192] < 2 * least[64] + 20e-6
+
+
+def test_a_step_is_slow_by_what_was_measured_or_as_configured() -> None:
+    clock = Clock()
+    driver = Driver(make_spec(), clock=clock)
+    assert driver.core.slow_step_s == 10.0, "nothing is measured, nothing in flight"
+    driver.add(make_request(1, max_tokens=50))
+    for _ in range(20):
+        clock.now += 2.0
+        driver.step()
+    assert driver.core.num_in_flight == 1
+    assert driver.core.slow_step_s == pytest.approx(40.0, rel=0.2), "20 times a step of 2 s"
+    assert Driver(make_spec(slow_step_s=3.0)).core.slow_step_s == 3.0

@@ -59,7 +59,7 @@ def test_a_request_that_asks_ends_and_one_beside_it_goes_on() -> None:
     asks = make_request(1, max_tokens=30)
     stop = msgspec.structs.replace(asks.stop, repetition=RULE, min_tokens=0)
     driver.add(msgspec.structs.replace(asks, stop=stop), make_request(2, max_tokens=30))
-    (row,) = [r for r in driver.core.requests.values() if r.repeats is not None]
+    (row,) = [r for r in driver.core.requests if r.repeats is not None]
     for token in (7, 8):  # as if the answer had begun with these
         assert not row.repeats.add(token)
     row.repeats._runs[:] = 99

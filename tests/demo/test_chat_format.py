@@ -10,7 +10,7 @@ from jinja2 import Environment
 from tokenizers import Tokenizer
 
 from demo.chat_format import pieces
-from headrace.bench.datasets.tasks import training_conversation
+from demo.tasks import training_conversation
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 

@@ -6,7 +6,7 @@ import json
 import random
 from typing import Any
 
-from headrace.bench.datasets.tasks.tool_catalog import CATALOG
+from demo.tasks.tool_catalog import CATALOG
 
 TOOLS = {
     tool.name: tool for tool in CATALOG if tool.name in ("get_weather", "get_time", "set_light")

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from headrace.front.server.state.database import open_database
-from headrace.front.server.state.store import Record, ResponseStore
+from headrace.front.server.state.responses import Record, ResponseStore
 from tests.api.clients import openai_client
 from tests.api.serving import Served, serving
 from tests.dialects.conftest import OTHER

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -83,7 +82,7 @@ def events_of(bundled: Served, **asked: Any) -> list[tuple[str, dict[str, Any]]]
         bundled.url + "/v1/messages?beta=true",
         json={**body, **asked},
         headers=headers,
-        timeout=30,
+        timeout=60,
         verify=NO_TLS,
     ) as response:
         assert response.status_code == 200, response.read()
@@ -343,7 +342,7 @@ def test_what_agents_send_is_understood(bundled: Served) -> None:
         bundled.url + "/v1/messages?beta=true",
         json=body,
         headers=headers,
-        timeout=30,
+        timeout=60,
         verify=NO_TLS,
     )
     assert answer.status_code == 200, answer.text
@@ -443,9 +442,7 @@ def test_leaving_a_stream_ends_the_work(bundled: Served) -> None:
     ) as response:
         lines = response.iter_lines()
         assert next(lines) == "event: message_start"
-    began = time.monotonic()
     eventually(lambda: _at_rest(bundled), within_s=5)
-    assert time.monotonic() - began < 5
 
 
 def _at_rest(bundled: Served) -> bool:
@@ -461,7 +458,7 @@ def test_a_stream_that_waits_gets_pings_of_its_dialect_and_an_end_that_is_an_err
     with serving(model, *options, step_s=0.6) as served:
         body = {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 500, "stream": True}
         with httpx.stream(
-            "POST", served.url + "/v1/messages", json=body, timeout=20, verify=NO_TLS
+            "POST", served.url + "/v1/messages", json=body, timeout=60, verify=NO_TLS
         ) as response:
             lines = response.iter_lines()
             assert [next(lines) for _ in range(2)] == ["event: ping", 'data: {"type":"ping"}']
@@ -469,7 +466,7 @@ def test_a_stream_that_waits_gets_pings_of_its_dialect_and_an_end_that_is_an_err
             rest = list(lines)
         assert rest[-3] == "event: error" and "overloaded_error" in rest[-2]
         assert "message_stop" not in "".join(rest)
-        served.process.wait(20)
+        served.process.wait(60)
 
 
 def test_an_agents_turn_with_parallel_calls_an_error_and_its_thinking(

@@ -35,7 +35,7 @@ def ask(gpt: openai.OpenAI, given: Any = ADD, **more: Any) -> Any:
 def post(bundled: Served, **body: Any) -> httpx.Response:
     asked = {"model": "demo", "input": ADD, "temperature": 0, **body}
     return httpx.post(
-        bundled.url + "/v1/responses", json=asked, headers=HEADERS, timeout=30, verify=NO_TLS
+        bundled.url + "/v1/responses", json=asked, headers=HEADERS, timeout=60, verify=NO_TLS
     )
 
 
@@ -453,12 +453,12 @@ def test_who_follows_is_told_the_end_of_a_cancelled_or_deleted_response(slow: Se
         with ThreadPoolExecutor(1) as pool:
             following = pool.submit(_followed, slow, ident, -1, begun := threading.Event())
             eventually(lambda ident=ident: _status(slow, ident) == "in_progress", within_s=10)
-            assert begun.wait(10)
+            assert begun.wait(60)
             if end == "cancel":
                 slow.post(f"/v1/responses/{ident}/cancel", {})
             else:
                 httpx.delete(f"{slow.url}/v1/responses/{ident}", verify=NO_TLS)
-            events = following.result(20)
+            events = following.result(60)
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         terminal = [event for event in events if event["type"] in TERMINAL]
         assert terminal == events[-1:]

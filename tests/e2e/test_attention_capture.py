@@ -175,7 +175,7 @@ def test_the_bound_of_what_is_told_names_the_numbers() -> None:
     from headrace.core.kv.manager import KVManager
 
     facts = WorkerFacts(
-        num_blocks=4096, block_tokens=16, groups=(KVGroup(kind="full", layers=(0,)),),
+        num_blocks=4096, block_tokens=16, groups=(KVGroup(kind="full", caches=(0,)),),
         logits_width=97, max_rows=4, max_model_len=32768, capture_layers=28, capture_heads=16,
     )  # fmt: skip
     kv = KVManager(facts, prefix_caching=True, chunk_tokens=64)

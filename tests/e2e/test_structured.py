@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import re
-import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel, Field
 
 from tests.api.clients import openai_client
 from tests.api.serving import NO_TLS, serving
+from tests.stopwatch import Stopwatch
 
 ASK: Any = [{"role": "user", "content": "Make a JSON object with name Bob and age 30."}]
 HELLO: Any = [{"role": "user", "content": "Hello! Who are you?"}]
@@ -365,13 +365,13 @@ def test_what_cannot_be_is_refused_by_name_and_soon(
     url: str, fields: dict[str, Any], param: str, words: str
 ) -> None:
     body = {"messages": HELLO, "max_tokens": 20, **fields}
-    began = time.perf_counter()
-    answer = httpx.post(url + "/v1/chat/completions", json=body, timeout=30, verify=NO_TLS)
-    spent = time.perf_counter() - began
+    watch = Stopwatch()
+    answer = httpx.post(url + "/v1/chat/completions", json=body, timeout=60, verify=NO_TLS)
+    undisturbed_s = watch.undisturbed_s
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param, error
     assert words in error["message"] and error["message"].startswith(param.split(".")[0])
-    assert spent < 5.0
+    assert undisturbed_s < 5.0
 
 
 def test_bad_schemas_of_one_client_hold_up_nobody(url: str) -> None:
@@ -417,7 +417,7 @@ def test_fuzzed_structures_never_give_a_server_error(url: str) -> None:
         return random_.choice(values)
 
     statuses = []
-    with httpx.Client(base_url=url, timeout=30, verify=NO_TLS) as http:
+    with httpx.Client(base_url=url, timeout=60, verify=NO_TLS) as http:
         for _ in range(250):
             chosen = random_.sample(keys, random_.randint(1, 2))
             body = {"messages": HELLO, "max_tokens": 3, **{key: value(3) for key in chosen}}

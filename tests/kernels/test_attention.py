@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.back.kernels.attention import reference
+from headrace.back.kernels.attention import op, reference
 from headrace.back.kernels.attention.op import OP, AttentionProblem, SamplePlan, sample_plan
+from headrace.back.kernels.attention.reference import bind_reference
+from headrace.back.kernels.merge_attention.op import bind_reference as bind_merge
+from headrace.back.kernels.op import Kernel, load_kernel
+from tests.kernels.partial_attention import check_merged
 
 
 def problem(**changes: object) -> AttentionProblem:
@@ -146,3 +153,95 @@ def test_bfloat16_stays_within_the_tolerance_of_the_self_check() -> None:
     wide = problem()
     expected = OP.reference.bind(wide)(q.float(), kv.float(), plan)
     assert (got - expected).abs().max() <= OP.tolerance(case) * expected.abs().max()
+
+
+def naive_lse(
+    case: AttentionProblem, q: torch.Tensor, kv: torch.Tensor, plan: SamplePlan
+) -> torch.Tensor:
+    """The log-sum-exp of every query and head, written out."""
+    lse = torch.full(q.shape[:2], float("nan"))
+    for row, kv_len in enumerate(plan.host_kv_len.tolist()):
+        begin, end = plan.host_query_start[row : row + 2].tolist()
+        for token in range(begin, end):
+            position = kv_len - (end - token)
+            lowest = max(0, position - case.window + 1) if case.window else 0
+            for head in range(case.heads):
+                kv_head = head // (case.heads // case.kv_heads)
+                total = 0.0
+                for seen in range(lowest, position + 1):
+                    block = int(plan.block_table_RB[row, seen // case.block_tokens])
+                    key = kv[block, 0, kv_head, seen % case.block_tokens]
+                    total += math.exp(case.scale * float(q[token, head] @ key))
+                lse[token, head] = math.log(total)
+    return lse
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_log_sum_exps_are_those_of_the_scores(window: int | None) -> None:
+    case = problem(window=window)
+    q, kv, plan = inputs(case, [(1, 9), (1, 1), (6, 17), (3, 3)])
+    lse = torch.full(q.shape[:2], float("nan"))
+    out = OP.reference.bind(case)(q, kv, plan, lse)
+    torch.testing.assert_close(lse, naive_lse(case, q, kv, plan), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, naive(case, q, kv, plan), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_halves_merge_to_the_whole(softcap: float | None, sinks: bool) -> None:
+    case = problem(softcap=softcap, sinks=sinks)
+    q, kv, plan = inputs(case, [(1, 30), (1, 3), (6, 17), (3, 3), (2, 26)])
+    sinks_H = torch.linspace(-1.0, 3.0, case.heads) if sinks else None
+    check_merged(
+        bind_reference, bind_merge, case, q, kv, plan, bound=1e-6, sinks_H=sinks_H, same_bits=False
+    )
+
+
+def test_halves_of_scores_beyond_the_range_of_exp_merge_to_the_whole() -> None:
+    case = problem()
+    q, kv, plan = inputs(case, [(1, 30), (1, 3), (6, 17)])
+    check_merged(bind_reference, bind_merge, case, q * 1000, kv, plan, bound=1e-6, same_bits=False)
+
+
+def test_a_window_needs_causal_queries() -> None:
+    with pytest.raises(AssertionError):
+        problem(window=4, causal=False)
+
+
+def table_of_files() -> dict[str, list[str]]:
+    """The table in the op's docstring: file -> hardware, dtypes, caches."""
+    assert op.__doc__ is not None
+    lines = [line.strip() for line in op.__doc__.splitlines()]
+    rows = [re.split(r" {2,}", line) for line in lines if re.match(r"\w+\.py  ", line)]
+    return {row[0]: row[1:4] for row in rows}
+
+
+def test_the_table_names_every_file_with_a_kernel() -> None:
+    folder = Path(op.__file__).parent
+    attends = re.compile(r"def \w+_kernel\(\s*(?:cache,\s*)?(?:scales,\s*)?q,")
+    with_kernels = {path.name for path in folder.glob("*.py") if attends.search(path.read_text())}
+    entries = {target.split(":")[0].rpartition(".")[2] + ".py" for target in OP.kernels}
+    assert set(table_of_files()) == {"reference.py", *entries, *with_kernels}
+
+
+@pytest.mark.parametrize("target", OP.kernels)
+def test_the_table_says_what_the_kernels_support(target: str) -> None:
+    kernel = load_kernel(target)
+    if not isinstance(kernel, Kernel):
+        pytest.skip(kernel)
+    pytest.importorskip("triton")
+    from headrace.back.kernels.triton.wrap import planned_for
+
+    hardware, dtypes, caches = table_of_files()[target.split(":")[0].rpartition(".")[2] + ".py"]
+    known = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    for (name, dtype), cache in itertools.product(known.items(), ("q", "int8", "fp8")):
+        case = problem(
+            device={"CPU": "cpu", "GPU": "cuda"}[hardware],
+            dtype=dtype,
+            head_dim=64,
+            quantized=None if cache == "q" else cache,
+        )
+        with planned_for((9, 0)):
+            reason = kernel.supports(case)
+        listed = name in dtypes.split() and cache in caches.split()
+        assert (reason is None) == listed, (name, cache, reason)

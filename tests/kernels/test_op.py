@@ -1,4 +1,5 @@
-"""An op takes the best kernel that supports the problem and agrees with the reference, and says why not the others."""
+"""An op takes the best kernel that supports the problem and agrees with the reference, and says why
+not the others."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.back.kernels.op import Kernel, Op, PutOff, Sample, SelfCheckFailed, load_kernel
+from headrace.back.kernels.op import (
+    DeferredChecks,
+    Kernel,
+    Op,
+    PlanCheck,
+    Sample,
+    SelfCheckFailed,
+    decisions,
+    load_kernel,
+    release_scratch,
+    scratch_weight,
+)
 from headrace.base.errors import ConfigError
 
 Double = Callable[[torch.Tensor], torch.Tensor]
@@ -109,20 +121,20 @@ def test_infinities_must_lie_where_the_reference_has_them(op_of: Any) -> None:
 
 
 def test_checks_that_are_put_off_are_made_together(op_of: Any) -> None:
-    """Choosing runs no kernel; afterwards each runs once while kernels compile, and once to be checked. From then on a
-    check is made at once."""
+    """Choosing runs no kernel; afterwards each runs once while kernels compile, and once to be
+    checked. From then on a check is made at once."""
     ran: list[int] = []
 
     def counted(problem: int) -> Double:
         return lambda x: (ran.append(problem), 2 * x)[1]
 
     op = op_of(fast=kernel(counted))
-    with PutOff() as checks:
+    with DeferredChecks() as checks:
         assert [op.choose(problem).kernel.name for problem in (3, 4)] == ["fast", "fast"]
         assert ran == []
-        checks.ask()
+        checks.compile()
         assert ran == [3, 4]
-        checks.make()
+        checks.run()
         assert ran == [3, 4, 3, 4]
         op.choose(5)
         assert ran == [3, 4, 3, 4, 5]
@@ -134,10 +146,10 @@ def test_after_a_failed_check_that_was_put_off_each_is_chosen_anew(op_of: Any) -
     """REG-121: a wrong kernel does not stay bound because its check came late."""
     wrong = kernel(lambda problem: lambda x: (2 if problem < 4 else 3) * x)
     op = op_of(fast=wrong)
-    with PutOff() as checks:
+    with DeferredChecks() as checks:
         assert op.choose(3).kernel.name == op.choose(5).kernel.name == "fast"
     with pytest.raises(SelfCheckFailed):
-        checks.make()
+        checks.run()
     assert op.choose(3).kernel.name == "fast"
     chosen = op.choose(5)
     assert chosen.kernel.name == "torch" and "self-check failed" in chosen.rejected[0][1]
@@ -167,3 +179,110 @@ def test_every_call_of_a_sample_is_compared(op_of: Any) -> None:
     choice = op.choose(3)
     assert choice.kernel.name == "torch"
     assert "self-check failed" in choice.rejected[0][1]
+
+
+def failing(problem: int) -> Double:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory\nof a long trace")
+
+    return run
+
+
+def test_a_kernel_that_cannot_run_is_passed_over_with_its_reason(op_of: Any) -> None:
+    choice = op_of(broken=kernel(failing), second=kernel(reference)).choose(3)
+    assert choice.kernel.name == "fast"
+    ((name, reason),) = choice.rejected
+    assert name.endswith("broken")
+    assert reason == "self-check failed: RuntimeError: out of resource: shared memory"
+
+
+def test_a_lack_of_device_memory_is_no_kernels_fault(op_of: Any) -> None:
+    def bind(problem: int) -> Double:
+        raise torch.OutOfMemoryError("too small")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        op_of(fast=kernel(bind)).choose(3)
+
+
+def test_after_a_failed_deferred_check_the_next_choice_knows_without_checking(op_of: Any) -> None:
+    """The model is built again with checks deferred as before: what failed is not met again."""
+    runs: list[str] = []
+
+    def wrong(problem: int) -> Double:
+        return lambda x: (runs.append("wrong"), 3 * x)[1]
+
+    op = op_of(first=kernel(wrong), second=kernel(reference))
+    with DeferredChecks() as checks:
+        assert op.choose(3).kernel.bind is wrong
+    with pytest.raises(SelfCheckFailed):
+        checks.run()
+    with DeferredChecks() as again:
+        assert op.choose(3).kernel.bind is reference
+    again.run()
+    assert runs == ["wrong"] and "self-check failed" in op.choose(3).rejected[0][1]
+
+
+def plans_of(*scales: float, skipped: list[str] | None = None) -> Callable[[int], list[PlanCheck]]:
+    """A plan for each scale; only 2 is right."""
+
+    def plans(problem: int) -> list[PlanCheck]:
+        return [
+            PlanCheck(
+                name=f"times {scale}",
+                sample=lambda: sample(100 * problem),
+                bind=lambda problem, scale=scale: lambda x: scale * x,
+                skip=None
+                if skipped is None
+                else lambda why, scale=scale: skipped.append(f"{scale}"),
+            )
+            for scale in scales
+        ]
+
+    return plans
+
+
+def test_every_plan_of_a_kernel_is_checked_and_one_that_fails_takes_the_kernel(op_of: Any) -> None:
+    whole = replace(kernel(reference), plans=plans_of(2.0, 2.0))
+    broken = replace(kernel(reference), plans=plans_of(2.0, 2.5))
+    assert op_of(whole=whole).choose(3).kernel is whole
+    choice = op_of(broken=broken).choose(3)
+    assert choice.kernel.name == "torch" and "times 2.5: self-check" in choice.rejected[0][1]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_plan_that_can_be_done_without_is_skipped_and_reported(
+    op_of: Any, deferred: bool
+) -> None:
+    skipped: list[str] = []
+    fast = replace(kernel(reference), plans=plans_of(2.0, 2.5, 3.0, skipped=skipped))
+    op = op_of(fast=fast)
+    if deferred:
+        with DeferredChecks() as checks:
+            op.choose(3)
+        with pytest.raises(SelfCheckFailed):
+            checks.run()
+    choice = op.choose(3)
+    assert choice.kernel is fast and set(skipped) == {"2.5", "3.0"}
+    assert [name for name, _ in choice.rejected][:2] == ["fast times 2.5", "fast times 3.0"]
+    (decision,) = decisions([choice])
+    assert "fast times 2.5: self-check failed" in decision.why
+
+
+def test_what_a_kernel_notes_of_its_shapes_is_said_once(op_of: Any) -> None:
+    noted = replace(
+        kernel(reference), note=lambda problem: "measured" if problem > 3 else "modelled"
+    )
+    op = op_of(fast=noted)
+    (decision,) = decisions([op.choose(3), op.choose(4), op.choose(5)])
+    assert decision.why == "3 shapes; modelled; measured"
+
+
+def test_weights_of_checks_share_their_memory_until_it_is_released() -> None:
+    large = scratch_weight(30, 4, dtype=torch.float32, device="cpu")
+    again = scratch_weight(3, 4, dtype=torch.float32, device="cpu")
+    assert again.shape == (3, 4) and again.data_ptr() == large.data_ptr()
+    assert large.std() == pytest.approx(1 / 64, rel=0.3)
+    release_scratch()
+    fresh = scratch_weight(30, 4, dtype=torch.float32, device="cpu")
+    assert fresh.data_ptr() != large.data_ptr() and torch.equal(fresh, large)
+    release_scratch()

@@ -109,7 +109,11 @@ def test_a_tied_weight_is_never_packed_a_second_time() -> None:
     assert "tied" in str(mkldnn.KERNEL.supports(tied))
 
 
-def test_a_large_layer_is_checked_on_a_small_problem_of_the_same_kind() -> None:
+def test_a_large_layer_is_checked_on_all_inputs_and_a_slice_of_the_outputs() -> None:
+    """The slice leaves the same remainder by every power of two up to 256."""
     large = linear.LinearProblem(device="cpu", dtype=torch.float32, inputs=4099, outputs=151_936)
-    small = linear.OP.sample(large).problem
-    assert (small.inputs, small.outputs) == (256 + 4099 % 256, 256 + 151_936 % 256)
+    sample = linear.OP.sample(large)
+    assert (sample.problem.inputs, sample.problem.outputs) == (4099, 256 + 151_936 % 256)
+    assert [x.shape for (x,) in (sample.arguments, *sample.further)] == [
+        (rows, 4099) for rows in (3, 1, 40)
+    ]

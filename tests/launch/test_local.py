@@ -7,7 +7,6 @@ import os
 import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from headrace.front.client.events import Delta, Ended, Generation
 from headrace.launch.local import start_local
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import still_alive
+from tests.stopwatch import Stopwatch
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,10 @@ def children() -> list[psutil.Process]:
 
 def test_prompts_make_no_room_for_decodes_where_nobody_watches_tokens(model: Path) -> None:
     with start_local(options(model)) as local:
-        assert local.resolved.engine.scheduler.decode_stretch is None
-    given = msgspec.convert({**values(model), "scheduler": {"decode_stretch": 3.0}}, Options)
+        assert local.resolved.engine.scheduler.max_decode_slowdown is None
+    given = msgspec.convert({**values(model), "scheduler": {"max_decode_slowdown": 3.0}}, Options)
     with start_local(given) as local:
-        assert local.resolved.engine.scheduler.decode_stretch == 3.0
+        assert local.resolved.engine.scheduler.max_decode_slowdown == 3.0
 
 
 async def test_a_local_engine_answers_and_leaves_nothing_behind(model: Path) -> None:
@@ -72,12 +72,12 @@ async def test_a_local_engine_answers_and_leaves_nothing_behind(model: Path) -> 
 def test_closing_over_unread_heartbeats_is_quick_and_silent(
     model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = {**values(model), "scheduler": {"step_timeout_s": 0.04}}  # beats every 10 ms
+    given = {**values(model), "scheduler": {"step_timeout_s": 0.04}}  # a heartbeat every 10 ms
     local = start_local(msgspec.convert(given, Options))
     select.select([local._children[0].status], [], [], 5)
-    began = time.monotonic()
+    watch = Stopwatch()
     local.close()
-    assert time.monotonic() - began < 1
+    assert watch.undisturbed_s < 1
     assert local._children[0].process.returncode == 0
     assert "Traceback" not in capfd.readouterr().err
 

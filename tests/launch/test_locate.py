@@ -152,6 +152,19 @@ FILES = {
     "pytorch_model.bin": b"\x80\x04",
     "consolidated.safetensors": b"x" * 50,
     "onnx/model.safetensors": b"x" * 50,
+    "modules.json": json.dumps(
+        [
+            {"path": "", "type": "sentence_transformers.models.Transformer"},
+            {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+            {"path": "2_Dense", "type": "sentence_transformers.models.Dense"},
+            {"path": "3_Normalize", "type": "sentence_transformers.models.Normalize"},
+        ]
+    ).encode(),
+    "config_sentence_transformers.json": b"{}",
+    "1_Pooling/config.json": b"{}",
+    "2_Dense/config.json": b"{}",
+    "2_Dense/model.safetensors": b"x" * 50,
+    "2_Dense/pytorch_model.bin": b"\x80\x04",
 }
 
 
@@ -270,7 +283,14 @@ def test_a_download_brings_data_files_of_one_commit_and_is_then_cached(hub: Any)
     found = download(hub)
     assert (found["commit"], found["why"]) == (COMMIT, "downloaded")
     names = {path.name for path in Path(found["path"]).iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert names == {
+        *("config.json", "model.safetensors", "tokenizer.json"),
+        *("modules.json", "config_sentence_transformers.json", "1_Pooling", "2_Dense"),
+    }
+    modules = {str(path.relative_to(found["path"])) for path in Path(found["path"]).glob("*/*")}
+    assert modules == {
+        *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
+    }
     assert (Path(found["path"]) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     fetched = {path for method, path, _ in hub.log if "/resolve/" in path}
     assert all(path.startswith(f"/org/name/resolve/{COMMIT}/") for path in fetched)
@@ -278,6 +298,16 @@ def test_a_download_brings_data_files_of_one_commit_and_is_then_cached(hub: Any)
     hub.log.clear()
     assert download(hub, revision=COMMIT)["why"] == "found in the local cache"
     assert hub.log == []
+
+
+def test_a_cached_copy_without_a_listed_module_is_completed(hub: Any) -> None:
+    """An older cache: pooling would silently be another without the folder."""
+    folder = Path(download(hub)["path"])
+    (folder / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"1_Pooling/config.json is missing.*incomplete"):
+        locate(ModelOptions(model="org/name", revision=COMMIT))
+    assert download(hub)["why"] == "downloaded"
+    assert (folder / "1_Pooling" / "config.json").is_file()
 
 
 def test_a_download_that_was_cut_off_goes_on_where_it_stopped(hub: Any) -> None:

@@ -11,10 +11,11 @@ from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import Options
 from headrace.launch import plan
 from headrace.launch.facts import resolve_options
-from headrace.launch.forecast import ModelCost
 from headrace.launch.locate import bundled_model
-from headrace.launch.plan import build_without_memory, cost_of, kernels_there, probe_cpu
+from headrace.launch.performance_model import ModelCost
+from headrace.launch.plan import build_without_memory, cost_of, kernels_on_absent_device, probe_cpu
 from headrace.launch.topology import planned_facts
+from tests.stopwatch import Stopwatch
 
 
 def given(device: str, *extra: str) -> Options:
@@ -34,8 +35,10 @@ def test_the_probe_measures_the_engines_own_products_and_says_on_what(
     extra: tuple[str, ...],
 ) -> None:
     engine = spec(*extra)
+    watch = Stopwatch()
     found = probe_cpu(engine, memory_bytes=1 << 30)
-    assert 1e8 < found.bandwidth < 1e13 and 1e8 < found.rate < 1e16
+    least = 1e8 if watch.undisturbed_s > watch.wall_s / 2 else 0
+    assert least < found.bandwidth < 1e13 and least < found.rate < 1e16
     bits = engine.model.quantization or engine.model.dtype
     assert found.source == f"measured on 1 threads, {bits}" and found.probe_s > 0
 
@@ -78,7 +81,9 @@ def kernels(device: str, *extra: str) -> dict[str, tuple[str, str]]:
     options = given("cuda", *extra)
     engine = resolve_options(options, planned_facts(device, options.device)).engine
     ranks = engine.device.tensor_parallel
-    found = kernels_there(engine.model, FAKES[device], block_tokens=16, tensor_parallel=ranks)
+    found = kernels_on_absent_device(
+        engine.model, FAKES[device], block_tokens=16, tensor_parallel=ranks
+    )
     return {d.field: (d.chosen, d.why) for d in found}
 
 
@@ -97,7 +102,7 @@ def test_the_kernels_of_a_gpu_are_named_without_it(extra: tuple[str, ...], chose
     found = kernels("h200", *extra)
     assert found["kernel.attention"][0] == chosen and found["kernel.linear"][0] == chosen
     assert found["kernel.rms_norm"] == ("triton", "2 shapes; native: runs on the CPU only")
-    assert found["kernel.draw"][0] == "triton"
+    assert found["kernel.sample"][0] == "triton"
     assert not any(getattr(one.problem, "device", "") == "cuda" for one in ATTENTION.choices())
 
 

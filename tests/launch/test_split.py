@@ -1,4 +1,4 @@
-"""A step's output goes to the fronts that own its requests, whatever it consists of."""
+"""A step's output goes to the frontends that own its requests, whatever it consists of."""
 
 from __future__ import annotations
 

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 
 import msgspec
+import pytest
 
 from headrace.base.config.tree import Options
 from headrace.launch.resolve import resolve
-from headrace.launch.supervisor import Seat, State, Supervisor
-from headrace.launch.topology import Child, RuntimeFolder
+from headrace.launch.supervisor import (
+    API_SILENCE_S,
+    CHECK_S,
+    SILENCE_S,
+    ManagedProcess,
+    ServerPhase,
+    Supervisor,
+)
+from headrace.launch.topology import ChildProcess, RuntimeFolder
 from tests.launch.test_resolve import CPU, MODEL
 
 
-def dead_before_it_is_watched(_: Seat) -> Child:
+def dead_before_it_is_watched(_: ManagedProcess) -> ChildProcess:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(["true"], stdin=theirs)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     ours.setblocking(False)
-    return Child(name="core", process=process, status=ours)
+    return ChildProcess(name="core", process=process, status=ours)
 
 
 def test_a_child_that_dies_before_it_is_watched_is_one_death() -> None:
@@ -29,14 +38,72 @@ def test_a_child_that_dies_before_it_is_watched_is_one_death() -> None:
     folder = RuntimeFolder()
     with socket.socket() as listener:
         resolved = resolve(msgspec.convert({}, Options), MODEL, CPU)
-        supervisor = Supervisor(resolved, folder, listener, lambda seats: None)
-        seat = Seat("core", dead_before_it_is_watched, is_core=True)
-        supervisor._seats = [seat]
-        supervisor.state = State.SERVING
-        supervisor._start(seat)
+        supervisor = Supervisor(resolved, folder, listener, lambda processes: None)
+        managed = ManagedProcess("core", dead_before_it_is_watched, is_core=True)
+        supervisor._processes = [managed]
+        supervisor.phase = ServerPhase.SERVING
+        supervisor._start(managed)
         for deaths in (1, 2):
             supervisor._turn()
-            assert (seat.child is None, supervisor.restarts) == (deaths == 2, deaths)
+            assert (managed.child is None, supervisor.restarts) == (deaths == 2, deaths)
     supervisor._kill_all()
     folder.close()
     assert supervisor.exit_status == 0
+
+
+def supervised(child: ManagedProcess, folder: RuntimeFolder, listener: socket.socket) -> Supervisor:
+    resolved = resolve(msgspec.convert({}, Options), MODEL, CPU)
+    supervisor = Supervisor(resolved, folder, listener, lambda processes: None)
+    supervisor._processes = [child]
+    supervisor.phase = ServerPhase.SERVING
+    supervisor._start(child)
+    return supervisor
+
+
+def sleeping(_: ManagedProcess) -> ChildProcess:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(["sleep", "600"], stdin=theirs)
+    ours.setblocking(False)
+    return ChildProcess(name="child", process=process, status=ours)
+
+
+@pytest.mark.parametrize("is_core", [True, False])
+def test_a_stopped_child_is_killed_at_the_second_look(is_core: bool) -> None:
+    folder = RuntimeFolder()
+    child = ManagedProcess("child", sleeping, is_core=is_core)
+    with socket.socket() as listener:
+        supervisor = supervised(child, folder, listener)
+        assert child.child is not None
+        process = child.child.process
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        child.heard_at = 100.0
+        supervisor._check_alive(child, 100.1)
+        assert process.poll() is None, "a first look proves nothing"
+        supervisor._check_alive(child, 100.1 + CHECK_S)
+        assert process.wait(60) == -signal.SIGKILL
+        supervisor._kill_all()
+    folder.close()
+    assert 2 * CHECK_S <= 1.0, "it is noticed within a second"
+
+
+@pytest.mark.parametrize(("is_core", "limit_s"), [(True, SILENCE_S), (False, API_SILENCE_S)])
+def test_a_child_without_heartbeats_is_killed_once_it_has_sent_one(
+    is_core: bool, limit_s: float
+) -> None:
+    folder = RuntimeFolder()
+    child = ManagedProcess("child", sleeping, is_core=is_core)
+    with socket.socket() as listener:
+        supervisor = supervised(child, folder, listener)
+        assert child.child is not None
+        process = child.child.process
+        supervisor._check_alive(child, 1e9)
+        assert process.poll() is None, "it is still starting"
+        child.heard_at = 100.0
+        supervisor._check_alive(child, 100.0 + limit_s - 0.1)
+        assert process.poll() is None
+        supervisor._check_alive(child, 100.0 + limit_s)
+        assert process.wait(60) == -signal.SIGKILL
+        supervisor._kill_all()
+    folder.close()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from headrace.back.platforms.detect import FAKES, device
+from headrace.back.platforms.facts import visible_devices
 from headrace.base.config.resolved import Resolved
-from headrace.launch.topology import core_environment
+from headrace.launch import topology
+from headrace.launch.topology import core_environment, device_facts
 from tests.launch.test_resolve import CUDA, resolved
 
 
@@ -29,5 +32,22 @@ def test_replicas_share_the_devices_and_one_core_sees_them_all(
 def test_the_users_order_of_devices_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,3")
     two = on_cuda(replicas=2, tensor_parallel=1)
-    assert core_environment(two, 0) == {"CUDA_VISIBLE_DEVICES": "7"}
-    assert core_environment(two, 1) == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert core_environment(two, 0)["CUDA_VISIBLE_DEVICES"] == "7"
+    assert core_environment(two, 1)["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_replicas_of_amd_gpus_are_told_alike_under_both_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "4,5")
+    second = core_environment(on_cuda(replicas=2, tensor_parallel=1), 1)
+    assert second["CUDA_VISIBLE_DEVICES"] == second["HIP_VISIBLE_DEVICES"] == "5"
+    assert visible_devices("5", "5") == ("5",)
+
+
+def test_an_amd_gpu_is_chosen_as_pytorchs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "detect", lambda: (FAKES["mi300x"], device("cpu")))
+    assert device_facts("auto").kind == "cuda"
+    assert device_facts("auto").total_bytes == FAKES["mi300x"].memory_bytes
+    assert device_facts("cpu").kind == "cpu"

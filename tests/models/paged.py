@@ -15,19 +15,19 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from headrace.back.attention.kv_layer import KVLayer
+from headrace.back.attention.forms import HeadsForm
 from headrace.back.attention.plan import AttentionPlan, Batch
-from headrace.back.kernels.kv_write.coded import codes_and_scales
+from headrace.back.kernels.kv_write.quantized import values_and_scales
 from headrace.back.models.protocol import CausalModel
 
 Schedule = list[list[tuple[int, int]]]
 
 
-def _poisoned(shape: tuple[int, ...], dtype: torch.dtype, layer: KVLayer) -> torch.Tensor:
-    if not layer.coded:
+def _poisoned(shape: tuple[int, ...], dtype: torch.dtype, layer: HeadsForm) -> torch.Tensor:
+    if not layer.quantized:
         return torch.full(shape, float("nan"), dtype=dtype)
     kv = torch.full(shape, 77, dtype=torch.int8)
-    codes_and_scales(kv.view(-1, *shape[-4:]))[1].fill_(float("nan"))
+    values_and_scales(kv.view(-1, *shape[-4:]))[1].fill_(float("nan"))
     return kv
 
 
@@ -41,7 +41,7 @@ class PagedRun:
         self.rows = rows
         self.block_tokens = block_tokens
         self.done = [0] * len(rows)
-        windows = [layer.window for layer in model.kv_layers]
+        windows = [layer.span for layer in model.kv_forms]
         self.windows = list(dict.fromkeys(windows))
         self.group_of_layer = tuple(self.windows.index(window) for window in windows)
         longest = max(-(-len(row) // block_tokens) for row in rows)
@@ -53,7 +53,7 @@ class PagedRun:
             _poisoned(
                 (num_blocks, 2, layer.kv_heads, block_tokens, layer.token_width), dtype, layer
             )
-            for layer in model.kv_layers
+            for layer in model.kv_forms
         )
 
     def step(self, chunks: list[tuple[int, int]], *, last: bool = False) -> list[torch.Tensor]:
@@ -76,8 +76,8 @@ class PagedRun:
             logits_at_N=ends if last else torch.arange(len(ids)),
         )
         if last:
-            rest = replace(batch, plans=tuple(_one_query_each(plan) for plan in plans))
-            batch = replace(batch, rest=rest)
+            last_token_batch = replace(batch, plans=tuple(_one_query_each(plan) for plan in plans))
+            batch = replace(batch, last_token_batch=last_token_batch)
         with torch.inference_mode():
             logits = self.model.logits(self.model.forward(batch))
         for row, count in chunks:
@@ -126,7 +126,7 @@ class PagedRun:
                         for layer, owner in enumerate(self.group_of_layer):
                             if owner == group:
                                 kv = self.kv[layer][block]
-                                kv.copy_(_poisoned(kv.shape, kv.dtype, self.model.kv_layers[layer]))
+                                kv.copy_(_poisoned(kv.shape, kv.dtype, self.model.kv_forms[layer]))
 
 
 def _one_query_each(plan: AttentionPlan) -> AttentionPlan:

@@ -10,7 +10,7 @@ import pytest
 from headrace.back.models.families import architecture_of
 from headrace.back.platforms.detect import FAKES
 from headrace.base.config.resolved import ModelSpec
-from headrace.launch.plan import kernels_there
+from headrace.launch.plan import kernels_on_absent_device
 from tests.models.test_encoders import ENCODER_CASES
 from tests.models.test_parity import CASES, tiny_config
 
@@ -32,7 +32,7 @@ def test_every_family_tells_the_kernels_it_would_have_on_a_gpu(case: str) -> Non
         logits_width=config["vocab_size"], eos_ids=(), config=config, head=named.head,
         bare=named.bare, num_labels=2,
     )  # fmt: skip
-    decided = kernels_there(spec, FAKES["h200"], block_tokens=16)
+    decided = kernels_on_absent_device(spec, FAKES["h200"], block_tokens=16)
     found = {d.field: (d.chosen, d.why) for d in decided}
     assert (
         found["kernel.linear"][0] == "triton"

@@ -34,7 +34,7 @@ def configuration(name: str, count: int) -> Any:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_give_the_logits_of_one(count: int, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in NAMES]
     for name, folder in zip(NAMES, folders, strict=True):

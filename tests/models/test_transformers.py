@@ -86,7 +86,7 @@ def test_a_known_family_can_be_forced_through_the_fallback(tmp_path: Path) -> No
     ours = load_ours(msgspec.structs.replace(spec, family="transformers"))
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)
-    assert {layer.window for layer in ours.kv_layers} == {11}
+    assert {form.span for form in ours.kv_forms} == {11}
 
 
 @pytest.mark.parametrize("case", ["qwen3-moe", "apertus"])

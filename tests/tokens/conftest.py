@@ -5,13 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
 from tests.api.serving import Served, serving
+from tests.stopwatch import Stopwatch
 
 _READY = re.compile(r"headrace is ready: (\S+) ")
 _GRPC = re.compile(r"headrace serves gRPC: (\S+)")
@@ -39,7 +39,7 @@ class Renderer:
 @pytest.fixture(scope="session")
 def renderer() -> Iterator[Renderer]:
     command = [*(sys.executable, "-m", "headrace", "render"), *("--port", "0", "--grpc-port", "0")]
-    began = time.monotonic()
+    watch = Stopwatch()
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -51,6 +51,6 @@ def renderer() -> Iterator[Renderer]:
         grpc = _GRPC.match(lines.readline())
         ready = _READY.match(lines.readline())
         assert grpc and ready
-        yield Renderer(process, ready[1], grpc[1], time.monotonic() - began)
+        yield Renderer(process, ready[1], grpc[1], watch.undisturbed_s)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0

@@ -153,7 +153,7 @@ def test_a_stream_of_ids_folds_to_the_plain_answer(bundled: Served) -> None:
         "POST",
         bundled.url + "/inference/v1/generate",
         json={**body, "stream": True, "stream_options": {"include_usage": True}},
-        timeout=20,
+        timeout=60,
         verify=NO_TLS,
     ) as answer:
         lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]

@@ -59,7 +59,7 @@ def call(channel: grpc.Channel, service: Any, method: str, key: str = KEY, **giv
         request_serializer=service.message(taken).SerializeToString,
         response_deserializer=service.message(told).FromString,
     )
-    found = stub(service.message(taken)(**given), metadata=keyed(key), timeout=30)
+    found = stub(service.message(taken)(**given), metadata=keyed(key), timeout=60)
     return list(found) if streams else found
 
 
@@ -286,7 +286,7 @@ def test_health_follows_readiness_and_reflection_tells_the_tables(channel: grpc.
     told = ProtoReflectionDescriptorDatabase(channel)
     for service in SERVING:
         asked = health_pb2.HealthCheckRequest(service=service.full_name)
-        assert stub.Check(asked, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+        assert stub.Check(asked, timeout=60).status == health_pb2.HealthCheckResponse.SERVING
         assert service.full_name in told.get_services()
         file = told.FindFileContainingSymbol(service.full_name)
         assert file.package == service.protocol.package
@@ -309,4 +309,4 @@ def test_the_servers_own_end_can_be_asked_for() -> None:
     with serving(None, "--threads", "1", "--grpc-port", "0", "--admin-key", ADMIN) as served:
         with grpc.insecure_channel(address_of(served)) as channel:
             call(channel, control.SERVICE, "Shutdown", ADMIN)
-        assert served.process.wait(20) == 0
+        assert served.process.wait(60) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +21,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from headrace.front.server.grpc.messages import CLASSES, PACKAGE, SERVICE
 from tests.api.serving import NO_TLS, Served
+from tests.stopwatch import Stopwatch
 from tests.tokens.conftest import Renderer
 from tests.tokens.test_generate import CHATS, post
 
@@ -56,9 +56,9 @@ def test_a_kept_connection_does_not_wait_for_acknowledgements(renderer: Renderer
     times = []
     with httpx.Client(base_url=renderer.url, verify=NO_TLS) as client:
         for _ in range(30):
-            began = time.perf_counter()
+            watch = Stopwatch()
             assert client.get("/version").status_code == 200
-            times.append(time.perf_counter() - began)
+            times.append(watch.undisturbed_s)
     assert sorted(times)[15] < 0.03, times
 
 
@@ -161,7 +161,7 @@ def call(channel: grpc.Channel, method: str, message: Any) -> Any:
         request_serializer=type(message).SerializeToString,
         response_deserializer=CLASSES[answer].FromString,
     )
-    return stub(message, timeout=10)
+    return stub(message, timeout=60)
 
 
 @pytest.mark.parametrize("chat", CHATS[:3], ids=range(3))
@@ -230,7 +230,7 @@ def test_grpc_refuses_with_the_code_that_says_why(
 
 def test_grpc_has_health_and_reflection(channel: grpc.Channel) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
-    status = stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10).status
+    status = stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60).status
     assert status == health_pb2.HealthCheckResponse.SERVING
     told = ProtoReflectionDescriptorDatabase(channel)
     assert SERVICE in told.get_services()
@@ -257,9 +257,9 @@ def test_keys_guard_grpc_as_they_guard_http() -> None:
                 for key, code in (("", "UNAUTHENTICATED"), ("Bearer wrong", "UNAUTHENTICATED")):
                     metadata = [("authorization", key)] if key else []
                     with pytest.raises(grpc.RpcError) as caught:
-                        stub(message, metadata=metadata, timeout=10)
+                        stub(message, metadata=metadata, timeout=60)
                     assert caught.value.code().name == code
-                found = stub(message, metadata=[("authorization", "Bearer secret")], timeout=10)
+                found = stub(message, metadata=[("authorization", "Bearer secret")], timeout=60)
                 assert found.token_ids
         finally:
             process.terminate()

@@ -1,11 +1,14 @@
-"""What one step's attention needs to know, per KV group; built by the runner, read by every attention layer.
+"""What one step's attention needs to know, per KV group; built by the runner, read by every
+attention layer.
 
-Shapes: T query tokens of the step, R rows in it, B blocks of the longest row. Rows with exactly one query token come
-first (`num_decodes` of them). Host copies (numpy) spare kernels a device-to-host read.
+Shapes: T query tokens of the step, R rows in it, B blocks of the longest row. Rows with exactly one
+query token come first (`num_decodes` of them). Host copies (numpy) spare kernels a device-to-host
+read.
 
-A step that may be replayed from a graph (runner/graphs.py) has no host copies: its tensors are static and padded to a
-bucket, and the numbers beside them are the bucket's, not the step's. Padding rows have no query and no KV, padding
-tokens write to slot 0; table entries past a row's length are stale.
+A step that may be replayed from a graph (runner/graphs.py) has no host copies: its tensors are
+static and padded to a bucket, and the numbers beside them are the bucket's, not the step's. Padding
+rows have no query and no KV, padding tokens write to slot 0; table entries past a row's length are
+stale.
 """
 
 from __future__ import annotations
@@ -25,9 +28,12 @@ class AttentionPlan:
 
     query_start_R1   int32 [R+1]  first query token of each row
     kv_len_R         int32 [R]    tokens in the KV cache once this step's are written
-    block_table_RB   int32 [R,B]  block ids; entries past a row's length, and freed window blocks, are 0 (null block)
-    slot_T           int64 [T]    block * block_tokens + offset where each query token's KV is written
-    host_*           None in steps of a bucket, where num_decodes is R if the bucket is for decodes alone, else 0;
+    block_table_RB   int32 [R,B]  block ids; entries past a row's length, and freed window blocks,
+    are 0 (null block)
+    slot_T           int64 [T]    block * block_tokens + offset where each query token's KV is
+    written
+    host_*           None in steps of a bucket, where num_decodes is R if the bucket is for decodes
+    alone, else 0;
                      max_query_len is 1 or T, and max_kv_len the capacity of the tables
     """
 
@@ -42,7 +48,7 @@ class AttentionPlan:
     max_kv_len: int
 
 
-class Tap(Protocol):
+class AttentionProbe(Protocol):
     """Looks at the attention of a step."""
 
     def see(
@@ -61,14 +67,21 @@ class Tap(Protocol):
 class Batch:
     """One step's input to a model: an argument of `forward`, never ambient.
 
-    token_ids_T  int64 [T]; positions_T int64 [T]; plans: one per KV group; group_of_layer: layer -> index into plans;
-    kv: layer -> its KV cache [num_blocks, 2, kv_heads, block_tokens, head_dim] (0 = keys, 1 = values);
-    logits_at_N int64 [N]: query tokens whose logits are wanted.
-    query_start: host int32 [R+1], first query token of each row, for encoders, which attend inside rows.
+    token_ids_T  int64 [T]; positions_T int64 [T]; plans: one per KV group; group_of_layer: layer ->
+    index into plans;
+    kv: layer -> its KV cache [num_blocks, 2, kv_heads, block_tokens, head_dim] (0 = keys, 1 =
+    values); logits_at_N int64 [N]: query tokens whose logits are wanted.
+    row_R: int32 or int64 [R], the runner's row of each row of the step; padding: the row behind the
+    last. For recurrent state.
+    query_start: host int32 [R+1], first query token of each row, for encoders, which attend inside
+    rows.
     segments_T: int64 [T], which text of a pair a token belongs to; None but for models that ask.
-    tap: sees what the attention of decoders is computed from, in steps in which somebody looks (exact steps only).
-    rest: what is left of the step once the last layer has written its KV, if nobody asks for the hidden states of other
-    tokens than those at logits_at_N: plans with one query in each of N rows (which may be padding). None: all of it.
+    probe: sees what the attention of decoders is computed from, in steps in which somebody looks
+    (exact steps only).
+    last_token_batch: what is left of the step once the last layer has written its KV, if nobody
+    asks for the hidden states of other
+    tokens than those at logits_at_N: plans with one query in each of N rows (which may be padding).
+    None: all of it.
     """
 
     token_ids_T: torch.Tensor
@@ -77,10 +90,11 @@ class Batch:
     group_of_layer: tuple[int, ...]
     kv: tuple[torch.Tensor, ...]
     logits_at_N: torch.Tensor
+    row_R: torch.Tensor | None = None
     query_start: np.ndarray | None = None
     segments_T: torch.Tensor | None = None
-    tap: Tap | None = None
-    rest: Batch | None = None
+    probe: AttentionProbe | None = None
+    last_token_batch: Batch | None = None
 
     def plan_of(self, layer: int) -> AttentionPlan:
         """The attention plan of the layer's KV group."""

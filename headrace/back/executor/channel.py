@@ -1,7 +1,7 @@
 """What the core and its worker processes say to each other, and the socket they say it over.
 
-An anonymous pair of Unix stream sockets per worker: it has no name in the file system, so nobody else can connect.
-Frames as in base/wire/codec.py; nothing is unpickled (P1).
+An anonymous pair of Unix stream sockets per worker: it has no name in the file system, so nobody
+else can connect. Frames as in base/wire/codec.py; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import msgspec
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import WireError
 from headrace.base.wire.codec import MAX_FRAME_BYTES, Codec, read_frame
-from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
+from headrace.base.wire.step import DeferredInputs, StepPlan, StepResult, WorkerFacts
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
-    """The first message to a worker. `rendezvous`: a fresh file through which the ranks find each other.
+class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
+    """The first message to a worker. `rendezvous`: a fresh file through which the ranks find each
+    other.
 
     `loader`: see worker.build_resident.
     """
@@ -32,53 +33,54 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     loader: str
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class WorkerReady(msgspec.Struct, frozen=True, tag="ready"):
     """The worker has loaded its share."""
 
     facts: WorkerFacts
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The worker ends: it could not start (`step` None), or a step failed. The traceback is in its log."""
+class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The worker ends: it could not start (`step` None), or a step failed. The traceback is in its
+    log."""
 
     step: int | None
     error: WireError
 
 
-class Profile(msgspec.Struct, frozen=True, tag="profile"):
+class ProfileSteps(msgspec.Struct, frozen=True, tag="profile"):
     """Starts a trace of the steps into a folder; None stops it. In order with the plans."""
 
     folder: str | None
 
 
-class Profiled(msgspec.Struct, frozen=True, tag="profiled"):
+class ProfileReply(msgspec.Struct, frozen=True, tag="profiled"):
     """What became of it: the folder or the file, or why not."""
 
     place: str = ""
     error: WireError | None = None
 
 
-class Park(msgspec.Struct, frozen=True, tag="park"):
+class ParkWeights(msgspec.Struct, frozen=True, tag="park"):
     """The weights leave the device, or come `back`. In order with the plans."""
 
     back: bool
 
 
-class Parked(msgspec.Struct, frozen=True, tag="parked"):
+class ParkReply(msgspec.Struct, frozen=True, tag="parked"):
     """What became of it: what the worker states once they are back, or why not."""
 
     facts: WorkerFacts | None = None
     error: WireError | None = None
 
 
-class LogLevel(msgspec.Struct, frozen=True, tag="log_level"):
+class SetLogLevel(msgspec.Struct, frozen=True, tag="log_level"):
     """What the worker logs from now on."""
 
     level: str
 
 
-ToWorker = Begin | StepPlan | Supply | Profile | Park | LogLevel
-ToCore = Ready | StepResult | Failed | Profiled | Parked
+ToWorker = StartWorker | StepPlan | DeferredInputs | ProfileSteps | ParkWeights | SetLogLevel
+ToCore = WorkerReady | StepResult | WorkerFailed | ProfileReply | ParkReply
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
 TO_CORE: Codec[ToCore] = Codec(ToCore)
 

@@ -1,4 +1,5 @@
-"""Which executor runs the steps: the one place that knows all of them by name. Imports none until it is chosen."""
+"""Which executor runs the steps: the one place that knows all of them by name. Imports none until
+it is chosen."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import cast
 from headrace.back.kernels.triton import compilers
 from headrace.back.platforms import huge_pages
 from headrace.base import env
-from headrace.base.collector import put_off
 from headrace.base.config.resolved import EngineSpec, ModelSpec
 from headrace.base.config.weight_files import find_weight_files
 from headrace.base.errors import ConfigError
+from headrace.base.gc_pause import collection_paused
 from headrace.base.registry import Registry
 from headrace.core.ports import Executor
 
@@ -29,8 +30,9 @@ EXECUTORS: Registry[type] = Registry(
 def make_executor(spec: EngineSpec) -> Executor:
     """Builds the executor that `spec.device.executor` names; returns once its workers are loaded.
 
-    Where the workers' threads take every core, OpenMP's must not spin while they wait: one disturbed thread would hold
-    up all (an 8 x 1024 x 3072 product took 12 ms instead of 0.4). It must be said before torch is loaded.
+    Where the workers' threads take every core, OpenMP's must not spin while they wait: one
+    disturbed thread would hold up all (an 8 x 1024 x 3072 product took 12 ms instead of 0.4). It
+    must be said before torch is loaded.
     """
     device = spec.device
     if device.executor == "inline" and device.tensor_parallel > 1:
@@ -45,7 +47,7 @@ def make_executor(spec: EngineSpec) -> Executor:
         huge_pages.expect(_expected_bytes(spec.model))
     try:
         with compilers.expected(device.device if device.executor == "inline" else "elsewhere"):
-            with put_off():
+            with collection_paused():
                 executor = EXECUTORS.load(device.executor)
             return cast(Executor, executor(spec))
     finally:
@@ -53,8 +55,9 @@ def make_executor(spec: EngineSpec) -> Executor:
 
 
 def _expected_bytes(model: ModelSpec) -> int:
-    """About what the weights will take, where their files say so: as much, or what is left of it once they
-    are quantized (each as it comes: what is made ready is in use before more is needed). Else 0."""
+    """About what the weights will take, where their files say so: as much, or what is left of it
+    once they are quantized (each as it comes: what is made ready is in use before more is needed).
+    Else 0."""
     config = model.config
     as_stored = model.dtype in (config.get("dtype"), config.get("torch_dtype"))
     if model.format != "safetensors" or not as_stored:

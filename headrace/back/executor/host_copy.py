@@ -1,8 +1,10 @@
 """Weights out of a device and back without a load: what a model holds there waits in host memory.
 
-Weights live in tensors that layers, closures of bound kernels and descriptors share, so it is the storages that move. A
-storage without memory keeps its identity: with memory again, everything over it is valid, only at another address. What
-has noted an address (recorded graphs, lists of native calls, the runner's own tensors) has to be made anew.
+Weights live in tensors that layers, closures of bound kernels and descriptors share, so it is the
+storages that move. A
+storage without memory keeps its identity: with memory again, everything over it is valid, only at
+another address. What has noted an address (recorded graphs, lists of native calls, the runner's own
+tensors) has to be made anew.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ ALIGNMENT = 512
 
 
 def tensors_of(root: object) -> Iterator[torch.Tensor]:
-    """Every tensor that `root` can reach through attributes, containers and closures; not through a function's globals,
-    modules and classes, which are not its own."""
+    """Every tensor that `root` can reach through attributes, containers and closures; not through a
+    function's globals, modules and classes, which are not its own."""
     seen: set[int] = set()
     stack = [root]
     while stack:
@@ -41,18 +43,18 @@ def tensors_of(root: object) -> Iterator[torch.Tensor]:
 class HostCopy:
     """What `root` holds on `device`, in host memory since this was made and until `back`.
 
-    Invariant: between the two the storages have no memory, and nobody may read them. Storages that cannot be resized,
-    because the memory is somebody else's, stay where they are.
+    Invariant: between the two the storages have no memory, and nobody may read them. Storages that
+    cannot be resized, because the memory is somebody else's, stay where they are.
     """
 
     def __init__(self, root: object, device: torch.device) -> None:
-        found = {}
+        storage_of = {}
         for tensor in tensors_of(root):
             storage = tensor.untyped_storage()
             if tensor.device == device and storage.nbytes() and storage.resizable():
-                found[storage.data_ptr()] = storage
+                storage_of[storage.data_ptr()] = storage
         self._device = device
-        self._storages = [(storage, storage.nbytes()) for storage in found.values()]
+        self._storages = [(storage, storage.nbytes()) for storage in storage_of.values()]
         self.num_bytes = sum(num_bytes for _, num_bytes in self._storages)
         self._copy = torch.empty(sum(_room(size) for _, size in self._storages), dtype=torch.uint8)
         self._unpin = _pinned(self, self._copy) if device.type == "cuda" else _nothing
@@ -96,8 +98,8 @@ def _nothing() -> None:
 
 
 def _pinned(owner: HostCopy, memory: torch.Tensor) -> Callable[[], object]:
-    """Registers plain memory with the driver until the result is called or `owner` is gone: torch's own pinned memory
-    comes in powers of two and is never given back."""
+    """Registers plain memory with the driver until the result is called or `owner` is gone: torch's
+    own pinned memory comes in powers of two and is never given back."""
     runtime = torch.cuda.cudart()
     status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(status):

@@ -1,9 +1,9 @@
 """The worker inside the core process: one dedicated thread that launches the steps in order.
 
-`submit` only queues, so the core plans the next step while this one runs (torch gives the GIL back inside its
-kernels). On a CPU the thread computes; on other devices it launches the next step while this one runs there, and
-`Pending.result` waits for the device. A step that fails leaves the rows in an unknown state: everything after it fails
-with the same reason.
+`submit` only queues, so the core plans the next step while this one runs (torch gives the GIL back
+inside its kernels). On a CPU the thread computes; on other devices it launches the next step while
+this one runs there, and `Pending.result` waits for the device. A step that fails leaves the rows in
+an unknown state: everything after it fails with the same reason.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from queue import SimpleQueue
 from headrace.back.executor.profiler import Profiler
 from headrace.back.executor.resident import Resident
 from headrace.back.executor.worker import DEFAULT_LOADER, StepThreads, build_resident, set_threads
-from headrace.back.runner.results import Launched
-from headrace.back.runner.runner import Supplied
+from headrace.back.runner.results import LaunchedStep
+from headrace.back.runner.runner import AwaitDeferred
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead
-from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
+from headrace.base.wire.step import DeferredInputs, StepPlan, StepResult, WorkerFacts
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class InlinePending:
-    """A step on its way through the thread and the device. `failed` makes the executor's one EngineDead of an error."""
+    """A step on its way through the thread and the device. `failed` makes the executor's one
+    EngineDead of an error."""
 
-    _future: Future[Launched]
+    _future: Future[LaunchedStep]
     _failed: Callable[[int, Exception], EngineDead]
     _step: int
 
@@ -44,22 +45,23 @@ class InlinePending:
         return self._future.result().done()
 
     def result(self, timeout_s: float | None = None) -> StepResult:
-        """Waits for the step; TimeoutError if it is not launched within `timeout_s`, EngineDead if this step or an
-        earlier one failed. A device that hangs is noticed by the process's watchdog."""
+        """Waits for the step; TimeoutError if it is not launched within `timeout_s`, EngineDead if
+        this step or an earlier one failed. A device that hangs is noticed by the process's
+        watchdog."""
         try:
-            launched = self._future.result(timeout_s)
+            launched_step = self._future.result(timeout_s)
         except CancelledError:
             raise EngineDead("the executor is closed") from None
         try:
-            return launched.result()
+            return launched_step.result()
         except Exception as error:
             raise self._failed(self._step, error) from error
 
 
-Launch = Callable[[StepPlan, Supplied], Launched]
+Launch = Callable[[StepPlan, AwaitDeferred], LaunchedStep]
 
 
-def _no_launch(plan: StepPlan, supplied: Supplied) -> Launched:
+def _no_launch(plan: StepPlan, await_deferred: AwaitDeferred) -> LaunchedStep:
     """Where there is no runner: it would be kept by whoever knows how it launches."""
     raise EngineDead("the executor is parked or closed")
 
@@ -74,7 +76,7 @@ class InlineExecutor:
         self._failure: EngineDead | None = None
         self._closed = threading.Event()
         self._profiler = Profiler()
-        self._supplies: SimpleQueue[Supply | None] = SimpleQueue()
+        self._deferred_inputs: SimpleQueue[DeferredInputs | None] = SimpleQueue()
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="headrace-worker",
@@ -96,13 +98,13 @@ class InlineExecutor:
         return self._facts
 
     def submit(self, plan: StepPlan) -> InlinePending:
-        """Queues a step; raises at once if an earlier one is known to have failed (ENG-14)."""
+        """Queues a step; raises at once if an earlier one is known to have failed."""
         self.check()
         return InlinePending(self._thread.submit(self._run, plan), self._fail, plan.step)
 
-    def supply(self, step: int, payloads: dict[str, memoryview]) -> None:
+    def send_deferred(self, step: int, payloads: dict[str, memoryview]) -> None:
         """See Executor."""
-        self._supplies.put(Supply(step, payloads))
+        self._deferred_inputs.put(DeferredInputs(step, payloads))
 
     def profile(self, folder: str | None) -> list[str]:
         """See Executor."""
@@ -136,26 +138,26 @@ class InlineExecutor:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._supplies.put(None)  # a step that still waits for its supply ends
+        self._deferred_inputs.put(None)  # a step that still waits for its deferred inputs ends
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._launch = _no_launch
         self._resident.close()
 
-    def _run(self, plan: StepPlan) -> Launched:
+    def _run(self, plan: StepPlan) -> LaunchedStep:
         if self._failure is not None:
             raise self._failure
         try:
             self._threads.fit(plan)
-            return self._launch(plan, self._supplied)
+            return self._launch(plan, self._await_deferred)
         except Exception as error:
             raise self._fail(plan.step, error) from error
 
-    def _supplied(self, step: int) -> dict[str, memoryview]:
-        supply = self._supplies.get()
-        if supply is None:
+    def _await_deferred(self, step: int) -> dict[str, memoryview]:
+        deferred = self._deferred_inputs.get()
+        if deferred is None:
             raise EngineDead("the executor is closed")
-        assert supply.step == step, (supply.step, step)
-        return supply.gates
+        assert deferred.step == step, (deferred.step, step)
+        return deferred.payloads
 
     def _fail(self, step: int, error: Exception) -> EngineDead:
         """The first failure is the one that is told."""

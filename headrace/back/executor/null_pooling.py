@@ -1,4 +1,5 @@
-"""What the fake back gives to requests that are pooled: its states, spread over a width, stand for hidden states.
+"""What the fake back gives to requests that are pooled: its states, spread over a width, stand for
+hidden states.
 
 h_ij = (state_i * (2j + 1) mod 2^64) / 2^63 - 1
 """
@@ -26,7 +27,8 @@ class NullPooling:
         self._sum = np.zeros((1, len(self._odd)), np.float32)
 
     def take(self, states: U64, first: int) -> Pooled | None:
-        """The vectors that the prompt's tokens from `first` on, with these states, bring to completion."""
+        """The vectors that the prompt's tokens from `first` on, with these states, bring to
+        completion."""
         hidden = (states[:, None] * self._odd / 2.0**63 - 1).astype(np.float32)
         last = first + len(states) == self._num_prompt
         if self._how == "tokens":

@@ -1,8 +1,10 @@
-"""Workers in processes of their own, one per rank; the core speaks to each over a socket pair. Imports no torch.
+"""Workers in processes of their own, one per rank; the core speaks to each over a socket pair.
+Imports no torch.
 
-Rank 0 answers with results; the others are silent unless they fail. Whatever ends one worker (an exception, a kill, an
-exit) ends all of them, and every pending step fails with EngineDead: a rank that is left alone would wait in its next
-collective for ever (ENG-14). Death shows as the end of the worker's stream, within milliseconds.
+Rank 0 answers with results; the others are silent unless they fail. Whatever ends one worker (an
+exception, a kill, an exit) ends all of them, and every pending step fails with EngineDead: a rank
+that is left alone would wait in its next collective for ever. Death shows as the end of
+the worker's stream, within milliseconds.
 """
 
 from __future__ import annotations
@@ -25,21 +27,21 @@ import msgspec
 from headrace.back.executor.channel import (
     TO_CORE,
     TO_WORKER,
-    Begin,
     Channel,
-    Failed,
-    LogLevel,
-    Park,
-    Parked,
-    Profile,
-    Profiled,
-    Ready,
+    ParkReply,
+    ParkWeights,
+    ProfileReply,
+    ProfileSteps,
+    SetLogLevel,
+    StartWorker,
+    WorkerFailed,
+    WorkerReady,
 )
 from headrace.base import env
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead, EngineError, HeadraceError, from_wire
 from headrace.base.telemetry import log as logs
-from headrace.base.wire.step import StepPlan, StepResult, Supply, WorkerFacts
+from headrace.base.wire.step import DeferredInputs, StepPlan, StepResult, WorkerFacts
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ SEND_TIMEOUT_S = 10.0
 PROFILE_TIMEOUT_S = 120.0
 PARK_TIMEOUT_S = 600.0
 REPLY_POLL_S = 0.2
-R = TypeVar("R", Profiled, Parked)
+R = TypeVar("R", ProfileReply, ParkReply)
 
 
 class ProcessPending:
@@ -80,7 +82,7 @@ class ProcessPending:
         return self._result
 
 
-class Worker:
+class WorkerProcess:
     """One worker process and the core's end of its channel."""
 
     def __init__(self, rank: int) -> None:
@@ -95,12 +97,13 @@ class Worker:
         self.channel = Channel(mine, send_timeout_s=SEND_TIMEOUT_S)
 
     def ready(self) -> WorkerFacts:
-        """Waits until the worker is loaded; raises its StartError, or EngineDead if it ended without one."""
+        """Waits until the worker is loaded; raises its StartError, or EngineDead if it ended
+        without one."""
         body = self.channel.receive()
         message = TO_CORE.decode(body) if body is not None else None
-        if isinstance(message, Failed):
+        if isinstance(message, WorkerFailed):
             raise from_wire(message.error)
-        if not isinstance(message, Ready):
+        if not isinstance(message, WorkerReady):
             raise EngineDead(f"worker {self.rank} {self.ending()} while it started")
         return message.facts
 
@@ -120,8 +123,8 @@ class ProcessExecutor:
         self._lock = threading.Lock()
         self._pending: deque[tuple[int, ProcessPending]] = deque()
         self._failure: EngineDead | None = None
-        self._profiled: SimpleQueue[Profiled] = SimpleQueue()
-        self._parked: SimpleQueue[Parked] = SimpleQueue()
+        self._profiled: SimpleQueue[ProfileReply] = SimpleQueue()
+        self._parked: SimpleQueue[ParkReply] = SimpleQueue()
         self._ended = threading.Event()
         self._folder = Path(
             tempfile.mkdtemp(prefix="headrace-", dir=env.get("HEADRACE_RUNTIME_DIR"))
@@ -131,7 +134,7 @@ class ProcessExecutor:
             env.set_default(
                 "NCCL_NVLS_ENABLE", "0"
             )  # multicast may put a shared host's GPUs out of service
-        self._workers = [Worker(rank) for rank in range(spec.device.tensor_parallel)]
+        self._workers = [WorkerProcess(rank) for rank in range(spec.device.tensor_parallel)]
         try:
             self._facts = self._start(spec, loader)
         except BaseException:
@@ -147,7 +150,7 @@ class ProcessExecutor:
         return self._facts
 
     def submit(self, plan: StepPlan) -> ProcessPending:
-        """Sends a step to all workers; raises at once if one is known to have ended (ENG-14)."""
+        """Sends a step to all workers; raises at once if one is known to have ended."""
         pending, frame = ProcessPending(), TO_WORKER.frame(plan)
         with self._lock:
             self.check()
@@ -155,9 +158,9 @@ class ProcessExecutor:
         self._send(frame)
         return pending
 
-    def supply(self, step: int, payloads: dict[str, memoryview]) -> None:
+    def send_deferred(self, step: int, payloads: dict[str, memoryview]) -> None:
         """See Executor."""
-        self._send(TO_WORKER.frame(Supply(step, payloads)))
+        self._send(TO_WORKER.frame(DeferredInputs(step, payloads)))
 
     def _send(self, frame: bytes) -> None:
         for worker in self._workers:
@@ -169,42 +172,43 @@ class ProcessExecutor:
     def profile(self, folder: str | None) -> list[str]:
         """See Executor."""
         self.check()
-        self._send(TO_WORKER.frame(Profile(folder)))
+        self._send(TO_WORKER.frame(ProfileSteps(folder)))
         return sorted(one.place for one in self._all(self._profiled, PROFILE_TIMEOUT_S))
 
     def park(self) -> None:
         """See Executor."""
         self.check()
-        self._send(TO_WORKER.frame(Park(back=False)))
+        self._send(TO_WORKER.frame(ParkWeights(back=False)))
         self._all(self._parked, PARK_TIMEOUT_S)
 
     def unpark(self) -> None:
         """See Executor."""
         self.check()
-        self._send(TO_WORKER.frame(Park(back=True)))
-        told = self._all(self._parked, PARK_TIMEOUT_S)
-        self._facts = _together([one.facts for one in told if one.facts is not None])
+        self._send(TO_WORKER.frame(ParkWeights(back=True)))
+        answers = self._all(self._parked, PARK_TIMEOUT_S)
+        self._facts = facts_of_all([one.facts for one in answers if one.facts is not None])
 
     def _all(self, replies: SimpleQueue[R], timeout_s: float) -> list[R]:
-        """Every worker's reply; EngineDead if one ends meanwhile, the first error if one could not do it."""
-        told: list[R] = []
+        """Every worker's reply; EngineDead if one ends meanwhile, the first error if one could not
+        do it."""
+        answers: list[R] = []
         due = time.monotonic() + timeout_s
-        while len(told) < len(self._workers):
+        while len(answers) < len(self._workers):
             try:
-                told.append(replies.get(timeout=REPLY_POLL_S))
+                answers.append(replies.get(timeout=REPLY_POLL_S))
             except Empty:
                 self.check()
                 if time.monotonic() > due:
                     raise EngineError("the workers have not answered in time") from None
-        for one in told:
+        for one in answers:
             if one.error is not None:
                 raise from_wire(one.error)
-        return told
+        return answers
 
     def log_level(self, level: str) -> None:
         """See Executor."""
         self.check()
-        self._send(TO_WORKER.frame(LogLevel(level)))
+        self._send(TO_WORKER.frame(SetLogLevel(level)))
 
     def check(self) -> None:
         """Raises EngineDead if a worker has ended, or after `close`."""
@@ -219,7 +223,7 @@ class ProcessExecutor:
     def _start(self, spec: EngineSpec, loader: str) -> WorkerFacts:
         """Sends every worker its orders and waits for all; the first that fails is the reason."""
         for worker in self._workers:
-            begin = Begin(
+            begin = StartWorker(
                 rank=worker.rank,
                 world_size=len(self._workers),
                 spec=spec,
@@ -227,20 +231,20 @@ class ProcessExecutor:
                 loader=loader,
             )
             worker.channel.send(TO_WORKER.frame(begin))
-        return _together([worker.ready() for worker in self._workers])
+        return facts_of_all([worker.ready() for worker in self._workers])
 
-    def _listen(self, worker: Worker) -> None:
+    def _listen(self, worker: WorkerProcess) -> None:
         """Takes what a worker sends until its stream ends."""
         while (body := worker.channel.receive()) is not None:
             message = TO_CORE.decode(body)
-            if isinstance(message, Failed):
+            if isinstance(message, WorkerFailed):
                 return self._fail(
                     f"worker {worker.rank} failed in step {message.step}: {message.error.message}"
                 )
-            if isinstance(message, Profiled):
+            if isinstance(message, ProfileReply):
                 self._profiled.put(message)
                 continue
-            if isinstance(message, Parked):
+            if isinstance(message, ParkReply):
                 self._parked.put(message)
                 continue
             assert isinstance(message, StepResult), message
@@ -275,7 +279,7 @@ class ProcessExecutor:
         self._ended.set()
 
 
-def _together(facts: list[WorkerFacts]) -> WorkerFacts:
+def facts_of_all(facts: list[WorkerFacts]) -> WorkerFacts:
     """What the workers state as one; the smallest KV pool counts."""
     return msgspec.structs.replace(
         facts[0],

@@ -1,4 +1,5 @@
-"""A trace of one worker's steps by torch's profiler, for a person with a trace viewer. Costs nothing while off."""
+"""A trace of one worker's steps by torch's profiler, for a person with a trace viewer. Costs
+nothing while off."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from headrace.base.errors import Conflict, InvalidRequest
 
 
 class Profiler:
-    """Starts and stops on the thread that runs the steps: only that thread's operations are seen on the host."""
+    """Starts and stops on the thread that runs the steps: only that thread's operations are seen on
+    the host."""
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank

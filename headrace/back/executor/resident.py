@@ -1,4 +1,5 @@
-"""One rank's loaded model and the runner over it, which may be given up and made again without a load."""
+"""One rank's loaded model and the runner over it, which may be given up and made again without a
+load."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from headrace.back.runner.runner import Runner
 
 
 class Resident:
-    """`runner` is there unless the model is parked. Its weights are on `device`; parked, in host memory (of a CPU they
-    are there already). All methods are called by the thread that runs the steps."""
+    """`runner` is there unless the model is parked. Its weights are on `device`; parked, in host
+    memory (of a CPU they are there already). All methods are called by the thread that runs the
+    steps."""
 
     def __init__(
         self, model: CausalModel, device: torch.device, runner: Runner, again: Callable[[], Runner]
@@ -33,7 +35,8 @@ class Resident:
         return self._runner
 
     def park(self) -> None:
-        """Gives up the KV cache and everything else a runner holds; then the weights leave the device."""
+        """Gives up the KV cache and everything else a runner holds; then the weights leave the
+        device."""
         self.runner.release()
         self._runner = None
         gc.collect()

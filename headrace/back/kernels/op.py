@@ -1,11 +1,17 @@
 """What an op is: a reference in PyTorch, kernels beside it, and the choice between them.
 
 `Op.choose(problem)` asks each kernel in rank order whether it supports the problem, checks the
-first that does against the reference on small inputs (REG-121), and returns a `Choice` that says
-what was taken and why the others were not. It runs once per distinct problem, at load. What a layer
-keeps is the plain callable that `Choice.bind` returns: at use there is no dispatch left. Kernels
-are named "module:attribute" and imported on choosing, so a kernel whose library is missing is a
-reason, never a broken import (PLT-07).
+first that does against the reference, and returns a `KernelChoice` that says what was taken and why
+the others were not. It runs once per distinct problem, at load. What a layer keeps is the plain
+callable that `KernelChoice.bind` returns: at use there is no dispatch left. Kernels are named
+"module:attribute" and imported on choosing, so a kernel whose library is missing is a reason, never
+a broken import.
+
+A check runs what the model will run. Where a kernel has several plans (tile sizes, splits) it names
+them in `Kernel.plans`, each with inputs of the problem's own shape; other kernels are checked on
+the op's sample, a slice of that shape. A kernel or plan that does not compile, fails or disagrees
+with the reference is passed over with that as its reason: a start goes on without it. Only a lack
+of device memory is not a kernel's fault and is raised.
 
 With `invariant` (`--deterministic`) only kernels that say so of themselves are considered, the
 reference too; if none is left the op cannot serve, and that is an error.
@@ -17,8 +23,10 @@ A kernel module defines `KERNEL = Kernel(name=..., supports=..., bind=...)`; `bi
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,7 +35,8 @@ from headrace.base.config.resolved import Decision
 from headrace.base.errors import ConfigError
 
 GPU_MODULES = "triton_"
-"""Modules of this prefix hold kernels for GPUs; a CPU's problem does not import them: Triton alone takes 0.3 s."""
+"""Modules of this prefix hold kernels for GPUs; a CPU's problem does not import them: Triton alone
+takes 0.3 s."""
 
 VARIES = "a row's bits depend on the batch"
 
@@ -43,8 +52,11 @@ class Kernel(Generic[P]):
                problem only
     bind       (problem, *weights) -> callable; may repack the weights, after which the caller drops
                its own
+    note       what the table of decisions says of a problem beside the kernel's name
     reads_host whether it reads arrays of the step on the host: such a step cannot be replayed from
                a graph
+    plans      problem -> each distinct way in which the kernel will run it, to be checked one by
+               one; None: it runs as on the op's sample
     invariant  whether a row's result is the same bits whatever rows are beside it, however many
                they are, and however its sequence is cut into steps
     """
@@ -52,15 +64,18 @@ class Kernel(Generic[P]):
     name: str
     supports: Callable[[P], str | None]
     bind: Callable[..., Function]
+    plans: Callable[[P], Sequence[PlanCheck]] | None = None
+    note: Callable[[P], str] = lambda problem: ""
     reads_host: bool = False
     invariant: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Small inputs: what `bind` takes, and what the bound callable takes. `problem` may be a smaller
-    one of the same kind (its sizes have the same remainders), so that a check takes microseconds.
-    `further`: arguments of calls for which a kernel may go another way; what they return is compared."""
+    """Small inputs: what `bind` takes, and what the bound callable takes. `problem` may be a
+    smaller one of the same kind (its sizes have the same remainders), so that a check takes
+    microseconds. `further`: arguments of calls for which a kernel may go another way; what they
+    return is compared."""
 
     problem: Any
     weights: tuple[Any, ...]
@@ -68,8 +83,25 @@ class Sample:
     further: tuple[tuple[Any, ...], ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanCheck:
+    """One plan of a kernel, to be compared with the reference before it is used.
+
+    name    of the plan, for the reason
+    sample  makes inputs of the shapes that the plan is for; kept only while it is checked
+    bind    as `Kernel.bind`, but always by this plan
+    skip    goes on without the plan, for the reason given: the kernel has others. None: a plan that
+            fails takes its kernel with it
+    """
+
+    name: str
+    sample: Callable[[], Sample]
+    bind: Callable[..., Function]
+    skip: Callable[[str], None] | None = None
+
+
 @dataclass(frozen=True)
-class Choice(Generic[P]):
+class KernelChoice(Generic[P]):
     """The kernel chosen for a problem. `rejected` holds (kernel, reason) of every better-ranked
     one."""
 
@@ -114,9 +146,11 @@ class Op(Generic[P]):
         self.sample = sample
         self.tolerance = tolerance
         self._outputs = outputs
-        self._choices: dict[tuple[P, bool], Choice[P]] = {}
+        self._choices: dict[tuple[P, bool], KernelChoice[P]] = {}
+        self._failures: dict[tuple[Kernel[P], P], str] = {}
+        self._skipped: dict[tuple[Kernel[P], P], list[tuple[str, str]]] = {}
 
-    def choose(self, problem: P, *, invariant: bool = False) -> Choice[P]:
+    def choose(self, problem: P, *, invariant: bool = False) -> KernelChoice[P]:
         """The best kernel that supports the problem and agrees with the reference, of the
         `invariant` ones if asked; remembered per problem."""
         key = problem, invariant
@@ -124,27 +158,76 @@ class Op(Generic[P]):
             self._choices[key] = self._decide(problem, invariant=invariant)
         return self._choices[key]
 
-    def choices(self) -> list[Choice[P]]:
+    def choices(self) -> list[KernelChoice[P]]:
         """Every choice made so far in this process, for the table of decisions."""
         return list(self._choices.values())
 
     def error(self, kernel: Kernel[P], problem: P) -> float:
         """The kernel's largest error on the sample, relative to the largest magnitude; inf if a
         value is not finite where the reference's is, or shapes or dtypes differ."""
+        return self._error(kernel.bind, lambda: self.sample(problem))
+
+    def failures(self, kernel: Kernel[P], problem: P) -> list[tuple[str, str]]:
+        """Checks the kernel for the problem: (plan, why it cannot be used) of each plan that it
+        must do without, under the name "" if the kernel itself cannot be used."""
+        limit = self.tolerance(problem)
+        if kernel.plans is None:
+            sample = partial(self.sample, problem)
+            reason = self._reason(lambda: self._error(kernel.bind, sample), limit)
+            return [("", reason)] if reason else []
+        failures = []
+        for plan in kernel.plans(problem):
+            reason = self._reason(partial(self._error, plan.bind, plan.sample), limit)
+            if reason is None:
+                continue
+            if plan.skip is None:
+                return [("", f"{plan.name}: {reason}")]
+            plan.skip(reason)
+            failures.append((plan.name, reason))
+        return failures
+
+    def launch(self, kernel: Kernel[P], problem: P) -> None:
+        """Launches what the check will, for its kernels to be compiled; what fails here fails there
+        too, and is reported then."""
+        sample = partial(self.sample, problem)
+        calls = [(kernel.bind, sample)]
+        if kernel.plans is not None:
+            calls = [(plan.bind, plan.sample) for plan in kernel.plans(problem)]
+        for bind, make_sample in calls:
+            self._reason(lambda bind=bind, make=make_sample: bool(self._run(bind, make())), 1)
+
+    def record(self, kernel: Kernel[P], problem: P, failures: list[tuple[str, str]]) -> None:
+        """Keeps what a check has shown, for choices to come."""
+        for plan, reason in failures:
+            if plan:
+                self._skipped.setdefault((kernel, problem), []).append((plan, reason))
+            else:
+                self._failures[kernel, problem] = reason
+
+    def forget(self, problem: P) -> None:
+        """Drops the choices made for a problem; failures stay known."""
+        for invariant in (False, True):
+            self._choices.pop((problem, invariant), None)
+
+    def _reason(self, error_of: Callable[[], float], limit: float) -> str | None:
+        try:
+            error = error_of()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            first = next(iter(str(error).splitlines()), "")
+            return f"self-check failed: {type(error).__name__}: {first[:200]}"
+        return None if error <= limit else f"self-check failed: error {error:.2e} of {limit:.2e}"
+
+    def _error(self, bind: Callable[..., Function], sample: Callable[[], Sample]) -> float:
+        ours, reference = self._run(bind, sample()), self._run(self.reference.bind, sample())
         return max(
-            (
-                _difference(ours, reference)
-                for ours, reference in zip(
-                    self._run(kernel, self.sample(problem)),
-                    self._run(self.reference, self.sample(problem)),
-                    strict=True,
-                )
-            ),
+            (_difference(one, other) for one, other in zip(ours, reference, strict=True)),
             default=0.0,
         )
 
-    def _run(self, kernel: Kernel[P], sample: Sample) -> list[torch.Tensor]:
-        function = kernel.bind(sample.problem, *sample.weights)
+    def _run(self, bind: Callable[..., Function], sample: Sample) -> list[torch.Tensor]:
+        function = bind(sample.problem, *sample.weights)
         values: list[Any] = []
         for arguments in (sample.arguments, *sample.further):
             result = function(*arguments)
@@ -153,12 +236,16 @@ class Op(Generic[P]):
             return self._outputs(sample)
         return [v for v in (*values, *sample.arguments) if isinstance(v, torch.Tensor)]
 
-    def _decide(self, problem: P, *, invariant: bool) -> Choice[P]:
+    def _decide(self, problem: P, *, invariant: bool) -> KernelChoice[P]:
         rejected: list[tuple[str, str]] = []
         for target in self.kernels:
             kernel, reason = self._consider(target, problem, invariant=invariant)
             if kernel is not None:
-                return Choice(self.name, problem, kernel, "best ranked", tuple(rejected))
+                for plan, why in self._skipped.get((kernel, problem), ()):
+                    rejected.append((f"{kernel.name} {plan}", why))
+                return KernelChoice(
+                    self.name, problem, kernel, kernel.note(problem), tuple(rejected)
+                )
             rejected.append((_label(target), reason))
         if invariant and not self.reference.invariant:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
@@ -167,7 +254,7 @@ class Op(Generic[P]):
                 f" ({reasons or 'there is none'})",
                 field="deterministic",
             )
-        return Choice(self.name, problem, self.reference, "no kernel was left", tuple(rejected))
+        return KernelChoice(self.name, problem, self.reference, "", tuple(rejected))
 
     def _consider(
         self, target: str, problem: P, *, invariant: bool
@@ -182,83 +269,88 @@ class Op(Generic[P]):
         reason = kernel.supports(problem)
         if reason is not None:
             return None, reason
-        if _put_off is not None:
-            _put_off.append((self, kernel, problem))
+        key = kernel, problem
+        if key in self._failures:
+            return None, self._failures[key]
+        if _deferred is not None:
+            _deferred.append((self, kernel, problem))
             return kernel, ""
-        return (None, reason) if (reason := self._failing(kernel, problem)) else (kernel, "")
-
-    def _failing(self, kernel: Kernel[P], problem: P) -> str | None:
-        error, limit = self.error(kernel, problem), self.tolerance(problem)
-        return (
-            None
-            if error <= limit
-            else f"self-check failed: error {error:.2e} of at most {limit:.2e}"
-        )
+        self.record(kernel, problem, self.failures(kernel, problem))
+        release_scratch()
+        return (None, self._failures[key]) if key in self._failures else (kernel, "")
 
 
-_put_off: list[tuple[Op[Any], Kernel[Any], Any]] | None = None
+_deferred: list[tuple[Op[Any], Kernel[Any], Any]] | None = None
 
 
 class SelfCheckFailed(Exception):
-    """A self-check that was put off has failed."""
+    """Deferred self-checks have failed: what was bound is to be made anew."""
 
 
-class PutOff:
-    """Self-checks that are made together, once all is chosen, so that their kernels compile beside each other: while
-    it is entered, `choose` takes the first kernel that supports a problem. One at a time in a process."""
+class DeferredChecks:
+    """Self-checks that are run together, once all is chosen, so that their kernels compile beside
+    each other: while it is entered, `choose` takes the first kernel that supports a problem and has
+    not failed before. One at a time in a process."""
 
     def __init__(self) -> None:
         self._checks: list[tuple[Op[Any], Kernel[Any], Any]] = []
 
-    def __enter__(self) -> PutOff:
-        global _put_off
-        assert _put_off is None, "self-checks are put off already"
-        _put_off = self._checks
+    def __enter__(self) -> DeferredChecks:
+        global _deferred
+        assert _deferred is None, "self-checks are deferred already"
+        _deferred = self._checks
         return self
 
     def __exit__(self, *error: object) -> None:
-        global _put_off
-        _put_off = None
+        global _deferred
+        _deferred = None
 
-    def ask(self) -> None:
+    def compile(self) -> None:
         """Launches what the checks will, where kernels are compiled and not launched."""
         for op, kernel, problem in self._checks:
-            op._run(kernel, op.sample(problem))
+            op.launch(kernel, problem)
 
-    def make(self) -> None:
-        """Makes the checks; none is put off from now on. If one fails, all choices made are forgotten and
-        SelfCheckFailed is raised: what was bound is to be made anew, and then each check decides."""
+    def run(self) -> None:
+        """Runs the checks; none is deferred from now on. If one fails, all choices made are
+        forgotten and SelfCheckFailed is raised: what was bound is to be made anew, without what
+        failed."""
         self.__exit__()
-        if not any(op._failing(kernel, problem) for op, kernel, problem in self._checks):
+        checks, self._checks = self._checks, []
+        failures = [
+            (op, kernel, problem, op.failures(kernel, problem)) for op, kernel, problem in checks
+        ]
+        release_scratch()
+        if not any(of_kernel for *_, of_kernel in failures):
             return
-        self.forget()
+        for op, kernel, problem, of_kernel in failures:
+            op.record(kernel, problem, of_kernel)
+            op.forget(problem)
         raise SelfCheckFailed
 
     def forget(self) -> None:
-        """Forgets the choices whose checks were put off."""
+        """Forgets the choices whose checks were deferred."""
         for op, _, problem in self._checks:
-            for invariant in (False, True):
-                op._choices.pop((problem, invariant), None)
+            op.forget(problem)
 
 
-def decisions(choices: Iterable[Choice[Any]]) -> tuple[Decision, ...]:
-    """One decision per op and kernel: for how many problems, and why better-ranked kernels were passed over."""
-    merged: dict[tuple[str, str, tuple[tuple[str, str], ...]], set[Any]] = {}
+def decisions(choices: Iterable[KernelChoice[Any]]) -> tuple[Decision, ...]:
+    """One decision per op and kernel: for how many problems, and why better-ranked kernels were
+    passed over."""
+    merged: dict[tuple[str, str, tuple[tuple[str, str], ...]], dict[Any, str]] = {}
     for choice in choices:
         key = (choice.op, choice.kernel.name, choice.rejected)
-        merged.setdefault(key, set()).add(choice.problem)
+        merged.setdefault(key, {})[choice.problem] = choice.why
     return tuple(
-        Decision(f"kernel.{op}", "auto", kernel, _why(len(problems), rejected))
+        Decision(f"kernel.{op}", "auto", kernel, _why(problems, rejected))
         for (op, kernel, rejected), problems in merged.items()
     )
 
 
-def _why(num_problems: int, rejected: tuple[tuple[str, str], ...]) -> str:
-    shapes = f"{num_problems} shape{'s' if num_problems > 1 else ''}"
-    if not rejected:
-        return shapes
-    reasons = dict.fromkeys(f"{name}: {reason}" for name, reason in rejected)  # once each
-    return "; ".join((shapes, *reasons))
+def _why(problems: dict[Any, str], rejected: tuple[tuple[str, str], ...]) -> str:
+    shapes = f"{len(problems)} shape{'s' if len(problems) > 1 else ''}"
+    notes = dict.fromkeys(why for why in problems.values() if why)  # once each
+    reasons = dict.fromkeys(f"{name}: {reason}" for name, reason in rejected)
+    return "; ".join((shapes, *notes, *reasons))
 
 
 def load_kernel(target: str) -> Kernel[Any] | str:
@@ -311,3 +403,28 @@ def random_tensor(
     """Normal values, drawn on the generator's device."""
     values = torch.randn(*shape, generator=generator, device=generator.device)
     return values.to(device=device, dtype=dtype)
+
+
+_scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+_SCRATCH_SCALE = 1 / 64
+
+
+def scratch_weight(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Normal values of deviation 1/64 in a shape of the model's own, contiguous. All weights of the
+    checks share their memory, so that a check of a large shape costs no more than its launch."""
+    count = math.prod(shape)
+    key = device, dtype
+    if key not in _scratch or len(_scratch[key]) < count:
+        _scratch.pop(key, None)
+        values = torch.empty(count, dtype=dtype, device=device)
+        values.normal_(0.0, _SCRATCH_SCALE, generator=sample_generator(device))
+        _scratch[key] = values
+    return _scratch[key][:count].view(*shape)
+
+
+def release_scratch() -> None:
+    """Lets the memory of `scratch_weight` go, to the device's other users too."""
+    devices = {device for device, _ in _scratch}
+    _scratch.clear()
+    if "cuda" in devices and torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Between host and device without waiting: the two copies that are allowed on the hot path.
 
-Pageable memory would make the host wait for the stream; pinned memory comes from torch's caching allocator, which gives
-a block out again only once the copy that used it is over.
+Pageable memory would make the host wait for the stream; pinned memory comes from torch's caching
+allocator, which gives a block out again only once the copy that used it is over.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the host. From a device its values are there once the current stream has come to this point: the
-    caller records an event afterwards and reads behind it. On the CPU it is a copy too: what a replayed step leaves is
-    overwritten by the next one, which may be launched before the result is read."""
+    """The tensor on the host. From a device its values are there once the current stream has come
+    to this point: the caller records an event afterwards and reads behind it. On the CPU it is a
+    copy too: what a replayed step leaves is overwritten by the next one, which may be launched
+    before the result is read."""
     if tensor.device.type == "cpu":
         return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

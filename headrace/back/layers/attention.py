@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headrace.back.attention.kv_layer import KVLayer
+from headrace.back.attention.forms import HeadsForm
 from headrace.back.attention.plan import AttentionPlan, Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
@@ -88,14 +88,15 @@ class Attention:
         scope.on_finish(self._finish)
 
     @property
-    def kv_layer(self) -> KVLayer:
+    def kv_form(self) -> HeadsForm:
         """What this layer keeps in the KV cache."""
-        return KVLayer(
-            layer=self._layer,
+        return HeadsForm(
+            cache=self._layer,
             kv_heads=self._kv_heads,
             head_dim=self._spec.head_dim,
-            window=self._spec.window,
-            coded=self._scope.kv_coded,
+            kind="window" if self._spec.window else "full",
+            span=self._spec.window,
+            quantized=self._scope.kv_quantized,
         )
 
     @property
@@ -112,8 +113,8 @@ class Attention:
             q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, plan.slot_T)
         else:
             q_THD = self._separately(qkv_TC, batch, plan, kv)
-        if batch.tap is not None:
-            batch.tap.see(self._layer, self._problem, q_THD, kv, plan)
+        if batch.probe is not None:
+            batch.probe.see(self._layer, self._problem, q_THD, kv, plan)
         return q_THD
 
     def attend_into(
@@ -158,14 +159,16 @@ class Attention:
         }
         self._fused = self._bind_fused(shape)
         if self._fused is None:
-            self._write = scope.bind(KV_WRITE, KVWriteProblem(**shape, coded=scope.kv_coded))
+            self._write = scope.bind(
+                KV_WRITE, KVWriteProblem(**shape, quantized=scope.kv_quantized)
+            )
         self._problem = AttentionProblem(
             **shape,
             heads=self._heads,
             scale=spec.scale,
             window=spec.window,
             softcap=spec.softcap,
-            coded=scope.kv_coded,
+            quantized=scope.kv_quantized,
         )
         self._attend = scope.bind(ATTENTION, self._problem)
 
@@ -181,7 +184,7 @@ class Attention:
             rotary_dim=rope.rotary_dim if rope else 0,
             layout=rope.layout if rope else "half",
             eps=spec.qk_norm_eps if normed else None,
-            coded=self._scope.kv_coded,
+            quantized=self._scope.kv_quantized,
         )
         weights = [norm.weight_E if normed else None for norm in (self._q_norm, self._k_norm)]
         return self._scope.bind_fused(QK_ROPE_WRITE, problem, *weights)

@@ -1,4 +1,4 @@
-"""Heads on pooled hidden states: class logits, with what some models put before the last product.
+"""Heads on pooled hidden states: class logits, with what some models put before the last GEMM.
 
 N pooled vectors, E hidden size, L labels. Every rank holds all of a head: it is small.
 """
@@ -22,7 +22,7 @@ HEAD_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Dense:
-    """x_NE -> y_NO: a product that every rank holds whole."""
+    """x_NE -> y_NO: a GEMM that every rank holds whole."""
 
     def __init__(self, scope: Scope, inputs: int, outputs: int, *, bias: bool) -> None:
         self.project: Linear = not_loaded
@@ -37,7 +37,8 @@ class Dense:
 
 
 class Classifier:
-    """hidden_NE -> logits_NL float32: `last(norm(act(first(hidden))))`, where `first` and `norm` may be missing."""
+    """hidden_NE -> logits_NL float32: `last(norm(act(first(hidden))))`, where `first` and `norm`
+    may be missing."""
 
     def __init__(
         self,

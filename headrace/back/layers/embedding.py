@@ -18,7 +18,8 @@ from headrace.back.parallel.shard import Part, Shard
 
 class TokenEmbedding:
     """ids_T -> x_TE, scaled by `scale`. `weight_VE` (local rows) is there after loading, for a tied
-    output head. Only a table that is `tied` to a head is quantized here: by itself it costs no reading.
+    output head. Only a table that is `tied` to a head is quantized here: by itself it costs no
+    reading.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class TokenEmbedding:
         new = {"device": self._scope.kind, "dtype": self._scope.dtype}
         if isinstance(weight_VE, PackedWeight):
             rows, width = weight_VE.outputs, weight_VE.inputs
-            packed = EmbeddingQuantProblem(**new, rows=rows, width=width, coding=weight_VE.coding)
+            packed = EmbeddingQuantProblem(**new, rows=rows, width=width, form=weight_VE.form)
             return self._scope.bind(OP_QUANT, packed, weight_VE), rows
         if isinstance(weight_VE, BlockWeight):
-            ((coding, rows),) = weight_VE.kinds
-            blocks = EmbeddingBlocksProblem(**new, coding=coding, rows=rows, width=weight_VE.inputs)
+            ((layout, rows),) = weight_VE.kinds
+            blocks = EmbeddingBlocksProblem(**new, layout=layout, rows=rows, width=weight_VE.inputs)
             return self._scope.bind(OP_BLOCKS, blocks, weight_VE), rows
         rows, width = weight_VE.shape
         problem = EmbeddingProblem(**new, rows=rows, width=width)

@@ -1,7 +1,7 @@
 """Linear layers split over the tensor-parallel axis (Shoeybi et al. 2019): by outputs, then by
 inputs.
 
-A column-parallel layer may merge several checkpoint tensors into one product (query, key, value;
+A column-parallel layer may merge several checkpoint tensors into one GEMM (query, key, value;
 gate, up), or take them from one tensor that the checkpoint has merged itself. T tokens, I inputs, O
 outputs.
 """
@@ -26,7 +26,7 @@ from headrace.back.kernels.op import Op
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial, all_reduce
-from headrace.back.parallel.param import Param, Piece
+from headrace.back.parallel.param import Param, WeightPiece
 from headrace.back.parallel.shard import Part, Shard, local_size
 
 
@@ -35,11 +35,11 @@ class ColumnLinear:
 
     `scope` is that of the layer around it: a part is the checkpoint tensor `scope / part.name`,
     unless `merged` names the one tensor that holds all parts. `sizes` are the local widths of the
-    parts. `project` is the product.
+    parts. `project` is the GEMM.
 
-    `norm` and `activation` are what the layer around it puts before and behind the product. Where a
-    kernel does all in one, `project` does: `activates` and `norms` tell, and if it `norms`, x is what
-    goes into the norm. Between ranks the norm belongs to the sum before it (RowLinear).
+    `norm` and `activation` are what the layer around it puts before and behind the GEMM. Where a
+    kernel does all in one, `project` does: `activates` and `norms` tell, and if it `norms`, x is
+    what goes into the norm. Between ranks the norm belongs to the sum before it (RowLinear).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ColumnLinear:
         pieces, offset = [], 0
         for part in self._parts:
             name = self._scope.name(f"{part.name}.{leaf}")
-            pieces.append(Piece(name=name, shape=(part.size, *rest), offset=offset))
+            pieces.append(WeightPiece(name=name, shape=(part.size, *rest), offset=offset))
             offset += part.size
         return self._scope.param(
             "+".join(part.name for part in self._parts) + f".{leaf}",
@@ -88,22 +88,22 @@ class ColumnLinear:
                 self._scope, weight, bias, norm=self._norm, activation=self._activation
             )
         self.norms = fused is not None and self._norm is not None
-        product, self.activates = fused, fused is not None and self._activation is not None
-        for activation in dict.fromkeys((self._activation, None)) if product is None else ():
-            product = bind_product(self._scope, weight, bias, activation, norm=self._norm)
-            if product is not None:
+        gemm, self.activates = fused, fused is not None and self._activation is not None
+        for activation in dict.fromkeys((self._activation, None)) if gemm is None else ():
+            gemm = bind_gemm(self._scope, weight, bias, activation, norm=self._norm)
+            if gemm is not None:
                 self.activates = activation is not None
                 break
-        assert product is not None
-        self.project = product
+        assert gemm is not None
+        self.project = gemm
 
 
 class RowLinear:
-    """x_TI -> y_TO where each rank holds a share of the inputs and the products are summed.
+    """x_TI -> y_TO where each rank holds a share of the inputs and the GEMMs are summed.
 
     `scope` is the layer's own; `part` describes the split of the inputs. The bias is added once,
-    after the sum. `adds`: the result goes into the residual as it is; then the sum over the ranks is
-    left to whoever adds it.
+    after the sum. `adds`: the result goes into the residual as it is; then the sum over the ranks
+    is left to whoever adds it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RowLinear:
     def project_into(
         self, x_TI: torch.Tensor, residual_TO: torch.Tensor
     ) -> torch.Tensor | Partial | None:
-        """The product, to be added to the residual; None if that was done, by a kernel that does
+        """The GEMM, to be added to the residual; None if that was done, by a kernel that does
         both."""
         if self._into is not None:
             self._into(x_TI, residual_TO)
@@ -165,7 +165,7 @@ def bind_fused(
     activation: str | None = None,
     add: bool = False,
 ) -> FusedLinear | None:
-    """The product with what is around it in one kernel, if there is one."""
+    """The GEMM with what is around it in one kernel, if there is one."""
     if isinstance(weight_OI, PackedWeight | BlockWeight):
         return None
     outputs, inputs = weight_OI.shape
@@ -183,7 +183,7 @@ def bind_fused(
     return scope.bind_fused(OP_FUSED, problem, weight_OI, bias_O, norm_weight)
 
 
-def bind_product(
+def bind_gemm(
     scope: Scope,
     weight_OI: Weight,
     bias_O: torch.Tensor | None,
@@ -191,19 +191,20 @@ def bind_product(
     *,
     norm: RMSNorm | None,
 ) -> Linear | None:
-    """The product, with an activation only if a kernel does both. Of a quantized weight it reads the codes that the
-    norm before leaves (`RMSNorm.write_codes`), if there are kernels for both."""
+    """The GEMM, with an activation only if a kernel does both. Of a quantized weight it reads the
+    quantized values that the norm before leaves (`RMSNorm.quantize_output`), if there are kernels
+    for both."""
     if isinstance(weight_OI, torch.Tensor):
         if activation is None:
             return bind_linear(scope, weight_OI, bias_O)
         return bind_fused(scope, weight_OI, bias_O, activation=activation)
-    if norm is not None and (isinstance(weight_OI, BlockWeight) or weight_OI.reads_codes):
+    if norm is not None and (isinstance(weight_OI, BlockWeight) or weight_OI.reads_quantized_rows):
         group = weight_OI.x_group if isinstance(weight_OI, BlockWeight) else None
-        product, plain_from = _bind_quantized(
-            scope, scope.bind_fused, weight_OI, bias_O, activation=activation, coded=True
+        gemm, plain_from = _bind_quantized(
+            scope, scope.bind_fused, weight_OI, bias_O, activation=activation, quantized_rows=True
         )
-        if product is not None and norm.write_codes(group, below=plain_from):
-            return product
+        if gemm is not None and norm.quantize_output(group, below=plain_from):
+            return gemm
     if activation is None:
         return bind_linear(scope, weight_OI, bias_O)
     return _bind_quantized(scope, scope.bind_fused, weight_OI, bias_O, activation=activation)[0]
@@ -216,16 +217,17 @@ def _bind_quantized(
     bias_O: torch.Tensor | None,
     **asked: Any,
 ) -> tuple[Linear | Bound, int | None]:
-    """The product, by `bind` of the scope, and from how many rows on x is left as it is (LinearBlocksProblem). A row's
-    bits depend on how many there are then: not where they must not, and not for logits."""
+    """The GEMM, by `bind` of the scope, and from how many rows on x is left as it is
+    (LinearBlocksProblem). A row's bits depend on how many there are then: not where they must not,
+    and not for logits."""
     asked |= _facts(scope, bias_O)
     free = not scope.deterministic and not asked.get("wide", False)
     many = many_rows(weight) if free and isinstance(weight, BlockWeight) else None
     if many is not None:
-        op, problem = product_of(weight, **asked, plain_from=many)
-        if product := scope.bind_if_served(op, problem, weight, bias_O):
-            return product, many
-    op, problem = product_of(weight, **asked)
+        op, problem = gemm_of(weight, **asked, plain_from=many)
+        if gemm := scope.bind_if_served(op, problem, weight, bias_O):
+            return gemm, many
+    op, problem = gemm_of(weight, **asked)
     return bind(op, problem, weight, bias_O), None
 
 
@@ -237,11 +239,11 @@ def bind_linear(
     shared: bool = False,
     wide: bool = False,
 ) -> Linear:
-    """The product with a loaded weight; `shared` if the plain weight stays in use elsewhere, `wide` if the result is to
-    be float32."""
+    """The GEMM with a loaded weight; `shared` if the plain weight stays in use elsewhere, `wide` if
+    the result is to be float32."""
     if isinstance(weight_OI, PackedWeight | BlockWeight):
         return _bind_quantized(scope, scope.bind, weight_OI, bias_O, wide=wide)[0]
-    op, problem = product_of(weight_OI, **_facts(scope, bias_O), shared=shared, wide=wide)
+    op, problem = gemm_of(weight_OI, **_facts(scope, bias_O), shared=shared, wide=wide)
     return scope.bind(op, problem, weight_OI, bias_O)
 
 
@@ -249,7 +251,7 @@ def _facts(scope: Scope, bias_O: torch.Tensor | None) -> dict[str, Any]:
     return {"device": scope.kind, "dtype": scope.dtype, "bias": bias_O is not None}
 
 
-def product_of(
+def gemm_of(
     weight: Weight,
     *,
     device: str,
@@ -258,17 +260,23 @@ def product_of(
     shared: bool = False,
     wide: bool = False,
     activation: str | None = None,
-    coded: bool = False,
+    quantized_rows: bool = False,
     plain_from: int | None = None,
 ) -> tuple[Op[Any], Any]:
     """The op that multiplies by this kind of weight, and the problem."""
     new: dict[str, Any] = {"device": device, "dtype": dtype, "wide": wide, "bias": bias}
     if isinstance(weight, PackedWeight):
-        new |= {"inputs": weight.inputs, "outputs": weight.outputs, "coding": weight.coding}
-        return OP_QUANT, LinearQuantProblem(**new, activation=activation, coded=coded)
+        new |= {"inputs": weight.inputs, "outputs": weight.outputs, "form": weight.form}
+        return OP_QUANT, LinearQuantProblem(
+            **new, activation=activation, quantized_rows=quantized_rows
+        )
     if isinstance(weight, BlockWeight):
         new |= {"inputs": weight.inputs, "kinds": weight.kinds}
-        new |= {"activation": activation, "coded": coded, "plain_from": plain_from}
+        new |= {
+            "activation": activation,
+            "quantized_rows": quantized_rows,
+            "plain_from": plain_from,
+        }
         return OP_BLOCKS, LinearBlocksProblem(**new)
     outputs, inputs = weight.shape
     return OP, LinearProblem(**new, inputs=inputs, outputs=outputs, shared=shared)

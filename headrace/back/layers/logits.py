@@ -10,26 +10,28 @@ import torch.nn.functional as F
 from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.linear.op import Linear
+from headrace.back.kernels.linear_top.op import NUM_CANDIDATES, LinearTopProblem
 from headrace.back.kernels.linear_top.op import OP as LINEAR_TOP
-from headrace.back.kernels.linear_top.op import TOPS, LinearTopProblem
 from headrace.back.layers.embedding import TokenEmbedding, vocabulary_part
-from headrace.back.layers.linear import Weight, bind_linear, product_of
+from headrace.back.layers.linear import Weight, bind_linear, gemm_of
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import all_gather
 from headrace.back.parallel.mesh import Axis
 from headrace.back.parallel.shard import Shard, local_size
 
-Pick = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+TopOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class LogitsHead:
     """hidden_NE -> logits_NV in float32: scale * (W hidden), then c * tanh(logits / c) with
     `softcap` c (Gemma 2).
 
-    `pick`: hidden_NE -> what op greedy gives for these logits, of which no whole rows are written (CPU), or which are
-    not widened to float32 (other devices); None where there is no kernel for it, or where the logits are not the
-    products themselves. `tops`: hidden_NE -> the best TOPS ids and logits of each row, in the order of op
-    linear_top; CPUs only.
+    `argmax`: hidden_NE -> what op greedy gives for these logits, of which no whole rows are written
+    (CPU), or which are not converted to float32 (other devices); None where there is no kernel for
+    it, or where the logits are not the GEMMs themselves. `top_candidates`: hidden_NE -> the best
+    NUM_CANDIDATES ids and logits of each row, in the order of op linear_top; CPUs only. Where ranks
+    share the vocabulary, each takes the best of its own rows and only those pairs are gathered, not
+    logits.
 
     `tied` is the embedding whose weight the head shares; else the checkpoint holds `scope /
     "weight"`.
@@ -46,8 +48,8 @@ class LogitsHead:
         softcap: float | None = None,
     ) -> None:
         self._project: Linear = not_loaded
-        self.pick: Pick | None = None
-        self.tops: Pick | None = None
+        self.argmax: TopOf | None = None
+        self.top_candidates: TopOf | None = None
         self._scope = scope
         self._tied = tied
         self._scale = scale
@@ -94,40 +96,80 @@ class LogitsHead:
             assert self._tied is not None and self._tied.weight_VE is not None
             weight_VE, shared = self._tied.weight_VE, True
         self._project = bind_linear(self._scope, weight_VE, None, shared=shared, wide=True)
-        plain = self._scope.mesh.tp.size == 1 and self._scale == 1.0 and self._softcap is None
+        plain = self._scale == 1.0 and self._softcap is None
         if plain and self._scope.kind == "cpu":
-            self.pick = self._bind_pick(weight_VE, shared=shared)
-            self.tops = self._bind_tops(weight_VE, TOPS, shared=shared)
+            self.argmax = self._bind_argmax(weight_VE, shared=shared)
+            self.top_candidates = self._bind_top_candidates(
+                weight_VE, NUM_CANDIDATES, shared=shared
+            )
         elif plain and isinstance(weight_VE, torch.Tensor):
-            self.pick = self._bind_narrow_pick(weight_VE, shared=shared)
+            self.argmax = self._bind_narrow_argmax(weight_VE, shared=shared)
 
-    def _bind_narrow_pick(self, weight_VE: torch.Tensor, *, shared: bool) -> Pick | None:
+    def _bind_narrow_argmax(self, weight_VE: torch.Tensor, *, shared: bool) -> TopOf | None:
         """From logits in the weight's own type: widening is exact, so the choice is the same."""
         choice = GREEDY.choose(GreedyProblem(device=self._scope.kind))
         if choice.kernel is GREEDY.reference:
             return None
         greedy = choice.bind()
-        product = bind_linear(self._scope, weight_VE, None, shared=shared)
-        return lambda hidden_NE: greedy(product(hidden_NE))
+        gemm = bind_linear(self._scope, weight_VE, None, shared=shared)
+        if self._scope.mesh.tp.size == 1:
+            return lambda hidden_NE: greedy(gemm(hidden_NE))
 
-    def _bind_pick(self, weight_VE: Weight, *, shared: bool) -> Pick | None:
-        top = self._bind_tops(weight_VE, 1, shared=shared)
-        if top is None:
-            return None
+        def best(hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            token_N, value_N = greedy(gemm(hidden_NE))
+            return token_N[:, None], value_N[:, None]
 
-        def pick(hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            token_N1, value_N1 = top(hidden_NE)
-            return token_N1[:, 0], value_N1[:, 0]
+        return first_of(self._over_ranks(best, 1))
 
-        return pick
+    def _bind_argmax(self, weight_VE: Weight, *, shared: bool) -> TopOf | None:
+        top = self._bind_top_candidates(weight_VE, 1, shared=shared)
+        return None if top is None else first_of(top)
 
-    def _bind_tops(self, weight_VE: Weight, count: int, *, shared: bool) -> Pick | None:
-        _, product = product_of(
+    def _bind_top_candidates(self, weight_VE: Weight, count: int, *, shared: bool) -> TopOf | None:
+        _, gemm = gemm_of(
             weight_VE,
             device=self._scope.kind,
             dtype=self._scope.dtype,
             shared=shared,
             wide=True,
         )
-        problem = LinearTopProblem(product=product, count=count)
-        return self._scope.bind_fused(LINEAR_TOP, problem, weight_VE)
+        problem = LinearTopProblem(gemm=gemm, count=count)
+        top = self._scope.bind_fused(LINEAR_TOP, problem, weight_VE)
+        if top is None or self._scope.mesh.tp.size == 1:
+            return top
+        return self._over_ranks(top, count)
+
+    def _over_ranks(self, top: TopOf, count: int) -> TopOf:
+        axis = self._scope.mesh.tp
+        first = Shard(axis="tp", dim=0, parts=(self._part,)).spans(axis)[0].start
+        return gathered_top(top, count=count, first=first, axis=axis)
+
+
+def gathered_top(top: TopOf, *, count: int, first: int, axis: Axis) -> TopOf:
+    """hidden_NE -> the best `count` (id_NC, value_NC) over all ranks of the axis, from `top`, the
+    best of this rank's rows, whose ids count from `first`. 8 bytes a pair cross the link.
+
+    Ranks hold the vocabulary in order, so among equal values a stable sort keeps the lower id
+    first; a NaN goes before all numbers.
+    """
+
+    def gathered(hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        id_NC, value_NC = top(hidden_NE)
+        pairs = torch.cat((value_NC.view(torch.int32), (id_NC + first).to(torch.int32)), dim=1)
+        pair_NRC = all_gather(pairs, axis).view(len(pairs), axis.size, 2, -1)
+        value_NK = pair_NRC[:, :, 0].flatten(1).view(torch.float32)
+        value_NK, place_NK = value_NK.sort(dim=1, descending=True, stable=True)
+        id_NK = pair_NRC[:, :, 1].flatten(1).gather(1, place_NK)
+        return id_NK[:, :count].long(), value_NK[:, :count].contiguous()
+
+    return gathered
+
+
+def first_of(top: TopOf) -> TopOf:
+    """The first of each row's best, without the dimension of candidates."""
+
+    def first(hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        id_NC, value_NC = top(hidden_NE)
+        return id_NC[:, 0], value_NC[:, 0]
+
+    return first

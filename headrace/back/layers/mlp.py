@@ -1,6 +1,10 @@
-"""The gated MLP of a decoder layer: down(act(gate(x)) * up(x))."""
+"""The feed-forward part of a decoder layer: what a layer asks of it, and the gated MLP,
+down(act(gate(x)) * up(x)). Experts are another kind behind the same face."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -12,10 +16,76 @@ from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.shard import Part
 
 
+class FeedForward(Protocol):
+    """What a decoder layer asks of its second branch. T tokens, E hidden size."""
+
+    @property
+    def norms(self) -> bool:
+        """Whether the norm before is part of it: then x is what goes into that norm."""
+        ...
+
+    def forward_into(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor
+    ) -> torch.Tensor | Partial | None:
+        """y_TE, to be added to the residual; None if that was done, a Partial where the ranks' sum
+        is still to be taken."""
+        ...
+
+
+class FeedForwardSpec(Protocol):
+    """A kind of feed-forward as data of its layer; `build` makes it on this rank."""
+
+    def build(
+        self,
+        scope: Scope,
+        *,
+        width: int,
+        inner: int,
+        activation: str,
+        norm: RMSNorm | None,
+        adds: bool,
+    ) -> FeedForward:
+        """`scope` is the layer's; `inner` and `activation` are the family's usual ones. `norm`
+        stands before it, `adds`: y goes into the residual as it is."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedMLPSpec:
+    """A dense gated MLP. `merged` names the checkpoint tensor that holds gate and up, if they are
+    one there; `name` is the module in the layer."""
+
+    name: str = "mlp"
+    bias: bool = False
+    merged: str | None = None
+
+    def build(
+        self,
+        scope: Scope,
+        *,
+        width: int,
+        inner: int,
+        activation: str,
+        norm: RMSNorm | None,
+        adds: bool,
+    ) -> FeedForward:
+        """See FeedForwardSpec."""
+        return GatedMLP(
+            scope / self.name,
+            width,
+            inner,
+            activation=activation,
+            bias=self.bias,
+            merged=self.merged,
+            norm=norm,
+            adds=adds,
+        )
+
+
 class GatedMLP:
     """x_TE -> y_TE. `merged` names the checkpoint tensor that holds gate and up, if they are one
-    there (Phi-3); `down` the one that leads back. `norm` stands before it: if `norms`, x is what goes
-    into that norm. `adds`: y goes into the residual as it is."""
+    there (Phi-3); `down` the one that leads back. `norm` stands before it: if `norms`, x is what
+    goes into that norm. `adds`: y goes into the residual as it is."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Root mean square norms (weights in float32, Gemma's 1 added once at load), and encoders' layer norm."""
+"""Root mean square norms (weights in float32, Gemma's 1 added once at load), and encoders' layer
+norm."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.back.kernels.rms_norm.op import ADD_OP, OP, AddNorm, Norm, RMSNormProblem
-from headrace.back.kernels.rms_norm_codes.op import OP as CODES_OP
-from headrace.back.kernels.rms_norm_codes.op import RMSNormCodesProblem
+from headrace.back.kernels.rms_norm_quant.op import OP as QUANT_OP
+from headrace.back.kernels.rms_norm_quant.op import RMSNormQuantProblem
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial, all_reduce
 from headrace.back.parallel.shard import Part, Shard, local_size
@@ -17,8 +18,8 @@ class RMSNorm:
     """`norm(x)` norms the last dimension; `add_norm(x_TE, residual_TE)` first adds x into the
     residual, `sum_norm(partial_TE, residual_TE)` the sum of the ranks' shares.
 
-    `unit_offset`: the checkpoint holds w - 1 (Gemma). `weight_E` float32 is there after loading, for
-    ops that fuse the norm with what follows it.
+    `unit_offset`: the checkpoint holds w - 1 (Gemma). `weight_E` float32 is there after loading,
+    for ops that fuse the norm with what follows it.
     """
 
     def __init__(self, scope: Scope, width: int, *, eps: float, unit_offset: bool = False) -> None:
@@ -37,26 +38,26 @@ class RMSNorm:
         self.norm = self._scope.bind(OP, self._problem, self.weight_E)
         self.add_norm = self._scope.bind(ADD_OP, self._problem, self.weight_E)
 
-    def write_codes(self, group: int | None, *, below: int | None = None) -> bool:
-        """Has `norm` and `add_norm` give CodedRows (linear_quant/rows.py) from now on, for the one product that reads
-        them; `below`: for fewer rows only. False if no kernel does."""
-        problem = RMSNormCodesProblem(**vars(self._problem), group=group)
-        coded = self._scope.bind_fused(CODES_OP, problem, self.weight_E)
-        if coded is None:
+    def quantize_output(self, group: int | None, *, below: int | None = None) -> bool:
+        """Has `norm` and `add_norm` give QuantizedRows (linear_quant/rows.py) from now on, for the
+        one GEMM that reads them; `below`: for fewer rows only. False if no kernel does."""
+        problem = RMSNormQuantProblem(**vars(self._problem), group=group)
+        quantized_rows = self._scope.bind_fused(QUANT_OP, problem, self.weight_E)
+        if quantized_rows is None:
             return False
         norm, add_norm = self.norm, self.add_norm
         if below is None:
-            self.norm, self.add_norm = lambda x_TE: coded(x_TE, None), coded
+            self.norm, self.add_norm = lambda x_TE: quantized_rows(x_TE, None), quantized_rows
             return True
-        self.norm = lambda x_TE: coded(x_TE, None) if len(x_TE) < below else norm(x_TE)
+        self.norm = lambda x_TE: quantized_rows(x_TE, None) if len(x_TE) < below else norm(x_TE)
         self.add_norm = lambda x_TE, residual_TE: (
-            coded(x_TE, residual_TE) if len(x_TE) < below else add_norm(x_TE, residual_TE)
+            quantized_rows(x_TE, residual_TE) if len(x_TE) < below else add_norm(x_TE, residual_TE)
         )
         return True
 
     def sum_norm(self, partial: Partial, residual_TE: torch.Tensor) -> torch.Tensor:
-        """See the class. In one kernel where there is one for the message; but sums that must not depend on its size
-        (`ordered`) are always followed by the same norm."""
+        """See the class. In one kernel where there is one for the message; but sums that must not
+        depend on its size (`ordered`) are always followed by the same norm."""
         share_TE, axis = partial.share, partial.axis
         if axis.summing is not None and not axis.ordered and axis.summing.takes(share_TE):
             return axis.summing.add_norm(share_TE, residual_TE, self.weight_E, self.eps)
@@ -102,7 +103,8 @@ class SplitRMSNorm:
 
 
 class LayerNorm:
-    """`norm(x)`: (x - mean) / sqrt(variance + eps) * w + b over the last dimension (Ba et al. 2016)."""
+    """`norm(x)`: (x - mean) / sqrt(variance + eps) * w + b over the last dimension (Ba et al.
+    2016)."""
 
     def __init__(self, scope: Scope, width: int, *, eps: float, bias: bool = True) -> None:
         self._eps = eps

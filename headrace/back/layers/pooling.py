@@ -1,6 +1,8 @@
-"""The dense modules behind the encoder: after the pooling (sentence-transformers), or on every token (ColBERT).
+"""The dense modules behind the encoder: after the pooling (sentence-transformers), or on every
+token (ColBERT).
 
-They are small and run in float32 on the device, behind the pooled vectors of a step. N vectors, I inputs, O outputs.
+They are small and run in float32 on the device, behind the pooled vectors of a step. N vectors, I
+inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ class DenseModule:
     def project(self, x_NI: torch.Tensor) -> torch.Tensor:
         """See the class."""
         y_NO = functional.linear(x_NI, self.weight_OI, self.bias_O)
-        made: torch.Tensor = ACTIVATIONS[self.activation](y_NO)
-        return made
+        y: torch.Tensor = ACTIVATIONS[self.activation](y_NO)
+        return y
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """All modules one after the other. `per_token`: they belong to every token's vector, not only to pooled ones."""
+    """All modules one after the other. `per_token`: they belong to every token's vector, not only
+    to pooled ones."""
 
     modules: tuple[DenseModule, ...]
     per_token: bool

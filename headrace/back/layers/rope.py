@@ -110,8 +110,16 @@ def read_rope(
         le=1.0,
     )
     rotary_dim = int(head_dim * partial)
+    if partial == 1.0 and head_dim % 2:
+        key = "head_dim" if "head_dim" in config.raw else "num_attention_heads"
+        raise config.wrong(
+            key, f"such that heads have an even size: the rotation takes pairs, not {head_dim}"
+        )
     if rotary_dim % 2 or rotary_dim == 0:
-        raise config.wrong("partial_rotary_factor", "one that rotates an even number of dimensions")
+        raise config.wrong(
+            "partial_rotary_factor",
+            f"a share of head_dim ({head_dim}) that is an even number of dimensions, not {rotary_dim}",
+        )
     named = values.choice("rope_type", (*KINDS, *renamed), "default", aliases=("type",))
     kind = renamed.get(named, named)
     scaling = _Scaling(config, values, base, rotary_dim, max_positions)

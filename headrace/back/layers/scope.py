@@ -7,15 +7,16 @@ work they put off until the weights are there, and the kernels they choose are c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
-from headrace.back.kernels.op import Choice, Op, decisions
+from headrace.back.kernels.op import KernelChoice, Op, decisions
+from headrace.back.parallel.bundle import Bundle
 from headrace.back.parallel.mesh import Mesh
-from headrace.back.parallel.param import Param, Piece
+from headrace.back.parallel.param import Param, WeightPiece, local_pieces
 from headrace.back.parallel.shard import Shard
 from headrace.back.platforms import huge_pages
 from headrace.back.quant.online import OnlineWeight
@@ -33,7 +34,7 @@ class Ledger:
 
     params: list[Param] = field(default_factory=list)
     finishers: list[Callable[[], None]] = field(default_factory=list)
-    choices: list[Choice[Any]] = field(default_factory=list)
+    choices: list[KernelChoice[Any]] = field(default_factory=list)
     notes: list[Decision] = field(default_factory=list)
     tables: dict[Any, torch.Tensor] = field(default_factory=dict)
 
@@ -50,7 +51,8 @@ class Ledger:
         return (*self.notes, *decisions(self.choices))
 
     def host_kernels(self) -> tuple[str, ...]:
-        """The chosen kernels that read arrays of a step on the host: its steps cannot be replayed from the device."""
+        """The chosen kernels that read arrays of a step on the host: its steps cannot be replayed
+        from the device."""
         readers = {
             f"{one.op} kernel {one.kernel.name}" for one in self.choices if one.kernel.reads_host
         }
@@ -59,8 +61,8 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What stands on top of the model: "lm", "sequence" or "token" (a classifier of `num_labels`), "none". `bare`: the
-    checkpoint is of the base model alone, whose names lack the prefix."""
+    """What stands on top of the model: "lm", "sequence" or "token" (a classifier of `num_labels`),
+    "none". `bare`: the checkpoint is of the base model alone, whose names lack the prefix."""
 
     kind: str = "lm"
     num_labels: int = 0
@@ -70,11 +72,11 @@ class Head:
 @dataclass(frozen=True, kw_only=True)
 class Scope:
     """The place of one layer. `path` is its checkpoint name; `block_tokens` and `max_positions`
-    come from the engine. `scheme` says how weights of linear layers are quantized; None: they are not.
-    `kv_coded`: "int8" or "fp8" codes in the KV cache. `deterministic`: only invariant kernels
-    (kernels/op.py) are chosen.
-    `stored` names the checkpoint's tensors that are quantized already and stay so. `planned`: the kind of device that
-    kernels are chosen for but not bound, while all tensors are on meta."""
+    come from the engine. `scheme` says how weights of linear layers are quantized; None: they are
+    not. `kv_quantized`: "int8" or "fp8" values in the KV cache. `deterministic`: only invariant
+    kernels (kernels/op.py) are chosen. `stored` names the checkpoint's tensors that are quantized
+    already and stay so. `planned`: the kind of device that kernels are chosen for but not bound,
+    while all tensors are on meta."""
 
     ledger: Ledger
     mesh: Mesh
@@ -83,7 +85,7 @@ class Scope:
     block_tokens: int
     max_positions: int
     scheme: Scheme | None = None
-    kv_coded: str | None = None
+    kv_quantized: str | None = None
     deterministic: bool = False
     stored: Stored = field(default_factory=dict)
     head: Head = Head()
@@ -107,13 +109,14 @@ class Scope:
         name: str,
         shape: tuple[int, ...],
         *,
-        pieces: tuple[Piece, ...] | None = None,
+        pieces: tuple[WeightPiece, ...] | None = None,
         shard: Shard | None = None,
         init: str = "normal",
         init_scale: float = 0.02,
+        bundle: Bundle | None = None,
     ) -> Param:
         """Adds a parameter of global `shape`; by default it is one checkpoint tensor of its own
-        name."""
+        name. With a `bundle` it is made of that one's tensors instead."""
         axis = self.mesh.axis(shard.axis) if shard else None
         local = list(shape)
         if shard is not None and axis is not None:
@@ -122,26 +125,31 @@ class Scope:
             name=self.name(name),
             shape=shape,
             dtype=self.dtype,
-            pieces=pieces or (Piece(name=self.name(name), shape=shape),),
-            tensor=self._empty(local),
+            pieces=pieces or (WeightPiece(name=self.name(name), shape=shape),),
+            tensor=None if bundle is not None else self._empty(local, self.dtype),
+            bundle=bundle,
             shard=shard,
             spans=shard.spans(axis) if shard is not None and axis is not None else (),
             init=init,
             init_scale=init_scale,
         )
+        for member in bundle.members if bundle is not None else ():
+            sizes = bundle.local_shape(member, local, len(local_pieces(param)))
+            param.members[member.name] = self._empty(sizes, member.dtype)
         self.ledger.params.append(param)
         return param
 
-    def _empty(self, shape: list[int]) -> torch.Tensor:
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self.device.type == "cpu":
-            return huge_pages.kept(shape, self.dtype)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+            return huge_pages.kept(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def quantized(
         self, weight: Param, *, read_whole: bool = True
     ) -> Param | OnlineWeight | StoredWeight:
-        """The weight of a product [outputs, inputs]: quantized while it loads if the scope says so, else as the
-        checkpoint holds it. A table that is not `read_whole` each step gains nothing from the former."""
+        """The weight of a GEMM [outputs, inputs]: quantized while it loads if the scope says so,
+        else as the checkpoint holds it. A table that is not `read_whole` each step gains nothing
+        from the former."""
         if self.scheme is not None and read_whole:
             return OnlineWeight(weight, self.scheme)
         if self.stored and kept_blocks(weight, self.stored):
@@ -166,14 +174,15 @@ class Scope:
         return None if choice.kernel is op.reference else self._bound(choice, weights)
 
     def bind_if_served(self, op: Op[Any], problem: Any, *weights: Any) -> Callable[..., Any] | None:
-        """The same for a problem that is only one way to ask: if no kernel serves it, nothing was chosen."""
+        """The same for a problem that is only one way to ask: if no kernel serves it, nothing was
+        chosen."""
         choice = op.choose(problem, invariant=self.deterministic)
         if choice.kernel is op.reference:
             return None
         self.ledger.choices.append(choice)
         return self._bound(choice, weights)
 
-    def _bound(self, choice: Choice[Any], weights: tuple[Any, ...]) -> Callable[..., Any]:
+    def _bound(self, choice: KernelChoice[Any], weights: tuple[Any, ...]) -> Callable[..., Any]:
         return not_loaded if self.planned else choice.bind(*weights)
 
 

@@ -1,6 +1,8 @@
-"""BERT (Devlin et al. 2018): learned positions and token types, norms after each branch, biases everywhere.
+"""BERT (Devlin et al. 2018): learned positions and token types, norms after each branch, biases
+everywhere.
 
-RoBERTa and XLM-RoBERTa (roberta.py) share all of it but the first position and the classification head.
+RoBERTa and XLM-RoBERTa (roberta.py) share all of it but the first position and the classification
+head.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ def build_bert(
     first_position: int,
     head: Callable[[Scope, Scope, int], Classifier | None],
 ) -> Encoder:
-    """The encoder with its tensors under `prefix` unless the checkpoint is bare; text begins at `first_position`.
-    `head` makes the classification head from the outer and the inner scope and the width."""
+    """The encoder with its tensors under `prefix` unless the checkpoint is bare; text begins at
+    `first_position`. `head` makes the classification head from the outer and the inner scope and
+    the width."""
     config.choice("position_embedding_type", ("absolute",), "absolute")
     sizes = read_encoder_sizes(config, eps=1e-12)
     inside = scope if scope.head.bare else scope / prefix

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.attention.kv_layer import KVLayer
+from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import Attention, AttentionSpec
 from headrace.back.layers.classifier import Classifier, Dense
 from headrace.back.layers.embedding import TokenEmbedding
-from headrace.back.layers.logits import LogitsHead, Pick
-from headrace.back.layers.mlp import GatedMLP
+from headrace.back.layers.logits import LogitsHead, TopOf
+from headrace.back.layers.mlp import FeedForwardSpec, GatedMLPSpec
 from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope
 from headrace.back.models.weights import WeightPlan
@@ -37,15 +37,17 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+GATED_MLP = GatedMLPSpec()
 Branch = torch.Tensor | Partial | None
-"""What a layer leaves to be added to the residual: nothing, a tensor, or this rank's share of a sum."""
+"""What a layer leaves to be added to the residual: nothing, a tensor, or this rank's share of a
+sum."""
 Stream = tuple[Branch, torch.Tensor]
 """And the residual [T, E]."""
 IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class DecoderSizes:
     """The sizes every dense family states under the same keys."""
 
     vocabulary: int
@@ -74,8 +76,7 @@ class LayerSpec:
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
-    mlp_bias: bool = False
-    mlp_merged: str | None = None
+    feed_forward: FeedForwardSpec = GATED_MLP
     branch_scale: float = 1.0
 
 
@@ -84,7 +85,7 @@ class DecoderSpec:
     """A whole decoder. `prefix` is where the decoder lies in the checkpoint, `head` the output
     head's module."""
 
-    sizes: Sizes
+    sizes: DecoderSizes
     layers: tuple[LayerSpec, ...]
     unit_offset: bool = False
     embedding_scale: float = 1.0
@@ -118,13 +119,11 @@ class DecoderLayer:
         )
         self.after_attention = norm(spec.after_attention)
         self.before_mlp = norm(spec.before_mlp)
-        self.mlp = GatedMLP(
-            scope / "mlp",
-            sizes.width,
-            sizes.inner,
+        self.mlp = spec.feed_forward.build(
+            scope,
+            width=sizes.width,
+            inner=sizes.inner,
             activation=sizes.activation,
-            bias=spec.mlp_bias,
-            merged=spec.mlp_merged,
             norm=self.before_mlp,
             adds=plain and spec.after_mlp is None,
         )
@@ -134,13 +133,13 @@ class DecoderLayer:
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
         """Adds the branch of the layer before to the residual, in place, and leaves its own MLP
         branch, to be added by whoever comes next: so each addition is fused with the norm after it,
-        or with the product before it. The last layer goes on with `batch.rest`."""
+        or with the GEMM before it. The last layer goes on with `batch.last_token_batch`."""
         branch_TE, residual_TE = stream
         norm = None if self.attention.norms else self.before_attention
         x_TE = _add_norm(norm, branch_TE, residual_TE)
         q_THD = self.attention.queries(x_TE, batch)
-        if last and batch.rest is not None:
-            at_N, batch = batch.logits_at_N, batch.rest
+        if last and batch.last_token_batch is not None:
+            at_N, batch = batch.logits_at_N, batch.last_token_batch
             q_THD, residual_TE = q_THD.index_select(0, at_N), residual_TE.index_select(0, at_N)
         branch_TE = self.attention.attend_into(q_THD, residual_TE, batch)
         branch_TE = self._after(self.after_attention, branch_TE)
@@ -198,8 +197,8 @@ class Decoder:
         )
         self._head = self._logits_head(scope, spec) if self.generates else None
         self._classifier = classifier_of(scope, sizes.width)
-        self.kv_layers: tuple[KVLayer, ...] = tuple(
-            layer.attention.kv_layer for layer in self._layers
+        self.kv_forms: tuple[CacheForm, ...] = tuple(
+            layer.attention.kv_form for layer in self._layers
         )
         tied = (rf"{spec.head}\.weight",) if sizes.tied or not self.generates else ()
         self.weights = WeightPlan(
@@ -237,14 +236,14 @@ class Decoder:
         return self._head.logits(hidden_NE)
 
     @property
-    def pick(self) -> Pick | None:
+    def argmax(self) -> TopOf | None:
         """See CausalModel."""
-        return None if self._head is None else self._head.pick
+        return None if self._head is None else self._head.argmax
 
     @property
-    def tops(self) -> Pick | None:
+    def top_candidates(self) -> TopOf | None:
         """See CausalModel."""
-        return None if self._head is None else self._head.tops
+        return None if self._head is None else self._head.top_candidates
 
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Class logits [N, labels], float32."""
@@ -253,7 +252,7 @@ class Decoder:
 
 
 def classifier_of(scope: Scope, width: int) -> Classifier | None:
-    """The head of a decoder that classifies: one product, without bias where it judges whole texts."""
+    """The head of a decoder that classifies: one GEMM, without bias where it judges whole texts."""
     head = scope.head
     if head.kind not in ("sequence", "token"):
         return None
@@ -271,7 +270,7 @@ def read_sizes(
     default_activation: str = "silu",
     eps: float = 1e-6,
     tied: bool = False,
-) -> Sizes:
+) -> DecoderSizes:
     """The common sizes, checked against each other. `eps` and `tied` are the family's defaults."""
     width = config.int("hidden_size", ge=1)
     heads = config.int("num_attention_heads", ge=1)
@@ -281,7 +280,7 @@ def read_sizes(
     head_dim = config.int("head_dim", None, ge=1)
     if head_dim is None and width % heads:
         raise config.wrong("num_attention_heads", f"a divisor of hidden_size ({width})")
-    return Sizes(
+    return DecoderSizes(
         vocabulary=config.int("vocab_size", ge=1),
         width=width,
         inner=config.int("intermediate_size", ge=1),
@@ -320,7 +319,7 @@ def read_windows(
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
-def plain_attention(sizes: Sizes) -> dict[str, object]:
+def plain_attention(sizes: DecoderSizes) -> dict[str, object]:
     """The arguments of AttentionSpec that follow from the sizes; the scale is 1/sqrt(head_dim)."""
     return {
         "width": sizes.width,

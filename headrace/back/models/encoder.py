@@ -1,8 +1,9 @@
-"""The encoders that embed, score and classify text: bidirectional attention inside each text, no KV cache.
+"""The encoders that embed, score and classify text: bidirectional attention inside each text, no KV
+cache.
 
-A family file reads its config and states its layers; the forward pass is here once. Two kinds of layer: norms after
-each branch (BERT, Devlin et al. 2018) and before it (ModernBERT, Warner et al. 2024). T tokens, E hidden size, N pooled
-vectors.
+A family file reads its config and states its layers; the forward pass is here once. Two kinds of
+layer: norms after each branch (BERT, Devlin et al. 2018) and before it (ModernBERT, Warner et al.
+2024). T tokens, E hidden size, N pooled vectors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.attention.kv_layer import KVLayer
+from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.gated_act.op import ACTIVATIONS
 from headrace.back.kernels.span_attention.op import OP as SPAN_ATTENTION
@@ -52,8 +53,8 @@ class EncoderSizes:
 class SpanAttentionLayer:
     """x_TE -> y_TE: projects, rotates if there is a rope, attends inside each text, projects back.
 
-    `names` are the checkpoint's query, key and value, or the one tensor that holds all three; `out` leads back.
-    `window`: tokens seen on each side, None: all.
+    `names` are the checkpoint's query, key and value, or the one tensor that holds all three; `out`
+    leads back. `window`: tokens seen on each side, None: all.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class PlainMLP:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderLayer:
-    """One layer. `before_*` norms come before their branch, `after_*` ones after the sum with the residual."""
+    """One layer. `before_*` norms come before their branch, `after_*` ones after the sum with the
+    residual."""
 
     attention: SpanAttentionLayer
     mlp: PlainMLP | GatedMLP
@@ -142,11 +144,11 @@ def _normed(norm: LayerNorm | None, x_TE: torch.Tensor) -> torch.Tensor:
 class Encoder:
     """An encoder on this rank: `back/models/protocol.py: LoadableModel`, for texts that are pooled.
 
-    `ignored`: checkpoint tensors that pooling does not need (language-model heads, BERT's own pooler). `segments`: the
-    embedding wants to know which text of a pair a token belongs to.
+    `ignored`: checkpoint tensors that pooling does not need (language-model heads, BERT's own
+    pooler). `segments`: the embedding wants to know which text of a pair a token belongs to.
     """
 
-    kv_layers: tuple[KVLayer, ...] = ()
+    kv_forms: tuple[CacheForm, ...] = ()
     generates = False
     attention_heads = 0
 
@@ -191,11 +193,11 @@ class Encoder:
         raise AssertionError("an encoder generates no tokens")
 
     @property
-    def pick(self) -> None:
+    def argmax(self) -> None:
         """See CausalModel: it has no such kernel."""
         return None
 
-    tops = pick
+    top_candidates = argmax
 
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Class logits [N, labels], float32."""

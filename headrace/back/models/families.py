@@ -1,5 +1,5 @@
-"""Architecture name in config.json -> family, and what else its name says: the head, and how its tensors are named.
-Apart from `registry.py`, so that `launch` can ask without torch."""
+"""Architecture name in config.json -> family, and what else its name says: the head, and how its
+tensors are named. Apart from `registry.py`, so that `launch` can ask without torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ ARCHITECTURES: Mapping[str, str] = {
 ENCODERS = frozenset({"bert", "roberta", "modernbert"})
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
 FIRST_POSITION = {"roberta": "pad_token_id"}
-"""Families whose positions begin one behind the id under this key, and so have fewer than the config states."""
+"""Families whose positions begin one behind the id under this key, and so have fewer than the
+config states."""
 COLBERT = "HF_ColBERT"
-"""BERT below a projection of every token (Khattab and Zaharia 2020), in one file as its authors store it."""
+"""BERT below a projection of every token (Khattab and Zaharia 2020), in one file as its authors
+store it."""
 CAUSAL, MASKED = "ForCausalLM", "ForMaskedLM"
 _HEADS = {
     CAUSAL: "lm",
@@ -48,8 +50,8 @@ _BASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What a class name says. `head`: lm, sequence, token or none. `bare`: the checkpoint is of the base model alone,
-    whose tensor names lack the prefix."""
+    """What a class name says. `head`: lm, sequence, token or none. `bare`: the checkpoint is of the
+    base model alone, whose tensor names lack the prefix."""
 
     family: str
     head: str = "lm"

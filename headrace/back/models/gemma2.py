@@ -10,9 +10,9 @@ from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
     Decoder,
+    DecoderSizes,
     DecoderSpec,
     LayerSpec,
-    Sizes,
     plain_attention,
     read_sizes,
     read_windows,
@@ -61,7 +61,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
 
 
-def gemma_sizes(config: ConfigReader) -> Sizes:
+def gemma_sizes(config: ConfigReader) -> DecoderSizes:
     """The common sizes with Gemma's defaults; hidden_activation is what counts where both keys are
     there."""
     return read_sizes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.mlp import GatedMLPSpec
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
@@ -22,7 +23,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             qkv_bias=bias,
             out_bias=bias,
         ),
-        mlp_bias=config.bool("mlp_bias", False),
+        feed_forward=GatedMLPSpec(bias=config.bool("mlp_bias", False)),
         branch_scale=config.float("residual_multiplier", 1.0),
     )
     return Decoder(

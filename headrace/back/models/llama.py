@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.mlp import GatedMLPSpec
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
@@ -16,6 +17,6 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
     layer = LayerSpec(
         attention=AttentionSpec(**plain_attention(sizes), rope=rope, qkv_bias=bias, out_bias=bias),
-        mlp_bias=config.bool("mlp_bias", False),
+        feed_forward=GatedMLPSpec(bias=config.bool("mlp_bias", False)),
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))

@@ -1,5 +1,5 @@
-"""ModernBERT (Warner et al. 2024): norms before each branch, rotary positions, gated MLPs, and two of three layers that
-see 64 tokens on each side only."""
+"""ModernBERT (Warner et al. 2024): norms before each branch, rotary positions, gated MLPs, and two
+of three layers that see 64 tokens on each side only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ IGNORED = (r"decoder\..*",)
 
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
-    """ModernBertModel, ModernBertForSequenceClassification, ModernBertForTokenClassification, ModernBertForMaskedLM."""
+    """ModernBertModel, ModernBertForSequenceClassification, ModernBertForTokenClassification,
+    ModernBertForMaskedLM."""
     sizes = read_encoder_sizes(
         config, eps=1e-5, activation_key="hidden_activation", eps_key="norm_eps"
     )

@@ -48,11 +48,11 @@ def _paged_logits(model: CausalModel, rows: list[list[int]], scope: Scope) -> li
     block_tokens, blocks = scope.block_tokens, -(-max(LENGTHS) // scope.block_tokens)
     kv = tuple(
         torch.zeros(
-            (1 + len(rows) * blocks, 2, layer.kv_heads, block_tokens, layer.head_dim),
-            dtype=scope.dtype,
+            (1 + len(rows) * blocks, *form.block_shape(block_tokens)),
+            dtype=form.storage_dtype(scope.dtype),
             device=scope.device,
         )
-        for layer in model.kv_layers
+        for form in model.kv_forms
     )
     parts: list[list[torch.Tensor]] = [[] for _ in rows]
     done = [0] * len(rows)

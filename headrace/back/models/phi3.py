@@ -4,6 +4,7 @@ longrope."""
 from __future__ import annotations
 
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.mlp import GatedMLPSpec
 from headrace.back.layers.rope import OLD_NAMES, read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
@@ -26,6 +27,6 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             window=config.int("sliding_window", None, ge=1),
             merged="qkv_proj",
         ),
-        mlp_merged="gate_up_proj",
+        feed_forward=GatedMLPSpec(merged="gate_up_proj"),
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))

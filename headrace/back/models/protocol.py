@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from headrace.back.attention.kv_layer import KVLayer
+from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
-from headrace.back.layers.logits import Pick
+from headrace.back.layers.logits import TopOf
 from headrace.back.models.weights import WeightPlan
 from headrace.base.config.resolved import Decision
 
@@ -18,10 +18,10 @@ class CausalModel(Protocol):
     """A loaded model on this rank: a decoder, or an encoder whose texts are only pooled.
 
     `generates`: it has a language-model head. `state` names a row of `runner/states`.
-    `attention_heads`: query heads of each layer, where a batch's tap sees them; 0: it does not.
+    `attention_heads`: query heads of each layer, where a batch's probe sees them; 0: it does not.
     """
 
-    kv_layers: tuple[KVLayer, ...]
+    kv_forms: tuple[CacheForm, ...]
     logits_width: int
     generates: bool
     attention_heads: int
@@ -39,18 +39,20 @@ class CausalModel(Protocol):
         ...
 
     @property
-    def pick(self) -> Pick | None:
-        """hidden_NE -> the greedy token of each row and its logit, without writing whole rows of logits; None if the
-        model cannot."""
+    def argmax(self) -> TopOf | None:
+        """hidden_NE -> the greedy token of each row and its logit, without writing whole rows of
+        logits; None if the model cannot."""
         ...
 
     @property
-    def tops(self) -> Pick | None:
-        """hidden_NE -> the best TOPS (op linear_top) tokens of each row and their logits, likewise."""
+    def top_candidates(self) -> TopOf | None:
+        """hidden_NE -> the best TOPS (op linear_top) tokens of each row and their logits,
+        likewise."""
         ...
 
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """Class logits [N, labels] in float32 of pooled hidden states; only where the model has such a head."""
+        """Class logits [N, labels] in float32 of pooled hidden states; only where the model has
+        such a head."""
         ...
 
 

@@ -48,8 +48,8 @@ def build_model(
     """An empty model on `device`: its weights are to be loaded (`model.weights`), then
     `finish_load` makes it ready.
 
-    `block_tokens` is the KV block size, which attention kernels are chosen for; `stored` the tensors that stay in the
-    quantized blocks of their checkpoint. `planned`: see Scope.
+    `block_tokens` is the KV block size, which attention kernels are chosen for; `stored` the
+    tensors that stay in the quantized blocks of their checkpoint. `planned`: see Scope.
     """
     scope = Scope(
         ledger=Ledger(),
@@ -61,7 +61,7 @@ def build_model(
         head=Head(kind=spec.head, num_labels=spec.num_labels, bare=spec.bare),
         scheme=None if spec.quantization is None else SCHEMES[spec.quantization],
         stored=stored or {},
-        kv_coded=spec.kv_dtype,
+        kv_quantized=spec.kv_dtype,
         deterministic=spec.deterministic,
         planned=planned,
     )

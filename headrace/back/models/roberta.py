@@ -1,5 +1,5 @@
-"""RoBERTa (Liu et al. 2019) and XLM-RoBERTa: BERT whose positions begin behind the padding id, with a head of its own
-on the first token."""
+"""RoBERTa (Liu et al. 2019) and XLM-RoBERTa: BERT whose positions begin behind the padding id, with
+a head of its own on the first token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from headrace.base.config.hf import ConfigReader
 
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
-    """RobertaModel, XLMRobertaModel, and their ForSequenceClassification, ForTokenClassification, ForMaskedLM."""
+    """RobertaModel, XLMRobertaModel, and their ForSequenceClassification, ForTokenClassification,
+    ForMaskedLM."""
     first = config.int("pad_token_id", 1, ge=0) + 1
     return build_bert(scope, config, prefix="roberta", first_position=first, head=_head)
 

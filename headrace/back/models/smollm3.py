@@ -4,6 +4,7 @@ default)."""
 from __future__ import annotations
 
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.mlp import GatedMLPSpec
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
@@ -43,7 +44,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
                 qkv_bias=bias,
                 out_bias=bias,
             ),
-            mlp_bias=mlp_bias,
+            feed_forward=GatedMLPSpec(bias=mlp_bias),
         )
         for has_rope, layer_window in zip(rotated, windows, strict=True)
     )

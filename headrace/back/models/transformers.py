@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headrace.back.attention.kv_layer import KVLayer
+from headrace.back.attention.forms import HeadsForm
 from headrace.back.attention.plan import AttentionPlan, Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
@@ -32,7 +32,7 @@ from headrace.back.kernels.kv_write.op import OP as KV_WRITE
 from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.layers.scope import Scope
 from headrace.back.models.paged_check import check_paged
-from headrace.back.models.weights import Param, Piece, WeightPlan
+from headrace.back.models.weights import Param, WeightPiece, WeightPlan
 from headrace.base.config.hf import ConfigReader, refuse_remote_code
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import CheckpointError, ConfigError
@@ -72,7 +72,8 @@ class _Step:
 
 
 _RUNNING: list[_Step] = []
-"""The step inside `_running`, at most one: transformers gives its attention functions no other way to find it."""
+"""The step inside `_running`, at most one: transformers gives its attention functions no other way
+to find it."""
 
 
 class TransformersModel:
@@ -97,8 +98,14 @@ class TransformersModel:
         self.weights = _weight_plan(self._model)
         self._replay = _replace_decoder(self._model)
         self._probe(config)
-        self.kv_layers = tuple(
-            KVLayer(layer=layer, kv_heads=call.kv_heads, head_dim=call.head_dim, window=call.window)
+        self.kv_forms = tuple(
+            HeadsForm(
+                cache=layer,
+                kind="window" if call.window else "full",
+                span=call.window,
+                kv_heads=call.kv_heads,
+                head_dim=call.head_dim,
+            )
             for layer, call in enumerate(self._step.calls)
         )
         self.logits_width = config.int("vocab_size", ge=1)
@@ -140,14 +147,14 @@ class TransformersModel:
                 use_cache=False,
             )
         hidden_TE: torch.Tensor = out.last_hidden_state[0]
-        return hidden_TE if batch.rest is None else hidden_TE[batch.logits_at_N]
+        return hidden_TE if batch.last_token_batch is None else hidden_TE[batch.logits_at_N]
 
     @property
-    def pick(self) -> None:
+    def argmax(self) -> None:
         """See CausalModel: it has no such kernel."""
         return None
 
-    tops = pick
+    top_candidates = argmax
 
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """The fallback runs language models only."""
@@ -256,8 +263,8 @@ def _seen_call(
     name = type(module).__name__
     extra = sorted(
         key
-        for key, given in options.items()
-        if isinstance(given, torch.Tensor) and key not in HARMLESS
+        for key, value in options.items()
+        if isinstance(value, torch.Tensor) and key not in HARMLESS
     )
     if attention_mask is not None:
         extra.append("a mask of its own")
@@ -405,7 +412,7 @@ def _param(name: str, tensor: torch.Tensor) -> Param:
         name=name,
         shape=shape,
         dtype=tensor.dtype,
-        pieces=(Piece(name=name, shape=shape),),
+        pieces=(WeightPiece(name=name, shape=shape),),
         tensor=tensor,
         init="ones" if tensor.dim() == 1 and name.endswith("weight") else "normal",
     )

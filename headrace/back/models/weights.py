@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.back.parallel.param import Copy, Param, Piece, copies
+from headrace.back.parallel.param import Copy, Param, WeightPiece, copies
 
-__all__ = ["Copy", "Param", "Piece", "WeightPlan", "copies"]
+__all__ = ["Copy", "Param", "WeightPiece", "WeightPlan", "copies"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from headrace.back.parallel.mesh import Axis
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """This rank's share of a sum over the axis that is still to be taken: by whoever adds it to the residual."""
+    """This rank's share of a sum over the axis that is still to be taken: by whoever adds it to the
+    residual."""
 
     share: torch.Tensor
     axis: Axis
@@ -35,7 +36,8 @@ def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def _ordered_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Libraries cut long messages and sum each piece in an order of its own; two summands have one order only."""
+    """Libraries cut long messages and sum each piece in an order of its own; two summands have one
+    order only."""
     parts = [torch.empty_like(x) for _ in range(axis.size)]
     dist.all_gather(parts, x.contiguous(), group=axis.group)
     total = parts[0].float()

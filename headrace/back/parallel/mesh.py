@@ -13,10 +13,18 @@ import torch
 import torch.distributed as dist
 
 AXES = ("tp", "pp", "dp", "ep")
+OPTIONS = {
+    "tp": "tensor_parallel",
+    "pp": "pipeline_parallel",
+    "dp": "data_parallel",
+    "ep": "expert_parallel",
+}
+"""The option that sets each axis's size."""
 
 
 class Summing(Protocol):
-    """Sums over the ranks by kernels of our own (kernels/all_reduce). All ranks make the same calls."""
+    """Sums over the ranks by kernels of our own (kernels/all_reduce). All ranks make the same
+    calls."""
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether messages like `x` are summed here; the same on all ranks."""
@@ -29,21 +37,29 @@ class Summing(Protocol):
     def add_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Adds the sum into the residual, in place, and returns the norm of that (kernels/rms_norm)."""
+        """Adds the sum into the residual, in place, and returns the norm of that
+        (kernels/rms_norm)."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis as this rank sees it. `group` is None where the axis has one rank. `ordered`: sums are taken in the
-    order of the ranks, whatever the size of the message. `summing`: who sums the messages it takes; else the group.
+    """One axis as this rank sees it. `group` is None where the axis has one rank. `ordered`: sums
+    are taken in the order of the ranks, whatever the size of the message. `summing`: who sums the
+    messages it takes; else the group.
     """
 
+    name: str = "tp"
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
     ordered: bool = False
     summing: Summing | None = None
+
+    @property
+    def option(self) -> str:
+        """The option that sets its size, for errors."""
+        return OPTIONS[self.name]
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, (self.rank, self.size)
@@ -55,9 +71,9 @@ class Mesh:
     """All axes. `Mesh()` is the mesh of one."""
 
     tp: Axis = Axis()
-    pp: Axis = Axis()
-    dp: Axis = Axis()
-    ep: Axis = Axis()
+    pp: Axis = Axis(name="pp")
+    dp: Axis = Axis(name="dp")
+    ep: Axis = Axis(name="ep")
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`."""

@@ -1,5 +1,5 @@
 """A parameter as data: its global shape, the checkpoint tensors it is put together from, and its
-split.
+split. A parameter may be a bundle of tensors (bundle.py) which the same split cuts.
 
 `copies` turns that into rectangles to copy, so that a loader reads only the slices this rank needs.
 """
@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from headrace.back.parallel.bundle import Bundle, CutGroup
+from headrace.back.parallel.mesh import OPTIONS
 from headrace.back.parallel.shard import Shard, Span
+from headrace.base.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class WeightPiece:
     """A checkpoint tensor that fills rows `offset .. offset + shape[dim]` of dimension `dim` of a
     parameter.
 
@@ -31,8 +34,8 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """A tensor as its checkpoint holds it, in quantized blocks: `data` uint8 [rows, bytes]; row i of the tensor is
-    data[order[i]] (int64), which is how a format's own order of rows is undone."""
+    """A tensor as its checkpoint holds it, in quantized blocks: `data` uint8 [rows, bytes]; row i
+    of the tensor is data[order[i]] (int64), which is how a format's own order of rows is undone."""
 
     data: np.ndarray
     order: np.ndarray
@@ -50,8 +53,10 @@ class Param:
     init      what `--load-format dummy` puts there: "normal" (times init_scale), "ones" or "zeros"
     optional  the checkpoint may lack all its pieces; then `init` is applied
     tensor    where the loader writes; None once it has been packed (so that it is held once)
-    on_blocks takes stored blocks instead of floats: (copy, rows) -> the first row of the tensor with a scale that is
-              no finite number, or None; such a parameter has no tensor
+    bundle    the tensors that stand for it, None: it is plain; `shape`, `pieces` and `shard` are
+              those of the weight all the same, and `members` holds this rank's part of each tensor
+    on_blocks takes stored blocks instead of floats: (copy, rows) -> the first row of the tensor
+              with a scale that is no finite number, or None; such a parameter has no tensor
     on_filled   what the layer wants done as soon as the last piece is written; see `filled`
     packed_bytes  what this rank's weight takes once on_filled has packed it; 0: it is kept as it is
     """
@@ -59,7 +64,7 @@ class Param:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightPiece, ...]
     tensor: torch.Tensor | None = field(repr=False)
     shard: Shard | None = None
     spans: tuple[Span, ...] = ()
@@ -69,6 +74,20 @@ class Param:
     on_blocks: Callable[[Copy, StoredRows], int | None] | None = field(default=None, repr=False)
     on_filled: Callable[[], None] | None = field(default=None, repr=False)
     packed_bytes: int = 0
+    bundle: Bundle | None = None
+    members: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def target(self, copy: Copy) -> torch.Tensor:
+        """Where a copy goes: a view of the tensor, or of a member."""
+        tensor = self.members[copy.member] if copy.member else self.tensor
+        assert tensor is not None, f"{self.name} was taken before"
+        return tensor[copy.target]
+
+    def take_members(self) -> dict[str, torch.Tensor]:
+        """The loaded tensors of a bundle, which the parameter gives up."""
+        assert self.members, f"{self.name} is no bundle, or was taken before"
+        members, self.members = self.members, {}
+        return members
 
     def filled(self) -> None:
         """The loader calls this once it has written all of `tensor`; a layer may then pack it."""
@@ -85,23 +104,82 @@ class Param:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """Copy `checkpoint[name][source]` to `param.tensor[target]`; both rectangles have the same
-    shape."""
+    """Copy `checkpoint[name][source]` to `param.tensor[target]`, or to that of `member`; both
+    rectangles have the same shape."""
 
     name: str
     shape: tuple[int, ...]
     source: tuple[slice, ...]
-    target: tuple[slice, ...]
+    target: tuple[slice | int, ...]
+    member: str = ""
 
 
 def copies(param: Param) -> Iterator[Copy]:
-    """The copies that fill `param.tensor` on this rank; `shape` is the checkpoint tensor's whole
-    shape."""
-    for piece in param.pieces:
-        yield from _piece_copies(param, piece)
+    """The copies that fill the parameter on this rank; `shape` is the checkpoint tensor's whole
+    shape. ConfigError if the split cuts a group of a bundle."""
+    for index, piece in enumerate(local_pieces(param)):
+        for copy in _piece_copies(param, piece):
+            if param.bundle is None:
+                yield copy
+            else:
+                yield from _member_copies(param, param.bundle, index, copy)
 
 
-def _piece_copies(param: Param, piece: Piece) -> Iterator[Copy]:
+def local_pieces(param: Param) -> tuple[WeightPiece, ...]:
+    """The pieces of which this rank holds a part: not those of other ranks' experts."""
+    return tuple(piece for piece in param.pieces if any(_piece_copies(param, piece)))
+
+
+def member_name(piece: str, member: str) -> str:
+    """The checkpoint's name of a member of the weight `piece`."""
+    return piece.removesuffix("weight") + member
+
+
+def local_shape(param: Param) -> tuple[int, ...]:
+    """The weight's shape on this rank."""
+    shape = list(param.shape)
+    if param.shard is not None:
+        shape[param.shard.dim] = sum(span.size for span in param.spans)
+    return tuple(shape)
+
+
+def _member_copies(param: Param, bundle: Bundle, index: int, copy: Copy) -> Iterator[Copy]:
+    """One copy of the weight as copies of its tensors; `index`: which of this rank's pieces."""
+    local = local_shape(param)
+    for member in bundle.members:
+        try:
+            source = member.cut(copy.source, copy.shape)
+            target: tuple[slice | int, ...] = member.cut(_slices(copy.target), local)
+        except CutGroup as error:
+            raise cut_error(param, copy.name, error) from error
+        yield Copy(
+            name=member_name(copy.name, member.name),
+            shape=member.shape(copy.shape),
+            source=source,
+            target=(index, *target) if member.per_piece else target,
+            member=member.name,
+        )
+
+
+def _slices(target: tuple[slice | int, ...]) -> tuple[slice, ...]:
+    return tuple(part if isinstance(part, slice) else slice(part, part + 1) for part in target)
+
+
+def cut_error(
+    param: Param, name: str, error: CutGroup, what: str = "quantization group"
+) -> ConfigError:
+    """What a user is told whose split cuts a group of a quantized weight."""
+    option = OPTIONS[param.shard.axis] if param.shard is not None else "tensor_parallel"
+    along = ("outputs", "inputs")[error.dim] if len(param.shape) == 2 else f"dimension {error.dim}"
+    return ConfigError(
+        f"--{option.replace('_', '-')} gives a rank {along} {error.start} to {error.stop} of {name}: "
+        f"that cuts a {what} of {error.per}; its {error.size} {along} are "
+        f"{-(-error.size // error.per)} of them",
+        field=option,
+    )
+
+
+def _piece_copies(param: Param, piece: WeightPiece) -> Iterator[Copy]:
     if not piece.shape:
         yield Copy(name=piece.name, shape=(), source=(), target=())
         return
@@ -117,7 +195,7 @@ def _piece_copies(param: Param, piece: Piece) -> Iterator[Copy]:
             yield copy
 
 
-def _span_copy(split: int, piece: Piece, span: Span, whole: list[slice]) -> Copy | None:
+def _span_copy(split: int, piece: WeightPiece, span: Span, whole: list[slice]) -> Copy | None:
     """The part of `piece` that falls into `span` of the split dimension."""
     offset = piece.offset if piece.dim == split else 0
     start = max(span.start, offset)

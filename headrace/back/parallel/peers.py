@@ -1,7 +1,7 @@
 """Memory of the other ranks of one machine, mapped into this process: CUDA's inter-process handles.
 
-Plain allocations and plain peer access only. Multicast addresses (NVLS) are never made: a fault in them may put the
-GPUs of a shared host out of service.
+Plain allocations and plain peer access only. Multicast addresses (NVLS) are never made: a fault in
+them may put the GPUs of a shared host out of service.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """`num_bytes` of zeros on every rank's device. `addresses[r]` is where this process sees rank r's; it lasts as long
-    as the process. All ranks of the axis make it together; PeersUnavailable is raised on all of them or none."""
+    """`num_bytes` of zeros on every rank's device. `addresses[r]` is where this process sees rank
+    r's; it lasts as long as the process. All ranks of the axis make it together; PeersUnavailable
+    is raised on all of them or none."""
 
     def __init__(self, axis: Axis, device: torch.device, num_bytes: int) -> None:
         failure, own, handle = "", 0, bytes(HANDLE_BYTES)

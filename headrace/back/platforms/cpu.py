@@ -1,7 +1,7 @@
 """Facts about the CPU: the cores and the memory this process may really use, and its instruction
 sets.
 
-A container is often given less than the machine has: affinity masks, cgroup quotas and cgroup
+A container is often quota_us less than the machine has: affinity masks, cgroup quotas and cgroup
 memory limits all count.
 """
 
@@ -41,8 +41,8 @@ def cpu_facts(*, cgroup: Path = CGROUP, cpuinfo: Path = CPUINFO) -> DeviceFacts:
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Cores this process may run on: the physical ones of its affinity mask, cut by the cgroup's CPU
-    quota (rounded up), at least 1."""
+    """Cores this process may run on: the physical ones of its affinity mask, cut by the cgroup's
+    CPU quota (rounded up), at least 1."""
     if hasattr(os, "sched_getaffinity"):
         cores = physical_cores(os.sched_getaffinity(0))
     else:
@@ -53,9 +53,9 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 def quota(cgroup: Path = CGROUP) -> int | None:
     """Whole cores that the cgroup's CPU quota amounts to, rounded up; None if there is none."""
-    given, _, period = _text(cgroup / "cpu.max").partition(" ")
-    if given.isdigit() and period.strip().isdigit():
-        return -(-int(given) // int(period))
+    quota_us, _, period = _text(cgroup / "cpu.max").partition(" ")
+    if quota_us.isdigit() and period.strip().isdigit():
+        return -(-int(quota_us) // int(period))
     return None
 
 

@@ -1,5 +1,5 @@
 """Facts about NVIDIA GPUs through NVML: no CUDA context is made, so forking and later
-CUDA_VISIBLE_DEVICES still work (PLT-04). NVML comes with the driver; where it is absent there are
+CUDA_VISIBLE_DEVICES still work. NVML comes with the driver; where it is absent there are
 no such devices.
 """
 
@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headrace.back.platforms.facts import Capability, DeviceFacts
+from headrace.back.platforms.facts import Capability, DeviceFacts, among_visible
 
 LIBRARIES = ("libnvidia-ml.so.1", "nvml.dll")
 
@@ -33,15 +33,12 @@ def cuda_facts(visible: tuple[str, ...] | None = None) -> tuple[DeviceFacts, ...
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
             return ()
-        found = {}
+        devices = []
         for index in range(count.value):
             handle = ctypes.c_void_p()
             if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0:
-                facts = _facts(nvml, handle, index)
-                found[str(index)] = found[_text(nvml.nvmlDeviceGetUUID, handle)] = facts
-    if visible is None:
-        return tuple(dict.fromkeys(found.values()))
-    return tuple(found[name] for name in visible if name in found)
+                devices.append(_facts(nvml, handle, index))
+    return among_visible(devices, visible)
 
 
 def _facts(nvml: ctypes.CDLL, handle: ctypes.c_void_p, index: int) -> DeviceFacts:
@@ -51,6 +48,7 @@ def _facts(nvml: ctypes.CDLL, handle: ctypes.c_void_p, index: int) -> DeviceFact
     return DeviceFacts(
         kind="cuda",
         index=index,
+        uuid=_text(nvml.nvmlDeviceGetUUID, handle),
         name=_text(nvml.nvmlDeviceGetName, handle),
         arch=f"sm_{major.value}{minor.value}",
         capability=Capability(major.value, minor.value),

@@ -62,22 +62,23 @@ FAKES = {
 
 def detect() -> tuple[DeviceFacts, ...]:
     """The GPUs this process may use, then the CPU."""
-    visible = visible_devices(env.get("CUDA_VISIBLE_DEVICES"), env.get("HIP_VISIBLE_DEVICES"))
+    visible = visible_devices(env.stated("CUDA_VISIBLE_DEVICES"), env.stated("HIP_VISIBLE_DEVICES"))
     return (*cuda_facts(visible), *rocm_facts(visible), cpu_facts())
 
 
 def device(name: str) -> DeviceFacts:
-    """The facts of "auto" (the best device here), "cpu", "cuda" (the first one here) or a fake by
-    its name."""
+    """The facts of "auto" (the best device here), "cpu", "cuda" (the first GPU here, AMD's too) or
+    a fake by its name."""
     wanted = name.lower()
     if wanted in FAKES:
         return FAKES[wanted]
     here = detect()
-    found = [one for one in here if wanted in ("auto", one.kind)]
-    if found:
-        return found[0]
+    for one in here:
+        if wanted in ("auto", one.kind, one.torch_kind):
+            return one
     kinds = sorted({one.kind for one in here})
     raise ConfigError(
-        f"device {name!r} is not here (here: {', '.join(kinds)}; for planning also: {', '.join(FAKES)})",
+        f"device {name!r} is not here (here: {', '.join(kinds)}; for planning also: "
+        f"{', '.join(FAKES)})",
         field="device",
     )

@@ -1,13 +1,14 @@
 """What is known about a device without touching it: plain data, for real devices and for fakes
 alike.
 
-Nothing in this package imports torch, initialises a driver context or runs a kernel (PLT-04):
-planning, `doctor` and tests of kernel selection work on a machine without the device.
+Nothing in this package imports torch, initialises a driver context or runs a kernel: planning,
+`doctor` and tests of kernel selection work on a machine without the device.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ class DeviceFacts:
 
     kind            "cpu", "cuda" or "rocm"
     index           the driver's number of it, 0 for the CPU
+    uuid            the driver's name of it, "GPU-...", which no order changes; "" if unknown
     name            as its maker calls it
     arch            "x86_64", "aarch64", "sm_90", "gfx942"
     capability      None for CPUs
@@ -43,6 +45,7 @@ class DeviceFacts:
 
     kind: str
     index: int = 0
+    uuid: str = ""
     name: str
     arch: str
     capability: Capability | None = None
@@ -53,13 +56,18 @@ class DeviceFacts:
     memory_gb_s: float | None = None
     bf16_tflops: float | None = None
 
+    @property
+    def torch_kind(self) -> str:
+        """PyTorch's name of the kind: it calls AMD's GPUs "cuda" too."""
+        return "cuda" if self.kind == "rocm" else self.kind
+
 
 _GFX = re.compile(r"gfx([1-9]\d?)([0-9a-f])([0-9a-f])(?::.*)?")
 
 
 def parse_gfx(name: str) -> Capability:
     """gfx90a -> (9, 0, 10), gfx942 -> (9, 4, 2), gfx1100 -> (11, 0, 0): read from the right as HIP
-    does, feature flags after a colon dropped (PLT-04)."""
+    does, feature flags after a colon dropped."""
     match = _GFX.fullmatch(name)
     if match is None:
         raise ConfigError(f"{name!r} is no AMD architecture; it must look like gfx942 or gfx1100")
@@ -71,19 +79,67 @@ def visible_devices(cuda: str | None, hip: str | None) -> tuple[str, ...] | None
     """The devices a process may use, by index or UUID, from CUDA_VISIBLE_DEVICES and
     HIP_VISIBLE_DEVICES; None: all.
 
-    The two are one setting under two names: either alone counts, empty is unset, a conflict is an
-    error (PLT-04).
+    The two are one setting under two names: either alone counts, and one that is empty counts only
+    if the other is not set: then there are no devices, as for the drivers. Two lists that differ
+    are a ConfigError.
     """
     first, second = (_split(value) for value in (cuda, hip))
-    if first is not None and second is not None and first != second:
+    if first and second and first != second:
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES={cuda} and HIP_VISIBLE_DEVICES={hip} contradict each other; "
-            "set one of them, or both alike"
+            "set one of them, or both alike",
+            field="CUDA_VISIBLE_DEVICES",
         )
-    return first if first is not None else second
+    return first or second or (None if first is second is None else ())
+
+
+def visible_environment(devices: Sequence[str]) -> dict[str, str]:
+    """The variables that show a child process these devices (indices or UUIDs) and no others, in
+    this order: both names alike, and numbers as NVML counts, by PCI bus."""
+    listed = ",".join(devices)
+    return {
+        "CUDA_VISIBLE_DEVICES": listed,
+        "HIP_VISIBLE_DEVICES": listed,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+
+
+def among_visible(
+    devices: Sequence[DeviceFacts], visible: tuple[str, ...] | None
+) -> tuple[DeviceFacts, ...]:
+    """Those of one driver's devices that `visible` names (index, UUID or the beginning of one;
+    None: all), in its order. As for the drivers, the first name that is not there ends the list."""
+    if visible is None:
+        return tuple(devices)
+    shown: list[DeviceFacts] = []
+    for name in visible:
+        match = [one for one in devices if _names(name, one)]
+        if not match:
+            break
+        shown.append(match[0])
+    return tuple(shown)
+
+
+def freest(devices: Iterable[DeviceFacts], uuids: Sequence[str]) -> int:
+    """The position in `uuids` of the GPU with the most free memory: a runtime's own order of its
+    devices need not be the driver's. 0 where no device is known by its UUID."""
+    free_bytes = {_bare(one.uuid): one.free_bytes for one in devices if one.uuid}
+    free = [free_bytes.get(_bare(uuid), -1) for uuid in uuids]
+    return free.index(max(free)) if free else 0
+
+
+def _names(name: str, device: DeviceFacts) -> bool:
+    if name.isdigit():
+        return int(name) == device.index
+    return bool(device.uuid) and len(name) > 4 and _bare(device.uuid).startswith(_bare(name))
+
+
+def _bare(uuid: str) -> str:
+    """A UUID without the prefix that NVML and HIP write and PyTorch does not."""
+    return uuid.lower().removeprefix("gpu-")
 
 
 def _split(value: str | None) -> tuple[str, ...] | None:
-    if value is None or not value.strip():
+    if value is None:
         return None
-    return tuple(part.strip() for part in value.split(","))
+    return tuple(part.strip() for part in value.split(",") if part.strip())

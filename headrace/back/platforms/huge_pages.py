@@ -1,11 +1,12 @@
-"""Large pages for memory that kernels stream through: fewer page faults and address translations (weights on a Xeon of
-two cores: 15 GB/s of a core in pages of 4 KB, 24 in pages of 2 MB).
+"""Large pages for memory that kernels stream through: fewer page faults and address translations
+(weights on a Xeon of two cores: 15 GB/s of a core in pages of 4 KB, 24 in pages of 2 MB).
 
-A weight of a few megabytes holds one whole large page or none, so what a model is made of is cut from regions of
-many: `kept`. A piece that is let go (a plain weight, once it is packed) gives its memory back to the system at
-once, which the heap does not promise; its region goes when all its pieces have gone. The system zeroes a page when it
-is first touched, half a second per GB on one core: where the size of a model is known, `expect` has that done on
-another core while this process still imports. Imports no torch before it is needed, for that reason.
+A weight of a few megabytes holds one whole large page or none, so what a model is made of is cut
+from regions of many: `kept`. A piece that is let go (a plain weight, once it is packed) gives its
+memory back to the system at once, which the heap does not promise; its region goes when all its
+pieces have gone. The system zeroes a page when it is first touched, half a second per GB on one
+core: where the size of a model is known, `expect` has that done on another core while this process
+still imports. Imports no torch before it is needed, for that reason.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ _POPULATE_WRITE = 23  # Linux 5.14; older ones refuse it, and pages come when th
 
 
 def advise(address: int, num_bytes: int) -> None:
-    """Asks the system to back memory with large pages from now on; a request it may ignore. To be called before the
-    memory is written for the first time."""
+    """Asks the system to back memory with large pages from now on; a request it may ignore. To be
+    called before the memory is written for the first time."""
     if num_bytes >= LEAST_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         _madvise(address, num_bytes, mmap.MADV_HUGEPAGE)
 
 
 def kept(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in a region shared with other tensors of the model, untouched until they are written."""
+    """Zeros in a region shared with other tensors of the model, untouched until they are
+    written."""
     import torch
 
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -47,7 +49,8 @@ def kept(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def expect(num_bytes: int) -> None:
-    """Pieces of so many bytes in all will soon be asked for: their pages are made ready by a thread."""
+    """Pieces of so many bytes in all will soon be asked for: their pages are made ready by a
+    thread."""
     _regions.expect(num_bytes)
 
 
@@ -125,7 +128,8 @@ _regions = _Regions()
 
 
 def give_back(address: int, num_bytes: int) -> None:
-    """The whole pages of a piece; called before its region can be unmapped, which the piece still keeps."""
+    """The whole pages of a piece; called before its region can be unmapped, which the piece still
+    keeps."""
     if hasattr(mmap, "MADV_DONTNEED"):
         _madvise(address, num_bytes, mmap.MADV_DONTNEED)
 

@@ -1,11 +1,14 @@
-"""Which CPUs the kernels' threads run on, which are left to the server's other work, and where memory comes from.
+"""Which CPUs the kernels' threads run on, which are left to the server's other work, and where
+memory comes from.
 
-A kernel ends when its slowest thread does: a thread that shares its core, with another process or with the core's other
-half, holds all others up. So kernels get whole physical cores, one thread on each, and where there are more than two
-cores the last one is left to the API process and the engine's loop. Of several NUMA nodes memory is taken in turns,
-page by page: every node's bandwidth then serves every thread, whichever weights it reads.
+A kernel ends when its slowest thread does: a thread that shares its core, with another process or
+with the core's other half, holds all others up. So kernels get whole physical cores, one thread on
+each, and where there are more than two cores the last one is left to the API process and the
+engine's loop. Of several NUMA nodes memory is taken in turns, page by page: every node's bandwidth
+then serves every thread, whichever weights it reads.
 
-Only plain facts are read here; nothing but `interleave` changes anything. Threads are moved by base/affinity.py.
+Only plain facts are read here; nothing but `interleave` changes anything. Threads are moved by
+base/affinity.py.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """kernels: a CPU of each core that computes; others: all CPUs of the cores that are left, where the other processes
-    go (empty: they share); nodes: the NUMA nodes of the kernels' CPUs. `why` says it in a line."""
+    """kernels: a CPU of each core that computes; others: all CPUs of the cores that are left, where
+    the other processes go (empty: they share); nodes: the NUMA nodes of the kernels' CPUs. `why`
+    says it in a line."""
 
     kernels: tuple[int, ...]
     others: tuple[int, ...]
@@ -60,36 +64,37 @@ def place(
 
 def _cores(cpus: Iterable[int], system: Path) -> dict[str, list[int]]:
     """The CPUs by physical core; one whose siblings are not known is a core of its own."""
-    found: dict[str, list[int]] = {}
+    cores: dict[str, list[int]] = {}
     for cpu in cpus:
         siblings = _text(system / f"cpu{cpu}/topology/core_cpus_list").strip()
-        found.setdefault(siblings or f"cpu{cpu}", []).append(cpu)
-    return found
+        cores.setdefault(siblings or f"cpu{cpu}", []).append(cpu)
+    return cores
 
 
 def _nodes(cpus: Iterable[int], root: Path) -> tuple[int, ...]:
     """The NUMA nodes that hold any of these CPUs."""
-    wanted, found = set(cpus), []
+    wanted = set(cpus)
+    nodes = []
     for folder in root.glob("node*") if root.is_dir() else ():
         number = re.fullmatch(r"node(\d+)", folder.name)
         if number and wanted & parse_list(_text(folder / "cpulist")):
-            found.append(int(number[1]))
-    return tuple(sorted(found))
+            nodes.append(int(number[1]))
+    return tuple(sorted(nodes))
 
 
 def parse_list(text: str) -> set[int]:
     """The kernel's way to write CPUs: "0-3,8,10-11"."""
-    found: set[int] = set()
+    cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first.strip().isdigit():
-            found |= set(range(int(first), int(last or first) + 1))
-    return found
+            cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 def interleave(nodes: Iterable[int]) -> bool:
-    """Takes the calling thread's memory from these nodes in turns, and that of threads it starts; False where the
-    system does not let it."""
+    """Takes the calling thread's memory from these nodes in turns, and that of threads it starts;
+    False where the system does not let it."""
     number = _SET_MEMPOLICY.get(platform.machine())
     wanted = list(nodes)
     if number is None or not wanted:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.linear_blocks import layout as blocks
-from headrace.back.kernels.linear_blocks.layout import ONLINE_CODINGS, BlockWeight, Coding
+from headrace.back.kernels.linear_blocks.layout import ONLINE_LAYOUTS, BlockLayout, BlockWeight
 from headrace.back.kernels.linear_blocks.quantize import quantize_blocks
 from headrace.back.kernels.linear_quant.layout import (
     PANEL,
@@ -19,6 +19,7 @@ from headrace.back.kernels.linear_quant.layout import (
     write_panels,
 )
 from headrace.back.kernels.linear_quant.quantize import quantize
+from headrace.back.parallel.bundle import FP8, INT8
 from headrace.back.parallel.param import Param
 from headrace.back.quant.scheme import Scheme
 
@@ -36,11 +37,11 @@ class OnlineWeight:
         assert param.tensor is not None and param.tensor.dim() == 2, param
         param.on_filled = self._pack
         outputs, inputs = param.tensor.shape
-        coding = coding_of(scheme)
+        layout = layout_of(scheme)
         param.packed_bytes = (
             packed_bytes(outputs, inputs)
-            if coding is None
-            else coding.packed_bytes(outputs, inputs)
+            if layout is None
+            else layout.packed_bytes(outputs, inputs)
         )
 
     def take(self) -> PackedWeight | BlockWeight:
@@ -55,36 +56,36 @@ class OnlineWeight:
         self._packed = pack(self._param.take(), self._scheme)
 
 
-def coding_of(scheme: Scheme) -> Coding | None:
+def layout_of(scheme: Scheme) -> BlockLayout | None:
     """How a scheme with groups lies in memory; None: a scale per output."""
     if scheme.group is None:
         return None
     kind = f"int{scheme.bits}{'-asym' if scheme.asymmetric else ''}"
-    return ONLINE_CODINGS[f"{kind}-g{scheme.group}"]
+    return ONLINE_LAYOUTS[f"{kind}-g{scheme.group}"]
 
 
 def pack(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight | BlockWeight:
     """The quantized weight, made some panels at a time."""
-    coding = coding_of(scheme)
+    layout = layout_of(scheme)
     return (
-        _pack_rows(weight_OI, scheme) if coding is None else _pack_blocks(weight_OI, scheme, coding)
+        _pack_rows(weight_OI, scheme) if layout is None else _pack_blocks(weight_OI, scheme, layout)
     )
 
 
 def _pack_rows(weight_OI: torch.Tensor, scheme: Scheme) -> PackedWeight:
-    packed = empty(*weight_OI.shape, "fp8" if scheme.floating else "int8")
+    packed = empty(*weight_OI.shape, FP8 if scheme.floating else INT8)
     if not quantize(weight_OI, packed):
         for first, rows in _chunks(weight_OI):
-            codes, scales, _ = scheme.quantize(rows)
-            write_panels(packed, first, codes, scales)
+            quantized, scales, _ = scheme.quantize(rows)
+            write_panels(packed, first, quantized, scales)
     return packed
 
 
-def _pack_blocks(weight_OI: torch.Tensor, scheme: Scheme, coding: Coding) -> BlockWeight:
-    segment = blocks.empty_segment(coding, *weight_OI.shape)
+def _pack_blocks(weight_OI: torch.Tensor, scheme: Scheme, layout: BlockLayout) -> BlockWeight:
+    segment = blocks.empty_segment(layout, *weight_OI.shape)
     if not quantize_blocks(weight_OI, segment):
         for first, rows in _chunks(weight_OI):
-            blocks.write_codes(segment, first, *scheme.quantize(rows))
+            blocks.write_quantized(segment, first, *scheme.quantize(rows))
     return BlockWeight(weight_OI.shape[1], (segment,))
 
 

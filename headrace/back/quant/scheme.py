@@ -1,6 +1,8 @@
-"""What quantized numbers mean: how a weight becomes codes, scales and minima. No memory layout, no kernels.
+"""What quantized numbers mean: how a weight becomes quantized values, scales and minima. No memory
+layout, no kernels.
 
-O outputs, I inputs, G groups of a row. A weight is code * scale - minimum, the minimum 0 but in asymmetric schemes.
+O outputs, I inputs, G groups of a row. A weight is value * scale - minimum, the minimum 0 but in
+asymmetric schemes.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to store weights. `bits` 8: codes -127 .. 127, or e4m3 if `floating`; 4: codes -8 .. 7, or 0 .. 15 if
-    `asymmetric`. `group` inputs of an output share a bfloat16 scale (and minimum); None: all of them, with a float32
-    scale."""
+    """A way to store weights. `bits` 8: quantized values -127 .. 127, or e4m3 if `floating`; 4:
+    quantized values -8 .. 7, or 0 .. 15 if `asymmetric`. `group` inputs of an output share a
+    bfloat16 scale (and minimum); None: all of them, with a float32 scale."""
 
     name: str
     bits: int
@@ -26,18 +28,19 @@ class Scheme:
     floating: bool = False
 
     def quantize(self, weight_OI: torch.Tensor) -> Quantized:
-        """Codes (int8 [O, I]; of e4m3 its bits), scales and minima (float32 [O, G]; minima None where they are 0)."""
+        """Quantized values (int8 [O, I]; of e4m3 its bits), scales and minima (float32 [O, G];
+        minima None where they are 0)."""
         weight_OI = weight_OI.float()
         if self.floating:
             return _floating(weight_OI)
         if self.group is None:
             scales = weight_OI.abs().amax(1, keepdim=True) / 127
-            return _codes(weight_OI, scales, -127, 127), scales, None
+            return _round(weight_OI, scales, -127, 127), scales, None
         outputs, inputs = weight_OI.shape
         groups = F.pad(weight_OI, (0, -inputs % self.group)).view(outputs, -1, self.group)
-        codes, scales, minima = _grouped(groups, self)
-        codes = codes.view(outputs, -1)[:, :inputs]
-        return codes, scales[..., 0], None if minima is None else minima[..., 0]
+        quantized, scales, minima = _grouped(groups, self)
+        quantized = quantized.view(outputs, -1)[:, :inputs]
+        return quantized, scales[..., 0], None if minima is None else minima[..., 0]
 
 
 SCHEMES = {
@@ -56,8 +59,9 @@ SCHEMES = {
 
 
 def _floating(weight_OI: torch.Tensor) -> Quantized:
-    """The nearest e4m3 numbers, ties to even, of a row whose largest magnitude becomes 448, the largest there is. A row
-    that is not finite has scale NaN; one whose scale has no reciprocal counts as zeros."""
+    """The nearest e4m3 numbers, ties to even, of a row whose largest magnitude becomes 448, the
+    largest there is. A row that is not finite has scale NaN; one whose scale has no reciprocal
+    counts as zeros."""
     scales = weight_OI.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
     good = scales.isfinite()
     inverse = torch.where(scales < torch.finfo(torch.float32).tiny, 0, 1 / scales)
@@ -74,12 +78,12 @@ def _grouped(groups_OGI: torch.Tensor, scheme: Scheme) -> Quantized:
         return _asymmetric(groups_OGI)
     if scheme.bits == 8:
         scales = (groups_OGI.abs().amax(2, keepdim=True) / 127).bfloat16().float()
-        return _codes(groups_OGI, scales, -127, 127), scales, None
-    # The value of the largest magnitude becomes code -8, whatever its sign: all 16 codes are used, where a scale of
-    # max / 7 would leave one idle.
+        return _round(groups_OGI, scales, -127, 127), scales, None
+    # The value of the largest magnitude becomes -8, whatever its sign: all 16 quantized values are
+    # used, where a scale of max / 7 would leave one idle.
     at = groups_OGI.abs().argmax(2, keepdim=True)
     scales = (groups_OGI.gather(2, at) / -8).bfloat16().float()
-    return _codes(groups_OGI, scales, -8, 7), scales, None
+    return _round(groups_OGI, scales, -8, 7), scales, None
 
 
 def _asymmetric(groups_OGI: torch.Tensor) -> Quantized:
@@ -87,10 +91,10 @@ def _asymmetric(groups_OGI: torch.Tensor) -> Quantized:
     low = groups_OGI.amin(2, keepdim=True).clamp(max=0)
     high = groups_OGI.amax(2, keepdim=True).clamp(min=0)
     scales, minima = ((high - low) / 15).bfloat16().float(), (-low).bfloat16().float()
-    return _codes(groups_OGI + minima, scales, 0, 15), scales, minima
+    return _round(groups_OGI + minima, scales, 0, 15), scales, minima
 
 
-def _codes(weight: torch.Tensor, scales: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """The nearest codes; a scale of 0 (a row of zeros) gives code 0."""
+def _round(weight: torch.Tensor, scales: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """The nearest quantized values; a scale of 0 (a row of zeros) gives value 0."""
     inverse = torch.where(scales == 0, 0, 1 / scales)
     return (weight * inverse).round_().clamp_(low, high).to(torch.int8)

@@ -1,7 +1,9 @@
-"""Weights that a checkpoint holds block-quantized, taken as they are: blocks are packed into panels, never widened.
+"""Weights that a checkpoint holds block-quantized, taken as they are: blocks are packed into
+panels, never dequantized.
 
-A fused weight (query, key, value; gate, up) may have parts of different codings: it becomes segments of one coding
-each. A split over ranks takes whole blocks: rows freely, inputs in multiples of a block.
+A fused weight (query, key, value; gate, up) may have parts of different layouts: it becomes
+segments of one layout each. A split over ranks takes whole blocks: rows freely, inputs in multiples
+of a block.
 """
 
 from __future__ import annotations
@@ -10,29 +12,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from headrace.back.kernels.linear_blocks.layout import (
-    STORED_CODINGS,
+    STORED_LAYOUTS,
+    BlockLayout,
     BlockWeight,
-    Coding,
     Segment,
     empty_segment,
 )
 from headrace.back.kernels.linear_blocks.native import MAX_SEGMENTS, pack_rows
 from headrace.back.kernels.native.wrap import loaded
-from headrace.back.parallel.param import Copy, Param, StoredRows, copies
-from headrace.base.errors import CheckpointError, ConfigError
+from headrace.back.parallel.bundle import CutGroup, Dim, Member
+from headrace.back.parallel.param import Copy, Param, StoredRows, copies, cut_error
+from headrace.base.errors import CheckpointError
 
 Stored = Mapping[str, str]
 """Checkpoint tensor -> the type it is stored in, of those that are block-quantized."""
 
 
 def kept_blocks(param: Param, stored: Stored) -> bool:
-    """Whether all of a matrix is block-quantized, in codings that there are kernels for."""
-    codings = [STORED_CODINGS.get(stored.get(piece.name, "")) for piece in param.pieces]
-    if len(param.shape) != 2 or len(codings) > MAX_SEGMENTS:
+    """Whether all of a matrix is block-quantized, in layouts that there are kernels for."""
+    layouts = [STORED_LAYOUTS.get(stored.get(piece.name, "")) for piece in param.pieces]
+    if len(param.shape) != 2 or len(layouts) > MAX_SEGMENTS:
         return False
-    return all(coding is not None and param.shape[1] % coding.block == 0 for coding in codings)
+    return all(layout is not None and param.shape[1] % layout.block == 0 for layout in layouts)
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,9 @@ class StoredWeight:
         param.on_blocks = self._write
         self._segments: tuple[Segment, ...] | None = None
         if not meta:
-            made = (empty_segment(coding, size, self._inputs) for coding, size in sizes)
-            self._segments = tuple(made)
+            self._segments = tuple(
+                empty_segment(layout, size, self._inputs) for layout, size in sizes
+            )
 
     def take(self) -> BlockWeight:
         """The packed weight."""
@@ -71,43 +76,50 @@ class StoredWeight:
         return weight
 
     def _write(self, copy: Copy, rows: StoredRows) -> int | None:
-        """Packs the rows and columns of one copy; the first source row with a scale of NaN or Inf, or None."""
+        """Packs the rows and columns of one copy; the first source row with a scale of NaN or Inf,
+        or None."""
         assert self._segments is not None, self._param.name
         run = self._runs[copy.name, copy.target[0].start, copy.target[1].start]
         segment = self._segments[run.segment]
-        size = segment.coding.size
-        begin = copy.source[1].start // segment.coding.block * size
-        data = rows.data[:, begin:]
+        columns = blocks_of(segment.layout).cut(copy.source, copy.shape)[1]
+        data = rows.data[:, columns.start :]
         wanted = np.ascontiguousarray(rows.order[copy.source[0]])
         return pack_rows(loaded(), segment, run.first, data, wanted)
 
 
 def _runs(
     param: Param, stored: Stored, ordered: list[Copy], inputs: int
-) -> tuple[dict[tuple[str, int, int], _Run], list[tuple[Coding, int]]]:
-    """Where each copy goes, and (coding, outputs) of the segments; neighbours of one coding share a segment."""
+) -> tuple[dict[tuple[str, int, int], _Run], list[tuple[BlockLayout, int]]]:
+    """Where each copy goes, and (layout, outputs) of the segments; neighbours of one layout share a
+    segment."""
     runs: dict[tuple[str, int, int], _Run] = {}
-    sizes: list[tuple[Coding, int]] = []
+    sizes: list[tuple[BlockLayout, int]] = []
     for copy in ordered:
-        coding = STORED_CODINGS[stored[copy.name]]
-        _check_columns(param, copy, coding, inputs)
+        layout = STORED_LAYOUTS[stored[copy.name]]
+        _check_columns(param, copy, layout, inputs)
         rows = copy.target[0].stop - copy.target[0].start
-        if not sizes or sizes[-1][0] is not coding:
-            sizes.append((coding, 0))
+        if not sizes or sizes[-1][0] is not layout:
+            sizes.append((layout, 0))
         runs[copy.name, copy.target[0].start, copy.target[1].start] = _Run(
             len(sizes) - 1, sizes[-1][1]
         )
-        sizes[-1] = (coding, sizes[-1][1] + rows)
+        sizes[-1] = (layout, sizes[-1][1] + rows)
     return runs, sizes
 
 
-def _check_columns(param: Param, copy: Copy, coding: Coding, inputs: int) -> None:
-    start, stop = copy.source[1].start, copy.source[1].stop
+def _check_columns(param: Param, copy: Copy, layout: BlockLayout, inputs: int) -> None:
     if (copy.target[1].start, copy.target[1].stop) != (0, inputs):
         raise CheckpointError(f"{copy.name}: its columns come from several tensors; not supported")
-    if start % coding.block or stop % coding.block:
-        raise ConfigError(
-            f"--tensor-parallel gives a rank inputs {start} to {stop} of {copy.name}: that cuts a {coding.name} "
-            f"block of {coding.block}; its {copy.shape[1]} inputs are {copy.shape[1] // coding.block} blocks",
-            field="tensor_parallel",
-        )
+    try:
+        blocks_of(layout).cut(copy.source, copy.shape)
+    except CutGroup as error:
+        raise cut_error(param, copy.name, error, f"{layout.name} block") from error
+
+
+def blocks_of(layout: BlockLayout) -> Member:
+    """A layout's blocks as a checkpoint stores them, uint8 [O, bytes of a row]."""
+    return Member(
+        name="weight",
+        dtype=torch.uint8,
+        dims=(Dim(0), Dim(1, per=layout.block, width=layout.size)),
+    )

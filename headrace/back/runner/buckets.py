@@ -1,11 +1,14 @@
-"""Steps of a few fixed sizes, whose whole work is on the device: what can be recorded once and replayed.
+"""Steps of a few fixed sizes, whose whole work is on the device: what can be recorded once and
+replayed.
 
-A step costs the host one packed message, one copy and one launch; kernels build positions, slots and tables from the
-message and from the rows' tables (kernels/step_inputs), and put the sampled tokens back into the rows and into a ring
-that is copied to the host on a stream of its own (kernels/step_commit). All tensors a step reads or writes are made
+A step costs the host one packed message, one copy and one launch; kernels build positions, slots
+and tables from the message and from the rows' tables (kernels/step_inputs), and put the sampled
+tokens back into the rows and into a ring that is copied to the host on a stream of its own
+(kernels/step_commit). All tensors a step reads or writes are made
 once, for the largest bucket, and shared by all buckets: steps run one after another.
 
-T query tokens and R rows of a bucket (padded), N rows sampled, G KV groups, M most rows, S ring slots.
+T query tokens and R rows of a bucket (padded), N rows sampled, G KV groups, M most rows, S ring
+slots.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from headrace.back.attention.plan import AttentionPlan, Batch, Tap
+from headrace.back.attention.plan import AttentionPlan, AttentionProbe, Batch
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_commit.op import OP as COMMIT
 from headrace.back.kernels.step_inputs.op import (
@@ -34,38 +37,55 @@ from headrace.back.kernels.step_inputs.op import (
 from headrace.back.kernels.step_inputs.op import OP as INPUTS
 from headrace.back.runner.batch import StepShape
 from headrace.back.runner.requests import GrowingTable, Rows
-from headrace.back.runner.steps import ExactSteps, Machine, Moment, Outputs, Ran
-from headrace.back.sampling.sampler import Picks
-from headrace.back.sampling.step_draw import MOST_WORDS, AskedRows, Drawing, StepTold
-from headrace.back.sampling.tops import Leaves
+from headrace.back.runner.steps import (
+    ExactSteps,
+    StepEvent,
+    StepOutputs,
+    StepResources,
+    StepTensors,
+)
+from headrace.back.runner.verification import DraftVerification
+from headrace.back.sampling.in_step import MOST_WORDS, AskedRows, InStepSampling, StepSamples
+from headrace.back.sampling.sampler import Argmax
+from headrace.back.sampling.top_candidates import SamplerInput
+from headrace.back.speculative.drafter import Drafter
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
 
 RING = 8
-"""Slots of messages and results; two steps are in flight at most, so a slot is long free when it is used again."""
+"""Slots of messages and results; two steps are in flight at most, so a slot is long free when it is
+used again."""
 MOST_FRAMES = 512
 """Views of the static tensors that are kept, by size."""
 MIXED_ROWS = 16
-"""The smallest number of rows of a bucket with prompts in it; the next are 4 and 16 times as many."""
+"""The smallest number of rows of a bucket with prompts in it; the next are 4 and 16 times as
+many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The size of a step. `decode`: every row has one query token, row i is token i, tokens == rows. `leaves`:
-    what it leaves for the sampler, or does itself. `every`: it leaves the hidden states of all tokens, not only of each
-    row's last."""
+    """The size of a step. `decode`: every row has one query token, row i is token i, tokens ==
+    rows. `sampler_input`: what it leaves for the sampler, or does itself. `every`: it leaves the
+    hidden states of all tokens, not only of each row's last."""
 
     tokens: int
     rows: int
     decode: bool
     updates: int
-    leaves: Leaves = "logits"
+    sampler_input: SamplerInput = "logits"
     every: bool = False
+    verifies: bool = False
+    commits: bool = True
 
     def __str__(self) -> str:
         size = f"{self.rows} rows" if self.decode else f"{self.tokens} tokens, {self.rows} rows"
+        size += ", verifying" if self.verifies else ""
         size += ", all hidden states" if self.every else ""
-        return f"{size}, {self.leaves}" if isinstance(self.leaves, Drawing) else size
+        return (
+            f"{size}, {self.sampler_input}"
+            if isinstance(self.sampler_input, InStepSampling)
+            else size
+        )
 
 
 class Sizes(Protocol):
@@ -91,19 +111,19 @@ class Sizes(Protocol):
         ...
 
 
-class MakeSizes(Protocol):
+class SizesFactory(Protocol):
     """Makes the sizes of a runner's steps."""
 
     def __call__(self, *, max_rows: int, max_tokens: int, groups: int) -> Sizes: ...
 
 
 class Buckets:
-    """The sizes there are: decodes of 1, 2, 4 rows, by 8 up to 64, then four for each power of two; mixed steps whose
-    padding is at most an eighth, from 1024 tokens on a sixteenth.
+    """The sizes there are: decodes of 1, 2, 4 rows, by 8 up to 64, then four for each power of two;
+    mixed steps whose padding is at most an eighth, from 1024 tokens on a sixteenth.
 
-    Sizes of decodes are few, so that all are recorded at start: one that is met later costs two steps launched kernel
-    by kernel (H200, 8B, 512 requests to their end: 43 sizes recorded on the way took 1.6 of 26 s). Padding rows read no
-    KV, only the products grow."""
+    Sizes of decodes are few, so that all are recorded at start: one that is met later costs two
+    steps launched kernel by kernel (H200, 8B, 512 requests to their end: 43 sizes recorded on the
+    way took 1.6 of 26 s). Padding rows read no KV, only the products grow."""
 
     def __init__(self, *, max_rows: int, max_tokens: int, groups: int) -> None:
         self._groups = groups
@@ -139,7 +159,8 @@ class Buckets:
 
     @property
     def distinct_rows(self) -> tuple[int, ...]:
-        """See Steps: powers of two, which kernels pad numbers of tokens to, half as many again, and the largest."""
+        """See Steps: powers of two, which kernels pad numbers of tokens to, half as many again, and
+        the largest."""
         largest = self._decodes[-1]
         few = {*(1 << i for i in range(16)), *(3 << i for i in range(16))}
         return tuple(rows for rows in self.common_rows if rows == largest or rows in few)
@@ -162,7 +183,10 @@ def _token_sizes(most: int) -> list[int]:
 
 
 class Replay(Protocol):
-    """Runs the step of a bucket, by calling it or by replaying what it once did; and knows the device's streams."""
+    """Runs the step of a bucket, by calling it or by replaying what it once did; and knows the
+    device's streams. `on_host`: a step has run when `run` returns."""
+
+    on_host: bool
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -181,7 +205,7 @@ class Replay(Protocol):
         """See Steps."""
         ...
 
-    def run(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
+    def run(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> StepTensors:
         """Runs the bucket's step on the message that was copied last."""
         ...
 
@@ -189,7 +213,7 @@ class Replay(Protocol):
         """Copies to the host behind what was launched, beside what is launched later."""
         ...
 
-    def moment(self) -> Moment:
+    def event(self) -> StepEvent:
         """The point behind everything that was launched and read."""
         ...
 
@@ -199,24 +223,33 @@ class BucketSteps:
 
     def __init__(
         self,
-        machine: Machine,
+        resources: StepResources,
         replay: Replay,
         *,
-        sizes: MakeSizes = Buckets,
+        sizes: SizesFactory = Buckets,
         num_groups: int,
         block_tokens: int,
         max_rows: int,
         max_tokens: int,
         max_model_len: int,
+        drafter: Drafter | None = None,
     ) -> None:
-        device = machine.device
-        self._machine, self._replay, self._kv = machine, replay, machine.kv
-        shortcuts = {"picks": machine.model.pick, "tops": machine.model.tops}
-        self._shortcuts = {leaves: way for leaves, way in shortcuts.items() if way is not None}
+        device = resources.device
+        self._resources, self._replay, self._kv = resources, replay, resources.kv
+        shortcuts = {
+            "argmax": resources.model.argmax,
+            "top_candidates": resources.model.top_candidates,
+        }
+        self._shortcuts = {
+            sampler_input: way for sampler_input, way in shortcuts.items() if way is not None
+        }
         self._lacks = shortcuts.keys() - self._shortcuts.keys()
         self.buckets = sizes(max_rows=max_rows, max_tokens=max_tokens, groups=num_groups)
         problem = StepInputsProblem(
-            device=device.type, block_tokens=block_tokens, max_rows=max_rows
+            device=device.type,
+            block_tokens=block_tokens,
+            max_rows=max_rows,
+            speculates=drafter is not None,
         )
         self._problem = problem
         inputs, commit = INPUTS.choose(problem), COMMIT.choose(problem)
@@ -228,14 +261,21 @@ class BucketSteps:
         self._tables = StepTables(
             tokens_MC=_zeros((max_rows + 1, max_model_len + 1), device),
             blocks_GMB=_zeros((num_groups, max_rows + 1, columns), device),
+            length_M=_zeros((max_rows + 1,), device) if drafter is not None else None,
         )
         tables = tuple(GrowingTable(blocks_MB) for blocks_MB in self._tables.blocks_GMB)
         tokens = GrowingTable(self._tables.tokens_MC)
-        self.rows = Rows(tokens, tables, block_tokens=block_tokens)
-        self._exact = ExactSteps(machine, self.rows)
+        self.rows = Rows(tokens, tables, block_tokens=block_tokens, length_M=self._tables.length_M)
+        self._speculation = (
+            None
+            if drafter is None
+            else DraftVerification(drafter, problem, self._tables, on_host=replay.on_host)
+        )
+        self.max_drafts = 0 if drafter is None else drafter.max_drafts
+        self._exact = ExactSteps(resources, self.rows)
         self._message = _Message(problem, self._tables, self.buckets.largest.updates)
-        self._picked = _Ring((2, max_rows), device)
-        self._drawn = _Ring((max_rows * MOST_WORDS,), device)
+        self._argmax_ring = _Ring((2, max_tokens if drafter is not None else max_rows), device)
+        self._sampled_ring = _Ring((max_rows * MOST_WORDS,), device)
         self._static = _Static(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
         replay.follow()
@@ -243,7 +283,25 @@ class BucketSteps:
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """See Steps."""
-        return (*self._chosen, *self._replay.decisions)
+        more = () if self._speculation is None else self._speculation.decisions
+        return (*self._chosen, *more, *self._replay.decisions)
+
+    def begin(self, plan: StepPlan, needs: SamplerInput) -> StepPlan:
+        """See Steps."""
+        self.rows.begin(plan)
+        return plan if self._speculation is None else self._speculation.begin(plan, needs)
+
+    def commit(
+        self, shape: StepShape, token_N: torch.Tensor, max_logit_N: torch.Tensor
+    ) -> np.ndarray:
+        """See Steps. Drafts are verified on the message and the tables of their step."""
+        if not shape.verifies:
+            return self._exact.commit(shape, token_N, max_logit_N)
+        assert self._speculation is not None
+        ring, slot = self._argmax_ring, self._message.slot
+        self._speculation.verify(self._message.words, token_N, max_logit_N, ring.data)
+        self._replay.read(ring.host[slot], ring.slots[slot])
+        return ring.samples(slot, 0).tokens[: shape.place.size]
 
     def scope(self) -> AbstractContextManager[object]:
         """See Steps."""
@@ -260,69 +318,117 @@ class BucketSteps:
         """See Steps."""
         return self._replay.compiling()
 
-    def run(self, plan: StepPlan, shape: StepShape, *, tap: Tap | None = None) -> Ran:
+    def run(
+        self, plan: StepPlan, shape: StepShape, *, probe: AttentionProbe | None = None
+    ) -> StepOutputs:
         """See Steps. One that is looked into is run by itself, over the same rows and cache."""
-        if tap is not None:
-            return self._exact.run(plan, shape, tap=tap)
-        self.rows.start(plan.starts)
-        if plan.feeds:
-            self.rows.feed(plan.feeds)
+        if probe is not None:
+            return self._exact.run(plan, shape, probe=probe)
         bucket = self.buckets.of(tokens=int(shape.query_start[-1]), rows=shape.rows.size)
-        if (bucket.decode or shape.needs == Drawing()) and shape.needs not in self._lacks:
-            bucket = replace(bucket, leaves=shape.needs)
-        if shape.every and not bucket.decode:
+        is_sampled = shape.needs == "argmax" or isinstance(shape.needs, InStepSampling)
+        if shape.verifies:
+            bucket = replace(bucket, verifies=True, commits=is_sampled)
+        small = bucket.decode or bucket.verifies or shape.needs == InStepSampling()
+        if small and shape.needs not in self._lacks:
+            bucket = replace(bucket, sampler_input=shape.needs)
+        if shape.every and not bucket.decode and not bucket.verifies:
             bucket = replace(bucket, every=True)
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)
-        words = bucket.leaves.words if isinstance(bucket.leaves, Drawing) else 0
-        ring = self._drawn if words else self._picked
+        words = (
+            bucket.sampler_input.words if isinstance(bucket.sampler_input, InStepSampling) else 0
+        )
+        ring = self._sampled_ring if words else self._argmax_ring
         self._replay.read(ring.host[slot], ring.slots[slot])
-        drawn = shape.needs == "picks" or isinstance(bucket.leaves, Drawing)
-        told = ring.told(slot, words) if drawn else None
-        return Ran(out=out, index=shape.sampled, told=told)
+        is_sampled = shape.needs == "argmax" or isinstance(bucket.sampler_input, InStepSampling)
+        samples = ring.samples(slot, words) if is_sampled else None
+        return StepOutputs(out=out, index=shape.place, samples=samples)
 
-    def moment(self) -> Moment:
+    def event(self) -> StepEvent:
         """See Steps."""
-        return self._replay.moment()
+        return self._replay.event()
 
-    def _step(self, bucket: Bucket) -> Outputs:
+    def _step(self, bucket: Bucket) -> StepTensors:
         """The whole step on the device, from the message that was copied last to the ring."""
         if bucket not in self._frames:
             if len(self._frames) >= MOST_FRAMES:
                 self._frames.clear()
             self._frames[bucket] = self._frame(bucket)
-        frame, model, words = self._frames[bucket], self._machine.model, self._message.words
+        frame, model, words = self._frames[bucket], self._resources.model, self._message.words
+        if bucket.verifies and self._speculation is not None and self._speculation.proposes_in_step:
+            starts_R1 = self._message.section(2, bucket.rows + 1)
+            self._speculation.propose(self._message.section(0, bucket.rows), starts_R1)
         self._inputs(words, self._tables, frame.out)
         if frame.ones_R1 is not None:  # padding rows have no query
             torch.minimum(self._static.place[: bucket.rows + 1], words[ROWS], out=frame.ones_R1)
+        self._resources.state.before(frame.batch)
         hidden_TE = model.forward(frame.batch)
-        if bucket.leaves == "tops":  # whose tokens the sampler puts into the rows
-            return Outputs(hidden_TE=hidden_TE, tops=self._shortcuts["tops"](hidden_TE))
-        if bucket.leaves == "picks":
-            logits_RV, picks = None, self._shortcuts["picks"](hidden_TE)
+        self._resources.state.after(frame.batch, hidden_TE)
+        if bucket.sampler_input == "top_candidates":  # whose tokens the sampler puts into the rows
+            return StepTensors(
+                hidden_TE=hidden_TE, top_candidates=self._shortcuts["top_candidates"](hidden_TE)
+            )
+        if bucket.sampler_input == "argmax":
+            logits_RV, argmax = None, self._shortcuts["argmax"](hidden_TE)
         else:
             wanted = hidden_TE.index_select(0, frame.out.last_R) if bucket.every else hidden_TE
             logits_RV = model.logits(wanted)
-            picks = self._machine.greedy(logits_RV)
-        token_R = picks[0]
-        if isinstance(bucket.leaves, Drawing):
+            argmax = self._resources.greedy(logits_RV)
+        token_R = argmax[0]
+        if isinstance(bucket.sampler_input, InStepSampling):
             assert logits_RV is not None
-            token_R = self._draw(bucket, bucket.leaves, logits_RV, picks)
-        self._commit(words, token_R, picks[1], self._tables.tokens_MC, self._picked.data)
-        return Outputs(hidden_TE=hidden_TE, logits_RV=logits_RV, picks=picks)
+            token_R = self._sample(bucket, bucket.sampler_input, logits_RV, argmax)
+        self._put(bucket, words, token_R, argmax[1])
+        return StepTensors(hidden_TE=hidden_TE, logits_RV=logits_RV, argmax=argmax)
 
-    def _draw(
-        self, bucket: Bucket, drawing: Drawing, logits_RV: torch.Tensor, picks: Picks
+    def _put(
+        self, bucket: Bucket, words: torch.Tensor, token_R: torch.Tensor, value_R: torch.Tensor
+    ) -> None:
+        """The step's choice goes into the rows and the ring, unless the host's sampler makes it."""
+        if not bucket.verifies:
+            self._commit(words, token_R, value_R, self._tables, self._argmax_ring.data)
+        elif bucket.commits:
+            assert self._speculation is not None
+            self._speculation.verify(words, token_R, value_R, self._argmax_ring.data)
+
+    def _sample(
+        self, bucket: Bucket, in_step: InStepSampling, logits_RV: torch.Tensor, argmax: Argmax
     ) -> torch.Tensor:
-        """The tokens of rows that ask for more than picks; what is told of them goes into the ring."""
-        assert self._machine.draw is not None
-        row_R, position_R, sample_R = (self._message.section(i, bucket.rows) for i in (0, 1, 3))
-        asked = AskedRows(row_R=row_R, position_R=position_R, sample_R=sample_R)
+        """The tokens of rows that ask for more than the argmax; what is reported of them goes into
+        the ring."""
+        assert self._resources.sample is not None
+        asked = self._asked(bucket)
         slot = self._message.words[SLOT : SLOT + 1].long()
-        token_R, told_RW = self._machine.draw(drawing, logits_RV, picks, asked)
-        if told_RW is not None:
-            self._drawn.data[:, : told_RW.numel()].index_copy_(0, slot, told_RW.view(1, -1))
+        token_R, samples_RW = self._resources.sample(in_step, logits_RV, argmax, asked)
+        if samples_RW is not None:
+            self._sampled_ring.data[:, : samples_RW.numel()].index_copy_(
+                0, slot, samples_RW.view(1, -1)
+            )
         return token_R
+
+    def _asked(self, bucket: Bucket) -> AskedRows:
+        """The row of each token that is sampled, and its position; of verified ones all query
+        tokens, padding as the last row's."""
+        out = self._frames[bucket].out
+        row_R, starts_R1, sample_R = (
+            self._message.section(i, bucket.rows + (i == 2)) for i in (0, 2, 3)
+        )
+        position_R = self._kv_len(bucket, out)
+        if not bucket.verifies:
+            return AskedRows(row_R=row_R, position_R=position_R, sample_R=sample_R)
+        place_T = torch.arange(bucket.tokens, dtype=torch.int32, device=row_R.device)
+        index_T = torch.searchsorted(starts_R1[1:], place_T, right=True)
+        index_T = index_T.clamp_(max=bucket.rows - 1)
+        return AskedRows(
+            row_R=row_R.index_select(0, index_T),
+            position_R=(out.positions_T + 1).to(torch.int32),
+            sample_R=torch.ones_like(place_T),
+        )
+
+    def _kv_len(self, bucket: Bucket, out: StepOut) -> torch.Tensor:
+        """Tokens with KV behind the step, of each row: the message's, or what its bounds come
+        to."""
+        return self._message.section(1, bucket.rows) if out.kv_len_R is None else out.kv_len_R
 
     def _frame(self, bucket: Bucket) -> _Frame:
         out = self._static.out(bucket)
@@ -331,15 +437,18 @@ class BucketSteps:
             token_ids_T=out.token_ids_T,
             positions_T=out.positions_T,
             plans=self._plans(bucket, out, starts_R1, 1 if bucket.decode else bucket.tokens),
-            group_of_layer=self._machine.group_of_layer,
+            group_of_layer=self._resources.group_of_layer,
             kv=self._kv,
             logits_at_N=out.last_R,
+            row_R=self._message.section(0, bucket.rows),
         )
-        if bucket.decode or bucket.every:
+        if bucket.decode or bucket.every or bucket.verifies:
             return _Frame(out=out, batch=batch)
         ones_R1 = self._static.ones[: bucket.rows + 1]
-        rest = replace(batch, plans=self._plans(bucket, out, ones_R1, 1))
-        return _Frame(out=out, batch=replace(batch, rest=rest), ones_R1=ones_R1)
+        last_token_batch = replace(batch, plans=self._plans(bucket, out, ones_R1, 1))
+        return _Frame(
+            out=out, batch=replace(batch, last_token_batch=last_token_batch), ones_R1=ones_R1
+        )
 
     def _plans(
         self, bucket: Bucket, out: StepOut, starts_R1: torch.Tensor, most: int
@@ -348,7 +457,7 @@ class BucketSteps:
         return tuple(
             AttentionPlan(
                 query_start_R1=starts_R1,
-                kv_len_R=self._message.section(1, bucket.rows),
+                kv_len_R=self._kv_len(bucket, out),
                 block_table_RB=table_RB,
                 slot_T=slot_T,
                 host_query_start=None,
@@ -363,8 +472,8 @@ class BucketSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class _Frame:
-    """A bucket's views of the static tensors. ones_R1: where queries start if each row has one, for batches with a
-    rest."""
+    """A bucket's views of the static tensors. ones_R1: where queries start if each row has one, for
+    batches with a rest."""
 
     out: StepOut
     batch: Batch
@@ -372,7 +481,8 @@ class _Frame:
 
 
 class _Static:
-    """The tensors that are built anew each step, for the largest bucket; smaller ones take their beginnings."""
+    """The tensors that are built anew each step, for the largest bucket; smaller ones take their
+    beginnings."""
 
     def __init__(self, max_tokens: int, tables: StepTables) -> None:
         groups, rows, columns = tables.blocks_GMB.shape
@@ -380,6 +490,7 @@ class _Static:
         self._token_ids, self._positions = (torch.zeros(max_tokens, **new) for _ in range(2))
         self._slots = torch.zeros(groups * max_tokens, **new)
         self._last = torch.zeros(rows, **new)
+        self._kv_len = None if tables.length_M is None else torch.zeros_like(tables.length_M)
         self._tables = _zeros(tables.blocks_GMB.shape, tables.blocks_GMB.device).view(-1)
         self.ones, self.place = (
             torch.arange(rows + 1, dtype=torch.int32, device=new["device"]) for _ in range(2)
@@ -397,13 +508,15 @@ class _Static:
             tables_GRB=tables.view(groups, bucket.rows, columns),
             last_R=self._last[: bucket.rows],
             updates=bucket.updates,
+            kv_len_R=None if self._kv_len is None else self._kv_len[: bucket.rows],
         )
 
 
 class _Ring:
-    """RING slots of what steps tell: `data` on the device, cut into `slots`; `host`, their copies; `told`: slot and W
-    -> what is read there. Cut once: each small operation of torch costs microseconds, and some give up the
-    interpreter's lock."""
+    """RING slots of what steps tell: `data` on the device, cut into `slots`; `host`, their copies;
+    `samples`: slot and W
+    -> what is read there. Cut once: each small operation of torch costs microseconds, and some give
+    up the interpreter's lock."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.data = torch.zeros((RING, *shape), dtype=torch.int32, device=device)
@@ -411,11 +524,12 @@ class _Ring:
         host = device.type == "cpu"  # which reads the ring itself
         self.host = self.slots if host else _host_buffer((RING, *shape), device).unbind()
         arrays = [slot.numpy() for slot in self.host]
-        self.told = cache(lambda slot, words: StepTold.of(arrays[slot], words))
+        self.samples = cache(lambda slot, words: StepSamples.of(arrays[slot], words))
 
 
 class _Message:
-    """The packed message (its layout: kernels/step_inputs/op.py), `words` on the device and RING slots on the host."""
+    """The packed message (its layout: kernels/step_inputs/op.py), `words` on the device and RING
+    slots on the host."""
 
     def __init__(self, problem: StepInputsProblem, tables: StepTables, updates: int) -> None:
         device = tables.blocks_GMB.device
@@ -424,22 +538,23 @@ class _Message:
         self.words = torch.zeros(problem.updates_at + 2 * updates, dtype=torch.int32, device=device)
         self._slots: torch.Tensor | None = None
         if device.type == "cpu":
-            # The step has run when the next message is written: it is written where the step reads it. Besides, each
-            # small operation of torch gives up the interpreter's lock and may wait long to get it back.
+            # The step has run when the next message is written: it is written where the step reads
+            # it. Besides, each small operation of torch gives up the interpreter's lock and may
+            # wait long to get it back.
             self._host = [self.words.numpy()] * RING
         else:
             self._slots = _host_buffer((RING, self.words.numel()), device)
             self._host = list(self._slots.numpy())
-        self._slot = 0
+        self.slot = 0
 
     def section(self, index: int, count: int) -> torch.Tensor:
         """The first words of a section on the device."""
         return self.words[HEADER + index * self._problem.section :][:count]
 
     def send(self, bucket: Bucket, plan: StepPlan, shape: StepShape, rows: Rows) -> int:
-        """Packs the step and starts its copy; returns the slot of this step. Updates beyond what the bucket holds go
-        by `rows` before it."""
-        self._slot = slot = (self._slot + 1) % RING
+        """Packs the step and starts its copy; returns the slot of this step. Updates beyond what
+        the bucket holds go by `rows` before it."""
+        self.slot = slot = (self.slot + 1) % RING
         words, size = self._host[slot], self._problem.section
         count, num_tokens = shape.rows.size, int(shape.query_start[-1])
         updates = min(plan.block_id.size, bucket.updates)

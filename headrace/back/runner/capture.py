@@ -1,5 +1,6 @@
-"""Attention weights of the rows that ask for them: seen in the layers' forward, a chunk at a time, and told with the
-step's result. Nothing of it is there in steps without such a row. Rows are captured from their first position on.
+"""Attention weights of the rows that ask for them: seen in the layers' forward, a chunk at a time,
+and told with the step's result. Nothing of it is there in steps without such a row. Rows are
+captured from their first position on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LayersOfRow: TypeAlias = dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class CapturedWeights:
     """The weights of a row's queries in one layer on their way to the host, float32 [Q, H, S]."""
 
     index: int
@@ -38,11 +39,11 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Tap:
+class WeightCapture:
     """What a step's forward hands its queries to. `wanted`: layer -> indices of rows."""
 
     wanted: dict[int, list[int]]
-    pieces: list[Piece] = field(default_factory=list)
+    weights: list[CapturedWeights] = field(default_factory=list)
 
     def see(
         self,
@@ -57,13 +58,15 @@ class Tap:
             weights_QHS = attention_weights(problem, q_THD, kv, plan, index)
             start = weights_QHS.shape[2] - weights_QHS.shape[0]
             values = to_host(weights_QHS.contiguous())
-            self.pieces.append(Piece(index=index, layer=layer, start=start, values=values))
+            self.weights.append(
+                CapturedWeights(index=index, layer=layer, start=start, values=values)
+            )
 
 
 def num_capturable(model: CausalModel, spec: EngineSpec) -> int:
     """Layers whose attention can be told: all, or none."""
     wanted = spec.model.attention_capture and spec.device.tensor_parallel == 1
-    return len(model.kv_layers) if wanted and model.attention_heads else 0
+    return len(model.kv_forms) if wanted and model.attention_heads else 0
 
 
 def forget_rows(layers: LayersOfRow, rows: np.ndarray) -> None:
@@ -72,10 +75,10 @@ def forget_rows(layers: LayersOfRow, rows: np.ndarray) -> None:
         layers.pop(row, None)
 
 
-def tap_of(layers: LayersOfRow, shape: StepShape) -> Tap | None:
-    """The tap of a step; None if no row of it is captured."""
+def capture_of(layers: LayersOfRow, shape: StepShape) -> WeightCapture | None:
+    """The probe of a step; None if no row of it is captured."""
     wanted: dict[int, list[int]] = {}
     for index, row in enumerate(shape.rows.tolist()):
         for layer in layers.get(row, ()):
             wanted.setdefault(layer, []).append(index)
-    return Tap(wanted) if wanted else None
+    return WeightCapture(wanted) if wanted else None

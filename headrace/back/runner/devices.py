@@ -1,4 +1,5 @@
-"""Which way of running steps a device gets: the one place in the runner that looks at the device."""
+"""Which way of running steps a device gets: the one place in the runner that looks at the
+device."""
 
 from __future__ import annotations
 
@@ -9,56 +10,65 @@ from typing import Protocol
 import torch
 
 from headrace.back.kernels.native.wrap import loaded, unsupported
-from headrace.back.runner.buckets import Buckets, BucketSteps, MakeSizes, Replay
-from headrace.back.runner.graphs import Graphs
+from headrace.back.runner.buckets import Buckets, BucketSteps, Replay, SizesFactory
+from headrace.back.runner.cpu_graphs import CpuGraphs, ExactSizes
+from headrace.back.runner.cuda_graphs import CudaGraphs
 from headrace.back.runner.memory import Profile
 from headrace.back.runner.requests import Rows
-from headrace.back.runner.steps import ExactSteps, Machine, Steps
-from headrace.back.runner.tapes import ExactSizes, Tapes
-from headrace.base.config.resolved import EngineSpec
+from headrace.back.runner.steps import ExactSteps, StepResources, Steps
+from headrace.back.speculative import DRAFTERS
+from headrace.base.config.resolved import EngineSpec, max_forward_tokens
 
 
-class MakeSteps(Protocol):
+class StepsFactory(Protocol):
     """Makes the `Steps` of a runner."""
 
-    def __call__(self, machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps: ...
+    def __call__(self, resources: StepResources, spec: EngineSpec, *, num_groups: int) -> Steps: ...
 
 
-def make_steps(machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps:
-    """Replayed graphs on CUDA and recorded native calls on a CPU, where everything a step does is on the device; exact
-    steps elsewhere."""
-    why = _why_exact(machine)
+def make_steps(resources: StepResources, spec: EngineSpec, *, num_groups: int) -> Steps:
+    """Replayed graphs on CUDA and recorded native calls on a CPU, where everything a step does is
+    on the device; exact steps elsewhere."""
+    why = _why_exact(resources)
     if why is not None:
         rows = Rows.growing(
             max_rows=spec.scheduler.max_running,
             num_groups=num_groups,
             block_tokens=spec.kv.block_tokens,
-            device=machine.device,
+            device=resources.device,
         )
-        return ExactSteps(machine, rows, why)
-    if machine.device.type == "cpu":
-        return bucket_steps(machine, spec, Tapes(loaded()), num_groups=num_groups, sizes=ExactSizes)
-    return bucket_steps(machine, spec, Graphs(machine.device, compiling), num_groups=num_groups)
+        return ExactSteps(resources, rows, why)
+    if resources.device.type == "cpu":
+        return bucket_steps(
+            resources, spec, CpuGraphs(loaded()), num_groups=num_groups, sizes=ExactSizes
+        )
+    return bucket_steps(
+        resources, spec, CudaGraphs(resources.device, compiling), num_groups=num_groups
+    )
 
 
 def bucket_steps(
-    machine: Machine,
+    resources: StepResources,
     spec: EngineSpec,
     replay: Replay,
     *,
     num_groups: int,
-    sizes: MakeSizes = Buckets,
+    sizes: SizesFactory = Buckets,
 ) -> BucketSteps:
     """Steps by buckets, replayed as `replay` does."""
+    drafter = None
+    if spec.speculation is not None:
+        drafter = DRAFTERS[spec.speculation.method](spec.speculation, resources.device)
     return BucketSteps(
-        machine,
+        resources,
         replay,
         sizes=sizes,
         num_groups=num_groups,
         block_tokens=spec.kv.block_tokens,
         max_rows=spec.scheduler.max_running,
-        max_tokens=spec.scheduler.max_step_tokens,
+        max_tokens=max_forward_tokens(spec),
         max_model_len=spec.model.max_model_len,
+        drafter=drafter,
     )
 
 
@@ -84,13 +94,13 @@ def profile_step(device: torch.device, step: Callable[[], None]) -> Profile:
     return Profile(held=held, step=peak - held, free=free)
 
 
-def _why_exact(machine: Machine) -> str | None:
-    if machine.device.type not in ("cuda", "cpu"):
-        return f"{machine.device.type} has none"
-    if machine.device.type == "cpu" and (reason := unsupported("cpu", torch.float32)):
+def _why_exact(resources: StepResources) -> str | None:
+    if resources.device.type not in ("cuda", "cpu"):
+        return f"{resources.device.type} has none"
+    if resources.device.type == "cpu" and (reason := unsupported("cpu", torch.float32)):
         return reason
-    if not machine.state.in_graphs:
+    if not resources.state.in_graphs:
         return "this kind of model needs the host in every step"
-    if machine.model.host_kernels:
-        return f"{machine.model.host_kernels[0]} needs the host in every step"
+    if resources.model.host_kernels:
+        return f"{resources.model.host_kernels[0]} needs the host in every step"
     return None

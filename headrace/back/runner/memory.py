@@ -1,110 +1,289 @@
-"""How layers share the KV memory: grouping (a pure function), the size of a block, the number of blocks, the tensors.
+"""How caches share the KV memory: grouping (a pure function), the size of a slab, the number of
+slabs, the tensors.
 
-Layers with one kind of cache (full, or one window size) form groups of equal size; the i-th layer of every group lives
-in KV tensor i, so that one pool of blocks serves all groups and a group of a request takes its own blocks from it.
-A group that is short of layers leaves its part of the last tensors unused: that is the waste the group size minimises.
+Caches of one kind (full, one size of window, ...) form groups that share block tables. A slab is
+what all groups share: it is cut into blocks of one group at a time. There are two layouts:
+
+    by position   groups have equally many caches, and the i-th cache of every group lies in tensor
+                  i. A slab is one block of any group; the blocks of a cache are neighbours, which
+                  TMA descriptors need. A group that is short of caches leaves its part of the last
+                  tensors unused, which the number of caches per group minimises.
+    packed        one tensor; a block holds all caches of its group, and a slab several blocks. For
+                  caches of unequal bytes, of which the first layout would waste more than 2 %.
+
+Recurrent state has no blocks: a row of one tensor for each row of the runner, and the last one for
+padding; beside it as many rows for snapshots as a part of the memory allows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
-from headrace.back.attention.kv_layer import KVLayer
-from headrace.back.kernels.kv_write.coded import codes_and_scales
+from headrace.back.attention.forms import CacheForm
 from headrace.base.config.resolved import KVSpec
 from headrace.base.errors import ConfigError
 from headrace.base.wire.step import KVGroup
 
 MAX_GROUPS = 8
-"""Each group costs a block table per row and an attention plan per step; more groups are not worth less waste."""
+"""Each group costs a block table per row and an attention plan per step; more groups are not worth
+less waste."""
+MAX_WASTE = 0.02
+"""The part of a group's memory that unequal sizes may leave unused."""
+ALIGNMENT = 16
+"""Bytes: what a TMA descriptor asks of addresses and strides."""
+SNAPSHOT_SHARE = 8
+"""Snapshots take at most one part in so many of the memory."""
+SNAPSHOTS_PER_ROW = 4
+KIND_ORDER = ("full", "latent", "window", "chunked", "cross", "state")
 
 
-def group_layers(layers: Sequence[KVLayer]) -> tuple[KVGroup, ...]:
-    """Splits the layers into groups of one kind and nearly one size; full attention first, then by rising window.
+@dataclass(frozen=True, kw_only=True)
+class CachePlace:
+    """Where a cache lies: in which tensor, its first byte, and the bytes from block to block."""
 
-    The size wastes the fewest padded layers among those that give at most MAX_GROUPS groups (or as few groups as there
-    are kinds); of equal ones the largest, hence the fewest groups.
-    """
-    if not layers:
-        return ()
-    kinds: dict[int, list[int]] = {}
-    for layer in layers:
-        kinds.setdefault(layer.window or 0, []).append(layer.layer)
-    size = _group_size([len(members) for members in kinds.values()])
-    return tuple(
-        KVGroup(
-            kind="window" if window else "full",
-            layers=tuple(kinds[window][start : start + size]),
-            window=window or None,
-        )
-        for window in sorted(kinds)
-        for start in range(0, len(kinds[window]), size)
-    )
-
-
-def _group_size(counts: list[int]) -> int:
-    def groups(size: int) -> int:
-        return sum(-(-count // size) for count in counts)
-
-    most = max(MAX_GROUPS, len(counts))
-    sizes = [size for size in range(1, max(counts) + 1) if groups(size) <= most]
-    return min(sizes, key=lambda size: (groups(size) * size - sum(counts), -size))
+    tensor: int
+    offset: int
+    stride: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
-    """Where each layer's cache lies. `elements[i]`: elements of a block of KV tensor i (its largest layer's)."""
+    """Where each cache lies. `tensor_bytes[i]`: bytes of a slab in KV tensor i. `places`: cache ->
+    its place; of recurrent state within a row's bytes."""
 
+    forms: tuple[CacheForm, ...]
     groups: tuple[KVGroup, ...]
-    elements: tuple[int, ...]
+    tensor_bytes: tuple[int, ...]
+    places: dict[int, CachePlace]
     block_tokens: int
     dtype: torch.dtype
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all KV tensors."""
-        return sum(self.elements) * self.dtype.itemsize
+    def slab_bytes(self) -> int:
+        """Bytes of one slab over all KV tensors."""
+        return sum(self.tensor_bytes)
 
     @property
-    def group_of_layer(self) -> dict[int, int]:
-        """Layer -> index of its group."""
-        return {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
+    def state_bytes(self) -> int:
+        """Bytes of one row's recurrent state."""
+        return sum(group.block_bytes for group in self.groups if group.kind == "state")
+
+    @property
+    def group_of_cache(self) -> tuple[int, ...]:
+        """Cache -> index of its group."""
+        groups = {cache: i for i, group in enumerate(self.groups) for cache in group.caches}
+        return tuple(groups[cache] for cache in range(len(groups)))
 
 
-def lay_out(layers: Sequence[KVLayer], *, block_tokens: int, dtype: torch.dtype) -> KVLayout:
-    """The layout of the KV cache for these layers; `dtype` is that of those that are not coded."""
-    groups = group_layers(layers)
-    assert len({layer.coded for layer in layers}) <= 1, "either all layers are coded or none"
-    if any(layer.coded for layer in layers):
-        dtype = torch.int8
-    numel = {layer.layer: 2 * layer.kv_heads * block_tokens * layer.token_width for layer in layers}
-    size = max((len(group.layers) for group in groups), default=0)
-    elements = tuple(
-        max(numel[group.layers[i]] for group in groups if i < len(group.layers))
-        for i in range(size)
+def lay_out(forms: Sequence[CacheForm], *, block_tokens: int, dtype: torch.dtype) -> KVLayout:
+    """The layout of these caches; `dtype` is that of the model."""
+    ordered = tuple(sorted(forms, key=lambda form: form.cache))
+    assert [form.cache for form in ordered] == list(range(len(ordered))), ordered
+    sizes = {
+        form.cache: _aligned(form.block_bytes(block_tokens, dtype), ALIGNMENT) for form in ordered
+    }
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for form in ordered:
+        kinds.setdefault((KIND_ORDER.index(form.kind), form.span or 0), []).append(form.cache)
+    states = kinds.pop((KIND_ORDER.index("state"), 0), [])
+    groups, tensor_bytes, places = _by_position(kinds, sizes)
+    if _waste(groups, sizes, tensor_bytes) > MAX_WASTE:
+        groups, tensor_bytes, places = _packed(kinds, sizes)
+    if states:
+        groups.append(_state_group(states, sizes, places))
+    return KVLayout(
+        forms=ordered,
+        groups=tuple(groups),
+        tensor_bytes=tuple(tensor_bytes),
+        places=places,
+        block_tokens=block_tokens,
+        dtype=dtype,
     )
-    return KVLayout(groups=groups, elements=elements, block_tokens=block_tokens, dtype=dtype)
 
 
-def count_blocks(spec: KVSpec, layout: KVLayout) -> int:
-    """The number of blocks, block 0 (null, nobody's) included; a pool too small for one token is refused."""
+Kinds = dict[tuple[int, int], list[int]]
+Layout = tuple[list[KVGroup], list[int], dict[int, CachePlace]]
+
+
+def _by_position(kinds: Kinds, sizes: dict[int, int]) -> Layout:
+    """Groups of nearly equal numbers of caches, the largest caches first; a slab is a block."""
+    count = _group_size([len(caches) for caches in kinds.values()])
+    members: list[tuple[str, int, list[int]]] = []
+    for (kind, span), caches in sorted(kinds.items()):
+        ordered = sorted(caches, key=lambda cache: -sizes[cache])
+        members += [
+            (KIND_ORDER[kind], span, ordered[start : start + count])
+            for start in range(0, len(ordered), count)
+        ]
+    tensor_bytes = [
+        max(sizes[caches[i]] for _, _, caches in members if i < len(caches)) for i in range(count)
+    ]
+    groups, places = [], {}
+    for kind, span, caches in members:
+        groups.append(_group(kind, span, caches, sizes))
+        for i, cache in enumerate(caches):
+            places[cache] = CachePlace(tensor=i, offset=0, stride=tensor_bytes[i])
+    return groups, tensor_bytes, places
+
+
+def _group_size(counts: list[int]) -> int:
+    """Caches of a group: those that waste the fewest padded ones among the sizes that give at most
+    MAX_GROUPS groups (or as few groups as there are kinds); of equal ones the largest."""
+
+    def groups(size: int) -> int:
+        return sum(-(-count // size) for count in counts)
+
+    most = max(MAX_GROUPS, len(counts))
+    sizes = [size for size in range(1, max(counts, default=0) + 1) if groups(size) <= most]
+    return min(sizes, key=lambda size: (groups(size) * size - sum(counts), -size), default=0)
+
+
+def _waste(groups: list[KVGroup], sizes: dict[int, int], tensor_bytes: list[int]) -> float:
+    """The largest part that unequal sizes leave unused in a group's own tensors."""
+    used = [
+        sum(sizes[cache] for cache in group.caches) / sum(tensor_bytes[: len(group.caches)])
+        for group in groups
+    ]
+    return 1.0 - min(used, default=1.0)
+
+
+def _packed(kinds: Kinds, sizes: dict[int, int]) -> Layout:
+    """One group for each kind, a block of which holds all its caches one behind the other."""
+    groups = [
+        _group(KIND_ORDER[kind], span, caches, sizes)
+        for (kind, span), caches in sorted(kinds.items())
+    ]
+    slab, per_slab = slab_of([group.block_bytes for group in groups])
+    places: dict[int, CachePlace] = {}
+    for group, count in zip(groups, per_slab, strict=True):
+        offset = 0
+        for cache in group.caches:
+            places[cache] = CachePlace(tensor=0, offset=offset, stride=slab // count)
+            offset += sizes[cache]
+    groups = [replace(g, blocks_per_slab=n) for g, n in zip(groups, per_slab, strict=True)]
+    return groups, [slab], places
+
+
+def slab_of(block_bytes: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """The bytes of a slab, and how many blocks of each size it is cut into: the smallest that
+    wastes at most MAX_WASTE for every size. Cut evenly, so that a block is found by one stride,
+    which is a multiple of ALIGNMENT."""
+    sizes = sorted(set(block_bytes), reverse=True)
+    best: tuple[float, int, dict[int, int]] = (math.inf, 0, {})
+    for count in range(1, 129):
+        chosen = {sizes[0]: count}
+        for size in sizes[1:]:
+            high = max(1, int(count * sizes[0] / (1 - MAX_WASTE) / size))
+            low = max(1, int(high * (1 - 2 * MAX_WASTE)), high - 64)
+            options = ({**chosen, size: number} for number in range(low, high + 1))
+            chosen = min(options, key=_cut)
+        best = min(best, (*_cut(chosen), chosen), key=lambda cut: cut[:2])
+        if best[0] <= MAX_WASTE:
+            break
+    return best[1], tuple(best[2][size] for size in block_bytes)
+
+
+def _cut(counts: dict[int, int]) -> tuple[float, int]:
+    """The largest waste of the smallest slab that holds so many blocks of each size, and its
+    bytes."""
+    needed = max(count * size for size, count in counts.items())
+    slab = _aligned(needed, ALIGNMENT * math.lcm(*counts.values()))
+    return max(1 - count * size / slab for size, count in counts.items()), slab
+
+
+def _state_group(
+    states: list[int], sizes: dict[int, int], places: dict[int, CachePlace]
+) -> KVGroup:
+    group = _group("state", 0, states, sizes)
+    offset = 0
+    for cache in states:
+        places[cache] = CachePlace(tensor=0, offset=offset, stride=group.block_bytes)
+        offset += sizes[cache]
+    return group
+
+
+def _group(kind: str, span: int, caches: list[int], sizes: dict[int, int]) -> KVGroup:
+    return KVGroup(
+        kind=kind,
+        caches=tuple(caches),
+        span=span or None,
+        block_bytes=sum(sizes[cache] for cache in caches),
+    )
+
+
+def _aligned(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCounts:
+    """How much there is: slabs, slab 0 (null, nobody's) included; rows of recurrent state, the
+    padding's included; slots for snapshots, slot 0 (nobody's) included."""
+
+    num_blocks: int
+    state_rows: int = 0
+    snapshot_slots: int = 0
+
+
+def count_kv(spec: KVSpec, layout: KVLayout, *, max_rows: int) -> KVCounts:
+    """What the memory is cut into: state for every row first, then snapshots, then slabs. A pool
+    too small for one token is refused."""
+    least = least_blocks(layout)
+    state = layout.state_bytes
+    if not state:
+        return KVCounts(num_blocks=_count_blocks(spec, layout, least, taken=0))
+    rows = max_rows + 1
+    share = _budget(spec, layout) // SNAPSHOT_SHARE // state
+    slots = 2 if not spec.prefix_caching else 2 + min(share, SNAPSHOTS_PER_ROW * max_rows)
+    taken = state * (rows + slots)
+    num_blocks = _count_blocks(spec, layout, least, taken=taken)
+    return KVCounts(num_blocks=num_blocks, state_rows=rows, snapshot_slots=slots)
+
+
+def least_blocks(layout: KVLayout) -> int:
+    """Slabs with which one token can be computed, and the null slab."""
+    return 1 + sum(group.kind != "state" for group in layout.groups)
+
+
+def least_bytes(layout: KVLayout, *, max_rows: int) -> int:
+    """Bytes with which one token can be computed in every row."""
+    state = layout.state_bytes * (max_rows + 3) if layout.state_bytes else 0
+    return least_blocks(layout) * layout.slab_bytes + state
+
+
+def _budget(spec: KVSpec, layout: KVLayout) -> int:
+    if spec.num_blocks is not None:
+        return spec.num_blocks * layout.slab_bytes
+    assert spec.memory_bytes is not None, "KVSpec has neither num_blocks nor memory_bytes"
+    return spec.memory_bytes
+
+
+def _count_blocks(spec: KVSpec, layout: KVLayout, least: int, *, taken: int) -> int:
     if spec.num_blocks is not None:
         num_blocks = spec.num_blocks
+    elif not layout.slab_bytes:
+        num_blocks = 1 if _budget(spec, layout) >= taken else 0
     else:
-        assert spec.memory_bytes is not None, "KVSpec has neither num_blocks nor memory_bytes"
-        num_blocks = spec.memory_bytes // layout.block_bytes
-    least = 1 + len(layout.groups)
+        num_blocks = (_budget(spec, layout) - taken) // layout.slab_bytes
     if num_blocks < least:
+        needed = least * layout.slab_bytes + taken
         raise ConfigError(
-            f"the KV cache holds {num_blocks} blocks of {layout.block_bytes} bytes; at least {least} are needed: "
-            f"raise --kv-memory to {least * layout.block_bytes} bytes or more (or --kv-blocks to {least})",
+            f"the KV cache holds {max(0, num_blocks)} blocks of {layout.slab_bytes} bytes; at least "
+            f"{least} are needed{_beside_state(taken)}: raise --kv-memory to {needed} bytes or more "
+            f"(or --kv-blocks to {least})",
             field="kv_memory",
         )
     return num_blocks
+
+
+def _beside_state(taken: int) -> str:
+    return f" beside {taken} bytes of recurrent state (fewer with --max-running)" if taken else ""
 
 
 GRAPH_BYTES = 1 << 30
@@ -113,8 +292,9 @@ GRAPH_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What the largest step has shown of a device, in bytes. held: allocated between steps, so weights and tables;
-    step: what the step took on top at its peak; free: what the device has left with nothing cached."""
+    """What the largest step has shown of a device, in bytes. held: allocated between steps, so
+    weights and tables; step: what the step took on top at its peak; free: what the device has left
+    with nothing cached."""
 
     held: int
     step: int
@@ -122,8 +302,8 @@ class Profile:
 
 
 def fit_kv(profile: Profile, *, budget: int, wanted: int, least: int) -> int:
-    """Bytes for the KV cache: `wanted`, or what is left of the budget once the step has its memory twice (launched, and
-    in the graphs' pool). ConfigError if that is less than `least`."""
+    """Bytes for the KV cache: `wanted`, or what is left of the budget once the step has its memory
+    twice (launched, and in the graphs' pool). ConfigError if that is less than `least`."""
     taken = profile.held + 2 * profile.step + GRAPH_BYTES
     room = min(budget - taken, profile.free - 2 * profile.step - GRAPH_BYTES)
     if room < least:
@@ -139,64 +319,94 @@ def fit_kv(profile: Profile, *, budget: int, wanted: int, least: int) -> int:
 
 
 class KVMemory:
-    """The KV tensors. `layers[l]` is layer l's view [num_blocks, 2, kv_heads, block_tokens, head_dim] (of coded
-    layers the token width in place of head_dim).
+    """The KV tensors. `caches[c]` is the view of cache c: [blocks of its group, *block shape], or
+    [rows + 1, *shape] of recurrent state.
 
-    Zeroed at start: a masked position may be multiplied by an attention weight of zero but never be NaN.
+    `state` [rows + 1, bytes] and `snapshots` [slots, bytes] hold what all recurrent caches of a row
+    have, one behind the other; None without such. Zeroed at start: a masked position may be
+    multiplied by an attention weight of zero but never be NaN.
     """
 
-    def __init__(
-        self, layers: Sequence[KVLayer], layout: KVLayout, *, num_blocks: int, device: torch.device
-    ) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, layout: KVLayout, counts: KVCounts, *, device: torch.device) -> None:
+        self.counts = counts
+        self._layout = layout
         self.tensors = tuple(
-            _zeros(num_blocks, elements, dtype=layout.dtype, device=device)
-            for elements in layout.elements
+            _zeros(counts.num_blocks, num_bytes, dtype=torch.uint8, device=device)
+            for num_bytes in layout.tensor_bytes
         )
-        index = {layer: i for group in layout.groups for i, layer in enumerate(group.layers)}
-        ordered = sorted(layers, key=lambda layer: layer.layer)
-        assert [layer.layer for layer in ordered] == list(range(len(ordered))), ordered
-        self.layers = tuple(
-            _view(self.tensors[index[layer.layer]], layer, layout.block_tokens) for layer in ordered
+        self.state, self.snapshots = (
+            _zeros(rows, layout.state_bytes, dtype=torch.uint8, device=device) if rows else None
+            for rows in (counts.state_rows, counts.snapshot_slots)
+        )
+        groups = layout.group_of_cache
+        self.caches = tuple(
+            self._view(form, layout.groups[groups[form.cache]]) for form in layout.forms
+        )
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self._layout.block_tokens
+
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        """The groups, with their numbers of slots."""
+        slots = self.counts.snapshot_slots
+        return tuple(
+            replace(group, num_slots=slots) if group.kind == "state" else group
+            for group in self._layout.groups
         )
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all KV tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        """Bytes of everything."""
+        return sum(tensor.numel() for tensor in self._all())
 
     def release(self) -> None:
-        """Gives the memory back, also where a kernel still holds a view; on a CPU it goes with the last view."""
-        for tensor in self.tensors:
+        """Gives the memory back, also where a kernel still holds a view; on a CPU it goes with the
+        last view."""
+        for tensor in self._all():
             if tensor.untyped_storage().resizable():
                 tensor.untyped_storage().resize_(0)
 
-    def scrub(self, blocks: torch.Tensor) -> None:
-        """Replaces what is not finite in these blocks by 0 and leaves every finite value, so that a failed row leaves
-        nothing behind for the blocks' next owner (reliability 1.15). `blocks` int64 [B]."""
-        if self.tensors and self.tensors[0].dtype == torch.int8:
-            self._scrub_scales(blocks)
+    def scrub(self, group: int, blocks: torch.Tensor) -> None:
+        """Replaces what is not finite in these blocks of a group by 0 and leaves every finite
+        value, so that a failed row leaves nothing behind for the blocks' next owner. `blocks`
+        int64 [B]. A row's recurrent state is reset when the row begins."""
+        if self._layout.groups[group].kind == "state":
             return
-        for tensor in self.tensors:
-            clean = tensor.index_select(0, blocks).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            tensor.index_copy_(0, blocks, clean)
+        for cache in self._layout.groups[group].caches:
+            floats = self._layout.forms[cache].floats(self.caches[cache])
+            floats[blocks] = floats[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
-    def _scrub_scales(self, blocks: torch.Tensor) -> None:
-        """The same for codes: only scales can be anything but finite."""
-        for layer in self.layers:
-            scales = codes_and_scales(layer)[1]
-            scales[blocks] = scales[blocks].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    def _all(self) -> tuple[torch.Tensor, ...]:
+        state = (tensor for tensor in (self.state, self.snapshots) if tensor is not None)
+        return (*self.tensors, *state)
+
+    def _view(self, form: CacheForm, group: KVGroup) -> torch.Tensor:
+        layout, place = self._layout, self._layout.places[form.cache]
+        if form.kind == "state":
+            assert self.state is not None
+            raw, count = self.state, self.counts.state_rows
+        else:
+            raw = self.tensors[place.tensor]
+            count = self.counts.num_blocks * group.blocks_per_slab
+        dtype = form.storage_dtype(layout.dtype)
+        shape = form.block_shape(layout.block_tokens)
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        size = dtype.itemsize
+        return torch.as_strided(
+            raw.view(-1).view(dtype),
+            (count, *shape),
+            (place.stride // size, *strides),
+            place.offset // size,
+        )
 
 
 def _zeros(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros [rows, columns]. On a CPU by calloc: pages nobody has written cost no memory and no time at start."""
+    """Zeros [rows, columns]. On a CPU by calloc: pages nobody has written cost no memory and no
+    time at start."""
     if device.type != "cpu":
         return torch.zeros((rows, columns), dtype=dtype, device=device)
     raw = np.zeros(rows * columns * dtype.itemsize, np.uint8)
     return torch.from_numpy(raw).view(dtype).view(rows, columns)
-
-
-def _view(tensor: torch.Tensor, layer: KVLayer, block_tokens: int) -> torch.Tensor:
-    shape = (2, layer.kv_heads, block_tokens, layer.token_width)
-    numel = 2 * layer.kv_heads * block_tokens * layer.token_width
-    return tensor[:, :numel].unflatten(1, shape)

@@ -1,7 +1,8 @@
 """Hidden states to what pooled requests want, chunk by chunk as their prompts are computed.
 
-The mean is summed over chunks in float32; a preempted request starts afresh. All vectors of a step go through the
-classification head in one product. T query tokens of the step, Q of one row, E hidden size.
+The mean is summed over chunks in float32; a preempted request starts afresh. All vectors of a step
+go through the classification head in one product. T query tokens of the step, Q of one row, E
+hidden size.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ Classify = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Vectors:
-    """Pooled vectors of one step, to be read once the device has passed it: `counts[i]` rows of `values` belong to the
-    step's row `index[i]`, from prompt position `start[i]` on."""
+    """Pooled vectors of one step, to be read once the device has passed it: `counts[i]` rows of
+    `values` belong to the step's row `index[i]`, from prompt position `start[i]` on."""
 
     index: list[int]
     start: list[int]
@@ -118,10 +119,10 @@ class Pooler:
                 continue
             begin, end = shape.query_start[index : index + 2].tolist()
             first = int(shape.position_T[begin])
-            found = owner.take(hidden_TE[begin:end], first)
-            if found is not None:
+            state = owner.take(hidden_TE[begin:end], first)
+            if state is not None:
                 start = first if owner.asked.how == "tokens" else 0
-                taken[self._kind(owner.asked)].append((index, start, found))
+                taken[self._kind(owner.asked)].append((index, start, state))
         return [self._sent(parts, kind) for kind, parts in taken.items() if parts]
 
     def _kind(self, asked: RowPooling) -> _Kind:

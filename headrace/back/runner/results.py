@@ -1,6 +1,8 @@
-"""A step that was launched, and its result: read on the host once the device has passed the step's moment (ENG-07).
+"""A step that was launched, and its result: read on the host once the device has passed the step's
+moment.
 
-Nothing here waits before `result` is called, and that may be on another thread than the one that launches steps.
+Nothing here waits before `result` is called, and that may be on another thread than the one that
+launches steps.
 """
 
 from __future__ import annotations
@@ -11,84 +13,124 @@ from types import EllipsisType
 
 import numpy as np
 
+from headrace.back.kernels.step_verify.op import UNDRAFTED
 from headrace.back.runner.batch import StepShape
-from headrace.back.runner.capture import Piece
+from headrace.back.runner.capture import CapturedWeights
 from headrace.back.runner.pooler import Vectors
-from headrace.back.runner.steps import Moment, Now
-from headrace.back.sampling.logprobs import Told
+from headrace.back.runner.steps import PassedEvent, StepEvent
+from headrace.back.sampling.logprobs import SampledLogprobs
 from headrace.back.sampling.prompt_logprobs import Scored
-from headrace.back.sampling.sampler import failures
+from headrace.back.sampling.sampled import failures
 from headrace.base.errors import HeadraceError, to_wire
-from headrace.base.wire.step import RowLogprobs, StepPlan, StepResult
+from headrace.base.wire.step import NO_DRAFTS, RowLogprobs, StepPlan, StepResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draws:
-    """The host's copies of what was sampled for N rows; `left`: see sampler.Sampled.
+class SampledTokens:
+    """The host's copies of what was sampled for N rows; `chosen_logit`: see sampler.Sampled.
 
     `index`: where these rows are, if the copies hold more.
     """
 
     tokens: np.ndarray
-    best: np.ndarray
-    left: np.ndarray | None = None
-    told: Told | None = None
+    max_logit: np.ndarray
+    chosen_logit: np.ndarray | None = None
+    logprobs: SampledLogprobs | None = None
     index: np.ndarray | EllipsisType = ...
 
     def read(self) -> tuple[np.ndarray, dict[int, HeadraceError]]:
         """The tokens int32 [N], and index into them -> why that row has none."""
-        left = None if self.left is None else self.left[self.index]
-        return self.tokens[self.index], failures(self.best[self.index], left)
+        chosen_logit = None if self.chosen_logit is None else self.chosen_logit[self.index]
+        return self.tokens[self.index], failures(self.max_logit[self.index], chosen_logit)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launched:
+class AcceptedTokens:
+    """What a step's rows have gained: see StepResult. `places` [N]: the how many-th of its row each
+    sampled token is; None: each is its row's first."""
+
+    tokens: np.ndarray
+    drafted: np.ndarray
+    places: np.ndarray | None = None
+
+    def place_of(self, index: int) -> int:
+        """Of the sampled token at this index."""
+        return 0 if self.places is None else int(self.places[index])
+
+
+def accepted_of(shape: StepShape, token_N: np.ndarray) -> AcceptedTokens:
+    """From the tokens of a step, marked where they do not stand (op step_verify), to its rows'."""
+    num_rows = shape.rows.size
+    if not shape.verifies:
+        tokens = np.full((num_rows, 1), -1, np.int32)
+        tokens[shape.sampled, 0] = token_N
+        return AcceptedTokens(tokens=tokens, drafted=NO_DRAFTS)
+    places = shape.place - shape.query_start[shape.sampled]
+    tokens = np.full((num_rows, shape.max_query_len), -1, np.int32)
+    tokens[shape.sampled, places] = np.maximum(token_N, -1)
+    looked_at = shape.sampled[token_N != UNDRAFTED]
+    drafted = np.bincount(looked_at, minlength=num_rows).astype(np.int32) - 1
+    return AcceptedTokens(tokens=tokens, drafted=drafted, places=places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedStep:
     """One step on its way.
 
-    `refused` are errors known at launch, by index into plan.rows; `lost` is told the rows whose logits were not finite,
-    before their requests end.
+    `refused` are errors known at launch, by index into plan.rows; `lost` is told the rows whose
+    logits were not finite, before their requests end.
     """
 
     plan: StepPlan
-    moment: Moment = field(default_factory=Now)
+    event: StepEvent = field(default_factory=PassedEvent)
     shape: StepShape | None = None
-    draws: Draws | None = None
+    sampled: SampledTokens | None = None
     prompts: list[tuple[int, Scored]] = field(default_factory=list)
     pooled: Sequence[Vectors] = ()
-    captured: Sequence[Piece] = ()
+    captured: Sequence[CapturedWeights] = ()
     refused: dict[int, HeadraceError] = field(default_factory=dict)
     lost: Callable[[np.ndarray], None] | None = None
 
     def done(self) -> bool:
         """Whether `result` returns at once."""
-        return self.moment.done()
+        return self.event.done()
 
     def result(self) -> StepResult:
-        """Waits for the device; indices of sampled rows become indices into plan.rows, as those of `refused` are."""
-        self.moment.wait()
-        tokens = np.full(self.plan.rows.size, -1, np.int32)
+        """Waits for the device; indices of sampled rows become indices into plan.rows, as those of
+        `refused` are."""
+        self.event.wait()
         failed = dict(self.refused)
+        tokens, drafted = np.full((self.plan.rows.size, 1), -1, np.int32), NO_DRAFTS
         logprobs: list[RowLogprobs] = []
-        if self.draws is not None:
+        if self.sampled is not None:
             assert self.shape is not None
-            index_N = self.shape.sampled
-            tokens[index_N], bad = self.draws.read()
+            token_N, bad = self.sampled.read()
+            accepted = accepted_of(self.shape, token_N)
+            tokens, drafted = accepted.tokens, accepted.drafted
+            bad = {i: error for i, error in bad.items() if token_N[i] >= 0}
             if bad and self.lost is not None:
                 self.lost(self.shape.sampled_row[list(bad)])
-            failed |= {int(index_N[i]): error for i, error in bad.items()}
+            failed |= {int(self.shape.sampled[i]): error for i, error in bad.items()}
             tokens[list(failed)] = -1
-            if self.draws.told is not None:
+            if self.sampled.logprobs is not None:
                 logprobs = [
-                    RowLogprobs(int(index_N[row.index]), row.ids, row.values, row.rank)
-                    for row in self.draws.told.rows()
-                    if row.index not in bad
+                    RowLogprobs(
+                        int(self.shape.sampled[row.index]),
+                        row.ids,
+                        row.values,
+                        row.rank,
+                        accepted.place_of(row.index),
+                    )
+                    for row in self.sampled.logprobs.rows()
+                    if row.index not in bad and token_N[row.index] >= 0
                 ]
         return StepResult(
             step=self.plan.step,
             tokens=tokens,
+            drafted=drafted,
             logprobs=logprobs,
             prompt_logprobs=[(index, scored.read()) for index, scored in self.prompts],
-            pooled=[told for vectors in self.pooled for told in vectors.read(failed)],
+            pooled=[pooled for vectors in self.pooled for pooled in vectors.read(failed)],
             captured=[piece.read() for piece in self.captured],
             failed=[(index, to_wire(error)) for index, error in failed.items()],
         )

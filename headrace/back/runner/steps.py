@@ -1,7 +1,9 @@
-"""How a step's tensors are made and run: the seam behind which devices differ. The runner knows only `Steps`.
+"""How a step's tensors are made and run: the seam behind which devices differ. The runner knows
+only `Steps`.
 
-`ExactSteps` builds a batch of exactly the step's size and runs it at once: every CPU step, and steps on other devices
-whose kernels or model read something on the host. Steps of fixed sizes that are replayed: buckets.py, graphs.py.
+`ExactSteps` builds a batch of exactly the step's size and runs it at once: every CPU step, and
+steps on other devices whose kernels or model read something on the host. Steps of fixed sizes that
+are replayed: buckets.py, cuda_graphs.py.
 
 T query tokens, N rows sampled, E hidden size, V vocabulary.
 """
@@ -16,21 +18,21 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from headrace.back.attention.plan import Tap
+from headrace.back.attention.plan import AttentionProbe
 from headrace.back.kernels.greedy.op import Greedy
-from headrace.back.kernels.upload import to_device
+from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, build_batch
 from headrace.back.runner.requests import Rows
 from headrace.back.runner.states.state import ModelState
-from headrace.back.sampling.sampler import Picks
-from headrace.back.sampling.step_draw import StepSampler, StepTold
-from headrace.back.sampling.tops import Tops
+from headrace.back.sampling.in_step import StepSampler, StepSamples
+from headrace.back.sampling.sampler import Argmax
+from headrace.back.sampling.top_candidates import SamplerInput, TopCandidates
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
 
 
-class Moment(Protocol):
+class StepEvent(Protocol):
     """A point in the device's work."""
 
     def done(self) -> bool:
@@ -42,7 +44,7 @@ class Moment(Protocol):
         ...
 
 
-class Now:
+class PassedEvent:
     """A moment that has passed: what was asked for is computed when the call returns."""
 
     def done(self) -> bool:
@@ -54,50 +56,57 @@ class Now:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """What a step leaves: hidden states [T, E], or of each row's last token alone, [R, E], and padding; and of the N
-    sampled rows, or of all R, logits float32 and the greedy picks, the picks alone, or the tops alone, where every row
-    has one token. Overwritten by the next step."""
+class StepTensors:
+    """What a step leaves: hidden states [T, E], or of each row's last token alone, [R, E], and
+    padding; and of the N sampled rows, or of all R, logits float32 and the argmax, the argmax
+    alone, or the top candidates alone, where every row has one token. Overwritten by the next
+    step."""
 
     hidden_TE: torch.Tensor
     logits_RV: torch.Tensor | None = None
-    picks: Picks | None = None
-    tops: Tops | None = None
+    argmax: Argmax | None = None
+    top_candidates: TopCandidates | None = None
 
-    def aliases(self, alias: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    def aliases(self, alias: Callable[[torch.Tensor], torch.Tensor]) -> StepTensors:
         """The same through tensors that `alias` makes of these."""
-        picks, tops = (
+        argmax, top_candidates = (
             None if pair is None else (alias(pair[0]), alias(pair[1]))
-            for pair in (self.picks, self.tops)
+            for pair in (self.argmax, self.top_candidates)
         )
         logits_RV = None if self.logits_RV is None else alias(self.logits_RV)
-        return Outputs(hidden_TE=alias(self.hidden_TE), logits_RV=logits_RV, picks=picks, tops=tops)
+        return StepTensors(
+            hidden_TE=alias(self.hidden_TE),
+            logits_RV=logits_RV,
+            argmax=argmax,
+            top_candidates=top_candidates,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class StepOutputs:
     """A step that was launched.
 
     index   [N] which of the rows in `out` are sampled; None: `out` is of these alone
-    told    what the step itself has sampled, as the rows ask: they have these tokens already. None: that is still to
+    samples what the step itself has sampled, as the rows ask: they have these tokens already. None:
+    that is still to
             be done
     """
 
-    out: Outputs
+    out: StepTensors
     index: np.ndarray | None = None
-    told: StepTold | None = None
+    samples: StepSamples | None = None
 
-    def wanted(self) -> tuple[torch.Tensor, Picks]:
-        """The logits float32 [N, V] and the picks of the sampled rows."""
+    def wanted(self) -> tuple[torch.Tensor, Argmax]:
+        """The logits float32 [N, V] and the argmax of the sampled rows."""
         out = self.out
-        assert out.logits_RV is not None and out.picks is not None
-        logits, token, value = self._sampled(out.logits_RV, *out.picks)
+        assert out.logits_RV is not None and out.argmax is not None
+        logits, token, value = self._sampled(out.logits_RV, *out.argmax)
         return logits, (token, value)
 
-    def best(self) -> Tops:
-        """The tops of the sampled rows."""
-        assert self.out.tops is not None
-        id_NC, value_NC = self._sampled(*self.out.tops)
+    def best(self) -> TopCandidates:
+        """The top candidates of the sampled rows."""
+        assert self.out.top_candidates is not None
+        id_NC, value_NC = self._sampled(*self.out.top_candidates)
         return id_NC, value_NC
 
     def hidden(self, at: np.ndarray) -> torch.Tensor:
@@ -117,9 +126,9 @@ class Ran:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV group. draw: samples
-    within steps; None: this device's steps only pick."""
+class StepResources:
+    """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV
+    group. sample: samples within steps; None: this device's steps only take the argmax."""
 
     model: CausalModel
     state: ModelState
@@ -127,7 +136,7 @@ class Machine:
     kv: tuple[torch.Tensor, ...]
     group_of_layer: tuple[int, ...]
     device: torch.device
-    draw: StepSampler | None = None
+    sample: StepSampler | None = None
 
 
 class Steps(Protocol):
@@ -139,6 +148,8 @@ class Steps(Protocol):
     """Numbers of decodes that are worth running at start, largest first."""
     distinct_rows: tuple[int, ...]
     """Those of them that take all kernels between them."""
+    max_drafts: int
+    """Drafts of a row that a step can verify."""
 
     def scope(self) -> AbstractContextManager[object]:
         """All work of the runner happens within it: the stream, where the device has streams."""
@@ -149,15 +160,30 @@ class Steps(Protocol):
         ...
 
     def compiling(self) -> AbstractContextManager[object] | None:
-        """Within it steps compile their kernels, many at a time, and compute nothing; what they tell is made up. None:
-        there is nothing to compile."""
+        """Within it steps compile their kernels, many at a time, and compute nothing; what they
+        tell is made up. None: there is nothing to compile."""
         ...
 
-    def run(self, plan: StepPlan, shape: StepShape, *, tap: Tap | None = None) -> Ran:
-        """Takes the plan's changes over and launches its step. With a tap the step is exact."""
+    def begin(self, plan: StepPlan, needs: SamplerInput) -> StepPlan:
+        """Takes over the rows that the plan starts and feeds; the plan as it can be run, which may
+        have fewer drafts and exact positions. `needs`: see StepShape."""
         ...
 
-    def moment(self) -> Moment:
+    def run(
+        self, plan: StepPlan, shape: StepShape, *, probe: AttentionProbe | None = None
+    ) -> StepOutputs:
+        """Launches the step of a plan that has begun. With a probe the step is exact."""
+        ...
+
+    def commit(
+        self, shape: StepShape, token_N: torch.Tensor, max_logit_N: torch.Tensor
+    ) -> np.ndarray:
+        """What the host's sampler has chosen goes into the rows; its copy for the host int32 [N],
+        with marks in place of what does not stand (op step_verify). max_logit_N float32: the
+        model's greatest logits."""
+        ...
+
+    def event(self) -> StepEvent:
         """The point behind everything that has been launched."""
         ...
 
@@ -165,16 +191,17 @@ class Steps(Protocol):
 class ExactSteps:
     """See the top of the file."""
 
+    max_drafts = 0
     common_rows: tuple[int, ...] = ()
     distinct_rows: tuple[int, ...] = ()
 
-    def __init__(self, machine: Machine, rows: Rows, why: str = "") -> None:
+    def __init__(self, resources: StepResources, rows: Rows, why: str = "") -> None:
         self.rows = rows
-        self._machine = machine
-        self._kv = machine.kv
+        self._resources = resources
+        self._kv = resources.kv
         why = why or "the host runs each step itself"
         self.decisions: tuple[Decision, ...] = (
-            (Decision("graphs", "auto", "off", why),) if machine.device.type != "cpu" else ()
+            (Decision("graphs", "auto", "off", why),) if resources.device.type != "cpu" else ()
         )
 
     def scope(self) -> AbstractContextManager[object]:
@@ -188,45 +215,62 @@ class ExactSteps:
     def compiling(self) -> None:
         """See Steps."""
 
-    def run(self, plan: StepPlan, shape: StepShape, *, tap: Tap | None = None) -> Ran:
+    def begin(self, plan: StepPlan, needs: SamplerInput) -> StepPlan:
         """See Steps."""
-        machine = self._machine
-        self.rows.apply(plan)
+        self.rows.begin(plan)
+        return plan
+
+    def commit(
+        self, shape: StepShape, token_N: torch.Tensor, max_logit_N: torch.Tensor
+    ) -> np.ndarray:
+        """See Steps."""
+        token_N = token_N.to(torch.int32)
+        self.rows.append(shape.sampled_row, shape.sampled_position, token_N)
+        return to_host(token_N).numpy()
+
+    def run(
+        self, plan: StepPlan, shape: StepShape, *, probe: AttentionProbe | None = None
+    ) -> StepOutputs:
+        """See Steps."""
+        resources = self._resources
+        if plan.block_id.size:
+            self.rows.update(plan)
         self.rows.tokens.reserve(shape.max_kv_len + 1)
         batch = build_batch(
-            shape, self.rows, kv=self._kv, group_of_layer=machine.group_of_layer, tap=tap
+            shape, self.rows, kv=self._kv, group_of_layer=resources.group_of_layer, probe=probe
         )
-        batch = machine.state.prepare(batch, row_T=shape.row_T, gates=plan.gates)
-        hidden_TE = machine.model.forward(batch)
-        machine.state.after(batch, hidden_TE)
+        batch = resources.state.prepare(batch, row_T=shape.row_T, hook_payloads=plan.hook_payloads)
+        resources.state.before(batch)
+        hidden_TE = resources.model.forward(batch)
+        resources.state.after(batch, hidden_TE)
         if not shape.sampled.size:
-            return Ran(out=Outputs(hidden_TE=hidden_TE))
+            return StepOutputs(out=StepTensors(hidden_TE=hidden_TE))
         every = shape.sampled.size == hidden_TE.shape[0]
-        logits_NV = machine.model.logits(
+        logits_NV = resources.model.logits(
             hidden_TE if every else hidden_TE.index_select(0, batch.logits_at_N)
         )
-        picks = machine.greedy(logits_NV)
-        return Ran(out=Outputs(hidden_TE=hidden_TE, logits_RV=logits_NV, picks=picks))
+        argmax = resources.greedy(logits_NV)
+        return StepOutputs(out=StepTensors(hidden_TE=hidden_TE, logits_RV=logits_NV, argmax=argmax))
 
-    def moment(self) -> Moment:
+    def event(self) -> StepEvent:
         """See Steps."""
-        if self._machine.device.type == "cpu":
-            return Now()
-        return DeviceMoment((recorded(),))
+        if self._resources.device.type == "cpu":
+            return PassedEvent()
+        return DeviceEvent((recorded(),))
 
 
-class DeviceMoment:
+class DeviceEvent:
     """The point at which events were recorded."""
 
     def __init__(self, events: tuple[torch.cuda.Event, ...]) -> None:
         self._events = events
 
     def done(self) -> bool:
-        """See Moment."""
+        """See StepEvent."""
         return all(event.query() for event in self._events)
 
     def wait(self) -> None:
-        """See Moment. A device that hangs is for the process's watchdog to notice."""
+        """See StepEvent. A device that hangs is for the process's watchdog to notice."""
         for event in self._events:
             event.synchronize()
 

@@ -1,6 +1,8 @@
-"""The first steps, made up: they touch the memory that a real step will touch and check that the model is sane.
+"""The first steps, made up: they touch the memory that a real step will touch and check that the
+model is sane.
 
-They go through `Runner.execute` like every other step; their KV goes to block SHARED, all rows' alike. Not to the null
+They go through `Runner.execute` like every other step; their KV goes to block SHARED, all rows'
+alike. Not to the null
 block: padding is written there, whatever it holds, so that nothing may be read from it.
 """
 
@@ -19,8 +21,9 @@ from headrace.base.wire.params import RowPooling, RowSampling
 from headrace.base.wire.step import RowStart, StepPlan, StepResult
 
 CPU_TOKENS = 16
-"""Prompt of the warm-up on a CPU, one row: there is no memory to profile and nothing to compile, each step costs a read
-of all weights, and whoever starts waits for it. Decodes of more rows are recorded when they come."""
+"""Prompt of the warm-up on a CPU, one row: there is no memory to profile and nothing to compile,
+each step costs a read of all weights, and whoever starts waits for it. Decodes of more rows are
+recorded when they come."""
 
 
 SHARED = 1
@@ -29,7 +32,7 @@ GREEDY = RowSampling(temperature=0.0)
 RANDOM = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=0)
 
 
-class Executes(Protocol):
+class PlanRunner(Protocol):
     """What runs a plan."""
 
     @property
@@ -48,34 +51,40 @@ class Executes(Protocol):
         ...
 
     @property
-    def draws(self) -> bool:
-        """Whether steps draw the tokens of random rows themselves."""
+    def samples_in_step(self) -> bool:
+        """Whether steps sample the tokens of random rows themselves."""
         ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step."""
+    @property
+    def max_drafts(self) -> int:
+        """See Steps."""
+        ...
+
+    def execute(self, plan: StepPlan, *, all_hidden: bool = False) -> StepResult:
+        """Runs one step; `all_hidden`: as if the hidden states of all its tokens were wanted."""
         ...
 
 
 def warm_up(
-    runner: Executes,
+    runner: PlanRunner,
     spec: EngineSpec,
     logits_width: int,
     device: torch.device,
     *,
     compiling: bool = False,
 ) -> float:
-    """Runs one prefill and one decode step of the largest size, then the sizes of decode that are common, twice: where
-    steps are recorded, the second one is; again with random rows, where those are steps of their own, in powers of two
-    (others are recorded when they come). Returns the seconds. `compiling`: nothing is
-    computed, so the sizes that take all kernels between them, once, are enough, and what comes out means nothing.
+    """Runs one prefill and one decode step of the largest size, then the sizes of decode that are
+    common, twice: where steps are recorded, the second one is; again with random rows, where those
+    are steps of their own, in powers of two (others are recorded when they come). Returns the
+    seconds. `compiling`: nothing is computed, so the sizes that take all kernels between them,
+    once, are enough, and what comes out means nothing.
 
     Raises CheckpointError if the model's logits are not finite.
     """
     began = time.perf_counter()
     num_rows, length = _largest(spec, device)
     generates = spec.model.head == "lm"
-    for sampling in (GREEDY, *((RANDOM,) if generates and runner.draws else ())):
+    for sampling in (GREEDY, *((RANDOM,) if generates and runner.samples_in_step else ())):
         every = sampling is GREEDY and not compiling
         common = runner.common_rows if every else runner.distinct_rows
         if sampling is RANDOM:
@@ -83,6 +92,8 @@ def warm_up(
         again = 1 if compiling else 2
         sizes = [rows for rows in common if rows <= num_rows for _ in range(again)] or [num_rows]
         decodes = [_decode(rows, length) for rows in sizes]
+        for rows in sorted({rows for rows in sizes if common and not rows & (rows - 1)}):
+            decodes += again * _verify(runner, spec, rows, length)
         prompt = _prompt(length, logits_width)
         columns = runner.num_groups, 1 + length // spec.kv.block_tokens
         prefill = _prefill(
@@ -96,7 +107,7 @@ def warm_up(
 
 
 def run_largest(
-    runner: Executes, spec: EngineSpec, logits_width: int, device: torch.device
+    runner: PlanRunner, spec: EngineSpec, logits_width: int, device: torch.device
 ) -> None:
     """The step that takes the most memory, alone."""
     num_rows, length = _largest(spec, device)
@@ -104,7 +115,11 @@ def run_largest(
     columns = runner.num_groups, 1 + length // spec.kv.block_tokens
     prompt = _prompt(length, logits_width)
     prefill = _prefill(num_rows, prompt, generates=generates, columns=columns)
-    _check(spec, [runner.execute(plan) for plan in (prefill, _end(num_rows))])
+    results = [runner.execute(prefill, all_hidden=True)]
+    if spec.speculation is not None:
+        rows = min(num_rows, spec.speculation.max_rows)
+        results += [runner.execute(plan) for plan in _verify(runner, spec, rows, length)]
+    _check(spec, [*results, runner.execute(_end(num_rows))])
 
 
 def _largest(spec: EngineSpec, device: torch.device) -> tuple[int, int]:
@@ -137,8 +152,8 @@ def _prefill(
     columns: tuple[int, int],
     sampling: RowSampling = GREEDY,
 ) -> StepPlan:
-    """Its last tokens are sampled; those of a model without a language-model head are pooled. `columns`: groups, and
-    blocks of a row in each."""
+    """Its last tokens are sampled; those of a model without a language-model head are pooled.
+    `columns`: groups, and blocks of a row in each."""
     starts = [
         RowStart(
             row=row,
@@ -161,6 +176,18 @@ def _prefill(
 
 def _decode(num_rows: int, length: int) -> StepPlan:
     return _plan(num_rows, starts=[], num_tokens=1, num_computed=length)
+
+
+def _verify(runner: PlanRunner, spec: EngineSpec, num_rows: int, length: int) -> list[StepPlan]:
+    """A step whose rows all verify as many drafts as they can; none where the rows are too many for
+    drafts, or too short."""
+    drafts, speculation = runner.max_drafts, spec.speculation
+    if speculation is None or not drafts or num_rows > speculation.max_rows:
+        return []
+    if length + 1 + drafts > spec.model.max_model_len:
+        return []
+    plan = _plan(num_rows, starts=[], num_tokens=1 + drafts, num_computed=length)
+    return [replace(plan, drafts=np.full(num_rows, drafts, np.int32))]
 
 
 def _plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace.back.sampling.features import Picked
+from headrace.back.sampling.features import FeatureRows
 from headrace.back.sampling.ragged import RaggedRows
 from headrace.base.wire.step import RowStart
 
@@ -24,12 +24,12 @@ class AllowedIds:
         """Forgets them."""
         self._ids.drop(row)
 
-    def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
+    def apply(self, logits_KV: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Masks what is not allowed."""
-        index_M, ids_M1 = self._ids.join(picked.rows)
+        index_M, ids_M1 = self._ids.join(feature_rows.rows)
         kept_M = logits_KV[index_M, ids_M1[:, 0]]
         logits_KV.fill_(-torch.inf)
         logits_KV.index_put_((index_M, ids_M1[:, 0]), kept_M)
 
-    def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
+    def sampled(self, token_K: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Nothing to count."""

@@ -1,12 +1,15 @@
-"""DRY ("don't repeat yourself"): the longer the repetition a token would continue, the less likely it becomes.
+"""DRY ("don't repeat yourself"): the longer the repetition a token would continue, the less likely
+it becomes.
 
-The sampler of p-e-w (text-generation-webui pull request 5677, 2024), as in llama.cpp: for every earlier place whose
-preceding tokens equal the row's last n tokens, the token that stands there is penalised by
-multiplier * base^(n - allowed_length), with the greatest n of its places, if n >= allowed_length. A sequence breaker
-ends a match, is never matched and never penalised. `dry_range` is how many of the last tokens count, 0: all.
+The sampler of p-e-w (text-generation-webui pull request 5677, 2024), as in llama.cpp: for every
+earlier place whose preceding tokens equal the row's last n tokens, the token that stands there is
+penalised by multiplier * base^(n - allowed_length), with the greatest n of its places, if n >=
+allowed_length. A sequence breaker ends a match, is never matched and never penalised. `dry_range`
+is how many of the last tokens count, 0: all.
 
-Matches are counted up to MAX_EXTRA tokens beyond the allowed length, where the penalty is far beyond any logit, and to
-MAX_MATCH in all: the work of one row stays bounded whatever the request says.
+Matches are counted up to MAX_EXTRA tokens beyond the allowed length, where the penalty is far
+beyond any logit, and to MAX_MATCH in all: the work of one row stays bounded whatever the request
+says.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.upload import to_device
-from headrace.back.sampling.features import Picked
+from headrace.back.sampling.features import FeatureRows
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
 
@@ -41,19 +44,21 @@ class Dry:
 
     def end(self, row: int) -> None:
         """Forgets them."""
-        del self._rows[row]
+        self._rows.pop(row, None)
 
-    def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
+    def apply(self, logits_KV: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Subtracts the penalties."""
-        for k, (row, length) in enumerate(zip(picked.rows, picked.positions, strict=True)):
+        for k, (row, length) in enumerate(
+            zip(feature_rows.rows, feature_rows.positions, strict=True)
+        ):
             s, breakers = self._rows[int(row)]
             start = max(0, int(length) - s.dry_range) if s.dry_range else 0
-            history = picked.tokens[int(row), start : int(length)]
+            history = feature_rows.tokens[int(row), start : int(length)]
             most = min(s.dry_allowed_length + MAX_EXTRA, MAX_MATCH)
             ids, matched = self._repeats(history, breakers, most=most)
             self._penalise(logits_KV[k], ids, matched, s)
 
-    def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
+    def sampled(self, token_K: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Nothing to count."""
 
     @staticmethod
@@ -71,10 +76,11 @@ class Dry:
 def repeats(
     history: torch.Tensor, breakers: torch.Tensor, *, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(next ids int64 [C], match lengths int64 [C]): for each earlier place at least one token of whose past matches.
+    """(next ids int64 [C], match lengths int64 [C]): for each earlier place at least one token of
+    whose past matches.
 
-    history int32 [n]. Place j continues a match of length m if history[j-m : j] equals the last m tokens, breakers
-    excluded; m is at most `most`.
+    history int32 [n]. Place j continues a match of length m if history[j-m : j] equals the last m
+    tokens, breakers excluded; m is at most `most`.
     """
     n = history.shape[0]
     live = ~torch.isin(history, breakers)
@@ -87,15 +93,15 @@ def repeats(
         if not place.numel():
             break
         matched[place - 1] = m
-    found = torch.nonzero(matched)[:, 0]
-    return history[found + 1].to(torch.int64), matched[found]
+    candidates = torch.nonzero(matched)[:, 0]
+    return history[candidates + 1].to(torch.int64), matched[candidates]
 
 
 def repeats_dense(
     history: torch.Tensor, breakers: torch.Tensor, *, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `repeats` finds, without asking the device how much is left: (ids, lengths) of every place, 0 where nothing
-    matches. [n] x [most] comparisons, some places at a time."""
+    """What `repeats` finds, without asking the device how much is left: (ids, lengths) of every
+    place, 0 where nothing matches. [n] x [most] comparisons, some places at a time."""
     n = history.shape[0]
     live = ~(history[:, None] == breakers).any(1)
     most = min(most, n - 1)

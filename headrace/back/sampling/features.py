@@ -1,7 +1,9 @@
-"""What each row asks of the sampler: one bit per feature and one column per number, written when the row starts.
+"""What each row asks of the sampler: one bit per feature and one column per number, written when
+the row starts.
 
-A step reads a row's bits once and runs only the features that some row of the step uses, on those rows alone. Host
-arrays: the numbers come with the row and never change, so that they need no home on the device.
+A step reads a row's bits once and runs only the features that some row of the step uses, on those
+rows alone. Host arrays: the numbers come with the row and never change, so that they need no home
+on the device.
 """
 
 from __future__ import annotations
@@ -38,14 +40,16 @@ class Use(IntFlag):
 
 
 TRUNCATES = Use.TOP_K | Use.TYPICAL_P | Use.TOP_P | Use.MIN_P | Use.XTC
-DRAWN = Use.RANDOM | Use.TOP_K | Use.TOP_P | Use.MIN_P
-"""What op `draw` does on a device, in the step's own graph."""
-IN_STEP = DRAWN | Use.PENALTIES | Use.LOGPROBS
-"""What decodes can do there (step_draw.py), of log-probabilities those that op `token_scores` gives."""
+SAMPLED_BY_OP = Use.RANDOM | Use.TOP_K | Use.TOP_P | Use.MIN_P
+"""What op `sample` does on a device, in the step's own graph."""
+IN_STEP = SAMPLED_BY_OP | Use.PENALTIES | Use.LOGPROBS
+"""What decodes can do there (in_step.py), of log-probabilities those that op `token_scores`
+gives."""
 
 
 def uses(s: RowSampling, width: int) -> Use:
-    """The features that change anything for this row. Truncation is moot for greedy rows: it keeps the argmax."""
+    """The features that change anything for this row. Truncation is moot for greedy rows: it keeps
+    the argmax."""
     wanted = {
         Use.PENALTIES: (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0),
         Use.BIAS: bool(s.logit_bias),
@@ -68,7 +72,8 @@ def uses(s: RowSampling, width: int) -> Use:
 
 
 COLDEST, HOTTEST = 1e-6, 1e6
-"""Temperatures are held within these: beyond them nothing changes but that single precision overflows."""
+"""Temperatures are held within these: beyond them nothing changes but that single precision
+overflows."""
 
 
 BEYOND = MOST + 1
@@ -83,8 +88,8 @@ def alternatives(s: RowSampling) -> int:
 
 
 class RowNumbers:
-    """The numbers of all rows, one array each; a feature that is off holds the value that changes nothing.
-    `alternatives` means something only for rows that use LOGPROBS."""
+    """The numbers of all rows, one array each; a feature that is off holds the value that changes
+    nothing. `alternatives` means something only for rows that use LOGPROBS."""
 
     def __init__(self, max_rows: int) -> None:
         self.use = np.zeros(max_rows, np.int64)
@@ -117,11 +122,12 @@ class RowNumbers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picked:
+class FeatureRows:
     """The K rows of a step that a feature works on, in the order of its logits.
 
-    rows [K]; positions [K]: the position of the token to be sampled; num_output [K]: output tokens before it;
-    tokens int32 [max_rows, columns] on the device: column p is the row's token at position p.
+    rows [K]; positions [K]: the position of the token to be sampled; num_output [K]: output tokens
+    before it; tokens int32 [max_rows, columns] on the device: column p is the row's token at
+    position p.
     """
 
     rows: np.ndarray
@@ -129,7 +135,7 @@ class Picked:
     num_output: np.ndarray
     tokens: torch.Tensor
 
-    def take(self, index: np.ndarray) -> Picked:
+    def take(self, index: np.ndarray) -> FeatureRows:
         """The rows at these places."""
         return replace(
             self,
@@ -150,10 +156,10 @@ class LogitFeature(Protocol):
         """A row that used the feature was given back."""
         ...
 
-    def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
+    def apply(self, logits_KV: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Rewrites the logits in place."""
         ...
 
-    def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
+    def sampled(self, token_K: torch.Tensor, feature_rows: FeatureRows) -> None:
         """The tokens that were sampled for these rows (int64, on the device)."""
         ...

@@ -1,7 +1,8 @@
 """Grammar masks: what may follow, a bit per token id, made by the core while the step computes.
 
-Unlike the other features, a row has a mask in some steps only (not while it reasons), and it is new each time. So the
-rows are told with the masks, and no row keeps anything. K masked rows, V width of the logits.
+Unlike the other features, a row has a mask in some steps only (not while it reasons), and it is new
+each time. So the rows are told with the masks, and no row keeps anything. K masked rows, V width of
+the logits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.upload import to_device
-from headrace.back.sampling.features import Picked
+from headrace.back.sampling.features import FeatureRows
 from headrace.base.wire.grammar import unpack_masks
 from headrace.base.wire.step import RowStart
 
@@ -40,9 +41,9 @@ class GrammarMask:
     def end(self, row: int) -> None:
         """Nothing is kept."""
 
-    def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
+    def apply(self, logits_KV: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Masks what is not allowed; ids beyond the mask are not."""
-        packed = ~self._masks[self._place[picked.rows]].view(np.uint8)
+        packed = ~self._masks[self._place[feature_rows.rows]].view(np.uint8)
         width = min(self._width, packed.shape[1] * 8)
         if self._device.type == "cpu":
             bits = np.unpackbits(packed, axis=1, count=width, bitorder="little")
@@ -54,5 +55,5 @@ class GrammarMask:
         logits_KV[:, :width].masked_fill_(forbidden_KV, -torch.inf)
         logits_KV[:, width:] = -torch.inf
 
-    def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
+    def sampled(self, token_K: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Nothing to count."""

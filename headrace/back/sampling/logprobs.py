@@ -1,7 +1,8 @@
-"""Log-probabilities of tokens and their alternatives, from the model's own distribution: before any processing.
+"""Log-probabilities of tokens and their alternatives, from the model's own distribution: before any
+processing.
 
-M positions, V vocabulary, A alternatives. Alternatives are the most likely tokens in falling order, of equals the
-lowest id first, whatever the device's selection does (kernels/token_scores).
+M positions, V vocabulary, A alternatives. Alternatives are the most likely tokens in falling order,
+of equals the lowest id first, whatever the device's selection does (kernels/token_scores).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from headrace.base.wire.step import RowLogprobs
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """ids int32 [M, 1+A+named], values float32 of the same shape, ranks int32 [M], on the host: to be read once the
-    step's event has passed (kernels/upload.py: to_host)."""
+    """ids int32 [M, 1+A+named], values float32 of the same shape, ranks int32 [M], on the host: to
+    be read once the step's event has passed (kernels/upload.py: to_host)."""
 
     ids: np.ndarray
     values: np.ndarray
@@ -40,10 +41,11 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What M of a step's N sampled rows are told. index [M] into the N; kept [M]: columns that each row asked for;
-    `named`: the scores of the ids that row m named. at [M]: where they are in scores of more rows, which another step
-    overwrites later; None: the scores are these rows' own."""
+class SampledLogprobs:
+    """What M of a step's N sampled rows are told of their tokens. index [M] into the N; kept [M]:
+    columns that each row asked for; `named`: the scores of the ids that row m named. at [M]: where
+    they are in scores of more rows, which another step overwrites later; None: the scores are these
+    rows' own."""
 
     index: np.ndarray
     kept: list[int]
@@ -73,23 +75,23 @@ def score(
 ) -> Scores:
     """Scores the tokens of M positions.
 
-    Column 0 is the token itself, then the alternatives (-1: the whole vocabulary; the token may be among them), then
-    the named ids. The rank counts from 1: tokens with a greater logit, plus one. Up to MOST alternatives and no named
-    ids are one launch and one copy.
+    Column 0 is the token itself, then the alternatives (-1: the whole vocabulary; the token may be
+    among them), then the named ids. The rank counts from 1: tokens with a greater logit, plus one.
+    Up to MOST alternatives and no named ids are one launch and one copy.
     """
     device, width = logits_MV.device, logits_MV.shape[1]
     count = width if alternatives < 0 else min(alternatives, width)
-    told = ScoreTable.empty(len(token_M), 1 + (count if count <= MOST else 0), device)
+    logprobs = ScoreTable.empty(len(token_M), 1 + (count if count <= MOST else 0), device)
     token_scores = TOKEN_SCORES.choose(TokenScoresProblem(device=device.type)).bind()
-    token_scores(logits_MV, token_M, told)
+    token_scores(logits_MV, token_M, logprobs)
     if count <= MOST and not named:
-        return Scores.of(to_host(told.data).numpy())
+        return Scores.of(to_host(logprobs.data).numpy())
     more = [top_ids(logits_MV, count)] if count > MOST else []
     more.append(to_device(np.array(named, np.int64), device).expand(len(token_M), -1))
     more_MN = torch.cat(more, dim=1)
-    values_MN = logits_MV.gather(1, more_MN) - told.log_sum_exp
+    values_MN = logits_MV.gather(1, more_MN) - logprobs.log_sum_exp
     return Scores(
-        ids=to_host(torch.cat([told.ids, more_MN.to(torch.int32)], dim=1)).numpy(),
-        values=to_host(torch.cat([told.values, values_MN], dim=1)).numpy(),
-        ranks=to_host(told.ranks).numpy(),
+        ids=to_host(torch.cat([logprobs.ids, more_MN.to(torch.int32)], dim=1)).numpy(),
+        values=to_host(torch.cat([logprobs.values, values_MN], dim=1)).numpy(),
+        ranks=to_host(logprobs.ranks).numpy(),
     )

@@ -1,5 +1,5 @@
-"""min_p: tokens at least min_p times as likely as the most likely one (Nguyen et al. 2024, "Turning up the heat",
-section 3). In logits: z >= max z + log(min_p)."""
+"""min_p: tokens at least min_p times as likely as the most likely one (Nguyen et al. 2024, "Turning
+up the heat", section 3). In logits: z >= max z + log(min_p)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.upload import to_device
-from headrace.back.sampling.features import Picked
+from headrace.back.sampling.features import FeatureRows
 from headrace.back.sampling.ragged import RaggedRows
 from headrace.base.wire.step import RowStart
 
@@ -27,15 +27,15 @@ class MinTokens:
         """Forgets them."""
         self._ids.drop(row)
 
-    def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
+    def apply(self, logits_KV: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Masks the ids of the rows that are still short."""
-        short_K = picked.num_output < self._min_tokens[picked.rows]
+        short_K = feature_rows.num_output < self._min_tokens[feature_rows.rows]
         if not short_K.any():
             return
-        index_M, ids_M1 = self._ids.join(picked.rows)
+        index_M, ids_M1 = self._ids.join(feature_rows.rows)
         mask_K = np.where(short_K, -np.inf, 0.0).astype(np.float32)
         mask_M = to_device(mask_K, logits_KV.device)[index_M]
         logits_KV.index_put_((index_M, ids_M1[:, 0]), mask_M, accumulate=True)
 
-    def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
+    def sampled(self, token_K: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Nothing to count."""

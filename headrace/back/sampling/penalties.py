@@ -1,10 +1,11 @@
-"""Repetition, presence and frequency penalties (ENG-26).
+"""Repetition, presence and frequency penalties.
 
-K rows, V vocabulary, S slots, L tokens of the longest row. A row that uses a penalty holds a slot: the counts of its
-output tokens, a mark at those of its prompt, and its three numbers. Slots are few (rows without penalties have none)
-and are written whole when a row takes one, so that nothing of an earlier owner remains (REG-030). Slot 0 is nobody's:
-its numbers change nothing, whatever it counts. Only the logits of tokens that a row has seen are touched. A device
-finds the slots of rows itself: penalties are part of the step there (step_draw.py) and take no word from the host.
+K rows, V vocabulary, S slots, L tokens of the longest row. A row that uses a penalty holds a slot:
+the counts of its output tokens, a mark at those of its prompt, and its three numbers. Slots are few
+(rows without penalties have none) and are written whole when a row takes one, so that nothing of an
+earlier owner remains. Slot 0 is nobody's: its numbers change nothing, whatever it counts. Only the
+logits of tokens that a row has seen are touched. A device finds the slots of rows itself: penalties
+are part of the step there (in_step.py) and take no word from the host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from headrace.back.kernels.penalties.op import OP, PROMPT, PenaltiesProblem
 from headrace.back.kernels.upload import to_device
-from headrace.back.sampling.features import Picked
+from headrace.back.sampling.features import FeatureRows
 from headrace.base.wire.step import RowStart
 
 FEWEST = 8
@@ -25,7 +26,8 @@ FEWEST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class _Slots:
-    """Of the rows of a step: slot int64 [K], where it begins in the table of counts, and ones int32 [K]."""
+    """Of the rows of a step: slot int64 [K], where it begins in the table of counts, and ones int32
+    [K]."""
 
     rows: bytes
     slot_K: torch.Tensor
@@ -36,7 +38,8 @@ class _Slots:
 class Penalties:
     """seen = in the prompt or the output; count = how often in the output.
 
-    1. repetition: a seen token's logit is divided by the penalty if positive, else multiplied by it (Keskar et al.
+    1. repetition: a seen token's logit is divided by the penalty if positive, else multiplied by it
+    (Keskar et al.
        2019, "CTRL", section 4.1, with the sign rule of transformers)
     2. minus frequency * count, minus presence if count > 0 (the OpenAI API's definition)
     """
@@ -58,7 +61,7 @@ class Penalties:
 
     def start(self, start: RowStart) -> None:
         """Counts the row's outputs: there are some if it resumes after a preemption."""
-        s, slot = start.sampling, self._take_slot()
+        s, slot = start.sampling, int(self._slot[start.row]) or self._take_slot()
         self._slot[start.row], self._last = slot, None
         self._slot_M[start.row].fill_(slot)
         numbers = np.array([s.repetition_penalty, s.presence_penalty, s.frequency_penalty])
@@ -70,24 +73,26 @@ class Penalties:
 
     def end(self, row: int) -> None:
         """Gives the slot back."""
-        self._free.append(int(self._slot[row]))
+        if self._slot[row]:  # else the device had no memory for the row's start
+            self._free.append(int(self._slot[row]))
         self._slot[row], self._last = 0, None
         self._slot_M[row].zero_()
 
-    def apply(self, logits_KV: torch.Tensor, picked: Picked) -> None:
+    def apply(self, logits_KV: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Rewrites the logits of the tokens seen."""
-        slot_K = self._slots(picked.rows).slot_K
+        slot_K = self._slots(feature_rows.rows).slot_K
         self._penalise(
-            logits_KV, self._count_SV, self._numbers_S3, slot_K, lambda: self._seen(picked)
+            logits_KV, self._count_SV, self._numbers_S3, slot_K, lambda: self._seen(feature_rows)
         )
 
-    def sampled(self, token_K: torch.Tensor, picked: Picked) -> None:
+    def sampled(self, token_K: torch.Tensor, feature_rows: FeatureRows) -> None:
         """Counts the sampled tokens."""
-        slots = self._slots(picked.rows)
+        slots = self._slots(feature_rows.rows)
         self._count_SV.view(-1).index_add_(0, slots.begin_K + token_K, slots.one_K)
 
     def slots_of(self, row_R: torch.Tensor) -> torch.Tensor:
-        """The slot of each row, on the device; 0 for rows that use no penalty, and for the one after the last."""
+        """The slot of each row, on the device; 0 for rows that use no penalty, and for the one
+        after the last."""
         return self._slot_M.index_select(0, row_R)
 
     def penalise(self, logits_RV: torch.Tensor, slot_R: torch.Tensor) -> None:
@@ -113,12 +118,12 @@ class Penalties:
             self._last = _Slots(rows=asked, slot_K=slot_K, begin_K=begin_K, one_K=one_K)
         return self._last
 
-    def _seen(self, picked: Picked) -> torch.Tensor:
+    def _seen(self, feature_rows: FeatureRows) -> torch.Tensor:
         """The tokens of each row, int64 [K, L]; a shorter row's first token fills it up."""
-        row_K = to_device(picked.rows, self._device)
-        length_K1 = to_device(picked.positions, self._device)[:, None]
-        longest = int(picked.positions.max())
-        seen_KL = picked.tokens[:, :longest].index_select(0, row_K).to(torch.int64)
+        row_K = to_device(feature_rows.rows, self._device)
+        length_K1 = to_device(feature_rows.positions, self._device)[:, None]
+        longest = int(feature_rows.positions.max())
+        seen_KL = feature_rows.tokens[:, :longest].index_select(0, row_K).to(torch.int64)
         place_L = torch.arange(longest, device=self._device)
         return torch.where(place_L < length_K1, seen_KL, seen_KL[:, :1])
 

@@ -1,9 +1,10 @@
 """Log-probabilities of prompt tokens, chunk by chunk as the prompt is computed.
 
-The logits at position p score the token at p + 1. A chunk of a prompt scores the tokens that follow its own, so that
-the pieces join without gap or overlap whatever the split; position 0 has no score. A prompt whose KV was taken from the
-prefix cache has no logits to score: the core computes such prompts afresh. A request that resumes after a preemption
-with outputs has been scored in full before and is not scored again.
+The logits at position p score the token at p + 1. A chunk of a prompt scores the tokens that follow
+its own, so that the pieces join without gap or overlap whatever the split; position 0 has no score.
+A prompt whose KV was taken from the prefix cache has no logits to score: the core computes such
+prompts afresh. A request that resumes after a preemption with outputs has been scored in full
+before and is not scored again.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class PromptScorer:
         first: int,
         logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> Scored | None:
-        """Scores what a chunk of a row gives; None if the row did not ask or nothing is left of its prompt.
+        """Scores what a chunk of a row gives; None if the row did not ask or nothing is left of its
+        prompt.
 
         hidden_QE: the chunk's hidden states, whose positions start at `first`.
         """

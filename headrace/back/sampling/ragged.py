@@ -1,7 +1,8 @@
-"""Lists of token ids per row, of any length, joined for one step without a loop in the steady state.
+"""Lists of token ids per row, of any length, joined for one step without a loop in the steady
+state.
 
-The joined arrays are kept until another set of rows is asked for or a row changes: in steady decode the same rows come
-step after step.
+The joined arrays are kept until another set of rows is asked for or a row changes: in steady decode
+the same rows come step after step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from headrace.back.kernels.upload import to_device
 
 
 class RaggedRows:
-    """Per row an int64 array [M, columns] (M differs by row); `join` concatenates the arrays of some rows."""
+    """Per row an int64 array [M, columns] (M differs by row); `join` concatenates the arrays of
+    some rows."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -28,7 +30,7 @@ class RaggedRows:
 
     def drop(self, row: int) -> None:
         """Forgets a row."""
-        del self._rows[row]
+        self._rows.pop(row, None)
         self._joined = None
 
     def join(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,126 +2,100 @@
 
     step                     rows that do it              file
     1  finite?               all                          op greedy (for free where it can)
-    2  raw logprobs          logprobs, named ids          logprobs.py (processed ones: after 10, by draw.truncated)
+    2  raw logprobs          logprobs, named ids          logprobs.py (processed ones: after 10, by
+       random_rows.truncated)
     3  penalties             repetition, presence, ...    penalties.py
     4  logit bias            logit_bias                   bias.py
     5  DRY                   dry_multiplier > 0           dry.py
     6  masks                 allowed ids, min_tokens,     allowed.py min_tokens.py bad_words.py
                              bad words, grammar           grammar_mask.py (comes with the step)
     7  argmax                temperature 0                op greedy
-    8  temperature           the others                   draw.py; on a device op draw (drawn_rows.py) does 8 to 11
+    8  temperature           the others                   random_rows.py; on a device op sample
+       (device_rows.py) does 8 to 11
     9  top_k, typical_p, top_p, min_p                     top_k.py typical_p.py top_p.py min_p.py
    10  XTC                   xtc_probability > 0          xtc.py
-   11  noise and argmax      the others                   op gumbel, draw.py
+   11  noise and argmax      the others                   op gumbel, random_rows.py
 
-Penalties come before the bias, so that a bias of +-100 stays what the user wrote; masks come last, so that nothing
-lifts them. Temperature comes before truncation: top_p is over the tempered distribution.
+Penalties come before the bias, so that a bias of +-100 stays what the user wrote; masks come last,
+so that nothing lifts them. Temperature comes before truncation: top_p is over the tempered
+distribution.
 
-Cost: a step whose rows are all greedy and ask for nothing is one argmax, to which log-probabilities add no second. On
-a device op `draw` is part of the step itself, and so are, in decodes, penalties and up to 20 raw log-probabilities
-(step_draw.py). The rest is a handful of launches behind the step, which tests/kernels/triton/test_sampling.py counts:
-log-probabilities are one and a copy; changed logits take three against rows that are not finite, one for penalties,
-three for biases, three to choose and two copies of row numbers, two to count tokens. On a CPU a step whose rows are
-greedy or have a small top_k reads the best tokens of each row and no logits (tops.py). A feature costs its own rows
-only.
+Cost: a step whose rows are all greedy and ask for nothing is one argmax, to which log-probabilities
+add no second. On a device op `sample` is part of the step itself, and so are, in decodes, penalties
+and up to 20 raw log-probabilities (in_step.py). The rest is a handful of launches behind the step,
+which tests/kernels/triton/test_sampling.py counts: log-probabilities are one and a copy; changed
+logits take three against rows that are not finite, one for penalties, three for biases, three to
+choose and two copies of row numbers, two to count tokens. On a CPU a step whose rows are greedy or
+have a small top_k reads the best tokens of each row and no logits (top_candidates.py). A feature
+costs its own rows only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.back.kernels.draw.op import OP as DRAW
-from headrace.back.kernels.draw.op import DrawProblem
 from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.gumbel.op import OP as GUMBEL
 from headrace.back.kernels.gumbel.op import GumbelProblem
 from headrace.back.kernels.nucleus.op import OP as NUCLEUS
 from headrace.back.kernels.nucleus.op import NucleusProblem
-from headrace.back.kernels.op import Choice, decisions
+from headrace.back.kernels.op import KernelChoice, decisions
 from headrace.back.kernels.penalties.op import OP as PENALTIES
 from headrace.back.kernels.penalties.op import PenaltiesProblem
+from headrace.back.kernels.sample.op import OP as SAMPLE
+from headrace.back.kernels.sample.op import SampleProblem
 from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
 from headrace.back.kernels.token_scores.op import TokenScoresProblem
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.allowed import AllowedIds
 from headrace.back.sampling.bad_words import BadWords
 from headrace.back.sampling.bias import LogitBias
-from headrace.back.sampling.draw import draw, truncated
-from headrace.back.sampling.drawn_rows import DrawnRows
+from headrace.back.sampling.device_rows import DeviceRows
 from headrace.back.sampling.dry import Dry
 from headrace.back.sampling.features import (
     BEYOND,
-    DRAWN,
     IN_STEP,
+    SAMPLED_BY_OP,
     TRUNCATES,
+    FeatureRows,
     LogitFeature,
-    Picked,
     RowNumbers,
     Use,
     alternatives,
 )
 from headrace.back.sampling.grammar_mask import GrammarMask
-from headrace.back.sampling.logprobs import Scores, Told, score
+from headrace.back.sampling.in_step import ALTERNATIVES, InStepSampler, InStepSampling
+from headrace.back.sampling.logprobs import SampledLogprobs, Scores, score
 from headrace.back.sampling.min_tokens import MinTokens
 from headrace.back.sampling.penalties import Penalties
-from headrace.back.sampling.step_draw import ALTERNATIVES, Drawing, StepDraw
-from headrace.back.sampling.tops import Leaves, Tops, draw_tops, needs
-from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
+from headrace.back.sampling.random_rows import sample_random, truncated
+from headrace.back.sampling.sampled import Sampled
+from headrace.back.sampling.top_candidates import (
+    SamplerInput,
+    TopCandidates,
+    needs,
+    sample_candidates,
+)
 from headrace.base.wire.grammar import NOTHING
 from headrace.base.wire.step import RowStart
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """What was sampled for N rows.
-
-    token_N int64 on the device, always within the vocabulary, also for failed rows (P26). A row failed if its value in
-    best_N (the model's greatest logit, on the device) or in left_N (the chosen one after processing; None: nothing was
-    processed) is not finite. `told`: the log-probabilities asked for, on their way to the host.
-    """
-
-    token_N: torch.Tensor
-    best_N: torch.Tensor
-    left_N: torch.Tensor | None = None
-    told: Told | None = None
-
-
-class SampledRows(TypedDict):
-    """The N rows to sample: rows [N], positions [N] of the tokens to be sampled, and tokens [max_rows, columns]: the
-    rows' tokens so far, at their positions."""
-
-    rows: np.ndarray
-    positions: np.ndarray
-    tokens: torch.Tensor
-
-
-def failures(best_N: np.ndarray, left_N: np.ndarray | None) -> dict[int, HeadraceError]:
-    """Index into the N rows -> why that row has no token; from the host's copies of the fields of `Sampled`."""
-    failed: dict[int, HeadraceError] = {}
-    if left_N is not None:
-        message = "the request's penalties, biases and masks leave no token to sample"
-        failed = {int(i): InvalidRequest(message) for i in np.flatnonzero(~np.isfinite(left_N))}
-    message = "the model's output for this request is not finite"
-    return failed | {int(i): NonFiniteLogits(message) for i in np.flatnonzero(~np.isfinite(best_N))}
-
-
-def choose_kernels(device: torch.device) -> tuple[Choice[Any], ...]:
-    """What samplers are made of on a device: greedy, gumbel, nucleus, token scores, penalties, and draw where
-    it is used."""
-    drawn = () if device.type == "cpu" else (DRAW.choose(DrawProblem(device=device.type)),)
+def choose_kernels(device: torch.device) -> tuple[KernelChoice[Any], ...]:
+    """What samplers are made of on a device: greedy, gumbel, nucleus, token scores, penalties, and
+    sample where it is used."""
+    sample = () if device.type == "cpu" else (SAMPLE.choose(SampleProblem(device=device.type)),)
     return (
         GREEDY.choose(GreedyProblem(device=device.type)),
         GUMBEL.choose(GumbelProblem(device=device.type)),
         NUCLEUS.choose(NucleusProblem(device=device.type)),
         TOKEN_SCORES.choose(TokenScoresProblem(device=device.type)),
         PENALTIES.choose(PenaltiesProblem(device=device.type)),
-        *drawn,
+        *sample,
     )
 
 
@@ -136,7 +110,8 @@ class Sampler:
         device: torch.device,
         on_device: bool | None = None,
     ) -> None:
-        """`on_device`: whether op `draw` takes the rows it can; by default on all devices but CPUs."""
+        """`on_device`: whether op `sample` takes the rows it can; by default on all devices but
+        CPUs."""
         self._width = logits_width
         self._numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -144,16 +119,16 @@ class Sampler:
         choices = choose_kernels(device)[:5]
         greedy, gumbel, _, token_scores, _ = choices
         self.greedy, self._gumbel = greedy.bind(), gumbel.bind()
-        self._quieten = _quieten_host if device.type == "cpu" else _quieten_device
+        self._zero_failed = _zero_failed_host if device.type == "cpu" else _zero_failed_device
         self.decisions = decisions(choices)
         self._penalties = Penalties(max_rows=max_rows, width=logits_width, device=device)
-        self.drawn: DrawnRows | None = None
-        self.in_step: StepDraw | None = None
+        self.device_rows: DeviceRows | None = None
+        self.in_step_sampler: InStepSampler | None = None
         if on_device if on_device is not None else device.type != "cpu":
-            self.drawn = DrawnRows(self._numbers, device)
-            self.decisions += self.drawn.decisions
-            self.in_step = StepDraw(
-                drawn=self.drawn,
+            self.device_rows = DeviceRows(self._numbers, device)
+            self.decisions += self.device_rows.decisions
+            self.in_step_sampler = InStepSampler(
+                device_rows=self.device_rows,
                 penalties=self._penalties,
                 greedy=self.greedy,
                 token_scores=token_scores.bind(),
@@ -182,8 +157,8 @@ class Sampler:
     def start(self, start: RowStart) -> None:
         """A request takes a row."""
         used = self._numbers.start(start, self._width)
-        if self.drawn is not None:
-            self.drawn.start(start.row)
+        if self.device_rows is not None:
+            self.device_rows.start(start.row)
         for use, feature in self._features:
             if use in used:
                 feature.start(start)
@@ -193,101 +168,108 @@ class Sampler:
             if start.sampling.logprobs_mode == "processed":
                 self._processed.add(start.row)
 
-    def needs(self, rows: np.ndarray) -> Leaves:
+    def needs(self, rows: np.ndarray) -> SamplerInput:
         """The least a step has to leave for these rows, if no masks come with it."""
-        return self._needs(rows) if np.count_nonzero(self._numbers.use[rows]) else "picks"
+        return self._needs(rows) if np.count_nonzero(self._numbers.use[rows]) else "argmax"
 
-    def _needs(self, rows: np.ndarray) -> Leaves:
-        """The same of rows that are not all greedy. The tables that a step reads are up to date then."""
-        if self.drawn is None:
+    def _needs(self, rows: np.ndarray) -> SamplerInput:
+        """The same of rows that are not all greedy. The tables that a step reads are up to date
+        then."""
+        if self.device_rows is None:
             return needs(self._numbers, rows)
         use_N = self._numbers.use[rows]
         used = int(np.bitwise_or.reduce(use_N))
         if used & ~IN_STEP:
             return "logits"
-        told = None
+        logprobs = None
         if used & Use.LOGPROBS:
             asked_N = np.where(use_N & Use.LOGPROBS, self._numbers.alternatives[rows], 0)
             most = int(asked_N.max())
             if most == BEYOND:
                 return "logits"
-            told = min(next(count for count in ALTERNATIVES if count >= most), self._width)
-        self.drawn.refresh()
+            logprobs = min(next(count for count in ALTERNATIVES if count >= most), self._width)
+        self.device_rows.refresh()
         penalties = self._penalties.num_slots if used & Use.PENALTIES else 0
-        return Drawing(penalties=penalties, alternatives=told)
+        return InStepSampling(penalties=penalties, alternatives=logprobs)
 
-    def told(self, scores: Scores, rows: np.ndarray, index: np.ndarray) -> Told:
-        """What rows are told whose scores a step has made: those of rows[i] are at index[i]."""
+    def logprobs(self, scores: Scores, rows: np.ndarray, index: np.ndarray) -> SampledLogprobs:
+        """The log-probabilities of rows whose scores a step has made: those of rows[i] are at
+        index[i]."""
         scored = np.flatnonzero(self._numbers.use[rows] & Use.LOGPROBS)
         kept = [1 + self._alternatives[row][0] for row in rows[scored].tolist()]
-        return Told(index=scored, kept=kept, scores=scores, named={}, at=index[scored])
+        return SampledLogprobs(index=scored, kept=kept, scores=scores, named={}, at=index[scored])
 
     def sample(
         self,
         logits_NV: torch.Tensor,
-        picks: Picks,
+        argmax: Argmax,
         *,
         rows: np.ndarray,
         positions: np.ndarray,
         tokens: torch.Tensor,
         masks: memoryview = NOTHING,
     ) -> Sampled:
-        """Samples the token at `positions[i]` of `rows[i]` from logits_NV[i] (float32, may be overwritten).
+        """Samples the token at `positions[i]` of `rows[i]` from logits_NV[i] (float32, may be
+        overwritten).
 
-        `picks`: what `greedy` finds in these logits. `tokens` [max_rows, columns]: the rows' tokens so far, at their
-        positions. `masks`: the grammar's payload of this step.
+        `argmax`: what `greedy` finds in these logits. `tokens` [max_rows, columns]: the rows'
+        tokens so far, at their positions. `masks`: the grammar's payload of this step.
         """
         use_N = self._numbers.use[rows]
         if masks:
             use_N = use_N | np.where(self._grammar.take(masks)[rows], np.int64(Use.GRAMMAR), 0)
         used = int(np.bitwise_or.reduce(use_N))
-        token_N, best_N = picks
+        token_N, max_logit_N = argmax
         if not used:
-            return Sampled(token_N=token_N, best_N=best_N)
+            return Sampled(token_N=token_N, max_logit_N=max_logit_N)
         scored = np.flatnonzero(use_N & Use.LOGPROBS)
         if (
             used == Use.LOGPROBS and not self._processed
-        ):  # the picks stand, and the logits as they are
+        ):  # the argmax stands, and the logits as they are
             every = scored.size == len(rows)
-            told_MV = logits_NV if every else _rows(logits_NV, scored)
-            told = self._score(told_MV, token_N, rows, scored)
-            return Sampled(token_N=token_N, best_N=best_N, told=told)
-        picked = Picked(
+            scored_MV = logits_NV if every else _rows(logits_NV, scored)
+            logprobs = self._score(scored_MV, token_N, rows, scored)
+            return Sampled(token_N=token_N, max_logit_N=max_logit_N, logprobs=logprobs)
+        feature_rows = FeatureRows(
             rows=rows,
             positions=positions,
             num_output=positions - self._numbers.num_prompt[rows],
             tokens=tokens,
         )
-        self._quieten(logits_NV, best_N)
-        told_MV = _rows(logits_NV, scored)
-        self._process(logits_NV, use_N, picked)
+        self._zero_failed(logits_NV, max_logit_N)
+        scored_MV = _rows(logits_NV, scored)
+        self._process(logits_NV, use_N, feature_rows)
         if self._processed:
-            self._tell_processed(told_MV, logits_NV, scored, picked)
-        token_N, left_N = self._choose(logits_NV, use_N, picked)
-        self._tell(token_N, use_N, picked)
+            self._replace_processed(scored_MV, logits_NV, scored, feature_rows)
+        token_N, chosen_logit_N = self._choose(logits_NV, use_N, feature_rows)
+        self._notify(token_N, use_N, feature_rows)
         return Sampled(
             token_N=token_N,
-            best_N=best_N,
-            left_N=left_N,
-            told=self._score(told_MV, token_N, rows, scored),
+            max_logit_N=max_logit_N,
+            chosen_logit_N=chosen_logit_N,
+            logprobs=self._score(scored_MV, token_N, rows, scored),
         )
 
-    def sample_tops(
+    def sample_candidates(
         self,
-        tops: Tops,
+        top_candidates: TopCandidates,
         logits: Callable[[np.ndarray], torch.Tensor],
         *,
         rows: np.ndarray,
         positions: np.ndarray,
         tokens: torch.Tensor,
     ) -> Sampled:
-        """What `sample` gives, of rows that need no more than their tops; `logits`: indices into the rows -> their
-        logits, for those whose tops do not suffice."""
+        """What `sample` gives, of rows that need no more than their top candidates; `logits`:
+        indices into the rows -> their logits, for those whose top candidates do not suffice."""
         num_output = positions - self._numbers.num_prompt[rows]
-        picked = Picked(rows=rows, positions=positions, num_output=num_output, tokens=tokens)
-        token_N, best_N, left = draw_tops(tops, self._numbers, picked)
-        if left.size:
-            logits_KV, some = logits(left), picked.take(left)
+        feature_rows = FeatureRows(
+            rows=rows, positions=positions, num_output=num_output, tokens=tokens
+        )
+        token_N, max_logit_N, unproven = sample_candidates(
+            top_candidates, self._numbers, feature_rows
+        )
+        if unproven.size:
+            logits_KV, some = logits(unproven), feature_rows.take(unproven)
             sampled = self.sample(
                 logits_KV,
                 self.greedy(logits_KV),
@@ -295,75 +277,86 @@ class Sampler:
                 positions=some.positions,
                 tokens=tokens,
             )
-            token_N[left], best_N[left] = sampled.token_N, sampled.best_N
-        return Sampled(token_N=token_N, best_N=best_N)
+            token_N[unproven], max_logit_N[unproven] = sampled.token_N, sampled.max_logit_N
+        return Sampled(token_N=token_N, max_logit_N=max_logit_N)
 
-    def _process(self, logits_NV: torch.Tensor, use_N: np.ndarray, picked: Picked) -> None:
+    def _process(
+        self, logits_NV: torch.Tensor, use_N: np.ndarray, feature_rows: FeatureRows
+    ) -> None:
         for use, feature in self._features:
             index = np.flatnonzero(use_N & use)
             if index.size == len(use_N):
-                feature.apply(logits_NV, picked)
+                feature.apply(logits_NV, feature_rows)
             elif index.size:
                 part = _rows(logits_NV, index)
-                feature.apply(part, picked.take(index))
+                feature.apply(part, feature_rows.take(index))
                 logits_NV.index_copy_(0, to_device(index, part.device), part)
 
-    def _tell_processed(
-        self, told_MV: torch.Tensor, logits_NV: torch.Tensor, scored: np.ndarray, picked: Picked
+    def _replace_processed(
+        self,
+        scored_MV: torch.Tensor,
+        logits_NV: torch.Tensor,
+        scored: np.ndarray,
+        feature_rows: FeatureRows,
     ) -> None:
-        """Rows that ask for processed log-probabilities are told the distribution they are drawn from (REG-023)."""
-        rows = picked.rows[scored].tolist()
+        """Rows that ask for processed log-probabilities get the distribution they are sampled
+        from."""
+        rows = feature_rows.rows[scored].tolist()
         at = np.array([m for m, row in enumerate(rows) if row in self._processed], dtype=np.intp)
         if at.size:
-            drawn_from = _rows(logits_NV, scored[at])
-            values = truncated(drawn_from, self._numbers, picked.take(scored[at]))
-            told_MV.index_copy_(0, to_device(at, told_MV.device), values)
+            sampled_from = _rows(logits_NV, scored[at])
+            values = truncated(sampled_from, self._numbers, feature_rows.take(scored[at]))
+            scored_MV.index_copy_(0, to_device(at, scored_MV.device), values)
 
     def _choose(
-        self, logits_NV: torch.Tensor, use_N: np.ndarray, picked: Picked
+        self, logits_NV: torch.Tensor, use_N: np.ndarray, feature_rows: FeatureRows
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.drawn is None and (use_N & Use.RANDOM).all():
-            return draw(logits_NV, self._numbers, picked, self._gumbel)
-        token_N, best_N, index = self._choose_most(logits_NV, use_N, picked)
+        if self.device_rows is None and (use_N & Use.RANDOM).all():
+            return sample_random(logits_NV, self._numbers, feature_rows, self._gumbel)
+        token_N, max_logit_N, index = self._choose_by_op(logits_NV, use_N, feature_rows)
         if index.size:
             at = to_device(index, token_N.device)
-            token_K, best_K = draw(
-                logits_NV.index_select(0, at), self._numbers, picked.take(index), self._gumbel
+            token_K, best_K = sample_random(
+                logits_NV.index_select(0, at), self._numbers, feature_rows.take(index), self._gumbel
             )
             token_N.index_copy_(0, at, token_K)
-            best_N.index_copy_(0, at, best_K)
-        return token_N, best_N
+            max_logit_N.index_copy_(0, at, best_K)
+        return token_N, max_logit_N
 
-    def _choose_most(
-        self, logits_NV: torch.Tensor, use_N: np.ndarray, picked: Picked
+    def _choose_by_op(
+        self, logits_NV: torch.Tensor, use_N: np.ndarray, feature_rows: FeatureRows
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         """The choice, and the rows for which it is still to be made."""
-        token_N, best_N = self.greedy(logits_NV)
+        token_N, max_logit_N = self.greedy(logits_NV)
         random = np.flatnonzero(use_N & Use.RANDOM)
-        if self.drawn is None or not random.size:
-            return token_N, best_N.to(torch.float64), random
-        self.drawn.refresh()
-        at = [to_device(one, logits_NV.device) for one in (picked.rows, picked.positions)]
-        token_N, best_N = self.drawn.draw(logits_NV, (token_N, best_N), *at)
-        return token_N, best_N, np.flatnonzero(use_N & TRUNCATES & ~DRAWN)
+        if self.device_rows is None or not random.size:
+            return token_N, max_logit_N.to(torch.float64), random
+        self.device_rows.refresh()
+        at = [
+            to_device(one, logits_NV.device) for one in (feature_rows.rows, feature_rows.positions)
+        ]
+        token_N, max_logit_N = self.device_rows.sample_random(
+            logits_NV, (token_N, max_logit_N), *at
+        )
+        return token_N, max_logit_N, np.flatnonzero(use_N & TRUNCATES & ~SAMPLED_BY_OP)
 
-    def _tell(self, token_N: torch.Tensor, use_N: np.ndarray, picked: Picked) -> None:
+    def _notify(self, token_N: torch.Tensor, use_N: np.ndarray, feature_rows: FeatureRows) -> None:
         for use, feature in self._features:
             index = np.flatnonzero(use_N & use)
             if index.size == len(use_N):
-                feature.sampled(token_N, picked)
+                feature.sampled(token_N, feature_rows)
             elif index.size:
-                feature.sampled(_rows(token_N, index), picked.take(index))
+                feature.sampled(_rows(token_N, index), feature_rows.take(index))
 
     def _score(
         self, logits_MV: torch.Tensor, token_N: torch.Tensor, rows: np.ndarray, scored: np.ndarray
-    ) -> Told | None:
+    ) -> SampledLogprobs | None:
         if not scored.size:
             return None
         asked = [self._alternatives[int(row)] for row in rows[scored]]
         most = max(self._width if count < 0 else count for count, _ in asked)
         token_M = token_N if scored.size == len(rows) else _rows(token_N, scored)
-        return Told(
+        return SampledLogprobs(
             index=scored,
             kept=[1 + (self._width if count < 0 else count) for count, _ in asked],
             scores=score(logits_MV, token_M, alternatives=most),
@@ -375,7 +368,7 @@ class Sampler:
         )
 
 
-Picks = tuple[torch.Tensor, torch.Tensor]
+Argmax = tuple[torch.Tensor, torch.Tensor]
 """The best token of each row, int64 [N], and its logit, float32 [N]: see kernels/greedy."""
 
 
@@ -386,13 +379,14 @@ def _rows(values: torch.Tensor, index: np.ndarray) -> torch.Tensor:
     return values.index_select(0, to_device(index, values.device))
 
 
-def _quieten_host(logits_NV: torch.Tensor, best_N: torch.Tensor) -> None:
-    """Sets rows that are not finite to 0: nothing after this has to bear them. Looks first, as it costs nothing."""
-    failed = np.flatnonzero(~np.isfinite(best_N.numpy()))
+def _zero_failed_host(logits_NV: torch.Tensor, max_logit_N: torch.Tensor) -> None:
+    """Sets rows that are not finite to 0: nothing after this has to bear them. Looks first, as it
+    costs nothing."""
+    failed = np.flatnonzero(~np.isfinite(max_logit_N.numpy()))
     if failed.size:
         logits_NV[failed] = 0.0
 
 
-def _quieten_device(logits_NV: torch.Tensor, best_N: torch.Tensor) -> None:
+def _zero_failed_device(logits_NV: torch.Tensor, max_logit_N: torch.Tensor) -> None:
     """The same without asking the device."""
-    logits_NV.masked_fill_((best_N - best_N != 0.0)[:, None], 0.0)
+    logits_NV.masked_fill_((max_logit_N - max_logit_N != 0.0)[:, None], 0.0)

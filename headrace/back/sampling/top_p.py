@@ -1,5 +1,6 @@
-"""top_p (nucleus): the smallest set of the most likely tokens whose probability reaches p (Holtzman et al. 2020, "The
-curious case of neural text degeneration", section 3.1). Tokens tied with the last one stay."""
+"""top_p (nucleus): the smallest set of the most likely tokens whose probability reaches p (Holtzman
+et al. 2020, "The curious case of neural text degeneration", section 3.1). Tokens tied with the last
+one stay."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ def keep_top_p_(
 ) -> None:
     """Removes (-Inf) what the nucleus does not need; p >= 1 keeps all.
 
-    z float64 [K, C]; `lse_K1`: log of the sum of exp over all tokens of the row, also over those not among the C.
+    z float64 [K, C]; `lse_K1`: log of the sum of exp over all tokens of the row, also over those
+    not among the C.
     """
     probs_KC = (z_KC - lse_K1).exp_()
     least_K1 = nucleus(probs_KC, p_K1)

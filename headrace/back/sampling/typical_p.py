@@ -1,7 +1,8 @@
-"""typical_p: the tokens whose information is nearest to the entropy, up to probability p (Meister et al. 2023, "Locally
-typical sampling", section 4). Tokens tied with the last one stay.
+"""typical_p: the tokens whose information is nearest to the entropy, up to probability p (Meister
+et al. 2023, "Locally typical sampling", section 4). Tokens tied with the last one stay.
 
-Usually few tokens hold probability p: on the CPU the whole row is sorted only where the nearest ones do not."""
+Usually few tokens hold probability p: on the CPU the whole row is sorted only where the nearest
+ones do not."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ NEAREST = 1024
 
 
 def keep_typical_p_(z_KC: torch.Tensor, p_K1: torch.Tensor, lse_K1: torch.Tensor) -> None:
-    """Removes (-Inf) atypical tokens; p >= 1 keeps all. z float64 [K, C] with all that is left of the row."""
+    """Removes (-Inf) atypical tokens; p >= 1 keeps all. z float64 [K, C] with all that is left of
+    the row."""
     log_KC = z_KC - lse_K1
     probs_KC = log_KC.exp()
     entropy_K1 = -(probs_KC * log_KC).nan_to_num_(nan=0.0).sum(1, keepdim=True)

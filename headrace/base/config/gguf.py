@@ -1,10 +1,12 @@
-"""GGUF files: header, metadata and the table of tensors (versions 2 and 3, little-endian), without reading any weight.
+"""GGUF files: header, metadata and the table of tensors (versions 2 and 3, little-endian), without
+reading any weight.
 
-Pure Python, so that the front can take the tokenizer and the chat template from a file, and `launch` the model's facts.
-Every count, length and offset is checked against the file before it is used: a file can neither make us read outside
-the map nor allocate more than a small multiple of its own header. Layout: github.com/ggml-org/ggml, docs/gguf.md.
-The table of tensor types is in `gguf_types.py`, what the metadata mean to a model in `gguf_config.py`, what the bits of
-a tensor mean in `back/models/load`.
+Pure Python, so that the front can take the tokenizer and the chat template from a file, and
+`launch` the model's facts. Every count, length and offset is checked against the file before it is
+used: a file can neither make us read outside the map nor allocate more than a small multiple of its
+own header. Layout: github.com/ggml-org/ggml, docs/gguf.md. The table of tensor types is in
+`gguf_types.py`, what the metadata mean to a model in `gguf_config.py`, what the bits of a tensor
+mean in `back/models/load`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ MAX_SPLITS: Final = 999
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFTensor:
-    """Where one tensor lies: `shape` outermost dimension first, as in PyTorch; `offset` from the file's start."""
+    """Where one tensor lies: `shape` outermost dimension first, as in PyTorch; `offset` from the
+    file's start."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,9 +49,11 @@ class GGUFTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFFile:
-    """A GGUF model: the metadata of its first file and the tensors of all its files (`paths`, in order).
+    """A GGUF model: the metadata of its first file and the tensors of all its files (`paths`, in
+    order).
 
-    A value is an int, a float, a bool, a str, a list of str or lists, or an `array.array` of numbers.
+    A value is an int, a float, a bool, a str, a list of str or lists, or an `array.array` of
+    numbers.
     """
 
     paths: tuple[Path, ...]
@@ -89,9 +94,9 @@ class GGUFFile:
         """The values of a small F32 tensor (rotary factors)."""
         tensor = self.tensors[name]
         if tensor.type.name != "F32" or tensor.num_bytes > 1 << 20:
-            found = f"{tensor.type.name} of {tensor.num_bytes} bytes"
+            stored = f"{tensor.type.name} of {tensor.num_bytes} bytes"
             raise CheckpointError(
-                f"{tensor.path}: tensor {name} is {found}; it must be small and F32"
+                f"{tensor.path}: tensor {name} is {stored}; it must be small and F32"
             )
         with tensor.path.open("rb") as file:
             file.seek(tensor.offset)
@@ -114,7 +119,8 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Header, metadata and tensor table; of all its files for a split model. CheckpointError on any flaw."""
+    """Header, metadata and tensor table; of all its files for a split model. CheckpointError on any
+    flaw."""
     first = _read_file(path)
     count = first.whole("split.count", 1) or 1
     if count == 1:
@@ -137,11 +143,11 @@ def read_gguf(path: Path) -> GGUFFile:
     )
 
 
-def _check_split_total(first: GGUFFile, found: int) -> None:
-    total = first.whole("split.tensors.count", found)
-    if total != found:
+def _check_split_total(first: GGUFFile, count: int) -> None:
+    total = first.whole("split.tensors.count", count)
+    if total != count:
         raise CheckpointError(
-            f"{first.paths[0]}: split.tensors.count is {total}; the files hold {found}"
+            f"{first.paths[0]}: split.tensors.count is {total}; the files hold {count}"
         )
 
 
@@ -204,7 +210,8 @@ _ARRAY: Final = 9
 
 
 class _Cursor:
-    """A position in a mapped file. Every move checks that what it passes lies inside the file and the header limit."""
+    """A position in a mapped file. Every move checks that what it passes lies inside the file and
+    the header limit."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data = data
@@ -268,18 +275,19 @@ class _Cursor:
         return self._texts(key, count)
 
     def _texts(self, key: str, count: int) -> list[str]:
-        """`count` texts; a vocabulary and its merges have some 400 thousand, so this loop is kept tight."""
+        """`count` texts; a vocabulary and its merges have some 400 thousand, so this loop is kept
+        tight."""
         unpack, data, pos, last = _U64.unpack_from, self.data, self.pos, self.end - 8
-        found: list[bytes] = []
+        texts: list[bytes] = []
         for _ in range(count):
             size = unpack(data, pos)[0] if pos <= last else 0
             if pos + size > last:
                 self.pos = pos
                 self._need(8 + size, key)
             pos += 8 + size
-            found.append(data[pos - size : pos])
+            texts.append(data[pos - size : pos])
         self.pos = pos
-        return [self._decoded(text, key) for text in found]
+        return [self._decoded(text, key) for text in texts]
 
     def _text(self, what: str) -> str:
         size = self._scalar(_U64)

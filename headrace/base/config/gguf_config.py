@@ -1,8 +1,10 @@
-"""From GGUF metadata to the config.json the same model has: one row per GGUF architecture, plain data throughout.
+"""From GGUF metadata to the config.json the same model has: one row per GGUF architecture, plain
+data throughout.
 
-The result goes through the same reader, family and checks as any config.json, so a GGUF file is one more spelling of a
-checkpoint and no second kind of model. Metadata keys: github.com/ggml-org/ggml, docs/gguf.md; what they leave unsaid
-(an activation, a layer pattern) is what that architecture fixes in llama.cpp, src/llama-model.cpp.
+The result goes through the same reader, family and checks as any config.json, so a GGUF file is one
+more spelling of a checkpoint and no second kind of model. Metadata keys: github.com/ggml-org/ggml,
+docs/gguf.md; what they leave unsaid (an activation, a layer pattern) is what that architecture
+fixes in llama.cpp, src/llama-model.cpp.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ Config = dict[str, Any]
 class GGUFArchitecture:
     """How one value of `general.architecture` is read.
 
-    `model_type` and `architecture` are config.json's; `fixed` holds keys the metadata leave unsaid; `keys` further
-    metadata keys (without the architecture's prefix) by their config key; `adjust` does what a table cannot.
+    `model_type` and `architecture` are config.json's; `fixed` holds keys the metadata leave unsaid;
+    `keys` further metadata keys (without the architecture's prefix) by their config key; `adjust`
+    does what a table cannot.
     """
 
     model_type: str
@@ -33,7 +36,8 @@ class GGUFArchitecture:
 
 
 def gguf_config(file: GGUFFile) -> Config:
-    """The config.json-like dict of a GGUF model; an unknown architecture is refused with the list of known ones."""
+    """The config.json-like dict of a GGUF model; an unknown architecture is refused with the list
+    of known ones."""
     name = file.text("general.architecture") or "(none)"
     row = ARCHITECTURES.get(name)
     if row is None:
@@ -55,7 +59,8 @@ def gguf_config(file: GGUFFile) -> Config:
 
 
 def gguf_generation(file: GGUFFile) -> Config:
-    """The sampling defaults of a GGUF model under generation_config.json's keys; most files have none."""
+    """The sampling defaults of a GGUF model under generation_config.json's keys; most files have
+    none."""
     return _present(file, {key: f"general.sampling.{ours}" for key, ours in _SAMPLING.items()})
 
 
@@ -86,7 +91,8 @@ def _common(file: GGUFFile, name: str) -> Config:
 
 
 def _rope_scaling(file: GGUFFile, name: str, head_dim: int) -> Config:
-    """Rotary scaling; per-frequency divisors (rope_freqs) become a longrope with two equal lists: the same numbers."""
+    """Rotary scaling; per-frequency divisors (rope_freqs) become a longrope with two equal lists:
+    the same numbers."""
     context = _need_int(file, f"{name}.context_length")
     original = _count(file, f"{name}.rope.scaling.original_context_length", context)
     if "rope_freqs.weight" in file.tensors:
@@ -125,7 +131,8 @@ def _phi3(file: GGUFFile, name: str, config: Config) -> None:
 
 
 def _gemma2(file: GGUFFile, name: str, config: Config) -> None:
-    """The 27B model scales queries by hidden_size / heads, the others by the head size; the file does not say."""
+    """The 27B model scales queries by hidden_size / heads, the others by the head size; the file
+    does not say."""
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     big = layers == _GEMMA2_27B_LAYERS
     config["query_pre_attn_scalar"] = config["hidden_size"] // heads if big else config["head_dim"]
@@ -134,7 +141,8 @@ def _gemma2(file: GGUFFile, name: str, config: Config) -> None:
 
 
 def _gemma3(file: GGUFFile, name: str, config: Config) -> None:
-    """Every sixth layer is full; the local layers' rotary base is 10,000 unless the file says otherwise."""
+    """Every sixth layer is full; the local layers' rotary base is 10,000 unless the file says
+    otherwise."""
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     big = layers == _GEMMA3_27B_LAYERS
     config["query_pre_attn_scalar"] = config["hidden_size"] // heads if big else config["head_dim"]
@@ -241,7 +249,8 @@ def _vocab(file: GGUFFile) -> int:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """The dtype the weights are best widened to: the file's own if it is unquantized, else bfloat16."""
+    """The dtype the weights are best widened to: the file's own if it is unquantized, else
+    bfloat16."""
     kinds = {tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) == 2}
     if kinds == {"F16"}:
         return "float16"
@@ -249,9 +258,9 @@ def _dtype(file: GGUFFile) -> str:
 
 
 def _factors(file: GGUFFile, tensor: str, count: int) -> list[float]:
-    found = file.tensors.get(tensor)
-    if found is None or found.shape != (count,):
-        shape = None if found is None else found.shape
+    stored = file.tensors.get(tensor)
+    if stored is None or stored.shape != (count,):
+        shape = None if stored is None else stored.shape
         raise CheckpointError(
             f"{file.paths[0]}: tensor {tensor} has the shape {shape}, not ({count},)"
         )
@@ -264,7 +273,8 @@ def _present(file: GGUFFile, names: dict[str, str]) -> Config:
 
 
 def _layers(file: GGUFFile, key: str) -> int:
-    """The number of layers; each has tensors, which bounds what a wrong number could make us build."""
+    """The number of layers; bounded by the number of tensors, so that a wrong one builds nothing
+    huge."""
     value = _need_int(file, key)
     if value > len(file.tensors):
         raise file.wrong(key, f"at most the number of tensors, {len(file.tensors)}")

@@ -1,6 +1,8 @@
-"""The tensor types of GGUF files and their sizes (github.com/ggml-org/ggml, ggml.h: ggml_type; ggml-common.h: blocks).
+"""The tensor types of GGUF files and their sizes (github.com/ggml-org/ggml, ggml.h: ggml_type;
+ggml-common.h: blocks).
 
-All are listed, so that a file can be checked whole; which of them can be computed with is the loader's business.
+All are listed, so that a file can be checked whole; which of them can be computed with is the
+loader's business.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Reading a checkpoint's JSON files: config.json, generation_config.json, tokenizer_config.json, index files.
+"""Reading a checkpoint's JSON files: config.json, generation_config.json, tokenizer_config.json,
+index files.
 
-A file is read with a size limit, without duplicate keys, and as data only: nothing here imports, evaluates or fetches
-what a file names (P13). `ConfigReader` then asks for one key at a time with its type, bounds and aliases, so that a
-wrong value is refused by file, key and value, and so that `unused()` can tell which keys nobody understood.
-What a key means to a family is the family's business, not this file's.
+A file is read with a size limit, without duplicate keys, and as data only: nothing here imports,
+evaluates or fetches what a file names. `ConfigReader` then asks for one key at a time with
+its type, bounds and aliases, so that a wrong value is refused by file, key and value, and so that
+`unused()` can tell which keys nobody understood. What a key means to a family is the family's
+business, not this file's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from typing import Any, Final, TypeVar, cast, overload
 from headrace.base.errors import CheckpointError
 
 MAX_JSON_BYTES: Final = 16 << 20
-"""Largest config file that is read. Real ones stay under 100 kB; a tokenizer.json or an index has its own limit."""
+"""Largest config file that is read. Real ones stay under 100 kB; a tokenizer.json or an index has
+its own limit."""
 
 _Int = int
 _Float = float
@@ -36,10 +39,10 @@ REQUIRED: Final = _Required()
 class ConfigReader:
     """One JSON object of a checkpoint, read key by key.
 
-    - `where` names the file (and section) in messages.
-    - A key that is null counts as absent.
-    - Aliases are tried in order after the key itself; the first that is present is taken.
-    - A key without a default that is absent, a value of a wrong type or outside its bounds: CheckpointError.
+    - `where` names the file (and section) in messages. - A key that is null counts as absent. -
+    Aliases are tried in order after the key itself; the first that is present is taken. - A key
+    without a default that is absent, a value of a wrong type or outside its bounds:
+    CheckpointError.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
@@ -216,7 +219,8 @@ class ConfigReader:
         aliases: Sequence[_Str] = (),
         length: _Int | None = None,
     ) -> tuple[T, ...] | None:
-        """A list of int, float, str or bool, of exactly `length` items if that is given; returned as a tuple."""
+        """A list of int, float, str or bool, of exactly `length` items if that is given; returned
+        as a tuple."""
         item = _ITEMS[of]
 
         def parse(value: Any) -> tuple[T, ...] | None:
@@ -230,20 +234,22 @@ class ConfigReader:
         return self._take(key, default, aliases, parse, wanted)
 
     def ids(self, key: _Str, *, below: _Int | None = None) -> tuple[_Int, ...]:
-        """Token ids given as one number, a list of them, or not at all; each at least 0 and less than `below`."""
+        """Token ids given as one number, a list of them, or not at all; each at least 0 and less
+        than `below`."""
 
         def parse(value: Any) -> tuple[_Int, ...] | None:
-            found = value if isinstance(value, list) else [value]
+            numbers = value if isinstance(value, list) else [value]
             top = None if below is None else below - 1
-            good = all(_is_int(one) and _within(one, 0, top) for one in found)
-            return tuple(found) if good else None
+            good = all(_is_int(one) and _within(one, 0, top) for one in numbers)
+            return tuple(numbers) if good else None
 
         bound = "" if below is None else f" and less than {below}"
         wanted = f"a token id or a list of them, each at least 0{bound}"
         return self._take(key, (), (), parse, wanted) or ()
 
     def section(self, key: _Str, *, aliases: Sequence[_Str] = ()) -> ConfigReader | None:
-        """The object under `key` as a reader of its own, None if absent; asked twice it is the same reader."""
+        """The object under `key` as a reader of its own, None if absent; asked twice it is the same
+        reader."""
         name = self._present(key, aliases)
         if name is None:
             return None
@@ -293,7 +299,8 @@ class ConfigReader:
 
 
 def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in `path`; too large, not an object, nested too deep or with duplicate keys: CheckpointError."""
+    """The JSON object in `path`; too large, not an object, nested too deep or with duplicate keys:
+    CheckpointError."""
     try:
         if not path.is_file():
             raise CheckpointError(f"{path} is missing, or not a file")
@@ -311,12 +318,12 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """The JSON object in `data`; `where` names it in messages."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) != len(items):
+        document = dict(items)
+        if len(document) != len(items):
             names = [key for key, _ in items]
             double = next(key for key in names if names.count(key) > 1)
             raise CheckpointError(f"{where}: the key {double!r} appears twice")
-        return found
+        return document
 
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=pairs)
@@ -328,21 +335,23 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
 
 
 def remote_code(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Dotted keys of `raw`, nested ones too, that name code outside the checkpoint's data (auto_map)."""
-    found: list[str] = []
+    """Dotted keys of `raw`, nested ones too, that name code outside the checkpoint's data
+    (auto_map)."""
+    names: list[str] = []
     stack: list[tuple[str, Any]] = [("", raw)]
     while stack:
         prefix, value = stack.pop()
         if isinstance(value, Mapping):
-            found += [f"{prefix}{key}" for key in value if key == "auto_map"]
+            names += [f"{prefix}{key}" for key in value if key == "auto_map"]
             stack += [(f"{prefix}{key}.", child) for key, child in value.items()]
         elif isinstance(value, list):
             stack += [(f"{prefix}{index}.", child) for index, child in enumerate(value)]
-    return tuple(sorted(found))
+    return tuple(sorted(names))
 
 
 def refuse_remote_code(raw: Mapping[str, Any], where: str) -> None:
-    """Refuses a checkpoint that no family here knows if it points to code of its own; that code is never run (P13)."""
+    """Refuses a checkpoint that no family here knows if it points to code of its own; that code is
+    never run."""
     keys = remote_code(raw)
     if keys:
         raise CheckpointError(
@@ -353,12 +362,12 @@ def refuse_remote_code(raw: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_quantization(raw: Mapping[str, Any], where: str) -> None:
-    """Refuses a checkpoint whose weights are stored in a quantized format, by its key (QNT-12)."""
+    """Refuses a checkpoint whose weights are stored in a quantized format, by its key."""
     for key in ("quantization_config", "compression_config"):
         for part, inside in (("", raw), *((f"{name}.", part) for name, part in raw.items())):
-            found = inside.get(key) if isinstance(inside, Mapping) else None
-            if found:
-                method = found.get("quant_method") if isinstance(found, Mapping) else found
+            config = inside.get(key) if isinstance(inside, Mapping) else None
+            if config:
+                method = config.get("quant_method") if isinstance(config, Mapping) else config
                 raise CheckpointError(
                     f"{where}: {part}{key}.quant_method is {method!r}: safetensors quantized so cannot be read; take "
                     "the plain checkpoint (--quantization int8, fp8 or int4 packs it on load) or a GGUF file",

@@ -1,8 +1,8 @@
 """The command line, the YAML file and docs/CONFIG.md, all generated from the configuration tree.
 
-Four spellings reach the same field: `--max-model-len 8K`, `--model.max_model_len 8K`,
-`--model '{"max_model_len": 8192}'` and a YAML file with either nested or flat keys. Later words win over earlier
-ones, the command line over the file.
+Four spellings reach the same field: `--max-model-len 8K`, `--model.max_model_len 8K`, `--model
+'{"max_model_len": 8192}'` and a YAML file with either nested or flat keys. Later words win over
+earlier ones, the command line over the file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 import msgspec
 import yaml
 
+from headrace.base.config.numbers import NumberType
 from headrace.base.config.tree import Options
 from headrace.base.config.units import parse_count
 from headrace.base.errors import ConfigError
@@ -40,6 +41,7 @@ class OptionField(msgspec.Struct, frozen=True, kw_only=True):
     is_number: bool
     is_float: bool
     is_optional: bool
+    is_json: bool
 
     @property
     def flag(self) -> str:
@@ -75,25 +77,29 @@ def _read_field(group: str, info: msgspec.structs.FieldInfo, hint: Any) -> Optio
         is_number=int in parts or any(isinstance(c, int) for c in choices),
         is_float=float in parts,
         is_optional=type(None) in parts,
+        is_json=any(isinstance(p, type) and issubclass(p, msgspec.Struct) for p in parts),
     )
 
 
 def fields() -> list[OptionField]:
-    """Every option, in the order of the tree. Names are unique over all groups, so that flags can be flat."""
-    found = []
+    """Every option, in the order of the tree. Names are unique over all groups, so that flags can
+    be flat."""
+    options = []
     for group in msgspec.structs.fields(Options):
         hints = get_type_hints(group.type, include_extras=True)
         for info in msgspec.structs.fields(group.type):
-            found.append(_read_field(group.name, info, hints[info.name]))
-    names = [f.name for f in found]
+            options.append(_read_field(group.name, info, hints[info.name]))
+    names = [f.name for f in options]
     assert len(set(names)) == len(names), "two options share a name"
-    return found
+    return options
 
 
 def _parse_text(option: OptionField, text: str, spelled: str) -> object:
     """The value a flag's text stands for, before the tree checks it."""
     if option.is_tuple:
         return [part for part in text.split(",") if part]
+    if option.is_number and text == "-1":
+        return -1
     if option.is_number and text not in option.choices and text not in ("auto", "none"):
         return parse_count(text, field=spelled)
     if option.is_number and text in option.choices and text.isdigit():
@@ -103,7 +109,14 @@ def _parse_text(option: OptionField, text: str, spelled: str) -> object:
             return float(text)
         except ValueError:
             raise ConfigError(f"{spelled}: {text!r} is not a number", field=spelled) from None
-    return None if text == "none" and option.is_optional else text
+    if text == "none" and option.is_optional:
+        return None
+    if option.is_json:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{spelled}: not JSON ({error})", field=spelled) from None
+    return text
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,8 +127,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 class CommandLine:
-    """The options of the tree as flags of one command, plus what that command adds itself through `parser`: `own` are
-    names of options that it means otherwise."""
+    """The options of the tree as flags of one command, plus what that command adds itself through
+    `parser`: `own` are names of options that it means otherwise."""
 
     def __init__(
         self, prog: str, description: str, *, groups: Sequence[str], own: Sequence[str] = ()
@@ -129,7 +142,7 @@ class CommandLine:
             self.parser.add_argument("--config", metavar="FILE", help="YAML file with options")
         self._fields = [f for f in fields() if f.group in groups and f.name not in own]
         self._groups = tuple(groups)
-        self._given: list[tuple[OptionField | str, str, object]] = []
+        self._words: list[tuple[OptionField | str, str, object]] = []
         for option in self._fields:
             self._add(option)
         for group in groups:
@@ -138,13 +151,13 @@ class CommandLine:
             )
 
     def _keep(self, target: OptionField | str) -> type[argparse.Action]:
-        given = self._given
+        typed = self._words
 
         class Keep(argparse.Action):
             def __call__(
                 self, parser: Any, namespace: Any, values: Any, flag: str | None = None
             ) -> None:
-                given.append((target, flag or "", values))
+                typed.append((target, flag or "", values))
 
         return Keep
 
@@ -160,18 +173,38 @@ class CommandLine:
             metavar=option.name.upper(),
         )
 
+    def add_number(
+        self,
+        flag: str,
+        help_text: str,
+        *,
+        default: float | None,
+        least: float,
+        greatest: float,
+        whole: bool = True,
+        above: bool = False,
+    ) -> None:
+        """A numeric flag of the command's own, with its bounds (see NumberType)."""
+        self.parser.add_argument(
+            flag,
+            type=NumberType(flag=flag, least=least, greatest=greatest, whole=whole, above=above),
+            default=default,
+            help=help_text if default is None else f"{help_text} [{default:g}]",
+        )
+
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Options]:
-        """The command's own namespace and the tree; ConfigError for anything unknown or out of range."""
-        self._given.clear()
+        """The command's own namespace and the tree; ConfigError for anything unknown or out of
+        range."""
+        self._words.clear()
         own, unknown = self.parser.parse_known_args(_join_json_groups(argv, self._groups))
         if own.help is not None:
             print(self.help_text(own.help))
             raise SystemExit(0)
         if unknown:
             raise ConfigError(self._unknown(unknown[0]))
-        values = _read_yaml(Path(own.config), self._fields) if own.config else {}
-        for target, flag, given in self._given:
-            self._apply(values, target, flag, given)
+        values = _read_yaml(Path(own.config)) if own.config else {}
+        for target, flag, typed in self._words:
+            self._apply(values, target, flag, typed)
         return own, build(values)
 
     def _apply(
@@ -179,18 +212,18 @@ class CommandLine:
         values: dict[str, dict[str, object]],
         target: OptionField | str,
         flag: str,
-        given: object,
+        typed: object,
     ) -> None:
         if isinstance(target, str):
             try:
-                document = json.loads(str(given))
+                document = json.loads(str(typed))
             except json.JSONDecodeError as error:
                 raise ConfigError(f"--{target}: not JSON ({error})", field=f"--{target}") from error
             values.setdefault(target, {}).update(document)
         elif target.is_bool:
             values.setdefault(target.group, {})[target.name] = not flag.startswith("--no-")
         else:
-            parsed = _parse_text(target, str(given), flag)
+            parsed = _parse_text(target, str(typed), flag)
             slot = values.setdefault(target.group, {})
             previous = slot.get(target.name) if target.is_tuple else None
             slot[target.name] = (
@@ -207,7 +240,8 @@ class CommandLine:
         return f"unknown option {word}" + (f"; did you mean {near[0]}?" if near else "; see --help")
 
     def help_text(self, word: str) -> str:
-        """Help: everything ("" or "all"), one group, one flag, or the options whose text holds `word`."""
+        """Help: everything ("" or "all"), one group, one flag, or the options whose text holds
+        `word`."""
         own = [a for a in self.parser._actions if a.help and a.dest not in ("help",)]
         places = "".join(f" [{a.metavar}]" for a in own if not a.option_strings)
         usage = f"usage: {self.parser.prog}{places} [options]"
@@ -250,8 +284,9 @@ def _join_json_groups(argv: Sequence[str], groups: Sequence[str]) -> list[str]:
     return joined
 
 
-def _read_yaml(path: Path, known: list[OptionField]) -> dict[str, dict[str, object]]:
-    """The tree's values from a YAML file with nested or flat keys."""
+def _read_yaml(path: Path) -> dict[str, dict[str, object]]:
+    """The tree's values from a YAML file with nested or flat keys. Options of groups that a command
+    does not use are allowed, so that one file serves `headrace serve` and `headrace plan`."""
     try:
         if path.stat().st_size > _MAX_YAML_BYTES:
             raise ConfigError(
@@ -262,24 +297,32 @@ def _read_yaml(path: Path, known: list[OptionField]) -> dict[str, dict[str, obje
         raise ConfigError(f"--config: cannot read {path}: {error}", field="--config") from error
     if not isinstance(document, dict):
         raise ConfigError(f"--config: {path} must hold a mapping of options", field="--config")
-    by_name = {f.name: f for f in known}
+    by_name = {f.name: f for f in fields()}
     values: dict[str, dict[str, object]] = {}
     for key, value in document.items():
         name = str(key).replace("-", "_")
-        if isinstance(value, dict):
+        is_one_option = name in by_name and by_name[name].is_json
+        if isinstance(value, dict) and not is_one_option:
             nested = {str(k).replace("-", "_"): v for k, v in value.items()}
-            values.setdefault(name, {}).update(nested)
+            values.setdefault(name, {}).update(
+                {k: _yaml_value(by_name.get(k), v) for k, v in nested.items()}
+            )
         elif name in by_name:
             option = by_name[name]
-            if option.is_number and isinstance(value, str):
-                value = _parse_text(option, value, name)
-            values.setdefault(option.group, {})[name] = value
+            values.setdefault(option.group, {})[name] = _yaml_value(option, value)
         else:
             near = difflib.get_close_matches(name, by_name, n=1)
             raise ConfigError(
                 f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
             )
     return values
+
+
+def _yaml_value(option: OptionField | None, value: object) -> object:
+    """A value of the file; a number may be written as on the command line (8K)."""
+    if option is not None and option.is_number and isinstance(value, str):
+        return _parse_text(option, value, option.name)
+    return value
 
 
 def build(values: dict[str, dict[str, object]]) -> Options:

@@ -1,7 +1,8 @@
 """The configuration after `launch/resolve.py`: no "auto", no text where a number is meant.
 
-`EngineSpec` goes to the core process and its workers, `ServerSpec` to the API processes. Both are plain frozen structs
-that cross a process border as JSON. A `Decision` records every choice that was made for the user.
+`EngineSpec` goes to the core process and its workers, `ServerSpec` to the API processes. Both are
+plain frozen structs that cross a process border as JSON. A `Decision` records every choice that was
+made for the user.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     """One choice made on the user's behalf: printed at start and by `headrace plan`."""
 
     field: str
-    given: str
+    requested: str
     chosen: str
     why: str
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that has been found on disk. `path` is a folder, or a GGUF file; `format`: safetensors, gguf, dummy.
+    """A model on disk. `path` is a folder, or a GGUF file; `format`:
+    safetensors, gguf, dummy.
 
-    `config` is config.json as read (for GGUF: rebuilt from its metadata with the same keys). `family` names a row of
-    `back/models/registry.py`. `dtype`: float32, bfloat16 or float16. `logits_width` bounds every token id.
-    `kv_dtype`: int8 or fp8 codes with a scale per token and head in the KV cache; None: `dtype`.
-    `quantization`: weights as int8, fp8 or int4, made while it loads; None: as they are. `head`: "lm",
-    "sequence" (one class per text) or "token" (one per token) with `num_labels`, or "none"; `bare`: tensor names have
-    no prefix of the whole model around them (checkpoints of a base model). `deterministic`: only kernels whose results
-    do not depend on the batch.
+    `config` is config.json as read (for GGUF: rebuilt from its metadata with the same keys).
+    `family` names a row of `back/models/registry.py`. `dtype`: float32, bfloat16 or float16.
+    `logits_width` bounds every token id. `kv_dtype`: int8 or fp8 codes with a scale per token and
+    head in the KV cache; None: `dtype`. `quantization`: weights as int8, fp8 or int4, made while it
+    loads; None: as they are. `head`: "lm", "sequence" (one class per text) or "token" (one per
+    token) with `num_labels`, or "none"; `bare`: tensor names have no prefix of the whole model
+    around them (checkpoints of a base model). `deterministic`: only kernels whose results do not
+    depend on the batch.
+    `manifest`: the file of digests that the files must match; None: not verified.
     """
 
     path: str
@@ -51,6 +55,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     dense: tuple[DenseSpec, ...] = ()
     dense_per_token: bool = False
     attention_capture: bool = False
+    manifest: str | None = None
 
 
 class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,9 +69,11 @@ class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache. Exactly one of `num_blocks` and `memory_bytes` is set; the workers turn bytes into blocks.
+    """The KV cache. Exactly one of `num_blocks` and `memory_bytes` is set; the workers turn bytes
+    into blocks.
 
-    `fit`: memory_bytes is the most that is of use; a worker takes less if its device has less left (DeviceSpec).
+    `fit`: memory_bytes is the most that is of use; a worker takes less if its device has less left
+    (DeviceSpec).
     """
 
     block_tokens: int
@@ -77,26 +84,36 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """See SchedulerOptions; all numbers decided. Without `chunked` a prompt is computed in one step (encoders): then
-    `max_step_tokens` is at least the model's context."""
+    """See SchedulerOptions; all numbers decided. Without `chunked` a prompt is computed in one step
+    (encoders): then `max_step_tokens` is at least the model's context. `slowdown_bends`: see
+    core/scheduler/prefill_budget.py. `slow_step_s` None: by measured steps. `tenant_weights`: by
+    tenant, which is the digest of a key."""
 
     max_step_tokens: int
     max_running: int
     policy: str = "fcfs"
     inter_prefill_budget: int | None = None
-    decode_stretch: float | None = None
+    max_decode_slowdown: float | None = None
+    slowdown_bends: bool = False
+    max_partial_prefills: int | None = None
+    long_prefill_threshold: int | None = None
+    max_long_partial_prefills: int | None = None
+    tenant_weights: dict[str, float] = {}
+    max_prompt_tokens_per_key: int | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
     overlap: bool = True
     ageing_steps: int = 200
     step_timeout_s: float = 300.0
+    slow_step_s: float | None = None
     chunked: bool = True
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the model runs. `threads` is per worker, `memory_bytes` what a worker may take of its device (None: no
-    bound). `cpus`: where those threads stay, `other_cpus`: where all else of the server does (empty: anywhere).
-    `nodes`: NUMA nodes that memory is taken from in turns, if there are several."""
+    """Where the model runs. `threads` is per worker, `memory_bytes` what a worker may take of its
+    device (None: no bound). `cpus`: where those threads stay, `other_cpus`: where all else of the
+    server does (empty: anywhere). `nodes`: NUMA nodes that memory is taken from in turns, if there
+    are several."""
 
     device: str
     executor: str
@@ -109,25 +126,51 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Structured output: the tokenizer whose tokens are masked (a folder or a GGUF file), and the library."""
+    """Structured output: the tokenizer whose tokens are masked (a folder or a GGUF file), and the
+    library."""
 
     tokenizer_path: str
     backend: str = "llguidance"
 
 
+class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """See SpeculationOptions; all numbers decided. `num_tokens`: drafts of a row in a step at most.
+    `max_rows`: steps of more decoding rows draft nothing, as they gain nothing by it. A step
+    schedules tokens as without drafts (`SchedulerSpec.max_step_tokens`); `max_forward_tokens` is
+    what a forward pass holds."""
+
+    method: str
+    num_tokens: int
+    max_rows: int
+    max_match: int = 4
+    min_match: int = 1
+
+
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one engine core and its workers are built from. Without `grammar` there is no structured output."""
+    """Everything one engine core and its workers are built from. Without `grammar` there is no
+    structured output."""
 
     model: ModelSpec
     kv: KVSpec
     scheduler: SchedulerSpec
     device: DeviceSpec
     grammar: GrammarSpec | None = None
+    speculation: SpeculationSpec | None = None
+
+
+def max_forward_tokens(spec: EngineSpec) -> int:
+    """Query tokens that a forward pass must hold: a step's budget, or rows with all their
+    drafts."""
+    most = spec.scheduler.max_step_tokens
+    if spec.speculation is None:
+        return most
+    return max(most, spec.speculation.max_rows * (1 + spec.speculation.num_tokens))
 
 
 class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How queries and documents become tokens for late interaction (ColBERT): a prefix token behind the first one,
-    a greatest length; queries filled up with mask tokens (`expands`), documents without the tokens of `skipped`."""
+    """How queries and documents become tokens for late interaction (ColBERT): a prefix token behind
+    the first one, a greatest length; queries filled up with mask tokens (`expands`), documents
+    without the tokens of `skipped`."""
 
     query_prefix: str = ""
     document_prefix: str = ""
@@ -138,12 +181,14 @@ class LateSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What pooled answers of this model are made of, from sentence-transformers' files and config.json.
+    """What pooled answers of this model are made of, from sentence-transformers' files and
+    config.json.
 
-    `how` and `normalize` are the defaults of embeddings. `labels` name the logits of the classification head, empty
-    without one; `head` says per what they are ("sequence", "token"), `activation` what makes them scores: sigmoid,
-    softmax or none. `matryoshka`: lengths an embedding may be cut to, empty for any, None for no cutting. `late`: the
-    model has a vector per token (`how` is "tokens") and compares them one by one. `judge`: the model generates, and was
+    `how` and `normalize` are the defaults of embeddings. `labels` name the logits of the
+    classification head, empty without one; `head` says per what they are ("sequence", "token"),
+    `activation` what makes them scores: sigmoid, softmax or none. `matryoshka`: lengths an
+    embedding may be cut to, empty for any, None for no cutting. `late`: the model has a vector per
+    token (`how` is "tokens") and compares them one by one. `judge`: the model generates, and was
     trained to say these words (no, yes) of a pair.
     """
 
@@ -158,7 +203,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front needs to turn messages into tokens and back. `tokenizer_path` is a folder or a GGUF file.
+    """What the front needs to turn messages into tokens and back. `tokenizer_path` is a folder or a
+    GGUF file.
 
     `tool_parser` and `reasoning_parser` name rows of `front/text/parsing/families.py`, or "none".
     """
@@ -177,7 +223,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """See ServerOptions; sizes in bytes, keys as SHA-256 hex digests (the keys themselves stay in the parent)."""
+    """See ServerOptions; sizes in bytes, keys as SHA-256 hex digests (the keys themselves stay in
+    the parent)."""
 
     host: str
     port: int
@@ -214,6 +261,8 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     response_store_bytes: int = 1 << 30
     response_ttl_s: float = 2_592_000.0
     max_websockets: int = 100
+    max_tokens_per_key: int | None = None
+    max_bytes_per_key: int | None = None
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """The header of a safetensors file, checked against the file before anything else is read.
 
-Eight bytes little-endian: the header's length; that many bytes of JSON: name -> dtype, shape, [begin, end); then the
-tensors' bytes without gaps (github.com/huggingface/safetensors, README, "Format"). No weight is touched here, so that
-`headrace plan` and the loader refuse a broken file in milliseconds, before any allocation.
+Eight bytes little-endian: the header's length; that many bytes of JSON: name -> dtype, shape,
+[begin, end); then the tensors' bytes without gaps (github.com/huggingface/safetensors, README,
+"Format"). No weight is touched here, so that `headrace plan` and the loader refuse a broken file in
+milliseconds, before any allocation.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class StoredTensor:
 
 
 def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of the file by name; truncated, overlapping, gapped, mis-sized or unknown: CheckpointError."""
+    """The tensors of the file by name; truncated, overlapping, gapped, mis-sized or unknown:
+    CheckpointError."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

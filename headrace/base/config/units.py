@@ -1,7 +1,7 @@
 """Sizes as people write them: "4GiB", "512MB", "32K", "25.6k".
 
-Bytes: KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB and the bare letters k, m, g, t powers of 1000.
-Counts (tokens, requests): k and m are powers of 1000, K and M of 1024.
+Bytes: KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB and the bare letters k, m, g, t powers
+of 1000. Counts (tokens, requests): k and m are powers of 1000, K and M of 1024.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Which files of a folder hold its weights, and which layout the folder has (MOD-10, QNT-12, QNT-14).
+"""Which files of a folder hold its weights, and which layout the folder has.
 
-Only file names and the index are looked at. Names from an index are untrusted: plain names only, and what they lead to
-must lie in the model's folder (P23). Files come back in natural order, equal on every rank.
+Only file names and the index are looked at. Names from an index are untrusted: plain names only,
+and what they lead to must lie in the model's folder. Files come back in natural order, equal
+on every rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-    """`files` in natural order; `weight_map` says which file has which tensor, where an index says so."""
+    """`files` in natural order; `weight_map` says which file has which tensor, where an index says
+    so."""
 
     files: tuple[Path, ...]
     weight_map: Mapping[str, str] | None = None
@@ -39,8 +41,9 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
 def folder_format(folder: Path) -> str:
     """The layout of a model folder: "hf", "mistral" or "none".
 
-    hf needs config.json and is preferred where both are there: it is the one we read. mistral needs params.json and
-    consolidated*.safetensors; Mistral's tokenizer and parameter files without these weights do not make it one.
+    hf needs config.json and is preferred where both are there: it is the one we read. mistral needs
+    params.json and consolidated*.safetensors; Mistral's tokenizer and parameter files without these
+    weights do not make it one.
     """
     if (folder / "config.json").is_file():
         alone = _named(folder, "consolidated*.safetensors") and not _named(
@@ -53,11 +56,12 @@ def folder_format(folder: Path) -> str:
 
 
 def find_weight_files(folder: Path) -> WeightFiles:
-    """The safetensors files of a model folder; none, missing shards, escapes and pickles only: CheckpointError."""
+    """The safetensors files of a model folder; none, missing shards, escapes and pickles only:
+    CheckpointError."""
     index = folder / INDEX_NAME
     if (folder / SINGLE_NAME).is_file() or not index.exists():
-        found = _without_index(folder)
-        return WeightFiles(files=tuple(confined(folder, path.name) for path in found))
+        paths = _without_index(folder)
+        return WeightFiles(files=tuple(confined(folder, path.name) for path in paths))
     weight_map = _weight_map(index)
     names = sorted(set(weight_map.values()), key=natural_key)
     files = tuple(confined(folder, name) for name in names)
@@ -70,9 +74,11 @@ def find_weight_files(folder: Path) -> WeightFiles:
 
 
 def confined(folder: Path, name: str) -> Path:
-    """`folder / name`, refused unless `name` is a plain file name that stays in the model's folder (P23).
+    """`folder / name`, refused unless `name` is a plain file name that stays in the model's
+    folder.
 
-    A hub cache keeps the files of a snapshot as links into its `blobs` folder, two levels up: these are followed.
+    A hub cache keeps the files of a snapshot as links into its `blobs` folder, two levels up: these
+    are followed.
     """
     if name in ("", ".", "..") or re.search(r"[/\\\x00:]", name):
         raise CheckpointError(f"{folder}: {name!r} is not a plain file name; paths are refused")

@@ -1,4 +1,5 @@
-"""docs/grafana.json: a Grafana dashboard over our own series, generated, so that it cannot name one we do not have."""
+"""docs/grafana.json: a Grafana dashboard over our own series, generated, so that it cannot name one
+we do not have."""
 
 from __future__ import annotations
 

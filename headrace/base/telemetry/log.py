@@ -1,7 +1,9 @@
-"""Logging of all headrace processes: one line per event on stderr, with control characters escaped and length capped.
+"""Logging of all headrace processes: one line per event on stderr, with control characters escaped
+and length capped.
 
-Text from outside (paths, header values) can reach a log line only through the formatter here, which escapes CR, LF,
-ANSI and every other control character (P19), so that one event is one line. Prompts and keys are never passed to it.
+Text from outside (paths, header values) can reach a log line only through the formatter here, which
+escapes CR, LF, ANSI and every other control character, so that one event is one line. Prompts
+and keys are never passed to it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def configure(process: str, level: str) -> None:
 
 
 def set_level(level: str) -> None:
-    """What this process logs from now on: one of LEVELS. Libraries that say much say warnings only."""
+    """Sets this process's log level, one of LEVELS. Verbose libraries stay at warnings."""
     logging.getLogger().setLevel(level.upper())
     for noisy in ("uvicorn", "uvicorn.error", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -1,9 +1,10 @@
 """Every metric series of headrace, in one table, and the objects that count them.
 
-The table is the single source: the Prometheus exposition and docs/METRICS.md (`metrics_page`) come from it. Label
-values come from closed sets that stand in the table; a value outside its set is counted as "other", so that no client
-can grow the number of series (P20). Each process counts for itself; with several API processes prometheus_client's
-multiprocess files merge them (the supervisor points PROMETHEUS_MULTIPROC_DIR at the runtime folder).
+The table is the single source: the Prometheus exposition and docs/METRICS.md (`metrics_page`) come
+from it. Label values come from closed sets that stand in the table; a value outside its set is
+counted as "other", so that no client can grow the number of series. Each process counts for
+itself; with several API processes prometheus_client's multiprocess files merge them (the supervisor
+points PROMETHEUS_MULTIPROC_DIR at the runtime folder).
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from headrace.base import env
 from headrace.base.telemetry.vllm_names import ABSENT, FIGURES, SERIES
 
 OTHER = "other"
-disable_created_metrics()  # type: ignore[no-untyped-call]  # the library leaves it so
+disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped library
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """What a series does over time."""
 
     COUNTER = "counter"
@@ -42,7 +43,7 @@ class Series:
     """One metric. `labels` maps each label to the closed set of its values."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     doc: str
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     buckets: tuple[float, ...] = ()
@@ -126,146 +127,159 @@ GRPC_CODES = (
 TABLE: tuple[Series, ...] = (
     Series(
         name="headrace_http_requests_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         doc="HTTP requests answered. Status 499: the client left before the answer.",
         labels={"method": METHODS, "route": ROUTES, "status": STATUSES},
     ),
     Series(
         name="headrace_http_requests_in_flight",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         doc="HTTP requests that are being answered now.",
     ),
     Series(
         name="headrace_grpc_requests_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         doc="gRPC calls answered.",
         labels={"method": GRPC_METHODS, "code": GRPC_CODES},
     ),
     Series(
         name="headrace_websockets_open",
-        kind=Kind.GAUGE,
+        kind=MetricKind.GAUGE,
         doc="WebSocket connections that are open.",
     ),
     Series(
         name="headrace_websockets_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         doc="WebSocket connections that were opened.",
     ),
     Series(
         name="headrace_websocket_seconds",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         doc="How long a WebSocket connection was open.",
         buckets=_LONG_SECONDS,
     ),
     Series(
         name="headrace_rejections_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         doc="Requests refused for want of capacity (429, 503), by reason.",
         labels={"reason": REJECTIONS},
     ),
     Series(
         name="headrace_client_disconnects_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         doc="Requests whose client left before the answer was complete.",
     ),
     Series(
         name="headrace_slow_readers_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         doc="Streams ended because their reader took nothing for too long.",
     ),
     Series(
+        name="headrace_event_loop_lag_seconds",
+        kind=MetricKind.HISTOGRAM,
+        doc="How late a timer of an API process's event loop was, every half second.",
+        buckets=(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0),
+    ),
+    Series(
+        name="headrace_event_loop_alarms_total",
+        kind=MetricKind.COUNTER,
+        doc="Times such a timer was a quarter of a second late or more: every stream waited.",
+    ),
+    Series(
         name="headrace_request_success_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         doc="Choices that ended, by reason.",
         labels={"finished_reason": REASONS},
     ),
     Series(
         name="headrace_prompt_tokens_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         doc="Prompt tokens of started requests.",
     ),
-    Series(name="headrace_generation_tokens_total", kind=Kind.COUNTER, doc="Tokens generated."),
+    Series(
+        name="headrace_generation_tokens_total", kind=MetricKind.COUNTER, doc="Tokens generated."
+    ),
     Series(
         name="headrace_cached_prompt_tokens_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         doc="Prompt tokens found in the prefix cache.",
     ),
     Series(
         name="headrace_time_to_first_token_seconds",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         doc="From the arrival of a request to its first token.",
         buckets=_SECONDS,
     ),
     Series(
         name="headrace_inter_token_latency_seconds",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         doc="Mean time between the tokens of a choice.",
         buckets=_TOKEN_SECONDS,
     ),
     Series(
         name="headrace_request_queue_time_seconds",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         doc="Time a request waited before it was first scheduled.",
         buckets=_SECONDS,
     ),
     Series(
         name="headrace_request_prefill_time_seconds",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         doc="Time from being scheduled to the first token.",
         buckets=_SECONDS,
     ),
     Series(
         name="headrace_request_decode_time_seconds",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         doc="Time from the first token to the last.",
         buckets=_SECONDS,
     ),
     Series(
         name="headrace_request_inference_time_seconds",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         doc="Time from being scheduled to the last token.",
         buckets=_SECONDS,
     ),
     Series(
         name="headrace_e2e_request_latency_seconds",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         doc="From the arrival of a request to the end of its answer.",
         buckets=_SECONDS,
     ),
     Series(
         name="headrace_request_prompt_tokens",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         doc="Prompt tokens of a request.",
         buckets=_TOKENS,
     ),
     Series(
         name="headrace_request_generation_tokens",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         doc="Tokens generated for a choice.",
         buckets=_TOKENS,
     ),
     Series(
         name="headrace_request_n",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         doc="Choices that a request asked for.",
         buckets=_CHOICES,
     ),
     Series(
         name="headrace_request_max_tokens",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         doc="Tokens that a request asked for at most; those that named no number are not counted.",
         buckets=_TOKENS,
     ),
     Series(
         name="headrace_nonfinite_requests_total",
-        kind=Kind.COUNTER,
+        kind=MetricKind.COUNTER,
         doc="Requests that ended because their logits were NaN or infinite.",
     ),
 )
 
 
 def template_of(path: str) -> str:
-    """The route's template: a closed set, whatever clients ask for (P20)."""
+    """The route's template: a closed set, whatever clients ask for."""
     if path in ROUTES:
         return path
     for prefix in COLLECTIONS:
@@ -287,9 +301,9 @@ class Metrics:
 
     def _make(self, series: Series) -> Counter | Gauge | Histogram:
         labels = tuple(series.labels)
-        if series.kind is Kind.COUNTER:
+        if series.kind is MetricKind.COUNTER:
             return Counter(series.name, series.doc, labels, registry=self.registry)
-        if series.kind is Kind.GAUGE:
+        if series.kind is MetricKind.GAUGE:
             return Gauge(
                 series.name, series.doc, labels, registry=self.registry, multiprocess_mode="livesum"
             )
@@ -319,7 +333,7 @@ class Metrics:
         """The Prometheus text: the series of the table, then what each engine core reported now."""
         if env.get("PROMETHEUS_MULTIPROC_DIR") is not None:
             merged = CollectorRegistry()
-            MultiProcessCollector(merged)  # type: ignore[no-untyped-call]  # the library leaves it so
+            MultiProcessCollector(merged)  # type: ignore[no-untyped-call]  # untyped library
             own = generate_latest(merged)
         else:
             own = generate_latest(self.registry)
@@ -327,7 +341,8 @@ class Metrics:
 
 
 def _engine_text(engines: list[Mapping[str, object]]) -> bytes:
-    """Figures of the cores as gauges `headrace_engine_NAME{engine="i"}`; only numbers with identifier names count."""
+    """Figures of the cores as gauges `headrace_engine_NAME{engine="i"}`; only numbers with
+    identifier names count."""
     names = sorted(
         {name for engine in engines for name, value in engine.items() if _is_figure(name, value)}
     )

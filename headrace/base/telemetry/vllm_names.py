@@ -1,7 +1,9 @@
-"""Our series under the names that dashboards for vLLM ask for (OBS-03), when `--metrics-compat vllm` wants them too.
+"""Our series under the names that dashboards for vLLM ask for, when `--metrics-compat
+vllm` wants them too.
 
-A text to a text: each line of the exposition that the table names is given a second time, with a `model_name` label;
-gauges and counters that only the engine cores know are made of their figures. What has no equal here is left out.
+A text to a text: each line of the exposition that the table names is given a second time, with a
+`model_name` label; gauges and counters that only the engine cores know are made of their figures.
+What has no equal here is left out.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ FIGURES: Mapping[str, tuple[str, str]] = {
     "running": ("vllm:num_requests_running", "gauge"),
     "waiting": ("vllm:num_requests_waiting", "gauge"),
     "preemptions": ("vllm:num_preemptions_total", "counter"),
+    "drafts": ("vllm:spec_decode_num_drafts_total", "counter"),
+    "draft_tokens": ("vllm:spec_decode_num_draft_tokens_total", "counter"),
+    "accepted_draft_tokens": ("vllm:spec_decode_num_accepted_tokens_total", "counter"),
     "prefix_query_tokens": ("vllm:prefix_cache_queries_total", "counter"),
     "prefix_hit_tokens": ("vllm:prefix_cache_hits_total", "counter"),
     "asleep": ("vllm:engine_sleep_state", "gauge"),
@@ -52,15 +57,16 @@ OF_SEVERAL_FIGURES = (
     "vllm:kv_cache_usage_perc",
     "vllm:cache_config_info",
     "vllm:num_requests_waiting_by_reason",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
 )
 ABSENT: Mapping[str, str] = {
     "vllm:external_prefix_cache_queries, _hits": "there is no prefix cache outside the engine",
     "vllm:mm_cache_queries, _hits": "no media are taken, so that none are cached",
     "vllm:lora_requests_info": "there are no adapters",
-    "vllm:spec_decode_num_drafts, _draft_tokens, _accepted_tokens": "nothing is drafted",
     "vllm:engine_sleep_state by state": "the series is 1 while asleep; the ledger tells the level",
 }
-"""vLLM's series that have no equal here, and why: a series that never moves would say that something is counted."""
+"""vLLM's series that have no equal here, and why: a series that never moves would say that
+something is counted."""
 
 _LINE = re.compile(r"^(headrace_\w+?)(_total|_bucket|_sum|_count)?(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -84,7 +90,8 @@ def vllm_text(ours: str, engines: Sequence[Mapping[str, object]], model: str) ->
             if isinstance(value, int | float):
                 lines.append(f'{name}{{engine="{index}",{label}}} {float(value)}')
     for name in OF_SEVERAL_FIGURES:
-        lines.append(f"# TYPE {name} gauge")
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines.append(f"# TYPE {name} {kind}")
         for index, engine in enumerate(engines):
             lines += _of_several(name, engine, f'engine="{index}",{label}')
     return "\n".join(lines) + "\n"
@@ -97,6 +104,10 @@ def _of_several(name: str, engine: Mapping[str, object], label: str) -> list[str
     if name == "vllm:num_requests_waiting_by_reason":
         counts = waiting.items() if isinstance(waiting, Mapping) else ()
         return [f'{name}{{{label},reason="{_escaped(str(k))}"}} {float(n)}' for k, n in counts]
+    if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
+        accepted = engine.get("accepted_draft_tokens_by_position")
+        places = accepted if isinstance(accepted, list) else []
+        return [f'{name}{{{label},position="{i}"}} {float(n)}' for i, n in enumerate(places)]
     if not (isinstance(total, int) and isinstance(held, int) and total):
         return []
     if name == "vllm:kv_cache_usage_perc":
@@ -119,15 +130,16 @@ def _step_tokens(engine: Mapping[str, object], label: str) -> list[str]:
 
 
 def _http_requests(ours: str) -> list[str]:
-    """Requests by route, method and class of status, under the name that instrumented web servers share."""
+    """Requests by route, method and class of status, under the name that instrumented web servers
+    share."""
     counts: Counter[tuple[str, ...]] = Counter()
     for line in ours.splitlines():
-        found = _LINE.match(line)
-        if found is not None and found[1] == "headrace_http_requests" and found[3]:
-            told = dict(_LABEL.findall(found[3]))
-            status = told["status"]
+        match = _LINE.match(line)
+        if match is not None and match[1] == "headrace_http_requests" and match[3]:
+            labels = dict(_LABEL.findall(match[3]))
+            status = labels["status"]
             kind = f"{status[0]}xx" if status.isdecimal() else status
-            counts[told["route"], told["method"], kind] += int(float(found[4]))
+            counts[labels["route"], labels["method"], kind] += int(float(match[4]))
     lines = [
         f'http_requests_total{{handler="{route}",method="{method}",status="{kind}"}} {float(count)}'
         for (route, method, kind), count in counts.items()
@@ -139,10 +151,10 @@ def _renamed(line: str, label: str) -> list[str]:
     typed = _TYPE.match(line)
     if typed is not None:
         return [f"# TYPE {name}{typed[2] or ''} {typed[3]}" for name in SERIES.get(typed[1], ())]
-    found = _LINE.match(line)
-    if found is None:
+    match = _LINE.match(line)
+    if match is None:
         return []
-    ours, suffix, labels, value = found.groups()
+    ours, suffix, labels, value = match.groups()
     both = f"{label},{labels}" if labels else label
     return [f"{name}{suffix or ''}{{{both}}} {value}" for name in SERIES.get(ours, ())]
 

@@ -1,7 +1,8 @@
-"""The one encoding of everything that crosses a process border: msgpack with a fixed schema (P1).
+"""The one encoding of everything that crosses a process border: msgpack with a fixed schema.
 
-A message is a tagged msgspec struct. A numpy array travels as [dtype, shape, raw bytes]; only the dtypes listed here
-exist on the wire. Nothing is ever unpickled. Frames on a stream socket are a 4-byte little-endian length and a body.
+A message is a tagged msgspec struct. A numpy array travels as [dtype, shape, raw bytes]; only the
+dtypes listed here exist on the wire. Nothing is ever unpickled. Frames on a stream socket are a
+4-byte little-endian length and a body.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _decode_hook(wanted: type, value: Any) -> Any:
 
 
 def cut_frames(buffer: bytearray, *, max_bytes: int) -> list[bytes]:
-    """Takes the bodies of the whole frames off the front of `buffer`; ValueError if one is longer than `max_bytes`."""
+    """Takes the bodies of the whole frames off the front of `buffer`; ValueError if one is longer
+    than `max_bytes`."""
     bodies: list[bytes] = []
     at = 0
     with memoryview(buffer) as view:
@@ -54,7 +56,8 @@ def cut_frames(buffer: bytearray, *, max_bytes: int) -> list[bytes]:
 
 
 def read_frame(read: Callable[[int], bytes | None], *, max_bytes: int) -> bytes | None:
-    """The body of the next frame; `read` gives so many bytes, or None at the end. ValueError as `cut_frames`."""
+    """The body of the next frame; `read` gives so many bytes, or None at the end. ValueError as
+    `cut_frames`."""
     header = read(HEADER.size)
     return None if header is None else read(_size(header, 0, max_bytes))
 

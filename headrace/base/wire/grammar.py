@@ -1,8 +1,9 @@
 """What the text of an answer must look like, in one form for every dialect and every backend.
 
-A `Node` is a small tree: literals, JSON under a schema, regular expressions and whole grammars as leaves; sequences,
-alternatives, repetitions and triggered tags above them. The front makes it (front/text/structure), the core's grammar
-gate compiles it (core/grammar). `Constraint` is the gate's part of a request.
+A `Node` is a small tree: literals, JSON under a schema, regular expressions and whole grammars as
+leaves; sequences, alternatives, repetitions and triggered tags above them. The front makes it
+(front/text/structure), the core's grammar hook compiles it (core/grammar). `Constraint` is the
+hook's part of a request.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-GATE = "grammar"
-"""The name under which a `Constraint` stands in `EngineRequest.gates`, and masks in the late payload of a step."""
+GRAMMAR_HOOK = "grammar"
+"""Key of a `Constraint` in `EngineRequest.hook_payloads`, and of the masks in a step's deferred
+inputs."""
 
 
 class Literal(msgspec.Struct, frozen=True, tag="literal"):
@@ -24,15 +26,18 @@ class Literal(msgspec.Struct, frozen=True, tag="literal"):
 
 
 class Token(msgspec.Struct, frozen=True, tag="token"):
-    """The special token of this name, not its letters; a vocabulary that has no such token spells it."""
+    """The special token of this name, not its letters; a vocabulary that has no such token spells
+    it."""
 
     text: str
 
 
 class Json(msgspec.Struct, frozen=True, tag="json"):
-    """JSON that a schema (JSON text) allows. `compact`: no white space but one space after `,` and `:`.
+    """JSON that a schema (JSON text) allows. `compact`: no white space but one space after `,` and
+    `:`.
 
-    `whitespace`: a regular expression for the white space between tokens; None: a bounded stretch of any.
+    `whitespace`: a regular expression for the white space between tokens; None: a bounded stretch
+    of any.
     """
 
     schema: str
@@ -95,7 +100,8 @@ class Tag(msgspec.Struct, frozen=True):
 class Triggered(msgspec.Struct, frozen=True, tag="triggered"):
     """Free text in which each trigger must go on as one of the tags.
 
-    `at_least_one`: the text is tags alone, one or more. `stop_after_first`: it ends with the first tag.
+    `at_least_one`: the text is tags alone, one or more. `stop_after_first`: it ends with the first
+    tag.
     """
 
     triggers: tuple[str, ...]
@@ -110,11 +116,12 @@ Node: TypeAlias = (
 
 
 class ReasoningRule(msgspec.Struct, frozen=True, kw_only=True):
-    """The reasoning before the answer: what opens and closes it, and whether the prompt has opened it already.
+    """The reasoning before the answer: what opens and closes it, and whether the prompt has opened
+    it already.
 
-    The grammar holds from behind `close` on. `may_open`: the answer may begin with `open`. After `budget` tokens of
-    reasoning `close` is all that may follow (None: no bound). `until`: what ends the reasoning too, as a call
-    that begins within it, where only its length is bounded.
+    The grammar holds from behind `close` on. `may_open`: the answer may begin with `open`. After
+    `budget` tokens of reasoning `close` is all that may follow (None: no bound). `until`: what ends
+    the reasoning too, as a call that begins within it, where only its length is bounded.
     """
 
     open: str
@@ -126,7 +133,8 @@ class ReasoningRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the grammar gate is told about a request; at least one of both. `field`: what errors name."""
+    """What the grammar hook is told about a request; at least one of both. `field`: what errors
+    name."""
 
     grammar: Node | None = None
     reasoning: ReasoningRule | None = None
@@ -134,7 +142,8 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """What each token id adds to a text. Special tokens have their name here, and no text in an answer.
+    """What each token id adds to a text. Special tokens have their name here, and no text in an
+    answer.
 
     `width` is that of the logits: ids from len(pieces) on have no token and are never allowed.
     """
@@ -150,7 +159,7 @@ _CONSTRAINT_DECODER = msgspec.msgpack.Decoder(Constraint)
 
 
 def pack(constraint: Constraint) -> msgspec.Raw:
-    """The constraint as it stands in `EngineRequest.gates`."""
+    """The constraint as it stands in `EngineRequest.hook_payloads`."""
     return msgspec.Raw(_CONSTRAINT_ENCODER.encode(constraint))
 
 
@@ -166,15 +175,15 @@ def key_of(node: Node) -> bytes:
 
 Int32 = npt.NDArray[np.int32]
 NOTHING = memoryview(b"")
-"""A late payload that says nothing."""
+"""A deferred payload without masks."""
 
 
 class MaskBuffer:
-    """The payload of a step's masks, filled in place and handed on without a copy: K, words, rows [K], masks
-    [K, words], little-endian int32.
+    """The payload of a step's masks, filled in place and handed on without a copy: K, words, rows
+    [K], masks [K, words], little-endian int32.
 
-    The same memory is used at every step; what was handed out is good until the next `begin`. So masks of a step must
-    not be begun before the step that had the last ones has landed.
+    The same memory is used at every step; what was handed out is good until the next `begin`. So
+    masks of a step must not be begun before the step that had the last ones has landed.
     """
 
     def __init__(self, words: int) -> None:

@@ -1,7 +1,8 @@
 """What a request asks of sampling: `SamplingParams` as users write it, and its two resolved halves.
 
-`SamplingParams` is public. The front checks it, resolves every text to token ids and every default to a number, and
-splits it: `StopRules` is what the core needs to end a request, `RowSampling` what the sampler needs for one row.
+`SamplingParams` is public. The front checks it, resolves every text to token ids and every default
+to a number, and splits it: `StopRules` is what the core needs to end a request, `RowSampling` what
+the sampler needs for one row.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ LOGPROBS_MODES = ("raw", "processed")
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the text of an answer must be; exactly one of the first six.
 
-    `json` is a JSON schema (an object or its text), `json_object` any JSON object, `regex` a pattern for the whole text
-    (Rust's syntax), `choice` a list of texts, `grammar` Lark or GBNF, `structural_tag` free text with tagged parts.
-    The others are about JSON: no white space but one space after `,` and `:`; a pattern for white space; objects have
-    no properties but those named unless their schema says so.
+    `json` is a JSON schema (an object or its text), `json_object` any JSON object, `regex` a
+    pattern for the whole text (Rust's syntax), `choice` a list of texts, `grammar` Lark or GBNF,
+    `structural_tag` free text with tagged parts. The others are about JSON: no white space but one
+    space after `,` and `:`; a pattern for white space; objects have no properties but those named
+    unless their schema says so.
     """
 
     json: dict[str, Any] | str | bool | None = None
@@ -41,8 +43,8 @@ MAX_PATTERN_COUNT = 65536
 class RepetitionDetection(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Ends an answer ("repetition") whose last tokens are one pattern of `min_pattern_size` (0: 1) to
-    `max_pattern_size` tokens, `min_count` times over. A greatest size of 0 is off."""
+    """Ends an answer ("repetition") whose last tokens are one pattern of `min_pattern_size` (0: 1)
+    to `max_pattern_size` tokens, `min_count` times over. A greatest size of 0 is off."""
 
     max_pattern_size: int = 0
     min_pattern_size: int = 0
@@ -88,7 +90,8 @@ BOUNDS = {
     "xtc_threshold": Bound(0.0, 1.0),
     "logit_bias": Bound(-100.0, 100.0),
 }
-"""The one table of what the numbers of sampling may be: server, client and core check against it (P8)."""
+"""The one table of what the numbers of sampling may be: server, client and core check against
+it."""
 ROW_BOUNDS = {k: v for k, v in BOUNDS.items() if k not in ("logit_bias", "length_penalty")}
 """The part of it that the sampler sees as one number per row."""
 
@@ -121,10 +124,11 @@ class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True):
     """How to sample one prompt. Defaults leave the model's distribution unchanged (temperature 1).
 
-    `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1, `min_p` 0, `typical_p` 1 are off. `n` answers are returned
-    out of `best_of` sampled ones (ranked by mean log-probability). `beam_width` turns beam search on. `logprobs` and
-    `prompt_logprobs` are the numbers of alternatives beside the token itself (0: only the token's own; -1: all).
-    `logprobs_mode` "raw" scores by the model's own distribution, "processed" by the one that is drawn from: after
+    `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1, `min_p` 0, `typical_p` 1 are off. `n`
+    answers are returned out of `best_of` sampled ones (ranked by mean log-probability).
+    `beam_width` turns beam search on. `logprobs` and `prompt_logprobs` are the numbers of
+    alternatives beside the token itself (0: only the token's own; -1: all). `logprobs_mode` "raw"
+    scores by the model's own distribution, "processed" by the one that is drawn from: after
     penalties, bias, masks, temperature and truncation. Prompt tokens are not drawn and always raw.
     """
 
@@ -148,10 +152,12 @@ class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=T
 
 
 class StopRules(msgspec.Struct, frozen=True, kw_only=True):
-    """When the core ends a request. `stop_ids` holds the end-of-sequence ids too, unless they are ignored.
+    """When the core ends a request. `stop_ids` holds the end-of-sequence ids too, unless they are
+    ignored.
 
-    `max_tokens` is at least 0 and already bounded by the context; stop ids count only from `min_tokens` on.
-    0 means the prompt is only scored: the request ends ("length") when its prompt is computed.
+    `max_tokens` is at least 0 and already bounded by the context; stop ids count only from
+    `min_tokens` on. 0 means the prompt is only scored: the request ends ("length") when its prompt
+    is computed.
     """
 
     max_tokens: int
@@ -163,9 +169,10 @@ class StopRules(msgspec.Struct, frozen=True, kw_only=True):
 class RowSampling(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True):
     """What the sampler needs for one row; every number resolved, every text already token ids.
 
-    `seed` is always set (random if the user gave none): the noise of a token is a function of (seed, position, id).
-    `suppressed_ids` may not be sampled while fewer than `min_tokens` tokens are out (stop and eos ids).
-    `bad_words` are token-id sequences whose last id is forbidden when the others precede it.
+    `seed` is always set (random if the user gave none): the noise of a token is a function of
+    (seed, position, id). `suppressed_ids` may not be sampled while fewer than `min_tokens` tokens
+    are out (stop and eos ids). `bad_words` are token-id sequences whose last id is forbidden when
+    the others precede it.
     """
 
     dry_breaker_ids: tuple[int, ...] = ()
@@ -187,9 +194,9 @@ POOLINGS = ("cls", "last", "mean", "tokens")
 class RowPooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a request that is pooled instead of continued wants of its hidden states.
 
-    `how`: the first token's, the last one's, the mean over all, or every token's. `head`: through the model's
-    classification head, which gives one logit per label. `second_at`: where the second text of a pair begins, for
-    models with token types; 0: there is one text only.
+    `how`: the first token's, the last one's, the mean over all, or every token's. `head`: through
+    the model's classification head, which gives one logit per label. `second_at`: where the second
+    text of a pair begins, for models with token types; 0: there is one text only.
     """
 
     how: str = "last"

@@ -1,8 +1,9 @@
 """Messages between the engine core and the workers: the plan of a step and its result.
 
-A *row* is a permanent slot of the runner; a request owns one row from its first scheduled step until it ends or is
-preempted. A plan lists changes to the rows and the rows that run; it never repeats what the runner already knows,
-so its size does not depend on context lengths. Plans are executed strictly in the order in which they are submitted.
+A *row* is a permanent slot of the runner; a request owns one row from its first scheduled step
+until it ends or is preempted. A plan lists changes to the rows and the rows that run; it never
+repeats what the runner already knows, so its size does not depend on context lengths. Plans are
+executed strictly in the order in which they are submitted.
 """
 
 from __future__ import annotations
@@ -16,23 +17,35 @@ from headrace.base.wire.request import Captured, Pooled, PromptLogprobs
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A set of layers that share block tables. `kind`: "full", or "window" with its size in tokens.
+    """Caches that share block tables: one kind, and one numbering of blocks.
 
-    The i-th layer of every group lives in the same KV tensor, so that one pool of blocks serves all groups: each group
-    of a request takes its own blocks from it.
+    kind             full, window, chunked, latent, cross or state (core/kv/kinds)
+    caches           ids of its caches; a layer may have several, and several layers one
+    span             tokens of a window, of a chunk, or of an encoder's output; else None
+    block_ratio      its blocks hold this many times `WorkerFacts.block_tokens`
+    block_bytes      bytes of one block over all its caches; state: of one row's state
+    blocks_per_slab  its blocks in one slab of the pool
+    num_slots        state: slots for snapshots, of which slot 0 is nobody's; else 0
     """
 
     kind: str
-    layers: tuple[int, ...]
-    window: int | None = None
+    caches: tuple[int, ...]
+    span: int | None = None
+    block_ratio: int = 1
+    block_bytes: int = 0
+    blocks_per_slab: int = 1
+    num_slots: int = 0
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers state once they are loaded. Block 0 is the null block and belongs to nobody.
+    """What the workers state once they are loaded. Block 0 of each group is the null block and
+    belongs to nobody.
 
-    `groups` is empty for encoders, which keep no KV. `generates`: there is a language-model head; without one
-    requests can only be pooled. Attention weights can be had of `capture_layers` layers with `capture_heads` heads; 0
-    where they cannot.
+    All groups but those of recurrent state draw from one pool of `num_blocks` slabs. A slab holds
+    `blocks_per_slab` blocks of one group at a time: one block of any group where all blocks have
+    equal bytes. `groups` is empty for encoders, which keep no KV. `generates`: there is a
+    language-model head; without one requests can only be pooled. Attention weights can be had of
+    `capture_layers` layers with `capture_heads` heads; 0 where they cannot.
     """
 
     num_blocks: int
@@ -44,6 +57,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True
     capture_layers: int = 0
     capture_heads: int = 0
+    max_drafts: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
     start_s: dict[str, float] = {}
@@ -51,10 +65,11 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A request takes a row. `tokens` (int32) are all its known tokens: the prompt, then outputs after a preemption.
+    """A request takes a row. `tokens` (int32) are all its known tokens: the prompt, then outputs
+    after a preemption.
 
-    `num_prompt` of them are the prompt. The first `num_computed` have KV already (prefix hit). Block ids follow in the
-    plan's `block_*` arrays.
+    `num_prompt` of them are the prompt. The first `num_computed` have KV already (prefix hit).
+    Block ids follow in the plan's `block_*` arrays.
     """
 
     row: int
@@ -67,11 +82,15 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class RowFeed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Tokens (int32) of a running row at positions from `start` on, which the core has decided itself."""
+    """Tokens (int32) of a running row at positions from `start` on, which the core has decided
+    itself."""
 
     row: int
     start: int
     tokens: np.ndarray
+
+
+NO_DRAFTS = np.zeros(0, np.int32)
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
@@ -82,12 +101,20 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     feeds                tokens of rows, in the place of what was sampled there
     block_group/row/index/id [U]   block_table[group][row, index] = id
     rows [R]             rows that run; those with exactly one token come first
-    num_tokens [R]       query tokens of each (>= 1)
-    num_computed [R]     tokens that have KV before this step = position of the first query token
+    num_tokens [R]       query tokens of each (>= 1), the drafts among them
+    num_computed [R]     tokens that have KV before this step = position of the first query token;
+                         of rows with drafts in flight an upper bound: these begin with their newest
+                         token, whose position the runner knows
+    drafts [R]           query tokens at the end of each row's that the runner may propose itself
+    (it
+                         may propose fewer); empty: none. Only rows that decode have any, and only
+                         in steps in which all rows decode; then every query token is sampled
     sample [R] bool      whether the last query token's logits are sampled (false inside a prompt)
-    All arrays int32 unless said otherwise. With the overlapped loop, a row's input token may still be unknown to the
-    core: the runner feeds the token it sampled itself. `gates` carries payloads of optional gates by name; those of
-    the gates in `late` come after the plan, in a `Supply`, and are waited for before anything is sampled.
+    All arrays int32 unless said otherwise. With the overlapped loop, a row's input token may still
+    be unknown to the
+    core: the runner feeds the token it sampled itself. `hook_payloads`: by name of an admission
+    hook; those of the hooks in `deferred` follow in a `DeferredInputs`, and are waited for before
+    anything is sampled.
     """
 
     step: int
@@ -101,36 +128,43 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     num_tokens: np.ndarray
     num_computed: np.ndarray
     sample: np.ndarray
+    drafts: np.ndarray = NO_DRAFTS
     feeds: list[RowFeed] = []
-    gates: dict[str, bytes] = {}
-    late: tuple[str, ...] = ()
+    hook_payloads: dict[str, bytes] = {}
+    deferred: tuple[str, ...] = ()
 
 
-class Supply(msgspec.Struct, frozen=True, tag="supply"):
-    """The late payloads of a step, by gate name; decoded they lie in the frame they came in."""
+class DeferredInputs(msgspec.Struct, frozen=True, tag="deferred"):
+    """The payloads of a step that follow its plan, by hook name; decoded they are views of their
+    frame."""
 
     step: int
-    gates: dict[str, memoryview]
+    payloads: dict[str, memoryview]
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of the token sampled for batch index `index`: see TokenLogprobs."""
+    """Log-probabilities of the `place`-th token of batch index `index`: see TokenLogprobs."""
 
     index: int
     ids: np.ndarray
     values: np.ndarray
     rank: int
+    place: int = 0
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """What a step produced; index i is plan.rows[i].
 
-    tokens [R] int32     the sampled token, -1 where nothing was sampled
+    tokens [R, W] int32  the tokens each row has gained, first to last, then -1: none where nothing
+                         was sampled, one behind a step without drafts, at least one and at most
+                         1 + drafts behind one with them
+    drafted [R] int32    drafts that were proposed and looked at; empty: none
     failed               (index, error): this row alone failed (non-finite logits); it has no token
     """
 
     step: int
     tokens: np.ndarray
+    drafted: np.ndarray = NO_DRAFTS
     logprobs: list[RowLogprobs] = []
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
     pooled: list[tuple[int, Pooled]] = []

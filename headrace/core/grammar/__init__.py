@@ -1,1 +1,2 @@
-"""Structured output: a gate of the scheduler that compiles grammars off the loop and says what may follow."""
+"""Structured output: a hook of the scheduler that compiles grammars off the loop and says what may
+follow."""

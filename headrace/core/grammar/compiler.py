@@ -1,7 +1,8 @@
 """Compiles grammars off the loop, small ones first, and keeps the results, bounded in bytes.
 
-Each thread has a trial process of its own: a grammar that is late or too large there is refused and costs only that
-process. What has passed is compiled again here, which gives the interpreter lock back. Nothing is kept on disk.
+Each thread has a sandbox process of its own: a grammar that is late or too large there is refused
+and costs only that process. What has passed is compiled again here, which gives the interpreter
+lock back. Nothing is kept on disk.
 """
 
 from __future__ import annotations
@@ -19,29 +20,34 @@ import msgspec
 from headrace.base.errors import HeadraceError, InvalidRequest, Unavailable, from_wire, to_wire
 from headrace.base.wire.grammar import Node, Vocabulary, key_of
 from headrace.core.grammar.backends import make_backend
-from headrace.core.grammar.lexicon import Lexicon
-from headrace.core.grammar.trial import Begin, Trial
+from headrace.core.grammar.sandbox import CompileSandbox, SandboxStart
+from headrace.core.grammar.vocabulary_index import VocabularyIndex
 from headrace.core.ports import Encode, GrammarBackend, Matcher
 
 log = logging.getLogger(__name__)
-ENTRY_BYTES = 16_384
+ENTRY_BYTES = 98_304
+"""What the smallest grammar weighs: two matchers of llguidance 1.9 (measured: 77 KiB compiled, 81
+with its first masks)."""
 
 
 class CompileLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of compiling: time and memory of one grammar, grammars that may wait, threads, bytes kept."""
+    """Bounds of compiling: processor time and memory of one grammar, grammars that may wait (of
+    all, and of one tenant), threads, bytes kept."""
 
     seconds: float = 5.0
     memory_bytes: int = 512 << 20
     max_waiting: int = 1024
+    max_waiting_per_tenant: int = 256
     threads: int = 3
     cache_bytes: int = 256 << 20
 
 
-class Entry:
-    """One grammar: on its way, compiled (`matcher`), or refused (`error`). `done` is set last. Without a node only the
-    vocabulary's engine is waited for."""
+class GrammarEntry:
+    """One tenant's grammar: on its way, compiled (`matcher`), or refused (`error`). `done` is set
+    last. Without a node only the vocabulary's engine is waited for."""
 
-    def __init__(self, key: bytes, node: Node | None) -> None:
+    def __init__(self, tenant: str, key: bytes, node: Node | None) -> None:
+        self.tenant = tenant
         self.key = key
         self.node = node
         self.matcher: Matcher | None = None
@@ -49,17 +55,24 @@ class Entry:
         self.cost_bytes = ENTRY_BYTES + 16 * len(key)
         self.done = False
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is worth keeping. An error is that is the grammar's own: a busy machine or a
+        killed process says nothing about it."""
+        return not self.done or self.error is None or isinstance(self.error, InvalidRequest)
 
-class Engine(msgspec.Struct, frozen=True):
+
+class GrammarEngine(msgspec.Struct, frozen=True):
     """What is made of the vocabulary: once, on first use, off the loop."""
 
     backend: GrammarBackend
-    lexicon: Lexicon
+    vocabulary_index: VocabularyIndex
     vocabulary: Vocabulary
 
 
-class _EngineMaker:
-    """Makes the engine once; whoever asks meanwhile waits. Threads hold this, not the compiler, which so can go."""
+class _EngineFactory:
+    """Makes the engine once; whoever asks meanwhile waits. Threads hold this, not the compiler,
+    which so can go."""
 
     def __init__(
         self,
@@ -69,18 +82,18 @@ class _EngineMaker:
     ) -> None:
         self.backend = backend
         self._encoder = encoder
-        self.made: Engine | None = None
+        self.engine: GrammarEngine | None = None
         self._load = load
         self._lock = threading.Lock()
 
-    def get(self) -> Engine:
+    def get(self) -> GrammarEngine:
         with self._lock:
-            if self.made is None:
+            if self.engine is None:
                 vocabulary = self._load()
                 encode = self._encoder() if self._encoder is not None else None
                 backend = make_backend(self.backend, vocabulary, encode)
-                self.made = Engine(backend, Lexicon(vocabulary), vocabulary)
-            return self.made
+                self.engine = GrammarEngine(backend, VocabularyIndex(vocabulary), vocabulary)
+            return self.engine
 
 
 class Compiler:
@@ -95,44 +108,55 @@ class Compiler:
         encoder: Callable[[], Encode] | None = None,
     ) -> None:
         self.limits = limits or CompileLimits()
-        self._maker = _EngineMaker(load, backend, encoder)
-        self._cache: OrderedDict[bytes, Entry] = OrderedDict()
-        self._jobs: queue.PriorityQueue[tuple[int, int, Entry | None]] = queue.PriorityQueue()
+        self._factory = _EngineFactory(load, backend, encoder)
+        self._cache: OrderedDict[tuple[str, bytes], GrammarEntry] = OrderedDict()
+        self._jobs: queue.PriorityQueue[tuple[int, int, GrammarEntry | None]] = (
+            queue.PriorityQueue()
+        )
         self._number = count()
-        self._pending: list[Entry] = []
+        self._pending: list[GrammarEntry] = []
         self._num_threads = 0
         weakref.finalize(self, _stop, self._jobs, self.limits.threads)
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> GrammarEngine | None:
         """The vocabulary's engine once there is one; there is when an entry has a matcher."""
-        return self._maker.made
+        return self._factory.engine
 
     @property
     def num_waiting(self) -> int:
         """Grammars that wait to be compiled."""
         return self._jobs.qsize()
 
-    def get(self, node: Node | None) -> Entry:
-        """The entry of a grammar, new or known. Unavailable if too many wait."""
-        key = b"" if node is None else key_of(node)
+    def get(self, node: Node | None, *, tenant: str = "") -> GrammarEntry:
+        """The entry of a tenant's grammar, new or known: nobody can tell from the time that another
+        tenant has asked for the same. Unavailable if too many wait."""
+        key = (tenant, b"" if node is None else key_of(node))
         entry = self._cache.get(key)
-        if entry is None:
-            if self.num_waiting >= self.limits.max_waiting:
-                raise Unavailable(
-                    f"{self.num_waiting} grammars wait to be compiled", retry_after_s=1.0
-                )
-            entry = self._cache[key] = Entry(key, node)
-            self._pending = [*(other for other in self._pending if not other.done), entry]
-            self._jobs.put((len(key), next(self._number), entry))
+        if entry is None or not entry.is_kept:
+            self._pending = [other for other in self._pending if not other.done]
+            self._check_waiting(tenant)
+            entry = self._cache[key] = GrammarEntry(*key, node)
+            self._pending.append(entry)
+            self._jobs.put((len(entry.key), next(self._number), entry))
             self._start_thread()
         self._cache.move_to_end(key)
         self.shrink()
         return entry
 
+    def _check_waiting(self, tenant: str) -> None:
+        if self.num_waiting >= self.limits.max_waiting:
+            raise Unavailable(f"{self.num_waiting} grammars wait to be compiled", retry_after_s=1.0)
+        own = sum(entry.tenant == tenant for entry in self._pending)
+        if own >= self.limits.max_waiting_per_tenant:
+            raise Unavailable(
+                f"{own} grammars of this key wait to be compiled, as many as one key may have",
+                retry_after_s=1.0,
+            )
+
     def shrink(self) -> None:
-        """Forgets what was not used for longest; called when one is new and when one is done, as it weighs more then.
-        Requests that hold an entry keep it."""
+        """Forgets what was not used for longest; called when one is new and when one is done, as it
+        weighs more then. Requests that hold an entry keep it."""
         total = sum(entry.cost_bytes for entry in self._cache.values())
         for key in list(self._cache):
             if total <= self.limits.cache_bytes or len(self._cache) == 1:
@@ -145,23 +169,23 @@ class Compiler:
         if self._num_threads < min(self.limits.threads, len(self._pending)):
             name = f"grammar-{self._num_threads}"
             self._num_threads += 1
-            worker = _Worker(self._jobs, self._maker, self.limits)
+            worker = _Worker(self._jobs, self._factory, self.limits)
             threading.Thread(target=worker.run, name=name, daemon=True).start()
 
 
 class _Worker:
-    """One thread and its trial process."""
+    """One thread and its sandbox process."""
 
     def __init__(
         self,
-        jobs: queue.PriorityQueue[tuple[int, int, Entry | None]],
-        maker: _EngineMaker,
+        jobs: queue.PriorityQueue[tuple[int, int, GrammarEntry | None]],
+        factory: _EngineFactory,
         limits: CompileLimits,
     ) -> None:
         self._jobs = jobs
-        self._maker = maker
+        self._factory = factory
         self._limits = limits
-        self._trial: Trial | None = None
+        self._sandbox: CompileSandbox | None = None
 
     def run(self) -> None:
         """Compiles until the compiler is gone."""
@@ -169,24 +193,26 @@ class _Worker:
             try:
                 self._compile(entry)
             except Exception as error:
-                if not isinstance(error, InvalidRequest):
+                if not isinstance(error, InvalidRequest | Unavailable):
                     log.exception("a grammar could not be compiled")
                 entry.error = from_wire(to_wire(error))
             entry.done = True
-        if self._trial is not None:
-            self._trial.close()
+        if self._sandbox is not None:
+            self._sandbox.close()
 
-    def _compile(self, entry: Entry) -> None:
-        engine = self._maker.get()
+    def _compile(self, entry: GrammarEntry) -> None:
+        engine = self._factory.get()
         if entry.node is None:
             return
-        if self._trial is None or not self._trial.alive:
+        if self._sandbox is None or not self._sandbox.alive:
             memory = self._limits.memory_bytes
-            self._trial = Trial(Begin(self._maker.backend, engine.vocabulary, memory))
-        entry.cost_bytes += self._trial.compile(entry.node, self._limits.seconds)
+            self._sandbox = CompileSandbox(
+                SandboxStart(self._factory.backend, engine.vocabulary, memory)
+            )
+        entry.cost_bytes += self._sandbox.compile(entry.node, self._limits.seconds)
         entry.matcher = engine.backend.compile(entry.node)
 
 
-def _stop(jobs: queue.PriorityQueue[tuple[int, int, Entry | None]], threads: int) -> None:
+def _stop(jobs: queue.PriorityQueue[tuple[int, int, GrammarEntry | None]], threads: int) -> None:
     for i in range(threads):
         jobs.put((1 << 62, i, None))

@@ -1,29 +1,49 @@
-"""KV blocks of requests: finding cached ones, taking, giving back, and naming what has been computed.
+"""KV blocks of requests: finding cached ones, taking, giving back, and naming what has been
+computed.
 
-All groups draw from one pool. A request's block lists have the same length in every group; a window group holds 0 (the
-null block) where it has given a block back. Decides nothing about who runs.
+All groups of blocks draw from one pool; what a request's growth takes, each group's kind says
+(kinds/). A request's list of blocks holds 0 (the null block) where its group has given a block
+back. Recurrent groups take no blocks: snapshots of their state are numbered from pools of their
+own. Decides nothing about who runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import ContextTooLong
 from headrace.base.wire.step import WorkerFacts
-from headrace.core.kv.groups import capacity_blocks, common_hit, kind_of, least_blocks
-from headrace.core.kv.pool import NULL_BLOCK, BlockPool
-from headrace.core.kv.prefix import PrefixHasher
+from headrace.core.kv.groups import capacity_tokens, common_hit, kind_of
+from headrace.core.kv.pool import NULL_BLOCK, BlockPool, KVPool, PrefixHasher
+from headrace.core.kv.slabs import SlabPool
+from headrace.core.kv.snapshots import Snapshots
 from headrace.core.request import Request
 
 Int32 = npt.NDArray[np.int32]
-BlockUpdate = tuple[int, int, int]  # group, block index, block id
+Intp = npt.NDArray[np.intp]
+BlockUpdate = tuple[int, int, int]
+"""Group, block index, block id."""
+BlockColumns = tuple[int, Intp, Int32, Int32]
+"""Group; rows [N], and for each the block index and the block id."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Whether a waiting request's tokens fit beside the growth of running ones, and the units of
+    the pool that they and that growth take."""
+
+    fits: bool
+    units: int
+    headroom: int
 
 
 class KVManager:
-    """The KV cache as the scheduler sees it. `chunk_tokens` is the most one request computes in a step.
+    """The KV cache as the scheduler sees it. `chunk_tokens` is the most one request computes in a
+    step.
 
     A model without KV groups (an encoder) takes no blocks: everything fits, nothing is found again.
     """
@@ -36,40 +56,59 @@ class KVManager:
         chunk_tokens: int,
         hash_key: bytes | None = None,
     ) -> None:
+        groups = facts.groups
         self.block_tokens = facts.block_tokens
-        self.prefix_caching = prefix_caching and bool(facts.groups)
+        self.prefix_caching = prefix_caching and bool(groups)
         self.kinds = tuple(
-            kind_of(group, block_tokens=facts.block_tokens, prefix_caching=prefix_caching)
-            for group in facts.groups
+            kind_of(
+                group,
+                block_tokens=facts.block_tokens * group.block_ratio,
+                prefix_caching=prefix_caching,
+            )
+            for group in groups
         )
-        self.pool = BlockPool(facts.num_blocks, len(self.kinds))
-        self.windows = [g for g, kind in enumerate(self.kinds) if kind.is_window]
+        self._ratios = tuple(group.block_ratio for group in groups)
+        self.pool = _pool_of(facts, [kind.trims for kind in self.kinds])
+        self.snapshots = Snapshots(groups, block_tokens=facts.block_tokens)
+        self._trimmed = [g for g, kind in enumerate(self.kinds) if kind.trims]
+        self.trims = bool(self._trimmed or self.snapshots)
+        self._shared = [
+            g for g, kind in enumerate(self.kinds) if kind.shares and g not in self.snapshots
+        ]
+        # Groups of which a sequence takes one block with each block of the hash chain.
+        self._even = [g for g in self._shared if self._ratios[g] == 1]
+        self._uneven = [g for g in self._shared if self._ratios[g] > 1]
         self._hasher = PrefixHasher(hash_key)
-        self._chunk_blocks = -(-chunk_tokens // self.block_tokens)
-        bound = -(-facts.max_model_len // self.block_tokens)
-        held = capacity_blocks(self.kinds, self.pool.num_usable, bound=bound)
-        self.capacity_tokens = min(held * self.block_tokens, facts.max_model_len)
+        self._chunk_tokens = chunk_tokens
+        self.capacity_tokens = capacity_tokens(
+            lambda tokens: self.least_needed(tokens) <= self.pool.num_usable,
+            step=facts.block_tokens,
+            bound=facts.max_model_len,
+        )
         self.num_queries = 0
         self.num_hits = 0
 
-    def blocks_of(self, tokens: int) -> int:
-        """Blocks of positions that hold so many tokens."""
-        return -(-tokens // self.block_tokens)
-
     def least_needed(self, tokens: int) -> int:
-        """The fewest pool blocks with which a request of so many tokens can run."""
-        return least_blocks(self.kinds, self.blocks_of(tokens))
+        """The fewest units of the pool with which a request of so many tokens can run, computed a
+        block at a time."""
+        size = self.block_tokens
+        return self.pool.units(
+            [kind.most_held(tokens, done=0, chunk_tokens=size) for kind in self.kinds]
+        )
 
     def never_fits(self, tokens: int) -> ContextTooLong:
         """The error of a request whose tokens the pool can never hold."""
         return ContextTooLong(
-            f"{tokens} tokens need {self.least_needed(tokens)} KV blocks, {self.pool.num_usable} are available "
-            f"({self.capacity_tokens} tokens at most)",
+            f"{tokens} tokens need {self.least_needed(tokens)} KV {self.pool.unit}, "
+            f"{self.pool.num_usable} are available ({self.capacity_tokens} tokens at most)",
             field="prompt",
         )
 
+    # a waiting request
+
     def match(self, request: Request) -> int:
-        """How many blocks of the request's tokens are cached in all groups. One token is always left to compute."""
+        """How many blocks of the request's tokens are cached in all groups. One token is always
+        left to compute."""
         if not self.prefix_caching:
             return 0
         if not request.chain_start:
@@ -79,98 +118,185 @@ class KVManager:
             )
         if request.needs_whole_prompt:
             return 0
-        find, digest = self.pool.find, self._digest
         end = (request.num_tokens - 1) // self.block_tokens
-        return common_hit(self.kinds, lambda g, i: find(g, digest(request, i)) is not None, end)
+        return common_hit(
+            self.kinds, self._ratios, lambda g, i: self._find(request, g, i) is not None, end
+        )
 
-    def need(self, request: Request, hit: int) -> int:
-        """Free blocks that the whole of the request's tokens will take from the pool, after a hit of `hit` blocks."""
-        fresh = self.blocks_of(request.num_tokens) - hit
-        new = sum(kind.most_held(fresh, self._chunk_blocks) for kind in self.kinds)
-        return new + sum(self.pool.refs(block) == 0 for _, _, block in self._hits(request, hit))
+    def need(self, request: Request, hit: int, *, growing: int) -> Need:
+        """What all of the request's tokens will take after a hit of `hit` blocks, while `growing`
+        running requests take a block each in every group that grows."""
+        counts = [
+            kind.most_held(
+                request.num_tokens, done=hit * self.block_tokens, chunk_tokens=self._chunk_tokens
+            )
+            for kind in self.kinds
+        ]
+        more = [0] * len(self.kinds)
+        for group in self._shared:
+            more[group] = growing
+        hits = [(g, block) for g, _, block in self._hits(request, hit)]
+        free_hits = sum(self.pool.refs(g, block) == 0 for g, block in hits)
+        return Need(
+            fits=self.pool.fits([a + b for a, b in zip(counts, more, strict=True)], hits),
+            units=self.pool.units(counts) + free_hits,
+            headroom=self.pool.units(more),
+        )
+
+    def can_begin(self, request: Request, hit: int) -> bool:
+        """Whether the first token behind a hit of `hit` blocks fits."""
+        tokens = hit * self.block_tokens + 1
+        counts = [
+            kind.num_blocks(tokens) - (hit // ratio if kind.shares else 0)
+            for kind, ratio in zip(self.kinds, self._ratios, strict=True)
+        ]
+        for group in self.snapshots:
+            counts[group] = 0
+        return self.pool.fits(counts, [(g, block) for g, _, block in self._hits(request, hit)])
 
     def attach(self, request: Request, hit: int) -> list[BlockUpdate]:
         """Gives the request its first `hit` blocks out of the cache."""
-        found = self._hits(request, hit)
-        self.pool.hold([block for _, _, block in found])
-        for group, kind in enumerate(self.kinds):
-            request.trimmed[group] = kind.hit_start(hit)
-            request.blocks[group] = [NULL_BLOCK] * hit
-        for group, index, block in found:
+        updates = self._hits(request, hit)
+        for group in self._shared:
+            size = hit // self._ratios[group]
+            request.trimmed[group] = self.kinds[group].hit_start(size)
+            request.blocks[group] = [NULL_BLOCK] * size
+        for group, index, block in updates:
             request.blocks[group][index] = block
+            self.pool.hold(group, (block,))
+        if self.snapshots and hit:
+            updates += self.snapshots.attach(request, hit - 1, self._digest(request, hit - 1))
         request.registered = hit
         request.prefill_blocks = request.num_tokens // self.block_tokens
         request.registers = self.prefix_caching
         if self.prefix_caching and not request.needs_whole_prompt:
             self.num_queries += request.num_tokens
             self.num_hits += hit * self.block_tokens
-        return found
+        return updates
+
+    # a running request
 
     def fit(self, request: Request, *, start: int, want: int) -> int:
-        """How many of `want` tokens from position `start` on the free blocks allow."""
+        """How many of `want` tokens from position `start` on the free blocks allow.
+
+        Where the state of recurrent layers can be kept, a chunk that passes the end of a block ends
+        with the last such block, so that there is something to keep."""
         if not self.kinds:
             return want
-        held = len(request.blocks[0]) * self.block_tokens - start
-        return min(want, held + self.pool.num_free // len(self.kinds) * self.block_tokens)
+        if self.snapshots and request.registers:
+            want = self.snapshots.chunk_tokens(start=start, want=want)
+        end, size = start + want, self.block_tokens
+        if self.pool.fits(self._growth(request, end)):
+            return want
+        low, high = start // size, -(-end // size) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.pool.fits(self._growth(request, middle * size)):
+                low = middle
+            else:
+                high = middle - 1
+        return max(0, low * size - start)
+
+    def held_tokens(self, request: Request) -> int:
+        """The tokens for which the request has blocks in every group that grows."""
+        sizes = (len(request.blocks[g]) * self.block_tokens * self._ratios[g] for g in self._shared)
+        return min(sizes)
 
     def extend(self, request: Request, tokens: int) -> list[BlockUpdate]:
         """Takes the blocks for positions below `tokens`; the caller has asked `fit`."""
-        if not self.kinds:
-            return []
-        first = len(request.blocks[0])
-        count = self.blocks_of(tokens) - first
-        if count <= 0:
-            return []
+        growth = self._growth(request, tokens)
         updates: list[BlockUpdate] = []
-        for group, blocks in enumerate(request.blocks):
-            taken = self.pool.take(count)
-            blocks.extend(taken)
-            updates.extend((group, first + i, block) for i, block in enumerate(taken))
+        if any(growth):
+            for group, taken in enumerate(self.pool.take(growth)):
+                blocks = request.blocks[group]
+                first = len(blocks)
+                blocks.extend(taken)
+                updates.extend((group, first + i, block) for i, block in enumerate(taken))
+        if self.snapshots and request.registers:
+            updates += self.snapshots.take(request, tokens)
         return updates
 
-    def extend_each(self, requests: Sequence[Request]) -> tuple[Int32, list[Int32]]:
-        """Takes the next block of each request in every group: their common indices [N], and ids [N] per group."""
-        index = np.asarray([len(request.blocks[0]) for request in requests], np.int32)
-        ids: list[Int32] = []
-        for group in range(len(self.kinds)):
-            taken = self.pool.take(len(requests))
-            for request, block in zip(requests, taken, strict=True):
-                request.blocks[group].append(block)
-            ids.append(np.asarray(taken, np.int32))
-        return index, ids
+    def can_extend_each(self, requests: Sequence[Request], positions: Int32) -> bool:
+        """Whether each of these decoding requests can go on at its position, which begins a
+        block."""
+        return self.pool.fits([len(chosen) for chosen in self._full(requests, positions)])
+
+    def extend_each(
+        self, rows: Intp, requests: Sequence[Request], positions: Int32
+    ) -> list[BlockColumns]:
+        """Takes the next block of each request, which owns this row, in every group in which its
+        blocks are full; the caller has asked `can_extend_each`."""
+        columns: list[BlockColumns] = []
+        chosen = self._full(requests, positions)
+        for group, taken in enumerate(self.pool.take([len(places) for places in chosen])):
+            if not taken:
+                continue
+            lists = [requests[i].blocks[group] for i in chosen[group]]
+            index = np.asarray([len(blocks) for blocks in lists], np.int32)
+            for blocks, block in zip(lists, taken, strict=True):
+                blocks.append(block)
+            mine = rows if len(taken) == len(rows) else rows[chosen[group]]
+            columns.append((group, mine, index, np.asarray(taken, np.int32)))
+        return columns
+
+    def _full(self, requests: Sequence[Request], positions: Int32) -> list[Sequence[int]]:
+        """Of each group, the indices of the requests without a block for their position."""
+        chosen: list[Sequence[int]] = [()] * len(self.kinds)
+        for group in self._even:
+            chosen[group] = range(len(requests))
+        for group in self._uneven:
+            num_blocks = self.kinds[group].num_blocks
+            places = enumerate(zip(requests, positions.tolist(), strict=True))
+            chosen[group] = [
+                i for i, (at, p) in places if len(at.blocks[group]) < num_blocks(p + 1)
+            ]
+        return chosen
 
     def trim(self, request: Request, position: int) -> list[BlockUpdate]:
-        """Gives back the blocks that have left every window when the next token is at `position`.
+        """Gives back what no layer reads any more when the next token is at `position`.
 
-        Those filled while decoding lose their hash: only a run that reaches the window's end can be hit. Those that
-        were in the window at the end of a prefill chunk keep it: prompts are continued from there (ENG-08).
+        Blocks filled while decoding lose their hash: only a run that reaches a window's end can be
+        hit. Those that were in the window at the end of a prefill chunk keep it: prompts are
+        continued from there.
         """
         updates: list[BlockUpdate] = []
-        for group in self.windows:
+        for group in self._trimmed:
             blocks = request.blocks[group]
             first, kept = request.trimmed[group], self.kinds[group].first_kept(position)
-            for index in range(first, kept):
+            prefill_blocks = request.prefill_blocks // self._ratios[group]
+            for index in range(first, min(kept, len(blocks))):
                 block, blocks[index] = blocks[index], NULL_BLOCK
-                if index >= request.prefill_blocks:
-                    self.pool.forget(block)
-                self.pool.release([block])
+                if block == NULL_BLOCK:
+                    continue
+                if index >= prefill_blocks:
+                    self.pool.forget(group, block)
+                self.pool.release(group, [block])
                 updates.append((group, index, NULL_BLOCK))
             request.trimmed[group] = max(first, kept)
+        if self.snapshots:
+            updates += self.snapshots.detach(request)
         return updates
 
     def register(self, request: Request, computed: int) -> None:
-        """Names the blocks below position `computed`, whose KV is now known to be there (a prefill chunk's end)."""
+        """Names the blocks below position `computed`, whose KV is now known to be there (a prefill
+        chunk's end)."""
         last = computed // self.block_tokens
         if request.registers:
-            for group, kind in enumerate(self.kinds):
-                for index in range(max(request.registered, kind.first_kept(computed)), last):
+            for group in self._shared:
+                ratio, kind = self._ratios[group], self.kinds[group]
+                begin = max(request.registered // ratio, kind.first_kept(computed))
+                for index in range(begin, last // ratio):
                     block = request.blocks[group][index]
                     if block != NULL_BLOCK:
-                        self.pool.tag(block, group, self._digest(request, index))
+                        digest = self._digest(request, (index + 1) * ratio - 1)
+                        self.pool.tag(group, block, digest)
+        if request.snapshots:
+            self.snapshots.register(request, last, lambda index: self._digest(request, index))
         request.registered = last
 
     def register_each(self, requests: Sequence[Request], blocks: Sequence[bytes]) -> None:
-        """Names the block that each of these decoding requests has just filled with these tokens."""
+        """Names the block that each of these decoding requests has just filled with these
+        tokens."""
         extend, tag = self._hasher.extend, self.pool.tag
         for request, token_bytes in zip(requests, blocks, strict=True):
             index = request.registered
@@ -181,36 +307,69 @@ class KVManager:
             assert len(chain) == index, (len(chain), index)
             digest = extend(chain[-1] if chain else request.chain_start, token_bytes)
             chain.append(digest)
-            for group, held in enumerate(request.blocks):
-                if held[index] != NULL_BLOCK:
-                    tag(held[index], group, digest)
+            for group in self._even:
+                if (block := request.blocks[group][index]) != NULL_BLOCK:
+                    tag(group, block, digest)
+            for group in self._uneven:
+                full, rest = divmod(index + 1, self._ratios[group])
+                if not rest and (block := request.blocks[group][full - 1]) != NULL_BLOCK:
+                    tag(group, block, digest)
 
     def release(self, request: Request, *, forget: bool = False) -> None:
-        """Gives back everything the request holds; with `forget` nothing of it can be found again."""
+        """Gives back everything the request holds; with `forget` nothing of it can be found
+        again."""
         for group, blocks in enumerate(request.blocks):
             held = [block for block in reversed(blocks) if block != NULL_BLOCK]
             if forget:
                 for block in held:
-                    self.pool.forget(block)
-            self.pool.release(held)
+                    self.pool.forget(group, block)
+            self.pool.release(group, held)
             blocks.clear()
             request.trimmed[group] = 0
+        if request.snapshots:
+            self.snapshots.release(request, forget=forget)
         request.registered = 0
 
-    def reset_cache(self, running: Sequence[Request]) -> None:
-        """Forgets every hash. What runs now is not named later either: part of its KV is from before."""
+    def compacts(self, request: Request, tokens: int) -> bool:
+        """Whether a request that is alone and finds no block for its last of `tokens` tokens would
+        find one if it were computed again from an empty pool, as its blocks then fill their slabs.
+        Asked once for a number of tokens; if so nothing is found again by its hash."""
+        if tokens <= request.compacted_at or self.least_needed(tokens) > self.pool.num_usable:
+            return False
+        request.compacted_at = tokens
         self.pool.forget_all()
+        return True
+
+    def reset_cache(self, running: Iterable[Request]) -> None:
+        """Forgets every hash. What runs now is not named later either: part of its KV is from
+        before."""
+        self.pool.forget_all()
+        self.snapshots.forget_all()
         for request in running:
             request.registers = False
 
+    def _growth(self, request: Request, tokens: int) -> list[int]:
+        """Blocks of each group that positions below `tokens` take beyond those held."""
+        return [
+            max(0, kind.num_blocks(tokens) - len(blocks))
+            for kind, blocks in zip(self.kinds, request.blocks, strict=True)
+        ]
+
+    def _find(self, request: Request, group: int, index: int) -> int | None:
+        digest = self._digest(request, (index + 1) * self._ratios[group] - 1)
+        if group in self.snapshots:
+            return self.snapshots.find(group, digest)
+        return self.pool.find(group, digest)
+
     def _hits(self, request: Request, hit: int) -> list[BlockUpdate]:
-        found: list[BlockUpdate] = []
-        for group, kind in enumerate(self.kinds):
-            for index in range(kind.hit_start(hit), hit):
-                block = self.pool.find(group, request.chain[index])
-                assert block is not None
-                found.append((group, index, block))
-        return found
+        hits: list[BlockUpdate] = []
+        for group in self._shared if hit else ():
+            size = hit // self._ratios[group]
+            for index in range(self.kinds[group].hit_start(size), size):
+                block = self._find(request, group, index)
+                assert block is not None, (group, index)
+                hits.append((group, index, block))
+        return hits
 
     def _digest(self, request: Request, index: int) -> bytes:
         chain, size = request.chain, self.block_tokens
@@ -219,3 +378,11 @@ class KVManager:
             parent = chain[-1] if chain else request.chain_start
             chain.append(self._hasher.extend(parent, request.token_bytes(start, start + size)))
         return chain[index]
+
+
+def _pool_of(facts: WorkerFacts, trims: Sequence[bool]) -> KVPool:
+    """The pool of blocks; of slabs, where a slab holds several blocks of some group."""
+    per_slab = [group.blocks_per_slab for group in facts.groups]
+    if all(size == 1 for size in per_slab):
+        return BlockPool(facts.num_blocks, len(per_slab))
+    return SlabPool(facts.num_blocks, per_slab, trims)

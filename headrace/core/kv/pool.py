@@ -1,34 +1,120 @@
-"""The blocks of the KV cache: who holds how many references, which are free, and which still carry a hash.
+"""The blocks of the KV cache: who holds how many references, which are free, and which still carry
+a hash.
 
-A block that nobody holds is free. Free blocks without a hash are handed out first, the last freed first (its memory is
-warm); then those with a hash, the least recently used first, and only then does the hash go: until a block is reused
-its content can be found again (ENG-08). Knows nothing of requests or tokens.
+A block that nobody holds is free. Free blocks without a hash are handed out first, the last freed
+first (its memory is warm); then those with a hash, the least recently used first, and only then
+does the hash go: until a block is reused its content can be found again. Knows nothing of requests
+or tokens.
+
+`BlockPool` is for groups whose blocks have equal bytes: every free block serves every group. Groups
+of unequal blocks share a pool of slabs (slabs.py).
+
+The content of a block is named by a keyed cryptographic hash chain over everything it depends on:
+
+    start   = H(tenant, cache salt, extra keys)          each with its length in front: no two lists
+            look alike
+    block i = H(block i-1, token ids of block i)         the raw little-endian bytes
+
+H is BLAKE2b keyed with a secret of this process: nobody can construct two prompts that collide, nor
+learn anything from a hash, and a hash of another process or tenant means nothing here.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 
 NULL_BLOCK = 0
 
 
+class KVPool(Protocol):
+    """What the manager asks of a pool. Blocks are numbered by group; sizes and free counts are in
+    the pool's own unit: blocks, or slabs where groups have unequal ones."""
+
+    unit: str
+    num_usable: int
+    num_evictions: int
+
+    @property
+    def num_free(self) -> int:
+        """Units of which nobody holds anything."""
+        ...
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content can still be found."""
+        ...
+
+    def units(self, counts: Sequence[int]) -> int:
+        """Units that so many blocks of each group take at least."""
+        ...
+
+    def fits(self, counts: Sequence[int], hits: Sequence[tuple[int, int]] = ()) -> bool:
+        """Whether so many blocks of each group can be taken once these cached blocks
+        (group, block) are held."""
+        ...
+
+    def take(self, counts: Sequence[int]) -> list[list[int]]:
+        """So many blocks of each group, with one reference each; the caller has asked `fits`."""
+        ...
+
+    def refs(self, group: int, block: int) -> int:
+        """References held on a block."""
+        ...
+
+    def refcount_sum(self) -> int:
+        """All references held; 0 at rest."""
+        ...
+
+    def find(self, group: int, digest: bytes) -> int | None:
+        """The block of this group that holds this content."""
+        ...
+
+    def hold(self, group: int, blocks: Sequence[int]) -> None:
+        """One more reference on each of these blocks, which were found."""
+        ...
+
+    def release(self, group: int, blocks: Sequence[int]) -> None:
+        """One reference less on each (distinct) block. The first ones are reused first, so give a
+        sequence's tail first: its beginning is what others share."""
+        ...
+
+    def tag(self, group: int, block: int, digest: bytes) -> None:
+        """Lets a held block be found by its content. Content that another block already holds stays
+        with that one."""
+        ...
+
+    def forget(self, group: int, block: int) -> None:
+        """Takes the hash from a block, held or free."""
+        ...
+
+    def forget_all(self) -> None:
+        """Takes every hash from every block."""
+        ...
+
+
 class BlockPool:
     """`num_blocks` blocks, of which block 0 is the null block and never handed out.
 
     Invariants:
-    - a block is free if and only if its reference count is 0, and is then in exactly one of the two free lists;
+    - a block is free if and only if its reference count is 0, and is then in exactly one of the two
+      free lists;
     - a hash stands for at most one block per group; a block carries at most one hash.
     """
+
+    unit = "blocks"
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
         self.num_usable = num_blocks - 1
         self._refs = np.zeros(num_blocks, np.int32)
         self._tagged = np.zeros(num_blocks, np.bool_)
         self._tags: dict[int, tuple[int, bytes]] = {}
-        self._found: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._by_digest: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._plain = list(range(num_blocks - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.num_evictions = 0
@@ -40,23 +126,25 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Free blocks whose content can still be found."""
+        """See KVPool."""
         return len(self._cached)
 
-    def refs(self, block: int) -> int:
-        """References held on a block."""
-        return int(self._refs[block])
+    def units(self, counts: Sequence[int]) -> int:
+        """See KVPool."""
+        return sum(counts)
 
-    def refcount_sum(self) -> int:
-        """All references held; 0 at rest."""
-        return int(self._refs.sum())
+    def fits(self, counts: Sequence[int], hits: Sequence[tuple[int, int]] = ()) -> bool:
+        """See KVPool."""
+        free_hits = sum(self.refs(group, block) == 0 for group, block in hits)
+        return sum(counts) + free_hits <= self.num_free
 
-    def find(self, group: int, digest: bytes) -> int | None:
-        """The block of this group that holds this content."""
-        return self._found[group].get(digest)
+    def take(self, counts: Sequence[int]) -> list[list[int]]:
+        """See KVPool."""
+        if len(counts) == 1:
+            return [self._take(counts[0])]
+        return [self._take(count) for count in counts]
 
-    def take(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; the caller has seen that so many are free."""
+    def _take(self, count: int) -> list[int]:
         assert 0 <= count <= self.num_free, (count, self.num_free)
         plain = self._plain
         split = max(0, len(plain) - count)
@@ -70,16 +158,27 @@ class BlockPool:
         self._refs[taken] = 1
         return taken
 
-    def hold(self, blocks: Sequence[int]) -> None:
-        """One more reference on each of these found blocks."""
+    def refs(self, group: int, block: int) -> int:
+        """See KVPool."""
+        return int(self._refs[block])
+
+    def refcount_sum(self) -> int:
+        """See KVPool."""
+        return int(self._refs.sum())
+
+    def find(self, group: int, digest: bytes) -> int | None:
+        """See KVPool."""
+        return self._by_digest[group].get(digest)
+
+    def hold(self, group: int, blocks: Sequence[int]) -> None:
+        """See KVPool."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._cached[block]
             self._refs[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """One reference less on each (distinct) block. The first given are reused first, so give a sequence's tail
-        first: its beginning is what others share."""
+    def release(self, group: int, blocks: Sequence[int]) -> None:
+        """See KVPool."""
         if not blocks:
             return
         ids = np.asarray(blocks, np.int32)
@@ -90,16 +189,16 @@ class BlockPool:
         self._cached.update(dict.fromkeys(freed[tagged].tolist()))
         self._plain.extend(freed[~tagged].tolist())
 
-    def tag(self, block: int, group: int, digest: bytes) -> None:
-        """Lets a held block be found by its content. Content that another block already holds stays with that one."""
-        found = self._found[group]
-        if digest not in found and block not in self._tags:
-            found[digest] = block
+    def tag(self, group: int, block: int, digest: bytes) -> None:
+        """See KVPool."""
+        by_digest = self._by_digest[group]
+        if digest not in by_digest and block not in self._tags:
+            by_digest[digest] = block
             self._tags[block] = (group, digest)
             self._tagged[block] = True
 
-    def forget(self, block: int) -> None:
-        """Takes the hash from a block, held or free."""
+    def forget(self, group: int, block: int) -> None:
+        """See KVPool."""
         if block not in self._tags:
             return
         self._untag(block)
@@ -108,9 +207,9 @@ class BlockPool:
             self._plain.append(block)
 
     def forget_all(self) -> None:
-        """Takes every hash from every block."""
-        for found in self._found:
-            found.clear()
+        """See KVPool."""
+        for by_digest in self._by_digest:
+            by_digest.clear()
         self._tags.clear()
         self._tagged[:] = False
         self._plain.extend(self._cached)
@@ -118,5 +217,28 @@ class BlockPool:
 
     def _untag(self, block: int) -> None:
         group, digest = self._tags.pop(block)
-        del self._found[group][digest]
+        del self._by_digest[group][digest]
         self._tagged[block] = False
+
+
+DIGEST_BYTES = 16
+
+
+class PrefixHasher:
+    """Makes the hashes of one engine core."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._key = secrets.token_bytes(32) if key is None else key
+        self._keyed = blake2b(digest_size=DIGEST_BYTES, key=self._key)
+
+    def start(self, *, tenant: str, salt: str, extra_keys: Iterable[bytes]) -> bytes:
+        """The chain's start: prompts share blocks only if they agree in all of this."""
+        parts = [tenant.encode(), salt.encode(), *extra_keys]
+        framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+        return blake2b(framed, digest_size=DIGEST_BYTES, key=self._key).digest()
+
+    def extend(self, parent: bytes, token_bytes: bytes) -> bytes:
+        """The hash of the block with these tokens behind `parent`."""
+        digest = self._keyed.copy()  # a third faster than one made anew
+        digest.update(parent + token_bytes)
+        return digest.digest()

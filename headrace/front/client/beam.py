@@ -1,11 +1,11 @@
 """Beam search, on top of one-token continuations with scores.
 
-The `beam_width` most likely partial answers are continued together. An answer that reaches an end-of-sequence id or a
-stop id is complete. Answers are ranked by cumulative log-probability / length ** length_penalty, length counted in
-generated tokens (Wu et al. 2016, section 7, without the constant 5, as is usual). The prefix cache makes a continuation
-cost about one token. Nothing is sampled and the scores are the model's own: temperature may be 1 (its default) or 0 and
-changes nothing; any other, and every filter, penalty or bias, is refused (`inputs.py`).
-"""
+The `beam_width` most likely partial answers are continued together. An answer that reaches an
+end-of-sequence id or a stop id is complete. Answers are ranked by cumulative log-probability /
+length ** length_penalty, length counted in generated tokens (Wu et al. 2016, section 7, without the
+constant 5, as is usual). The prefix cache makes a continuation cost about one token. Nothing is
+sampled and the scores are the model's own: temperature may be 1 (its default) or 0 and changes
+nothing; any other, and every filter, penalty or bias, is refused (`inputs.py`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from headrace.front.client.events import (
     ScoredToken,
     Started,
 )
-from headrace.front.client.inputs import Widths
+from headrace.front.client.inputs import RequestBounds
 from headrace.front.text.detokenizer import Detokenizer
 from headrace.front.text.tokenizer import Tokenizer
 
@@ -42,7 +42,7 @@ class Continuer(Protocol):
     tokenizer: Tokenizer
 
     @property
-    def widths(self) -> Widths:
+    def bounds(self) -> RequestBounds:
         """What bounds a request."""
         ...
 
@@ -78,8 +78,8 @@ def advance(
 ) -> tuple[list[Beam], list[Beam]]:
     """The `width` best continuations that go on, and the `width` best that are complete.
 
-    following[i]: the best `width` tokens after beams[i] that are no stop ids, and every stop id (and maybe others).
-    """
+    following[i]: the best `width` tokens after beams[i] that are no stop ids, and every stop id
+    (and maybe others)."""
     candidates = [
         Beam(
             (*beam.token_ids, token.token.id),
@@ -99,10 +99,10 @@ def advance(
 async def beam_search(engine: Continuer, generation: Generation) -> Events:
     """The `n` best of `beam_width` answers, best first, once they are all complete."""
     engine.check(generation)
-    params, widths = generation.params, engine.widths
+    params, bounds = generation.params, engine.bounds
     assert params.beam_width is not None
-    stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else widths.eos_ids)))
-    room = widths.context_tokens - len(generation.prompt_ids)
+    stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else bounds.eos_ids)))
+    room = bounds.context_tokens - len(generation.prompt_ids)
     steps = room if params.max_tokens is None else min(params.max_tokens, room)
     live, complete = [Beam()], list[Beam]()
     end_at = None if generation.deadline_s is None else time.monotonic() + generation.deadline_s
@@ -111,7 +111,7 @@ async def beam_search(engine: Continuer, generation: Generation) -> Events:
         if end_at is not None:
             left = max(end_at - time.monotonic(), MIN_DEADLINE_S)
             generation = msgspec.structs.replace(generation, deadline_s=left)
-        following = await _continuations(engine, generation, live, stop_ids, widths)
+        following = await _continuations(engine, generation, live, stop_ids, bounds)
         if step < params.min_tokens:
             following = [[s for s in tokens if s.token.id not in stop_ids] for tokens in following]
         live, ended = advance(live, following, width=params.beam_width, stop_ids=stop_ids)
@@ -129,7 +129,8 @@ def _best(beams: list[Beam], params: SamplingParams, count: int) -> list[Beam]:
 
 
 def _settled(live: list[Beam], complete: list[Beam], params: SamplingParams, steps: int) -> bool:
-    """Whether no live beam can still come among the best: a log-probability only falls, a length only grows."""
+    """Whether no live beam can still come among the best: a log-probability only falls, a length
+    only grows."""
     assert params.beam_width is not None
     if len(complete) < params.beam_width:
         return False
@@ -149,10 +150,10 @@ async def _continuations(
     generation: Generation,
     beams: list[Beam],
     stop_ids: frozenset[int],
-    widths: Widths,
+    bounds: RequestBounds,
 ) -> list[list[ScoredToken]]:
     assert generation.params.beam_width is not None
-    wanted = min(generation.params.beam_width + len(stop_ids), widths.logits_width)
+    wanted = min(generation.params.beam_width + len(stop_ids), bounds.logits_width)
     tasks = [
         asyncio.create_task(_following(engine, generation, beam, wanted, stop_ids))
         for beam in beams

@@ -1,7 +1,7 @@
 """The connection to one engine core: a Unix socket that carries msgpack frames (base/wire).
 
-A core says Hello when it is ready. When the connection ends, everything in flight fails with EngineDead at once, and
-the connection is tried again with growing pauses until the core is back.
+A core says Hello when it is ready. When the connection ends, everything in flight fails with
+EngineDead at once, and the connection is tried again with growing pauses until the core is back.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Connection:
         self._unsent += self._codec.frame(message)
 
     def _flush(self) -> None:
-        """Sends what one turn of the loop brought together: a write wakes the core, and costs more than a request."""
+        """Sends what one turn of the loop brought together: a write wakes the core, and costs more
+        than a request."""
         unsent, self._unsent = self._unsent, bytearray()
         if unsent and self._frames is not None and self._frames.transport is not None:
             self._frames.transport.write(unsent)
@@ -132,17 +133,18 @@ class Connection:
 
     async def _stay(self, frames: _Frames, pause_s: float) -> float:
         """Stays until the connection ends; the pause starts anew if the core was ready."""
-        beat = asyncio.create_task(self._heartbeat())
+        heartbeat_task = asyncio.create_task(self._heartbeat())
         try:
             await frames.ended
             return pause_s if self.hello is None else _FIRST_PAUSE_S
         finally:
-            beat.cancel()
+            heartbeat_task.cancel()
             frames.close()
             self._lost()
 
     async def _heartbeat(self) -> None:
-        """Pings a silent core, so that silence means something: a long step does not delay the answer."""
+        """Pings a silent core, so that silence means something: a long step does not delay the
+        answer."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._limits.heartbeat_s)

@@ -1,48 +1,51 @@
 """`AsyncLLM`: the engine as clients see it, over the sockets of one or several engine cores.
 
-A generation becomes one engine request per answer, all on the core with the least to do; they are admitted as a whole:
-one that finds the queue full is sent again as long as another one found room. What cores send is turned into
-text as it arrives (so that a stop string ends an answer whether or not anybody reads), merged per answer until the
-reader takes it. Plain path per token: a look-up, a detokenizer step, and per step one wake-up of the reader.
-"""
+A generation becomes one engine request per answer, all on the core with the least to do; they are
+admitted as a whole: one that finds the queue full is sent again as long as another one found room.
+What cores send is turned into text as it arrives (so that a stop string ends an answer whether or
+not anybody reads), merged per answer until the reader takes it. Plain path per token: a look-up, a
+detokenizer step, and per step one wake-up of the reader."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from functools import partial
 
 import msgspec
 
+from headrace.base import splitmix
 from headrace.base.config.resolved import TextSpec
-from headrace.base.errors import (
-    EngineDead,
-    EngineError,
-    NotFound,
-    Unavailable,
-)
-from headrace.base.wire.request import AbortRequests, Hello, TokenBatch
+from headrace.base.errors import HeadraceError, NotFound, Unavailable
+from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import Hello
+from headrace.front.client.admission_retry import left_of
 from headrace.front.client.beam import beam_search
-from headrace.front.client.connection import Connection
-from headrace.front.client.events import Event, Events, Generation, Started
-from headrace.front.client.fanout import best_of, choice_params
-from headrace.front.client.inputs import InputChecker, Widths
+from headrace.front.client.events import (
+    Delta,
+    Ended,
+    Event,
+    Events,
+    Generation,
+    ScoredToken,
+    Started,
+)
+from headrace.front.client.inputs import InputChecker, RequestBounds
 from headrace.front.client.limits import Limits
-from headrace.front.client.outputs import Answer
-from headrace.front.client.room import Room
-from headrace.front.client.stream import Stream
-from headrace.front.client.together import left_of
+from headrace.front.client.outputs import ChoiceState
+from headrace.front.client.stream import CoreHandle, GenerationStream
 from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
 
-# From this length on, further answers wait for the first one's prompt, to find its blocks in the prefix cache.
+# From this length on, further answers wait for the first one's prompt, to find its blocks in the
+# prefix cache.
 _SHARED_PROMPT_TOKENS = 64
 
 
 class AsyncLLM:
-    """Implements `events.Engine`. Belongs to the event loop in which `start` ran."""
+    """Implements `events.EngineClient`. Belongs to the event loop in which `start` ran."""
 
     def __init__(
         self,
@@ -58,8 +61,8 @@ class AsyncLLM:
             text.tokenizer_path, chat_template=text.chat_template
         )
         self._checker = InputChecker(self.tokenizer, self.limits)
-        self._cores = [_Core(path, self.limits) for path in socket_paths]
-        self._labels: dict[str, list[Stream]] = {}
+        self._cores = [CoreHandle(path, self.limits) for path in socket_paths]
+        self._labels: dict[str, list[GenerationStream]] = {}
 
     async def start(self) -> None:
         """Connects to every core and waits for its Hello."""
@@ -86,8 +89,9 @@ class AsyncLLM:
 
     @property
     def trouble(self) -> str:
-        """See `events.Engine.trouble`."""
-        return next((hello.trouble for hello in self._hellos if hello.trouble), "")
+        """See `events.EngineClient.trouble`."""
+        reasons = (hello.trouble or hello.failing for hello in self._hellos)
+        return next((reason for reason in reasons if reason), "")
 
     @property
     def _hellos(self) -> list[Hello]:
@@ -95,13 +99,28 @@ class AsyncLLM:
 
     @property
     def window(self) -> int:
-        """See `events.Engine.window`: what the cores run in two steps."""
+        """See `events.EngineClient.window`: what the cores run in two steps."""
         return max(1, 2 * sum(hello.max_running for hello in self._hellos))
 
     @property
     def alive(self) -> bool:
-        """Whether every core answers its heartbeat."""
-        return all(core.connection.alive for core in self._cores)
+        """See `events.EngineClient.alive`: one of several replicas is enough."""
+        return any(core.serves for core in self._cores)
+
+    @property
+    def degraded(self) -> bool:
+        """See `events.EngineClient.degraded`."""
+        return not all(core.serves for core in self._cores)
+
+    @property
+    def connected(self) -> tuple[int, int]:
+        """See `events.EngineClient.connected`."""
+        return len(self._hellos), len(self._cores)
+
+    @property
+    def context_tokens(self) -> int:
+        """See `events.EngineClient.context_tokens`."""
+        return self.bounds.context_tokens
 
     @property
     def num_in_flight(self) -> int:
@@ -109,25 +128,25 @@ class AsyncLLM:
         return sum(len(core.running) for core in self._cores)
 
     @property
-    def widths(self) -> Widths:
+    def bounds(self) -> RequestBounds:
         """What bounds a request, by the model and by every core that is connected."""
         hellos = [c.connection.hello for c in self._cores if c.connection.hello is not None]
         lengths = [min(hello.max_model_len, hello.capacity_tokens) for hello in hellos]
         width = min([self.text.logits_width, *(hello.logits_width for hello in hellos)])
         context = min([self.text.max_model_len, *lengths])
-        return Widths(logits_width=width, context_tokens=context, eos_ids=self.text.eos_ids)
+        return RequestBounds(logits_width=width, context_tokens=context, eos_ids=self.text.eos_ids)
 
     def check(self, generation: Generation) -> None:
         """Refuses a generation that `generate` would refuse for what the caller did wrong."""
-        self._checker.check(generation, self.widths)
+        self._checker.check(generation, self.bounds)
 
-    def check_room(self) -> None:
-        """See `events.Engine.check_room`: by the core that would get the next request."""
+    def check_queue(self) -> None:
+        """See `events.EngineClient.check_queue`: by the core that would get the next request."""
         core = self._least_loaded()
-        core.room.check(core.connection.hello, len(core.running))
+        core.admission.check(core.connection.hello, len(core.running))
 
     def generate(self, generation: Generation) -> Events:
-        """See `events.Engine.generate`."""
+        """See `events.EngineClient.generate`."""
         params = generation.params
         if params.beam_width is not None:
             return beam_search(self, generation)
@@ -149,19 +168,20 @@ class AsyncLLM:
                 yield event
 
     async def run(self, generation: Generation, *, trusted: bool = False) -> AsyncGenerator[Event]:
-        """`n` answers, without ranking. `trusted`: made by the engine's own code, beyond the limits for callers."""
-        widths = self.widths
+        """`n` answers, without ranking. `trusted`: made by the engine's own code, beyond the limits
+        for callers."""
+        bounds = self.bounds
         if not trusted:
-            self._checker.check(generation, widths)
+            self._checker.check(generation, bounds)
         num_prompt, most_bytes = len(generation.prompt_ids), self.limits.max_pending_bytes
-        again = partial(self._relaunch, generation, widths, time.monotonic())
-        stream = Stream(self._least_loaded(), num_prompt, most_bytes, again)
+        again = partial(self._relaunch, generation, bounds, time.monotonic())
+        stream = GenerationStream(self._least_loaded(), num_prompt, most_bytes, again)
         self._labels.setdefault(generation.label, []).append(stream)
         try:
             at_once = generation.params.n if num_prompt < _SHARED_PROMPT_TOKENS else 1
-            self._launch(stream, generation, widths, range(at_once))
+            self._launch(stream, generation, bounds, range(at_once))
             events = await stream.next_events()
-            self._launch(stream, generation, widths, range(at_once, generation.params.n))
+            self._launch(stream, generation, bounds, range(at_once, generation.params.n))
             yield Started(num_prompt, stream.num_cached)
             while events:
                 for event in events:
@@ -171,38 +191,53 @@ class AsyncLLM:
             stream.abort()
             self._forget(generation.label, stream)
 
-    async def explain(self, label: str) -> dict[str, object]:
-        """See `events.Engine.explain`: what the core says about each answer, under "requests"."""
+    async def explain(self, label: str, *, tenant: str | None = None) -> dict[str, object]:
+        """See `events.EngineClient.explain`: what the cores, which know the requests of every API
+        process, say about each answer, under "requests"."""
+        replies = await self.call_each("explain", labels=[label], tenant=tenant)
         requests: list[object] = []
-        for stream in self._labels.get(label, []):
-            if ids := list(stream.running):
-                told = await stream.core.connection.call("explain", ids=ids)
-                requests += msgspec.convert(told, dict[str, object]).values()
+        for reply in replies:
+            if not isinstance(reply, BaseException):
+                requests += msgspec.convert(reply, dict[str, object]).values()
         if not requests:
             raise NotFound(f"request {label!r:.100} is not in flight", field="id")
         return {"id": label, "requests": requests}
 
     async def call(self, operation: str, **arguments: object) -> list[object]:
-        """See `events.Engine.call`."""
+        """See `events.EngineClient.call`."""
         calls = [core.connection.call(operation, **arguments) for core in self._cores]
         return list(await asyncio.gather(*calls))
 
-    def _least_loaded(self) -> _Core:
+    async def call_each(self, operation: str, **arguments: object) -> list[object]:
+        """See `events.EngineClient.call_each`."""
+        calls = [core.connection.call(operation, **arguments) for core in self._cores]
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException) and not isinstance(reply, HeadraceError):
+                raise reply
+        return list(replies)
+
+    def _least_loaded(self) -> CoreHandle:
         ready = [c for c in self._cores if (h := c.connection.hello) and not h.trouble]
         if not ready:
             why = self.trouble or "the engine is starting; try again soon"
             raise Unavailable(why, retry_after_s=1.0)
-        return min(ready, key=lambda core: len(core.running))
+        # A core that is stuck gets nothing while another one answers.
+        return min(ready, key=lambda core: (not core.serves, len(core.running)))
 
     def _launch(
-        self, stream: Stream, generation: Generation, widths: Widths, indices: range
+        self,
+        stream: GenerationStream,
+        generation: Generation,
+        bounds: RequestBounds,
+        indices: range,
     ) -> None:
         for index in indices:
             params = choice_params(generation.params, index)
             request_id = secrets.randbits(63)
             one = generation if index == 0 else _replace(generation, params=params)
-            request = self._checker.request(one, widths, request_id)
-            answer = Answer(
+            request = self._checker.request(one, bounds, request_id)
+            answer = ChoiceState(
                 index=index,
                 tokenizer=self.tokenizer,
                 params=params,
@@ -213,88 +248,78 @@ class AsyncLLM:
             stream.add(request_id, answer)
 
     def _relaunch(
-        self, generation: Generation, widths: Widths, made_at: float, stream: Stream, index: int
+        self,
+        generation: Generation,
+        bounds: RequestBounds,
+        made_at: float,
+        stream: GenerationStream,
+        index: int,
     ) -> None:
         """Sends one answer again that found no room."""
-        self._launch(stream, left_of(generation, made_at), widths, range(index, index + 1))
+        self._launch(stream, left_of(generation, made_at), bounds, range(index, index + 1))
 
-    def _forget(self, label: str, stream: Stream) -> None:
+    def _forget(self, label: str, stream: GenerationStream) -> None:
         streams = self._labels[label]
         streams.remove(stream)
         if not streams:
             del self._labels[label]
 
 
-class _Core:
-    """One core: its connection, and who waits for which of its requests."""
-
-    def __init__(self, path: str, limits: Limits) -> None:
-        self.connection = Connection(path, self, limits)
-        self.running: dict[int, Stream] = {}
-        self.room = Room(time.monotonic)
-
-    def abort(self, ids: list[int]) -> None:
-        """Tells the core to end requests; one that is away has none."""
-        if ids:
-            with suppress(Unavailable):
-                self.connection.send(AbortRequests(tuple(ids)))
-
-    def on_tokens(self, batch: TokenBatch) -> None:
-        """Hands a step's tokens and ends to their answers. Ids that are unknown have just been aborted."""
-        running, scores = self.running, batch.logprobs
-        for request_id, count in batch.cached:
-            if (stream := running.get(request_id)) is not None:
-                stream.running[request_id].num_cached = stream.num_cached = count
-        if batch.prompt_logprobs or batch.pooled or batch.captured:
-            self._take_states(batch)
-        tokens: list[int] = batch.tokens.tolist()
-        for i, request_id in enumerate(batch.ids.tolist()):
-            stream = running.get(request_id)
-            if stream is None:
-                continue
-            try:  # not `_own_failure`: once per token
-                stream.token(request_id, tokens[i], scores[i] if scores else None)
-            except Exception as error:
-                self._failed(stream, request_id, error)
-        for end in batch.finished:
-            if (stream := running.get(end.id)) is not None:
-                with self._own_failure(stream, end.id):
-                    stream.finished(end)
-
-    def _take_states(self, batch: TokenBatch) -> None:
-        """What is told of prompts and layers."""
-        running = self.running
-        for request_id, prompt_scores in batch.prompt_logprobs:
-            if (stream := running.get(request_id)) is not None:
-                with self._own_failure(stream, request_id):
-                    stream.running[request_id].add_prompt_scores(prompt_scores)
-        for request_id, pooled in batch.pooled:
-            if (stream := running.get(request_id)) is not None:
-                stream.running[request_id].add_pooled(pooled)
-        for request_id, captured in batch.captured:
-            if (stream := running.get(request_id)) is not None:
-                stream.running[request_id].add_captured(captured)
-
-    def on_lost(self) -> None:
-        """The core is gone: everything in flight fails at once."""
-        for request_id, stream in list(self.running.items()):
-            stream.fail(
-                request_id,
-                EngineDead("the engine process ended while it ran the request", retry_after_s=1.0),
-            )
-
-    @contextmanager
-    def _own_failure(self, stream: Stream, request_id: int) -> Iterator[None]:
-        """Whatever goes wrong with one answer is not the others' (P7)."""
-        try:
-            yield
-        except Exception as error:
-            self._failed(stream, request_id, error)
-
-    def _failed(self, stream: Stream, request_id: int, error: Exception) -> None:
-        self.abort([request_id])
-        if request_id in stream.running:
-            stream.fail(request_id, EngineError(f"internal error ({type(error).__name__})"))
-
-
 _replace = msgspec.structs.replace
+
+
+def choice_seed(seed: int | None, index: int) -> int | None:
+    """The seed of answer `index`: SplitMix64 of seed and index; 63 bits."""
+    if seed is None or index == 0:
+        return seed
+    return splitmix.mix(seed + index * splitmix.GAMMA) >> 1
+
+
+class _RankedAnswer(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] = []
+    scores: list[ScoredToken] = []
+    ended: Ended | None = None
+
+    def mean_logprob(self) -> float:
+        assert self.ended is not None and self.ended.cumulative_logprob is not None
+        return self.ended.cumulative_logprob / max(len(self.token_ids), 1)
+
+
+def choice_params(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of answer `index`; only answer 0 scores the prompt and tells its attention."""
+    if index == 0:
+        return params
+    return msgspec.structs.replace(
+        params,
+        seed=choice_seed(params.seed, index),
+        prompt_logprobs=None,
+        capture_layers=(),
+    )
+
+
+async def best_of(events: Events, *, n: int, candidates: int, keep_scores: bool) -> Events:
+    """The `n` answers with the highest mean log-probability out of `candidates`, in that order,
+    once all have ended."""
+    answers = [_RankedAnswer() for _ in range(candidates)]
+    async for event in events:
+        if isinstance(event, Delta):
+            answer = answers[event.index]
+            answer.text += event.text
+            answer.token_ids += event.token_ids
+            answer.scores += event.scores or []
+        elif isinstance(event, Ended):
+            answers[event.index].ended = event
+        else:
+            yield event
+    answers.sort(key=_RankedAnswer.mean_logprob, reverse=True)
+    for index, answer in enumerate(answers[:n]):
+        assert answer.ended is not None
+        yield Delta(
+            index=index,
+            text=answer.text,
+            token_ids=answer.token_ids,
+            scores=answer.scores if keep_scores else None,
+        )
+        cumulative = answer.ended.cumulative_logprob if keep_scores else None
+        yield msgspec.structs.replace(answer.ended, index=index, cumulative_logprob=cumulative)

@@ -1,9 +1,9 @@
-"""What a generation is, and the events it answers with: the seam between clients of the engine (HTTP dialects, LLM,
-bench, chat) and the engine client.
+"""What a generation is, and the events it answers with: the seam between clients of the engine
+(HTTP dialects, LLM, bench, chat) and the engine client.
 
-A full answer is the fold of its events; every dialect encodes the same ones. Order per choice: deltas, then exactly one
-`Ended`. `Started` comes once, first. An error ends the iteration by an exception of `base/errors.py`.
-"""
+A full answer is the fold of its events; every dialect encodes the same ones. Order per choice:
+deltas, then exactly one `Ended`. `Started` comes once, first. An error ends the iteration by an
+exception of `base/errors.py`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from headrace.base.wire.params import RowPooling, SamplingParams
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and cache tenant.
+    """One prompt and how to continue it. `label` is the public id; `tenant` the fair-share key and
+    cache tenant.
 
-    `pieces`: what each token adds to the text, where that is not the tokenizer's own table. `grammar` is what the
-    answer must look like where `params` do not say it (tool calls); `grammar_field` is what its errors name.
-    `reasoning`: how the model reasons before it answers; a grammar holds from behind that on.
+    `pieces`: what each token adds to the text, where that is not the tokenizer's own table.
+    `grammar` is what the answer must look like where `params` do not say it (tool calls);
+    `grammar_field` is what its errors name. `reasoning`: how the model reasons before it answers; a
+    grammar holds from behind that on.
 
-    With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`, `PooledPart`s, `Ended`.
-    """
+    With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`,
+    `PooledPart`s, `Ended`."""
 
     prompt_ids: list[int]
     params: SamplingParams
     label: str = ""
+    external_id: str = ""
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
@@ -61,7 +64,8 @@ class ScoredToken(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The request was accepted; so many tokens of its prompt are known to have been found in the cache."""
+    """The request was accepted; so many tokens of its prompt are known to have been found in the
+    cache."""
 
     num_prompt: int
     num_cached: int = 0
@@ -74,22 +78,24 @@ class PromptScored(msgspec.Struct, frozen=True):
 
 
 class PooledPart(msgspec.Struct, frozen=True):
-    """Pooled hidden states, float32 [rows, width]; with "tokens" row i belongs to prompt token `start` + i."""
+    """Pooled hidden states, float32 [rows, width]; with "tokens" row i belongs to prompt token
+    `start` + i."""
 
     start: int
     values: np.ndarray
 
 
-class AttentionTold(msgspec.Struct, frozen=True):
-    """Attention weights of choice 0, before its end: layer -> float32 [T, H, T], T the tokens whose successor was
-    computed: prompt and answer but for the last."""
+class AttentionWeights(msgspec.Struct, frozen=True):
+    """Attention weights of choice 0, before its end: layer -> float32 [T, H, T], T the tokens whose
+    successor was computed: prompt and answer but for the last."""
 
     num_prompt: int
     layers: dict[int, np.ndarray]
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of choice `index`; never half a character, never text that may still become a stop string."""
+    """New text of choice `index`; never half a character, never text that may still become a stop
+    string."""
 
     index: int
     text: str
@@ -98,11 +104,12 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of choice `index`. `reason`: stop, length, repetition or abort. `stop`: the text or id that matched.
+    """The end of choice `index`. `reason`: stop, length, repetition or abort. `stop`: the text or
+    id that matched.
 
-    Times are seconds since the engine took the request: first scheduled, first token, preempted, ended; None where a
-    stop string ended the choice before the engine knew. `gated_s`: how long its grammar held it back.
-    """
+    Times are seconds since the engine took the request: first scheduled, first token, preempted,
+    ended; None where a stop string ended the choice before the engine knew. `hook_wait_s`: how long
+    its grammar held it back."""
 
     index: int
     reason: str
@@ -115,40 +122,62 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float | None = None
     num_preemptions: int = 0
     preempted_s: tuple[float, ...] = ()
-    gated_s: float = 0.0
+    hook_wait_s: float = 0.0
 
 
-Event = Started | PromptScored | PooledPart | AttentionTold | Delta | Ended
+Event = Started | PromptScored | PooledPart | AttentionWeights | Delta | Ended
 Events = AsyncGenerator[Event, None]
 """Those of one request, of all its choices, as they come."""
 
 
-class Engine(Protocol):
-    """What front/server, LLM, bench and chat use. Implemented by front/client/engine.py: AsyncLLM."""
+class EngineClient(Protocol):
+    """What front/server, LLM, bench and chat use. Implemented by front/client/engine.py:
+    AsyncLLM."""
 
     def generate(self, generation: Generation) -> Events:
         """Checks and runs one generation. Closing the iterator aborts whatever still runs of it.
 
-        Raises RequestError for what the caller did wrong (before the first event), OverloadError when full or
-        draining, EngineError when the engine failed.
-        """
+        Raises RequestError for what the caller did wrong (before the first event), OverloadError
+        when full or draining, EngineError when the engine failed."""
         ...
 
-    def check_room(self) -> None:
-        """Raises Unavailable where one more request would surely be refused, before any work is done for it."""
+    def check_queue(self) -> None:
+        """Raises Unavailable where one more request would surely be refused, before any work is
+        done for it."""
         ...
 
-    async def explain(self, label: str) -> dict[str, object]:
-        """Where the request with this public id is, and why it waits; NotFound if it is not in flight."""
+    async def explain(self, label: str, *, tenant: str | None = None) -> dict[str, object]:
+        """Where the request with this public id, or this id of its client's, is and why it waits;
+        of one tenant, if one is named. NotFound if it is not in flight."""
         ...
 
     async def call(self, operation: str, **arguments: object) -> list[object]:
         """A control call (see wire.request.Call) to every engine core; the replies in order."""
         ...
 
+    async def call_each(self, operation: str, **arguments: object) -> list[object]:
+        """As `call`; a core that fails or is away has its error in the place of a reply."""
+        ...
+
+    @property
+    def context_tokens(self) -> int:
+        """The most tokens that one request can ever hold: by the model and by the KV pool."""
+        ...
+
+    @property
+    def connected(self) -> tuple[int, int]:
+        """How many engine cores are connected, and how many there are."""
+        ...
+
+    @property
+    def degraded(self) -> bool:
+        """Whether some of the engine cores cannot serve now."""
+        ...
+
     @property
     def window(self) -> int:
-        """How many generations one request of many parts keeps in flight: enough that the engine never waits."""
+        """How many generations one request of many parts keeps in flight: enough that the engine
+        never waits."""
         ...
 
     @property
@@ -163,5 +192,5 @@ class Engine(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether every engine core answers its heartbeat."""
+        """Whether at least one engine core answers its heartbeat and serves."""
         ...

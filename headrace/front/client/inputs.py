@@ -1,9 +1,9 @@
-"""From a `Generation` to what one engine core is sent: checked against the model's widths, every text turned into ids.
+"""From a `Generation` to what one engine core is sent: checked against the model's bounds, every
+text turned into ids.
 
-Everything a core could choke on is refused here, with the field, what was given and the bound (P7, P8): floats are
-finite, counts bounded, token ids below the width of the logits (not the length of the vocabulary), and the prompt fits.
-Stop strings stay in the front (`outputs.py`).
-"""
+Everything a core could choke on is refused here, with the field, what was given and the bound:
+floats are finite, counts bounded, token ids below the width of the logits (not the length of the
+vocabulary), and the prompt fits. Stop strings stay in the front (`outputs.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
-from headrace.base.wire.grammar import GATE, Constraint, pack
+from headrace.base.wire.grammar import GRAMMAR_HOOK, Constraint, pack
 from headrace.base.wire.params import (
     BOUNDS,
     LOGPROBS_MODES,
@@ -40,11 +40,21 @@ from headrace.front.text.tokenizer import Tokenizer
 _SEED_MASK = (1 << 63) - 1
 _INT32 = (-(1 << 31), (1 << 31) - 1)
 _NUMBERS = SamplingNumbers.__struct_fields__
-_CARRIED = ("label", "tenant", "weight", "priority", "deadline_s", "cache_salt", "pooling")
+_CARRIED = (
+    "label",
+    "external_id",
+    "tenant",
+    "weight",
+    "priority",
+    "deadline_s",
+    "cache_salt",
+    "pooling",
+)
 
 
-class Widths(msgspec.Struct, frozen=True, kw_only=True):
-    """What bounds a request: ids are below `logits_width`, prompt and answer together have at most `context_tokens`."""
+class RequestBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """What bounds a request: ids are below `logits_width`, prompt and answer together have at most
+    `context_tokens`."""
 
     logits_width: int
     context_tokens: int
@@ -62,29 +72,31 @@ class InputChecker:
         self._limits = limits
         self._breaker_ids: dict[str, int | None] = {}
 
-    def check(self, generation: Generation, widths: Widths) -> None:
+    def check(self, generation: Generation, bounds: RequestBounds) -> None:
         """Refuses what is malformed, out of range or can never fit."""
         _check_envelope(generation, self._limits)
-        _check_params(generation.params, self._limits, widths)
-        _check_prompt(generation, widths)
+        _check_params(generation.params, self._limits, bounds)
+        _check_prompt(generation, bounds)
         _check_grammar(generation)
 
-    def request(self, generation: Generation, widths: Widths, request_id: int) -> EngineRequest:
+    def request(
+        self, generation: Generation, bounds: RequestBounds, request_id: int
+    ) -> EngineRequest:
         """The engine request of a checked generation (one choice: `n` is not looked at)."""
-        stop = self._stop_rules(generation, widths)
+        stop = self._stop_rules(generation, bounds)
         return EngineRequest(
             id=request_id,
             prompt=np.asarray(generation.prompt_ids, dtype="<i4").tobytes(),
             stop=stop,
             sampling=self._row_sampling(generation.params, stop),
-            gates=_gates(generation),
+            hook_payloads=_hook_payloads(generation),
             **{name: getattr(generation, name) for name in _CARRIED},
         )
 
-    def _stop_rules(self, generation: Generation, widths: Widths) -> StopRules:
+    def _stop_rules(self, generation: Generation, bounds: RequestBounds) -> StopRules:
         params = generation.params
-        room = widths.context_tokens - len(generation.prompt_ids)
-        eos, rule = () if params.ignore_eos else widths.eos_ids, params.repetition_detection
+        room = bounds.context_tokens - len(generation.prompt_ids)
+        eos, rule = () if params.ignore_eos else bounds.eos_ids, params.repetition_detection
         return StopRules(
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             min_tokens=params.min_tokens,
@@ -109,17 +121,18 @@ class InputChecker:
         )
 
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as ids, at the start of a text and after a space, which vocabularies spell differently."""
-        found: dict[tuple[int, ...], None] = {}
+        """Each word as ids, at the start of a text and after a space, which vocabularies spell
+        differently."""
+        sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, " " + word.lstrip(" ")):
                 if ids := tuple(self._tokenizer.encode_plain(text)):
-                    found[ids] = None
-        return tuple(found)
+                    sequences[ids] = None
+        return tuple(sequences)
 
     def _breakers(self, texts: Iterable[str]) -> tuple[int, ...]:
         """The token that ends each breaker where it follows a letter."""
-        found: dict[int, None] = {}
+        breaker_ids: dict[int, None] = {}
         for text in texts:
             if text not in self._breaker_ids:
                 if len(self._breaker_ids) > 4096:
@@ -127,8 +140,8 @@ class InputChecker:
                 ids = self._tokenizer.encode_plain("a" + text)
                 self._breaker_ids[text] = ids[-1] if ids else None
             if (breaker := self._breaker_ids[text]) is not None:
-                found[breaker] = None
-        return tuple(found)
+                breaker_ids[breaker] = None
+        return tuple(breaker_ids)
 
 
 def _check_grammar(generation: Generation) -> None:
@@ -141,15 +154,15 @@ def _check_grammar(generation: Generation) -> None:
         raise InvalidRequest(f"{field}: does not go with beam search", field=field)
 
 
-def _gates(generation: Generation) -> dict[str, msgspec.Raw]:
-    """What the core's gates must know of the request; nothing for most."""
+def _hook_payloads(generation: Generation) -> dict[str, msgspec.Raw]:
+    """What the core's hooks must know of the request; nothing for most."""
     grammar, asked = generation.grammar, generation.params.structured_outputs
     rule, field = generation.reasoning, generation.grammar_field
     if grammar is None and asked is None and (rule is None or rule.budget is None):
         return {}
     if grammar is None and asked is not None:
         grammar = node_of(asked, field=field)
-    return {GATE: pack(Constraint(grammar=grammar, reasoning=rule, field=field))}
+    return {GRAMMAR_HOOK: pack(Constraint(grammar=grammar, reasoning=rule, field=field))}
 
 
 # (field as sent, attribute, its limit)
@@ -177,29 +190,30 @@ def _check_envelope(generation: Generation, limits: Limits) -> None:
         _number("timeout_s", generation.deadline_s, Bound(0.0, 1e9, above=True))
 
 
-def _check_params(params: SamplingParams, limits: Limits, widths: Widths) -> None:
+def _check_params(params: SamplingParams, limits: Limits, bounds: RequestBounds) -> None:
     for field, bound in BOUNDS.items():
         if field != "logit_bias":
             _number(field, getattr(params, field), bound)
-    _check_counts(params, limits, widths)
+    _check_counts(params, limits, bounds)
     for check, names in _CHECKS:
         if any(getattr(params, name) != getattr(_PLAIN, name) for name in names):
-            check(params, limits, widths)
+            check(params, limits, bounds)
     _check_types(params)
 
 
 def _check_types(params: SamplingParams) -> None:
-    """What is left: flags, and types that only look right. Nothing that the wire would refuse may leave the front."""
+    """What is left: flags, and types that only look right. Nothing that the wire would refuse may
+    leave the front."""
     try:
         msgspec.convert(msgspec.to_builtins(params), SamplingParams)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
-        found = re.search(r"`\$\.(\w+)", str(error))
-        field = found[1] if found else "params"
+        match = re.search(r"`\$\.(\w+)", str(error))
+        field = match[1] if match else "params"
         raise InvalidRequest(f"{field}: {error}", field=field) from None
 
 
-def _check_counts(params: SamplingParams, limits: Limits, widths: Widths) -> None:
-    context = widths.context_tokens
+def _check_counts(params: SamplingParams, limits: Limits, bounds: RequestBounds) -> None:
+    context = bounds.context_tokens
     _integer("n", params.n, 1, limits.max_n)
     if params.best_of is not None:
         _integer("best_of", params.best_of, params.n, limits.max_n)
@@ -217,7 +231,7 @@ def _check_counts(params: SamplingParams, limits: Limits, widths: Widths) -> Non
         _integer("seed", params.seed, -(1 << 63), (1 << 63) - 1)
 
 
-def _check_repetition(params: SamplingParams, limits: Limits, widths: Widths) -> None:
+def _check_repetition(params: SamplingParams, limits: Limits, bounds: RequestBounds) -> None:
     rule = params.repetition_detection
     if not isinstance(rule, RepetitionDetection):
         raise bad("repetition_detection", rule, "a RepetitionDetection")
@@ -227,7 +241,7 @@ def _check_repetition(params: SamplingParams, limits: Limits, widths: Widths) ->
     _integer(field + "min_count", rule.min_count, 2 if most else 0, MAX_PATTERN_COUNT)
 
 
-# Beam search ranks by the model's own log-probabilities: what would change them is refused, not ignored.
+# Beam search ranks by the model's own log-probabilities: what would change them is refused.
 _NOT_WITH_BEAMS = (
     *("best_of", "stop", "bad_words", "logit_bias", "allowed_token_ids", "prompt_logprobs"),
     *("logprob_token_ids", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
@@ -244,13 +258,14 @@ def _check_beam(params: SamplingParams) -> None:
         raise InvalidRequest(f"{changed[0]}: does not go with beam search", field=changed[0])
     if params.temperature not in (0.0, 1.0):
         raise InvalidRequest(
-            f"temperature: {params.temperature:g} given; beam search takes 0 or 1 (it does not sample)",
+            f"temperature: {params.temperature:g} given; beam search takes 0 or 1 (it does not "
+            "sample)",
             field="temperature",
         )
 
 
-def _check_lists(params: SamplingParams, limits: Limits, widths: Widths) -> None:
-    width = widths.logits_width
+def _check_lists(params: SamplingParams, limits: Limits, bounds: RequestBounds) -> None:
+    width = bounds.logits_width
     for field, count, chars in _TEXTS:
         _texts(field, getattr(params, field), getattr(limits, count), getattr(limits, chars))
     _ids("stop_token_ids", params.stop_token_ids, limits.max_stop_ids, width)
@@ -269,11 +284,11 @@ def _check_lists(params: SamplingParams, limits: Limits, widths: Widths) -> None
             )
 
 
-def _check_logprobs(params: SamplingParams, limits: Limits, widths: Widths) -> None:
+def _check_logprobs(params: SamplingParams, limits: Limits, bounds: RequestBounds) -> None:
     if params.logprobs_mode not in LOGPROBS_MODES:
         raise bad("logprobs_mode", params.logprobs_mode, f"one of {', '.join(LOGPROBS_MODES)}")
-    _num_logprobs("logprobs", params.logprobs, limits.max_logprobs, widths)
-    _num_logprobs("prompt_logprobs", params.prompt_logprobs, limits.max_prompt_logprobs, widths)
+    _num_logprobs("logprobs", params.logprobs, limits.max_logprobs, bounds)
+    _num_logprobs("prompt_logprobs", params.prompt_logprobs, limits.max_prompt_logprobs, bounds)
     if params.logprob_token_ids and params.logprobs is None:
         raise InvalidRequest(
             "logprob_token_ids: need logprobs (0 gives no alternatives)", field="logprob_token_ids"
@@ -297,20 +312,20 @@ _CHECKS = (
 )
 
 
-def _num_logprobs(field: str, given: int | None, most: int, widths: Widths) -> None:
-    if given is None:
+def _num_logprobs(field: str, number: int | None, most: int, bounds: RequestBounds) -> None:
+    if number is None:
         return
-    wanted = widths.logits_width if given == -1 else given
-    _integer(field, given, -1, most)
+    wanted = bounds.logits_width if number == -1 else number
+    _integer(field, number, -1, most)
     if wanted > most:
-        raise bad(field, given, f"at most {most} (-1 means all {widths.logits_width})")
+        raise bad(field, number, f"at most {most} (-1 means all {bounds.logits_width})")
 
 
-def _check_prompt(generation: Generation, widths: Widths) -> None:
+def _check_prompt(generation: Generation, bounds: RequestBounds) -> None:
     prompt, params = generation.prompt_ids, generation.params
     if not prompt:
         raise InvalidRequest("prompt: is empty; at least one token is needed", field="prompt")
-    context = widths.context_tokens
+    context = bounds.context_tokens
     wanted = 0 if params.max_tokens == 0 else max(params.min_tokens, 1)
     if len(prompt) + wanted > context:
         raise ContextTooLong(
@@ -324,31 +339,31 @@ def _check_prompt(generation: Generation, widths: Widths) -> None:
         ids = np.empty((0, 0))
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidRequest("prompt: must be a list of token ids (integers)", field="prompt")
-    if int(ids.min()) < 0 or int(ids.max()) >= widths.logits_width:
-        wrong = next(i for i in prompt if not 0 <= i < widths.logits_width)
-        raise bad("prompt", wrong, f"a token id from 0 to {widths.logits_width - 1}")
+    if int(ids.min()) < 0 or int(ids.max()) >= bounds.logits_width:
+        wrong = next(i for i in prompt if not 0 <= i < bounds.logits_width)
+        raise bad("prompt", wrong, f"a token id from 0 to {bounds.logits_width - 1}")
 
 
-def bad(field: str, given: object, allowed: str) -> InvalidRequest:
+def bad(field: str, value: object, allowed: str) -> InvalidRequest:
     """The error for a value that is not allowed."""
-    shown = repr(given)
+    shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return InvalidRequest(f"{field}: {shown} is not {allowed}", field=field)
 
 
-def _number(field: str, given: Any, bound: Bound) -> None:
-    if not isinstance(given, int | float) or isinstance(given, bool) or not bound.holds(given):
-        raise bad(field, given, str(bound))
+def _number(field: str, value: Any, bound: Bound) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not bound.holds(value):
+        raise bad(field, value, str(bound))
 
 
-def _integer(field: str, given: Any, least: int, greatest: int) -> None:
-    if not isinstance(given, int) or isinstance(given, bool) or not least <= given <= greatest:
-        raise bad(field, given, f"an integer from {least} to {greatest}")
+def _integer(field: str, value: Any, least: int, greatest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= greatest:
+        raise bad(field, value, f"an integer from {least} to {greatest}")
 
 
-def _text(field: str, given: Any, most: int) -> None:
-    if not isinstance(given, str) or len(given) > most or not _encodable(given):
-        raise bad(field, given, f"a text of at most {most} characters")
+def _text(field: str, value: Any, most: int) -> None:
+    if not isinstance(value, str) or len(value) > most or not _encodable(value):
+        raise bad(field, value, f"a text of at most {most} characters")
 
 
 def _encodable(text: str) -> bool:
@@ -356,23 +371,23 @@ def _encodable(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _entries(field: str, given: Any, most: int, kind: str) -> None:
-    if not isinstance(given, tuple | list):
-        raise bad(field, given, f"a list of {kind}")
-    if len(given) > most:
+def _entries(field: str, value: Any, most: int, kind: str) -> None:
+    if not isinstance(value, tuple | list):
+        raise bad(field, value, f"a list of {kind}")
+    if len(value) > most:
         raise InvalidRequest(
-            f"{field}: {len(given)} entries; at most {most} are allowed", field=field
+            f"{field}: {len(value)} entries; at most {most} are allowed", field=field
         )
 
 
-def _texts(field: str, given: Any, most: int, most_chars: int) -> None:
-    _entries(field, given, most, "texts")
-    for text in given:
+def _texts(field: str, value: Any, most: int, most_chars: int) -> None:
+    _entries(field, value, most, "texts")
+    for text in value:
         if not isinstance(text, str) or not 0 < len(text) <= most_chars or not _encodable(text):
             raise bad(field, text, f"a text of 1 to {most_chars} characters")
 
 
-def _ids(field: str, given: Any, most: int, width: int) -> None:
-    _entries(field, given, most, "token ids")
-    for token_id in given:
+def _ids(field: str, value: Any, most: int, width: int) -> None:
+    _entries(field, value, most, "token ids")
+    for token_id in value:
         _integer(field, token_id, 0, width - 1)

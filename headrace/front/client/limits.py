@@ -1,4 +1,5 @@
-"""Bounds on what one request may ask for (P8). The server sets them from its options; `LLM` takes wide ones."""
+"""Bounds on what one request may ask for. The server sets them from its options; `LLM` takes wide
+ones."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ import msgspec
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one request. A value equal to its bound works; one more is refused with field, value and bound.
+    """Bounds of one request. A value equal to its bound works; one more is refused with field,
+    value and bound.
 
-    `max_logprobs`, `max_prompt_logprobs`: alternatives per position; -1 in a request means all ids, and is taken only
-    if they are not more than the bound. `max_pending_bytes`: what may wait for a reader that does not read, about;
-    beyond it the request is ended.
-    """
+    `max_logprobs`, `max_prompt_logprobs`: alternatives per position; -1 in a request means all ids,
+    and is taken only if they are not more than the bound. `max_pending_bytes`: what may wait for a
+    reader that does not read, about; beyond it the request is ended."""
 
     max_n: int = 128
     max_beam_width: int = 64

@@ -1,4 +1,5 @@
-"""`LLM`: the engine for scripts. Starts a core on this machine, runs `AsyncLLM` in a thread, answers with objects."""
+"""`LLM`: the engine for scripts. Starts a core on this machine, runs `AsyncLLM` in a thread,
+answers with objects."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ import msgspec
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.base.wire.params import RowPooling, SamplingParams
+from headrace.front.client.admission_retry import all_of
+from headrace.front.client.chat_output import ChatOutputParser, ToolCallOutput
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Delta, Ended, Event, Generation, PromptScored, ScoredToken
 from headrace.front.client.limits import Limits
@@ -24,8 +27,6 @@ from headrace.front.client.pooling import (
     pooling_generation,
     probabilities,
 )
-from headrace.front.client.spoken import Listener, ToolCall
-from headrace.front.client.together import all_of
 from headrace.front.text.chat import ChatTemplate
 
 if TYPE_CHECKING:
@@ -46,15 +47,16 @@ _LIMITS = Limits(
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """One answer. `finish_reason`: stop, length or abort; `stop` is the stop string or stop id that matched.
+    """One answer. `finish_reason`: stop, length or abort; `stop` is the stop string or stop id that
+    matched.
 
-    In a chat `text` is what the model says; what it thinks is `reasoning`, what it asks for `tool_calls`.
-    """
+    In a chat `text` is what the model says; what it thinks is `reasoning`, what it asks for
+    `tool_calls`."""
 
     index: int
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCallOutput] = []
     token_ids: list[int] = []
     logprobs: list[ScoredToken] | None = None
     cumulative_logprob: float | None = None
@@ -80,8 +82,8 @@ class Output(msgspec.Struct, kw_only=True):
 class LLM:
     """A model on this machine. Use it as a context manager, or call `close`.
 
-    `options` are the fields of the configuration tree by name: `LLM("folder", max_running=8, kv_memory="2GiB")`.
-    """
+    `options` are the fields of the configuration tree by name: `LLM("folder", max_running=8,
+    kv_memory="2GiB")`."""
 
     def __init__(self, model: str = "", **options: object) -> None:
         from headrace.launch.local import start_local  # the only heavy import, and only here
@@ -96,7 +98,7 @@ class LLM:
             self.tokenizer = self.engine.tokenizer
             source = self.tokenizer.facts.chat_template
             self.chat_template = ChatTemplate(source, self.tokenizer, max_tokens=text.max_model_len)
-            self._listener = Listener(text, self.tokenizer)
+            self._listener = ChatOutputParser(text, self.tokenizer)
             self._defaults = text.generation_defaults
             self._pooling = text.pooling
             self._wait(self.engine.start())
@@ -128,8 +130,8 @@ class LLM:
         template_arguments: Mapping[str, Any] | None = None,
         progress: bool = True,
     ) -> list[Output]:
-        """Answers one conversation, or several; one output per conversation, in order. Reasoning and calls of `tools`
-        are told apart from what is said."""
+        """Answers one conversation, or several; one output per conversation, in order. Reasoning
+        and calls of `tools` are told apart from what is said."""
         single = bool(messages) and isinstance(messages[0], dict)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         encoded = [
@@ -152,9 +154,9 @@ class LLM:
             unfinished = str(conversation[-1]["content"]) if continue_final_message else None
             for answer in output.outputs:
                 parser = listener.parser(output.prompt_ids, tools=tools, unfinished=unfinished)
-                spoken = listener.whole(parser, answer.text)
-                answer.text, answer.reasoning = spoken.content, spoken.reasoning
-                answer.tool_calls = spoken.tool_calls
+                chat_output = listener.whole(parser, answer.text)
+                answer.text, answer.reasoning = chat_output.content, chat_output.reasoning
+                answer.tool_calls = chat_output.tool_calls
         return outputs
 
     def embed(
@@ -165,7 +167,8 @@ class LLM:
         normalize: bool | None = None,
         progress: bool = True,
     ) -> list[Float32]:
-        """The embedding of each prompt, float32 [width]; pooled and normalized as the checkpoint says."""
+        """The embedding of each prompt, float32 [width]; pooled and normalized as the checkpoint
+        says."""
         spec = self._pooling
         answers = self.pool(prompts, how=spec.how, progress=progress)
         wanted = spec.normalize if normalize is None else normalize
@@ -197,7 +200,8 @@ class LLM:
         head: bool = False,
         progress: bool = True,
     ) -> list[PooledAnswer]:
-        """Hidden states as they come: `how` is cls, last, mean or tokens; `head` puts them through the classifier."""
+        """Hidden states as they come: `how` is cls, last, mean or tokens; `head` puts them through
+        the classifier."""
         pooling = RowPooling(how=how, head=head)
         encoded = self._encoded(prompt_list(prompts))
         generations = [pooling_generation(ids, pooling) for ids in encoded]
@@ -217,7 +221,7 @@ class LLM:
         self.close()
 
     def _encoded(self, prompts: list[Prompt]) -> list[list[int]]:
-        most = self.engine.widths.context_tokens
+        most = self.engine.bounds.context_tokens
         return [
             self.tokenizer.encode(prompt, max_tokens=most) if isinstance(prompt, str) else prompt
             for prompt in prompts
@@ -262,7 +266,8 @@ async def run_all(
     *,
     show: bool,
 ) -> list[T]:
-    """Runs all generations, a bounded number at a time; all are checked before the first one starts.
+    """Runs all generations, a bounded number at a time; all are checked before the first one
+    starts.
 
     The first that fails ends the others, and its error is raised.
     """
@@ -347,7 +352,7 @@ def params_list(
     return list(params)
 
 
-def options_from(**given: object) -> Options:
+def options_from(**params: object) -> Options:
     """The configuration tree from its fields by name, whatever section they stand in."""
     sections = {field.name: field.type for field in msgspec.structs.fields(Options)}
     homes = {
@@ -356,7 +361,7 @@ def options_from(**given: object) -> Options:
         for field in msgspec.structs.fields(kind)
     }
     tree: dict[str, dict[str, object]] = {section: {} for section in sections}
-    for name, value in given.items():
+    for name, value in params.items():
         if name not in homes:
             raise ConfigError(f"{name}: no such option (known: {', '.join(sorted(homes))})")
         tree[homes[name]][name] = value
@@ -370,7 +375,8 @@ def options_from(**given: object) -> Options:
 def progress_bar(
     total: int, *, show: bool, console: Console | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """A bar over prompts with tokens per second; nothing if it is not wanted or nobody looks at a terminal.
+    """A bar over prompts with tokens per second; nothing if it is not wanted or nobody looks at a
+    terminal.
 
     What it gives is called once per finished prompt, with its number of output tokens.
     """

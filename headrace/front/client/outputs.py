@@ -1,7 +1,7 @@
 """Tokens of one answer to its events: text, stop strings, scores, and how it ended.
 
-Budget: a token without scores costs about 1 us here. What was produced and not yet read is kept merged, so that a slow
-reader gets fewer, larger deltas; `pending_bytes` says how much waits for it.
+Budget: a token without scores costs about 1 us here. What was produced and not yet read is kept
+merged, so that a slow reader gets fewer, larger deltas; `pending_bytes` says how much waits for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.base.errors import HeadraceError, from_wire
 from headrace.base.wire.params import SamplingParams, StopRules
 from headrace.base.wire.request import Captured, Finished, Pooled, PromptLogprobs, TokenLogprobs
 from headrace.front.client.events import (
-    AttentionTold,
+    AttentionWeights,
     Delta,
     Ended,
     Event,
@@ -29,26 +29,25 @@ from headrace.front.text.detokenizer import Detokenizer
 from headrace.front.text.stop_strings import StopMatch, StopStrings
 from headrace.front.text.tokenizer import Tokenizer
 
-_TOLD = (
+_COPIED = (
     "num_cached",
     "scheduled_s",
     "first_token_s",
     "total_s",
     "num_preemptions",
     "preempted_s",
-    "gated_s",
+    "hook_wait_s",
 )
 _SCORE_BYTES = 300
 _TOKEN_BYTES = 40
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Answer:
+class ChoiceState:
     """One answer (choice) while it is made.
 
-    `done`: nothing more will be taken in. `queued` belongs to the stream that reads the answer. `num_cached`: what the
-    core told of the prompt with the first token.
-    """
+    `done`: nothing more will be taken in. `queued` belongs to the stream that reads the answer.
+    `num_cached`: what the core told of the prompt with the first token."""
 
     index: int
     tokenizer: InitVar[Tokenizer]
@@ -94,7 +93,8 @@ class Answer:
         return len(self._text) + _TOKEN_BYTES * len(self._ids) + _SCORE_BYTES * self._num_scores
 
     def add_token(self, token_id: int, scored: TokenLogprobs | None) -> bool:
-        """Takes in one token. True if a stop string ended the answer, which the core does not know yet."""
+        """Takes in one token. True if a stop string ended the answer, which the core does not know
+        yet."""
         self._ids.append(token_id)
         self._num_output += 1
         if self._scores is not None and scored is not None:
@@ -125,7 +125,7 @@ class Answer:
         """Takes in attention weights; those of a position that came before are replaced."""
         self._captured.append(captured)
 
-    def _attention(self, num_prompt: int) -> AttentionTold:
+    def _attention(self, num_prompt: int) -> AttentionWeights:
         """The pieces put together. What was computed behind the answer's end is left out."""
         size = num_prompt + max(self._num_output - 1, 0)
         layers: dict[int, np.ndarray] = {}
@@ -135,7 +135,7 @@ class Answer:
             part = piece.values[: max(size - piece.start, 0), :, :size]
             whole[piece.start : piece.start + len(part), :, : part.shape[2]] = part
         self._captured = []
-        return AttentionTold(num_prompt, layers)
+        return AttentionWeights(num_prompt, layers)
 
     def finish(self, finished: Finished) -> None:
         """Takes in the end that the core told."""
@@ -169,16 +169,17 @@ class Answer:
 
     def _watch(self, text: str) -> bool:
         assert self._stops is not None
-        found = self._stops.push(text)
-        if isinstance(found, StopMatch):
-            self._text += found.text
-            self._end("stop", found.stop, None)
+        piece = self._stops.push(text)
+        if isinstance(piece, StopMatch):
+            self._text += piece.text
+            self._end("stop", piece.stop, None)
             return True
-        self._text += found
+        self._text += piece
         return False
 
     def _rest(self) -> str:
-        """What detokenizer and stop strings held back; the last half character may complete a stop string."""
+        """What detokenizer and stop strings held back; the last half character may complete a stop
+        string."""
         rest = self._detokenizer.finish()
         if self._stops is None:
             return rest
@@ -188,12 +189,12 @@ class Answer:
 
     def _end(self, reason: str, stop: str | int | None, finished: Finished | None) -> None:
         self.done = True
-        told: dict[str, Any] = {"num_output": self._num_output, "num_cached": self.num_cached}
+        ending: dict[str, Any] = {"num_output": self._num_output, "num_cached": self.num_cached}
         if finished is not None:
-            told |= {name: getattr(finished, name) for name in _TOLD}
+            ending |= {name: getattr(finished, name) for name in _COPIED}
         if self._scores is not None:
-            told["cumulative_logprob"] = self._cumulative
-        self._ended = Ended(index=self.index, reason=reason, stop=stop, **told)
+            ending["cumulative_logprob"] = self._cumulative
+        self._ended = Ended(index=self.index, reason=reason, stop=stop, **ending)
 
     def _add_score(self, scored: TokenLogprobs) -> None:
         assert self._scores is not None

@@ -1,8 +1,8 @@
-"""From pooled hidden states to embeddings and scores: what the engine gives is finished here, in float32 on the host.
+"""From pooled hidden states to embeddings and scores: what the engine gives is finished here, in
+float32 on the host.
 
-L2 norms, shortened (Matryoshka) embeddings, class probabilities, and the late-interaction score of two token matrices
-(MaxSim, Khattab and Zaharia 2020). W width, L labels, N tokens.
-"""
+L2 norms, shortened (Matryoshka) embeddings, class probabilities, and the late-interaction score of
+two token matrices (MaxSim, Khattab and Zaharia 2020). W width, L labels, N tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ NO_TOKENS = SamplingParams(max_tokens=0, temperature=0.0)
 
 
 class PooledAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt's pooled hidden states, float32 [rows, width]: one row, or one per prompt token."""
+    """One prompt's pooled hidden states, float32 [rows, width]: one row, or one per prompt
+    token."""
 
     values: Float32
     num_prompt: int
@@ -53,7 +54,8 @@ async def fold_pooled(events: Events, *, num_prompt: int) -> PooledAnswer:
 
 
 def finish_embedding(vectors: Float32, *, dimensions: int | None, normalize: bool) -> Float32:
-    """Each row cut to its first `dimensions` values, then scaled to length 1; a zero vector stays."""
+    """Each row cut to its first `dimensions` values, then scaled to length 1; a zero vector
+    stays."""
     width = vectors.shape[-1]
     if dimensions is not None:
         if dimensions > width:

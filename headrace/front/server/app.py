@@ -1,8 +1,8 @@
-"""The HTTP application: the shell every exchange passes through on its way to a route (table.py).
+"""The HTTP application: the shell every context passes through on its way to a route (table.py).
 
-The shell makes the request id, decides who may pass, refuses new work while draining, turns whatever goes wrong into a
-clean answer, and counts. It is raw ASGI: nothing else sees a request before it.
-"""
+The shell makes the request id, decides who may pass, refuses new work while draining, turns
+whatever goes wrong into a clean answer, and counts. It is raw ASGI: nothing else sees a request
+before it."""
 
 from __future__ import annotations
 
@@ -16,47 +16,42 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.errors import OverloadError, RateLimited, Unavailable
 from headrace.base.telemetry.metrics import template_of
-from headrace.front.server.auth import PUBLIC, Gatekeeper
-from headrace.front.server.exchange import SCOPE_KEY, Exchange, Services
-from headrace.front.server.failures import Failure, failure_of
-from headrace.front.server.ids import ID_HEADERS, client_label, request_id
-from headrace.front.server.limits import TIMEOUT_HEADER, header_timeout_s
-from headrace.front.server.native.plane import PlaneKeeper
+from headrace.front.server.administration.api import AdminAuthenticator
+from headrace.front.server.administration.operations import api_authenticator
+from headrace.front.server.conversation.context import SCOPE_KEY, RequestContext, Services
+from headrace.front.server.http.failures import Failure, failure_of
+from headrace.front.server.http.ids import ID_HEADERS, client_label, request_id
+from headrace.front.server.http.limits import TIMEOUT_HEADER, header_timeout_s
+from headrace.front.server.http.sse import ClientGone, SlowReader
 from headrace.front.server.responses import websocket
 from headrace.front.server.sockets import SocketShell
-from headrace.front.server.sse import ClientGone, SlowReader
-from headrace.front.server.table import plane_table, shape_of, table
+from headrace.front.server.table import PUBLIC, admin_routes, shape_of, table
 
 DRAIN_RETRY_S = 5.0
 DISCARD_S = 2.0
 TIMING_HEADER = b"x-headrace-timing"
-"""A request with this header is told where its time went: Server-Timing, or a comment at the end of a stream."""
+"""A request with this header is told where its time went: Server-Timing, or a comment at the end of
+a stream."""
 log = logging.getLogger(__name__)
 
 
 def make_app(services: Services) -> ASGIApp:
     """The application over `services`."""
+    authenticator = api_authenticator(services.server, public=PUBLIC)
+    sockets = SocketShell(services, authenticator, {"/v1/responses": websocket.serve})
+    return Shell(services, Router(table(), redirect_slashes=False), authenticator, sockets)
+
+
+def make_admin_app(services: Services) -> ASGIApp:
+    """The admin API over `services`; it answers while the server drains too."""
     spec = services.server
-    keeper = Gatekeeper(
-        api_key_digests=spec.api_key_digests,
-        admin_key_digest=spec.admin_key_digest,
-        public_metrics=spec.public_metrics,
-        readonly=spec.admin_readonly,
-    )
-    sockets = SocketShell(services, keeper, {"/v1/responses": websocket.serve})
-    return Shell(services, Router(table(), redirect_slashes=False), keeper, sockets)
+    authenticator = AdminAuthenticator(spec.admin_key_digest, readonly=spec.admin_readonly)
+    router = Router(admin_routes(), redirect_slashes=False)
+    return Shell(services, router, authenticator, None)
 
 
-def make_plane(services: Services) -> ASGIApp:
-    """The administrative plane over `services`; it answers while the server drains too."""
-    spec = services.server
-    keeper = PlaneKeeper(spec.admin_key_digest, readonly=spec.admin_readonly)
-    router = Router(plane_table(), redirect_slashes=False)
-    return Shell(services, router, keeper, None)
-
-
-class Keeper(Protocol):
-    """Who may ask: see Gatekeeper."""
+class Authenticator(Protocol):
+    """Who may ask: see ApiKeyAuthenticator."""
 
     def tenant(self, scope: Scope) -> str:
         """The tenant of the request, or why it is refused."""
@@ -64,34 +59,39 @@ class Keeper(Protocol):
 
 
 class Shell:
-    """The outermost layer of every exchange."""
+    """The outermost layer of every context."""
 
     def __init__(
-        self, services: Services, inner: ASGIApp, keeper: Keeper, sockets: SocketShell | None
+        self,
+        services: Services,
+        inner: ASGIApp,
+        authenticator: Authenticator,
+        sockets: SocketShell | None,
     ) -> None:
         self.services = services
         self.inner = inner
-        self.keeper = keeper
+        self.authenticator = authenticator
         self.sockets = sockets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one exchange, whatever happens inside."""
+        """Answers one context, whatever happens inside."""
         if scope["type"] == "websocket" and self.sockets is not None:
             await self.sockets(scope, receive, send)
             return
         assert scope["type"] == "http", f"no handler for {scope['type']}"
-        exchange = scope[SCOPE_KEY] = Exchange(services=self.services, request_id=request_id())
+        context = scope[SCOPE_KEY] = RequestContext(services=self.services, request_id=request_id())
         # With an app in the scope starlette raises 404 and 405 instead of answering them.
         scope["app"] = self
-        wire = _Wire(scope, receive, send, exchange)
+        wire = _Wire(scope, receive, send, context)
         metrics = self.services.metrics
         metrics.add("headrace_http_requests_in_flight")
+        context.sent_id = client_label(wire.headers.get(b"x-request-id"))
         try:
-            exchange.tenant = self.keeper.tenant(scope)
+            context.tenant = self.authenticator.tenant(scope)
             self._refuse_while_draining(scope)
-            exchange.tells_timing = TIMING_HEADER in wire.headers
-            exchange.begin_trace(scope)
-            exchange.timeout_s = header_timeout_s(wire.headers.get(TIMEOUT_HEADER.encode()))
+            context.tells_timing = TIMING_HEADER in wire.headers
+            context.begin_trace(scope)
+            context.timeout_s = header_timeout_s(wire.headers.get(TIMEOUT_HEADER.encode()))
             await self.inner(scope, wire.receive, wire.send)
         except (ClientGone, ClientDisconnect) as gone:
             wire.status = 499
@@ -101,10 +101,10 @@ class Shell:
             )
         except Exception as error:
             self._count_rejection(error)
-            await wire.fail(failure_of(error, request_id=exchange.request_id))
+            await wire.fail(failure_of(error, request_id=context.request_id))
         finally:
-            exchange.held.close()
-            exchange.over(wire.status)
+            context.held.close()
+            context.over(wire.status)
             metrics.add("headrace_http_requests_in_flight", -1)
             method, route, status = scope["method"], template_of(scope["path"]), str(wire.status)
             metrics.add("headrace_http_requests_total", method=method, route=route, status=status)
@@ -128,14 +128,15 @@ class Shell:
 
 
 class _Wire:
-    """receive and send of one exchange: marks the answer with its ids and knows whether the body was read."""
+    """receive and send of one context: marks the answer with its ids and knows whether the body was
+    read."""
 
     status = 500
     _started = False
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
         self.scope = scope
-        self.exchange = exchange
+        self.context = context
         self._receive = receive
         self._send = send
         self.headers = headers = dict(scope["headers"])
@@ -150,34 +151,36 @@ class _Wire:
         return message
 
     async def send(self, message: Message) -> None:
-        """Sends; the first message gets the request's ids, and `connection: close` while draining."""
+        """Sends; the first message gets the request's ids, and `connection: close` while
+        draining."""
         if message["type"] == "http.response.start":
             self._started = True
             self.status = message["status"]
-            extra = [(name, self.exchange.request_id.encode()) for name in ID_HEADERS]
-            label = client_label(self.headers.get(b"x-request-id")) or self.exchange.client_label
+            extra = [(name, self.context.request_id.encode()) for name in ID_HEADERS]
+            label = self.context.sent_id or self.context.client_label
             if label is not None:
                 extra.append((b"x-client-request-id", label.encode()))
-            if self.exchange.tells_timing and self.exchange.timeline is not None:
-                told = self.exchange.timeline.server_timing()
-                extra.append((b"server-timing", told.encode()))
-            if self.exchange.services.draining:
+            if self.context.tells_timing and self.context.timeline is not None:
+                timing = self.context.timeline.server_timing()
+                extra.append((b"server-timing", timing.encode()))
+            if self.context.services.draining:
                 extra.append((b"connection", b"close"))
             message = {**message, "headers": [*message.get("headers", []), *extra]}
         await self._send(message)
 
     async def fail(self, failure: Failure) -> None:
-        """Answers with the failure. A body still on its way is discarded first (bounded), then the connection ends."""
+        """Answers with the failure. A body still on its way is discarded first (bounded), then the
+        connection ends."""
         if self._started:
-            log.error("request %s failed after its answer had begun", self.exchange.request_id)
+            log.error("request %s failed after its answer had begun", self.context.request_id)
             return
         headers = [(b"content-type", b"application/json"), *failure.headers()]
         if self._body_pending:
             if b"expect" not in self.headers:
                 await self._discard()
-            if self._body_pending and not self.exchange.services.draining:
+            if self._body_pending and not self.context.services.draining:
                 headers.append((b"connection", b"close"))
-        body = shape_of(self.scope).body(failure, self.exchange.request_id)
+        body = shape_of(self.scope).body(failure, self.context.request_id)
         headers.append((b"content-length", str(len(body)).encode()))
         await self.send(
             {"type": "http.response.start", "status": failure.status, "headers": headers}
@@ -185,7 +188,8 @@ class _Wire:
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _discard(self) -> None:
-        """Reads on for two seconds at most: an answer sent into a client's upload would be lost in a reset."""
+        """Reads on for two seconds at most: an answer sent into a client's upload would be lost in
+        a reset."""
         try:
             async with asyncio.timeout(DISCARD_S):
                 while self._body_pending and (await self.receive())["type"] != "http.disconnect":

@@ -1,4 +1,5 @@
-"""POST /invocations, the one route of SageMaker's containers: the body's own fields tell which request it is."""
+"""POST /invocations, the one route of SageMaker's containers: the body's own fields tell which
+request it is."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ import msgspec
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.exchange import Exchange
-from headrace.front.server.openai import routes as openai
-from headrace.front.server.openai.schema import ChatRequest, CompletionRequest
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.request import ChatRequest, CompletionRequest
+from headrace.front.server.openai import chat, completions
 from headrace.front.server.pooling import routes as pooling
 from headrace.front.server.pooling import scoring
 from headrace.front.server.pooling.schema import EmbeddingRequest, RerankRequest, ScoreRequest
 
-Handler = Callable[[Exchange, Any], Awaitable[Response]]
+Handler = Callable[[RequestContext, Any], Awaitable[Response]]
 _BY_FIELD: dict[str, tuple[Handler, type[msgspec.Struct]]] = {
-    "messages": (openai.post_chat, ChatRequest),
-    "prompt": (openai.post_completions, CompletionRequest),
+    "messages": (chat.post_chat, ChatRequest),
+    "prompt": (completions.post_completions, CompletionRequest),
     "query": (scoring.post_rerank, RerankRequest),
     "text_1": (scoring.post_score, ScoreRequest),
     "input": (pooling.post_embeddings, EmbeddingRequest),
@@ -27,12 +28,12 @@ _BY_FIELD: dict[str, tuple[Handler, type[msgspec.Struct]]] = {
 BODIES = tuple(body for _, body in _BY_FIELD.values())
 
 
-async def post_invocations(exchange: Exchange, document: Any) -> Response:
+async def post_invocations(context: RequestContext, document: Any) -> Response:
     """POST /invocations: a chat, a completion, a ranking, a score or embeddings."""
-    given = document if isinstance(document, dict) else {}
+    fields = document if isinstance(document, dict) else {}
     for field, (handler, _) in _BY_FIELD.items():
-        if field in given:
-            return await handler(exchange, document)
+        if field in fields:
+            return await handler(context, document)
     raise InvalidRequest(
         f"none of {', '.join(_BY_FIELD)} is given: they tell what is asked for", field="messages"
     )

@@ -1,11 +1,11 @@
-"""The OpenAPI document, made from the table of routes: what a route says about itself is its handler's docstring, what
-it takes is the struct its handler parses. Nothing is written twice, so nothing can be out of date.
-"""
+"""The OpenAPI document, made from the table of routes: what a route says about itself is its
+handler's docstring, what it takes is the struct its handler parses. Nothing is written twice, so
+nothing can be out of date."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace import __version__
-from headrace.front.server.auth import ADMIN, PUBLIC
-from headrace.front.server.exchange import Exchange, json_response
+from headrace.front.server.administration.operations import ADMIN
+from headrace.front.server.conversation.context import RequestContext, json_response
 
 Json = dict[str, Any]
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -32,13 +32,15 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
 
 
 class Error(msgspec.Struct, kw_only=True):
-    """The body of every failure. Under /v1/messages it has Anthropic's shape: type, error, request_id."""
+    """The body of every failure. Under /v1/messages it has Anthropic's shape: type, error,
+    request_id."""
 
     error: ErrorDetail
 
 
 class ApiRoute(Route):
-    """A route that can be described: `bodies` are the structs its request may be; with `sockets` it also upgrades."""
+    """A route that can be described: `bodies` are the structs its request may be; with `sockets` it
+    also upgrades."""
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class ApiRoute(Route):
         self.described = list(methods)
 
 
-def document(routes: Sequence[ApiRoute]) -> Json:
+def document(routes: Sequence[ApiRoute], *, public: Collection[str]) -> Json:
     """The document (OpenAPI 3.1)."""
     bodies = [body for route in routes for body in route.bodies]
     _, components = msgspec.json.schema_components([Error, *bodies], ref_template=_REFERENCE)
@@ -65,7 +67,9 @@ def document(routes: Sequence[ApiRoute]) -> Json:
     for route in routes:
         path = _PARAMETER.sub(r"{\1}", route.path)
         for method in route.described:
-            paths.setdefault(path, {})[method.lower()] = _operation(route, method)
+            paths.setdefault(path, {})[method.lower()] = _operation(
+                route, method, is_public=route.path in public
+            )
     return {
         "openapi": "3.1.0",
         "info": {"title": "headrace", "version": __version__},
@@ -81,21 +85,21 @@ def document(routes: Sequence[ApiRoute]) -> Json:
     }
 
 
-def _operation(route: ApiRoute, method: str) -> Json:
+def _operation(route: ApiRoute, method: str, *, is_public: bool) -> Json:
     words = re.findall(r"\w+", route.path)
-    made: Json = {
+    operation: Json = {
         "operationId": "_".join([method.lower(), *words]),
         "summary": " ".join(route.doc.split()),
         "responses": {"200": _answer(route), "default": _json_body("Error", "A failure.")},
     }
-    if route.path in PUBLIC:
-        made["security"] = []
+    if is_public:
+        operation["security"] = []
     if route.path in ADMIN:
-        made["tags"] = ["admin"]
+        operation["tags"] = ["admin"]
     if route.sockets:
-        made["x-websocket"] = True
+        operation["x-websocket"] = True
     if parameters := _PARAMETER.findall(route.path):
-        made["parameters"] = [
+        operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in parameters
         ]
@@ -103,8 +107,8 @@ def _operation(route: ApiRoute, method: str) -> Json:
         schemas = [{"$ref": _REFERENCE.format(name=body.__name__)} for body in route.bodies]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         content = {"application/json": {"schema": schema}}
-        made["requestBody"] = {"required": True, "content": content}
-    return made
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
 
 
 def _answer(route: ApiRoute) -> Json:
@@ -119,14 +123,17 @@ def _json_body(name: str, description: str) -> Json:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
-def serving(routes: list[ApiRoute]) -> Callable[[Exchange, Request], Awaitable[Response]]:
-    """The handler of GET /openapi.json over this table, which is read when the first client asks."""
-    made: Json = {}
+def serving(
+    routes: list[ApiRoute], *, public: Collection[str]
+) -> Callable[[RequestContext, Request], Awaitable[Response]]:
+    """The handler of GET /openapi.json over this table, which is read when the first client
+    asks."""
+    described: Json = {}
 
-    async def get_openapi(exchange: Exchange, request: Request) -> Response:
+    async def get_openapi(context: RequestContext, request: Request) -> Response:
         """GET /openapi.json: this document."""
-        if not made:
-            made.update(document(routes))
-        return json_response(made)
+        if not described:
+            described.update(document(routes, public=public))
+        return json_response(described)
 
     return get_openapi

@@ -1,10 +1,10 @@
-"""The process of one API server: `python -m headrace.front.server.process --spec FILE --listen-fd N`.
+"""The process of one API server: `python -m headrace.front.server.process --spec FILE --listen-fd
+N`.
 
-It serves an inherited listening socket. DRAIN_SIGNAL from the supervisor starts the drain: readiness is false at once,
-after `pre_drain_s` new requests get 503, running ones finish within `shutdown_timeout_s`, the rest end with an explicit
-error; then the process ends with 0. The module lives in this room because it joins what is above `launch`, which knows
-it by name only.
-"""
+It serves an inherited listening socket. DRAIN_SIGNAL from the supervisor starts the drain:
+readiness is false at once, after `pre_drain_s` new requests get 503, running ones finish within
+`shutdown_timeout_s`, the rest end with an explicit error; then the process ends with 0. The module
+lives in this room because it joins what is above `launch`, which knows it by name only."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headrace.base import env
-from headrace.base.affinity import keep_to
+from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import Decision, ServerSpec, TextSpec
 from headrace.base.errors import HeadraceError, StartError
 from headrace.base.telemetry import log as logs
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.engine import AsyncLLM
-from headrace.front.client.events import Engine
+from headrace.front.client.events import EngineClient
 from headrace.front.client.limits import Limits
-from headrace.front.server.app import make_app, make_plane
-from headrace.front.server.batches.batch import BatchStore
-from headrace.front.server.batches.files import FileStore, private_folder
+from headrace.front.server.app import make_admin_app, make_app
 from headrace.front.server.batches.runner import BatchRunner
-from headrace.front.server.coalesce import pace_of
-from headrace.front.server.exchange import Services
-from headrace.front.server.limits import KeyShares
-from headrace.front.server.protocol import ConnectionLimits, guarded_protocol
-from headrace.front.server.sealing import Sealer, secret_in
+from headrace.front.server.conversation.context import KeyShares, Services
+from headrace.front.server.conversation.resolved import stream_interval_of
+from headrace.front.server.http.event_loop import watch_event_loop
+from headrace.front.server.http.protocol import ConnectionLimits, guarded_protocol
+from headrace.front.server.http.tracing import Tracer
+from headrace.front.server.state.batches import BatchStore
 from headrace.front.server.state.database import open_database
-from headrace.front.server.state.store import ResponseStore
-from headrace.front.server.tracing import Tracer
+from headrace.front.server.state.files import FileStore, private_folder
+from headrace.front.server.state.responses import ResponseStore
+from headrace.front.server.state.sealing import Sealer, secret_in
+from headrace.front.server.table import line_routes
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
-from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
-from headrace.launch.api_process import ApiSpec
+from headrace.front.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from headrace.launch.api_process import ApiSpec, send_heartbeats
 from headrace.launch.topology import DRAIN_SIGNAL, Report, report, tie_to_parent
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class Server(uvicorn.Server):
         self._drain = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:
-        """Waits for load balancers and running generations, ends the rest with an error, then stops the server."""
+        """Waits for load balancers and running generations, ends the rest with an error, then stops
+        the server."""
         services = self.services
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(services.abandon.wait(), services.server.pre_drain_s)
@@ -99,13 +101,14 @@ def make_services(spec: ApiSpec) -> tuple[Services, AsyncLLM]:
     """The services of this process; the engine is not connected yet."""
     text = spec.text
     tokenizer = load_tokenizer(text.tokenizer_path, chat_template=text.chat_template)
+    check_vocabulary(tokenizer, text.logits_width)
     limits = Limits(max_n=spec.server.max_n, heartbeat_timeout_s=spec.heartbeat_timeout_s)
     engine = AsyncLLM(text, spec.socket_paths, limits=limits, tokenizer=tokenizer)
     return services_over(engine, tokenizer, text, spec.server), engine
 
 
 def services_over(
-    engine: Engine, tokenizer: Tokenizer, text: TextSpec, server: ServerSpec
+    engine: EngineClient, tokenizer: Tokenizer, text: TextSpec, server: ServerSpec
 ) -> Services:
     """The services over any engine."""
     template_limits = TemplateLimits()
@@ -124,20 +127,22 @@ def services_over(
         text=text,
         server=server,
         metrics=Metrics(),
-        shares=KeyShares(server.max_requests_per_key),
+        shares=KeyShares.of(server),
         tracer=None
         if server.otlp_endpoint is None
         else Tracer(server.otlp_endpoint, model=text.model_names[0]),
-        pace=pace_of(server.stream_interval, server.stream_interval_ms),
+        interval=stream_interval_of(server.stream_interval, server.stream_interval_ms),
         answers=AnswerFormat.named(
             tool_parser=text.tool_parser, reasoning_parser=text.reasoning_parser
         ).bound(tokenizer),
         store=make_store(server),
+        line_routes=line_routes(),
     )
 
 
 def open_stores(text: TextSpec, spec: ServerSpec) -> tuple[FileStore, BatchStore] | None:
-    """Where files and batches are kept: by default a folder for each model, so that none runs another's batches."""
+    """Where files and batches are kept: by default a folder for each model, so that none runs
+    another's batches."""
     if spec.file_store == "none":
         return None
     folder = Path(spec.file_store).expanduser()
@@ -172,7 +177,7 @@ async def serve(
         {
             "engine": spec.engine,
             "replicas": len(spec.socket_paths),
-            "decisions": [_told(one) for one in spec.decisions],
+            "decisions": [_decision_fields(one) for one in spec.decisions],
         }
     )
     server = http_server(services, make_app(services))
@@ -181,13 +186,17 @@ async def serve(
     loop.add_reader(status.fileno(), _parent_spoke, status, server)
     shared = Path(spec.socket_paths[0]).with_name("sealing-secret")
     connecting = asyncio.ensure_future(_connect(services, engine, status, server, shared))
-    working = [connecting]
+    working = [
+        connecting,
+        asyncio.ensure_future(send_heartbeats(status)),
+        asyncio.ensure_future(watch_event_loop(services.metrics)),
+    ]
     if services.stores is not None:
         working.append(asyncio.ensure_future(BatchRunner(services, *services.stores).run()))
-    plane = None
+    admin_server = None
     if admin is not None:
-        plane = http_server(services, make_plane(services))
-        working.append(asyncio.ensure_future(plane._serve([admin])))
+        admin_server = http_server(services, make_admin_app(services))
+        working.append(asyncio.ensure_future(admin_server._serve([admin])))
     services.shut_down = lambda: report(status, Report(stop=True))
     remote = await _start_grpc(services)
     try:
@@ -195,8 +204,8 @@ async def serve(
     finally:
         if remote is not None:
             await remote.stop(LAST_WORDS_S)
-        if plane is not None:
-            plane.should_exit = True
+        if admin_server is not None:
+            admin_server.should_exit = True
         for task in working:
             task.cancel()
         await asyncio.gather(*working, *services.background, return_exceptions=True)
@@ -222,10 +231,10 @@ async def _start_grpc(services: Services) -> GrpcServer | None:
     return await start_grpc(services, f"{host}:{spec.grpc_port}")
 
 
-def _told(decision: Decision) -> dict[str, str]:
+def _decision_fields(decision: Decision) -> dict[str, str]:
     return {
         "field": decision.field,
-        "given": decision.given,
+        "requested": decision.requested,
         "chosen": decision.chosen,
         "why": decision.why,
     }
@@ -258,7 +267,9 @@ def http_server(services: Services, app: ASGIApp) -> Server:
 async def _connect(
     services: Services, engine: AsyncLLM, status: socket.socket, server: Server, shared: Path
 ) -> None:
-    """Until this is through, readiness is false and generations are answered with 503; then the parent is told."""
+    """Until this is through, readiness is false and generations are answered with 503; then the
+    parent is told."""
+    services.start_phase = "compiling the chat template"
     try:
         if services.template.source is not None:
             await asyncio.to_thread(services.template.warm_up)
@@ -266,6 +277,7 @@ async def _connect(
         report(status, Report(error=f"the model's chat template: {error.message}"))
         server.should_exit = True
         return
+    services.start_phase = "opening the store of responses"
     try:
         secret = secret_in(shared) if services.store is None else await services.store.start()
     except HeadraceError as error:
@@ -273,12 +285,14 @@ async def _connect(
         server.should_exit = True
         return
     services.sealer = Sealer(secret)
+    services.start_phase = "waiting for the engine to load"
     try:
         await engine.start()
     except HeadraceError as error:
         log.error("no connection to the engine: %s", error.message)
         return
     services.warm = True
+    services.start_phase = "started"
     report(status, Report(ready=True))
 
 
@@ -299,18 +313,19 @@ def main() -> int:
     parser.add_argument("--status-fd", type=int, required=True)
     parser.add_argument("--parent", type=int)
     parser.add_argument("--log-level")
-    given = parser.parse_args()
-    tie_to_parent(given.parent)
-    status = socket.socket(fileno=given.status_fd)
-    listener = socket.socket(fileno=given.listen_fd)
-    admin = None if given.admin_fd is None else socket.socket(fileno=given.admin_fd)
-    spec = msgspec.json.decode(Path(given.spec).read_bytes(), type=ApiSpec)
-    logs.configure("api", given.log_level or spec.server.log_level)
+    args = parser.parse_args()
+    tie_to_parent(args.parent)
+    status = socket.socket(fileno=args.status_fd)
+    listener = socket.socket(fileno=args.listen_fd)
+    admin = None if args.admin_fd is None else socket.socket(fileno=args.admin_fd)
+    spec = msgspec.json.decode(Path(args.spec).read_bytes(), type=ApiSpec)
+    logs.configure("api", args.log_level or spec.server.log_level)
     if spec.engine is not None:
-        keep_to(spec.engine.device.other_cpus)
+        set_affinity(spec.engine.device.other_cpus)
     import uvloop
 
-    # Threads of this process tokenize and render; the loop, which streams, shall not wait 5 ms for each of them.
+    # Threads of this process tokenize and render; the loop, which streams, shall not wait 5 ms for
+    # each of them.
     sys.setswitchinterval(SWITCH_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,9 +1,8 @@
 """The shell of a WebSocket: what app.Shell is to a request, before and after the session inside it.
 
-The same keys open it, the same drain closes it; connections are bounded in number. A page of another site may not open
-one in a browser of somebody who runs a server without keys: such a page has an Origin that is not loopback. A refusal
-is an ordinary HTTP answer to the upgrade.
-"""
+The same keys open it, the same drain closes it; connections are bounded in number. A page of
+another site may not open one in a browser of somebody who runs a server without keys: such a page
+has an Origin that is not loopback. A refusal is an ordinary HTTP answer to the upgrade."""
 
 from __future__ import annotations
 
@@ -16,35 +15,35 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from headrace.base.errors import Forbidden, HeadraceError, NotFound, Unavailable
-from headrace.front.server.auth import Gatekeeper, is_loopback
-from headrace.front.server.exchange import Exchange, Services
-from headrace.front.server.failures import failure_of
-from headrace.front.server.ids import ID_HEADERS, request_id
+from headrace.front.server.conversation.context import RequestContext, Services
+from headrace.front.server.http.auth import ApiKeyAuthenticator, is_loopback
+from headrace.front.server.http.failures import failure_of
+from headrace.front.server.http.ids import ID_HEADERS, request_id
 
 LEAVE_S = 2.0
-Session = Callable[[Exchange, WebSocket], Awaitable[None]]
+Session = Callable[[RequestContext, WebSocket], Awaitable[None]]
 
 
 class SocketShell:
     """Answers upgrades. `sessions`: path -> what is spoken there."""
 
     def __init__(
-        self, services: Services, gatekeeper: Gatekeeper, sessions: dict[str, Session]
+        self, services: Services, authenticator: ApiKeyAuthenticator, sessions: dict[str, Session]
     ) -> None:
         self._services = services
-        self._gatekeeper = gatekeeper
+        self._authenticator = authenticator
         self._sessions = sessions
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection from its upgrade to its end."""
-        exchange = Exchange(services=self._services, request_id=request_id())
+        context = RequestContext(services=self._services, request_id=request_id())
         metrics = self._services.metrics
         try:
-            exchange.tenant = self._gatekeeper.tenant(scope)
+            context.tenant = self._authenticator.tenant(scope)
             session = self._admit(scope)
         except HeadraceError as error:
-            await _refuse(error, exchange, receive, send)
+            await _refuse(error, context, receive, send)
             return
         self._open += 1
         metrics.add("headrace_websockets_open")
@@ -53,9 +52,9 @@ class SocketShell:
         try:
             socket = WebSocket(scope, receive, send)
             await socket.accept(
-                headers=[(name, exchange.request_id.encode()) for name in ID_HEADERS]
+                headers=[(name, context.request_id.encode()) for name in ID_HEADERS]
             )
-            await session(exchange, socket)
+            await session(context, socket)
         except WebSocketDisconnect:
             pass
         finally:
@@ -88,10 +87,13 @@ def _check_origin(scope: Scope) -> None:
                 raise Forbidden("without API keys pages of other sites may not connect")
 
 
-async def _refuse(error: HeadraceError, exchange: Exchange, receive: Receive, send: Send) -> None:
-    """Answers, then waits for the end of the connection: to the server an earlier return is a broken handshake."""
-    failure = failure_of(error, request_id=exchange.request_id)
-    ident = exchange.request_id.encode()
+async def _refuse(
+    error: HeadraceError, context: RequestContext, receive: Receive, send: Send
+) -> None:
+    """Answers, then waits for the end of the connection: to the server an earlier return is a
+    broken handshake."""
+    failure = failure_of(error, request_id=context.request_id)
+    ident = context.request_id.encode()
     headers = [
         (b"content-type", b"application/json"),
         *((name, ident) for name in ID_HEADERS),

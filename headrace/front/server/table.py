@@ -1,8 +1,8 @@
 """The table of routes: which path leads to which handler, and what a handler takes.
 
-A route with a JSON body reads it under its limits and runs its handler beside a watch on the connection; the watch ends
-the work when the client leaves. The OpenAPI document is made from this table.
-"""
+A route with a JSON body reads it under its limits and runs its handler beside a watch on the
+connection; the watch ends the work when the client leaves. The OpenAPI document is made from this
+table."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from headrace.front.server import invocations, openapi
+from headrace.front.server.administration import api as admin_api
+from headrace.front.server.administration import named as admin
 from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from headrace.front.server.batches import routes as batches
+from headrace.front.server.conversation.context import LineRoute, RequestContext, context_of
+from headrace.front.server.conversation.generation import GenerateRequest
+from headrace.front.server.conversation.prompts import TokenizeRequest
+from headrace.front.server.conversation.request import ChatRequest, CompletionRequest
 from headrace.front.server.decisions import routes as decisions
 from headrace.front.server.decisions.schema import DecisionsRequest, SystemOneRequest
-from headrace.front.server.exchange import Exchange, exchange_of
-from headrace.front.server.failures import OPENAI, Shape
-from headrace.front.server.limits import read_json
-from headrace.front.server.native import admin, health, plane, requests, tokenize
-from headrace.front.server.native.tokenize import (
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizeRequest,
-)
-from headrace.front.server.openai import batch, models
-from headrace.front.server.openai import routes as openai
-from headrace.front.server.openai.schema import ChatRequest, CompletionRequest
+from headrace.front.server.http.auth import PROBES
+from headrace.front.server.http.failures import OPENAI, ErrorFormat
+from headrace.front.server.http.limits import read_json
+from headrace.front.server.http.sse import until_gone
+from headrace.front.server.native import health, requests, tokenize
+from headrace.front.server.native.tokenize import DetokenizeRequest, TokenizeChatRequest
+from headrace.front.server.openai import batch, chat, completions, generate, models, render
+from headrace.front.server.openai.render import DerenderRequest
 from headrace.front.server.openapi import ApiRoute
 from headrace.front.server.pooling import generative, scoring
 from headrace.front.server.pooling import routes as pooling
@@ -54,30 +56,29 @@ from headrace.front.server.responses.schema import (
     MetadataRequest,
     ResponsesRequest,
 )
-from headrace.front.server.sse import until_gone
-from headrace.front.server.tokens import dialects, generate, render
-from headrace.front.server.tokens.schema import DerenderRequest, GenerateRequest
 from headrace.front.server.webui import routes as webui
 from headrace.front.server.webui.pages import PAGES
 
-Reader = Callable[[Exchange, Request], Awaitable[Response]]
-Writer = Callable[[Exchange, Any], Any]
-Changer = Callable[[Exchange, Request, Any], Awaitable[Response]]
+PUBLIC = PROBES | PAGES.keys()
+"""Paths that need no key."""
+Reader = Callable[[RequestContext, Request], Awaitable[Response]]
+Writer = Callable[[RequestContext, Any], Any]
+Changer = Callable[[RequestContext, Request, Any], Awaitable[Response]]
 
 
 def table() -> list[ApiRoute]:
     """Every route there is."""
-    routes = [*_generation(), *_pooling(), *_tokens(), *_house()]
-    routes.append(_route("/openapi.json", openapi.serving(routes)))
+    routes = [*_generation(), *_pooling(), *_tokens(), *_other_routes()]
+    routes.append(_route("/openapi.json", openapi.serving(routes, public=PUBLIC)))
     return routes
 
 
 def _generation() -> list[ApiRoute]:
     """What answers in words, by dialect, and batches of it."""
     return [
-        _posts("/v1/chat/completions", openai.post_chat, ChatRequest, queued=True),
+        _posts("/v1/chat/completions", chat.post_chat, ChatRequest, queued=True),
         _posts("/v1/chat/completions/batch", batch.post_batch, batch.BatchChatRequest, queued=True),
-        _posts("/v1/completions", openai.post_completions, CompletionRequest, queued=True),
+        _posts("/v1/completions", completions.post_completions, CompletionRequest, queued=True),
         _posts("/v1/messages", anthropic.post_messages, MessagesRequest, queued=True),
         _posts("/v1/messages/count_tokens", anthropic.post_count_tokens, CountTokensRequest),
         _posts(
@@ -131,7 +132,9 @@ def _pooling() -> list[ApiRoute]:
             GenerativeScoringRequest,
             queued=True,
         ),
-        _posts("/v1/decisions", decisions.post_decisions, DecisionsRequest, queued=True),
+        _posts(
+            "/v1/decisions", decisions.posting(responses.chat_of), DecisionsRequest, queued=True
+        ),
         _posts("/v1/systemone", decisions.post_systemone, SystemOneRequest, queued=True),
     ]
 
@@ -140,11 +143,11 @@ def _tokens() -> list[ApiRoute]:
     """Tokens in, tokens out."""
     return [
         _posts("/inference/v1/generate", generate.post_generate, GenerateRequest, queued=True),
-        _posts("/inference/v1/abort_requests", admin.post_abort_own, admin.AbortWish),
+        _posts("/inference/v1/abort_requests", admin.post_abort_own, admin.AbortRequest),
         _posts("/v1/chat/completions/render", render.post_render_chat, ChatRequest),
         _posts("/v1/chat/completions/derender", render.post_derender_chat, DerenderRequest),
-        _posts("/v1/messages/render", dialects.post_render_messages, MessagesRequest),
-        _posts("/v1/responses/render", dialects.post_render_responses, ResponsesRequest),
+        _posts("/v1/messages/render", anthropic.post_render_messages, MessagesRequest),
+        _posts("/v1/responses/render", responses.post_render_responses, ResponsesRequest),
         _posts("/v1/completions/render", render.post_render_completion, CompletionRequest),
         _posts("/v1/completions/derender", render.post_derender_completion, DerenderRequest),
         _route("/tokenizer_info", tokenize.get_tokenizer_info),
@@ -153,7 +156,7 @@ def _tokens() -> list[ApiRoute]:
     ]
 
 
-def _house() -> list[ApiRoute]:
+def _other_routes() -> list[ApiRoute]:
     """Files, models, requests in flight, health, the page, administration."""
     return [
         _uploads("/v1/files", batches.post_file),
@@ -191,8 +194,8 @@ def _house() -> list[ApiRoute]:
         _route("/start_profile", admin.post_start_profile, "POST"),
         _route("/stop_profile", admin.post_stop_profile, "POST"),
         _route("/server_info", admin.get_server_info),
-        _posts("/abort_requests", admin.post_abort, admin.AbortWish),
-        _posts("/collective_rpc", admin.post_collective_rpc, admin.CollectiveWish),
+        _posts("/abort_requests", admin.post_abort, admin.AbortRequest),
+        _posts("/collective_rpc", admin.post_collective_rpc, admin.CollectiveRequest),
         _route("/get_world_size", admin.get_world_size),
         _route("/is_scaling_elastic_ep", admin.get_is_scaling, "GET", "POST"),
         _route("/kv_event_sources", admin.get_kv_event_sources),
@@ -200,25 +203,38 @@ def _house() -> list[ApiRoute]:
     ]
 
 
-def plane_table() -> list[ApiRoute]:
-    """The administrative plane."""
-    at = plane.PREFIX
+def line_routes() -> dict[str, LineRoute]:
+    """What a line of a batch may ask for (batches/lines.py: ENDPOINTS)."""
+    return {
+        "/v1/chat/completions": LineRoute(handler=chat.post_chat),
+        "/v1/completions": LineRoute(handler=completions.post_completions),
+        "/v1/responses": LineRoute(handler=responses.post_responses),
+        "/v1/messages": LineRoute(handler=anthropic.post_messages, errors=ANTHROPIC),
+        "/v1/embeddings": LineRoute(handler=pooling.post_embeddings),
+        "/v1/score": LineRoute(handler=scoring.post_score),
+        "/v1/rerank": LineRoute(handler=scoring.post_rerank),
+    }
+
+
+def admin_routes() -> list[ApiRoute]:
+    """The administrative admin_api."""
+    at = admin_api.PREFIX
     return [
-        _route(f"{at}/health", plane.get_health),
-        _route(f"{at}/models", plane.get_models),
-        _route(f"{at}/config", plane.get_config),
-        _route(f"{at}/queue", plane.get_queue),
-        _route(f"{at}/ledger", plane.get_ledger),
+        _route(f"{at}/health", admin_api.get_health),
+        _route(f"{at}/models", admin_api.get_models),
+        _route(f"{at}/config", admin_api.get_config),
+        _route(f"{at}/queue", admin_api.get_queue),
+        _route(f"{at}/ledger", admin_api.get_ledger),
         _route(f"{at}/requests/{{id}}", requests.get_request),
-        _changes(f"{at}/pause", plane.post_pause, plane.PauseRequest),
-        _changes(f"{at}/drain", plane.post_pause, plane.PauseRequest),
-        _changes(f"{at}/resume", plane.post_resume),
-        _changes(f"{at}/reload_model", plane.post_reload, plane.ReloadRequest),
-        _changes(f"{at}/sleep", plane.post_sleep, plane.SleepRequest),
-        _changes(f"{at}/wake", plane.post_wake),
-        _changes(f"{at}/reset_prefix_cache", plane.post_reset),
-        _changes(f"{at}/profile", plane.post_profile, plane.ProfileRequest),
-        _changes(f"{at}/log_level", plane.post_log_level, plane.LogLevelRequest),
+        _changes(f"{at}/pause", admin_api.post_pause, admin_api.PauseRequest),
+        _changes(f"{at}/drain", admin_api.post_pause, admin_api.PauseRequest),
+        _changes(f"{at}/resume", admin_api.post_resume),
+        _changes(f"{at}/reload_model", admin_api.post_reload, admin_api.ReloadRequest),
+        _changes(f"{at}/sleep", admin_api.post_sleep, admin_api.SleepRequest),
+        _changes(f"{at}/wake", admin_api.post_wake),
+        _changes(f"{at}/reset_prefix_cache", admin_api.post_reset),
+        _changes(f"{at}/profile", admin_api.post_profile, admin_api.ProfileRequest),
+        _changes(f"{at}/log_level", admin_api.post_log_level, admin_api.LogLevelRequest),
     ]
 
 
@@ -226,9 +242,9 @@ def _route(path: str, handler: Reader, *methods: str) -> ApiRoute:
     """A route without a body."""
 
     async def endpoint(request: Request) -> Response:
-        exchange = exchange_of(request)
-        work = handler(exchange, request)
-        return await until_gone(request.receive, _awaited(work), abandon=exchange.services.abandon)
+        context = context_of(request)
+        work = handler(context, request)
+        return await until_gone(request.receive, _awaited(work), abandon=context.services.abandon)
 
     return ApiRoute(path, endpoint, methods=methods or ("GET",), doc=handler.__doc__ or "")
 
@@ -237,7 +253,7 @@ def _uploads(path: str, handler: Reader) -> ApiRoute:
     """A route whose handler reads the body itself."""
 
     async def endpoint(request: Request) -> Response:
-        return await handler(exchange_of(request), request)
+        return await handler(context_of(request), request)
 
     return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "")
 
@@ -249,12 +265,13 @@ def _posts(
     sockets: bool = False,
     queued: bool = False,
 ) -> ApiRoute:
-    """A route with a JSON body: read under its limits first, then handled until done or the client leaves. `queued`:
-    it needs a place in the engine's queue, and is refused by its headers while that is full."""
+    """A route with a JSON body: read under its limits first, then handled until done or the client
+    leaves. `queued`: it needs a place in the engine's queue, and is refused by its headers while
+    that is full."""
 
     async def endpoint(request: Request) -> Response:
         if queued:
-            exchange_of(request).services.engine.check_room()
+            context_of(request).services.engine.check_queue()
         return await _handled(request, handler, await _document(request))
 
     doc = handler.__doc__ or ""
@@ -262,7 +279,8 @@ def _posts(
 
 
 def _changes(path: str, handler: Writer, *bodies: type[msgspec.Struct]) -> ApiRoute:
-    """A change on the plane: its fields stand in a JSON body, or in the query where there is no body."""
+    """A change on the admin API: its fields stand in a JSON body, or in the query where there is no
+    body."""
 
     async def endpoint(request: Request) -> Response:
         headers = request.headers
@@ -278,15 +296,18 @@ def _changes(path: str, handler: Writer, *bodies: type[msgspec.Struct]) -> ApiRo
 
 async def _document(request: Request) -> object:
     """The JSON body, read under the server's limits."""
-    spec = exchange_of(request).services.server
+    context = context_of(request)
+    spec = context.services.server
+    length = request.headers.get("content-length", "0")
+    context.body_bytes = int(length) if length.isdecimal() else 0
     return await read_json(request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s)
 
 
 async def _handled(request: Request, handler: Writer, document: object) -> Response:
     """Until it is done or the client leaves."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     response: Response = await until_gone(
-        request.receive, handler(exchange, document), abandon=exchange.services.abandon
+        request.receive, handler(context, document), abandon=context.services.abandon
     )
     return response
 
@@ -302,12 +323,12 @@ def _posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> Api
     """A route with a JSON body for the thing that its path names."""
 
     async def endpoint(request: Request) -> Response:
-        exchange = exchange_of(request)
-        spec = exchange.services.server
+        context = context_of(request)
+        spec = context.services.server
         document = await read_json(
             request, max_bytes=spec.max_body_bytes, idle_s=spec.body_timeout_s
         )
-        return await handler(exchange, request, document)
+        return await handler(context, request, document)
 
     return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "", bodies=bodies)
 
@@ -315,16 +336,16 @@ def _posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> Api
 def _by_dialect(openai: Reader, anthropic: Reader) -> Reader:
     """One path that two dialects share: the clients of one of them name its version in a header."""
 
-    def handler(exchange: Exchange, request: Request) -> Awaitable[Response]:
+    def handler(context: RequestContext, request: Request) -> Awaitable[Response]:
         chosen = anthropic if shape_of(request.scope) is ANTHROPIC else openai
-        return chosen(exchange, request)
+        return chosen(context, request)
 
     handler.__doc__ = openai.__doc__
     return handler
 
 
-def shape_of(scope: Scope) -> Shape:
-    """The shape of errors that the client of this exchange reads."""
+def shape_of(scope: Scope) -> ErrorFormat:
+    """The shape of errors that the client of this context reads."""
     path = scope["path"]
     if path.startswith("/v1/messages"):
         return ANTHROPIC

@@ -1,8 +1,8 @@
 """Chat templates: messages to token ids.
 
-The template runs in a process that can be killed (`template_pool`), on texts that no template can turn into control
-tokens (`guard`, P28). The limits are checked before the work: number of characters before rendering, size of the
-rendering before encoding (P9, P11).
+The template runs in a process that can be killed (`template_pool`), on texts that no template can
+turn into control tokens (`guard`). The limits are checked before the work: number of
+characters before rendering, size of the rendering before encoding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from headrace.front.text.template_loop import LoopRenderer
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
 from headrace.front.text.tokenizer import Tokenizer
 
-# Arguments that clients send whatever the model is; a template that does not read one is not changed by it.
+# Arguments that clients send whatever the model is; a template that does not read one is not
+# changed by it.
 COMMON_ARGUMENTS = frozenset(
     ["enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "verbosity", "documents"]
 )
@@ -52,8 +53,9 @@ Messages = Sequence[dict[str, Any]]
 
 
 class RenderOptions(TypedDict, total=False):
-    """How to render. `add_generation_prompt` (true): open the assistant's turn. `continue_final_message` (false): leave
-    the last message open. `tools`: what the model may call. `kwargs`: further variables of the template."""
+    """How to render. `add_generation_prompt` (true): open the assistant's turn.
+    `continue_final_message` (false): leave the last message open. `tools`: what the model may call.
+    `kwargs`: further variables of the template."""
 
     add_generation_prompt: bool
     continue_final_message: bool
@@ -73,7 +75,8 @@ class ChatTemplate:
         pool: TemplatePool | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        """`source` None means that the model has no template: every render is refused. `max_tokens` bounds a prompt."""
+        """`source` None means that the model has no template: every render is refused. `max_tokens`
+        bounds a prompt."""
         self.source = source
         self._tokenizer = tokenizer
         self._limits = limits or TemplateLimits()
@@ -87,7 +90,8 @@ class ChatTemplate:
         return self._encoded(self._render(messages, options))
 
     async def render_async(self, messages: Messages, **options: Unpack[RenderOptions]) -> list[int]:
-        """`render`, in a thread where there is much text, so that other requests go on meanwhile."""
+        """`render`, in a thread where there is much text, so that other requests go on
+        meanwhile."""
         if self._names is None or len(msgspec.json.encode([messages, options])) > SHORT_BYTES:
             return await asyncio.to_thread(self.render, messages, **options)
         rendered = await self._short.render(*self._prepared(messages, options))
@@ -97,11 +101,13 @@ class ChatTemplate:
         return self._encoded(rendered)
 
     def render_text(self, messages: Messages, **options: Unpack[RenderOptions]) -> str:
-        """The prompt as people read it. Do not encode it: it no longer tells users' text from control tokens."""
+        """The prompt as people read it. Do not encode it: it no longer tells users' text from
+        control tokens."""
         return unguard(self._render(messages, options))
 
     def warm_up(self) -> None:
-        """Starts a process and compiles the template in it; a template that does not compile is refused."""
+        """Starts a process and compiles the template in it; a template that does not compile is
+        refused."""
         self._argument_names()
 
     def close(self) -> None:
@@ -130,14 +136,16 @@ class ChatTemplate:
                 field="continue_final_message",
             )
         guard = self._tokenizer.guard
-        made = template_messages(messages, guard, developer_role="developer" in source)
+        messages_with_mark = template_messages(
+            messages, guard, developer_role="developer" in source
+        )
         if continue_final_message:
-            made[-1]["content"] += MARK
+            messages_with_mark[-1]["content"] += MARK
         self._check_arguments(kwargs)
         return source, {
             **self._tokenizer.facts.special_tokens,
             **protect_tree(dict(kwargs), guard.protect, "chat_template_kwargs"),
-            "messages": made,
+            "messages": messages_with_mark,
             "tools": self._tools(tools),
             "add_generation_prompt": add_generation_prompt,
         }
@@ -149,10 +157,10 @@ class ChatTemplate:
             )
         return self.source
 
-    def _check_size(self, given: Any) -> None:
+    def _check_size(self, messages: Any) -> None:
         if self._max_tokens is None:
             return
-        size, most = text_size(given), self._max_tokens * self._tokenizer.longest_token
+        size, most = text_size(messages), self._max_tokens * self._tokenizer.longest_token
         if size > most:
             raise ContextTooLong(
                 f"prompt is too long: {-(-size // self._tokenizer.longest_token)} tokens > "
@@ -165,10 +173,10 @@ class ChatTemplate:
             return None
         if len(tools) > MAX_TOOLS:
             raise InvalidRequest(f"tools: {len(tools)} are more than {MAX_TOOLS}", field="tools")
-        made = protect_tree(list(tools), self._tokenizer.guard.protect, "tools")
+        protected_tools = protect_tree(list(tools), self._tokenizer.guard.protect, "tools")
         for i, tool in enumerate(tools):
             _check_tool(tool, f"tools[{i}]")
-        return made
+        return protected_tools
 
     def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
         special = self._tokenizer.facts.special_tokens

@@ -1,7 +1,8 @@
 """Chat messages as clients send them, checked and brought into the one shape that templates expect.
 
-Every text that a client wrote goes through `Guard.protect`, so that no template can turn it into a control token.
-What the client wrote as reasoning comes in as `reasoning` or `reasoning_content` and goes on as both.
+Every text that a client wrote goes through `Guard.protect`, so that no template can turn it into a
+control token. What the client wrote as reasoning comes in as `reasoning` or `reasoning_content` and
+goes on as both.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 def template_messages(
     messages: Sequence[dict[str, Any]], guard: Guard, *, developer_role: bool
 ) -> list[dict[str, Any]]:
-    """The messages a template sees. Without `developer_role` the template knows no developer: it reads as system."""
+    """The messages a template sees. Without `developer_role` the template knows no developer: it
+    reads as system."""
     if not messages:
         raise InvalidRequest(
             "messages: an empty list; at least one message is needed", field="messages"
         )
     if len(messages) > MAX_MESSAGES:
         raise _bad("messages", f"{len(messages)} messages are more than {MAX_MESSAGES}")
-    made = [_message(message, f"messages[{i}]", guard) for i, message in enumerate(messages)]
-    for message in made:
+    rendered = [_message(message, f"messages[{i}]", guard) for i, message in enumerate(messages)]
+    for message in rendered:
         if message["role"] == "developer" and not developer_role:
             message["role"] = "system"
-    return made
+    return rendered
 
 
 def protect_tree(value: Any, protect: Callable[[str], str], field: str, depth: int = 0) -> Any:
@@ -77,26 +79,29 @@ def _message(message: dict[str, Any], field: str, guard: Guard) -> dict[str, Any
     role = message.get("role")
     if role not in ROLES:
         raise _bad(f"{field}.role", f"{role!r:.80} is none of {', '.join(ROLES)}")
-    made: dict[str, Any] = {"role": role, "content": _content(message, f"{field}.content", guard)}
+    rendered: dict[str, Any] = {
+        "role": role,
+        "content": _content(message, f"{field}.content", guard),
+    }
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
-            made[name] = guard.protect_name(_text(message[name], f"{field}.{name}"))
+            rendered[name] = guard.protect_name(_text(message[name], f"{field}.{name}"))
     if role == "assistant":
-        _assistant(message, made, field, guard)
-    return made
+        _assistant(message, rendered, field, guard)
+    return rendered
 
 
-def _assistant(message: dict[str, Any], made: dict[str, Any], field: str, guard: Guard) -> None:
+def _assistant(message: dict[str, Any], rendered: dict[str, Any], field: str, guard: Guard) -> None:
     for name in _REASONING:
         if message.get(name):
             text = guard.protect(_text(message[name], f"{field}.{name}"))
-            made["reasoning_content"] = made["reasoning"] = text
+            rendered["reasoning_content"] = rendered["reasoning"] = text
             break
     if message.get("tool_calls"):
         calls = message["tool_calls"]
         if not isinstance(calls, list):
             raise _bad(f"{field}.tool_calls", f"{type(calls).__name__} is not a list")
-        made["tool_calls"] = [
+        rendered["tool_calls"] = [
             _tool_call(call, f"{field}.tool_calls[{i}]", guard) for i, call in enumerate(calls)
         ]
     elif all(message.get(name) is None for name in ("content", "refusal", *_REASONING)):
@@ -108,7 +113,7 @@ def _tool_call(call: Any, field: str, guard: Guard) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _bad(field, "must be an object with function.name and function.arguments")
     arguments = _arguments(function.get("arguments"))
-    made = {
+    rendered = {
         "type": "function",
         "function": {
             "name": guard.protect_name(function["name"]),
@@ -116,21 +121,22 @@ def _tool_call(call: Any, field: str, guard: Guard) -> dict[str, Any]:
         },
     }
     if isinstance(call.get("id"), str):
-        made["id"] = guard.protect_name(call["id"])
-    return made
+        rendered["id"] = guard.protect_name(call["id"])
+    return rendered
 
 
-def _arguments(given: Any) -> Any:
-    """Arguments come as JSON text; templates want the object. What is no object stays as it was given."""
-    if given is None or given == "":
+def _arguments(arguments: Any) -> Any:
+    """Arguments come as JSON text; templates want the object. What is no object stays as it was
+    given."""
+    if arguments is None or arguments == "":
         return {}
-    if not isinstance(given, str):
-        return given
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        parsed = msgspec.json.decode(given)
+        parsed = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
-        return given
-    return parsed if isinstance(parsed, dict) else given
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 def _content(message: dict[str, Any], field: str, guard: Guard) -> str:
@@ -141,7 +147,8 @@ def _content(message: dict[str, Any], field: str, guard: Guard) -> str:
 
 
 def parts_text(content: Any, field: str) -> str:
-    """The text of a message's content, given as a text or as parts, which are joined by line breaks."""
+    """The text of a message's content, given as a text or as parts, which are joined by line
+    breaks."""
     return _text(_joined(content, field) if isinstance(content, list) else content, field)
 
 
@@ -150,7 +157,8 @@ def _joined(parts: list[Any], field: str) -> str:
 
 
 def _own_words(text: str, role: str, guard: Guard) -> str:
-    """An assistant's earlier words may hold markup (<think>), which templates look for; never special tokens."""
+    """An assistant's earlier words may hold markup (<think>), which templates look for; never
+    special tokens."""
     return guard.protect_special(text) if role == "assistant" else guard.protect(text)
 
 

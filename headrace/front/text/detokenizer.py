@@ -1,8 +1,8 @@
 """Token ids to text, as they come.
 
-Bytes that do not yet make a whole character are held back, so that no answer ever holds half of one. The pieces of a
-token stream joined are the text of the whole, however it was cut. Time is linear in the number of tokens; the plain
-case costs one look-up per token (about 0.1 us).
+Bytes that do not yet make a whole character are held back, so that no answer ever holds half of
+one. The pieces of a token stream joined are the text of the whole, however it was cut. Time is
+linear in the number of tokens; the plain case costs one look-up per token (about 0.1 us).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """Turns the tokens of one answer into text.
 
-    `pieces` replaces the tokenizer's own table.
-    `continues`: the text follows a prompt, so its first space is its own; otherwise the first space of a SentencePiece
-    vocabulary is dropped, as `Tokenizer.decode` does.
+    `pieces` replaces the tokenizer's own table. `continues`: the text follows a prompt, so its
+    first space is its own; otherwise the first space of a SentencePiece vocabulary is dropped, as
+    `Tokenizer.decode` does.
     """
 
     __slots__ = ("_decoder", "_drop_space", "_held", "_pieces", "_reserved")

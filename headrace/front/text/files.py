@@ -1,7 +1,7 @@
 """Files that stand in a message: their text, where they are text.
 
-The data come inline, as a data URL or as base64 beside a name that tells the type. Other kinds of file would need a
-reader of their own, and a file that is only named or linked is not looked up.
+The data come inline, as a data URL or as base64 beside a name that tells the type. Other kinds of
+file would need a reader of their own, and a file that is only named or linked is not looked up.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def file_text(part: dict[str, Any], field: str) -> str:
     for elsewhere in ("file_id", "file_url"):
         if part.get(elsewhere) is not None:
             raise _bad(f"{field}.{elsewhere}", "files are taken inline only; send file_data")
-    given, name = part.get("file_data"), part.get("filename")
-    if not isinstance(given, str):
+    file_data, name = part.get("file_data"), part.get("filename")
+    if not isinstance(file_data, str):
         raise _bad(f"{field}.file_data", "a data URL, or base64 beside a filename, is needed")
     if name is not None and not isinstance(name, str):
         raise _bad(f"{field}.filename", "a text is needed")
-    kind, data = _decoded(given, name or "", f"{field}.file_data")
+    kind, data = _decoded(file_data, name or "", f"{field}.file_data")
     if not (kind.startswith("text/") or kind in TEXT_TYPES or kind.endswith(("+json", "+xml"))):
         raise _bad(
             f"{field}.file_data",
@@ -48,13 +48,13 @@ def file_text(part: dict[str, Any], field: str) -> str:
     return f"{name}\n{text}" if name else text
 
 
-def _decoded(given: str, name: str, field: str) -> tuple[str, bytes]:
+def _decoded(file_data: str, name: str, field: str) -> tuple[str, bytes]:
     """The media type and the bytes."""
-    if not given.startswith("data:"):
+    if not file_data.startswith("data:"):
         ending = name[name.rfind(".") :].lower() if "." in name else ""
         guessed = _BY_ENDING.get(ending) or mimetypes.guess_type(name)[0]
-        return guessed or "", _from_base64(given, field)
-    head, comma, body = given.removeprefix("data:").partition(",")
+        return guessed or "", _from_base64(file_data, field)
+    head, comma, body = file_data.removeprefix("data:").partition(",")
     if not comma:
         raise _bad(field, "the data URL has no comma")
     words = [word.strip().lower() for word in head.split(";")]

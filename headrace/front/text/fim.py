@@ -1,4 +1,5 @@
-"""Insertion between a prompt and a suffix ("fill in the middle"), with the control tokens that a vocabulary has for it.
+"""Insertion between a prompt and a suffix ("fill in the middle"), with the control tokens that a
+vocabulary has for it.
 
 Models are trained on prefix, suffix, middle in this order; one family puts the suffix first.
 """

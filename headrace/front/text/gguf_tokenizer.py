@@ -1,8 +1,10 @@
-"""The tokenizer inside a GGUF file, rebuilt as a tokenizer.json document for the `tokenizers` library.
+"""The tokenizer inside a GGUF file, rebuilt as a tokenizer.json document for the `tokenizers`
+library.
 
-Two vocabularies are read: "gpt2" (byte-level BPE with merges) and "llama" (SentencePiece BPE with scores). GGUF names
-a pre-tokenizer instead of storing its pattern; the patterns are those of the models' own tokenizer.json. A name that is
-not in the table is refused: a wrong pattern would split text differently and quietly change every answer.
+Two vocabularies are read: "gpt2" (byte-level BPE with merges) and "llama" (SentencePiece BPE with
+scores). GGUF names a pre-tokenizer instead of storing its pattern; the patterns are those of the
+models' own tokenizer.json. A name that is not in the table is refused: a wrong pattern would split
+text differently and quietly change every answer.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ PATTERNS: Final[dict[str, str | None]] = {
     "tekken": _TEKKEN,
     **dict.fromkeys(("starcoder", "refact", "smollm", "command-r"), "digits"),
 }
-"""Pattern of each pre-tokenizer. None: GPT-2's own; "digits": GPT-2's own after splitting off every digit."""
+"""Pattern of each pre-tokenizer. None: GPT-2's own; "digits": GPT-2's own after splitting off every
+digit."""
 _WHOLE_WORDS: Final = ("llama-bpe", "llama3", "llama-v3", "tekken")
 """Pre-tokenizers whose models take a word that is a token as it is, without its merges."""
 _NFC: Final = ("qwen2", "deepseek-r1-qwen")
@@ -71,7 +74,8 @@ def gguf_tokenizer(path: str) -> Tokenizer:
 
 
 def _facts(file: GGUFFile, tokens: list[str], *, is_bpe: bool) -> TokenizerFacts:
-    """Special tokens by role, the chat template, and whether a prompt gets bos and eos (llama.cpp's defaults)."""
+    """Special tokens by role, the chat template, and whether a prompt gets bos and eos (llama.cpp's
+    defaults)."""
     special = {
         role: tokens[number]
         for role, name in _SPECIAL.items()
@@ -110,7 +114,8 @@ def _as_long(file: GGUFFile, key: str, values: list[Any], count: int) -> list[An
 
 
 def _added_tokens(file: GGUFFile, tokens: list[str]) -> list[dict[str, Any]]:
-    """Control tokens (dropped from answers) and user-defined ones (kept); both are found in text as a whole."""
+    """Control tokens (dropped from answers) and user-defined ones (kept); both are found in text as
+    a whole."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
         {"id": number, "content": token, "special": kind != USER_DEFINED, **plain}
@@ -156,7 +161,8 @@ def _merges(file: GGUFFile) -> list[list[str]]:
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
-    """Scores become merges: a pair merges the earlier the higher its result scores (Kudo and Richardson 2018)."""
+    """Scores become merges: a pair merges the earlier the higher its result scores (Kudo and
+    Richardson 2018)."""
     key = "tokenizer.ggml.scores"
     scores = _as_long(file, key, list(file.numbers(key) or []), len(tokens))
     number = _token_id(file, "unknown", tokens)
@@ -186,7 +192,8 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
 
 
 def merges_of_scores(tokens: list[str], scores: list[float]) -> list[list[str]]:
-    """All pairs of tokens that make a token, best result first, pairs of one result in the order of their ids."""
+    """All pairs of tokens that make a token, best result first, pairs of one result in the order of
+    their ids."""
     ids = {token: number for number, token in enumerate(tokens)}
     ranked = []
     for number, token in enumerate(tokens):

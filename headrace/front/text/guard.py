@@ -1,13 +1,17 @@
-"""Keeps what users write apart from control tokens (P28), through any template.
+"""Keeps what users write apart from control tokens, through any template.
 
-A template puts the texts of users between control tokens that it writes itself, and both come out as one string. So
-that they can be told apart afterwards, three of Unicode's noncharacters (which no text may hold) are used:
+A template puts the texts of users between control tokens that it writes itself, and both come out
+as one string. So that they can be told apart afterwards, three of Unicode's noncharacters (which no
+text may hold) are used:
 
-    BREAK   put into every text that goes into the template, wherever a control token could begin or end
-    OPEN, CLOSE   around the number of a control token: its spelling, and the only one, that `encode_guarded` knows
+    BREAK   put into every text that goes into the template, wherever a control token could begin or
+            end
+    OPEN, CLOSE   around the number of a control token: its spelling, and the only one, that
+                  `encode_guarded` knows
 
-`protect` guards a text before rendering; `resolve` turns the control tokens of the rendered text, which are unbroken
-only where the template itself wrote them, into their guarded spelling and drops every BREAK.
+`protect` guards a text before rendering; `resolve` turns the control tokens of the rendered text,
+which are unbroken only where the template itself wrote them, into their guarded spelling and drops
+every BREAK.
 """
 
 from __future__ import annotations
@@ -24,11 +28,12 @@ _Trie: TypeAlias = "dict[str, _Trie]"
 class Guard:
     """The control tokens of one vocabulary and the text that may not become one.
 
-    `special` are control tokens wherever they come from; `markup` (<think>, <tool_call>) is control in what users and
-    tools say, but an assistant's earlier words may hold it.
+    `special` are control tokens wherever they come from; `markup` (<think>, <tool_call>) is control
+    in what users and tools say, but an assistant's earlier words may hold it.
 
-    Invariant: no control token appears unbroken in what `protect` returned, nor can one arise by joining protected
-    texts with each other. Tokens of one character cannot be broken and are not guarded.
+    Invariant: no control token appears unbroken in what `protect` returned, nor can one arise by
+    joining protected texts with each other. Tokens of one character cannot be broken and are not
+    guarded.
     """
 
     def __init__(self, special: Iterable[str], markup: Iterable[str] = ()) -> None:
@@ -55,12 +60,14 @@ class Guard:
         return "".join(self._special.put(t) + m for t, m in zip(between, markup, strict=True))
 
     def protect_name(self, text: str) -> str:
-        """As `protect`, for names, which templates may put between the halves of a control token ("<|" name "|>")."""
+        """As `protect`, for names, which templates may put between the halves of a control token
+        ("<|" name "|>")."""
         text = self.protect(text)
         return text[0] + BREAK + text[1:] if len(text) > 1 and text in self._joined else text
 
     def resolve(self, rendered: str) -> str:
-        """A rendered template with its own control tokens in their guarded spelling, and no BREAK."""
+        """A rendered template with its own control tokens in their guarded spelling, and no
+        BREAK."""
         if self._any is not None:
             rendered = self._any.sub(lambda match: self.spellings[match[0]], rendered)
         return rendered.replace(BREAK, "")
@@ -91,8 +98,8 @@ def unguard(text: str) -> str:
 
 
 def _characters(characters: Iterable[str]) -> re.Pattern[str] | None:
-    found = "".join(re.escape(character) for character in sorted(set(characters)))
-    return re.compile(f"[{found}]") if found else None
+    escaped = "".join(re.escape(character) for character in sorted(set(characters)))
+    return re.compile(f"[{escaped}]") if escaped else None
 
 
 def _any_of(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
@@ -100,7 +107,8 @@ def _any_of(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
 
 
 def _pattern(tokens: Iterable[str]) -> str:
-    """A pattern for the longest of `tokens` at a place, as a trie: its time does not grow with their number."""
+    """A pattern for the longest of `tokens` at a place, as a trie: its time does not grow with
+    their number."""
     root: _Trie = {}
     for token in tokens:
         node = root

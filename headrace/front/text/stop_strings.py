@@ -1,8 +1,9 @@
 """Finds stop strings in a text that comes in pieces.
 
-The answer does not depend on how the text is cut: the match that ends first wins, the longest of several that end at
-the same character. Only what may still become a stop string is held back. One Knuth-Morris-Pratt automaton per string
-(Knuth, Morris, Pratt 1977) makes the time linear in the text for any strings (P12).
+The answer does not depend on how the text is cut: the match that ends first wins, the longest of
+several that end at the same character. Only what may still become a stop string is held back. One
+Knuth-Morris-Pratt automaton per string (Knuth, Morris, Pratt 1977) makes the time linear in the
+text for any strings.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class StopStrings:
         """The text that is safe to send, or the match."""
         ends = [(end, -len(a.stop), a) for a in self._stops if (end := a.feed(text)) is not None]
         if ends:
-            end, _, automaton = min(ends, key=lambda found: found[:2])
+            end, _, automaton = min(ends, key=lambda match: match[:2])
             whole = self._held + text[:end]
             self._held = ""
             return StopMatch(automaton.stop, self._answer(whole, automaton.stop))
@@ -61,7 +62,8 @@ class _Automaton:
         self._fall = _falls(stop)
 
     def feed(self, text: str) -> int | None:
-        """The number of characters of `text` after which the stop string is complete, None if it is not."""
+        """The number of characters of `text` after which the stop string is complete, None if it is
+        not."""
         stop, fall, matched = self.stop, self._fall, self.matched
         start = 0
         if not matched:
@@ -81,7 +83,8 @@ class _Automaton:
 
 
 def _falls(stop: str) -> list[int]:
-    """For each prefix of `stop`: the length of its longest proper prefix that is also its suffix."""
+    """For each prefix of `stop`: the length of its longest proper prefix that is also its
+    suffix."""
     falls = [0] * len(stop)
     length = 0
     for i in range(1, len(stop)):

@@ -1,9 +1,10 @@
 """Short renders without a thread: the event loop itself speaks to a process of the pool.
 
-A thread per render costs more than the render, and every hand-over of the interpreter is taken from the streams. So the
-loop keeps one process and sends it short renders one behind the other; the answers come in order. A render that keeps
-those behind it waiting for PATIENCE_S goes on alone: they, and all that come meanwhile, take the pool's way (threads,
-other processes). Its own deadline is that of every render.
+A thread per render costs more than the render, and every hand-over of the interpreter is taken from
+the streams. So the loop keeps one process and sends it short renders one behind the other; the
+answers come in order. A render that keeps those behind it waiting for PATIENCE_S goes on alone:
+they, and all that come meanwhile, take the pool's way (threads, other processes). Its own deadline
+is that of every render.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _Answer = asyncio.Future[dict[str, Any] | None]
 
 
 class LoopRenderer:
-    """Serves the event loop that first asked. `_sent`: what is under way, with its size; an answer is None where it has
-    to go another way. Invariant: while something is under way, a timer runs that looks whether replies come."""
+    """Serves the event loop that first asked. `_sent`: what is under way, with its size; an answer
+    is None where it has to go another way. Invariant: while something is under way, a timer runs
+    that looks whether replies come."""
 
     def __init__(self, pool: TemplatePool) -> None:
         self._pool = pool
@@ -90,7 +92,8 @@ class LoopRenderer:
                 answer.set_result(reply)
 
     def _check(self) -> None:
-        """No reply since the last look: the first one takes long, and nobody waits behind it; at last it is ended."""
+        """No reply since the last look: the first one takes long, and nobody waits behind it; at
+        last it is ended."""
         assert self._loop is not None
         self._timer, delay_s = None, PATIENCE_S
         limit_s = self._pool.limits.seconds

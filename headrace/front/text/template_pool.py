@@ -1,6 +1,7 @@
 """Processes that render chat templates, from the side of those who wait for them.
 
-Each render has a deadline; a process that misses it is killed and replaced, and the request that asked for it fails.
+Each render has a deadline; a process that misses it is killed and replaced, and the request that
+asked for it fails.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.child import Child
 from headrace.base.errors import EngineError, InvalidRequest, Unavailable
+from headrace.base.pipe_process import PipeProcess
 
 _LENGTH = struct.Struct("<I")
 _SCRIPT = Path(__file__).with_name("template_worker.py")
@@ -28,7 +29,8 @@ PIPE_BYTES = 60_000
 
 
 class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one render: wall clock, size of its output, and memory of the process that does it."""
+    """Bounds of one render: wall clock, size of its output, and memory of the process that does
+    it."""
 
     seconds: float = 5.0
     max_chars: int = 32_000_000
@@ -36,7 +38,8 @@ class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TemplatePool:
-    """At most `size` processes, started when they are first needed. Safe to use from several threads."""
+    """At most `size` processes, started when they are first needed. Safe to use from several
+    threads."""
 
     def __init__(self, limits: TemplateLimits, *, size: int = 3) -> None:
         self.limits = limits
@@ -123,7 +126,7 @@ class Worker:
 
     def __init__(self, limits: TemplateLimits) -> None:
         bounds = [str(each) for each in (limits.memory_bytes, limits.max_chars, limits.seconds + 1)]
-        self._child = Child("-P", "-X", "utf8", str(_SCRIPT), *bounds)
+        self._child = PipeProcess("-P", "-X", "utf8", str(_SCRIPT), *bounds)
         self._sources: dict[str, int] = {}
         if self._child.read(1, time.monotonic() + _START_S) != b"!":
             self.close()
@@ -135,8 +138,8 @@ class Worker:
         return self._child.alive
 
     def frame(self, source: str, variables: dict[str, Any] | None) -> bytes:
-        """One request: length and JSON. A template goes along until it was sent once. Without variables it asks for the
-        names of those there are."""
+        """One request: length and JSON. A template goes along until it was sent once. Without
+        variables it asks for the names of those there are."""
         new = len(self._sources) % _MAX_SOURCES
         request: dict[str, Any] = {"variables": variables, "number": self._sources.get(source, new)}
         if source not in self._sources:
@@ -150,7 +153,8 @@ class Worker:
         return self._child.output
 
     def ask(self, source: str, frame: bytes, limit_s: float) -> dict[str, Any]:
-        """Sends one request; a process that is too slow or dies over it costs the request InvalidRequest."""
+        """Sends one request; a process that is too slow or dies over it costs the request
+        InvalidRequest."""
         deadline = time.monotonic() + limit_s
         if len(frame) < PIPE_BYTES:
             self.write(frame, source)
@@ -171,7 +175,8 @@ class Worker:
         return reply
 
     def write(self, frame: bytes, source: str) -> None:
-        """Sends a request without waiting for its reply; the process knows its template from then on."""
+        """Sends a request without waiting for its reply; the process knows its template from then
+        on."""
         if source not in self._sources:
             if len(self._sources) == _MAX_SOURCES:
                 self._sources.clear()  # their numbers are given anew

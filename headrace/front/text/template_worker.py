@@ -1,8 +1,10 @@
-"""The process that renders chat templates. Run as a script: it imports jinja2 and the standard library alone.
+"""The process that renders chat templates. Run as a script: it imports jinja2 and the standard
+library alone.
 
-A template is code of somebody else, and also that of a well-known model can run long on the right messages. So it is
-rendered where it can be killed: in Jinja's immutable sandbox, in a process with bounded memory, under an alarm that
-ends the process even if nobody waits for it any more. Requests and answers are JSON documents behind a 4-byte length.
+A template is code of somebody else, and also that of a well-known model can run long on the right
+messages. So it is rendered where it can be killed: in Jinja's immutable sandbox, in a process with
+bounded memory, under an alarm that ends the process even if nobody waits for it any more. Requests
+and answers are JSON documents behind a 4-byte length.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Refused(Exception):
 
 
 class GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what the model wrote; for rendering it is its body."""
+    """`{% generation %} ... {% endgeneration %}` marks what the model wrote; for rendering it is
+    its body."""
 
     tags = {"generation"}
 
@@ -67,16 +70,16 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 def environment() -> Environment:
     """The environment that chat templates are written for."""
-    made = Environment(
+    sandbox = Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"],
     )
-    made.filters["tojson"] = to_json
-    made.globals["raise_exception"] = _raise
-    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    made.globals.pop("lipsum", None)
-    return made
+    sandbox.filters["tojson"] = to_json
+    sandbox.globals["raise_exception"] = _raise
+    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    sandbox.globals.pop("lipsum", None)
+    return sandbox
 
 
 def _raise(message: str) -> None:
@@ -90,7 +93,8 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as chat templates expect it: not escaped for HTML. The guard's character is never escaped."""
+    """JSON as chat templates expect it: not escaped for HTML. The guard's character is never
+    escaped."""
     text = json.dumps(
         value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -141,7 +145,8 @@ def _render(template: jinja2.Template, variables: dict[str, Any], max_chars: int
 
 
 def serve(source: BinaryIO, sink: BinaryIO, answer_one: Answer, *, limit_s: float) -> None:
-    """Answers requests until the other end closes; one that takes longer than `limit_s` ends the process."""
+    """Answers requests until the other end closes; one that takes longer than `limit_s` ends the
+    process."""
     sink.write(b"!")
     sink.flush()
     while len(head := source.read(_LENGTH.size)) == _LENGTH.size:

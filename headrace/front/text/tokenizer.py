@@ -1,11 +1,13 @@
-"""A tokenizer as the rest of the house sees it: text to ids and back, with the facts that templates and limits need.
+"""A tokenizer as the rest of the house sees it: text to ids and back, with the facts that templates
+and limits need.
 
-The formats live in files of their own (`tokenizer_json`, `tokenizer_sentencepiece`, `tokenizer_tiktoken`,
-`gguf_tokenizer`) and are imported on use. There are four ways to encode: `encode` for a raw prompt, in which control
-tokens are recognised; `encode_plain` for text in which nothing is a control token; `encode_guarded` for the output of
-a chat template, in which only the template's own control tokens are (see `guard.py`, P28), and `encode_written` for
-what a grammar makes the model write.
-A tokenizer is never changed after it was loaded, so that threads may share it (REG-101).
+The formats live in files of their own (`tokenizer_json`, `tokenizer_sentencepiece`,
+`tokenizer_tiktoken`, `gguf_tokenizer`) and are imported on use. There are four ways to encode:
+`encode` for a raw prompt, in which control tokens are recognised; `encode_plain` for text in which
+nothing is a control token; `encode_guarded` for the output of a chat template, in which only the
+template's own control tokens are (see `guard.py`), and `encode_written` for what a grammar
+makes the model write. A tokenizer is never changed after it was loaded, so that threads may share
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _THREAD_CHARS = 8192
 
 
 class Pieces(dict[int, str | bytes]):
-    """What each token adds to a text, filled on first use: text if it is whole characters, else its bytes."""
+    """What each token adds to a text, filled on first use: text if it is whole characters, else its
+    bytes."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         super().__init__()
@@ -49,8 +52,9 @@ class Pieces(dict[int, str | bytes]):
 class TokenizerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What stands beside a vocabulary (tokenizer_config.json, or the metadata of a GGUF file).
 
-    `special_tokens` are the variables a chat template sees (`bos_token`, `eos_token`, ...). `add_bos` and `add_eos`
-    override what the vocabulary's own post-processor does; None leaves it alone.
+    `special_tokens` are the variables a chat template sees (`bos_token`, `eos_token`, ...).
+    `add_bos` and `add_eos` override what the vocabulary's own post-processor does; None leaves it
+    alone.
     """
 
     special_tokens: dict[str, str] = {}
@@ -62,9 +66,10 @@ class TokenizerFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    `num_ids` is one more than the greatest id. `special_ids` are dropped from answers by default. `longest_token` is
-    the most characters one token can stand for, which bounds how long a text can be and still fit.
-    `drop_first_space`: a text that starts with its first token loses one leading space (SentencePiece vocabularies).
+    `num_ids` is one more than the greatest id. `special_ids` are dropped from answers by default.
+    `longest_token` is the most characters one token can stand for, which bounds how long a text can
+    be and still fit. `drop_first_space`: a text that starts with its first token loses one leading
+    space (SentencePiece vocabularies).
     """
 
     num_ids: int
@@ -80,7 +85,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
-        """Encodes with control tokens recognised and the vocabulary's own prefix and suffix tokens added."""
+        """Encodes with control tokens recognised and the vocabulary's own prefix and suffix tokens
+        added."""
 
     @abstractmethod
     def _encode_bare(self, text: str) -> list[int]:
@@ -95,7 +101,8 @@ class Tokenizer(ABC):
         """Encodes the output of a template whose input went through `guard.protect`."""
 
     def encode_written(self, text: str) -> list[int]:
-        """Encodes text as a model writes it: markup (<tool_call>) is its own token, a special token's name is text."""
+        """Encodes text as a model writes it: markup (<tool_call>) is its own token, a special
+        token's name is text."""
         return self.encode_guarded(self.guard.protect_special(text))
 
     @abstractmethod
@@ -114,7 +121,8 @@ class Tokenizer(ABC):
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """The ids of a raw prompt. With `max_tokens`, what cannot fit is refused before any work (P9)."""
+        """The ids of a raw prompt. With `max_tokens`, what cannot fit is refused before any work
+        ."""
         self.check_length(text, max_tokens)
         if not add_special_tokens:
             return self._encode_bare(text)
@@ -130,7 +138,8 @@ class Tokenizer(ABC):
         return ids
 
     def with_special(self, ids: list[int]) -> list[int]:
-        """Ids of a rendered chat with the special tokens that a raw prompt gets; one that is there is not doubled."""
+        """Ids of a rendered chat with the special tokens that a raw prompt gets; one that is there
+        is not doubled."""
         bare, whole = self._encode_bare("x"), self.encode("x")
         at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
         before, after = whole[:at], whole[at + len(bare) :]
@@ -141,7 +150,8 @@ class Tokenizer(ABC):
     def encode_pair(
         self, first: str, second: str, *, second_tokens: int | None = None
     ) -> tuple[list[int], int]:
-        """The ids of two texts as one prompt, and where the second begins for models with token types (0: not told).
+        """The ids of two texts as one prompt, and where the second begins for models with token
+        types (0: not told).
 
         `second_tokens` keeps only so many tokens of the second text.
         """
@@ -216,9 +226,11 @@ _FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(
 
 
 def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a model folder or a GGUF file; a folder without one is refused by the names looked for.
+    """The tokenizer of a model folder or a GGUF file; a folder without one is refused by the names
+    looked for.
 
-    `chat_template` replaces the model's own. The guard has to know it: markup that it writes is control markup.
+    `chat_template` replaces the model's own. The guard has to know it: markup that it writes is
+    control markup.
     """
     kind, file = _find(Path(path))
     tokenizer = _FORMATS.load(kind)(str(file))
@@ -250,8 +262,22 @@ def _is_tiktoken(path: Path) -> bool:
     return bool(token) and rank.strip().isdigit()
 
 
+def check_vocabulary(tokenizer: Tokenizer, width: int) -> None:
+    """CheckpointError if ordinary tokens lie beyond the model's `width` logits: the tokenizer is
+    another model's, and every client would be told that its text cannot be. Special tokens there
+    are left over in some checkpoints and stay unused."""
+    beyond = [i for i in range(width, tokenizer.num_ids) if i not in tokenizer.special_ids]
+    if beyond:
+        raise CheckpointError(
+            f"the tokenizer does not fit the model: it has token ids up to {beyond[-1]}, the model "
+            f"(vocab_size) up to {width - 1}; name another with --tokenizer",
+            field="tokenizer",
+        )
+
+
 def read_facts(folder: Path) -> TokenizerFacts:
-    """Reads tokenizer_config.json, special_tokens_map.json and a chat template file, as far as they exist."""
+    """Reads tokenizer_config.json, special_tokens_map.json and a chat template file, as far as they
+    exist."""
     config = {
         **_read_json(folder / "special_tokens_map.json"),
         **_read_json(folder / "tokenizer_config.json"),

@@ -1,8 +1,9 @@
 """tokenizer.json, through the `tokenizers` library.
 
-Three instances share one file: the vocabulary as it is; one that knows no control token, for ordinary text; and one in
-which every control token is spelled in the private way of `guard.py`, for rendered templates. Renaming the tokens, and
-not switching their recognition off, also keeps vocabularies apart that would find a control token by merging.
+Three instances share one file: the vocabulary as it is; one that knows no control token, for
+ordinary text; and one in which every control token is spelled in the private way of `guard.py`, for
+rendered templates. Renaming the tokens, and not switching their recognition off, also keeps
+vocabularies apart that would find a control token by merging.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from headrace.front.text.guard import Guard, neutral
 from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts, read_facts
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
-# Non-special added tokens that a template uses as markup (<think>, <tool_call>, [INST], ◁think▷, ]<]minimax[>[).
+# Non-special added tokens that a template uses as markup (<think>, <tool_call>, [INST], ◁think▷,
+# ]<]minimax[>[).
 _MARKUP = re.compile(r"(?:<\S+>|\[\S+\]|◁\S+▷|\]\S+\[)\Z")
 
 
@@ -48,8 +50,8 @@ class JsonTokenizer(Tokenizer):
         self.drop_first_space = self._decoder.drop_first_space
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._library.token_to_id(token)
-        return found
+        token_id_or_none: int | None = self._library.token_to_id(token)
+        return token_id_or_none
 
     def token_bytes(self, token_id: int) -> bytes:
         if token_id in self._added:
@@ -118,25 +120,27 @@ def load_json(path: str) -> JsonTokenizer:
 def _ids(
     library: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
 ) -> list[int]:
-    """The ids of one text. The library lets other threads run only in its batch calls (200,000 characters hold the
-    interpreter for 65 ms otherwise); the fast one counts no offsets."""
-    (found,) = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    ids: list[int] = found.ids
+    """The ids of one text. The library lets other threads run only in its batch calls (200,000
+    characters hold the interpreter for 65 ms otherwise); the fast one counts no offsets."""
+    (encoding,) = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
     return ids
 
 
 def _respelled(model: dict[str, Any], spellings: dict[str, str]) -> dict[str, Any]:
     """The model with renamed tokens; merges that would make one of them are left out."""
-    made, vocabulary = dict(model), model.get("vocab")
+    respelled, vocabulary = dict(model), model.get("vocab")
     if isinstance(vocabulary, dict):
-        made["vocab"] = {spellings.get(token, token): i for token, i in vocabulary.items()}
+        respelled["vocab"] = {spellings.get(token, token): i for token, i in vocabulary.items()}
     elif isinstance(vocabulary, list):
-        made["vocab"] = [[spellings.get(token, token), score] for token, score in vocabulary]
+        respelled["vocab"] = [[spellings.get(token, token), score] for token, score in vocabulary]
     if "unk_token" in model:
-        made["unk_token"] = spellings.get(model["unk_token"], model["unk_token"])
+        respelled["unk_token"] = spellings.get(model["unk_token"], model["unk_token"])
     if "merges" in model:
-        made["merges"] = [m for m in model["merges"] if spellings.keys().isdisjoint(_merged(m))]
-    return made
+        respelled["merges"] = [
+            m for m in model["merges"] if spellings.keys().isdisjoint(_merged(m))
+        ]
+    return respelled
 
 
 def _merged(merge: str | list[str]) -> tuple[str, str, str]:
@@ -145,7 +149,8 @@ def _merged(merge: str | list[str]) -> tuple[str, str, str]:
 
 
 class _ByteLevel:
-    """Byte-level BPE: every character of a token stands for one byte (GPT-2's `bytes_to_unicode`)."""
+    """Byte-level BPE: every character of a token stands for one byte (GPT-2's
+    `bytes_to_unicode`)."""
 
     drop_first_space = False
 
@@ -189,7 +194,8 @@ class _Suffixed:
 
 
 class _WordPiece:
-    """WordPiece (BERT): a token begins a word unless it has the prefix; so punctuation has a space before it."""
+    """WordPiece (BERT): a token begins a word unless it has the prefix; so punctuation has a space
+    before it."""
 
     drop_first_space = True
 

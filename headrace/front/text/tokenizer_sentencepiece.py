@@ -16,7 +16,8 @@ _SPELLING = re.compile(f"{OPEN}(\\d+){CLOSE}")
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. Its control symbols are special; user-defined symbols are ordinary text."""
+    """A SentencePiece model. Its control symbols are special; user-defined symbols are ordinary
+    text."""
 
     drop_first_space = True
 
@@ -38,8 +39,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._ids = {self._pieces[i]: i for i in self.special_ids}
 
     def token_id(self, token: str) -> int | None:
-        found: int = self._library.piece_to_id(token)
-        return found if self._pieces[found] == token else None
+        piece_id: int = self._library.piece_to_id(token)
+        return piece_id if self._pieces[piece_id] == token else None
 
     def token_bytes(self, token_id: int) -> bytes:
         if not 0 <= token_id < self.num_ids:
@@ -52,7 +53,8 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _encode(self, text: str) -> list[int]:
-        """The library's own default: as bare, with the begin-of-sequence id before it if there is one."""
+        """The library's own default: as bare, with the begin-of-sequence id before it if there is
+        one."""
         bos = self._library.bos_id()
         return [*([bos] if bos >= 0 else []), *self._encode_bare(text)]
 
@@ -77,12 +79,13 @@ def load_sentencepiece(path: str) -> SentencePieceTokenizer:
 
 
 def encode_between(resolved: str, ids: list[int], encode: Callable[[str], list[int]]) -> list[int]:
-    """Encodes a resolved text piece by piece: guarded spellings are the ids of their number, the rest is `encode`d."""
-    found: list[int] = []
+    """Encodes a resolved text piece by piece: guarded spellings are the ids of their number, the
+    rest is `encode`d."""
+    token_ids: list[int] = []
     assert BREAK not in resolved
     for i, piece in enumerate(_SPELLING.split(resolved)):
         if i % 2:
-            found.append(ids[int(piece)])
+            token_ids.append(ids[int(piece)])
         elif piece:
-            found.extend(encode(piece))
-    return found
+            token_ids.extend(encode(piece))
+    return token_ids

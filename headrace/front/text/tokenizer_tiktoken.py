@@ -1,8 +1,9 @@
-"""tiktoken rank files (`*.tiktoken`, and Llama 3's `tokenizer.model`), through the optional library `tiktoken`.
+"""tiktoken rank files (`*.tiktoken`, and Llama 3's `tokenizer.model`), through the optional library
+`tiktoken`.
 
-A rank file holds neither the pattern that cuts text into words nor the special tokens. The pattern is that of
-cl100k (which Llama 3 and Qwen share but for the digits); the special tokens come from tokenizer_config.json
-(`added_tokens_decoder`).
+A rank file holds neither the pattern that cuts text into words nor the special tokens. The pattern
+is that of cl100k (which Llama 3 and Qwen share but for the digits); the special tokens come from
+tokenizer_config.json (`added_tokens_decoder`).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_chunks_give_the_same_token_as_one_piece() -> None:
         plan(1, (0, 4, 0, False), starts=[start(0, PROMPT)], blocks=TABLE[:1]),
         plan(2, (0, 2, 4, True), blocks=TABLE[1:]),
     )
-    assert parts[0].tokens.tolist() == [-1]
+    assert parts[0].tokens.tolist() == [[-1]]
     assert whole[0].tokens.tolist() == parts[1].tokens.tolist()
 
 
@@ -118,7 +118,7 @@ def test_two_rows_that_write_to_one_block_are_noticed() -> None:
     null = executor()
     blocks = (*TABLE, (0, 1, 0, 5), (0, 1, 1, 4))
     starts = [start(0, PROMPT), start(1, PROMPT)]
-    with pytest.raises(AssertionError, match="block of others"):
+    with pytest.raises(AssertionError, match="to others' blocks"):
         null.submit(plan(1, (0, 6, 0, True), (1, 6, 0, True), starts=starts, blocks=blocks))
 
 
@@ -141,7 +141,7 @@ def test_a_plan_that_breaks_its_promises_is_noticed(bad: StepPlan, words: str) -
 def test_tokens_are_the_same_in_every_executor_and_depend_on_every_token() -> None:
     def first(tokens: list[int], **sampling: object) -> int:
         p = plan(1, (0, 6, 0, True), starts=[start(0, tokens, **sampling)], blocks=TABLE)
-        return int(run(executor(), p)[0].tokens[0])
+        return int(run(executor(), p)[0].tokens[0, 0])
 
     assert first(PROMPT) == first(PROMPT)
     others = {first([*PROMPT[:i], 99, *PROMPT[i + 1 :]]) for i in range(6)}
@@ -182,7 +182,7 @@ def test_groups_follow_from_the_config() -> None:
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )
     groups = NullExecutor(spec).facts.groups
-    assert [(g.kind, g.layers, g.window) for g in groups] == [
+    assert [(g.kind, g.caches, g.span) for g in groups] == [
         ("full", (1,), None),
         ("window", (0, 2), 64),
     ]

@@ -1,20 +1,20 @@
-"""Worker processes: the same tokens as inline, and one end for all when one of them ends."""
+"""WorkerProcess processes: the same tokens as inline, and one end for all when one of them ends."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from headrace.back.executor.channel import TO_WORKER, Begin
-from headrace.back.executor.processes import ProcessExecutor, Worker
+from headrace.back.executor.channel import TO_WORKER, StartWorker
+from headrace.back.executor.processes import ProcessExecutor, WorkerProcess
 from headrace.base.errors import CheckpointError, EngineDead, StartError
 from tests.back.driver import Driver, greedy_reference
 from tests.back.tiny_model import TinyModel, tiny_spec
+from tests.stopwatch import Stopwatch
 
 LOADER = "tests.back.tiny_model:load_tiny"
 
@@ -44,7 +44,7 @@ def test_two_ranks_give_the_tokens_of_one(pair: ProcessExecutor) -> None:
     pending = [pair.submit(driver.plan([(s, s.length) for s in sequences]))]
     pending += [pair.submit(driver.plan([(s, 1) for s in sequences])) for _ in range(4)]
     for step in pending:
-        driver.read(step.result(30))
+        driver.read(step.result(60))
     for sequence in sequences:
         prompt = sequence.tokens[: sequence.num_prompt]
         assert sequence.outputs == greedy_reference(TinyModel(), prompt, 5)
@@ -57,10 +57,10 @@ def test_parked_ranks_go_on_with_the_same_weights(pair: ProcessExecutor) -> None
     assert pair.facts.weight_bytes == 8
     driver = Driver(pair.facts)
     sequence = driver.add([5, 6, 7])
-    driver.read(pair.submit(driver.plan([(sequence, 3)])).result(30))
+    driver.read(pair.submit(driver.plan([(sequence, 3)])).result(60))
     assert sequence.outputs == greedy_reference(TinyModel(), [5, 6, 7], 1)
     driver.release(sequence)
-    pair.submit(driver.plan([])).result(30)
+    pair.submit(driver.plan([])).result(60)
     pair.park()
     os.kill(pair._workers[1].process.pid, signal.SIGKILL)
     with pytest.raises(EngineDead, match="worker 1 was killed by signal 9"):
@@ -74,13 +74,13 @@ def test_an_exception_on_rank_1_ends_both_with_its_traceback_in_the_log(
     pair = two_ranks()
     driver = Driver(pair.facts)
     good, bad = driver.add([1]), driver.add([60])
-    driver.read(pair.submit(driver.plan([(good, 1)])).result(30))
+    driver.read(pair.submit(driver.plan([(good, 1)])).result(60))
     failing = pair.submit(driver.plan([(bad, 1)]))
     for _ in range(2):  # a step behind the failing one, unless that has failed by now; then refused
         with pytest.raises(EngineDead, match="worker 1 failed in step 1"):
-            pair.submit(driver.plan([(good, 1)])).result(10)
+            pair.submit(driver.plan([(good, 1)])).result(60)
     with pytest.raises(EngineDead, match="worker 1 failed in step 1"):
-        failing.result(10)
+        failing.result(60)
     pair.close()
     assert is_alive(pair) == [False, False]
     log = capfd.readouterr().err
@@ -88,17 +88,17 @@ def test_an_exception_on_rank_1_ends_both_with_its_traceback_in_the_log(
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_worker_is_noticed_within_a_second(pair: ProcessExecutor, rank: int) -> None:
     driver = Driver(pair.facts)
     sequence = driver.add([1])
     os.kill(pair._workers[1 - rank].process.pid, signal.SIGSTOP)
     pending = pair.submit(driver.plan([(sequence, 1)]))
-    began = time.perf_counter()
+    watch = Stopwatch()
     os.kill(pair._workers[rank].process.pid, signal.SIGKILL)
     with pytest.raises(EngineDead, match=f"worker {rank} was killed by signal 9"):
-        pending.result(10)
-    assert time.perf_counter() - began < 1.0
+        pending.result(60)
+    assert watch.undisturbed_s < 1.0
     with pytest.raises(EngineDead):
         pair.check()
     pair.close()
@@ -119,6 +119,7 @@ def test_a_step_that_hangs_times_out_and_close_ends_the_workers(pair: ProcessExe
     assert is_alive(pair) == [False, False]
 
 
+@pytest.mark.slow
 def test_ranks_never_use_the_links_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
     """KRN-27, REG-046: a fault in it may put the GPUs of a shared host out of service. What the user says holds."""
     for given, wanted in ((None, "0"), ("1", "1")):
@@ -145,10 +146,10 @@ def test_errors_at_start_come_through_as_what_they_are() -> None:
 
 def test_a_worker_whose_parent_is_gone_ends_by_itself() -> None:
     """No orphans: the end of the parent's stream is the worker's end."""
-    worker = Worker(0)
+    worker = WorkerProcess(0)
     spec = tiny_spec(executor="processes")
-    begin = Begin(rank=0, world_size=1, spec=spec, rendezvous="", loader=LOADER)
+    begin = StartWorker(rank=0, world_size=1, spec=spec, rendezvous="", loader=LOADER)
     worker.channel.send(TO_WORKER.frame(begin))
     assert worker.ready().num_blocks == 64
     worker.channel.close()
-    assert worker.process.wait(timeout=10) == 0
+    assert worker.process.wait(timeout=60) == 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,13 @@ import torch
 from headrace.back.executor.worker import StepThreads, checked, set_threads
 from headrace.back.kernels.native.build import build
 from headrace.back.kernels.native.library import NativeLibrary, load
-from headrace.back.kernels.op import PutOff, SelfCheckFailed
+from headrace.back.kernels.op import DeferredChecks, Kernel, Op, Sample, SelfCheckFailed
 from headrace.base.config.resolved import DeviceSpec
 from headrace.base.wire.step import StepPlan, WorkerFacts
 
 
 def test_torch_and_the_native_kernels_get_the_workers_threads() -> None:
-    built = NativeLibrary(build())
+    built = NativeLibrary(build(here=True))
     before = torch.get_num_threads()
     load.cache_clear()
     set_threads(DeviceSpec(device="cpu", executor="inline", threads=3))
@@ -48,7 +50,7 @@ def plan_of(rows: int) -> StepPlan:
     none = np.zeros(0, np.int32)
     fields: dict[str, Any] = dict.fromkeys(StepPlan.__struct_fields__, none)
     sample = np.ones(rows, np.bool_)
-    return StepPlan(**{**fields, "step": 1, "starts": [], "gates": {}, "sample": sample})
+    return StepPlan(**{**fields, "step": 1, "starts": [], "hook_payloads": {}, "sample": sample})
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_torch_gets_threads_where_its_ops_are_large_or_the_products_are_its_own(
 def test_the_worker_and_its_helpers_keep_to_their_cpus() -> None:
     """PLT-11: seen where the system shows it, in each thread's status."""
     cpu = max(os.sched_getaffinity(0))
-    NativeLibrary(build())
+    NativeLibrary(build(here=True))
 
     def masks() -> list[str]:
         before = {path.name for path in Path("/proc/self/task").iterdir()}
@@ -95,17 +97,59 @@ def test_the_worker_and_its_helpers_keep_to_their_cpus() -> None:
     assert found == [str(cpu)] * 2
 
 
-def test_after_a_failed_self_check_the_model_is_built_again_and_each_check_decides() -> None:
-    """REG-121: on a GPU checks are put off until all kernels are compiled; a kernel that fails one then is not used."""
-    tried: list[PutOff | None] = []
+def test_after_failed_self_checks_the_model_is_built_again_and_at_last_each_decides() -> None:
+    """REG-121: on a GPU checks are deferred until all kernels are compiled; a kernel that fails one
+    then is not used."""
+    tried: list[DeferredChecks | None] = []
 
-    def made(checks: PutOff | None = None) -> Any:
+    def build(checks: DeferredChecks | None = None) -> Any:
         tried.append(checks)
         if checks is not None:
             raise SelfCheckFailed
         return "built"
 
-    assert checked(made) == "built"
-    assert isinstance(tried[0], PutOff) and tried[1:] == [None]
-    with PutOff():
+    assert checked(build) == "built"
+    assert all(isinstance(one, DeferredChecks) for one in tried[:-1]) and tried[-1] is None
+    with DeferredChecks():
         pass  # none is entered any more
+
+
+def op_with(run: Any) -> Op[int]:
+    module = ModuleType("headrace_test_worker_kernel")
+    module.__dict__["KERNEL"] = Kernel(name="fast", supports=lambda _: None, bind=lambda _: run)
+    sys.modules[module.__name__] = module
+    return Op(
+        name="double",
+        reference=Kernel(name="torch", supports=lambda _: None, bind=lambda _: lambda x: 2 * x),
+        kernels=[f"{module.__name__}:KERNEL"],
+        sample=lambda problem: Sample(problem=problem, weights=(), arguments=(torch.ones(2),)),
+        tolerance=lambda problem: 1e-6,
+    )
+
+
+def fails(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("does not compile")
+
+
+def test_a_build_that_a_broken_kernel_ends_is_made_again_without_it() -> None:
+    op, kernels = op_with(fails), []
+
+    def build(checks: DeferredChecks | None) -> str:
+        choice = op.choose(3)
+        kernels.append(choice.kernel.name)
+        choice.bind()(torch.ones(2))
+        return "built"
+
+    assert checked(build) == "built" and kernels == ["fast", "torch"]
+    assert "does not compile" in op.choose(3).rejected[0][1]
+
+
+def test_a_build_that_ends_for_another_reason_ends_the_start() -> None:
+    op = op_with(lambda x: 2 * x)
+
+    def build(checks: DeferredChecks | None) -> str:
+        op.choose(3)
+        raise ValueError("the model is wrong")
+
+    with pytest.raises(ValueError, match="the model is wrong"):
+        checked(build)

@@ -15,7 +15,8 @@ from headrace.base.errors import CheckpointError
 
 def read(config: dict[str, Any], **arguments: Any) -> RopeSpec:
     reader = ConfigReader({"max_position_embeddings": 64, **config}, "config.json")
-    return read_rope(reader, head_dim=8, **{"max_positions": 64, **arguments})
+    head_dim = config.get("head_dim", 21 if "num_attention_heads" in config else 8)
+    return read_rope(reader, head_dim=head_dim, **{"max_positions": 64, **arguments})
 
 
 LLAMA3 = {
@@ -74,6 +75,8 @@ def test_null_scaling_is_no_scaling() -> None:
             "high_freq_factor",
         ),
         ({"partial_rotary_factor": 0.4}, "partial_rotary_factor"),
+        ({"head_dim": 63}, "head_dim"),
+        ({"num_attention_heads": 3}, "num_attention_heads"),
         ({"rope_theta": 0.0}, "rope_theta"),
     ],
 )

@@ -16,7 +16,8 @@ from headrace.back.parallel.mesh import Axis
 
 @contextmanager
 def running(target: Callable[..., None], arguments: list[tuple[Any, ...]]) -> Iterator[None]:
-    """Processes of their own for these calls of `target` beside the block; all must have ended well in 90 s."""
+    """Processes of their own for these calls of `target` beside the block; all must have ended well
+    in 90 s."""
     spawn = multiprocessing.get_context("spawn")
     workers = [spawn.Process(target=target, args=one) for one in arguments]
     for worker in workers:
@@ -33,8 +34,8 @@ def running(target: Callable[..., None], arguments: list[tuple[Any, ...]]) -> It
 
 
 def join(rank: int, ranks: int, folder: str, *, per_device: int) -> tuple[Axis, torch.device]:
-    """This process as a rank, with so many ranks on each device: one, over NCCL, or several, which it refuses, over
-    gloo."""
+    """This process as a rank, with so many ranks on each device: one, over NCCL, or several, which
+    it refuses, over gloo."""
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     device = torch.device("cuda", rank // per_device)
     torch.cuda.set_device(device)
@@ -50,7 +51,8 @@ def join(rank: int, ranks: int, folder: str, *, per_device: int) -> tuple[Axis, 
 
 
 def go_through_host() -> None:
-    """What the group sums and gathers in this process goes through host memory: gloo knows no other for all it does."""
+    """What the group sums and gathers in this process goes through host memory: gloo knows no other
+    for all it does."""
     gather, reduce = dist.all_gather, dist.all_reduce
 
     def all_gather(parts: list[torch.Tensor], x: torch.Tensor, group: object = None) -> None:

@@ -1,7 +1,9 @@
-"""A model over four ranks on two GPUs, two on each, by our sums (`make test-gpu`): the tokens of one rank.
+"""A model over four ranks on two GPUs, two on each, by our sums (`make test-gpu`): the tokens of
+one rank.
 
-The executor gives each rank a device of its own; here the ranks are put together from the same pieces, with steps that
-are launched and not replayed: what is left to the library, the logits' parts, goes through the host.
+The executor gives each rank a device of its own; here the ranks are put together from the same
+pieces, with steps that are launched and not replayed: what is left to the library, the logits'
+parts, goes through the host.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from headrace.back.models.load import load_model
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.runner.requests import Rows
 from headrace.back.runner.runner import Runner
-from headrace.back.runner.steps import ExactSteps, Machine
+from headrace.back.runner.steps import ExactSteps, StepResources
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.wire.step import StepPlan, StepResult
 from tests.back.parallel.ranks import join, running
@@ -47,15 +49,15 @@ class Ranked:
         return done
 
 
-def exact_steps(machine: Machine, spec: EngineSpec, *, num_groups: int) -> ExactSteps:
+def exact_steps(resources: StepResources, spec: EngineSpec, *, num_groups: int) -> ExactSteps:
     """Steps that are launched kernel by kernel."""
     rows = Rows.growing(
         max_rows=spec.scheduler.max_running,
         num_groups=num_groups,
         block_tokens=spec.kv.block_tokens,
-        device=machine.device,
+        device=resources.device,
     )
-    return ExactSteps(machine, rows, "gloo cannot go into a graph")
+    return ExactSteps(resources, rows, "gloo cannot go into a graph")
 
 
 def rank_main(rank: int, folder: str) -> None:

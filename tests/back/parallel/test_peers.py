@@ -1,8 +1,10 @@
-"""Sums over GPUs of one machine by our kernels (`make test-gpu`, KRN-27): one process a GPU, against NCCL; and four
-processes on two GPUs. The kernels' own test, for any number of ranks, is tests/kernels/triton/test_all_reduce.py.
+"""Sums over GPUs of one machine by our kernels (`make test-gpu`, KRN-27): one process a GPU,
+against NCCL; and four processes on two GPUs. The kernels' own test, for any number of ranks, is
+tests/kernels/triton/test_all_reduce.py.
 
-Two ranks on one GPU run in turn, a slice of time each, so that a rank waits for one that is not running: slow, and
-right if any order is. NCCL refuses them: set-up and comparisons go through the host then, by gloo.
+Two ranks on one GPU run in turn, a slice of time each, so that a rank waits for one that is not
+running: slow, and right if any order is. NCCL refuses them: set-up and comparisons go through the
+host then, by gloo.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def in_order(every: list[torch.Tensor]) -> torch.Tensor:
 
 
 def sums_and_norms(axis: Axis, device: torch.device, per_device: int) -> None:
-    """Every dtype and size up to the limit: the same bits on all ranks, those of a sum in order; close to NCCL's."""
+    """Every dtype and size up to the limit: the same bits on all ranks, those of a sum in order;
+    close to NCCL's."""
     from headrace.back.kernels.all_reduce.measured import (
         MOST_BYTES,
         check,

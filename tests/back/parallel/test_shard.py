@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.back.parallel.mesh import Axis
-from headrace.back.parallel.param import Param, Piece, copies
+from headrace.back.parallel.param import Param, WeightPiece, copies
 from headrace.back.parallel.shard import Part, Shard, local_size, local_units
 from headrace.base.errors import ConfigError
 
@@ -22,7 +22,9 @@ def axis(rank: int, size: int) -> Axis:
     return Axis(size=size, rank=rank, group=GROUP if size > 1 else None)
 
 
-def local(full: torch.Tensor, shard: Shard, axis: Axis, pieces: dict[str, Piece]) -> torch.Tensor:
+def local(
+    full: torch.Tensor, shard: Shard, axis: Axis, pieces: dict[str, WeightPiece]
+) -> torch.Tensor:
     """What a loader that follows `copies` puts on a rank; `full` is the global tensor the pieces
     were cut from."""
     shape = list(full.shape)
@@ -62,10 +64,10 @@ def test_ranks_together_hold_every_part_once_in_order(
     shard = Shard(axis="tp", dim=0, parts=parts)
     pieces, offset = {}, 0
     for part in parts:
-        pieces[part.name] = Piece(name=part.name, shape=(part.size, 2), offset=offset)
+        pieces[part.name] = WeightPiece(name=part.name, shape=(part.size, 2), offset=offset)
         offset += part.size
     if merged:
-        pieces = {"all": Piece(name="all", shape=(total, 2))}
+        pieces = {"all": WeightPiece(name="all", shape=(total, 2))}
     got = [local(full, shard, axis(rank, ranks), pieces) for rank in range(ranks)]
     start = 0
     for i, part in enumerate(parts):
@@ -79,7 +81,7 @@ def test_ranks_together_hold_every_part_once_in_order(
 def test_a_split_along_the_inputs_takes_columns() -> None:
     full = torch.arange(12.0).view(2, 6)
     shard = Shard(axis="tp", dim=1, parts=(Part("heads", 6, 2),))
-    pieces = {"w": Piece(name="w", shape=(2, 6))}
+    pieces = {"w": WeightPiece(name="w", shape=(2, 6))}
     assert torch.equal(local(full, shard, axis(1, 2), pieces), full[:, 3:])
 
 

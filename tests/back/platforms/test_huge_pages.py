@@ -1,4 +1,5 @@
-"""Memory of weights: pieces of shared regions that do not overlap and go back to the system when they are let go."""
+"""Memory of weights: pieces of shared regions that do not overlap and go back to the system when
+they are let go."""
 
 import gc
 import resource

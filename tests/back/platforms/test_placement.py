@@ -1,4 +1,5 @@
-"""Where threads and memory go, on machines that are not here (PLT-11, REG-123): topologies as the system shows them."""
+"""Where threads and memory go, on machines that are not here (PLT-11, REG-123): topologies as the
+system shows them."""
 
 import ctypes
 import platform

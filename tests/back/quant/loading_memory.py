@@ -1,5 +1,6 @@
-"""Run in a process of its own: loads a checkpoint with quantization and prints, in bytes, the largest memory it held of
-its own while loading (over what it held before), what the packed model takes, and its largest layer as it is stored."""
+"""Run in a process of its own: loads a checkpoint with quantization and prints, in bytes, the
+largest memory it held of its own while loading (over what it held before), what the packed model
+takes, and its largest layer as it is stored."""
 
 from __future__ import annotations
 

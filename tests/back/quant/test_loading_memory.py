@@ -1,5 +1,5 @@
-"""Quantizing while loading never holds more than the packed model and one plain layer (PLT-09, QNT-09): the memory of a
-process that loads, sampled every half millisecond."""
+"""Quantizing while loading never holds more than the packed model and one plain layer (PLT-09,
+QNT-09): the memory of a process that loads, sampled every half millisecond."""
 
 import json
 import subprocess
@@ -48,8 +48,19 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "dummy"])
-@pytest.mark.parametrize("quantization", ["int8", "fp8", "int4", "int4-asym-g128"])
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [
+        ("safetensors", "int8"),
+        pytest.param("dummy", "int4", marks=pytest.mark.slow),
+        *(
+            pytest.param(kind, quantization, marks=pytest.mark.slow)
+            for kind in ("safetensors", "dummy")
+            for quantization in ("int8", "fp8", "int4", "int4-asym-g128")
+            if (kind, quantization) not in (("safetensors", "int8"), ("dummy", "int4"))
+        ),
+    ],
+)
 def test_the_peak_is_the_packed_model_and_one_layer(folders, kind, quantization):
     command = [sys.executable, "-m", "tests.back.quant.loading_memory", *map(str, folders)]
     done = subprocess.run(

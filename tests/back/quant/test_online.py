@@ -1,4 +1,5 @@
-"""Quantizing while a checkpoint loads: packed once, when full, and never held twice (PLT-09, QNT-09)."""
+"""Quantizing while a checkpoint loads: packed once, when full, and never held twice (PLT-09,
+QNT-09)."""
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from headrace.back.kernels.linear_quant import layout as rows
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.models.load import load_model
 from headrace.back.parallel.mesh import Mesh
-from headrace.back.parallel.param import Param, Piece
-from headrace.back.quant.online import OnlineWeight, coding_of, pack
+from headrace.back.parallel.param import Param, WeightPiece
+from headrace.back.quant.online import OnlineWeight, layout_of, pack
 from headrace.back.quant.scheme import SCHEMES
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
 from tests.models.paged import PagedRun, random_rows
@@ -33,13 +34,13 @@ def test_packed_weights_read_back_as_quantized(name, outputs, inputs):
         panels = packed.panels
     else:
         ours, panels = blocks.read_rows(packed.segments[0], wanted), packed.segments[0].panels
-        num_bytes = coding_of(scheme).packed_bytes(outputs, inputs)
+        num_bytes = layout_of(scheme).packed_bytes(outputs, inputs)
     for mine, theirs in zip(ours, expected, strict=True):
         assert (mine is None and theirs is None) or torch.equal(mine, theirs)
     assert panels.nbytes == num_bytes
 
 
-def widened(packed):
+def dequantized(packed):
     """float32 [O, I]: what the codes say."""
     if isinstance(packed, PackedWeight):
         return rows.dequantize_rows(packed, torch.arange(packed.outputs))
@@ -52,13 +53,13 @@ def test_a_full_parameter_gives_its_plain_tensor_up_at_once():
         name="w",
         shape=(64, 64),
         dtype=torch.float32,
-        pieces=(Piece(name="w", shape=(64, 64)),),
+        pieces=(WeightPiece(name="w", shape=(64, 64)),),
         tensor=torch.ones(64, 64),
     )
     weight = OnlineWeight(param, SCHEMES["int8"])
     param.filled()
     assert param.tensor is None
-    assert torch.equal(widened(weight.take()), torch.ones(64, 64))
+    assert torch.equal(dequantized(weight.take()), torch.ones(64, 64))
     with pytest.raises(AssertionError, match="taken before"):
         weight.take()
 
@@ -92,13 +93,14 @@ def logits(folder, scheme):
 
 
 def write_dequantized(folder, scheme):
-    """Replaces every matrix of the checkpoint that is quantized by what its codes and scales say."""
+    """Replaces every matrix of the checkpoint that is quantized by what its codes and scales
+    say."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in tensors.items():
         untied = "embed_tokens" in name and "lm_head.weight" in tensors
         if tensor.dim() == 2 and not untied:
-            tensors[name] = widened(pack(tensor, SCHEMES[scheme])).contiguous()
+            tensors[name] = dequantized(pack(tensor, SCHEMES[scheme])).contiguous()
     save_file(tensors, path)
 
 
@@ -107,7 +109,8 @@ def write_dequantized(folder, scheme):
 def test_logits_differ_from_those_of_the_same_weights_by_the_activations_rounding(
     tmp_path, family, name
 ):
-    """Relative error in the Euclidean norm. Random weights, so the worst case; of fp8 activations are not rounded."""
+    """Relative error in the Euclidean norm. Random weights, so the worst case; of fp8 activations
+    are not rounded."""
     save_oracle(tiny_config(family), tmp_path)
     plain, ours = logits(tmp_path, None), logits(tmp_path, name)
     whole = ((ours - plain).norm() / plain.norm()).item()
@@ -116,8 +119,8 @@ def test_logits_differ_from_those_of_the_same_weights_by_the_activations_roundin
     floating = SCHEMES[name].floating
     bound = 1e-5 if floating else 0.06
     assert 0 < ((ours - exact).norm() / exact.norm()).item() < bound
-    # Numbers in e4m3 err by 2.6 % of themselves, in int8 by 0.9 % of their deviation (a largest of four of it): three
-    # times int8's bound.
+    # Numbers in e4m3 err by 2.6 % of themselves, in int8 by 0.9 % of their deviation (a largest of
+    # four of it): three times int8's bound.
     assert whole < (0.18 if floating else {8: 0.06, 4: 0.6}[SCHEMES[name].bits])
 
 

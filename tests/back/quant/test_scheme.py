@@ -5,7 +5,7 @@ import typing
 import pytest
 import torch
 
-from headrace.back.quant.online import coding_of
+from headrace.back.quant.online import layout_of
 from headrace.back.quant.scheme import SCHEMES
 from headrace.base.config.tree import ModelOptions
 from headrace.launch.resolve import WEIGHT_BITS
@@ -97,8 +97,8 @@ def test_every_scheme_is_an_option_and_has_its_size():
     options = set(typing.get_args(annotation))
     assert options - {"none"} == set(SCHEMES) == set(WEIGHT_BITS)
     for name, scheme in SCHEMES.items():
-        coding = coding_of(scheme)
-        assert coding is None or coding.packed_bytes(64, 1024) * 8 / 65536 == WEIGHT_BITS[name]
+        layout = layout_of(scheme)
+        assert layout is None or layout.packed_bytes(64, 1024) * 8 / 65536 == WEIGHT_BITS[name]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)

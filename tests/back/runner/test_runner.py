@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from headrace.back.attention.plan import Batch
-from headrace.back.kernels.linear_top.op import TOPS
+from headrace.back.kernels.linear_top.op import NUM_CANDIDATES
 from headrace.back.runner.buckets import Bucket
-from headrace.back.runner.devices import MakeSteps, bucket_steps, make_steps
+from headrace.back.runner.devices import StepsFactory, bucket_steps, make_steps
 from headrace.back.runner.runner import Runner
-from headrace.back.runner.steps import Machine, Moment, Now, Outputs, Steps
+from headrace.back.runner.steps import PassedEvent, StepEvent, StepResources, Steps, StepTensors
 from headrace.back.sampling import prompt_logprobs
+from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.sampler import Sampler
-from headrace.back.sampling.step_draw import Drawing
 from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import CheckpointError
 from headrace.base.wire.params import RowSampling
@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 class Calls:
     """Replays a bucket's step by calling it: the device's way of running steps, without a device."""
 
+    on_host = False
     decisions: tuple[Decision, ...] = ()
 
     def scope(self) -> AbstractContextManager[object]:
@@ -42,18 +43,18 @@ class Calls:
     def compiling(self) -> None:
         return None
 
-    def run(self, bucket: Bucket, step: Callable[[Bucket], Outputs]) -> Outputs:
+    def run(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> StepTensors:
         return step(bucket)
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    def moment(self) -> Moment:
-        return Now()
+    def event(self) -> StepEvent:
+        return PassedEvent()
 
 
-def by_buckets(machine: Machine, spec: EngineSpec, *, num_groups: int) -> Steps:
-    return bucket_steps(machine, spec, Calls(), num_groups=num_groups)
+def by_buckets(resources: StepResources, spec: EngineSpec, *, num_groups: int) -> Steps:
+    return bucket_steps(resources, spec, Calls(), num_groups=num_groups)
 
 
 @pytest.fixture(params=["exact", "buckets", "drawn"], autouse=True)
@@ -67,7 +68,7 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("headrace.back.runner.runner.Sampler", sampler)
 
 
-STEPS: MakeSteps = make_steps
+STEPS: StepsFactory = make_steps
 
 
 def make(model: TinyModel, **options: int) -> tuple[Runner, Driver]:
@@ -93,6 +94,7 @@ def random_run(
     return runs
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("windows", [(None, None), (12, None, 12), (None, 5, 9, 5, None)])
 def test_random_splits_preemptions_and_row_reuse_give_each_request_its_solo_tokens(
@@ -227,7 +229,7 @@ def test_seeded_sampling_survives_chunking_preemption_and_company() -> None:
     assert all(token < 9 for token in alone[3])
 
 
-TOLD = [
+LOGPROBS = [
     RowSampling(seed=1, temperature=1.2, repetition_penalty=1.3, frequency_penalty=0.5),
     RowSampling(temperature=0.0, logprobs=3),
     RowSampling(seed=2, top_k=9, presence_penalty=1.0, logprobs=11),
@@ -249,7 +251,9 @@ def test_rows_are_told_the_same_by_steps_that_sample_as_by_the_sampler(
 
     def generate(runner: Runner) -> list[Sequence]:
         rng, driver, launched = np.random.default_rng(4), Driver(runner.facts), []
-        rows = [driver.add(random_prompt(rng, high=9), TOLD[i % len(TOLD)]) for i in range(8)]
+        rows = [
+            driver.add(random_prompt(rng, high=9), LOGPROBS[i % len(LOGPROBS)]) for i in range(8)
+        ]
         while any(len(row.outputs) < 20 for row in rows):
             for row in rows:
                 if row.started and not row.unknown and rng.random() < 0.02:
@@ -263,8 +267,10 @@ def test_rows_are_told_the_same_by_steps_that_sample_as_by_the_sampler(
 
     runner, _ = make(model, num_blocks=300)
     ours = generate(runner)
-    ways = {bucket.leaves for bucket in runner._steps._frames}
-    kinds = {(way.penalties > 0, way.alternatives) for way in ways if isinstance(way, Drawing)}
+    ways = {bucket.sampler_input for bucket in runner._steps._frames}
+    kinds = {
+        (way.penalties > 0, way.alternatives) for way in ways if isinstance(way, InStepSampling)
+    }
     assert kinds >= {(True, None), (True, 5), (True, 20)}, kinds
     monkeypatch.setattr("headrace.back.runner.runner.Sampler", Sampler)
     spec = tiny_spec(max_step_tokens=400, num_blocks=300)
@@ -281,18 +287,18 @@ class Topped(TinyModel):
     """Says the best tokens of each row; whole numbers, so that there are ties, and rows that prove nothing."""
 
     told: torch.Tensor | None = None
-    num_told = num_again = 0
+    num_logprobs = num_again = 0
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         self.num_again += self.told is not None
         return (super().logits(hidden_NE) * 1.5).round()
 
-    def tops(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def top_candidates(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.told = None
         values, ids = self.logits(hidden_NE).sort(dim=1, descending=True, stable=True)
-        self.num_told += 1
-        self.told = ids[:, :TOPS].contiguous()
-        return self.told, values[:, :TOPS].contiguous()
+        self.num_logprobs += 1
+        self.told = ids[:, :NUM_CANDIDATES].contiguous()
+        return self.told, values[:, :NUM_CANDIDATES].contiguous()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.told = None
@@ -325,9 +331,9 @@ def test_rows_drawn_from_their_best_tokens_survive_chunking_preemption_and_compa
         return [s.outputs for s in sequences]
 
     topped, whole = Topped(width=97), Topped(width=97)
-    monkeypatch.setattr(whole, "tops", None)
+    monkeypatch.setattr(whole, "top_candidates", None)
     assert generate(topped) == generate(whole)
-    assert topped.num_told > 20 and topped.num_again > 5 and whole.num_told == 0
+    assert topped.num_logprobs > 20 and topped.num_again > 5 and whole.num_logprobs == 0
 
 
 def test_prompt_logprobs_beyond_what_is_made_fail_that_request_alone(

@@ -13,6 +13,7 @@ import torch
 
 from headrace.back import runner as runner_package
 from headrace.back.attention.plan import Batch
+from headrace.back.runner.memory import KVMemory
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.states import STATES
 from headrace.base.wire.step import RowStart
@@ -26,9 +27,14 @@ class Reversed:
     """A state that counts positions down, and notes in which order it was called."""
 
     in_graphs = False
+    repeatable = True
+    rolls_back = False
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+
+    def use_memory(self, memory: KVMemory) -> None:
+        self.calls.append("memory")
 
     def end(self, rows: np.ndarray) -> None:
         self.calls.append("end")
@@ -36,13 +42,21 @@ class Reversed:
     def start(self, start: RowStart) -> None:
         self.calls.append("start")
 
-    def prepare(self, batch: Batch, *, row_T: np.ndarray, gates: Mapping[str, bytes]) -> Batch:
+    def prepare(
+        self, batch: Batch, *, row_T: np.ndarray, hook_payloads: Mapping[str, bytes]
+    ) -> Batch:
         self.calls.append("prepare")
         return replace(batch, positions_T=100 - batch.positions_T)
+
+    def before(self, batch: Batch) -> None:
+        self.calls.append("before")
 
     def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
         self.calls.append("after")
         assert hidden_TE.shape[0] == batch.positions_T.shape[0]
+
+    def commit(self, batch: Batch, accepted_R: torch.Tensor) -> None:
+        raise AssertionError("nothing was drafted")
 
 
 class Watched(TinyModel):
@@ -60,16 +74,17 @@ class Watched(TinyModel):
 def test_a_state_sees_rows_and_steps_in_order_and_what_it_prepares_reaches_the_model() -> None:
     state, model = Reversed(), Watched()
     runner = Runner(tiny_spec(), model, device=CPU, state=state)
+    assert state.calls[0] == "memory"
     state.calls.clear()
     model.seen.clear()
     driver = Driver(runner.facts)
     first, second = driver.add([5, 6, 7]), driver.add([8, 9], request=1)
     runner.launch(driver.plan([(first, 3)])).result()
-    assert state.calls == ["start", "prepare", "after"] and model.seen == [[100, 99, 98]]
+    assert state.calls == ["start", "prepare", "before", "after"] and model.seen == [[100, 99, 98]]
     first.unknown = 0
     driver.release(first)
     runner.launch(driver.plan([(second, 2)])).result()
-    assert state.calls[3:] == ["end", "start", "prepare", "after"]
+    assert state.calls[4:] == ["end", "start", "prepare", "before", "after"]
     assert model.seen[1:] == [[100, 99]]
 
 

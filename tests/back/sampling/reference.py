@@ -97,8 +97,8 @@ def kept(x: np.ndarray, s: RowSampling, position: int) -> dict[int, float]:
         z = {token: value for token, value in z.items() if value >= least}
     if s.xtc_probability > 0.0 and uniform(s.seed, position, -1) < s.xtc_probability:
         p = softmax(z)
-        tops = sorted((t for t in p if p[t] >= s.xtc_threshold), key=lambda t: (-p[t], t))
-        z = {token: value for token, value in z.items() if token not in tops[:-1]}
+        top_candidates = sorted((t for t in p if p[t] >= s.xtc_threshold), key=lambda t: (-p[t], t))
+        z = {token: value for token, value in z.items() if token not in top_candidates[:-1]}
     return z
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.back.sampling.sampler import Sampler, failures
+from headrace.back.sampling.sampled import failures
+from headrace.back.sampling.sampler import Sampler
 from headrace.base.wire.grammar import NOTHING, MaskBuffer, pack_masks, unpack_masks
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
@@ -30,7 +31,7 @@ def mask_of(ids: list[int], width: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def draw(
+def sample_random(
     settings: list[RowSampling], logits: torch.Tensor, device: str, payload: memoryview
 ) -> tuple[list[int], list[tuple[list[int], list[float]]], set[int]]:
     where = torch.device(device)
@@ -52,12 +53,12 @@ def draw(
     )  # fmt: skip
     if device == "cuda":
         torch.cuda.synchronize()
-    left = None if result.left_N is None else result.left_N.cpu().numpy()
-    failed = set(failures(result.best_N.cpu().numpy(), left))
-    told = [] if result.told is None else list(result.told.rows())
+    chosen_logit = None if result.chosen_logit_N is None else result.chosen_logit_N.cpu().numpy()
+    failed = set(failures(result.max_logit_N.cpu().numpy(), chosen_logit))
+    logprobs = [] if result.logprobs is None else list(result.logprobs.rows())
     return (
         result.token_N.cpu().tolist(),
-        [(row.ids.tolist(), row.values.tolist()) for row in told if row.index not in failed],
+        [(row.ids.tolist(), row.values.tolist()) for row in logprobs if row.index not in failed],
         failed,
     )
 
@@ -82,9 +83,9 @@ def test_a_mask_is_what_allowed_ids_would_be_and_others_do_not_notice(
         msgspec.structs.replace(one, allowed_ids=tuple(allowed[i])) if i in allowed else one
         for i, one in enumerate(settings)
     ]
-    found = draw(settings, logits, device, payload)
-    assert found == draw(twins, logits, device, NOTHING)
-    free = draw(settings, logits, device, NOTHING)
+    found = sample_random(settings, logits, device, payload)
+    assert found == sample_random(twins, logits, device, NOTHING)
+    free = sample_random(settings, logits, device, NOTHING)
     for i in set(range(12)) - set(masked):
         assert found[0][i] == free[0][i]
     assert all(found[0][i] in allowed[i] for i in masked)
@@ -95,9 +96,9 @@ def test_a_mask_counts_for_its_step_alone_and_an_empty_one_fails_its_row(device:
     logits = torch.linspace(0, 1, 64).repeat(3, 1)
     settings = [RowSampling(temperature=0.0) for _ in range(3)]
     payload = pack_masks(np.array([2, 4], np.int32), np.stack([mask_of([5], 64), mask_of([], 64)]))
-    tokens, _, failed = draw(settings, logits, device, payload)
+    tokens, _, failed = sample_random(settings, logits, device, payload)
     assert tokens[:2] == [5, 63] and failed == {2}
-    assert draw(settings, logits, device, NOTHING)[0] == [63, 63, 63]
+    assert sample_random(settings, logits, device, NOTHING)[0] == [63, 63, 63]
 
 
 def test_ids_beyond_the_mask_are_not_allowed() -> None:
@@ -105,7 +106,7 @@ def test_ids_beyond_the_mask_are_not_allowed() -> None:
     logits = torch.zeros(1, 100)
     logits[0, 90] = 9.0
     payload = pack_masks(np.array([2], np.int32), np.full((1, 2), -1, np.int32))
-    assert draw([RowSampling(temperature=0.0)], logits, "cpu", payload)[0][0] < 64
+    assert sample_random([RowSampling(temperature=0.0)], logits, "cpu", payload)[0][0] < 64
 
 
 def test_the_payload_comes_back_as_it_was() -> None:

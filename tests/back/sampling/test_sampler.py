@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.back.sampling.features import Picked
-from headrace.back.sampling.sampler import Sampler, failures
+from headrace.back.sampling.features import FeatureRows
+from headrace.back.sampling.sampled import failures
+from headrace.back.sampling.sampler import Sampler
 from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowLogprobs, RowStart
@@ -50,17 +51,17 @@ def sample(
     tokens: torch.Tensor,
 ) -> Seen:
     logits = logits.to(HERE)
-    picks = sampler.greedy(logits)
-    result = sampler.sample(logits, picks, rows=rows, positions=positions, tokens=tokens.to(HERE))
+    argmax = sampler.greedy(logits)
+    result = sampler.sample(logits, argmax, rows=rows, positions=positions, tokens=tokens.to(HERE))
     if HERE.type == "cuda":
         torch.cuda.synchronize()
-    left = None if result.left_N is None else result.left_N.cpu().numpy()
-    failed = failures(result.best_N.cpu().numpy(), left)
-    told = [] if result.told is None else list(result.told.rows())
+    chosen_logit = None if result.chosen_logit_N is None else result.chosen_logit_N.cpu().numpy()
+    failed = failures(result.max_logit_N.cpu().numpy(), chosen_logit)
+    logprobs = [] if result.logprobs is None else list(result.logprobs.rows())
     return Seen(
         token_N=result.token_N.cpu(),
         failed=failed,
-        logprobs=[row for row in told if row.index not in failed],
+        logprobs=[row for row in logprobs if row.index not in failed],
     )
 
 
@@ -186,14 +187,14 @@ def test_each_change_of_the_logits_equals_the_reference_value_by_value(name: str
         for row, case in enumerate(cases):
             tokens[row, : len(case.tokens)] = torch.tensor(case.tokens)
             sampler.start(start_of(row, case.tokens, case.num_prompt, case.sampling))
-        picked = Picked(
+        feature_rows = FeatureRows(
             rows=np.arange(60),
             positions=np.array([len(case.tokens) for case in cases]),
             num_output=np.array([len(case.tokens) - case.num_prompt for case in cases]),
             tokens=tokens.to(HERE),
         )
         logits = torch.from_numpy(np.stack([case.logits for case in cases])).to(HERE)
-        sampler._process(logits, sampler._numbers.use[:60], picked)
+        sampler._process(logits, sampler._numbers.use[:60], feature_rows)
         for row, case in enumerate(cases):
             wanted = reference.processed(case.logits, case.sampling, case.tokens, case.num_prompt)
             np.testing.assert_allclose(logits[row].cpu().numpy(), wanted, rtol=1e-6, atol=1e-6)
@@ -381,22 +382,24 @@ def test_counts_are_right_over_steps_after_row_reuse_and_after_resuming() -> Non
 def test_being_told_costs_greedy_rows_no_second_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens and bits as beside a row whose logits are processed."""
     logits = 3 * torch.randn(4, 97, generator=torch.Generator().manual_seed(4))
-    told = RowSampling(temperature=0.0, logprobs=3, logprob_ids=(5,))
+    logprobs = RowSampling(temperature=0.0, logprobs=3, logprob_ids=(5,))
     found = []
     for last in (RowSampling(temperature=0.0), RowSampling(temperature=0.7, presence_penalty=1.0)):
         sampler = Sampler(max_rows=4, logits_width=97, device=HERE)
-        for row, sampling in enumerate((told, told, told, last)):
+        for row, sampling in enumerate((logprobs, logprobs, logprobs, last)):
             sampler.start(start_of(row, [1, 2, 3], 2, sampling))
-        picks = sampler.greedy(logits.to(HERE))
+        argmax = sampler.greedy(logits.to(HERE))
         if last.greedy:
             monkeypatch.setattr(sampler, "greedy", None)
         where = {"rows": np.arange(4), "positions": np.full(4, 3)}
         tokens = torch.tensor([[1, 2, 3, 0]] * 4, dtype=torch.int32, device=HERE)
-        seen = sampler.sample(logits.to(HERE), picks, **where, tokens=tokens)
+        seen = sampler.sample(logits.to(HERE), argmax, **where, tokens=tokens)
         if HERE.type == "cuda":
             torch.cuda.synchronize()
-        assert seen.told is not None
-        scores = [(one.ids.tolist(), one.values.tobytes(), one.rank) for one in seen.told.rows()]
+        assert seen.logprobs is not None
+        scores = [
+            (one.ids.tolist(), one.values.tobytes(), one.rank) for one in seen.logprobs.rows()
+        ]
         found.append((seen.token_N[:3].tolist(), scores))
     assert found[0] == found[1] and found[0][0] == logits[:3].argmax(1).tolist()
 
@@ -494,8 +497,8 @@ def test_processed_mode_tells_the_distribution_that_is_drawn_from(
         Case(rng, {**options, "logprobs": 3, "logprobs_mode": "processed"}, 24),
         Case(rng, {**options, "logprobs": 3}, 24),
     ]
-    told = run(Sampler(max_rows=4, logits_width=24, device=HERE), cases, [2, 0]).logprobs
-    for case, scores in zip(cases, told, strict=True):
+    logprobs = run(Sampler(max_rows=4, logits_width=24, device=HERE), cases, [2, 0]).logprobs
+    for case, scores in zip(cases, logprobs, strict=True):
         z = dict(enumerate(case.logits.astype(np.float64)))
         if case.sampling.logprobs_mode == "processed":
             x = reference.processed(case.logits, case.sampling, case.tokens, case.num_prompt)

@@ -42,6 +42,18 @@ def test_flat_dotted_json_and_yaml_spellings_agree(tmp_path: Path) -> None:
     assert [parse(*s) for s in spellings] == [wanted] * 5
 
 
+def test_an_option_of_several_parts_is_json_on_the_command_line_and_a_mapping_in_the_file(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("speculative_config: {method: ngram, num_speculative_tokens: 4}\n")
+    text = '{"method": "ngram", "num_speculative_tokens": 4}'
+    typed = parse("--speculative-config", text).scheduler.speculative_config
+    assert typed is not None and typed.num_speculative_tokens == 4
+    assert parse("--config", str(file)).scheduler.speculative_config == typed
+    assert parse("--speculative-config", "none").scheduler.speculative_config is None
+
+
 def test_command_line_wins_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("port: 1\nhost: 0.0.0.0\n")
@@ -52,6 +64,11 @@ def test_command_line_wins_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("short", ["bf16", "bfloat16"])
 def test_short_names_of_types_are_understood(short: str) -> None:
     assert parse("--dtype", short).model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("argv", [("--max-model-len", "-1"), ("--max-model-len=-1",)])
+def test_the_largest_length_is_minus_one(argv: tuple[str, ...]) -> None:
+    assert parse(*argv).model.max_model_len == -1
 
 
 def test_booleans_have_a_negative_flag() -> None:
@@ -71,11 +88,19 @@ def test_lists_repeat_and_split_at_commas() -> None:
         (("--max-running", "0"), "--max-running: 0"),
         (("--port", "99999"), "99999"),
         (("--max-model-len", "many"), "--max-model-len: 'many'"),
+        (("--max-model-len", "-2"), "--max-model-len: '-2'"),
+        (("--max-running", "-1"), "--max-running: -1"),
         (("--scheduler", '{"plicy": 1}'), "did you mean 'policy'?"),
         (("--scheduler", "{"), "not JSON"),
         (("--config", "/nowhere.yaml"), "cannot read"),
         (("--kv-memory", "4potatoes"), "'4potatoes' is no size such as 4GiB"),
         (("--port",), "expected one argument"),
+        (("--speculative-config", "ngram"), "--speculative-config: not JSON"),
+        (("--speculative-config", '{"method": "ngram", "model": "x"}'), "unknown field `model`"),
+        (
+            ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 16}'),
+            "Expected `int` <= 15",
+        ),
     ],
 )
 def test_mistakes_name_the_flag_the_value_and_what_is_allowed(

@@ -70,5 +70,18 @@ def test_what_has_no_equal_is_explained_and_not_told() -> None:
     for name in ABSENT:
         first = name.partition(",")[0].partition(" ")[0]
         assert first in page and (first not in told or " by " in name)
-    for family in ("external_prefix_cache", "mm_cache", "lora_requests_info", "spec_decode_num"):
+    for family in ("external_prefix_cache", "mm_cache", "lora_requests_info"):
         assert any(family in name for name in ABSENT)
+
+
+def test_drafts_are_told_by_number_and_by_place() -> None:
+    engine = {"drafts": 3, "draft_tokens": 9, "accepted_draft_tokens": 4}
+    told = vllm_text(
+        "", [{**engine, "accepted_draft_tokens_by_position": [3, 1]}], "m"
+    ).splitlines()
+    head = 'engine="0",model_name="m"'
+    for name, value in (("drafts", 3), ("draft_tokens", 9), ("accepted_tokens", 4)):
+        assert f"vllm:spec_decode_num_{name}_total{{{head}}} {float(value)}" in told
+    for place, value in enumerate((3, 1)):
+        series = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        assert f'{series}{{{head},position="{place}"}} {float(value)}' in told

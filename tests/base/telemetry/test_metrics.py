@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.base.telemetry.metrics import TABLE, Kind, Metrics, metrics_page
+from headrace.base.telemetry.metrics import TABLE, MetricKind, Metrics, metrics_page
 
 
 def names_of(text: bytes) -> set[str]:
@@ -25,7 +25,7 @@ def test_a_value_outside_the_closed_set_counts_as_other() -> None:
 def test_the_number_of_series_is_bounded_by_the_table() -> None:
     metrics = Metrics()
     for series in TABLE:
-        if series.kind is Kind.HISTOGRAM:
+        if series.kind is MetricKind.HISTOGRAM:
             metrics.observe(series.name, 1.0)
         else:
             metrics.add(series.name, **dict.fromkeys(series.labels, "x"))

@@ -1,4 +1,4 @@
-"""A core with a grammar gate over the bundled model's vocabulary, on the null executor: it draws at random from what a
+"""A core with a grammar hook over the bundled model's vocabulary, on the null executor: it draws at random from what a
 mask allows, which explores a grammar far better than a model that writes sense."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.base.wire.params import RowSampling
 from headrace.base.wire.request import EngineRequest, Finished
 from headrace.base.wire.step import KVGroup
 from headrace.core.grammar.compiler import CompileLimits
-from headrace.core.grammar.gate import GrammarGate
+from headrace.core.grammar.hook import GrammarHook
 from headrace.core.ports import Encode
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part
 from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
@@ -67,26 +67,26 @@ def constrained(
         **fields,
     }
     rule = pack(Constraint(grammar=node, reasoning=reasoning))
-    return make_request(id, prompt, gates={"grammar": rule}, **settings)
+    return make_request(id, prompt, hook_payloads={"grammar": rule}, **settings)
 
 
 class GrammarDriver(Driver):
-    """A driver whose core has a grammar gate, on the real clock."""
+    """A driver whose core has a grammar hook, on the real clock."""
 
     def __init__(
         self,
         spec: EngineSpec | None = None,
         *,
         limits: CompileLimits | None = None,
-        gate: GrammarGate | None = None,
+        hook: GrammarHook | None = None,
         behaviour: NullBehaviour | None = None,
         groups: Sequence[KVGroup] = FULL,
     ) -> None:
-        self.gate = gate or GrammarGate(vocabulary, limits=limits, encoder=encoder)
+        self.hook = hook or GrammarHook(vocabulary, limits=limits, encoder=encoder)
         super().__init__(
             spec or spec_for(),
             groups=groups,
-            gates=[self.gate],
+            hooks=[self.hook],
             clock=time.monotonic,
             behaviour=behaviour,
         )

@@ -28,7 +28,7 @@ from headrace.base.wire.grammar import (
 from headrace.base.wire.params import StructuredOutputs
 from headrace.core.grammar.backends import make_backend
 from headrace.core.grammar.compiler import CompileLimits
-from headrace.core.grammar.gate import GrammarGate
+from headrace.core.grammar.hook import GrammarHook
 from headrace.core.ports import GrammarBackend
 from headrace.front.text.structure.requested import node_of
 from headrace.front.text.structure.schema import checked_schema
@@ -69,8 +69,8 @@ NODES: list[Node] = [
 
 
 @pytest.fixture(scope="module")
-def gates() -> dict[str, GrammarGate]:
-    return {name: GrammarGate(vocabulary, backend=name, encoder=encoder) for name in BACKENDS}
+def hooks() -> dict[str, GrammarHook]:
+    return {name: GrammarHook(vocabulary, backend=name, encoder=encoder) for name in BACKENDS}
 
 
 @pytest.fixture(scope="module")
@@ -81,23 +81,23 @@ def backends() -> dict[str, GrammarBackend]:
 @pytest.mark.parametrize("node", NODES, ids=lambda node: type(node).__name__)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_an_answer_of_one_backend_is_one_of_the_other(
-    gates: dict[str, GrammarGate], backends: dict[str, GrammarBackend], name: str, node: Node
+    hooks: dict[str, GrammarHook], backends: dict[str, GrammarBackend], name: str, node: Node
 ) -> None:
     (other,) = set(BACKENDS) - {name}
-    assert compared(gates[name], backends[other], node)
+    assert compared(hooks[name], backends[other], node)
 
 
 def test_white_space_between_tokens_is_freer_in_llguidance(
-    gates: dict[str, GrammarGate], backends: dict[str, GrammarBackend]
+    hooks: dict[str, GrammarHook], backends: dict[str, GrammarBackend]
 ) -> None:
     """Either writes JSON under the schema; only one way round is every answer also the other's."""
     node = Json(checked_schema(PERSON, field="json"))
-    assert compared(gates["xgrammar"], backends["llguidance"], node)
+    assert compared(hooks["xgrammar"], backends["llguidance"], node)
 
 
-def compared(gate: GrammarGate, other: GrammarBackend, node: Node) -> int:
+def compared(hook: GrammarHook, other: GrammarBackend, node: Node) -> int:
     """How many answers came to their end; each is an answer of the other backend."""
-    driver = GrammarDriver(gate=gate)
+    driver = GrammarDriver(hook=hook)
     ended = 0
     for seed in range(1, 5):
         text, end = driver.run_one(constrained(seed, node, max_tokens=300))
@@ -113,11 +113,11 @@ def compared(gate: GrammarGate, other: GrammarBackend, node: Node) -> int:
 
 
 def test_what_one_backend_refuses_is_an_error_of_the_request_in_the_other_too(
-    gates: dict[str, GrammarGate],
+    hooks: dict[str, GrammarHook],
 ) -> None:
     for node in (Regex("(a"), Ebnf("root ::= ("), Json('{"$ref": "#/$defs/gone"}')):
-        for gate in gates.values():
-            _, end = GrammarDriver(gate=gate).run_one(constrained(1, node, max_tokens=5))
+        for hook in hooks.values():
+            _, end = GrammarDriver(hook=hook).run_one(constrained(1, node, max_tokens=5))
             assert end.error is not None and end.error.kind == "InvalidRequest"
 
 
@@ -134,7 +134,7 @@ def _bytes_to_read(pid: int) -> int:
 def test_a_trial_that_is_killed_while_it_compiles_costs_that_answer_alone() -> None:
     """P12: others stream on, the next grammar gets a new process."""
     driver = GrammarDriver(
-        gate=GrammarGate(vocabulary, limits=CompileLimits(seconds=30.0, threads=1), encoder=encoder)
+        hook=GrammarHook(vocabulary, limits=CompileLimits(seconds=30.0, threads=1), encoder=encoder)
     )
     before = {child.pid for child in psutil.Process().children()}
     driver.run_one(constrained(9, Literal("warm")))
@@ -149,10 +149,12 @@ def test_a_trial_that_is_killed_while_it_compiles_costs_that_answer_alone() -> N
     trial.kill()
     driver.finish(1)
     error = driver.finished[1].error
-    assert error is not None and error.kind == "InvalidRequest"
-    assert "compile" in error.message and error.field == "structured_outputs"
+    assert error is not None and error.kind == "Unavailable", "the grammar was not at fault"
+    assert "killed" in error.message and error.field == "structured_outputs"
     text, _ = driver.run_one(constrained(3, Literal("after")))
     assert text == "after"
+    text, end = driver.run_one(constrained(4, slow))
+    assert "killed" not in str(end.error), "what was killed once is tried anew"
 
 
 @pytest.mark.parametrize("name", BACKENDS)

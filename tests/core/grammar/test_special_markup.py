@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 
 from headrace.base.wire.grammar import Node
-from headrace.core.grammar.gate import GrammarGate
+from headrace.core.grammar.hook import GrammarHook
 from headrace.front.text.parsing.families import TOOL_FAMILIES, ToolFamily
 from headrace.front.text.parsing.parser import AnswerFormat, schemas_of
 from headrace.front.text.parsing.parts import Part
@@ -29,6 +29,7 @@ from tests.core.grammar.constrained import (
     spec_for,
 )
 from tests.core.grammar.test_tool_families import PARAMETERS, TOOLS
+from tests.covering import first_of_each
 
 MARKUP = re.compile(r'<[^<>{}=" \n]+>|\[[A-Z_/]+\]|<\|"\|>')
 
@@ -54,6 +55,7 @@ def markup_of(family: ToolFamily) -> set[str]:
 
 
 MARKED = [family for family in TOOL_FAMILIES if markup_of(family)]
+SYNTAXES = first_of_each(MARKED, [type(family.grammar) for family in MARKED])
 WRITTEN_AS_TEXT = {tag for family in MARKED for tag in written_by(family) - markup_of(family)}
 CONTROL = sorted({tag for family in MARKED for tag in markup_of(family)} - WRITTEN_AS_TEXT)
 
@@ -73,10 +75,10 @@ class Marked:
         width = -(-self.tokenizer.num_ids // 32) * 32
         model = msgspec.structs.replace(spec.model, logits_width=width)
         vocabulary = vocabulary_of(str(folder), model)
-        gate = GrammarGate(
+        hook = GrammarHook(
             lambda: vocabulary, backend=backend, encoder=lambda: self.tokenizer.encode_plain
         )
-        self.driver = GrammarDriver(msgspec.structs.replace(spec, model=model), gate=gate)
+        self.driver = GrammarDriver(msgspec.structs.replace(spec, model=model), hook=hook)
         self._ids = count(1)
 
     def format_of(self, family: ToolFamily) -> AnswerFormat:
@@ -114,7 +116,8 @@ def calls_of(answers: AnswerFormat, ids: list[int]) -> tuple[list[tuple[str, Any
     return calls_in(parts)
 
 
-@pytest.mark.parametrize("family", MARKED, ids=lambda family: family.name)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", SYNTAXES, ids=lambda family: family.name)
 def test_a_forced_call_is_written_in_the_tokens_and_read_as_a_call(
     family: ToolFamily, marked: Marked
 ) -> None:
@@ -132,7 +135,8 @@ def test_a_forced_call_is_written_in_the_tokens_and_read_as_a_call(
     assert ended
 
 
-@pytest.mark.parametrize("family", MARKED, ids=lambda family: family.name)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", SYNTAXES, ids=lambda family: family.name)
 def test_strict_calls_compile_over_tokens(family: ToolFamily, marked: Marked) -> None:
     answers = marked.format_of(family)
     assert answers.tools is not None

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from headrace.core.grammar.gate import GrammarGate
+from headrace.core.grammar.hook import GrammarHook
 from headrace.front.text.parsing.families import TOOL_FAMILIES, ToolFamily
 from headrace.front.text.parsing.parser import AnswerFormat, schemas_of
 from headrace.front.text.parsing.parts import Part
@@ -21,6 +21,7 @@ from tests.core.grammar.constrained import (
     encoder,
     vocabulary,
 )
+from tests.covering import first_of_each
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -56,9 +57,12 @@ TOOLS: list[dict[str, Any]] = [
 PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
+SYNTAXES = first_of_each(TOOL_FAMILIES, [type(family.grammar) for family in TOOL_FAMILIES])
+
+
 @pytest.fixture(scope="module", params=BACKENDS)
-def gate(request: pytest.FixtureRequest) -> GrammarGate:
-    return GrammarGate(vocabulary, backend=request.param, encoder=encoder)
+def hook(request: pytest.FixtureRequest) -> GrammarHook:
+    return GrammarHook(vocabulary, backend=request.param, encoder=encoder)
 
 
 def calls_of(family: ToolFamily, text: str) -> tuple[list[tuple[str, Any]], str]:
@@ -70,9 +74,10 @@ def calls_of(family: ToolFamily, text: str) -> tuple[list[tuple[str, Any]], str]
     return calls_in(parts)
 
 
-@pytest.mark.parametrize("family", TOOL_FAMILIES, ids=lambda family: family.name)
-def test_a_forced_call_is_read_as_a_call(gate: GrammarGate, family: ToolFamily) -> None:
-    driver = GrammarDriver(gate=gate)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", SYNTAXES, ids=lambda family: family.name)
+def test_a_forced_call_is_read_as_a_call(hook: GrammarHook, family: ToolFamily) -> None:
+    driver = GrammarDriver(hook=hook)
     node = required_calls(TOOLS, family.writing, at_most_one=True)
     ended = 0
     requests = [constrained(seed, node, max_tokens=300) for seed in range(1, 7)]
@@ -91,9 +96,10 @@ def test_a_forced_call_is_read_as_a_call(gate: GrammarGate, family: ToolFamily) 
     assert ended >= 2
 
 
-@pytest.mark.parametrize("family", TOOL_FAMILIES, ids=lambda family: family.name)
-def test_several_calls_are_read_one_by_one(gate: GrammarGate, family: ToolFamily) -> None:
-    driver = GrammarDriver(gate=gate)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", SYNTAXES, ids=lambda family: family.name)
+def test_several_calls_are_read_one_by_one(hook: GrammarHook, family: ToolFamily) -> None:
+    driver = GrammarDriver(hook=hook)
     only = [TOOLS[1]]
     node = required_calls(only, family.writing, at_most_one=False)
     most = 0
@@ -107,13 +113,14 @@ def test_several_calls_are_read_one_by_one(gate: GrammarGate, family: ToolFamily
     assert most >= 1
 
 
-@pytest.mark.parametrize("family", TOOL_FAMILIES, ids=lambda family: family.name)
-def test_strict_tools_leave_text_free(gate: GrammarGate, family: ToolFamily) -> None:
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", SYNTAXES, ids=lambda family: family.name)
+def test_strict_tools_leave_text_free(hook: GrammarHook, family: ToolFamily) -> None:
     """It compiles, free text goes through, and a model is never held to call."""
     node = strict_calls(TOOLS, family.writing)
     if node is None:
         assert not (family.writing.begin + family.writing.call_begin).startswith("<")
         return
-    driver = GrammarDriver(gate=gate)
+    driver = GrammarDriver(hook=hook)
     text, end = driver.run_one(constrained(1, node, max_tokens=30))
     assert end.error is None and text

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from headrace.base.wire.request import EngineRequest
-from headrace.core.core import GATE_POLL_S
-from headrace.core.ports import Gate, Verdict
-from headrace.core.request import State
+from headrace.core.core import HOOK_POLL_S
+from headrace.core.ports import AdmissionHook, AdmissionVerdict
+from headrace.core.request import RequestState
 from tests.core.harness import FULL, Clock, Driver, make_request, make_spec, window_groups
 
 
@@ -27,7 +27,7 @@ def first_token_steps(driver: Driver, ids: list[int], max_steps: int = 1000) -> 
 
 
 def started(driver: Driver) -> set[int]:
-    return {r.id for r in driver.core.requests.values() if r.scheduled_at is not None}
+    return {r.id for r in driver.core.requests if r.scheduled_at is not None}
 
 
 # ENG-01
@@ -142,19 +142,23 @@ def test_equals_start_in_the_order_of_arrival() -> None:
     assert list(first_token_steps(driver, [5, 3, 9, 1])) == [5, 3, 9, 1]
 
 
-class Shut(Gate):
-    """A gate that keeps chosen requests back until it is opened, such as a KV load that has not arrived."""
+class Shut(AdmissionHook):
+    """A hook that keeps chosen requests back until it is opened, such as a KV load that has not arrived."""
 
     name = "load"
 
     def __init__(self, *ids: int) -> None:
         self.shut = set(ids)
 
-    def admit(self, request: EngineRequest) -> Verdict:
-        return Verdict("yes")
+    def admit(self, request: EngineRequest) -> AdmissionVerdict:
+        return AdmissionVerdict("yes")
 
-    def ready(self, request_id: int) -> Verdict:
-        return Verdict("not_now", "loading") if request_id in self.shut else Verdict("yes")
+    def ready(self, request_id: int) -> AdmissionVerdict:
+        return (
+            AdmissionVerdict("not_now", "loading")
+            if request_id in self.shut
+            else AdmissionVerdict("yes")
+        )
 
     def payload(self, request_ids: list[int]) -> bytes | None:
         return None
@@ -165,9 +169,9 @@ class Shut(Gate):
 
 def test_requests_that_wait_for_a_load_block_nobody() -> None:
     """REG-002, REG-008: what waits holds no blocks, so that two waits cannot lock each other."""
-    gate = Shut(1, 2)
+    hook = Shut(1, 2)
     clock = Clock()
-    driver = Driver(make_spec(num_blocks=21, block_tokens=4), gates=[gate], clock=clock)
+    driver = Driver(make_spec(num_blocks=21, block_tokens=4), hooks=[hook], clock=clock)
     driver.add(make_request(1, 60), make_request(2, 60), make_request(3, 60, max_tokens=2))
     for _ in range(4):
         driver.step()
@@ -175,13 +179,13 @@ def test_requests_that_wait_for_a_load_block_nobody() -> None:
     assert driver.reason(1) == "load: loading"
     assert driver.ask("status")["held_blocks"] == 0
     driver.run()
-    assert driver.core.idle_s == pytest.approx(GATE_POLL_S), "the gates are asked again by itself"
-    gate.shut.clear()
-    clock.now += 2 * GATE_POLL_S
+    assert driver.core.idle_s == pytest.approx(HOOK_POLL_S), "the hooks are asked again by itself"
+    hook.shut.clear()
+    clock.now += 2 * HOOK_POLL_S
     driver.run()
     assert {f.reason for f in driver.finished.values()} == {"length"}
-    held = {id: driver.finished[id].gated_s for id in (1, 2, 3)}
-    assert held == pytest.approx({1: 2 * GATE_POLL_S, 2: 2 * GATE_POLL_S, 3: 0.0}), "OBS-05"
+    held = {id: driver.finished[id].hook_wait_s for id in (1, 2, 3)}
+    assert held == pytest.approx({1: 2 * HOOK_POLL_S, 2: 2 * HOOK_POLL_S, 3: 0.0}), "OBS-05"
 
 
 # ENG-04
@@ -341,7 +345,7 @@ def served_by_tenant(weights: dict[str, float], *, backlog: int, steps: int) -> 
             id += 1
             size = 4 + (id * 7) % 20 if tenant != "big" else 60
             driver.add(make_request(id, size, max_tokens=1 + id % 12, tenant=tenant, weight=weight))
-    owner = {request.id: request.wire for request in driver.core.requests.values()}
+    owner = {request.id: request.wire for request in driver.core.requests}
     for _ in range(steps):
         driver.step()
     spent = Counter(dict.fromkeys(weights, 0))
@@ -349,6 +353,21 @@ def served_by_tenant(weights: dict[str, float], *, backlog: int, steps: int) -> 
         if request_id in driver.finished or driver.tokens[request_id]:
             spent[wire.tenant] += len(wire.prompt) // 4 + len(driver.tokens[request_id])
     return dict(spent)
+
+
+def test_the_servers_weights_stand_above_those_of_requests() -> None:
+    """Defect: there was no way to set tenants' weights."""
+    spec = make_spec(policy="fair", max_running=2, num_blocks=200, tenant_weights={"a": 3.0})
+    driver = Driver(spec, check=False)
+    for id in range(400):
+        driver.add(make_request(id, 10, max_tokens=6, tenant="ab"[id % 2], weight=1.0))
+    for _ in range(300):
+        driver.step()
+    ended = [driver.core.counters.finished["length"]]
+    waiting = Counter(request.wire.tenant for request in driver.core.scheduler.queue)
+    served = {tenant: 200 - waiting[tenant] for tenant in "ab"}
+    assert ended[0] > 60
+    assert 2.5 < served["a"] / served["b"] < 3.5
 
 
 def test_backlogged_tenants_share_tokens_by_weight() -> None:
@@ -415,7 +434,7 @@ def test_a_preempted_request_goes_before_later_arrivals() -> None:
     driver.add(make_request(1, 30, max_tokens=40), make_request(2, 30, max_tokens=40))
     while not driver.core.scheduler.num_preemptions:
         driver.step()
-    assert driver.core.requests[2].state is State.PREEMPTED
+    assert driver.core.requests[2].state is RequestState.PREEMPTED
     known = len(driver.tokens[2])
     driver.add(make_request(3, 60, max_tokens=10))
     first_token_steps(driver, [3])
@@ -489,7 +508,7 @@ def test_the_cost_of_the_scan_is_bounded() -> None:
     driver = crowd(max_queued_requests=5000)
     driver.add(*(make_request(id, 300, max_tokens=1) for id in range(10, 2000)))
     driver.step()
-    assert sum(r.passed_over for r in driver.core.requests.values()) <= 64
+    assert sum(r.passed_over for r in driver.core.requests) <= 64
 
 
 def test_clock_of_a_core_is_its_own() -> None:

@@ -64,6 +64,9 @@ class ScriptedCore:
         self.calls: list[Call] = []
         self.changed = asyncio.Condition()
         self.mute = False
+        self.replies: dict[str, dict[str, object]] = {}
+        """What calls are answered with, by operation; without a row their arguments come back."""
+        self.failing: set[str] = set()
         self.refuse: WireError | None = None
         self.full_for: Container[int] = ()
         """Requests that find the queue full, by their number from 1 on."""
@@ -131,17 +134,28 @@ class ScriptedCore:
             self.calls.append(message)
             if self.mute:
                 return
-            if message.operation == "fail":
+            if message.operation == "fail" or message.operation in self.failing:
                 reply = Reply(number=message.number, error=WireError("Conflict", "not now"))
             else:
                 echo: dict = {"operation": message.operation, **message.arguments}
                 if message.operation == "explain":
-                    echo = {str(i): {"asked": i} for i in message.arguments["ids"]}
+                    echo = {str(one.id): {"asked": one.id} for one in self._named(message)}
+                echo = self.replies.get(message.operation, echo)
                 raw = msgspec.Raw(msgspec.msgpack.encode(echo))
                 reply = Reply(number=message.number, result=raw)
             writer.write(self._codec.frame(reply))
         async with self.changed:
             self.changed.notify_all()
+
+    def _named(self, call: Call) -> list[EngineRequest]:
+        """The running requests that have one of these public ids, as the core finds them."""
+        tenant, labels = call.arguments.get("tenant"), call.arguments["labels"]
+        running = [request for request, _, _ in self._running.values()]
+        return [
+            one
+            for one in running
+            if tenant in (None, one.tenant) and {one.label, one.external_id} & set(labels)
+        ]
 
     async def _loop(self) -> None:
         while True:

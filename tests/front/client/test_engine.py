@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from headrace.base.errors import (
+    Conflict,
     DeadlineExceeded,
     EngineDead,
     InvalidRequest,
@@ -14,17 +15,23 @@ from headrace.base.errors import (
     WireError,
 )
 from headrace.base.wire.params import SamplingParams
+from headrace.front.client.admission_retry import RETRY_S
+from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Delta, Ended, Generation, PromptScored, Started
 from headrace.front.client.limits import Limits
 from headrace.front.client.llm import run_one
-from headrace.front.client.together import RETRY_S
 from tests.front.client.conftest import LIMITS
 from tests.front.client.scripted_core import spell
 
 
-def generation(prompt=(1, 2, 3), label="", **params):
-    params = {"max_tokens": 8, **params}
-    return Generation(prompt_ids=list(prompt), params=SamplingParams(**params), label=label)
+def generation(prompt=(1, 2, 3), label="", external_id="", tenant="", **params):
+    return Generation(
+        prompt_ids=list(prompt),
+        params=SamplingParams(**{"max_tokens": 8, **params}),
+        label=label,
+        external_id=external_id,
+        tenant=tenant,
+    )
 
 
 async def events_of(llm, wanted):
@@ -303,6 +310,65 @@ async def test_explain_asks_the_core_that_has_the_request(connect):
             await llm.explain("cmpl-1")
 
 
+async def test_a_request_is_explained_by_the_id_its_client_chose_to_its_tenant_alone(connect):
+    """And through any API process: the cores are asked, which know the requests of all."""
+    async with connect() as (llm, core):
+        core.flow.clear()
+        own = generation(label="cmpl-1", external_id="mine", tenant="a")
+        task = asyncio.create_task(run_one(llm, own))
+        await core.until(lambda: len(core.requests) == 1)
+        other = AsyncLLM(llm.text, [core.path], limits=llm.limits, tokenizer=llm.tokenizer)
+        await other.start()
+        for label, tenant in (("cmpl-1", None), ("mine", "a"), ("mine", None)):
+            found = await other.explain(label, tenant=tenant)
+            assert found["requests"] == [{"asked": core.requests[0].id}]
+        with pytest.raises(NotFound):
+            await other.explain("mine", tenant="b")
+        await other.close()
+        core.flow.set()
+        await task
+
+
+async def test_one_of_two_cores_that_is_gone_leaves_the_engine_alive_and_degraded(connect):
+    async with connect(cores=2) as (llm, cores):
+        assert llm.alive and not llm.degraded and llm.connected == (2, 2)
+        await cores[0].stop()
+        while llm.connected != (1, 2):
+            await asyncio.sleep(0)
+        assert llm.alive and llm.ready and llm.degraded
+        await run_one(llm, generation(max_tokens=2))
+        assert len(cores[1].requests) == 1
+        await cores[0].start()  # for the end of the fixture
+
+
+async def test_a_core_that_is_stuck_gets_nothing_while_another_one_answers(connect):
+    limits = Limits(heartbeat_s=0.01, heartbeat_timeout_s=0.1)
+    async with connect(cores=2, limits=limits) as (llm, cores):
+        cores[0].mute = True
+        while not llm.degraded:
+            await asyncio.sleep(0)
+        for _ in range(4):
+            await run_one(llm, generation(max_tokens=2))
+        assert not cores[0].requests and len(cores[1].requests) == 4
+
+
+async def test_a_core_whose_answers_are_not_to_be_expected_lowers_health(connect):
+    async with connect(failing="only NaN") as (llm, _):
+        assert llm.ready and not llm.alive and llm.trouble == "only NaN"
+
+
+async def test_each_core_gives_a_reply_or_its_error(connect):
+    async with connect(cores=2) as (llm, cores):
+        cores[0].failing.add("pause")
+        failed, paused = await llm.call_each("pause", mode="keep")
+        assert isinstance(failed, Conflict) and paused == {"operation": "pause", "mode": "keep"}
+
+
+async def test_the_pool_bounds_what_a_request_may_hold(connect):
+    async with connect(capacity_tokens=100) as (llm, _):
+        assert llm.context_tokens == 100
+
+
 async def test_calls_reach_every_core_and_errors_come_back(connect):
     async with connect(cores=2) as (llm, _):
         assert await llm.call("pause", mode="keep") == [{"operation": "pause", "mode": "keep"}] * 2
@@ -401,8 +467,8 @@ async def test_a_full_core_is_refused_at_the_door(connect):
         with pytest.raises(
             Unavailable, match="2 requests run or wait already, at most 2"
         ) as caught:
-            llm.check_room()
+            llm.check_queue()
         assert 1 <= caught.value.retry_after_s <= 1.25
         core.flow.set()
         await asyncio.gather(*runs)
-        llm.check_room()
+        llm.check_queue()

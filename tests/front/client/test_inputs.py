@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.events import Generation
-from headrace.front.client.inputs import InputChecker, Widths
+from headrace.front.client.inputs import InputChecker, RequestBounds
 from headrace.front.client.limits import Limits
 from tests.front.text import vocabularies
 from tests.spent import fastest
 
-WIDTHS = Widths(logits_width=500, context_tokens=64, eos_ids=(2, 3))
+WIDTHS = RequestBounds(logits_width=500, context_tokens=64, eos_ids=(2, 3))
 LIMITS = Limits()
 CHECKER = InputChecker(vocabularies.byte_level(), LIMITS)
 INF, NAN = math.inf, math.nan

@@ -4,13 +4,13 @@ from hypothesis import strategies as st
 from headrace.base.wire.params import SamplingParams, StopRules
 from headrace.base.wire.request import Finished
 from headrace.front.client.events import Delta, Ended
-from headrace.front.client.outputs import Answer
+from headrace.front.client.outputs import ChoiceState
 from tests.front.text import vocabularies
 
 
 def fold(ids, reads, stop):
     """The text of an answer that is read after some of its tokens only, and how it ended."""
-    answer = Answer(
+    answer = ChoiceState(
         index=0,
         tokenizer=vocabularies.byte_level(),
         params=SamplingParams(stop=stop),

@@ -1,10 +1,10 @@
 import threading
-import time
 
 import pytest
 
 from headrace.base.errors import InvalidRequest, Unavailable
 from headrace.front.text.template_pool import TemplateLimits, TemplatePool
+from tests.stopwatch import Stopwatch
 
 LIMITS = TemplateLimits(seconds=1.0, max_chars=10_000, memory_bytes=512 << 20)
 
@@ -15,6 +15,16 @@ def pool():
     assert made.render("warm", {}) == "warm"
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def patient_pool():
+    """What is refused by something else than its time is not, because the machine is busy."""
+    pool = TemplatePool(
+        TemplateLimits(seconds=60.0, max_chars=10_000, memory_bytes=512 << 20), size=1
+    )
+    yield pool
+    pool.close()
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -38,13 +48,13 @@ BOMBS = {
 
 @pytest.mark.serial
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs_are_refused_within_the_limit_and_harm_nobody(pool, name):
+def test_bombs_are_refused_within_the_limit_and_harm_nobody(pool, patient_pool, name):
     """P11, T11."""
     source, message = BOMBS[name]
-    start = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(InvalidRequest, match=message) as caught:
-        pool.render(source, {"messages": []})
-    assert time.monotonic() - start < 2 * LIMITS.seconds
+        (pool if name == "endless loop" else patient_pool).render(source, {"messages": []})
+    assert watch.undisturbed_s < 2 * LIMITS.seconds
     assert caught.value.field == "messages"
     assert pool.render("{{ x }} again", {"x": "well"}) == "well again"
 

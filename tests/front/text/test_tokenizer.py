@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import CheckpointError, ContextTooLong, InvalidRequest
-from headrace.front.text.tokenizer import load_tokenizer
+from headrace.front.text.tokenizer import check_vocabulary, load_tokenizer
 from tests.front.text import vocabularies
 
 KINDS = [vocabularies.byte_level, vocabularies.byte_fallback, vocabularies.unigram]
@@ -236,3 +236,14 @@ def test_word_pieces_join_to_words(tmp_path: Path) -> None:
     ids = tokenizer.encode("headrace mills.")
     assert ids == [3, 4, 5, 6, 7]
     assert tokenizer.decode(ids) == library.decode(ids) == "headrace mills ."
+
+
+def test_a_tokenizer_of_another_model_is_refused_at_start():
+    tokenizer = vocabularies.byte_level()
+    check_vocabulary(tokenizer, tokenizer.num_ids)
+    specials = sorted(tokenizer.special_ids)
+    ordinary = max(set(range(tokenizer.num_ids)) - tokenizer.special_ids)
+    with pytest.raises(CheckpointError, match=f"up to {ordinary}, the model .* {ordinary - 1};"):
+        check_vocabulary(tokenizer, ordinary)
+    if specials[-1] > ordinary:
+        check_vocabulary(tokenizer, specials[-1])

@@ -1,12 +1,16 @@
 """Native paged attention against the reference in float32: decode and prefill rows together, windows, caps, NaN."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from headrace.back.kernels.attention.native import KERNEL, bind_with
 from headrace.back.kernels.attention.op import OP, AttentionProblem, sample_plan
 from headrace.back.kernels.attention.reference import bind_reference
+from headrace.back.kernels.merge_attention.native import bind_with as merge_with
 from headrace.back.kernels.native.library import NativeError
+from tests.kernels.partial_attention import check_merged
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -273,3 +277,72 @@ def test_nan_in_one_long_chunk_touches_no_other(newest):
     out = attention(q, kv, plan)
     assert out[143:200, :2].isnan().all() and not out[:, 2:].isnan().any()
     assert torch.equal(out[200:], clean[200:])
+
+
+PARTIAL = [(1, 700), (1, 12), (1, 300), (3, 3), (40, 300), (2, 530)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("shape", [(4, 2, 40, 8), (6, 1, 64, 16), (40, 1, 32, 16)])
+def test_halves_merge_to_the_whole(library, dtype, shape, sinks):
+    """Log-sum-exps of decode rows, cut or not, of rows with few queries and of prompts; some rows
+    have nothing in the first half."""
+    softcap = 5.0 if shape[0] == 6 else None
+    problem, q, kv, plan = case(dtype, *shape, None, softcap, PARTIAL)
+    poison_unused(kv, plan, problem.block_tokens)
+    problem = replace(problem, sinks=sinks)
+    sinks_H = torch.linspace(-1, 3, problem.heads) if sinks else None
+    bound = {torch.float32: 4e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}[dtype]
+
+    def attention(problem, *weights):
+        return bind_with(library, problem, *weights)
+
+    check_merged(
+        attention, lambda problem: merge_with(library, problem), problem, q, kv, plan,
+        bound=bound, sinks_H=sinks_H,
+    )  # fmt: skip
+
+
+def test_halves_of_scores_beyond_the_range_of_exp_merge_to_the_whole(library):
+    problem, q, kv, plan = case(torch.float32, 4, 2, 40, 8, None, None, PARTIAL)
+
+    def attention(problem, *weights):
+        return bind_with(library, problem, *weights)
+
+    merge = lambda problem: merge_with(library, problem)  # noqa: E731 (bound where it is used)
+    check_merged(attention, merge, problem, q * 1000, kv, plan, bound=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window"),
+    [(4, 2, None), (7, 1, None), (40, 1, None), (4, 2, 300), (2, 2, 40)],
+)
+def test_rows_with_few_queries_equal_the_reference(library, dtype, heads, kv_heads, window):
+    """As when drafts are verified: rows long enough to be cut beside short ones, each query causal."""
+    rows = [(1, 900), (2, 600), (16, 520), (5, 257), (4, 256), (3, 3), (9, 1100)]
+    problem, q, kv, plan = case(dtype, heads, kv_heads, 64, 16, window, None, rows)
+    poison_unused(kv, plan, 16)
+    out, expected = bind_with(library, problem)(q, kv, plan), exact(problem, q, kv, plan)
+    bound = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
+    library.set_threads(1)
+    assert torch.equal(bind_with(library, problem)(q, kv, plan), out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_among_few_has_the_bits_of_its_decode(library, dtype):
+    """What verified drafts stand on: a position attends alike however many queries are beside it."""
+    rows = [(5, 900), (16, 520), (2, 258), (3, 40)]
+    problem, q, kv, plan = case(dtype, 8, 2, 64, 16, None, None, rows)
+    attend = bind_with(library, problem)
+    together = attend(q, kv, plan)
+    for row, (queries, length) in enumerate(rows):
+        for query in range(queries):
+            token = int(plan.host_query_start[row]) + query
+            seen = length - queries + query + 1
+            alone, _ = sample_plan([(1, seen)], block_tokens=16, window=None, device="cpu")
+            width = alone.block_table_RB.shape[1]
+            alone.block_table_RB.copy_(plan.block_table_RB[row : row + 1, :width])
+            assert torch.equal(attend(q[token : token + 1], kv, alone)[0], together[token]), token

@@ -16,18 +16,30 @@ from headrace.base.errors import MissingDependency
 
 def test_an_unchanged_tree_compiles_nothing(library_path):
     before = library_path.stat()
-    again = build.build()
+    again = build.build(here=True)
     assert again == library_path and again.stat().st_mtime_ns == before.st_mtime_ns
 
 
-def test_another_compiler_or_flag_gives_another_file(library_path):
+def test_another_compiler_or_flag_gives_another_file(tmp_path):
     compiler = build.find_compiler()
-    assert build.library_path(compiler) == library_path
-    assert build.library_path(compiler, extra=("-g",)) != library_path
+    plain = build.library_path(compiler, tmp_path)
+    assert plain == build.library_path(compiler, tmp_path)
+    assert plain != build.library_path(compiler, tmp_path, extra=("-g",))
+    other = tmp_path / "g++"
+    other.write_text("#!/bin/sh\necho another version\n")
+    other.chmod(0o700)
+    assert plain != build.library_path(str(other), tmp_path)
 
 
 NEED_TILES = {"linear_blocks_widened"}
 """Kernels for matrix tiles alone."""
+
+
+@pytest.mark.slow
+def test_the_complete_library_holds_every_set_that_the_compiler_knows(complete_path):
+    library = ctypes.CDLL(str(complete_path))
+    known = [isa.name for isa in build._known(build.find_compiler())]
+    assert len(known) >= 3 and all(hasattr(library, f"hr_rms_norm_{name}") for name in known)
 
 
 def test_every_kernel_exists_for_every_instruction_set_of_the_library(library_path):
@@ -59,12 +71,12 @@ def test_an_instruction_set_the_compiler_lacks_is_left_out(tmp_path, monkeypatch
     few = [
         path
         for path in build.sources()
-        if path.suffix == ".h" or path.stem in ("pool", "native_linear")
+        if path.suffix == ".h" or path.stem in ("pool", "native_probe")
     ]
     monkeypatch.setattr(build, "sources", lambda: few)
     path = build.build(folder=tmp_path)
     library = ctypes.CDLL(str(path))
-    assert hasattr(library, "hr_linear_portable") and not hasattr(library, "hr_linear_avx512dot")
+    assert hasattr(library, "hr_probe_portable") and not hasattr(library, "hr_probe_avx512dot")
 
 
 def test_for_this_cpu_alone_there_are_its_best_set_and_those_it_takes_kernels_from(
@@ -111,5 +123,5 @@ def test_one_library_serves_every_torch_and_every_python(library_path):
     assert not re.search(
         rb"libtorch|libc10|libpython|_ZN2at|_ZN3c10|_ZN5torch|PyObject|PyErr", data
     )
-    code = f"import ctypes; ctypes.CDLL({str(library_path)!r}).hr_linear_portable"
+    code = f"import ctypes; ctypes.CDLL({str(library_path)!r}).hr_cpu_isas"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)

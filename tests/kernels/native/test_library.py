@@ -12,7 +12,7 @@ from headrace.back.kernels.linear.native import bind_with
 from headrace.back.kernels.linear.op import LinearProblem
 from headrace.back.kernels.native import build, library
 from headrace.back.kernels.native.library import NativeLibrary, load
-from headrace.base.errors import StartError
+from headrace.base.errors import ConfigError, StartError
 
 
 @pytest.fixture
@@ -25,22 +25,41 @@ def fresh_load(monkeypatch):
 
 @pytest.fixture
 def kept(library_path, tmp_path, monkeypatch):
-    """A copy of the library in a folder of its own, which is where libraries are looked for."""
+    """A copy of the library, under the name of one of all sets, in a folder where libraries are looked for."""
     folder = tmp_path / "native"
     folder.mkdir()
     # The digest is of the sources in the real folder.
-    digest = library_path.name.split("-")[1]
+    name, digest, compiler = library_path.stem.split("-")[:3]
     monkeypatch.setattr(build, "FOLDER", folder)
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "source_digest", lambda: digest)
-    return Path(shutil.copy(library_path, folder / library_path.name))
+    return Path(shutil.copy(library_path, folder / f"{name}-{digest}-{compiler}.so"))
 
 
 def test_the_best_instruction_set_is_bound_and_another_can_be_asked_for(library_path):
     best = NativeLibrary(library_path)
-    assert best.isas[0] == "portable" and best.isa == best.isas[-1]
-    assert NativeLibrary(library_path, isa="portable").isa == "portable"
-    with pytest.raises(StartError, match="'mmx' is not among portable"):
+    assert best.isa == best.isas[-1]
+    assert NativeLibrary(library_path, isa=best.isas[0]).isa == best.isas[0]
+    with pytest.raises(StartError, match=rf"HEADRACE_ISA=mmx: this CPU and .* have {best.isas[0]}"):
         NativeLibrary(library_path, isa="mmx")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("HEADRACE_ISA", "mmx", "must be one of portable, avx2"),
+        ("HEADRACE_NATIVE", "/nowhere/lib.so", "cannot open shared object file"),
+        ("HEADRACE_NATIVE", "yes", "it must be 0"),
+        ("HEADRACE_NATIVE", __file__, "it must be 0"),
+    ],
+)
+def test_a_wrong_variable_is_an_error_that_names_it(
+    fresh_load, monkeypatch, variable, value, message
+):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load()
+    assert caught.value.field == variable and f"{variable}={value}" in caught.value.message
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
@@ -149,10 +168,11 @@ def test_a_library_that_anyone_may_have_written_is_not_loaded(fresh_load, kept, 
 def test_an_instruction_set_can_be_capped_and_one_that_is_not_there_is_refused_by_name(
     library_path, monkeypatch, fresh_load
 ):
+    worst = NativeLibrary(library_path).isas[0]
     monkeypatch.setenv("HEADRACE_NATIVE", str(library_path))
-    monkeypatch.setenv("HEADRACE_ISA", "portable")
-    assert fresh_load().isa == "portable"
+    monkeypatch.setenv("HEADRACE_ISA", worst)
+    assert fresh_load().isa == worst
     monkeypatch.setenv("HEADRACE_ISA", "avx1024")
     fresh_load.cache_clear()
-    with pytest.raises(StartError, match="'avx1024' is not among portable"):
+    with pytest.raises(StartError, match=rf"HEADRACE_ISA=avx1024.*{worst}"):
         fresh_load()

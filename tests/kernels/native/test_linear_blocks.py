@@ -13,8 +13,8 @@ from headrace.back.kernels.embedding_blocks.op import OP as EMBEDDING
 from headrace.back.kernels.embedding_blocks.op import EmbeddingBlocksProblem
 from headrace.back.kernels.linear_blocks import op
 from headrace.back.kernels.linear_blocks.layout import (
-    CODINGS,
-    STORED_CODINGS,
+    LAYOUTS,
+    STORED_LAYOUTS,
     BlockWeight,
     dequantize_rows,
     empty_segment,
@@ -22,17 +22,17 @@ from headrace.back.kernels.linear_blocks.layout import (
 from headrace.back.kernels.linear_blocks.native import KERNEL, bind_with, pack_rows
 from headrace.back.kernels.linear_blocks.op import OP, LinearBlocksProblem
 from headrace.back.kernels.native.library import NativeError
-from tests.kernels.native.blocks import SCALES_AT, random_blocks, widened
+from tests.kernels.native.blocks import SCALES_AT, dequantized, random_blocks
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NAMES = sorted(STORED_CODINGS)
+NAMES = sorted(STORED_LAYOUTS)
 
 
 def packed(library, name, rows, inputs, seed=0):
     """A segment packed from random blocks, and the blocks."""
     raw = random_blocks(name, rows, inputs, seed)
-    segment = empty_segment(CODINGS[name], rows, inputs)
+    segment = empty_segment(LAYOUTS[name], rows, inputs)
     assert pack_rows(library, segment, 0, raw, np.arange(rows)) is None
     return segment, raw
 
@@ -54,13 +54,13 @@ def close(ours, exact, dtype):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rows, blocks", [(1, 1), (63, 2), (130, 3)])
 def test_panels_mean_what_the_blocks_mean_bit_for_bit(library, name, rows, blocks):
-    inputs = blocks * CODINGS[name].block
+    inputs = blocks * LAYOUTS[name].block
     segment, raw = packed(library, name, rows, inputs)
-    exact = torch.from_numpy(widened(name, raw))
+    exact = torch.from_numpy(dequantized(name, raw))
     assert torch.equal(dequantize_rows(segment, torch.arange(rows)), exact)
     table = BlockWeight(inputs, (segment,))
     asked = EmbeddingBlocksProblem(
-        device="cpu", dtype=torch.float32, coding=name, rows=rows, width=inputs
+        device="cpu", dtype=torch.float32, layout=name, rows=rows, width=inputs
     )
     ids = torch.tensor([rows - 1, 0, rows // 2])
     assert torch.equal(embedding_native.bind_with(library, asked, table)(ids), exact[ids])
@@ -83,7 +83,7 @@ def test_is_near_the_product_with_the_widened_weight(newest, name):
     """Only the rounding of the activations lies between: half a step of 1/127 of the largest of 32."""
     segment, raw = packed(newest, name, 96, 1024)
     x = values(4, 1024, dtype=torch.float32)
-    exact = x @ torch.from_numpy(widened(name, raw)).T
+    exact = x @ torch.from_numpy(dequantized(name, raw)).T
     y = bind_with(
         newest, problem(torch.float32, 1024, (name, 96)), BlockWeight(1024, (segment,)), None
     )(x)
@@ -146,13 +146,13 @@ def test_the_largest_codes_do_not_overflow(library, name):
         raw = random_blocks(name, 64, 256)
         keep = raw.copy()
         raw[:] = byte
-        blocks, kept = (part.reshape(-1, CODINGS[name].size) for part in (raw, keep))
+        blocks, kept = (part.reshape(-1, LAYOUTS[name].size) for part in (raw, keep))
         for at in SCALES_AT.get(name, (0,)):
             blocks[:, at : at + 2] = kept[:, at : at + 2]
-        segment = empty_segment(CODINGS[name], 64, 256)
+        segment = empty_segment(LAYOUTS[name], 64, 256)
         pack_rows(library, segment, 0, raw, np.arange(64))
         x = torch.cat((torch.ones(1, 256), -torch.ones(1, 256)))
-        weight = torch.from_numpy(widened(name, raw))
+        weight = torch.from_numpy(dequantized(name, raw))
         y = bind_with(
             library, problem(torch.float32, 256, (name, 64)), BlockWeight(256, (segment,)), None
         )(x)
@@ -161,8 +161,8 @@ def test_the_largest_codes_do_not_overflow(library, name):
 
 def test_rows_are_packed_in_the_order_asked_for_and_at_any_place(library):
     raw = random_blocks("Q4_K", 90, 256)
-    exact = torch.from_numpy(widened("Q4_K", raw))
-    segment = empty_segment(CODINGS["Q4_K"], 150, 256)
+    exact = torch.from_numpy(dequantized("Q4_K", raw))
+    segment = empty_segment(LAYOUTS["Q4_K"], 150, 256)
     order = np.random.default_rng(1).permutation(90)
     assert pack_rows(library, segment, 60, raw, order) is None
     assert pack_rows(library, segment, 0, raw, np.arange(60)) is None
@@ -175,14 +175,14 @@ def test_a_scale_that_is_no_number_is_found(library, name):
     for at in SCALES_AT.get(name, (0,)):
         for bits in (0x7C00, 0xFE01):
             raw = random_blocks(name, 70, 512)
-            raw.reshape(70, -1, CODINGS[name].size)[66, -1, at : at + 2] = (bits & 255, bits >> 8)
-            segment = empty_segment(CODINGS[name], 70, 512)
+            raw.reshape(70, -1, LAYOUTS[name].size)[66, -1, at : at + 2] = (bits & 255, bits >> 8)
+            segment = empty_segment(LAYOUTS[name], 70, 512)
             assert pack_rows(library, segment, 0, raw, np.arange(70)) == 66
 
 
 def test_rows_outside_the_source_are_refused(newest):
     raw = random_blocks("Q8_0", 4, 32)
-    segment = empty_segment(CODINGS["Q8_0"], 4, 32)
+    segment = empty_segment(LAYOUTS["Q8_0"], 4, 32)
     for wrong in (4, -1):
         with pytest.raises(NativeError, match="index out of range"):
             pack_rows(newest, segment, 0, raw, np.array([0, wrong]))
@@ -193,25 +193,25 @@ def test_the_self_checks_accept_it(newest, name):
     for dtype in DTYPES:
         asked = problem(dtype, 1024, (name, 3073), ("Q8_0", 100), bias=True)
         assert OP.error(KERNEL, asked) <= OP.tolerance(asked)
-        table = EmbeddingBlocksProblem(device="cpu", dtype=dtype, coding=name, rows=999, width=1024)
+        table = EmbeddingBlocksProblem(device="cpu", dtype=dtype, layout=name, rows=999, width=1024)
         assert EMBEDDING.error(embedding_native.KERNEL, table) == 0
 
 
 def test_panels_take_hardly_more_than_the_blocks():
     """Multipliers of 6 bits become bytes; only Q2_K, with 4 bits for every 16 inputs, pays for that."""
-    for coding in STORED_CODINGS.values():
-        stored = 64 * 512 // coding.block * coding.size
-        ours = coding.packed_bytes(64, 512)
-        assert ours <= stored * (1.2 if coding.name == "Q2_K" else 1.04), (
-            coding.name,
+    for layout in STORED_LAYOUTS.values():
+        stored = 64 * 512 // layout.block * layout.size
+        ours = layout.packed_bytes(64, 512)
+        assert ours <= stored * (1.2 if layout.name == "Q2_K" else 1.04), (
+            layout.name,
             ours / stored,
         )
 
 
 def test_the_codings_are_those_of_the_format():
-    for coding in STORED_CODINGS.values():
-        kind = gguf.GGMLQuantizationType[coding.name]
-        assert gguf.GGML_QUANT_SIZES[kind] == (coding.block, coding.size)
+    for layout in STORED_LAYOUTS.values():
+        kind = gguf.GGMLQuantizationType[layout.name]
+        assert gguf.GGML_QUANT_SIZES[kind] == (layout.block, layout.size)
 
 
 def test_no_rows_give_no_rows(newest):

@@ -16,6 +16,7 @@ from headrace.back.kernels.linear_quant.layout import (
 from headrace.back.kernels.linear_quant.native import KERNEL, bind_with
 from headrace.back.kernels.linear_quant.op import OP, LinearQuantProblem
 from headrace.back.kernels.linear_quant.quantize import quantize_with
+from headrace.back.parallel.bundle import FP8, INT8
 from headrace.back.quant.scheme import SCHEMES
 from tests.kernels.native.panels import DTYPES, close, defined, values, weight_for
 
@@ -27,7 +28,7 @@ CODES = [code for code in range(256) if code & 127 != 127]
 
 
 def problem(dtype, outputs, inputs, **more):
-    facts = {"device": "cpu", "dtype": dtype, "coding": "fp8"}
+    facts = {"device": "cpu", "dtype": dtype, "form": FP8}
     return LinearQuantProblem(**facts, inputs=inputs, outputs=outputs, **more)
 
 
@@ -46,7 +47,7 @@ def test_every_code_is_its_number_exactly_in_every_place(library, dtype, rows):
     outputs, inputs = 254, 64
     table = torch.tensor(CODES, dtype=torch.uint8).view(torch.int8)
     codes = table[(torch.arange(outputs)[:, None] + torch.arange(inputs)) % len(CODES)]
-    weight = empty(outputs, inputs, "fp8")
+    weight = empty(outputs, inputs, FP8)
     scales = torch.full((outputs, 1), 0.5)
     weight.panels.fill_(0)
     for first in range(0, outputs, 64):
@@ -121,7 +122,7 @@ def test_the_self_check_accepts_it(newest, dtype):
 
 def test_what_it_cannot_do_is_refused_with_the_reason(newest):
     assert "float64" in KERNEL.supports(problem(torch.float64, 4, 4))
-    assert "plain rows" in KERNEL.supports(problem(torch.float32, 64, 64, coded=True))
+    assert "plain rows" in KERNEL.supports(problem(torch.float32, 64, 64, quantized_rows=True))
     assert "whole panels" in KERNEL.supports(problem(torch.float32, 192, 64, activation="silu"))
     assert KERNEL.supports(problem(torch.float32, 4, 1 << 20)) is None
 
@@ -135,7 +136,7 @@ def test_the_native_quantizer_packs_what_torchs_cast_says(library, dtype, output
     smaller = torch.randint(0, 14, weight.shape, generator=generator)
     weight *= torch.exp2(-smaller.float()).to(dtype)
     weight[0] = 0
-    expected, packed = empty(outputs, inputs, "fp8"), empty(outputs, inputs, "fp8")
+    expected, packed = empty(outputs, inputs, FP8), empty(outputs, inputs, FP8)
     codes, scales = cast(weight)
     write_panels(expected, 0, codes, scales)
     packed.panels.fill_(7)
@@ -152,7 +153,7 @@ def test_numbers_between_two_codes_go_to_the_even_one(library):
     middles = (numbers[1:] + numbers[:-1]) / 2
     beside = [middles.nextafter(middles.new_tensor(to)) for to in (-1e9, 1e9)]
     weight = torch.cat((numbers, middles, *beside))[None]
-    packed = empty(1, weight.shape[1], "fp8")
+    packed = empty(1, weight.shape[1], FP8)
     quantize_with(library, weight, packed)
     codes, scales = read_rows(packed, torch.tensor([0]))
     wanted = weight.to(torch.float8_e4m3fn).float()
@@ -163,7 +164,7 @@ def test_a_damaged_weight_gives_nan_where_it_is_and_nowhere_else(library):
     asked = problem(torch.float32, 70, 64)
     weight = values(70, 64, dtype=torch.float32)
     weight[3, 5], weight[66, 1] = float("nan"), float("inf")
-    packed = empty(70, 64, "fp8")
+    packed = empty(70, 64, FP8)
     quantize_with(library, weight, packed)
     lost = bind_with(library, asked, packed, None)(torch.ones(1, 64)).isnan()[0]
     assert lost.nonzero()[:, 0].tolist() == [3, 66]
@@ -176,7 +177,7 @@ def test_a_damaged_weight_gives_nan_where_it_is_and_nowhere_else(library):
 def test_weights_too_small_for_a_scale_count_as_zeros(library):
     weight = torch.full((2, 8), 1e-38)
     weight[1] = 1e-30
-    packed = empty(2, 8, "fp8")
+    packed = empty(2, 8, FP8)
     quantize_with(library, weight, packed)
     y = bind_with(library, problem(torch.float32, 2, 8), packed, None)(torch.full((1, 8), 1e20))
     assert y[0, 0] == 0 and abs(y[0, 1] - 8e-10) < 1e-15
@@ -201,7 +202,7 @@ def test_gates_in_the_product_by_the_definition_at_any_number_of_rows(library, d
 
 def test_a_weight_of_another_coding_is_not_taken(newest):
     asked = problem(torch.float32, 64, 64)
-    int8 = replace(asked, coding="int8")
+    int8 = replace(asked, form=INT8)
     for one, other in ((asked, int8), (int8, asked)):
         with pytest.raises(AssertionError):
             bind_with(newest, one, weight_for(other), None)

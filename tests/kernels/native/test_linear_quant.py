@@ -15,7 +15,7 @@ from headrace.back.kernels.linear_quant.layout import (
 from headrace.back.kernels.linear_quant.native import KERNEL, MAX_INPUTS, bind_with
 from headrace.back.kernels.linear_quant.op import OP, LinearQuantProblem
 from headrace.back.kernels.linear_quant.quantize import quantize_with
-from headrace.back.kernels.linear_quant.rows import CodedRows, coded_rows
+from headrace.back.kernels.linear_quant.rows import QuantizedRows, quantize_rows
 from headrace.back.quant.scheme import SCHEMES
 from tests.kernels.native.panels import DTYPES, close, defined, values, weight_for
 
@@ -78,14 +78,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(library,
 def test_many_rows_of_codes_are_the_same_rows_one_at_a_time(library, rows, inputs, activation):
     """Blocks of 32 rows, parts of one, several chunks of rows; inputs below, at and above a tile."""
     asked = replace(
-        problem(torch.bfloat16, 256, inputs, bias=False), activation=activation, coded=True
+        problem(torch.bfloat16, 256, inputs, bias=False), activation=activation, quantized_rows=True
     )
     linear = bind_with(library, asked, weight_for(asked), None)
-    x = coded_rows(values(rows, inputs, dtype=torch.bfloat16), None)
+    x = quantize_rows(values(rows, inputs, dtype=torch.bfloat16), None)
     library.set_threads(1)
     together = linear(x)
     for row in range(0, rows, 1 + rows // 100):
-        alone = CodedRows(*(part[row : row + 1] for part in x))
+        alone = QuantizedRows(*(part[row : row + 1] for part in x))
         assert torch.equal(linear(alone)[0], together[row]), row
     library.set_threads(3)
     assert torch.equal(linear(x), together)

@@ -18,6 +18,7 @@ from headrace.back.kernels.linear_quant import op as quant_op
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
 from headrace.back.kernels.linear_top.native import KERNEL, bind_with
 from headrace.back.kernels.linear_top.op import MAX_COUNT, OP, LinearTopProblem, bind_reference
+from headrace.back.parallel.bundle import FP8, INT8
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -37,7 +38,7 @@ def head(kind, dtype, outputs, inputs):
         weight = values(outputs, inputs, dtype=dtype, seed=1)
         return LinearProblem(**new, outputs=outputs, shared=True), weight, linear_native
     if kind in ("int8", "fp8"):
-        quant = LinearQuantProblem(**new, outputs=outputs, coding=kind)
+        quant = LinearQuantProblem(**new, outputs=outputs, form={"int8": INT8, "fp8": FP8}[kind])
         return quant, quant_op.random_weight(quant, generator), quant_native
     first = outputs // 2 if "+" in kind else outputs
     names = {"int4": "int4-g32"}.get(kind, kind).split("+")
@@ -65,7 +66,7 @@ def test_are_the_best_of_whole_rows(library, dtype, kind, outputs):
     whole = native.bind_with(library, product, weight, None)
     x = values(max(ROWS), 260, dtype=dtype)[:, 3:259]
     for count in (1, 5, MAX_COUNT):
-        top = bind_with(library, LinearTopProblem(product=product, count=count), weight)
+        top = bind_with(library, LinearTopProblem(gemm=product, count=count), weight)
         for rows in ROWS:
             assert_same(top(x[:rows]), best(whole(x[:rows]), count))
 
@@ -79,7 +80,7 @@ def test_of_equal_results_the_lowest_ids_are_kept(library, dtype):
     whole = linear_native.bind_with(library, product, weight, None)(x)
     token, value = greedy(GreedyProblem(device="cpu"))(whole)
     for count in (1, 2, 7, 64):
-        top = bind_with(library, LinearTopProblem(product=product, count=count), weight)
+        top = bind_with(library, LinearTopProblem(gemm=product, count=count), weight)
         found = top(x)
         assert_same(found, best(whole, count))
         assert torch.equal(found[0][:, 0], token) and torch.equal(found[1][:, 0], value)
@@ -94,10 +95,10 @@ def test_nan_comes_first_and_infinities_where_they_belong(library):
     x = torch.tensor([[1.0], [-1.0], [0.0], [float("nan")]])
     whole = x * weight[:, 0]
     for count in (1, 4, 64):
-        top = bind_with(library, LinearTopProblem(product=product, count=count), weight)
+        top = bind_with(library, LinearTopProblem(gemm=product, count=count), weight)
         assert_same(top(x), best(whole, count))
     rows = torch.full((2, 1), float("-inf"))
-    top = bind_with(library, LinearTopProblem(product=product, count=3), weight.clamp_(min=1.0))
+    top = bind_with(library, LinearTopProblem(gemm=product, count=3), weight.clamp_(min=1.0))
     assert_same(top(rows), best(rows * weight[:, 0], 3))
 
 
@@ -105,7 +106,7 @@ def test_nan_comes_first_and_infinities_where_they_belong(library):
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_row_does_not_depend_on_the_threads(library, dtype, kind):
     product, weight, _ = head(kind, dtype, 5000, 256)
-    top = bind_with(library, LinearTopProblem(product=product, count=8), weight)
+    top = bind_with(library, LinearTopProblem(gemm=product, count=8), weight)
     x = values(37, 256, dtype=dtype)
     together = top(x)
     library.set_threads(1)
@@ -118,7 +119,7 @@ def test_a_row_does_not_depend_on_the_threads(library, dtype, kind):
 @pytest.mark.parametrize("count", [1, 64])
 def test_the_self_check_accepts_it(newest, dtype, kind, count):
     product, _, _ = head(kind, dtype, 151_936 if kind == "int4" else 1024, 1024)
-    asked = LinearTopProblem(product=product, count=count)
+    asked = LinearTopProblem(gemm=product, count=count)
     if count == 1:
         assert OP.error(KERNEL, asked) <= OP.tolerance(asked)
     sample = OP.sample(asked)
@@ -129,11 +130,11 @@ def test_the_self_check_accepts_it(newest, dtype, kind, count):
 
 def test_what_it_cannot_do_is_refused_with_the_reason(newest):
     product, _, _ = head("int8", torch.float32, 2000, 64)
-    assert KERNEL.supports(LinearTopProblem(product=product, count=MAX_COUNT)) is None
-    assert "at most 64" in KERNEL.supports(LinearTopProblem(product=product, count=65))
+    assert KERNEL.supports(LinearTopProblem(gemm=product, count=MAX_COUNT)) is None
+    assert "at most 64" in KERNEL.supports(LinearTopProblem(gemm=product, count=65))
     narrow = replace(product, wide=False)
-    assert "wide" in KERNEL.supports(LinearTopProblem(product=narrow, count=1))
-    coded = replace(product, coded=True)
-    assert "coded" in KERNEL.supports(LinearTopProblem(product=coded, count=1))
+    assert "wide" in KERNEL.supports(LinearTopProblem(gemm=narrow, count=1))
+    quantized = replace(product, quantized_rows=True)
+    assert "quantized rows" in KERNEL.supports(LinearTopProblem(gemm=quantized, count=1))
     small, _, _ = head("plain", torch.float32, 3, 64)
-    assert "at most 3" in KERNEL.supports(LinearTopProblem(product=small, count=4))
+    assert "at most 3" in KERNEL.supports(LinearTopProblem(gemm=small, count=4))

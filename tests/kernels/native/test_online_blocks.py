@@ -8,17 +8,17 @@ from headrace.back.kernels.embedding_blocks import native as embedding_native
 from headrace.back.kernels.embedding_blocks.op import EmbeddingBlocksProblem
 from headrace.back.kernels.linear_blocks import op
 from headrace.back.kernels.linear_blocks.layout import (
-    ONLINE_CODINGS,
+    ONLINE_LAYOUTS,
     BlockWeight,
     dequantize_rows,
     empty_segment,
     read_rows,
-    write_codes,
+    write_quantized,
 )
 from headrace.back.kernels.linear_blocks.native import KERNEL, bind_with
 from headrace.back.kernels.linear_blocks.op import OP, LinearBlocksProblem
 from headrace.back.kernels.linear_blocks.quantize import quantize_with
-from headrace.back.quant.online import coding_of
+from headrace.back.quant.online import layout_of
 from headrace.back.quant.scheme import SCHEMES
 from tests.kernels.native.test_linear_blocks import close, values
 
@@ -31,7 +31,7 @@ SIZES = [(1, 1, 1), (1, 63, 7), (1, 64, 64), (2, 65, 33), (3, 130, 31), (5, 37, 
 
 
 def problem(name, dtype, outputs, inputs, bias=False):
-    kinds = ((coding_of(SCHEMES[name]).name, outputs),)
+    kinds = ((layout_of(SCHEMES[name]).name, outputs),)
     return LinearBlocksProblem(device="cpu", dtype=dtype, inputs=inputs, kinds=kinds, bias=bias)
 
 
@@ -45,7 +45,7 @@ def defined(asked, weight, bias, x):
 
 
 def test_every_grouped_scheme_has_a_coding_and_every_coding_a_scheme():
-    assert {coding_of(SCHEMES[name]).name for name in GROUPED} == set(ONLINE_CODINGS)
+    assert {layout_of(SCHEMES[name]).name for name in GROUPED} == set(ONLINE_LAYOUTS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,11 +88,11 @@ def test_a_row_with_nan_or_inf_is_nan_and_no_other(library, name):
 @pytest.mark.parametrize("name", GROUPED)
 def test_the_largest_codes_do_not_overflow(library, name):
     """Every product at its largest, all of one sign."""
-    inputs, coding = 4096, coding_of(SCHEMES[name])
-    segment = empty_segment(coding, 64, inputs)
+    inputs, layout = 4096, layout_of(SCHEMES[name])
+    segment = empty_segment(layout, 64, inputs)
     for byte in (0, 255):
         segment.panels.fill_(byte)
-        header = segment.panels.view(-1, coding.block_bytes)[:, : coding.header_bytes]
+        header = segment.panels.view(-1, layout.block_bytes)[:, : layout.header_bytes]
         header.view(torch.bfloat16).fill_(0.5)
         x = torch.cat((torch.ones(5, inputs), -torch.ones(5, inputs)))
         exact = x @ dequantize_rows(segment, torch.arange(64)).T
@@ -108,9 +108,9 @@ def test_the_native_quantizer_packs_what_the_scheme_says(library, name, dtype):
     for outputs, inputs in ((1, 1), (63, 33), (64, 64), (130, 100), (70, 257)):
         weight = values(outputs, inputs + 3, dtype=dtype)[:, 1 : inputs + 1]
         weight[0] = 0
-        coding = coding_of(SCHEMES[name])
-        ours, theirs = (empty_segment(coding, outputs, inputs) for _ in range(2))
-        write_codes(theirs, 0, *SCHEMES[name].quantize(weight))
+        layout = layout_of(SCHEMES[name])
+        ours, theirs = (empty_segment(layout, outputs, inputs) for _ in range(2))
+        write_quantized(theirs, 0, *SCHEMES[name].quantize(weight))
         ours.panels.fill_(7)
         quantize_with(library, weight, ours)
         rows = torch.arange(outputs)
@@ -122,7 +122,7 @@ def test_the_native_quantizer_packs_what_the_scheme_says(library, name, dtype):
 def test_a_damaged_weight_gives_nan_where_it_is_and_nowhere_else(newest, name):
     weight = values(70, 64, dtype=torch.float32)
     weight[3, 5], weight[66, 1] = float("nan"), float("inf")
-    segment = empty_segment(coding_of(SCHEMES[name]), 70, 64)
+    segment = empty_segment(layout_of(SCHEMES[name]), 70, 64)
     quantize_with(newest, weight, segment)
     linear = bind_with(
         newest, problem(name, torch.float32, 70, 64), BlockWeight(64, (segment,)), None
@@ -137,7 +137,7 @@ def test_rows_of_a_table_are_those_of_the_layout(library, name):
         asked = problem(name, torch.float32, rows, width)
         table = weight_for(asked)
         lookup = EmbeddingBlocksProblem(
-            device="cpu", dtype=torch.float32, coding=asked.kinds[0][0], rows=rows, width=width
+            device="cpu", dtype=torch.float32, layout=asked.kinds[0][0], rows=rows, width=width
         )
         ids = torch.arange(rows).flip(0)
         exact = dequantize_rows(table.segments[0], ids)

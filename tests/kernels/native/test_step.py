@@ -7,6 +7,9 @@ from headrace.back.kernels.embedding import native as embedding
 from headrace.back.kernels.embedding.op import OP as EMBEDDING
 from headrace.back.kernels.embedding.op import EmbeddingProblem
 from headrace.back.kernels.native.library import NativeError
+from headrace.back.kernels.ngram_draft import native as ngram_draft
+from headrace.back.kernels.ngram_draft.op import OP as NGRAM_DRAFT
+from headrace.back.kernels.ngram_draft.op import NgramDraftProblem
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.qk_rope_write import native as qk_rope_write
 from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
@@ -16,6 +19,8 @@ from headrace.back.kernels.step_commit.op import OP as STEP_COMMIT
 from headrace.back.kernels.step_inputs import native as step_inputs
 from headrace.back.kernels.step_inputs.op import HEADER, StepInputsProblem
 from headrace.back.kernels.step_inputs.op import OP as STEP_INPUTS
+from headrace.back.kernels.step_verify import native as step_verify
+from headrace.back.kernels.step_verify.op import OP as STEP_VERIFY
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -28,15 +33,30 @@ def kernel_of(library, module):
     )
 
 
+@pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("block_tokens", [8, 16, 32])
-def test_step_inputs_are_as_defined(library, block_tokens):
-    problem = StepInputsProblem(device="cpu", block_tokens=block_tokens, max_rows=9)
+def test_step_inputs_are_as_defined(library, block_tokens, speculates):
+    problem = StepInputsProblem(
+        device="cpu", block_tokens=block_tokens, max_rows=9, speculates=speculates
+    )
     assert STEP_INPUTS.error(kernel_of(library, step_inputs), problem) == 0
 
 
-def test_step_commit_is_as_defined(library):
-    problem = StepInputsProblem(device="cpu", block_tokens=16, max_rows=9)
+@pytest.mark.parametrize("speculates", [False, True])
+def test_step_commit_is_as_defined(library, speculates):
+    problem = StepInputsProblem(device="cpu", block_tokens=16, max_rows=9, speculates=speculates)
     assert STEP_COMMIT.error(kernel_of(library, step_commit), problem) == 0
+
+
+def test_step_verify_is_as_defined(library):
+    problem = StepInputsProblem(device="cpu", block_tokens=16, max_rows=9, speculates=True)
+    assert STEP_VERIFY.error(kernel_of(library, step_verify), problem) == 0
+
+
+@pytest.mark.parametrize("min_match, max_match", [(1, 1), (1, 4), (2, 3), (3, 8)])
+def test_ngram_drafts_are_as_defined(library, min_match, max_match):
+    problem = NgramDraftProblem(device="cpu", min_match=min_match, max_match=max_match)
+    assert NGRAM_DRAFT.error(kernel_of(library, ngram_draft), problem) == 0
 
 
 @pytest.mark.parametrize("word, value", [(0, 6), (1, 13), (3, 5), (HEADER, -1), (HEADER + 18, 900)])

@@ -9,20 +9,23 @@ import torch
 
 from headrace.back.kernels.all_reduce.triton_all_reduce import PeerSums
 from headrace.back.kernels.attention import op as attention
-from headrace.back.kernels.draw import op as draw
 from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.greedy import op as greedy
 from headrace.back.kernels.gumbel import op as gumbel
-from headrace.back.kernels.linear.table import ProductPlan
+from headrace.back.kernels.linear.table import GemmPlan
 from headrace.back.kernels.linear.triton_fixed import fixed
-from headrace.back.kernels.linear.triton_small import Product, launcher
+from headrace.back.kernels.linear.triton_small import Gemm, launcher
+from headrace.back.kernels.merge_attention import op as merge_attention
+from headrace.back.kernels.ngram_draft import op as ngram_draft
 from headrace.back.kernels.nucleus import op as nucleus
 from headrace.back.kernels.op import Kernel, Op, load_kernel
 from headrace.back.kernels.penalties import op as penalties
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.rms_norm import op as rms_norm
+from headrace.back.kernels.sample import op as sample
 from headrace.back.kernels.step_commit import op as step_commit
 from headrace.back.kernels.step_inputs import op as step_inputs
+from headrace.back.kernels.step_verify import op as step_verify
 from headrace.back.kernels.token_scores import op as token_scores
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -53,40 +56,74 @@ def _hopper() -> object:
 
     for problem in (
         _attention(32, 8, 128),
-        _attention(32, 8, 128, coded="fp8"),
-        _attention(14, 2, 64, coded="int8"),
+        _attention(32, 8, 128, quantized="fp8"),
+        _attention(14, 2, 64, quantized="int8"),
     ):
         q_THD, kv, plan = attention.OP.sample(problem).arguments
-        hopper.bind_prefill(problem, min_queries=2)(q_THD, kv, plan, torch.empty_like(q_THD))
+        hopper.bind_prefill(problem, min_queries=2)(q_THD, kv, plan, torch.empty_like(q_THD), None)
     return None
 
 
 def _hopper_decode() -> object:
     """The same of rows with one query: with other rows' prefixes and without."""
     from headrace.back.kernels.attention import hopper_decode
-    from headrace.back.kernels.attention.cascade import NONE, Shared
+    from headrace.back.kernels.attention.cascade import NONE, PrefixResults
 
     rows = torch.zeros(4 * 4, dtype=torch.int32)
-    shared = Shared(joins=rows, partial=torch.zeros(64), m=128)
+    shared = PrefixResults(joins=rows, partial=torch.zeros(64), m=128)
     for problem, common in (
         (_attention(32, 8, 128), NONE),
         (_attention(16, 8, 128), shared),
         (_attention(14, 2, 64), NONE),
-        (_attention(32, 8, 128, coded="fp8"), NONE),
-        (_attention(16, 8, 64, coded="int8"), shared),
+        (_attention(32, 8, 128, quantized="fp8"), NONE),
+        (_attention(16, 8, 64, quantized="int8"), shared),
     ):
         q_THD, kv, plan = attention.OP.sample(problem).arguments
         decode = hopper_decode.bind_decode(problem)
-        decode(q_THD, kv, plan, torch.empty_like(q_THD), common)
+        decode(q_THD, kv, plan, torch.empty_like(q_THD), None, common)
     return None
+
+
+def _hopper_lse() -> object:
+    """Both Hopper kernels where log-sum-exps are asked for."""
+    from headrace.back.kernels.attention import hopper, hopper_decode
+    from headrace.back.kernels.attention.cascade import NONE
+
+    for quantized in (None, "int8"):
+        problem = _attention(32, 8, 128, quantized=quantized)
+        q_THD, kv, plan = attention.OP.sample(problem).arguments
+        out_THD, lse_TH = torch.empty_like(q_THD), torch.empty(q_THD.shape[:2])
+        hopper.bind_prefill(problem, min_queries=2)(q_THD, kv, plan, out_THD, lse_TH)
+        hopper_decode.bind_decode(problem)(q_THD, kv, plan, out_THD, lse_TH, NONE)
+    return None
+
+
+def _lse(kernel: str, problem: object, step: int = 0) -> Callable[[], object]:
+    """One of the sample's steps, with log-sum-exps."""
+
+    def call() -> object:
+        loaded = load_kernel(f"headrace.back.kernels.{kernel}")
+        assert isinstance(loaded, Kernel), loaded
+        sample = attention.OP.sample(problem)
+        q_THD, kv, plan = (sample.arguments, *sample.further)[step]
+        return loaded.bind(problem, *sample.weights)(q_THD, kv, plan, torch.empty(q_THD.shape[:2]))
+
+    return call
+
+
+def _few_queries() -> object:
+    """A step of rows with few queries each."""
+    problem = _attention(32, 8, 128)
+    bound = load_kernel(f"headrace.back.kernels.{_ATTENTION}").bind(problem)
+    return bound(*attention.OP.sample(problem).further[0])
 
 
 def _fixed_decodes() -> object:
     """The small tile of deterministic mode, which only some devices take."""
-    from headrace.back.kernels.attention.triton_fixed import FixedTile, bind
+    from headrace.back.kernels.attention.triton_fixed import FixedAttentionTile, bind
 
     problem = _attention(32, 8, 128)
-    tile = FixedTile(m=16, n=64, warps=2, stages=2)
+    tile = FixedAttentionTile(m=16, n=64, warps=2, stages=2)
     return bind(problem, tile=tile)(*attention.OP.sample(problem).arguments)
 
 
@@ -109,11 +146,11 @@ def _norm(width: int) -> object:
     return rms_norm.RMSNormProblem(device="cpu", dtype=BF16, width=width, eps=1e-6)
 
 
-def _product(plan: ProductPlan, tokens: int, **more: object) -> Callable[[], object]:
+def _product(plan: GemmPlan, tokens: int, **more: object) -> Callable[[], object]:
     """A product of 4096 inputs and 512 results, with all there is around it."""
     gated = bool(more.get("activation"))
     weight = torch.zeros(1024 if gated else 512, 4096, dtype=BF16)
-    product = Product(weight_OI=weight, **more)
+    product = Gemm(weight_OI=weight, **more)
     x, y = torch.zeros(tokens, 4096, dtype=BF16), torch.zeros(tokens, 512, dtype=BF16)
     return lambda: launcher(product, plan, tokens)(x, y)
 
@@ -121,7 +158,7 @@ def _product(plan: ProductPlan, tokens: int, **more: object) -> Callable[[], obj
 def _fixed(tokens: int, **more: object) -> Callable[[], object]:
     """The same in one order of sums."""
     gated = bool(more.get("activation"))
-    run = fixed(Product(weight_OI=torch.zeros(1024 if gated else 512, 4096, dtype=BF16), **more))
+    run = fixed(Gemm(weight_OI=torch.zeros(1024 if gated else 512, 4096, dtype=BF16), **more))
     return lambda: run(torch.zeros(tokens, 4096, dtype=BF16), torch.zeros(tokens, 512, dtype=BF16))
 
 
@@ -137,18 +174,22 @@ _ATTENTION = "attention.triton_attention:KERNEL"
 _FIXED_ATTENTION = "attention.triton_fixed:KERNEL"
 _QK = "qk_rope_write.triton_qk_rope_write:KERNEL"
 _NORM = "rms_norm.triton_rms_norm:"
-GEMV = ProductPlan(kernel="gemv", n=2, k=2048, warps=8)
-SKINNY = ProductPlan(kernel="skinny", n=32, k=128, warps=4, stages=4, prefetch=2)
-SPLIT = ProductPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=4)
-SWAPPED = ProductPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=2, swap=True)
-STREAM = ProductPlan(kernel="stream", n=64, k=128, warps=4, stages=4)
+GEMV = GemmPlan(kernel="gemv", n=2, k=2048, warps=8)
+SKINNY = GemmPlan(kernel="skinny", n=32, k=128, warps=4, stages=4, prefetch=2)
+SPLIT = GemmPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=4)
+SWAPPED = GemmPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=2, swap=True)
+STREAM = GemmPlan(kernel="stream", n=64, k=128, warps=4, stages=4)
 WIDE = [
-    ProductPlan(kernel="wide", m=m, n=192, k=64, warps=4, stages=stages, group=16)
+    GemmPlan(kernel="wide", m=m, n=192, k=64, warps=4, stages=stages, group=16)
     for m, stages in ((128, 5), (256, 3))
 ]
 _ONES = torch.ones(4096)
 _ACT = "gated_act.triton_gated_act:KERNEL"
 STEP = step_inputs.StepInputsProblem(device="cpu", block_tokens=16, max_rows=9)
+SPECULATIVE = step_inputs.StepInputsProblem(
+    device="cpu", block_tokens=16, max_rows=9, speculates=True
+)
+NGRAM = ngram_draft.NgramDraftProblem(device="cpu", min_match=2, max_match=4)
 
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("attention 32/8x128", _call(attention.OP, _ATTENTION, _attention(32, 8, 128))),
@@ -158,15 +199,31 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         _call(attention.OP, _ATTENTION, _attention(8, 4, 256, window=20, softcap=50.0)),
     ),
     (
-        "attention int8 codes",
-        _call(attention.OP, _ATTENTION, _attention(32, 8, 128, coded="int8")),
+        "attention int8 quantized",
+        _call(attention.OP, _ATTENTION, _attention(32, 8, 128, quantized="int8")),
     ),
     (
-        "attention fp8 codes sinks",
-        _call(attention.OP, _ATTENTION, _attention(32, 8, 128, coded="fp8", sinks=True)),
+        "attention fp8 quantized sinks",
+        _call(attention.OP, _ATTENTION, _attention(32, 8, 128, quantized="fp8", sinks=True)),
     ),
     ("attention Hopper", _hopper),
     ("attention Hopper decode", _hopper_decode),
+    ("attention Hopper lse", _hopper_lse),
+    ("attention few queries", _few_queries),
+    ("attention lse", _lse(_ATTENTION, _attention(32, 8, 128))),
+    (
+        "attention lse partial sinks",
+        _lse(_ATTENTION, _attention(14, 2, 64, causal=False, sinks=True)),
+    ),
+    ("attention fixed lse", _lse(_FIXED_ATTENTION, _attention(32, 8, 128, causal=False))),
+    (
+        "merge_attention",
+        _call(
+            merge_attention.OP,
+            "merge_attention.triton_merge_attention:KERNEL",
+            merge_attention.MergeAttentionProblem(device="cpu", dtype=BF16, heads=32, head_dim=128),
+        ),
+    ),
     ("attention shared", _shared),
     ("attention 80", _call(attention.OP, _ATTENTION, _attention(32, 32, 80))),
     ("qk_rope_write norm", _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6))),
@@ -175,12 +232,12 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         _call(qk_rope_write.OP, _QK, _qk(28, 4, 96, 32, layout="pairs")),
     ),
     (
-        "qk_rope_write int8 codes",
-        _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6, coded="int8")),
+        "qk_rope_write int8 quantized",
+        _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6, quantized="int8")),
     ),
     (
-        "qk_rope_write fp8 codes",
-        _call(qk_rope_write.OP, _QK, _qk(28, 4, 96, 32, layout="pairs", coded="fp8")),
+        "qk_rope_write fp8 quantized",
+        _call(qk_rope_write.OP, _QK, _qk(28, 4, 96, 32, layout="pairs", quantized="fp8")),
     ),
     ("rms_norm", _call(rms_norm.OP, _NORM + "KERNEL", _norm(4096))),
     ("add_rms_norm", _call(rms_norm.ADD_OP, _NORM + "ADD_KERNEL", _norm(5120))),
@@ -239,7 +296,17 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     *((f"wide {plan.m} act", _product(plan, 1024, activation="silu")) for plan in WIDE),
     ("step_inputs", _call(step_inputs.OP, "step_inputs.triton_step:KERNEL", STEP)),
     ("step_commit", _call(step_commit.OP, "step_commit.triton_commit:KERNEL", STEP)),
-    ("draw", _call(draw.OP, "draw.triton_draw:KERNEL", draw.DrawProblem(device="cpu"))),
+    (
+        "step_inputs with lengths",
+        _call(step_inputs.OP, "step_inputs.triton_step:KERNEL", SPECULATIVE),
+    ),
+    (
+        "step_commit with lengths",
+        _call(step_commit.OP, "step_commit.triton_commit:KERNEL", SPECULATIVE),
+    ),
+    ("step_verify", _call(step_verify.OP, "step_verify.triton_verify:KERNEL", SPECULATIVE)),
+    ("ngram_draft", _call(ngram_draft.OP, "ngram_draft.triton_ngram:KERNEL", NGRAM)),
+    ("sample", _call(sample.OP, "sample.triton_sample:KERNEL", sample.SampleProblem(device="cpu"))),
     (
         "nucleus",
         _call(nucleus.OP, "nucleus.triton_nucleus:KERNEL", nucleus.NucleusProblem(device="cpu")),
@@ -250,12 +317,12 @@ CASES: list[tuple[str, Callable[[], object]]] = [
 ONLY = {
     title: {"cuda:90"}
     for title in (
-        *("attention Hopper", "attention Hopper decode"),
+        *("attention Hopper", "attention Hopper decode", "attention Hopper lse"),
         *("stream act", "stream add", "wide 128 act", "wide 256 act"),
     )
 }
 """The targets of kernels that are for some alone."""
-NEVER = {"fp8 codes": {"cuda:80"}}
+NEVER = {"fp8 quantized": {"cuda:80"}}
 """Targets that lack what kernels with these words in their title need, as their `supports` says."""
 
 

@@ -108,7 +108,7 @@ def compiled(names: list[str], only: str = "") -> Iterator[dict[str, Any]]:
                     dependent = target.backend == "cuda" and target.arch >= 90
                     values["DEPENDENT"] = dependent
                     if "BITS" in values:
-                        values["BITS"] = bool(dependent and values["CODED"]) and pairs_compile(
+                        values["BITS"] = bool(dependent and values["QUANTIZED"]) and pairs_compile(
                             target.arch // 10
                         )
                 if "TRAP" in values:

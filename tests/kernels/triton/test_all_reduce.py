@@ -56,7 +56,9 @@ def norm(total: torch.Tensor, call: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks, dtype", [(2, torch.float16), (4, torch.float32)])
+@pytest.mark.parametrize(
+    "ranks, dtype", [(2, torch.float16), pytest.param(4, torch.float32, marks=pytest.mark.slow)]
+)
 def test_ranks_agree_to_the_bit_and_with_the_sum(
     ranks: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ def test_a_capability_allows_what_the_table_says(
     found = (
         wrap.has_dependent_launch.__wrapped__(torch.device("cuda")),
         wrap.has_bfloat_pairs.__wrapped__(),
-        wrap.unsupported_codes("fp8", 128) is None,
+        wrap.unsupported_quantization("fp8", 128) is None,
         wrap.has_known_products.__wrapped__(),
         hopper.unfit(PROBLEM) is None,
     )

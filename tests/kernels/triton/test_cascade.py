@@ -11,9 +11,8 @@ triton = pytest.importorskip("triton")
 
 from headrace.back.kernels.attention import cascade, triton_attention
 from headrace.back.kernels.attention import op as attention
-from headrace.back.kernels.kv_write.coded import widen
+from headrace.back.kernels.kv_write.quantized import dequantize
 from headrace.back.kernels.triton.wrap import interpreted
-from tests.kernels.triton.test_codes import coded_cache
 from tests.kernels.triton.test_kernels import (
     DTYPES,
     FP32,
@@ -22,6 +21,7 @@ from tests.kernels.triton.test_kernels import (
     close,
     exact,
 )
+from tests.kernels.triton.test_quantized import quantized_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,12 @@ token after its prefix; row 3 is alone and too short to have one."""
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes of 24 tokens and three rows count, and are cut into many items."""
-    for name, value in (("LEAST_ROWS", 2), ("MIN_ROWS", 3), ("MIN_TOKENS", 24), ("MIN_PIECE", 16)):
+    for name, value in (
+        ("LEAST_ROWS", 2),
+        ("MIN_ROWS", 3),
+        ("MIN_TOKENS", 24),
+        ("MIN_SPLIT_TOKENS", 16),
+    ):
         monkeypatch.setattr(cascade, name, value)
     monkeypatch.setattr(cascade, "PROGRAMS_PER_SM", 6)
 
@@ -108,22 +113,30 @@ def test_what_is_not_worth_it_is_not_joined(eager, change, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape, coded, per_sm",
+    "shape, quantized, per_sm",
     [(SHAPE, None, 12), (SHAPE, "int8", 1), ((7, 1, 80, 8, None, 3.0), None, 1)],
 )
-def test_shared_prefixes_do_not_show(eager, dtype, coded, shape, per_sm, monkeypatch):
-    monkeypatch.setattr(triton_attention, "MIN_PIECE", 16)
+def test_shared_prefixes_do_not_show(eager, dtype, quantized, shape, per_sm, monkeypatch):
+    monkeypatch.setattr(triton_attention, "MIN_SPLIT_TOKENS", 16)
     monkeypatch.setattr(triton_attention, "PROGRAMS_PER_SM", per_sm)
     problem, q, kv, plan, padded = shared_case(shape, dtype, pad_rows=2, pad_tokens=3)
     cache = kv
-    if coded:
-        problem, cache = replace(problem, coded=coded), coded_cache(kv, coded)
-        kv = widen(cache, FP32, coded)
+    if quantized:
+        problem, cache = replace(problem, quantized=quantized), quantized_cache(kv, quantized)
+        kv = dequantize(cache, FP32, quantized)
     layers = [triton_attention.bind(problem) for _ in range(2)]
-    expected = exact(replace(problem, coded=None), q, kv, plan)
+    expected = exact(replace(problem, quantized=None), q, kv, plan)
     for layer in layers:
         out = layer(q, cache, padded)
         assert close(out[: len(expected)], expected, dtype)
+
+
+def test_log_sum_exps_count_the_shared_prefix(eager):
+    problem, q, kv, plan, _ = shared_case(SHAPE, FP32)
+    lse, expected = torch.full((2, *q.shape[:2]), float("nan"), device=q.device)
+    triton_attention.bind(problem)(q, kv, plan, lse)
+    attention.OP.reference.bind(problem)(q, kv, plan, expected)
+    torch.testing.assert_close(lse, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_sinks_count_once_beside_a_shared_prefix(eager):

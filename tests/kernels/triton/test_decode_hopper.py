@@ -1,5 +1,5 @@
 """How runs of tiles are dealt, in the interpreter and on a GPU; and the kernel of Hopper that streams the cache by
-them, which needs the copy engine and so a GPU."""
+them, which needs the TMA and so a GPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.attention.hopper_decode import Streams
 from headrace.back.kernels.attention.triton_lists import row_bucket
 from headrace.back.kernels.attention.triton_runs import RUN_FIELDS, runs_kernel
-from headrace.back.kernels.kv_write.coded import codes_and_scales
+from headrace.back.kernels.kv_write.quantized import values_and_scales
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.qk_rope_write import triton_qk_rope_write
 from headrace.back.kernels.triton.wrap import interpreted, power_of_two
+from tests.kernels.partial_attention import exact as exact_lse
 from tests.kernels.triton.test_cascade import shared_case
-from tests.kernels.triton.test_codes import CODES, coded_cache, in_codes
 from tests.kernels.triton.test_kernels import (
     BF16,
     DEVICE,
@@ -31,6 +31,7 @@ from tests.kernels.triton.test_kernels import (
     exact,
 )
 from tests.kernels.triton.test_prefill import hopper_only
+from tests.kernels.triton.test_quantized import CODES, in_codes, quantized_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -137,7 +138,7 @@ LENGTHS = [1, 300, 16, 17, 95, 1000, 31, 260, 5, 2500, 641]
 @pytest.mark.parametrize("dtype, code, streams", STREAMED)
 def test_the_streaming_kernel_equals_the_reference(dtype, code, shape, streams, monkeypatch):
     """KRN-10, QNT-18, REG-037. Unused places, also of the last block, are NaN; twice the same bits."""
-    table = "STREAMS" if code is None else "STREAMS_OF_CODES"
+    table = "STREAMS" if code is None else "QUANTIZED_STREAMS"
     monkeypatch.setattr(hopper_decode, table, ((1 << 30, streams),))
     monkeypatch.setattr(hopper_decode, "LEAST_ROWS", 1)
     for lengths in ([3000], [40] * 70, LENGTHS):
@@ -172,7 +173,7 @@ def test_the_streaming_kernel_keeps_nan_in_its_row(code, monkeypatch):
     monkeypatch.setattr(hopper_decode, "LEAST_ROWS", 1)
     problem, q, kv, plan, _ = attention_case(SHAPES[1], BF16, [(1, n) for n in LENGTHS])
     problem, kv, _ = in_codes(problem, kv, code)
-    lost = kv if code is None else codes_and_scales(kv)[1]
+    lost = kv if code is None else values_and_scales(kv)[1]
     attend = triton_attention.bind(problem)
     clean = attend(q, kv, plan)
     lost[plan.block_table_RB[5, 2].item()] = NAN
@@ -186,8 +187,13 @@ def test_the_streaming_kernel_keeps_nan_in_its_row(code, monkeypatch):
 @pytest.mark.parametrize("code", [None, *CODES])
 @pytest.mark.parametrize("per_sm", [1, 6])
 def test_shared_prefixes_do_not_show(per_sm, code, monkeypatch):
-    """Beside rows without any, of prefixes in one piece and in many."""
-    for name, value in (("LEAST_ROWS", 2), ("MIN_ROWS", 3), ("MIN_TOKENS", 24), ("MIN_PIECE", 16)):
+    """Beside rows without any, of prefixes in one split and in many."""
+    for name, value in (
+        ("LEAST_ROWS", 2),
+        ("MIN_ROWS", 3),
+        ("MIN_TOKENS", 24),
+        ("MIN_SPLIT_TOKENS", 16),
+    ):
         monkeypatch.setattr(cascade, name, value)
     monkeypatch.setattr(cascade, "PROGRAMS_PER_SM", per_sm)
     monkeypatch.setattr(hopper_decode, "LEAST_ROWS", 1)
@@ -218,12 +224,12 @@ def test_the_newest_position_is_seen(rows, code, monkeypatch):
         torch.randn(blocks, 2, kv_heads, 16, dim, generator=generator, **new) for _ in range(4)
     ]
     problem = attention.AttentionProblem(
-        heads=heads, kv_heads=kv_heads, head_dim=dim, block_tokens=16, scale=dim**-0.5, coded=code, **new
+        heads=heads, kv_heads=kv_heads, head_dim=dim, block_tokens=16, scale=dim**-0.5, quantized=code, **new
     )  # fmt: skip
     if code is not None:
-        caches = [coded_cache(kv, code) for kv in caches]
+        caches = [quantized_cache(kv, code) for kv in caches]
     writing = qk_rope_write.QKRopeWriteProblem(
-        heads=heads, kv_heads=kv_heads, head_dim=dim, rotary_dim=0, block_tokens=16, coded=code, **new,
+        heads=heads, kv_heads=kv_heads, head_dim=dim, rotary_dim=0, block_tokens=16, quantized=code, **new,
     )  # fmt: skip
     values = torch.empty(4, rows, (heads + 2 * kv_heads) * dim, **new)
     positions = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
@@ -264,3 +270,33 @@ def test_where_it_cannot_run_the_other_kernel_does():
     assert hopper_decode.heads_of(problem, Streams()) == 2
     assert hopper_decode.heads_of(replace(problem, heads=24, kv_heads=12), Streams()) == 4
     assert hopper_decode.heads_of(replace(problem, block_tokens=64), Streams()) == 1
+
+
+@hopper_only
+@pytest.mark.parametrize("code", [None, *CODES])
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_log_sum_exps_equal_the_reference(code, shape):
+    rows = [(1, length) for length in LENGTHS]
+    problem, q, kv, plan, padded = attention_case(shape, BF16, rows, pad_rows=2, pad_tokens=2)
+    attended, cache, wide = in_codes(problem, kv, code)
+    attend = triton_attention.bind(attended)
+    lse = torch.full(q.shape[:2], float("nan"), device=q.device)
+    out = attend(q, cache, padded, lse)
+    expected, expected_lse = exact_lse(problem, q[: len(rows)], wide, plan)
+    assert close(out[: len(rows)], expected, BF16)
+    assert (lse[: len(rows)] - expected_lse).abs().max() < 0.05
+    assert torch.equal(attend(q, cache, padded)[: len(rows)], out[: len(rows)])
+
+
+@hopper_only
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("queries", [2, 4, 8, 16])
+def test_rows_with_few_queries_equal_the_reference(shape, queries):
+    """As when drafts are verified, beside rows with one query; twice the same bits."""
+    rows = [(1, 700), *((1 + i % queries, 20 + 97 * i % 900) for i in range(40))]
+    rows = sorted(rows, key=lambda row: row[0] != 1)
+    problem, q, kv, plan, padded = attention_case(shape, BF16, rows, pad_rows=7, pad_tokens=5)
+    attend, tokens = triton_attention.bind(problem), sum(taken for taken, _ in rows)
+    out = attend(q, kv, padded)
+    assert close(out[:tokens], exact(problem, q, kv, plan), BF16)
+    assert torch.equal(out[:tokens], attend(q, kv, padded)[:tokens])

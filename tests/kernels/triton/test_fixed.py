@@ -16,9 +16,11 @@ from headrace.back.kernels.linear.op import OP as LINEAR
 from headrace.back.kernels.linear.op import LinearProblem
 from headrace.back.kernels.linear.triton_fixed import KERNEL as FIXED
 from headrace.back.kernels.linear.triton_fixed import fixed, shares
-from headrace.back.kernels.linear.triton_small import Product
+from headrace.back.kernels.linear.triton_small import Gemm
+from headrace.back.kernels.merge_attention import triton_merge_attention
 from headrace.back.kernels.op import float_tolerance
 from headrace.back.kernels.triton.wrap import interpreted
+from tests.kernels.partial_attention import check_merged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +60,7 @@ def test_a_product_gives_a_row_the_same_bits_among_any_number(
     weight = random(outputs, inputs, dtype=dtype, seed=1) / inputs**0.5
     x = random(COUNTS[-1], inputs, dtype=dtype, seed=2)
     bias = random(outputs, dtype=dtype, seed=3)
-    run = fixed(Product(weight_OI=weight, bias_O=bias, activation=activation))
+    run = fixed(Gemm(weight_OI=weight, bias_O=bias, activation=activation))
     whole = torch.full((len(x), results), float("nan"), dtype=dtype, device=DEVICE)
     run(x, whole)
     assert bool(torch.isfinite(whole).all())
@@ -148,6 +150,27 @@ def test_attention_gives_a_position_the_same_bits_in_any_step(
         assert torch.equal(ours, whole[first:last]), (first, last, others)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_halves_merge_to_the_whole(dtype: torch.dtype, sinks: bool) -> None:
+    problem, rows = problem_of(dtype, sinks=sinks), [(1, 1200), (1, 12), (3, 3), (40, 95)]
+    sinks_H = torch.linspace(-1, 3, 4, device=DEVICE) if sinks else None
+    plan, blocks = attention.sample_plan(rows, block_tokens=16, window=None, device=DEVICE)
+    kv = random(blocks, 2, 2, 16, 64, dtype=dtype, seed=9)
+    q = random(45, 4, 64, dtype=dtype, seed=10)
+    bound = {FP16: 4e-3}.get(dtype, 2e-2)
+    check_merged(
+        fixed_attention.bind,
+        triton_merge_attention.bind,
+        problem,
+        q,
+        kv,
+        plan,
+        bound=bound,
+        sinks_H=sinks_H,
+    )
+
+
 def test_attention_is_the_same_where_parts_are_merged_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -159,6 +182,6 @@ def test_attention_is_the_same_where_parts_are_merged_elsewhere(
     q = random(len(rows), 4, 64, dtype=FP16, seed=8)
     found = []
     for most in (1024, 5, 1):
-        monkeypatch.setattr(fixed_attention, "MOST_PARTS", most)
+        monkeypatch.setattr(fixed_attention, "MAX_SPLITS", most)
         found.append(fixed_attention.bind(problem)(q, kv, plan))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

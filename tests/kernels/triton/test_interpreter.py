@@ -14,28 +14,40 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "kernels",
-        "draw",
-        "token_scores",
-        "sampling",
-        "prefill",
-        "decode_hopper",
-        "codes",
-        "cascade",
-        "fixed",
-    ],
+FILES = (
+    "kernels",
+    "sample",
+    "token_scores",
+    "sampling",
+    "prefill",
+    "decode_hopper",
+    "quantized",
+    "cascade",
+    "fixed",
 )
-def test_every_kernel_agrees_with_its_reference_in_the_interpreter(name: str) -> None:
-    command = [sys.executable, "-m", "pytest", f"tests/kernels/triton/test_{name}.py", "-x"]
+
+
+def run_interpreted(choice: str, *names: str) -> None:
+    """Runs the tests of `choice` (-m) of these files, in one process: importing takes seconds."""
+    files = [f"tests/kernels/triton/test_{name}.py" for name in names]
+    quiet = ("-x", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider", "--timeout=600")
     done = subprocess.run(
-        [*command, "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "-m", choice, *quiet, *files],
         env=env.child_environment(TRITON_INTERPRET="1", OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert "passed" in done.stdout, done.stdout
+
+
+@pytest.mark.timeout(1200)
+def test_every_kernel_agrees_with_its_reference_in_the_interpreter() -> None:
+    run_interpreted("not slow", *FILES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", FILES)
+def test_every_case_agrees_with_its_reference_in_the_interpreter(name: str) -> None:
+    run_interpreted("slow or not slow", name)

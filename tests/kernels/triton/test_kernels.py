@@ -20,13 +20,17 @@ from headrace.back.kernels.greedy import op as greedy
 from headrace.back.kernels.greedy import triton_greedy
 from headrace.back.kernels.gumbel import op as gumbel
 from headrace.back.kernels.gumbel import triton_gumbel
-from headrace.back.kernels.linear.table import ProductPlan
-from headrace.back.kernels.linear.triton_small import Product, launcher
+from headrace.back.kernels.linear.table import GemmPlan
+from headrace.back.kernels.linear.triton_small import Gemm, launcher
+from headrace.back.kernels.merge_attention import triton_merge_attention
+from headrace.back.kernels.merge_attention.op import MergeAttentionProblem
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.qk_rope_write import triton_qk_rope_write
 from headrace.back.kernels.rms_norm import op as rms_norm
 from headrace.back.kernels.rms_norm import triton_rms_norm
 from headrace.back.kernels.triton.wrap import interpreted
+from tests.kernels.partial_attention import check_merged
+from tests.kernels.test_merge_attention import check_merge
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,9 +134,9 @@ def test_the_tiles_of_many_rows(count):
 
 
 @pytest.mark.parametrize("per_sm", [1, 40])
-def test_pieces_do_not_show(per_sm, monkeypatch):
-    """KRN-09, REG-036: one piece a row or many, of rows shorter and longer than a piece."""
-    monkeypatch.setattr(triton_attention, "MIN_PIECE", 32)
+def test_splits_do_not_show(per_sm, monkeypatch):
+    """KRN-09, REG-036: one split a row or many, of rows shorter and longer than a split."""
+    monkeypatch.setattr(triton_attention, "MIN_SPLIT_TOKENS", 32)
     monkeypatch.setattr(triton_attention, "PROGRAMS_PER_SM", per_sm)
     rows = [(1, length) for length in (1, 31, 32, 33, 128, 700)]
     problem, q, kv, plan, _ = attention_case((4, 2, 32, 16, None, None), FP32, rows)
@@ -141,7 +145,7 @@ def test_pieces_do_not_show(per_sm, monkeypatch):
 
 
 def test_one_plan_serves_every_layer_and_the_next_step():
-    """The list of pieces is made by the first layer, and anew when the lengths have changed in place."""
+    """The list of splits is made by the first layer, and anew when the lengths have changed in place."""
     problem, q, kv, plan, _ = attention_case((4, 2, 32, 16, None, None), FP32, [(1, 90), (1, 400)])
     layers = [triton_attention.bind(problem) for _ in range(3)]
     for lengths in ((90, 400), (17, 203), (1, 390)):
@@ -170,6 +174,66 @@ def test_scores_beyond_the_range_of_exp_stay_finite():
     out = triton_attention.bind(problem)(q * 200, kv, plan)
     assert out.isfinite().all()
     torch.testing.assert_close(out, exact(problem, q * 200, kv, plan), atol=0.5, rtol=2e-3)
+
+
+# Decodes cut into splits, few queries, a prompt: the first half of some rows is empty.
+PARTIAL = {
+    "few": [(1, 150), (1, 12), (3, 3), (2, 70), (4, 90)],
+    "prompts": [(1, 150), (1, 12), (3, 3), (40, 95), (2, 70)],
+}
+PARTIAL_BOUND = {FP32: 2e-5, FP16: 4e-3, BF16: 2e-2}
+
+
+@pytest.mark.parametrize("rows", PARTIAL.values(), ids=PARTIAL)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("shape", [(4, 2, 64, 16, None, None), (7, 1, 24, 8, None, 5.0)])
+def test_halves_merge_to_the_whole(shape, sinks, rows, monkeypatch):
+    """KRN-01, KRN-09: log-sum-exps of rows of one split and of several."""
+    monkeypatch.setattr(triton_attention, "MIN_SPLIT_TOKENS", 32)
+    for dtype in DTYPES[:1] if sinks else DTYPES:
+        problem, q, kv, plan, _ = attention_case(shape, dtype, rows)
+        problem = replace(problem, sinks=sinks)
+        sinks_H = torch.linspace(-1, 3, shape[0], device=DEVICE) if sinks else None
+        check_merged(
+            triton_attention.bind, triton_merge_attention.bind, problem, q, kv, plan,
+            bound=PARTIAL_BOUND[dtype], sinks_H=sinks_H,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, head_dim", [(9, 20), (4, 128)])
+def test_merged_attention_equals_the_formula(dtype, heads, head_dim):
+    problem = MergeAttentionProblem(device=DEVICE, dtype=dtype, heads=heads, head_dim=head_dim)
+    bound = {FP32: 1e-6, FP16: 1e-3, BF16: 1e-2}[dtype]
+    check_merge(triton_merge_attention.bind(problem), problem, bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape, queries",
+    [
+        ((4, 2, 64, 16, None, None), 5),
+        ((4, 1, 64, 16, 40, None), 16),
+        ((7, 1, 16, 7, None, 3.0), 9),
+        ((2, 2, 96, 4, None, None), 16),
+    ],
+)
+def test_rows_with_few_queries_are_the_decode_kernels(dtype, shape, queries, monkeypatch):
+    """As when drafts are verified: every row a few queries, each causal, long rows cut into splits;
+    padding rows have none. Lengths are the device's: only the largest count is the host's."""
+    monkeypatch.setattr(triton_attention, "MIN_SPLIT_TOKENS", 32)
+    rows = [(1, 100), (1, 1), (queries, 150), (2, 2), (3, 40), (queries, queries)]
+    problem, q, kv, plan, padded = attention_case(shape, dtype, rows, pad_rows=2, pad_tokens=3)
+    padded = replace(padded, max_query_len=queries)
+    assert triton_attention.few_queries_tiles(problem, padded) is not None
+    out, expected = triton_attention.bind(problem)(q, kv, padded), exact(problem, q, kv, plan)
+    assert close(out[: len(expected)], expected, dtype)
+
+
+def test_more_queries_than_a_tile_holds_are_the_prefill_kernels():
+    problem, q, kv, plan, _ = attention_case((16, 1, 32, 16, None, None), FP32, [(1, 9), (9, 30)])
+    assert triton_attention.few_queries_tiles(problem, plan) is None
+    assert close(triton_attention.bind(problem)(q, kv, plan), exact(problem, q, kv, plan), FP32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -218,10 +282,10 @@ def test_norm_rotation_and_write_in_one(dtype, eps, head_dim, rotary, layout):
     assert qk_rope_write.OP.error(kernel, problem) <= BOUND[dtype]
 
 
-GEMV = ProductPlan(kernel="gemv", n=4, k=64, warps=4, prefetch=1)
-SKINNY = ProductPlan(kernel="skinny", n=16, k=32, warps=4, prefetch=2)
-SPLIT = ProductPlan(kernel="skinny", n=32, k=32, warps=4, split=3)
-SWAPPED = ProductPlan(kernel="skinny", n=64, k=64, warps=4, stages=4, split=2, swap=True)
+GEMV = GemmPlan(kernel="gemv", n=4, k=64, warps=4, prefetch=1)
+SKINNY = GemmPlan(kernel="skinny", n=16, k=32, warps=4, prefetch=2)
+SPLIT = GemmPlan(kernel="skinny", n=32, k=32, warps=4, split=3)
+SWAPPED = GemmPlan(kernel="skinny", n=64, k=64, warps=4, stages=4, split=2, swap=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -255,7 +319,7 @@ def test_small_products(dtype, plan, tokens, outputs, inputs, bias, eps, activat
     expected = fused_linear.bind_reference(problem, weight, bias_O, norm)(
         x, None if residual is None else residual.clone()
     )
-    product = Product(
+    product = Gemm(
         weight_OI=weight, bias_O=bias_O, norm_I=norm, eps=problem.eps or 0.0,
         activation=activation or "", add=add,
     )  # fmt: skip

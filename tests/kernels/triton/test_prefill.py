@@ -1,5 +1,5 @@
 """The list of tiles of a step's long rows, in the interpreter and on a GPU; and the kernel of Hopper that takes its
-work from it, which needs the copy engine and so a GPU."""
+work from it, which needs the TMA and so a GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ triton = pytest.importorskip("triton")
 from headrace.back.kernels.attention import hopper, triton_attention
 from headrace.back.kernels.attention.triton_lists import row_bucket
 from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel
-from headrace.back.kernels.kv_write.coded import codes_and_scales
+from headrace.back.kernels.kv_write.quantized import values_and_scales
 from headrace.back.kernels.triton.wrap import interpreted
-from tests.kernels.triton.test_codes import CODES, in_codes
+from tests.kernels.partial_attention import exact as exact_lse
 from tests.kernels.triton.test_kernels import (
     BF16,
     DEVICE,
@@ -23,6 +23,7 @@ from tests.kernels.triton.test_kernels import (
     close,
     exact,
 )
+from tests.kernels.triton.test_quantized import CODES, in_codes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +34,7 @@ pytestmark = [
 ]
 ON_HOPPER = not interpreted() and torch.cuda.is_available()
 ON_HOPPER = ON_HOPPER and torch.cuda.get_device_capability() == (9, 0)
-hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="asks for the copy engine of Hopper")
+hopper_only = pytest.mark.skipif(not ON_HOPPER, reason="asks for the TMA of Hopper")
 
 
 def expected_tiles(rows: list[tuple[int, int]], queries: int, least: int) -> list[tuple[int, ...]]:
@@ -86,7 +87,7 @@ HOPPER_ROWS = [(1, 1), (1, 300), (40, 95), (6, 6), (5, 260), (129, 129), (300, 1
 @hopper_only
 @pytest.mark.parametrize("dtype, code", [(BF16, None), (FP16, None), (BF16, "int8"), (BF16, "fp8")])
 @pytest.mark.parametrize("shape", HOPPER_SHAPES)
-def test_the_copy_engines_kernel_equals_the_reference(dtype, code, shape):
+def test_the_tma_kernel_equals_the_reference(dtype, code, shape):
     """KRN-10, QNT-18, REG-037. Unused places, also of the last block, are NaN; twice the same bits."""
     problem, q, kv, plan, padded = attention_case(
         shape, dtype, HOPPER_ROWS, pad_rows=2, pad_tokens=3
@@ -102,14 +103,31 @@ def test_the_copy_engines_kernel_equals_the_reference(dtype, code, shape):
 
 @hopper_only
 @pytest.mark.parametrize("code", [None, *CODES])
-def test_the_copy_engines_kernel_keeps_nan_in_its_row(code):
+def test_the_tma_kernel_keeps_nan_in_its_row(code):
     shape, rows = (8, 2, 128, 16, None, None), [(70, 70), (50, 333), (90, 100)]
     problem, q, kv, plan, _ = attention_case(shape, BF16, rows)
     problem, kv, _ = in_codes(problem, kv, code)
-    lost = kv if code is None else codes_and_scales(kv)[1]
+    lost = kv if code is None else values_and_scales(kv)[1]
     attend = triton_attention.bind(problem)
     clean = attend(q, kv, plan)
     lost[plan.block_table_RB[1, 2].item()] = NAN
     out = attend(q, kv, plan)
     assert out[70:120].isnan().all()
     assert torch.equal(out[:70], clean[:70]) and torch.equal(out[120:], clean[120:])
+
+
+@hopper_only
+@pytest.mark.parametrize("code", [None, *CODES])
+@pytest.mark.parametrize("shape", HOPPER_SHAPES[:3])
+def test_log_sum_exps_equal_the_reference(code, shape):
+    problem, q, kv, plan, padded = attention_case(
+        shape, BF16, HOPPER_ROWS, pad_rows=2, pad_tokens=3
+    )
+    attended, cache, wide = in_codes(problem, kv, code)
+    attend, tokens = triton_attention.bind(attended), int(plan.query_start_R1[-1])
+    lse = torch.full(q.shape[:2], NAN, device=q.device)
+    out = attend(q, cache, padded, lse)
+    expected, expected_lse = exact_lse(problem, q[:tokens], wide, plan)
+    assert close(out[:tokens], expected, BF16)
+    assert (lse[:tokens] - expected_lse).abs().max() < 0.05
+    assert torch.equal(attend(q, cache, padded)[:tokens], out[:tokens])

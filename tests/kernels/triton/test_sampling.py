@@ -18,19 +18,20 @@ triton = pytest.importorskip("triton")
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
-from headrace.back.kernels.draw.op import OP as DRAW
 from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.gumbel.op import OP as GUMBEL
 from headrace.back.kernels.nucleus.op import OP as NUCLEUS
 from headrace.back.kernels.penalties import op as penalties
 from headrace.back.kernels.penalties import triton_penalties
+from headrace.back.kernels.sample.op import OP as SAMPLE
 from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
 from headrace.back.kernels.triton.wrap import interpreted
-from headrace.back.sampling.sampler import Sampled, Sampler
-from headrace.back.sampling.step_draw import AskedRows, Drawing, StepTold
+from headrace.back.sampling.in_step import AskedRows, InStepSampling, StepSamples
+from headrace.back.sampling.sampled import Sampled
+from headrace.back.sampling.sampler import Sampler
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
-from tests.back.sampling.told import assert_told_alike
+from tests.back.sampling.logprobs import assert_same_logprobs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,7 +105,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Whether samplers take Triton's kernels, in the interpreter too, or torch's references."""
 
     def use(triton_kernels: bool) -> None:
-        for op in (GREEDY, GUMBEL, NUCLEUS, DRAW, TOKEN_SCORES, penalties.OP):
+        for op in (GREEDY, GUMBEL, NUCLEUS, SAMPLE, TOKEN_SCORES, penalties.OP):
             found = [name for name in op.kernels if "triton" in name] if triton_kernels else []
             monkeypatch.setattr(op, "kernels", tuple(found))
             monkeypatch.setattr(op, "_choices", {})
@@ -139,32 +140,32 @@ class Steps:
                 )
             )
 
-    def within(self, logits: torch.Tensor) -> tuple[StepTold, list[str]]:
+    def within(self, logits: torch.Tensor) -> tuple[StepSamples, list[str]]:
         """The same by what steps do themselves, in a bucket with a row of padding."""
         rows = np.arange(self.count)
-        drawing = self.sampler.needs(rows)
-        assert isinstance(drawing, Drawing) and self.sampler.in_step is not None
+        in_step = self.sampler.needs(rows)
+        assert isinstance(in_step, InStepSampling) and self.sampler.in_step_sampler is not None
         logits = torch.cat([logits, torch.zeros(1, WIDTH)]).to(self.device)
         columns = np.array([[*rows, self.count], [*self.positions, 0], [*(rows >= 0), 0]], np.int32)
         row_R, position_R, sample_R = torch.from_numpy(columns).to(self.device)
         asked = AskedRows(row_R=row_R, position_R=position_R, sample_R=sample_R)
-        picks = self.sampler.greedy(logits)
+        argmax = self.sampler.greedy(logits)
         with counted() as launches:
-            token_R, told = self.sampler.in_step(drawing, logits, picks, asked)
-        assert told is not None
+            token_R, logprobs = self.sampler.in_step_sampler(in_step, logits, argmax, asked)
+        assert logprobs is not None
         at = torch.from_numpy(self.positions).to(self.device)
         each = torch.arange(self.count, device=self.device)
         self.tokens[each, at] = token_R[: self.count].int()
         self.positions = self.positions + 1
-        return StepTold.of(told[: self.count].cpu().numpy().ravel(), drawing.words), launches
+        return StepSamples.of(logprobs[: self.count].cpu().numpy().ravel(), in_step.words), launches
 
     def step(self, logits: torch.Tensor) -> tuple[Sampled, list[str]]:
         """Samples every row, and the launches of that."""
         rows, logits = np.arange(self.count), logits.to(self.device, copy=True)
-        picks = self.sampler.greedy(logits)
+        argmax = self.sampler.greedy(logits)
         with counted() as launches:
             found = self.sampler.sample(
-                logits, picks, rows=rows, positions=self.positions, tokens=self.tokens
+                logits, argmax, rows=rows, positions=self.positions, tokens=self.tokens
             )
         at = torch.from_numpy(self.positions).to(self.device)
         self.tokens[torch.arange(self.count, device=self.device), at] = found.token_N.int()
@@ -212,21 +213,21 @@ def test_penalised_rows_get_the_tokens_of_a_cpu(kernels: Callable[[bool], None])
         RowSampling(temperature=0.0, frequency_penalty=2.0, logit_bias={7: 0.25, 11: 0.25}),
         RowSampling(temperature=1.3, repetition_penalty=1e300, frequency_penalty=-1e300),
     ]
-    found, left = [], []
+    found, chosen_logit = [], []
     for triton_kernels, device in ((True, DEVICE), (False, CPU)):
         kernels(triton_kernels)
-        steps, told = Steps(samplings, device), []
+        steps, logprobs = Steps(samplings, device), []
         for seed in range(8):
             sampled, _ = steps.step(flat_logits(6, seed % 3))
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            assert sampled.told is not None and sampled.left_N is not None
-            scores = [(s.index, s.ids.tolist(), s.rank) for s in sampled.told.rows()]
-            told.append((sampled.token_N.tolist(), scores))
-            left.append(sampled.left_N.tolist())
-        found.append(told)
+            assert sampled.logprobs is not None and sampled.chosen_logit_N is not None
+            scores = [(s.index, s.ids.tolist(), s.rank) for s in sampled.logprobs.rows()]
+            logprobs.append((sampled.token_N.tolist(), scores))
+            chosen_logit.append(sampled.chosen_logit_N.tolist())
+        found.append(logprobs)
     assert found[0] == found[1]
-    np.testing.assert_allclose(left[:8], left[8:], rtol=1e-12)
+    np.testing.assert_allclose(chosen_logit[:8], chosen_logit[8:], rtol=1e-12)
     assert len({tokens[4] for tokens, _ in found[0]}) > 2, "the penalty means to change tokens"
 
 
@@ -270,11 +271,17 @@ def test_steps_give_penalised_and_scored_rows_what_a_cpu_does(
     theirs, changed = Steps(samplings, CPU), set()
     for seed, mine in enumerate(found):
         wanted, _ = theirs.step(flat_logits(5, seed % 3))
-        assert wanted.told is not None and mine.scores is not None and mine.left is not None
+        assert (
+            wanted.logprobs is not None
+            and mine.scores is not None
+            and mine.chosen_logit is not None
+        )
         assert mine.tokens.tolist() == wanted.token_N.tolist()
-        assert mine.best.tolist() == wanted.best_N.tolist() and not mine.left.any()
-        told = ours.sampler.told(mine.scores, np.arange(5), np.arange(5))
-        assert_told_alike(told, wanted.told)
+        assert (
+            mine.max_logit.tolist() == wanted.max_logit_N.tolist() and not mine.chosen_logit.any()
+        )
+        logprobs = ours.sampler.logprobs(mine.scores, np.arange(5), np.arange(5))
+        assert_same_logprobs(logprobs, wanted.logprobs)
         changed.add(int(mine.tokens[4]))
     assert len(changed) > 2, "the penalty means to change tokens"
 

@@ -14,10 +14,19 @@ import torch
 from headrace.back.kernels.nucleus import op as nucleus, triton_nucleus
 from headrace.back.kernels.step_commit import op as commit, triton_commit
 from headrace.back.kernels.step_inputs import op as inputs, triton_step
+from headrace.back.kernels.step_verify import op as verify, triton_verify
+from headrace.back.kernels.ngram_draft import op as ngram, triton_ngram
 
-problem = inputs.StepInputsProblem(device="cpu", block_tokens=16, max_rows=9)
-assert inputs.OP.error(triton_step.KERNEL, problem) == 0.0
-assert commit.OP.error(triton_commit.KERNEL, problem) == 0.0
+for speculates in (False, True):
+    problem = inputs.StepInputsProblem(
+        device="cpu", block_tokens=16, max_rows=9, speculates=speculates
+    )
+    assert inputs.OP.error(triton_step.KERNEL, problem) == 0.0
+    assert commit.OP.error(triton_commit.KERNEL, problem) == 0.0
+assert verify.OP.error(triton_verify.KERNEL, problem) == 0.0
+for least, most in ((1, 1), (2, 3), (1, 5)):
+    lookup = ngram.NgramDraftProblem(device="cpu", min_match=least, max_match=most)
+    assert ngram.OP.error(triton_ngram.KERNEL, lookup) == 0.0
 here = nucleus.NucleusProblem(device="cpu")
 assert nucleus.OP.error(triton_nucleus.KERNEL, here) == 0.0
 ours, theirs = triton_nucleus.bind(here), nucleus.bind_reference(here)

@@ -9,8 +9,9 @@ triton = pytest.importorskip("triton")
 
 from headrace.back.kernels.fused_linear import op as fused_linear
 from headrace.back.kernels.linear import stream
-from headrace.back.kernels.linear.table import ProductPlan, plan_for, write
-from headrace.back.kernels.linear.triton_small import Product, launcher
+from headrace.back.kernels.linear.table import GemmPlan, plan_for, write
+from headrace.back.kernels.linear.time_model import gemm_device
+from headrace.back.kernels.linear.triton_small import Gemm, launcher
 from tests.kernels.triton.test_kernels import BF16, DEVICE, FP16, NAN, close
 from tests.kernels.triton.test_prefill import hopper_only
 
@@ -49,8 +50,8 @@ def test_streamed_products(dtype, tokens, outputs, inputs, k, per_sm, bias, acti
     expected = fused_linear.bind_reference(problem, weight, bias_O, None)(
         x, residual.clone() if add else None
     )
-    plan = ProductPlan(kernel="stream", n=64, k=k, warps=4, stages=2, split=per_sm)
-    product = Product(weight_OI=weight, bias_O=bias_O, activation=activation or "", add=add)
+    plan = GemmPlan(kernel="stream", n=64, k=k, warps=4, stages=2, split=per_sm)
+    product = Gemm(weight_OI=weight, bias_O=bias_O, activation=activation or "", add=add)
     run = launcher(product, plan, 1 << (tokens - 1).bit_length())
     results = []
     for _ in range(2):
@@ -64,10 +65,11 @@ def test_streamed_products(dtype, tokens, outputs, inputs, k, per_sm, bias, acti
 def test_where_it_cannot_run_the_rule_is_taken(tmp_path, monkeypatch):
     """A table holds for a device and not for what is asked of it."""
     monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path))
-    plan = ProductPlan(kernel="stream", n=64, k=256, warps=4, stages=4)
-    write(tmp_path / "products" / "one.json", "one", {"4096x4096": {8: plan}})
-    assert plan_for("one", 4096, 4096, 8, gated=False) == plan
-    ruled = plan_for("one", 4096, 4096, 8, gated=False, without={"stream"})
+    plan = GemmPlan(kernel="stream", n=64, k=256, warps=4, stages=4)
+    one = gemm_device("one", (9, 0), 132)
+    write(tmp_path / "gemms" / "one.json", one, {"4096x4096": {8: plan}})
+    assert plan_for(one, 4096, 4096, 8, gated=False) == plan
+    ruled = plan_for(one, 4096, 4096, 8, gated=False, without={"stream"})
     assert ruled is not None and ruled.kernel == "skinny"
     weight = torch.zeros(64, 64)
     assert "GPUs" in str(stream.unfit(weight, "silu"))

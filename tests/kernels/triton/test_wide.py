@@ -15,19 +15,21 @@ from headrace.back.kernels.fused_linear.triton_fused_linear import bind
 from headrace.back.kernels.linear import wide
 from headrace.back.kernels.linear.table import (
     MAX_TOKENS,
-    ProductPlan,
+    GemmPlan,
     measured,
     padded,
     plan_for,
     user_file,
     write,
 )
-from headrace.back.kernels.linear.triton_small import Product, device_name, launcher
+from headrace.back.kernels.linear.time_model import gemm_device
+from headrace.back.kernels.linear.triton_small import Gemm, gemm_device_of, launcher
 from headrace.back.kernels.rms_norm.triton_rms_norm import bind_norm
 from tests.kernels.triton.test_kernels import BF16, DEVICE, FP16, NAN, close
 from tests.kernels.triton.test_prefill import hopper_only
 
-PLAN = ProductPlan(kernel="wide", n=192, k=64, warps=4, m=256, stages=3, group=8)
+ONE = gemm_device("one", (9, 0), 132)
+PLAN = GemmPlan(kernel="wide", n=192, k=64, warps=4, m=256, stages=3, group=8)
 
 
 def test_a_size_is_padded_to_a_measured_one():
@@ -48,15 +50,15 @@ def own_tables(tmp_path, monkeypatch):
 
 
 def test_what_it_cannot_compute_is_left_to_the_library(own_tables):
-    write(user_file("one"), "one", {"4096x4096+act": {1024: PLAN}})
-    assert plan_for("one", 4096, 4096, 1024, gated=True) == PLAN
-    assert plan_for("one", 4096, 4096, 1024, gated=True, without={"wide"}) is None
-    assert plan_for("one", 4096, 4096, 1024, gated=False) is None
+    write(user_file(ONE), ONE, {"4096x4096+act": {1024: PLAN}})
+    assert plan_for(ONE, 4096, 4096, 1024, gated=True) == PLAN
+    assert plan_for(ONE, 4096, 4096, 1024, gated=True, without={"wide"}) is None
+    assert plan_for(ONE, 4096, 4096, 1024, gated=False) is None
     for tokens in (1280, 1536, 8192):
-        ruled = plan_for("one", 8192, 4096, tokens, gated=True)
+        ruled = plan_for(ONE, 8192, 4096, tokens, gated=True)
         assert (ruled is not None and ruled.kernel == "wide") == (tokens >= 1536)
-        assert plan_for("one", 8192, 4096, tokens, gated=True, without={"wide"}) is None
-        assert plan_for("one", 8192, 4096, tokens, gated=False) is None
+        assert plan_for(ONE, 8192, 4096, tokens, gated=True, without={"wide"}) is None
+        assert plan_for(ONE, 8192, 4096, tokens, gated=False) is None
     weight, bias = torch.zeros(64, 512), torch.zeros(64)
     assert "without a bias" in str(wide.unfit(weight, bias, "silu", add=False))
     assert "silu" in str(wide.unfit(weight, None, "gelu", add=False))
@@ -93,8 +95,8 @@ def test_gated_products_of_many_tokens(dtype, m, group, tokens, inputs, results)
     expected = fused_linear.bind_reference(problem_of(dtype, inputs, results), weight, None, None)(
         x, None
     )
-    plan = ProductPlan(kernel="wide", n=192, k=64, warps=4, m=m, stages=wide.STAGES[m], group=group)
-    run = launcher(Product(weight_OI=weight, activation="silu"), plan, padded(tokens))
+    plan = GemmPlan(kernel="wide", n=192, k=64, warps=4, m=m, stages=wide.STAGES[m], group=group)
+    run = launcher(Gemm(weight_OI=weight, activation="silu"), plan, padded(tokens))
     kept = torch.full((tokens + 2, results), NAN, device=DEVICE, dtype=dtype)
     results_seen = []
     for _ in range(2):
@@ -111,7 +113,7 @@ def test_gated_products_of_many_tokens(dtype, m, group, tokens, inputs, results)
 def test_a_graph_of_dependent_launches_gives_the_same(own_tables):
     """KRN-22: kernels that start before those whose results they read have ended."""
     inputs, results, tokens = 512, 1024, 700
-    device = device_name(torch.device(DEVICE))
+    device = gemm_device_of(torch.device(DEVICE))
     write(user_file(device), device, {f"{2 * results}x{inputs}+act": {padded(tokens): PLAN}})
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(2 * results, inputs, generator=generator) / inputs**0.5).to(DEVICE, BF16)
@@ -120,7 +122,7 @@ def test_a_graph_of_dependent_launches_gives_the_same(own_tables):
     problem = problem_of(BF16, inputs, results, 1e-6)
     layer = bind(problem, weight, None, norm)
     alone_norm = bind_norm(norm_problem(problem), norm)
-    alone_product = launcher(Product(weight_OI=weight, activation="silu"), PLAN, padded(tokens))
+    alone_product = launcher(Gemm(weight_OI=weight, activation="silu"), PLAN, padded(tokens))
     start = torch.randn(tokens, inputs, generator=generator).to(DEVICE, BF16)
 
     def alone(x: torch.Tensor) -> torch.Tensor:

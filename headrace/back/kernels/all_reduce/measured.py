@@ -1,8 +1,9 @@
-"""Which way the ranks of an axis sum a message: by our kernels or by the group's library, measured at start.
+"""Which way the ranks of an axis sum a message: by our kernels or by the group's library, measured
+at start.
 
-All ranks come here together. Our kernels are first compared with the library on a message; then both are timed in
-graphs over a few sizes, and a message takes what was quickest at the next larger size. Times are those of the slowest
-rank, so that all decide alike.
+All ranks come here together. Our kernels are first compared with the library on a message; then
+both are timed in graphs over a few sizes, and a message takes what was quickest at the next larger
+size. Times are those of the slowest rank, so that all decide alike.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class MeasuredSums:
 
 
 def measured_sums(axis: Axis, device: torch.device, dtype: torch.dtype) -> MeasuredSums:
-    """Sums over the axis, checked and timed; PeersUnavailable, on all ranks, where our kernels cannot serve."""
+    """Sums over the axis, checked and timed; PeersUnavailable, on all ranks, where our kernels
+    cannot serve."""
     sums = peer_sums(axis, device)
     check(sums, axis, device, dtype)
     return MeasuredSums(sums, measure(sums, axis, device, dtype))

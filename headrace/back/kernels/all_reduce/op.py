@@ -1,4 +1,5 @@
-"""Sums over the ranks of an axis: whether by kernels of our own. Imports no Triton where there is nothing to choose."""
+"""Sums over the ranks of an axis: whether by kernels of our own. Imports no Triton where there is
+nothing to choose."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from headrace.base.config.resolved import Decision
 def with_sums(
     mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> tuple[Mesh, tuple[Decision, ...]]:
-    """The mesh whose tensor-parallel sums go the quickest way, and what was decided; every rank calls it."""
+    """The mesh whose tensor-parallel sums go the quickest way, and what was decided; every rank
+    calls it."""
     axis = mesh.tp
     if axis.size == 1 or device.type != "cuda":
         return mesh, ()

@@ -1,21 +1,27 @@
-"""Sums over the ranks through memory that each rank has mapped of all others: no library, no launch but one.
+"""Sums over the ranks through memory that each rank has mapped of all others: no library, no launch
+but one.
 
-A message travels as words of 8 bytes: 4 of data, 4 of the call's number, written at once into the receiver's memory. A
-word has come when its number is the call's, so there is no flag to set after the data and no barrier between ranks: a
-sum takes one crossing of the link (the idea of NCCL's LL protocol). Memory is used in turn by even and odd calls: who
-has all words of a call knows that the others have ended the call before it.
+A message travels as words of 8 bytes: 4 of data, 4 of the call's number, written at once into the
+receiver's memory. A word has come when its number is the call's, so there is no flag to set after
+the data and no barrier between ranks: a sum takes one crossing of the link (the idea of NCCL's LL
+protocol). Memory is used in turn by even and odd calls: who has all words of a call knows that the
+others have ended the call before it.
 
-    one shot    every rank sends its row to all others and sums up what comes; the least time for short messages
-    two shots   rank r sums up the r-th chunk of a row and sends the sum to all; the least bytes for longer ones
+    one shot    every rank sends its row to all others and sums up what comes; the least time for
+                short messages
+    two shots   rank r sums up the r-th chunk of a row and sends the sum to all; the least bytes for
+                longer ones
 
-Both sum in float32 in the order of the ranks and round once: the same bits on every rank and for either way. The call's
-number lies on the device and is counted up by the kernel, so calls may be recorded in a graph. Around the sum, as in
-kernels/rms_norm: the addition into the residual and the norm of that.
+Both sum in float32 in the order of the ranks and round once: the same bits on every rank and for
+either way. The call's number lies on the device and is counted up by the kernel, so calls may be
+recorded in a graph. Around the sum, as in kernels/rms_norm: the addition into the residual and the
+norm of that.
 
-A rank that waits too long for another stops the device with an error: a lost peer must not hang the others for ever.
+A rank that waits too long for another stops the device with an error: a lost peer must not hang the
+others for ever.
 
-W words (of 4 bytes) of a row, R ranks. Memory of a rank: int64 [2 calls, R + 1 senders, CAPACITY]; the last sender's
-place takes the sums of the second shot.
+W words (of 4 bytes) of a row, R ranks. Memory of a rank: int64 [2 calls, R + 1 senders, CAPACITY];
+the last sender's place takes the sums of the second shot.
 """
 
 from __future__ import annotations
@@ -105,8 +111,9 @@ def sum_kernel(
     TRAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (programs). x, residual and y int32 words, rows of W side by side; `peers` int64 [R] addresses; `calls`
-    int32 [2]: calls so far, programs that are done. With NORM y = norm(residual += sum) * weight, else y = sum."""
+    """Grid (programs). x, residual and y int32 words, rows of W side by side; `peers` int64 [R]
+    addresses; `calls` int32 [2]: calls so far, programs that are done. With NORM y = norm(residual
+    += sum) * weight, else y = sum."""
     enter(DEPENDENT)
     i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -190,7 +197,8 @@ def sum_kernel(
 
 
 class PeerSums:
-    """The sums of one axis. `addresses`: where this rank sees each rank's memory of `memory_bytes(...)`, zeroed.
+    """The sums of one axis. `addresses`: where this rank sees each rank's memory of
+    `memory_bytes(...)`, zeroed.
 
     Every rank makes the same calls in the same order, on one stream.
     """
@@ -231,7 +239,8 @@ class PeerSums:
         eps: float,
         two_shot: bool,
     ) -> torch.Tensor:
-        """Adds the sum of x over the ranks into the residual and returns the norm of that (kernels/rms_norm)."""
+        """Adds the sum of x over the ranks into the residual and returns the norm of that
+        (kernels/rms_norm)."""
         assert residual_TE.is_contiguous() and residual_TE.shape == x_TE.shape
         y_TE = torch.empty_like(x_TE)
         words = [t.view(torch.int32) for t in (x_TE, residual_TE, y_TE)]

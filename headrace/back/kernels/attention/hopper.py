@@ -1,4 +1,5 @@
-"""When and how the kernel of triton_prefill_hopper.py is launched: from the list that triton_tiles.py makes."""
+"""When and how the kernel of triton_prefill_hopper.py is launched: from the list that
+triton_tiles.py makes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import triton
 from headrace.back.kernels.attention.op import AttentionProblem, Plan
 from headrace.back.kernels.attention.triton_lists import Launch, lists, row_bucket
 from headrace.back.kernels.attention.triton_tiles import TILE_FIELDS, tiles_kernel
-from headrace.back.kernels.kv_write.coded import codes_and_scales, typed
+from headrace.back.kernels.kv_write.quantized import typed, values_and_scales
 from headrace.back.kernels.triton.wrap import interpreted, launch, num_sms
 
 PAIRS = 64
@@ -21,8 +22,8 @@ PAIRS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class HopperTiles:
-    """n: positions of a tile; stages: how many tiles of keys, and as many of values, are in shared memory; slots: how
-    many tiles of codes, of keys or values."""
+    """n: positions of a tile; stages: how many tiles of keys, and as many of values, are in shared
+    memory; slots: how many quantized tiles, of keys or values."""
 
     n: int = 128
     stages: int = 2
@@ -37,15 +38,17 @@ def unfit(problem: AttentionProblem) -> str | None:
     if problem.device != "cuda" or interpreted() or torch.version.hip is not None:
         return "runs on NVIDIA's GPUs only"
     if torch.cuda.get_device_capability() != (9, 0):
-        return "asks for the copy engine and the matrix instructions of compute capability 9.0"
+        return "asks for the TMA and the matrix instructions of compute capability 9.0"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"knows bfloat16 and float16, not {problem.dtype}"
-    if problem.coded and problem.dtype is not torch.bfloat16:
-        return f"makes bfloat16 of codes, not {problem.dtype}"
+    if problem.quantized and problem.dtype is not torch.bfloat16:
+        return f"dequantizes to bfloat16, not {problem.dtype}"
     if problem.head_dim not in (64, 128):
         return f"knows heads of 64 and 128, not {problem.head_dim}"
     if problem.window is not None or problem.softcap is not None or problem.sinks:
         return "knows no windows, no soft cap and no sinks"
+    if not problem.causal:
+        return "knows causal queries only"
     if problem.block_tokens < 8 or TILES.n % problem.block_tokens:
         return f"blocks of {problem.block_tokens} tokens do not fill tiles of {TILES.n}"
     if problem.heads // problem.kv_heads > PAIRS:
@@ -54,68 +57,79 @@ def unfit(problem: AttentionProblem) -> str | None:
 
 
 def descriptors(problem: AttentionProblem, heads: int) -> Callable[[torch.Tensor], Any]:
-    """How the copy engine is told of a cache: as rows of head_dim, those of so many heads of a block at a time; of
-    codes as heads of a block, whose scales lie between them."""
+    """How the TMA is told of a cache: as rows of head_dim, those of so many heads of a block at a
+    time; of quantized as heads of a block, whose scales lie between them."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    depth, coded = problem.head_dim, problem.coded is not None
-    box = [heads, problem.block_tokens, depth] if coded else [heads * problem.block_tokens, depth]
+    depth, quantized = problem.head_dim, problem.quantized is not None
+    box = (
+        [heads, problem.block_tokens, depth] if quantized else [heads * problem.block_tokens, depth]
+    )
     wide = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[problem.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.int8 if coded else wide)
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.int8 if quantized else wide)
     known: dict[tuple[int, int], TensorDescriptor] = {}
 
     def descriptor(kv: torch.Tensor) -> TensorDescriptor:
         key = kv.data_ptr(), kv.shape[0]
-        found = known.get(key)
-        if found is None or found.base.data_ptr() != key[0]:  # of a cache that was given back
+        cached = known.get(key)
+        if cached is None or cached.base.data_ptr() != key[0]:  # of a cache that was given back
             known.clear()
-            tiles = codes_and_scales(kv)[0].flatten(0, 2) if coded else kv.view(-1, depth)
-            found = known[key] = TensorDescriptor.from_tensor(tiles, box, layout)
-        return found
+            tiles = values_and_scales(kv)[0].flatten(0, 2) if quantized else kv.view(-1, depth)
+            cached = known[key] = TensorDescriptor.from_tensor(tiles, box, layout)
+        return cached
 
     return descriptor
 
 
 def bind_prefill(problem: AttentionProblem, *, min_queries: int) -> Launch:
     """The launch for rows with at least `min_queries` query tokens."""
-    from headrace.back.kernels.attention.triton_prefill_codes import prefill_codes_kernel
     from headrace.back.kernels.attention.triton_prefill_hopper import prefill_hopper_kernel
+    from headrace.back.kernels.attention.triton_prefill_quantized import prefill_quantized_kernel
 
     kv_heads, head_dim, block_tokens = problem.kv_heads, problem.head_dim, problem.block_tokens
     group = problem.heads // kv_heads
     queries, tiles = 2 * (PAIRS // group), TILES
     cache_of = descriptors(problem, 1)
     sizes: dict[str, Any] = {
-        "GROUP": group, "KV_HEADS": kv_heads, "BLOCK_TOKENS": block_tokens, "N": tiles.n, "STAGES": tiles.stages,
+        "GROUP": group, "KV_HEADS": kv_heads, "BLOCK_TOKENS": block_tokens, "N": tiles.n,
+        "STAGES": tiles.stages,
     }  # fmt: skip
 
     def make(plan: Plan, most: int) -> torch.Tensor:
         device = plan.kv_len_R.device
         num_rows = len(plan.kv_len_R)
-        found = torch.empty((most + 1) * TILE_FIELDS, dtype=torch.int32, device=device)
+        tile_list = torch.empty((most + 1) * TILE_FIELDS, dtype=torch.int32, device=device)
         tiles_kernel[(most,)](
-            plan.query_start_R1, plan.kv_len_R, found, num_rows, QUERIES=queries,
+            plan.query_start_R1, plan.kv_len_R, tile_list, num_rows, QUERIES=queries,
             MIN_QUERIES=min_queries, ROWS=row_bucket(num_rows), num_warps=4, **launch(device),
         )  # fmt: skip
-        return found
+        return tile_list
 
-    def prefill(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor) -> None:
+    def prefill(
+        q_THD: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        out_THD: torch.Tensor,
+        lse_TH: torch.Tensor | None,
+    ) -> None:
         most = triton.cdiv(len(q_THD), queries) + len(plan.kv_len_R)
         key = ("tiles", queries, min_queries, most)
-        found, _ = lists.get(plan, key, prefill, lambda: make(plan, most))
-        given = (
-            q_THD, out_THD, found, plan.block_table_RB, q_THD.stride(0), q_THD.stride(1),
-            problem.heads * head_dim, plan.block_table_RB.stride(0), problem.scale * 1.4426950408889634,
+        tile_list, _ = lists.get(plan, key, prefill, lambda: make(plan, most))
+        arguments = (
+            q_THD, out_THD, lse_TH, tile_list, plan.block_table_RB, q_THD.stride(0),
+            q_THD.stride(1), problem.heads * head_dim, plan.block_table_RB.stride(0),
+            problem.scale * 1.4426950408889634,
         )  # fmt: skip
         grid = (num_sms(q_THD.device),)
-        if problem.coded is not None:
-            _, scales = typed(kv, problem.coded)
-            prefill_codes_kernel[grid](
-                cache_of(kv), scales, *given, **sizes, SLOTS=tiles.slots, CODED=problem.coded,
-                num_warps=4,
+        constants = {**sizes, "LSE": lse_TH is not None}
+        if problem.quantized is not None:
+            _, scales = typed(kv, problem.quantized)
+            prefill_quantized_kernel[grid](
+                cache_of(kv), scales, *arguments, **constants, SLOTS=tiles.slots,
+                QUANTIZED=problem.quantized, num_warps=4,
             )  # fmt: skip
         else:
-            prefill_hopper_kernel[grid](cache_of(kv), *given, **sizes, num_warps=4)
+            prefill_hopper_kernel[grid](cache_of(kv), *arguments, **constants, num_warps=4)
 
     return prefill

@@ -1,4 +1,5 @@
-"""When and how the kernel of triton_decode_hopper.py is launched: from the runs that triton_runs.py makes."""
+"""When and how the kernel of triton_decode_hopper.py is launched: from the runs that triton_runs.py
+makes."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from headrace.back.kernels.attention import hopper
-from headrace.back.kernels.attention.cascade import Shared
+from headrace.back.kernels.attention.cascade import PrefixResults
 from headrace.back.kernels.attention.op import AttentionProblem, Plan
 from headrace.back.kernels.attention.triton_lists import lists, row_bucket
 from headrace.back.kernels.attention.triton_runs import RUN_FIELDS, runs_kernel
-from headrace.back.kernels.kv_write.coded import typed
+from headrace.back.kernels.kv_write.quantized import typed
 from headrace.back.kernels.triton.wrap import COUNTERS, counters, launch, num_sms, power_of_two
 
 MOST_QUERIES = 64
@@ -21,9 +22,10 @@ MOST_QUERIES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """rows: positions and heads of a tile, those of one matrix instruction or two; heads: KV heads of a tile, at most;
-    per_sm: programs; stages: tiles on their way to a program; least: tiles of a run; near: tiles by which cuts are
-    moved to the ends of rows; registers: of a thread at most, None: as the compiler thinks."""
+    """rows: positions and heads of a tile, those of one matrix instruction or two; heads: KV heads
+    of a tile, at most; per_sm: programs; stages: tiles on their way to a program; least: tiles of a
+    run; near: tiles by which cuts are moved to the ends of rows; registers: of a thread at most,
+    None: as the compiler thinks."""
 
     rows: int = 64
     heads: int = 4
@@ -39,23 +41,27 @@ STREAMS: tuple[tuple[int, Streams], ...] = (
     (192, Streams(heads=2)),
     (1 << 30, Streams()),
 )
-"""By rows of a step, up to so many. Measured on an H200 (benchmarks/h200/kernels.md): of few rows no position should
-wait for another, of many the copies should be large."""
-STREAMS_OF_CODES: tuple[tuple[int, Streams], ...] = (
+"""By rows of a step, up to so many. Measured on an H200 (benchmarks/h200/kernels.md): of few rows
+no position should wait for another, of many the copies should be large."""
+QUANTIZED_STREAMS: tuple[tuple[int, Streams], ...] = (
     (63, Streams(heads=2, per_sm=3, registers=168)),
     (192, Streams()),
     (1 << 30, Streams(rows=128, stages=2)),
 )
-"""The same for caches of codes, where it is the widening that takes the time: more programs, or fewer tiles."""
+"""The same for quantized caches, where it is the dequantizing that takes the time: more programs,
+or fewer tiles."""
 LEAST_ROWS = 8
-"""Rows of a step from which on this kernel serves it; of fewer the time goes to adding up what programs share."""
+"""Rows of a step from which on this kernel serves it; of fewer the time goes to adding up what
+programs share."""
 
-Decode = Callable[[torch.Tensor, torch.Tensor, Plan, torch.Tensor, Shared], None]
-"""f(q_THD, kv, plan, out_THD, shared prefixes)"""
+Decode = Callable[
+    [torch.Tensor, torch.Tensor, Plan, torch.Tensor, torch.Tensor | None, PrefixResults], None
+]
+"""f(q_THD, kv, plan, out_THD, lse_TH, shared prefixes)"""
 
 
 def _streams(problem: AttentionProblem) -> tuple[tuple[int, Streams], ...]:
-    return STREAMS if problem.coded is None else STREAMS_OF_CODES
+    return STREAMS if problem.quantized is None else QUANTIZED_STREAMS
 
 
 def heads_of(problem: AttentionProblem, streams: Streams) -> int:
@@ -90,12 +96,17 @@ def bind_decode(problem: AttentionProblem) -> Decode:
     bound: dict[Streams, Decode] = {}
 
     def decode(
-        q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor, common: Shared
+        q_THD: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        out_THD: torch.Tensor,
+        lse_TH: torch.Tensor | None,
+        common: PrefixResults,
     ) -> None:
         streams = next(one for most, one in _streams(problem) if len(plan.kv_len_R) <= most)
         if streams not in bound:
             bound[streams] = _bound(problem, streams)
-        bound[streams](q_THD, kv, plan, out_THD, common)
+        bound[streams](q_THD, kv, plan, out_THD, lse_TH, common)
 
     return decode
 
@@ -121,7 +132,12 @@ def _bound(problem: AttentionProblem, streams: Streams) -> Decode:
         return runs
 
     def decode(
-        q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor, common: Shared
+        q_THD: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        out_THD: torch.Tensor,
+        lse_TH: torch.Tensor | None,
+        common: PrefixResults,
     ) -> None:
         device = q_THD.device
         assert len(plan.kv_len_R) * shares <= COUNTERS, (len(plan.kv_len_R), shares)
@@ -135,14 +151,14 @@ def _bound(problem: AttentionProblem, streams: Streams) -> Decode:
         if is_new and "launch_pdl" in options:
             options["launch_pdl"] = False  # it reads the list before it waits
         decode_hopper_kernel[(shares, most)](
-            cache_of(kv), typed(kv, problem.coded)[1], q_THD, out_THD, runs,
-            plan.query_start_R1, plan.kv_len_R, common.joins,
-            plan.block_table_RB, partial, common.partial, counters(device),
-            q_THD.stride(0), q_THD.stride(1), problem.heads * depth, plan.block_table_RB.stride(0),
+            cache_of(kv), typed(kv, problem.quantized)[1], q_THD, out_THD, lse_TH, runs,
+            plan.query_start_R1, plan.kv_len_R, common.joins, plan.block_table_RB, partial,
+            common.partial, counters(device), q_THD.stride(0), q_THD.stride(1),
+            problem.heads * depth, plan.block_table_RB.stride(0),
             problem.scale * 1.4426950408889634, KV_HEADS=kv_heads, HEADS=heads, GROUP=group,
             Q=queries, BLOCK_TOKENS=block_tokens, BLOCKS=blocks, STAGES=streams.stages,
-            SHARED=common.joins is not None, PREFIX_M=common.m, CODED=problem.coded, num_warps=4,
-            maxnreg=streams.registers, **options,
+            LSE=lse_TH is not None, SHARED=common.joins is not None, PREFIX_M=common.m,
+            QUANTIZED=problem.quantized, num_warps=4, maxnreg=streams.registers, **options,
         )  # fmt: skip
 
     return decode

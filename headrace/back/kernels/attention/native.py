@@ -1,22 +1,24 @@
-"""Paged attention by the native kernel: decode and prefill rows in one call, no gathered copy of the KV.
+"""Paged attention by the native kernel: decode and prefill rows in one call, no gathered copy of
+the KV.
 
-`WHOLE` never cuts a row's KV into parts, as `KERNEL` does for long decode rows: slower where there are more threads
-than heads, but a decode's result is then that of the same position in any chunk of a prompt.
+`WHOLE` never cuts a row's KV into parts, as `KERNEL` does for long decode rows: slower where there
+are more threads than heads, but a decode's result is then that of the same position in any chunk of
+a prompt.
 """
 
 from __future__ import annotations
 
 import torch
 
-from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
-from headrace.back.kernels.kv_write.coded import SCALE_BYTES
-from headrace.back.kernels.kv_write.native import CODES
+from headrace.back.kernels.attention.op import AttentionFunction, AttentionProblem, Plan, check_lse
+from headrace.back.kernels.kv_write.native import QUANTIZATION_IDS
+from headrace.back.kernels.kv_write.quantized import SCALE_BYTES
 from headrace.back.kernels.native.library import FLOAT, INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
 MAX_HEAD_DIM = 256
-_ARGUMENTS = (*(POINTER,) * 7, *(INT64,) * 14, FLOAT, FLOAT, INT32, INT32)
+_ARGUMENTS = (*(POINTER,) * 8, *(INT64,) * 14, FLOAT, FLOAT, INT32, INT32)
 
 
 def bind_with(
@@ -25,19 +27,23 @@ def bind_with(
     sinks_H: torch.Tensor | None = None,
     *,
     whole: bool = False,
-) -> Attention:
+) -> AttentionFunction:
     """The kernel of one library; keeps the sinks."""
     assert problem.sinks == (sinks_H is not None), problem
     sinks = None if sinks_H is None else sinks_H.float().contiguous()
     assert sinks is None or sinks.shape == (problem.heads,), sinks.shape
     kernel = library.bind("attention", *_ARGUMENTS)
-    heads, head_dim, code = problem.heads, problem.head_dim, DTYPES[problem.dtype]
+    heads, head_dim, element = problem.heads, problem.head_dim, DTYPES[problem.dtype]
     window, scale, softcap = problem.window or 0, problem.scale, problem.softcap or 0.0
 
-    cache_dtype = torch.int8 if problem.coded else problem.dtype
-    width = head_dim + SCALE_BYTES if problem.coded else head_dim
+    mode = QUANTIZATION_IDS[problem.quantized] + 4 * whole + 8 * (not problem.causal)
+    cache_dtype = torch.int8 if problem.quantized else problem.dtype
+    width = head_dim + SCALE_BYTES if problem.quantized else head_dim
 
-    def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attention(
+        q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        check_lse(lse_TH, q_THD)
         assert q_THD.dtype == problem.dtype and kv.dtype == cache_dtype, (q_THD.dtype, kv.dtype)
         num_blocks, _, kv_heads, block_tokens, _ = kv.shape
         assert kv.stride()[3:] == (width, 1) and q_THD.stride(2) == 1, (kv.stride(),)
@@ -47,7 +53,8 @@ def bind_with(
         assert plan.max_kv_len <= table.shape[1] * block_tokens, (plan.max_kv_len, table.shape)
         num_tokens, rows = q_THD.shape[0], lengths.shape[0]
         assert starts.shape[0] == rows + 1 and table.shape[0] == rows, (starts.shape, table.shape)
-        # Padding is left as it is where the host does not know how much there is: a row of it reaches no other.
+        # Padding is left as it is where the host does not know how much there is: a row of it
+        # reaches no other.
         if plan.host_query_start is not None:
             computed = int(plan.host_query_start[rows])
             if computed < num_tokens:
@@ -55,9 +62,10 @@ def bind_with(
         kernel(
             *(tensor.data_ptr() for tensor in (q_THD, kv, out_THD, starts, lengths, table)),
             sinks.data_ptr() if sinks is not None else None,
+            lse_TH.data_ptr() if lse_TH is not None else None,
             rows, table.stride(0), num_tokens, num_blocks, heads, kv_heads, head_dim, block_tokens,
-            *(*q_THD.stride()[:2], *kv.stride()[:3]), window, scale, softcap, code,
-            CODES[problem.coded] + 4 * whole,
+            *(*q_THD.stride()[:2], *kv.stride()[:3]), window, scale, softcap, element,
+            mode,
         )  # fmt: skip
         return out_THD
 
@@ -69,8 +77,8 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
-    if problem.coded == "fp8" or problem.sinks:
-        return "knows neither fp8 codes nor sinks"
+    if problem.quantized == "fp8":
+        return "knows no fp8"
     return unsupported(problem.device, problem.dtype)
 
 

@@ -8,9 +8,10 @@
 // Only positions a tile can see are touched: what lies in freed or unused places may be NaN. Where there are matrix tiles, a
 // prompt's rows go by in hundreds (amx_prefill.h).
 //
-// The cache holds the queries' type T, or codes with a float32 scale per token and head (S, its element, is then int8_t
-// or fp8): a block's head is [block_tokens][head_dim] codes, then [block_tokens] scales. Codes are exact in T, so keys
-// are widened four at a time on the way into the same products, and scales are put on scores and weights.
+// The cache holds the queries' type T, or one-byte values with a float32 scale per token and head (S, its element, is then
+// int8_t or fp8): a block's head is [block_tokens][head_dim] values, then [block_tokens] scales. They are exact in T, so
+// keys are dequantized without their scales, four at a time, on the way into the same products; scales go onto scores and
+// weights.
 
 #include "../native/amx_tasks.h"
 #include "../native/dot_tile.h"
@@ -27,11 +28,11 @@ HR_INLINE void scale_columns(float* values, int64_t rows, int64_t count, const f
     for (int64_t j = 0; j < count; ++j) values[m * kTokens + j] *= scales[j];
 }
 
-// NB keys in the type of the queries: where they lie, or widened into `wide`.
+// NB keys in the type of the queries: where they lie, or dequantized into `wide`.
 template <class T, int NB>
 HR_INLINE const T* keys_as(const T* k, int64_t, T*) { return k; }
 template <class T, int NB, class S>
-HR_INLINE const T* widened(const S* k, int64_t head_dim, T* wide) {
+HR_INLINE const T* dequantized(const S* k, int64_t head_dim, T* wide) {
   const int64_t count = NB * head_dim;
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(wide + i, load(k + i));
@@ -40,9 +41,9 @@ HR_INLINE const T* widened(const S* k, int64_t head_dim, T* wide) {
 }
 
 template <class T, int NB>
-HR_INLINE const T* keys_as(const int8_t* k, int64_t head_dim, T* wide) { return widened<T, NB>(k, head_dim, wide); }
+HR_INLINE const T* keys_as(const int8_t* k, int64_t head_dim, T* wide) { return dequantized<T, NB>(k, head_dim, wide); }
 template <class T, int NB>
-HR_INLINE const T* keys_as(const fp8* k, int64_t head_dim, T* wide) { return widened<T, NB>(k, head_dim, wide); }
+HR_INLINE const T* keys_as(const fp8* k, int64_t head_dim, T* wide) { return dequantized<T, NB>(k, head_dim, wide); }
 
 template <class T, int MB, int NB>
 HR_INLINE void score_tile(const char* panel, const T* k, int64_t head_dim, float* scores) {
@@ -79,7 +80,7 @@ template <class T, class S>
 HR_INLINE void score(const Attention& p, const Task& task, int64_t kv_head, const char* panels, int64_t rows, int64_t low,
                      int64_t count, float* scores) {
   const int64_t D = p.head_dim;
-  alignas(64) T wide[kCoded<S> ? 4 * kMaxHead : 1];
+  alignas(64) T wide[kQuantized<S> ? 4 * kMaxHead : 1];
   for (int64_t j = 0; j < count;) {
     const int64_t run = smaller(count - j, p.block_tokens - (low + j) % p.block_tokens);
     const S* k = kv_at<S>(p, task.row, kv_head, low + j, 0);
@@ -200,16 +201,19 @@ template <class T>
 HR_INLINE void finish(const Attention& p, const Task& task, const float* max, const float* total, const float* sums) {
   for (int64_t m = 0; m < int64_t(task.tokens) * task.heads; ++m) {
     const float* from = sums + m * kMaxHead;
-    if (task.part) {
+    if (task.part != kWholeRow) {
       float* to = part_at(p, task, m);
       to[0] = max[m], to[1] = total[m];
       __builtin_memcpy(to + 2, from, size_t(p.head_dim) * sizeof(float));
       continue;
     }
     const int64_t token = p.query_start[task.row] + task.token + m / task.heads;
-    T* to = static_cast<T*>(p.out) + (token * p.heads + task.head + m % task.heads) * p.head_dim;
+    const int64_t head = task.head + m % task.heads;
+    const float by = divisor(p, total[m]);
+    store_lse(p, token, head, max[m], total[m]);
+    T* to = static_cast<T*>(p.out) + (token * p.heads + head) * p.head_dim;
     for (int64_t d = 0; d < p.head_dim; d += kLanes)
-      store_part(to + d, load(from + d) / total[m], smaller<int64_t>(p.head_dim - d, kLanes));
+      store_part(to + d, load(from + d) / by, smaller<int64_t>(p.head_dim - d, kLanes));
   }
 }
 
@@ -218,7 +222,6 @@ void attend(void* context, int64_t i) {
   const Attention& p = *static_cast<const Attention*>(context);
   const Task& task = p.tasks[i];
   const int64_t rows = int64_t(task.tokens) * task.heads, kv_head = task.head / (p.heads / p.kv_heads);
-  const int64_t first = p.kv_len[task.row] - (p.query_start[task.row + 1] - p.query_start[task.row]) + task.token;
   alignas(64) char panels[kRows * kMaxHead * sizeof(float)];
   alignas(64) float sums[kRows * kMaxHead];
   alignas(64) float scores[kRows * kTokens];
@@ -232,26 +235,26 @@ void attend(void* context, int64_t i) {
     const int64_t count = smaller<int64_t>(kTokens, task.high - low);
     score<T, S>(p, task, kv_head, panels, rows, low, count, scores);
     float scales[kTokens];
-    if (kCoded<S>) {
+    if (kQuantized<S>) {
       kv_scales(p, task.row, kv_head, low, count, 0, scales);
       scale_columns(scores, rows, count, scales);
       kv_scales(p, task.row, kv_head, low, count, 1, scales);
     }
     for (int64_t m = 0; m < rows; ++m) {
-      const int64_t position = task.part ? p.kv_len[task.row + m / task.heads] - 1 : first + m / task.heads;
+      const int64_t position = last_position(p, task, m);
       const int64_t from = smaller(larger<int64_t>(position - p.window + 1 - low, 0), count);
       const int64_t to = smaller(larger<int64_t>(position + 1 - low, 0), count);
       factors[m] = soften(p, scores + m * kTokens, from, to, count, max[m], total[m]);
     }
-    if (kCoded<S>) scale_columns(scores, rows, count, scales);
+    if (kQuantized<S>) scale_columns(scores, rows, count, scales);
     mix_all<S>(p, task, kv_head, rows, low, count, scores, factors, sums);
   }
   finish<T>(p, task, max, total, sums);
 }
 
-// One task of merging: the parts of one query head of a decode row, in order.
+// One task of merging: the parts of one query and head, in order.
 struct Merge {
-  int64_t part, part_stride, count, out;
+  int64_t part, part_stride, count, token, head;
 };
 
 struct Merges {
@@ -266,19 +269,22 @@ void merge(void* context, int64_t i) {
   const float* parts = p.parts + job.part;
   float top = -__builtin_inff(), total = 0;
   for (int64_t j = 0; j < job.count; ++j) top = larger(parts[j * job.part_stride], top);
+  const float base = top == -__builtin_inff() ? 0.0f : top;
   alignas(64) float sums[kMaxHead + kLanes] = {};
   for (int64_t j = 0; j < job.count; ++j) {
     const float* part = parts + j * job.part_stride;
-    const float factor = vexp(splat(part[0] - top))[0];
+    const float factor = vexp(splat(part[0] - base))[0];
     total += factor * part[1];
     for (int64_t d = 0; d < p.head_dim; d += kLanes) {
       F v = load_part(part + 2 + d, smaller<int64_t>(p.head_dim - d, kLanes));
       store(sums + d, fma(v, factor, load(sums + d)));
     }
   }
-  T* to = static_cast<T*>(p.out) + job.out;
+  store_lse(p, job.token, job.head, top, total);
+  const float by = divisor(p, total);
+  T* to = static_cast<T*>(p.out) + (job.token * p.heads + job.head) * p.head_dim;
   for (int64_t d = 0; d < p.head_dim; d += kLanes)
-    store_part(to + d, load(sums + d) / total, smaller<int64_t>(p.head_dim - d, kLanes));
+    store_part(to + d, load(sums + d) / by, smaller<int64_t>(p.head_dim - d, kLanes));
 }
 
 // The tasks of all rows, written to the arrays; with null arrays only counted. A plan of two passes keeps the hot path
@@ -289,9 +295,19 @@ struct Counts {
 
 HR_INLINE int64_t lowest(const Attention& p, int64_t position) { return larger<int64_t>(position - p.window + 1, 0); }
 
-HR_INLINE RowParts parts_of(const Attention& p, int64_t row) {
-  const int64_t last = p.kv_len[row] - 1, first = lowest(p, last) / kSplit;
+// The parts that `queries` queries at the end of a row see; one, of no positions, of a row without any.
+HR_INLINE RowParts parts_of(const Attention& p, int64_t row, int64_t queries = 1) {
+  const int64_t last = p.kv_len[row] - 1, first = lowest(p, p.causal ? last - queries + 1 : last) / kSplit;
   return {0, first, last / kSplit - first + 1};
+}
+
+// Where the parts of one query of a row are merged, for each of its heads.
+HR_INLINE void plan_merges(const Attention& p, const RowParts& parts, int64_t row, int64_t query, int64_t head,
+                           int64_t heads, Counts& n, Merge* merges) {
+  for (int64_t h = 0; h < heads; ++h, ++n.merges)
+    if (merges)
+      merges[n.merges] = {parts.base + ((query * p.heads + head) * parts.count + h) * part_floats(p),
+                          heads * part_floats(p), parts.count, p.query_start[row] + query, head + h};
 }
 
 // Whether decode rows a and b see part c whole and in the same blocks, so that one task can serve both.
@@ -325,12 +341,7 @@ HR_INLINE void plan_decodes(const Attention& p, int64_t begin, int64_t end, Coun
     lowest_part = smaller(lowest_part, parts.first);
     highest_part = larger(highest_part, parts.first + parts.count - 1);
     if (parts.count == 1) continue;
-    each_heads(p, [&](int64_t head, int64_t heads) {
-      for (int64_t h = 0; h < heads; ++h, ++n.merges)
-        if (merges)
-          merges[n.merges] = {parts.base + (head * parts.count + h) * part_floats(p), heads * part_floats(p),
-                              parts.count, (p.query_start[row] * p.heads + head + h) * p.head_dim};
-    });
+    each_heads(p, [&](int64_t head, int64_t heads) { plan_merges(p, parts, row, 0, head, heads, n, merges); });
     n.part_floats += p.heads * parts.count * part_floats(p);
   }
   for (int64_t c = lowest_part; c <= highest_part; ++c)
@@ -344,10 +355,36 @@ HR_INLINE void plan_decodes(const Attention& p, int64_t begin, int64_t end, Coun
       each_heads(p, [&](int64_t head, int64_t heads) {
         if (tasks)
           tasks[n.tasks] = {int32_t(row), 0, int32_t(count), int32_t(head), int32_t(heads), int32_t(from), int32_t(to),
-                            c == parts.first, parts.count > 1};
+                            c == parts.first, parts.count > 1 ? kPartOfRows : kWholeRow};
         ++n.tasks;
       });
     }
+}
+
+// A row with a few queries (speculative verification): cut like a decode row, and each part read once for as many queries
+// as make a tile.
+HR_INLINE void plan_few_queries(const Attention& p, int64_t row, int64_t queries, Counts& n, Task* tasks, Merge* merges,
+                                RowParts* all) {
+  RowParts parts = parts_of(p, row, queries);
+  parts.base = n.part_floats;
+  if (all) all[row] = parts;
+  n.part_floats += queries * p.heads * parts.count * part_floats(p);
+  const int64_t length = p.kv_len[row];
+  each_heads(p, [&](int64_t head, int64_t heads) {
+    const int64_t most = larger<int64_t>(kRows / heads, 1);
+    for (int64_t query = 0; query < queries; ++query) plan_merges(p, parts, row, query, head, heads, n, merges);
+    for (int64_t c = parts.first; c < parts.first + parts.count; ++c)
+      for (int64_t token = 0; token < queries; token += most) {
+        const int64_t tokens = smaller(most, queries - token), first = p.causal ? length - queries + token : length - 1;
+        const int64_t seen = p.causal ? first + tokens : length;
+        int64_t from = larger(c * kSplit, lowest(p, first)), to = smaller((c + 1) * kSplit, seen);
+        if (from >= to) from = to = c * kSplit;  // a part of none leaves empty sums
+        if (tasks)
+          tasks[n.tasks] = {int32_t(row), int32_t(token), int32_t(tokens), int32_t(head), int32_t(heads),
+                            int32_t(from), int32_t(to), c == parts.first, kPartOfQueries};
+        ++n.tasks;
+      }
+  });
 }
 
 // One KV head after the other, so that its KV stays in the cache; the longest tasks first.
@@ -358,10 +395,11 @@ HR_INLINE void plan_prefill(const Attention& p, int64_t row, int64_t queries, Co
   each_heads(p, [&](int64_t head, int64_t heads) {
     for (int64_t end = queries, tokens; end > 0; end -= tokens) {
       tokens = (end - 1) % most + 1;
-      const int64_t token = end - tokens, first = p.kv_len[row] - queries + token;
+      const int64_t token = end - tokens, length = p.kv_len[row];
+      const int64_t first = p.causal ? length - queries + token : 0, seen = p.causal ? first + tokens : length;
       if (tasks)
         tasks[n.tasks] = {int32_t(row), int32_t(token), int32_t(tokens), int32_t(head), int32_t(heads),
-                          int32_t(lowest(p, first)), int32_t(first + tokens), 1, 0};
+                          int32_t(lowest(p, first)), int32_t(seen), 1, kWholeRow};
       ++n.tasks;
     }
   });
@@ -371,8 +409,11 @@ HR_INLINE Counts plan(const Attention& p, Task* tasks, Merge* merges, RowParts* 
   Counts n;
   const auto queries = [&](int64_t row) { return p.query_start[row + 1] - p.query_start[row]; };
   for (int64_t row = 0; row < p.rows;) {
-    if (queries(row) != 1 || p.whole) {
-      plan_prefill(p, row, queries(row), n, tasks);
+    const int64_t count = queries(row);
+    if (count != 1 || p.whole) {
+      const bool cut = !p.whole && count > 1 && count <= kFewQueries && parts_of(p, row, count).count > 1;
+      if (cut) plan_few_queries(p, row, count, n, tasks, merges, parts);
+      else plan_prefill(p, row, count, n, tasks);
       ++row;
       continue;
     }
@@ -388,7 +429,8 @@ HR_INLINE Counts plan(const Attention& p, Task* tasks, Merge* merges, RowParts* 
 HR_INLINE bool sound(const Attention& p, int64_t num_blocks, int64_t num_tokens) {
   for (int64_t row = 0; row < p.rows; ++row) {
     const int64_t start = p.query_start[row], queries = p.query_start[row + 1] - start, length = p.kv_len[row];
-    if (start < 0 || queries < 0 || start + queries > num_tokens || length < queries) return false;
+    if (start < 0 || queries < 0 || start + queries > num_tokens || length < 0) return false;
+    if (p.causal && length < queries) return false;
     if (length > p.table_stride * p.block_tokens) return false;
     const int64_t low = larger<int64_t>(length - queries - p.window + 1, 0);
     for (int64_t j = low / p.block_tokens; j < ceil_div(length, p.block_tokens); ++j) {
@@ -426,7 +468,7 @@ int32_t run(Attention& p) {
 }
 
 template <class S>
-int32_t run_codes(Attention& p, int32_t dtype) {
+int32_t run_quantized(Attention& p, int32_t dtype) {
   if (dtype == HR_BF16) return run<bf16, S>(p);
   if (dtype == HR_F16) return run<fp16, S>(p);
   if (dtype == HR_F32) return run<float, S>(p);
@@ -436,26 +478,29 @@ int32_t run_codes(Attention& p, int32_t dtype) {
 }  // namespace
 
 // q [num_tokens, heads, head_dim] with strides in elements and contiguous head_dim; out the same, contiguous.
+// lse [num_tokens, heads], or null: the natural logarithm of each query's sum of exponentials of its scores, the sink's among
+// them; -Inf of one that sees nothing.
 // kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
-// t * head_dim, strides in elements of the cache. window 0: all positions. softcap 0: none. coded: 0 the queries' type,
-// 1 int8, 2 e4m3; plus 4 for results that do not depend on how many queries of a row are computed together.
+// t * head_dim, strides in elements of the cache. window 0: all positions. softcap 0: none. mode: 0 a cache of the queries' type,
+// 1 int8, 2 e4m3; plus 4 for results that do not depend on how many queries of a row are computed together; plus 8 if
+// every query of a row sees all of its positions.
 HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
-                                       const int32_t* kv_len, const int32_t* block_table, const float* sinks, int64_t rows,
+                                       const int32_t* kv_len, const int32_t* block_table, const float* sinks, float* lse, int64_t rows,
                                        int64_t table_stride, int64_t num_tokens, int64_t num_blocks, int64_t heads,
                                        int64_t kv_heads, int64_t head_dim, int64_t block_tokens, int64_t q_token_stride,
                                        int64_t q_head_stride, int64_t block_stride, int64_t value_offset,
                                        int64_t head_stride, int64_t window, float scale, float softcap, int32_t dtype,
-                                       int32_t coded) {
+                                       int32_t mode) {
   if (head_dim < 1 || head_dim > kMaxHead || kv_heads < 1 || heads < 1 || heads % kv_heads || block_tokens < 1)
     return HR_BAD_SHAPE;
-  Attention p{q, kv, out, query_start, kv_len, block_table, sinks, rows, table_stride, heads, kv_heads, head_dim,
+  Attention p{q, kv, out, query_start, kv_len, block_table, sinks, lse, rows, table_stride, heads, kv_heads, head_dim,
               block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
-              window > 0 ? window : INT32_MAX, scale, softcap, kRows, (coded & 4) != 0, nullptr, nullptr, nullptr};
+              window > 0 ? window : INT32_MAX, scale, softcap, kRows, (mode & 8) == 0, (mode & 4) != 0, nullptr, nullptr, nullptr};
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
-  const int32_t code = coded & 3;
-  if (code == 1) return run_codes<int8_t>(p, dtype);
-  if (code == 2) return run_codes<fp8>(p, dtype);
-  if (code != 0) return HR_BAD_DTYPE;
+  const int32_t form = mode & 3;
+  if (form == 1) return run_quantized<int8_t>(p, dtype);
+  if (form == 2) return run_quantized<fp8>(p, dtype);
+  if (form != 0) return HR_BAD_DTYPE;
   if (dtype == HR_BF16) return run<bf16>(p);
   if (dtype == HR_F16) return run<fp16>(p);
   if (dtype == HR_F32) return run<float>(p);

@@ -1,11 +1,34 @@
-"""Causal attention of a step's queries over the paged KV cache.
+"""Attention of a step's queries over the paged KV cache.
 
-`bind(problem)` returns `f(q_THD, kv, plan) -> out_THD`. T query tokens, H query heads, K KV heads
-(query head h reads KV head h // (H/K)), D head_dim; kv [num_blocks, 2, K, block_tokens, D], the
-step's own KV already written. The query at position p sees positions max(0, p - window + 1) .. p.
-scores = scale * q.k; with `softcap` c they become c * tanh(scores / c) (Gemma 2). With `sinks`,
-`bind(problem, sinks_H)` takes a float32 per query head: a score beside those of the positions that
-takes its share of the softmax and has no value (gpt-oss).
+`bind(problem)` returns `f(q_THD, kv, plan, lse_TH=None) -> out_THD`. T query tokens, H query heads,
+K KV heads (query head h reads KV head h // (H/K)), D head_dim; kv [num_blocks, 2, K, block_tokens,
+D], the step's own KV already written. The queries of a row are its last tokens: the one at position
+p sees positions max(0, p - window + 1) .. p. With `causal=False` every query of a row sees all of
+its `kv_len` positions, of which there may be none: the result is then zeros. scores = scale * q.k;
+with `softcap` c they become c * tanh(scores / c) (Gemma 2). With `sinks`, `bind(problem, sinks_H)`
+takes a float32 per query head: a score beside those of the positions that takes its share of the
+softmax and has no value (gpt-oss).
+
+`lse_TH`, float32 [T, H] and contiguous, is filled with the natural logarithm of each query's sum of
+exp(scores), the sink's among them; -Inf of a query that sees nothing. With it the results over
+disjoint positions make the whole (kernels/merge_attention): a shared prefix, KV split over devices,
+or a long prompt in chunks; of such parts one alone is bound with the sinks. Without it kernels are
+those of before: no store, no register.
+
+Which file serves what, of the dtypes of q and forms of the cache (of q's dtype, int8 or fp8). A
+test holds the table to the kernels and to what they support:
+
+    file                         hardware  dtypes          caches      rows
+    reference.py                 any       fp32 fp16 bf16  q int8 fp8  any, in PyTorch
+    native.py                    CPU       fp32 fp16 bf16  q int8      any; WHOLE: bits of any chunk
+    triton_attention.py          GPU       fp32 fp16 bf16  q int8 fp8  any, by the files below
+    triton_decode.py             GPU       fp32 fp16 bf16  q int8 fp8  up to 16 queries, KV splits
+    triton_prefill.py            GPU       fp32 fp16 bf16  q int8 fp8  with more queries
+    triton_cascade.py            GPU       fp32 fp16 bf16  q int8 fp8  of one query, a shared prefix
+    triton_decode_hopper.py      Hopper    fp16 bf16       q int8 fp8  of one query, 8 rows or more
+    triton_prefill_hopper.py     Hopper    fp16 bf16       q           with more queries
+    triton_prefill_quantized.py  Hopper    bf16            int8 fp8    with more queries
+    triton_fixed.py              GPU       fp32 fp16 bf16  q           any; bits of any step
 
 Rules every kernel keeps:
 - rows are independent: NaN in one row's KV, or in the unused tail of a block, or in the null block,
@@ -17,12 +40,11 @@ Rules every kernel keeps:
 
 And a kernel may rely on this: what a row with one query sees was written by earlier steps, but for
 its own position; or the plan is a step's rest (back/attention/plan.py), which one layer alone asks
-for, so that its lists are made behind all that was written.
+for, so that its lists are made after all that was written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +52,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.attention.reference import bind_reference
-from headrace.back.kernels.kv_write.coded import codes_and_scales, random_cache
+from headrace.back.kernels.kv_write.quantized import random_quantized_cache, values_and_scales
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -56,14 +78,36 @@ class Plan(Protocol):
     max_kv_len: int
 
 
-Attention = Callable[[torch.Tensor, torch.Tensor, Plan], torch.Tensor]
+class AttentionFunction(Protocol):
+    """What `bind` returns."""
+
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        lse_TH: torch.Tensor | None = None,
+        /,
+    ) -> torch.Tensor:
+        """out_THD; fills `lse_TH`."""
+        ...
+
+
+def check_lse(lse_TH: torch.Tensor | None, q_THD: torch.Tensor) -> None:
+    """Asserts that the log-sum-exps of these queries fit in `lse_TH`."""
+    if lse_TH is not None:
+        assert lse_TH.shape == q_THD.shape[:2] and lse_TH.dtype == torch.float32, lse_TH.shape
+        assert lse_TH.is_contiguous() and lse_TH.device == q_THD.device, lse_TH.stride()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
-    """`dtype` is that of q, the output and, unless it is `coded` ("int8" or "fp8" codes and scales,
-    kernels/kv_write/coded.py), the cache. `window` and `softcap` are None where the layer has none.
-    With `sinks` the kernel is bound with them."""
+    """`dtype` is that of q, the output and, unless it is `quantized` ("int8" or "fp8" values and
+    scales, kernels/kv_write/quantized.py), the cache. `window` and `softcap` are None where the
+    layer has none. With `sinks` the kernel is bound with them.
+
+    Without `causal` there is no window: it is counted from a query's own position, which is not
+    among those it sees."""
 
     device: str
     dtype: torch.dtype
@@ -74,8 +118,12 @@ class AttentionProblem:
     scale: float
     window: int | None = None
     softcap: float | None = None
-    coded: str | None = None
+    quantized: str | None = None
     sinks: bool = False
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.causal or self.window is None, self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,14 +180,28 @@ def sample_plan(
 
 
 DECODES = (8, 64, 200)
-"""Rows of the steps without any other than decodes that a GPU's kernels are checked with: each may go another way."""
+"""Rows of the steps without any other than decodes that a GPU's kernels are checked with: each may
+go another way."""
+LONG = 600
+"""KV length of a row that kernels cut into splits."""
+
+
+def _steps(problem: AttentionProblem) -> list[list[tuple[int, int]]]:
+    """Rows (query tokens, KV length) of the steps that kernels are checked with, one for each way
+    they may go: prompts beside decodes; a few queries in every row, as when drafts are verified;
+    and on GPUs decodes alone, few and many."""
+    block = problem.block_tokens
+    mixed = [(1, 1), (1, block + 3), (1, LONG), (3, 3), (20, 20 + block)]
+    few = [(1, block), (2, 2), (6, LONG), (4, 4 + block)]
+    if problem.device == "cpu":
+        return [mixed, few]
+    decodes = [[(1, LONG), *((1, 1 + 7 * i % 50) for i in range(1, rows))] for rows in DECODES]
+    return [mixed, few, *decodes]
 
 
 def _sample(problem: AttentionProblem) -> Sample:
-    mixed = [(1, 1), (1, problem.block_tokens + 3), (3, 3), (5, 5 + problem.block_tokens)]
-    counts = () if problem.device == "cpu" else DECODES
-    steps = [mixed, *([(1, 1 + 7 * i % 50) for i in range(count)] for count in counts)]
-    made = [
+    steps = _steps(problem)
+    plans = [
         sample_plan(
             rows, block_tokens=problem.block_tokens, window=problem.window, device=problem.device
         )
@@ -149,17 +211,17 @@ def _sample(problem: AttentionProblem) -> Sample:
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     tokens = [sum(queries for queries, _ in rows) for rows in steps]
     q_THD = random_tensor(max(tokens), problem.heads, problem.head_dim, **new)
-    num_blocks = max(blocks for _, blocks in made)
+    num_blocks = max(blocks for _, blocks in plans)
     shape = (num_blocks, problem.kv_heads, problem.block_tokens, problem.head_dim)
-    if problem.coded:
-        kv = random_cache(shape, generator=generator, device=problem.device)
-        codes_and_scales(kv)[1][0] = float("nan")
+    if problem.quantized:
+        kv = random_quantized_cache(shape, generator=generator, device=problem.device)
+        values_and_scales(kv)[1][0] = float("nan")
     else:
         kv = random_tensor(shape[0], 2, *shape[1:], **new)
         kv[0] = float("nan")
     sinks_H = torch.linspace(-1.0, 2.0, problem.heads, device=problem.device)
     arguments, *further = (
-        (q_THD[:count], kv, plan) for count, (plan, _) in zip(tokens, made, strict=True)
+        (q_THD[:count], kv, plan) for count, (plan, _) in zip(tokens, plans, strict=True)
     )
     return Sample(
         problem=problem,

@@ -11,44 +11,62 @@ B blocks, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from headrace.back.kernels.kv_write.coded import widen
+from headrace.back.kernels.kv_write.quantized import dequantize
 
 if TYPE_CHECKING:
-    from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
+    from headrace.back.kernels.attention.op import AttentionFunction, AttentionProblem, Plan
 
 GATHER_BYTES = 16 << 20
 SCORE_BYTES = 32 << 20
 QUERY_TILE = 256
 
 
-def bind_reference(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Attention:
+@dataclass(frozen=True, kw_only=True)
+class PartialAttention:
+    """What a call fills: outputs, and log-sum-exps [T, H] if they are asked for."""
+
+    out_THD: torch.Tensor
+    lse_TH: torch.Tensor | None
+
+
+def bind_reference(
+    problem: AttentionProblem, sinks_H: torch.Tensor | None = None
+) -> AttentionFunction:
     """The reference."""
 
-    def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
-        if problem.coded:
-            kv, plan = widened(problem, kv, plan)
-        out_THD = torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    def attention(
+        q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if problem.quantized:
+            kv, plan = dequantized(problem, kv, plan)
+        result = PartialAttention(
+            out_THD=torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device), lse_TH=lse_TH
+        )
+        if lse_TH is not None:
+            lse_TH.fill_(float("-inf"))
         for start, end in _decode_groups(problem, plan):
-            out_THD[start:end] = _decode(problem, q_THD, kv, plan, start, end, sinks_H)
+            _decode(problem, q_THD, kv, plan, start, end, sinks_H, result)
         for row in range(plan.num_decodes, len(plan.host_kv_len)):
-            _prefill_row(problem, q_THD, kv, plan, row, out_THD, sinks_H)
-        return out_THD
+            _prefill_row(problem, q_THD, kv, plan, row, sinks_H, result)
+        return result.out_THD
 
     return attention
 
 
-def widened(problem: AttentionProblem, kv: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Plan]:
+def dequantized(
+    problem: AttentionProblem, kv: torch.Tensor, plan: Plan
+) -> tuple[torch.Tensor, Plan]:
     """The blocks of the plan in the dtype of the queries, and the plan with their new numbers."""
     blocks = plan.block_table_RB.unique()
     table_RB = torch.searchsorted(blocks, plan.block_table_RB).to(plan.block_table_RB.dtype)
     narrow: Any = plan
-    return widen(kv[blocks.long()], problem.dtype, problem.coded), replace(
+    return dequantize(kv[blocks.long()], problem.dtype, problem.quantized), replace(
         narrow, block_table_RB=table_RB
     )
 
@@ -82,9 +100,9 @@ def _decode(
     start: int,
     end: int,
     sinks_H: torch.Tensor | None,
-) -> torch.Tensor:
-    """Rows start..end with one query each, where query token i belongs to row i; returns [R, H,
-    D]."""
+    result: PartialAttention,
+) -> None:
+    """Rows start..end with one query each, where query token i belongs to row i, into `result`."""
     block_tokens, kv_heads = problem.block_tokens, problem.kv_heads
     kv_len_R = plan.kv_len_R[start:end].long()
     lowest_R = (kv_len_R - (problem.window or plan.max_kv_len)).clamp_(min=0)
@@ -107,8 +125,15 @@ def _decode(
     v_KRSD.masked_fill_(hidden_RS[..., None], 0.0)
     q_KRGD = q_THD[start:end].unflatten(1, (kv_heads, -1)).transpose(0, 1)
     scores = scores_of(problem, q_KRGD, k_KRSD).masked_fill_(hidden_RS[:, None], float("-inf"))
-    weights = softmax_of(scores, sinks_H, (kv_heads, 1, -1, 1)).to(problem.dtype)
-    return torch.matmul(weights, v_KRSD).transpose(0, 1).flatten(1, 2)
+    shape = (kv_heads, 1, -1, 1)
+    weights = softmax_of(scores, sinks_H, shape)
+    if not problem.causal:
+        weights = weights.masked_fill((kv_len_R == 0)[:, None, None], 0.0)
+    weights = weights.to(problem.dtype)
+    result.out_THD[start:end] = torch.matmul(weights, v_KRSD).transpose(0, 1).flatten(1, 2)
+    if result.lse_TH is not None:
+        lse_KRG = log_sum_exp_of(scores, sinks_H, shape)
+        result.lse_TH[start:end] = lse_KRG.transpose(0, 1).flatten(1, 2)
 
 
 def softmax_of(
@@ -119,6 +144,16 @@ def softmax_of(
         return scores.softmax(-1)
     sink = sinks_H.view(shape).expand(*scores.shape[:-1], 1)
     return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+
+
+def log_sum_exp_of(
+    scores: torch.Tensor, sinks_H: torch.Tensor | None, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Over the last dimension, in float32; the sinks, viewed as `shape`, count."""
+    lse = scores.logsumexp(-1)
+    if sinks_H is None:
+        return lse
+    return torch.logaddexp(lse, sinks_H.float().view(shape)[..., 0].expand_as(lse))
 
 
 def scores_of(problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -135,12 +170,16 @@ def _prefill_row(
     kv: torch.Tensor,
     plan: Plan,
     row: int,
-    out_THD: torch.Tensor,
     sinks_H: torch.Tensor | None,
+    result: PartialAttention,
 ) -> None:
-    """One row with several queries, tile by tile, into its part of `out_THD`."""
+    """One row with several queries, tile by tile, into its part of `result`."""
     begin, end = int(plan.host_query_start[row]), int(plan.host_query_start[row + 1])
     kv_len = int(plan.host_kv_len[row])
+    if kv_len == 0:
+        if result.lse_TH is not None and sinks_H is not None:
+            result.lse_TH[begin:end] = sinks_H.float()
+        return
     offset = kv_len - end
     block_tokens = problem.block_tokens
     origin = _lowest(problem, offset + begin) // block_tokens * block_tokens
@@ -151,21 +190,26 @@ def _prefill_row(
     for start in range(begin, end, tile):
         stop = min(start + tile, end)
         low, high = _lowest(problem, offset + start), offset + stop
+        if not problem.causal:
+            low, high = 0, kv_len
         seen = slice(low - origin, high - origin)
-        out_THD[start:stop] = _tile(
+        result.out_THD[start:stop] = _tile(
             problem,
             q_THD[start:stop],
             k_KSD[:, seen],
             v_KSD[:, seen],
-            first_query=offset + start - low,
+            first_query=offset + start - low if problem.causal else kv_len,
             sinks_H=sinks_H,
+            lse_QH=None if result.lse_TH is None else result.lse_TH[start:stop],
         )
 
 
 def _plain(problem: AttentionProblem) -> bool:
-    """Whether torch's own attention serves: not on GPUs, where with a mask it was wrong for a row of 129 (torch 2.11,
-    float32, H200)."""
-    return problem.device == "cpu" and problem.softcap is None and not problem.sinks
+    """Whether torch's own attention serves: not on GPUs, where with a mask it was wrong for a row
+    of 129 (torch 2.11, float32, H200)."""
+    return (
+        problem.device == "cpu" and problem.causal and problem.softcap is None and not problem.sinks
+    )
 
 
 def _tile_queries(problem: AttentionProblem, kv_len: int) -> int:
@@ -181,10 +225,11 @@ def _tile(
     v_KSD: torch.Tensor,
     *,
     first_query: int,
-    sinks_H: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None,
+    lse_QH: torch.Tensor | None,
 ) -> torch.Tensor:
     """Queries at positions first_query .. over S positions counted from the same origin; returns
-    [Q, H, D]."""
+    [Q, H, D], and fills `lse_QH` if there is one."""
     q_KGQD = q_QHD.unflatten(1, (problem.kv_heads, -1)).permute(1, 2, 0, 3)
     query_Q1 = torch.arange(first_query, first_query + len(q_QHD), device=q_QHD.device)[:, None]
     key_S = torch.arange(k_KSD.shape[1], device=q_QHD.device)
@@ -193,12 +238,16 @@ def _tile(
         seen_QS &= key_S > query_Q1 - problem.window
     shape = (problem.kv_heads, q_KGQD.shape[1], *k_KSD.shape[1:])
     k_KGSD, v_KGSD = k_KSD[:, None].expand(shape), v_KSD[:, None].expand(shape)
-    if _plain(problem):
+    if _plain(problem) and lse_QH is None:
         out = F.scaled_dot_product_attention(
             q_KGQD, k_KGSD, v_KGSD, attn_mask=seen_QS, scale=problem.scale
         )
     else:
         scores = scores_of(problem, q_KGQD, k_KGSD).masked_fill_(~seen_QS, float("-inf"))
-        weights = softmax_of(scores, sinks_H, (problem.kv_heads, -1, 1, 1))
+        head_shape = (problem.kv_heads, -1, 1, 1)
+        weights = softmax_of(scores, sinks_H, head_shape)
         out = torch.matmul(weights.to(problem.dtype), v_KGSD)
+        if lse_QH is not None:
+            lse_KGQ = log_sum_exp_of(scores, sinks_H, head_shape)
+            lse_QH.copy_(lse_KGQ.permute(2, 0, 1).flatten(1, 2))
     return out.permute(2, 0, 1, 3).flatten(1, 2)

@@ -1,28 +1,31 @@
-"""Paged attention in Triton: a kernel for rows with few queries (triton_decode.py) and one for the others
-(triton_prefill.py); a step whose rows have one query each launches the first alone. On Hopper a kernel of its own takes
-the place of the second (hopper.py), and another the rows with one query from the first (hopper_decode.py).
+"""Paged attention in Triton: a kernel for rows with few queries (triton_decode.py) and one for the
+others (triton_prefill.py); a step whose rows have one query each launches the first alone. On
+Hopper a kernel of its own takes the place of the second (hopper.py), and another the rows with one
+query from the first (hopper_decode.py).
 
-Launches depend on the sizes of the tensors and on `plan.max_query_len` only, so a captured graph serves every step of
-its shape; lengths are read on the device. Padding rows have no query tokens; padding tokens are left uninitialised.
+Launches depend on the sizes of the tensors and on `plan.max_query_len` only, so a captured graph
+serves every step of its shape; lengths are read on the device. Padding rows have no query tokens;
+padding tokens are left uninitialised.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import triton
 
 from headrace.back.kernels.attention import cascade, hopper, hopper_decode
-from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
+from headrace.back.kernels.attention.op import AttentionFunction, AttentionProblem, Plan, check_lse
 from headrace.back.kernels.attention.triton_decode import (
-    PIECE_FIELDS,
+    SPLIT_FIELDS,
     decode_kernel,
-    pieces_kernel,
+    splits_kernel,
 )
 from headrace.back.kernels.attention.triton_lists import Launch, Tiles, lists, numbers, row_bucket
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
-from headrace.back.kernels.kv_write.coded import SCALE_BYTES, typed
+from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, typed
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.room import LARGEST, shared_bytes
 from headrace.back.kernels.triton.wrap import (
@@ -33,15 +36,21 @@ from headrace.back.kernels.triton.wrap import (
     num_sms,
     power_of_two,
     unsupported,
-    unsupported_codes,
+    unsupported_quantization,
 )
 
 MAX_HEAD_DIM = 256
 PROGRAMS_PER_SM = 2
-"""Pieces the decode kernel cuts the cache into, per multiprocessor; half as many for few rows, of large tiles."""
-MIN_PIECE, MIN_PIECE_ALONE = 256, 64
-"""Positions of a piece at least; of a row that is alone fewer, or most of the device would have nothing to do."""
+"""Splits the decode kernel cuts the cache into, per multiprocessor; half as many for few rows, of
+large tiles."""
+MIN_SPLIT_TOKENS, MIN_SPLIT_TOKENS_ALONE = 256, 64
+"""Positions of a split at least; of a row that is alone fewer, or most of the device would have
+nothing to do."""
 FEW_ROWS = 16
+MAX_DECODE_QUERIES = 16
+"""Queries of a row up to which a step of such rows alone is the decode kernel's."""
+MAX_DECODE_PAIRS = 128
+"""Query-head pairs of its tiles at most."""
 DECODE_TILES = (
     (1, 64, 4, 3),
     (FEW_ROWS, 128, 4, 5),
@@ -49,18 +58,27 @@ DECODE_TILES = (
     (256, 64, 2, 3),
     (1 << 30, 64, 4, 5),
 )
-"""Up to so many rows: positions of a tile, warps, stages. Measured on an H200 (benchmarks/h200/kernels.md): a few
-programs must keep much in flight each, many are better small and beside each other."""
+"""Up to so many rows: positions of a tile, warps, stages. Measured on an H200
+(benchmarks/h200/kernels.md): a few programs must keep much in flight each, many are better small
+and beside each other."""
+
+
+DecodeLaunch = Callable[
+    [torch.Tensor, torch.Tensor, Plan, torch.Tensor, torch.Tensor | None, Tiles | None], None
+]
+"""f(q_THD, kv, plan, out_THD, lse_TH, tiles of a step of few queries a row)"""
 
 
 def fitted(tiles: Tiles, problem: AttentionProblem) -> Tiles:
-    """The same, or smaller ones where keys, values, queries and weights would not fit the device's shared memory."""
+    """The same, or smaller ones where keys, values, queries and weights would not fit the device's
+    shared memory."""
     depth = power_of_two(problem.head_dim, least=16) * problem.dtype.itemsize
     least = power_of_two(problem.heads // problem.kv_heads, least=16)
     room = shared_bytes()
 
     def taken(tiles: Tiles) -> int:
-        # Places are read from the table a stage before what lies there: of five stages two hold keys and values.
+        # Places are read from the table a stage before what lies there: of five stages two hold
+        # keys and values.
         buffers = tiles.num_stages // 2 if tiles.num_stages > 4 else max(1, tiles.num_stages - 1)
         pipeline = buffers * 2 * tiles.n * depth
         return tiles.m * depth + pipeline + tiles.m * tiles.n * problem.dtype.itemsize
@@ -79,9 +97,21 @@ def fitted(tiles: Tiles, problem: AttentionProblem) -> Tiles:
     return tiles
 
 
-def decode_tiles(problem: AttentionProblem, rows: int = 1) -> Tiles:
+def decode_tiles(problem: AttentionProblem, rows: int = 1, queries: int = 1) -> Tiles:
     """Those of `_decode_tiles` that fit."""
-    return fitted(_decode_tiles(problem, rows), problem)
+    return fitted(_decode_tiles(problem, rows, queries), problem)
+
+
+def few_queries_tiles(problem: AttentionProblem, plan: Plan) -> Tiles | None:
+    """The decode kernel's for a step whose rows have several queries each, but all of them few, as
+    when drafts are verified; None if there are other rows, or if a tile would not hold a row's."""
+    group, rows = problem.heads // problem.kv_heads, len(plan.kv_len_R)
+    if not 1 < plan.max_query_len <= MAX_DECODE_QUERIES:
+        return None
+    if group * plan.max_query_len > MAX_DECODE_PAIRS:
+        return None
+    tiles = decode_tiles(problem, rows, plan.max_query_len)
+    return tiles if tiles.m // group >= plan.max_query_len else None
 
 
 def prefill_tiles(problem: AttentionProblem) -> Tiles:
@@ -89,12 +119,16 @@ def prefill_tiles(problem: AttentionProblem) -> Tiles:
     return fitted(_prefill_tiles(problem), problem)
 
 
-def _decode_tiles(problem: AttentionProblem, rows: int) -> Tiles:
-    """The decode kernel's for a step of so many rows; M holds one query of all heads that share a KV head."""
-    m = power_of_two(problem.heads // problem.kv_heads, least=16)
+def _decode_tiles(problem: AttentionProblem, rows: int, queries: int) -> Tiles:
+    """The decode kernel's for a step of so many rows; M holds so many queries of all heads that
+    share a KV head."""
+    group = problem.heads // problem.kv_heads
+    m = power_of_two(group * queries, least=16)
     if problem.dtype is torch.float32 or problem.head_dim > 128:
-        return Tiles(m=m, n=32, num_warps=4, num_stages=2)
-    if problem.coded is not None or shared_bytes() < LARGEST:
+        return Tiles(m=m, n=32, num_warps=4 if m <= 64 else 8, num_stages=2)
+    if m > power_of_two(group, least=16):
+        return Tiles(m=m, n=64, num_warps=4 if m <= 64 else 8, num_stages=3)
+    if problem.quantized is not None or shared_bytes() < LARGEST:
         return Tiles(m=m, n=128, num_warps=4, num_stages=3)
     n, num_warps, num_stages = next(tiles[1:] for tiles in DECODE_TILES if rows <= tiles[0])
     return Tiles(m=m, n=n, num_warps=num_warps, num_stages=num_stages)
@@ -110,7 +144,7 @@ def _prefill_tiles(problem: AttentionProblem) -> Tiles:
     return Tiles(m=max(least, 128), n=128, num_warps=8, num_stages=3)
 
 
-def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Attention:
+def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> AttentionFunction:
     """The kernels for one layer's heads."""
     assert (sinks_H is not None) == problem.sinks, problem
     group = problem.heads // problem.kv_heads
@@ -121,27 +155,32 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
         "BLOCK_TOKENS": problem.block_tokens,
         "WINDOW": problem.window or 0,
         "SOFTCAP": problem.softcap is not None,
-        "CODED": problem.coded is not None,
-        "BITS": problem.coded is not None
+        "QUANTIZED": problem.quantized is not None,
+        "BITS": problem.quantized is not None
         and problem.dtype is torch.bfloat16
         and has_bfloat_pairs(),
         "SINKS": problem.sinks,
+        "CAUSAL": problem.causal,
     }
-    cached = torch.int8 if problem.coded else problem.dtype
-    width = problem.head_dim + (SCALE_BYTES if problem.coded else 0)
+    cached = torch.int8 if problem.quantized else problem.dtype
+    width = problem.head_dim + (SCALE_BYTES if problem.quantized else 0)
     decode = _bind_decode(problem, shared, sinks_H)
     prefill = _bind_prefill(problem, shared, sinks_H)
     prefill_hopper = _bind_hopper(problem)
 
-    def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attention(
+        q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
+    ) -> torch.Tensor:
         assert q_THD.dtype == problem.dtype and kv.dtype == cached, (q_THD.dtype, kv.dtype)
         assert kv.stride()[3:] == (width, 1) and q_THD.stride(2) == 1, (kv.stride(),)
         assert plan.block_table_RB.stride(1) == 1 or plan.block_table_RB.shape[1] == 1
+        check_lse(lse_TH, q_THD)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        decode(q_THD, kv, plan, out_THD)
-        if plan.max_query_len > 1:
+        few = few_queries_tiles(problem, plan)
+        decode(q_THD, kv, plan, out_THD, lse_TH, few)
+        if plan.max_query_len > 1 and few is None:
             run = prefill_hopper if prefill_hopper is not None and kv.is_contiguous() else prefill
-            run(q_THD, kv, plan, out_THD)
+            run(q_THD, kv, plan, out_THD, lse_TH)
         return out_THD
 
     return attention
@@ -149,7 +188,7 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
 
 def _bind_decode(
     problem: AttentionProblem, shared: dict[str, int | bool | str], sinks_H: torch.Tensor | None
-) -> Launch:
+) -> DecodeLaunch:
     kv_heads = problem.kv_heads
     group, depth = problem.heads // kv_heads, power_of_two(problem.head_dim, least=16)
 
@@ -160,36 +199,46 @@ def _bind_decode(
         plan: Plan, most: int, wanted: int, joins: torch.Tensor | None, sizes: dict[str, int]
     ) -> torch.Tensor:
         num_rows, device = len(plan.kv_len_R), plan.kv_len_R.device
-        pieces = torch.empty(most * PIECE_FIELDS, dtype=torch.int32, device=device)
-        pieces_kernel[(most,)](
-            plan.query_start_R1, plan.kv_len_R, joins, pieces, num_rows, wanted, **sizes,
+        splits = torch.empty(most * SPLIT_FIELDS, dtype=torch.int32, device=device)
+        splits_kernel[(most,)](
+            plan.query_start_R1, plan.kv_len_R, joins, splits, num_rows, wanted, **sizes,
             SHARED=joins is not None, ROWS=row_bucket(num_rows), num_warps=4, **launch(device),
         )  # fmt: skip
-        return pieces
+        return splits
 
-    def decode(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor) -> None:
+    def decode(
+        q_THD: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        out_THD: torch.Tensor,
+        lse_TH: torch.Tensor | None,
+        few: Tiles | None,
+    ) -> None:
         num_rows, device = len(plan.kv_len_R), q_THD.device
         common = prefix(q_THD, kv, plan) if cascade.serves(problem, plan) else cascade.NONE
         least = 1
-        if stream is not None and hopper_decode.serves(plan, kv):
-            stream(q_THD, kv, plan, out_THD, common)
+        if stream is not None and few is None and hopper_decode.serves(plan, kv):
+            stream(q_THD, kv, plan, out_THD, lse_TH, common)
             if plan.max_query_len == 1:
                 return
             least = 2
         assert num_rows * kv_heads <= COUNTERS, (num_rows, kv_heads)
-        tiles = decode_tiles(problem, num_rows)
+        tiles = few or decode_tiles(problem, num_rows)
         sizes = {
             "MAX_QUERIES": tiles.m // group,
             "MIN_QUERIES": least,
             "N": tiles.n,
             "WINDOW": problem.window or 0,
-            "MIN_PIECE": MIN_PIECE if num_rows > 1 else min(MIN_PIECE, MIN_PIECE_ALONE),
+            "CAUSAL": problem.causal,
+            "MIN_SPLIT_TOKENS": MIN_SPLIT_TOKENS
+            if num_rows > 1
+            else min(MIN_SPLIT_TOKENS, MIN_SPLIT_TOKENS_ALONE),
         }
         per_sm = PROGRAMS_PER_SM // 2 if num_rows <= FEW_ROWS else PROGRAMS_PER_SM
         wanted = max(1, num_sms(device) * per_sm // kv_heads)
         most = num_rows + wanted
         key = (*sizes.values(), most, common.joins is not None)
-        pieces, is_new = lists.get(
+        splits, is_new = lists.get(
             plan, key, decode, lambda: make(plan, most, wanted, common.joins, sizes)
         )
         partial = torch.empty(
@@ -199,12 +248,11 @@ def _bind_decode(
         if is_new and "launch_pdl" in options:
             options["launch_pdl"] = False  # it reads the list before it waits
         decode_kernel[(kv_heads, most)](
-            q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.block_table_RB, pieces, partial,
-            common.partial, counters(device),
-            *numbers(problem, q_THD, kv, plan), KV_HEADS=kv_heads,
-            GROUP_PADDED=power_of_two(group), M=tiles.m, N=tiles.n,
+            q_THD, *typed(kv, problem.quantized), sinks_H, out_THD, lse_TH, plan.block_table_RB,
+            splits, partial, common.partial, counters(device), *numbers(problem, q_THD, kv, plan),
+            KV_HEADS=kv_heads, GROUP_PADDED=power_of_two(group), M=tiles.m, N=tiles.n,
             COMBINED=max(2, min(16, 16 * 1024 // (power_of_two(group) * depth))),
-            SHARED=common.joins is not None, PREFIX_M=common.m, **shared,
+            SHARED=common.joins is not None, PREFIX_M=common.m, LSE=lse_TH is not None, **shared,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
         )  # fmt: skip
 
@@ -218,13 +266,20 @@ def _bind_prefill(
     group = problem.heads // kv_heads
     few = decode_tiles(problem).m // group
 
-    def prefill(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, out_THD: torch.Tensor) -> None:
+    def prefill(
+        q_THD: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Plan,
+        out_THD: torch.Tensor,
+        lse_TH: torch.Tensor | None,
+    ) -> None:
         num_rows = len(plan.kv_len_R)
         most = triton.cdiv(len(q_THD), tiles.m // group) + num_rows
         prefill_kernel[(kv_heads, most)](
-            q_THD, *typed(kv, problem.coded), sinks_H, out_THD, plan.query_start_R1, plan.kv_len_R, plan.block_table_RB,
-            num_rows, *numbers(problem, q_THD, kv, plan),
-            MIN_QUERIES=few + 1, M=tiles.m, N=tiles.n, ROWS=row_bucket(num_rows), **shared,
+            q_THD, *typed(kv, problem.quantized), sinks_H, out_THD, lse_TH,
+            plan.query_start_R1, plan.kv_len_R, plan.block_table_RB, num_rows,
+            *numbers(problem, q_THD, kv, plan), KV_HEADS=kv_heads, MIN_QUERIES=few + 1, M=tiles.m,
+            N=tiles.n, ROWS=row_bucket(num_rows), LSE=lse_TH is not None, **shared,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch(q_THD.device),
         )  # fmt: skip
 
@@ -243,8 +298,8 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
-    return unsupported(problem.device, problem.dtype) or unsupported_codes(
-        problem.coded, problem.head_dim
+    return unsupported(problem.device, problem.dtype) or unsupported_quantization(
+        problem.quantized, problem.head_dim
     )
 
 

@@ -1,17 +1,21 @@
-"""Attention of rows with one query on Hopper: programs that stay, to which the copy engine streams the KV cache.
+"""Attention of rows with one query on Hopper: persistent programs, to which the TMA streams the KV
+cache.
 
-A program takes a run of tiles (triton_runs.py): some positions of a row, of HEADS KV heads that lie beside each other
-in a block, so that a copy brings all of them at once. It has STAGES tiles on their way at any time, whatever rows they
-belong to, and the first of them from before the kernel it waits for has ended: only the newest position is written by
-that one. Keys and values are the rows of the matrix instructions and queries their columns; what a query sees of other
-heads than its own is masked, which costs less than taking heads apart. Where runs share a row, each leaves its sums,
-and the program that comes last adds them up in their order, and those of the row's prefix (triton_shared.py).
+A program takes a run of tiles (triton_runs.py): some positions of a row, of HEADS KV heads that lie
+beside each other in a block, so that a copy brings all of them at once. It has STAGES tiles on
+their way at any time, whatever rows they belong to, and the first of them from before the kernel it
+waits for has ended: only the newest position is written by that one. Keys and values are the rows
+of the matrix instructions and queries their columns; what a query sees of other heads than its own
+is masked, which costs less than taking heads apart. Where runs share a row, each leaves its sums,
+and the program that comes last adds them up in their order, and those of the row's prefix
+(triton_cascade.py).
 
-Codes (triton_codes.py) are widened on their way: keys between shared memory and the matrix instruction, which takes
-them from registers, values into shared memory once more. Scales go onto scores and weights; they are read past the copy
-engine, as far ahead as it is.
+Quantized values (triton_quantized.py) are dequantized on their way: keys between shared memory and
+the matrix instruction, which takes them from registers, values into shared memory once more. Scales
+go onto scores and weights; they are copied past the TMA, as far ahead as it is.
 
-K KV heads, D head_dim, Q queries of a program (HEADS * GROUP, padded), ROWS positions and heads of a tile.
+K KV heads, D head_dim, Q queries of a program (HEADS * GROUP, padded), ROWS positions and heads of
+a tile.
 """
 
 from __future__ import annotations
@@ -27,9 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from headrace.back.kernels.attention.gluon_codes import ask_scales, paired, widened
-from headrace.back.kernels.attention.triton_codes import PAIRS_UP
+from headrace.back.kernels.attention.gluon_quantized import dequantized, load_scales, paired
+from headrace.back.kernels.attention.gluon_softmax import softmax_weights, store_lse
 from headrace.back.kernels.attention.triton_prefill_hopper import blocks_from
+from headrace.back.kernels.attention.triton_quantized import PAIRS_UP
 from headrace.back.kernels.triton.gluon import enter, thread_barrier
 
 
@@ -70,8 +75,8 @@ def _first_tiles(
     lengths, joins, table, table_stride, row, tile, length, first, tiles, units,
     BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Of the first STAGES tiles the blocks, and whether all of it is older than the newest position; and the tile after
-    them."""
+    """Of the first STAGES tiles the blocks, and whether all of it is older than the newest
+    position; and the tile after them."""
     POSITIONS: gl.constexpr = BLOCKS * BLOCK_TOKENS
     waiting = ()
     old = ()
@@ -93,19 +98,21 @@ def _first_tiles(
 
 
 @gluon.jit
-def _ask(
+def _load(
     cache, blocks, i_head, stage, keys, values, ready,
     KV_HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Asks for a tile's keys and values."""
     if len(cache.block_shape) == 3:
-        _ask_codes(cache, blocks, i_head, stage, keys, values, ready, KV_HEADS, BLOCKS)
+        _load_quantized(cache, blocks, i_head, stage, keys, values, ready, KV_HEADS, BLOCKS)
     else:
-        _ask_rows(cache, blocks, i_head, stage, keys, values, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS)
+        _load_rows(
+            cache, blocks, i_head, stage, keys, values, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS
+        )
 
 
 @gluon.jit
-def _ask_codes(
+def _load_quantized(
     cache, blocks, i_head, stage, keys, values, ready, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr
 ):
     """`keys` and `values`: [stages * BLOCKS, heads, tokens of a block, D]."""
@@ -121,7 +128,7 @@ def _ask_codes(
 
 
 @gluon.jit
-def _ask_rows(
+def _load_rows(
     cache, blocks, i_head, stage, keys, values, ready,
     KV_HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
@@ -140,7 +147,7 @@ def _ask_rows(
 
 
 @gluon.jit
-def _ask_scales(
+def _load_scales(
     scales, blocks, i_head, stage, own, wanted, D: gl.constexpr, KV_HEADS: gl.constexpr,
     HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
 ):  # fmt: skip
@@ -151,27 +158,28 @@ def _ask_scales(
     for i in gl.static_range(len(blocks)):
         b_block = gl.where(o_m // BOX == i, blocks[i], b_block)
     b_head = i_head + o_m % BOX // BLOCK_TOKENS
-    ask_scales(
+    load_scales(
         scales, b_block, b_head, o_m % BLOCK_TOKENS, own, stage, wanted, D, KV_HEADS, BLOCK_TOKENS
     )
 
 
 @gluon.jit
-def _ask_first(
+def _load_first(
     cache, scales, waiting, old, OLD: gl.constexpr, units, i_head, keys, values, own, ready,
     KV_HEADS: gl.constexpr, HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr, CODED: gl.constexpr,
+    STAGES: gl.constexpr, QUANTIZED: gl.constexpr,
 ):  # fmt: skip
-    """Asks for those of the first tiles that are old or, if not OLD, for the others, and for their scales."""
+    """Asks for those of the first tiles that are old or, if not OLD, for the others, and for their
+    scales."""
     for stage in gl.static_range(STAGES):
         wanted = (stage < units) & (old[stage] == OLD)
         if wanted:
-            _ask(
+            _load(
                 cache, waiting[stage], i_head, stage, keys, values, ready,
                 KV_HEADS, BLOCK_TOKENS, BLOCKS,
             )  # fmt: skip
-        if CODED is not None:
-            _ask_scales(
+        if QUANTIZED is not None:
+            _load_scales(
                 scales, waiting[stage], i_head, stage, own, wanted, cache.block_shape[2],
                 KV_HEADS, HEADS, BLOCK_TOKENS,
             )  # fmt: skip
@@ -181,7 +189,8 @@ def _ask_first(
 def _clear(
     tile, seen, BOX: gl.constexpr, BLOCK_TOKENS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Zeroes the values of positions from `seen` on: what lies there was never written, and 0 * NaN is NaN."""
+    """Zeroes the values of positions from `seen` on: what lies there was never written, and 0 * NaN
+    is NaN."""
     o_m = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     b_v = tile.load(LAYOUT)
     m_v = (o_m // BOX * BLOCK_TOKENS + o_m % BLOCK_TOKENS < seen)[:, None]
@@ -192,14 +201,14 @@ def _clear(
 
 @gluon.jit
 def _added(
-    b_acc, b_sum, b_max, p_sums, p_max, p_sum, num_pieces, step, back, m_q, CHUNK: gl.constexpr
+    b_acc, b_sum, b_max, p_sums, p_max, p_sum, num_splits, step, back, m_q, CHUNK: gl.constexpr
 ):  # fmt: skip
-    """Adds pieces, CHUNK of them asked for at once: p_sums [D, Q], p_max and p_sum [Q] point at the first, the others
-    are `step` numbers behind each other, less `back`."""
-    for first in range(0, num_pieces, CHUNK):
+    """Adds splits, CHUNK of them asked for at once: p_sums [D, Q], p_max and p_sum [Q] point at the
+    first, the others are `step` numbers behind each other, less `back`."""
+    for first in range(0, num_splits, CHUNK):
         sums, maxima, totals = (), (), ()
         for i in gl.static_range(CHUNK):
-            m_i = m_q & (first + i < num_pieces)
+            m_i = m_q & (first + i < num_splits)
             at = (first + i) * step - gl.where(first + i > 0, back, 0)
             sums += (gl.load(p_sums + at, mask=m_i[None, :], other=0.0, cache_modifier=".cg"),)
             maxima += (gl.load(p_max + at, mask=m_i, other=float("-inf"), cache_modifier=".cg"),)
@@ -216,22 +225,12 @@ def _added(
 
 
 @gluon.jit
-def _weights(b_s, b_max):
-    """Weights of scores [ROWS, Q] against a new maximum [Q], what the old sums shrink by, and the maximum."""
-    b_higher = gl.maximum(b_max, gl.max(b_s, axis=0))
-    b_base = gl.where(b_higher == float("-inf"), 0.0, b_higher)
-    b_p = gl.exp2(b_s - b_base[None, :])
-    b_shrink = gl.exp2(b_max - b_base)
-    return b_p, b_shrink, b_higher
-
-
-@gluon.jit
-def _attended(
+def _attend_tile(
     b_acc, b_sums, b_max, queries, keys, values, weights, m_own, o_position, seen, factor,
     BOX: gl.constexpr, BLOCK_TOKENS: gl.constexpr, S_LAYOUT: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
-    """Adds a tile, of which `seen` positions hold something: sums [D, Q], weights of each position and head [ROWS, Q],
-    maxima [Q]."""
+    """Adds a tile, of which `seen` positions hold something: sums [D, Q], weights of each position
+    and head [ROWS, Q], maxima [Q]."""
     ROWS: gl.constexpr = keys.shape[0]
     Q: gl.constexpr = queries.shape[0]
     if seen < ROWS // BOX * BLOCK_TOKENS:
@@ -240,7 +239,7 @@ def _attended(
     b_s = warpgroup_mma(keys, queries.permute((1, 0)), b_s, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(0, deps=[b_s]) * factor
     b_s = gl.where(m_own & (o_position < seen)[:, None], b_s, float("-inf"))
-    b_p, b_shrink, b_higher = _weights(b_s, b_max)
+    b_p, b_shrink, b_higher = softmax_weights(b_s, b_max, 1.0, True, 0)
     weights.store(b_p.to(keys.dtype))
     fence_async_shared()
     thread_barrier()
@@ -254,8 +253,8 @@ def _attended(
 
 @gluon.constexpr_function
 def _lanes(rows, depth):
-    """How a tile of codes [rows, D] is loaded: each thread sixteen beside each other of every row it holds in a matrix
-    instruction."""
+    """How a quantized tile [rows, D] is loaded: each thread sixteen beside each other of every row
+    it holds in a matrix instruction."""
     more = [[0, 64]] if depth == 128 else []
     more += [[64, 0]] if rows == 128 else []
     return gl.DistributedLinearLayout(
@@ -269,33 +268,34 @@ def _lanes(rows, depth):
 
 @gluon.jit
 def _mixed(b_x):
-    """Columns in the order in which a thread that has loaded sixteen codes beside each other holds them for the matrix
-    instruction, which wants two here and two there of each sixteen."""
+    """Columns in the order in which a thread that has loaded sixteen values beside each other holds
+    them for the matrix instruction, which wants two here and two there of each sixteen."""
     X: gl.constexpr = b_x.shape[0]
     D: gl.constexpr = b_x.shape[1]
     return b_x.reshape([X, D // 64, 4, 4, 2, 2]).permute((0, 1, 3, 4, 2, 5)).reshape([X, D])
 
 
 @gluon.jit
-def _attended_codes(
-    b_acc, b_sums, b_max, queries, keys, values, wide, weights, k_scales, v_scales, m_own, o_position, seen, factor,
-    S_LAYOUT: gl.constexpr, LANES: gl.constexpr, ROW: gl.constexpr, UP: gl.constexpr, CODED: gl.constexpr,
+def _attend_quantized(
+    b_acc, b_sums, b_max, queries, keys, values, wide, weights, k_scales, v_scales, m_own,
+    o_position, seen, factor, S_LAYOUT: gl.constexpr, LANES: gl.constexpr, ROW: gl.constexpr,
+    UP: gl.constexpr, QUANTIZED: gl.constexpr,
 ):  # fmt: skip
-    """The same of a tile of codes, with its scales: they are numbers wherever they lie. The columns of `queries` are
-    mixed, and queries and sums are UP times too large or too small."""
+    """The same of a quantized tile, with its scales: they are numbers wherever they lie. The
+    columns of `queries` are mixed, and queries and sums are UP times too large or too small."""
     ROWS: gl.constexpr = keys.shape[0]
     Q: gl.constexpr = queries.shape[0]
     FIRST: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
-    b_k = gl.convert_layout(_mixed(widened(keys.load(LANES), CODED)), FIRST)
+    b_k = gl.convert_layout(_mixed(dequantized(keys.load(LANES), QUANTIZED)), FIRST)
     b_s = gl.zeros([ROWS, Q], gl.float32, S_LAYOUT)
     b_s = warpgroup_mma(b_k, queries.permute((1, 0)), b_s, use_acc=False, is_async=True)
-    wide.store(widened(values.load(ROW), CODED))
+    wide.store(dequantized(values.load(ROW), QUANTIZED))
     m_m = o_position < seen
     b_s, b_k = warpgroup_mma_wait(0, deps=[b_s, b_k])
     b_keys = k_scales.load(gl.SliceLayout(1, S_LAYOUT))
     b_s = b_s * (b_keys * (factor * UP))[:, None]
     b_s = gl.where(m_own & m_m[:, None], b_s, float("-inf"))
-    b_p, b_shrink, b_higher = _weights(b_s, b_max)
+    b_p, b_shrink, b_higher = softmax_weights(b_s, b_max, 1.0, True, 0)
     b_values = v_scales.load(gl.SliceLayout(1, S_LAYOUT))
     b_scaled = b_p * gl.where(m_m, b_values * UP, 0.0)[:, None]
     weights.store(b_scaled.to(gl.bfloat16))
@@ -308,11 +308,25 @@ def _attended_codes(
 
 
 @gluon.jit
+def _store_queries(queries, p_q, m_q, QUANTIZED: gl.constexpr):
+    """A row's queries to shared memory, for a quantized cache in the order of its columns."""
+    b_q = gl.load(p_q, mask=m_q, other=0.0)
+    if QUANTIZED is not None:
+        if QUANTIZED == "fp8":
+            b_q = paired(b_q * PAIRS_UP)
+        b_q = _mixed(b_q)
+    queries.store(b_q)
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
 def _gathered(
     b_acc, b_sum, b_max, partial, p_counter, p_sharers, i_run, i_share, tile, o_d, o_q, m_q,
     SHARES: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Leaves what is this run's of a row; for the run that comes last all runs' sums, and whether it is that."""
+    """Leaves what is this run's of a row; for the run that comes last all runs' sums, and whether
+    it is that."""
     D: gl.constexpr = b_acc.shape[0]
     Q: gl.constexpr = b_acc.shape[1]
     SIZE: gl.constexpr = Q * (D + 2)
@@ -345,7 +359,7 @@ def _with_prefix(
     b_acc, b_sum, b_max, p_join, prefix, i_head, o_d, o_q, m_q,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PREFIX_M: gl.constexpr,
 ):  # fmt: skip
-    """Adds what triton_shared.py left of the row's prefix."""
+    """Adds what triton_cascade.py left of the row's prefix."""
     D: gl.constexpr = b_acc.shape[0]
     Q: gl.constexpr = b_acc.shape[1]
     LANE: gl.constexpr = PREFIX_M * (D + 2)
@@ -361,39 +375,46 @@ def _with_prefix(
 
 @gluon.jit
 def _finish(
-    b_acc, b_sum, b_max, tile, last, tiles, p_sharers, row, i_run, i_share, i_head, p_out, partial, counters, joins,
-    prefix, o_d, o_q, m_q, KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, SHARED: gl.constexpr,
-    PREFIX_M: gl.constexpr, S_LAYOUT: gl.constexpr,
+    b_acc, b_sum, b_max, tile, last, tiles, p_sharers, row, i_run, i_share, i_head, p_out, lse,
+    token, partial, counters, joins, prefix, o_d, o_q, m_q, KV_HEADS: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, SHARED: gl.constexpr, PREFIX_M: gl.constexpr,
+    S_LAYOUT: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """Writes a row's result, if the tiles from `tile` to `last` are all of it or the last that were missing."""
+    """Writes a row's result, if the tiles from `tile` to `last` are all of it or the last that were
+    missing."""
     SHARES: gl.constexpr = KV_HEADS // HEADS
     done = (tile == 0) & (last == tiles)
     if (tile > 0) | (last < tiles):
         b_acc, b_sum, b_max, done = _gathered(
-            b_acc, b_sum, b_max, partial, counters + row * SHARES + i_share, p_sharers, i_run, i_share,
-            tile, o_d, o_q, m_q, SHARES, S_LAYOUT,
+            b_acc, b_sum, b_max, partial, counters + row * SHARES + i_share, p_sharers, i_run,
+            i_share, tile, o_d, o_q, m_q, SHARES, S_LAYOUT,
         )  # fmt: skip
     if done:
         if SHARED:
             b_acc, b_sum, b_max = _with_prefix(
-                b_acc, b_sum, b_max, joins + row * 4, prefix, i_head, o_d, o_q, m_q, KV_HEADS, GROUP, PREFIX_M,
+                b_acc, b_sum, b_max, joins + row * 4, prefix, i_head, o_d, o_q, m_q, KV_HEADS,
+                GROUP, PREFIX_M,
             )  # fmt: skip
         b_out = (b_acc / b_sum[None, :]).to(p_out.dtype.element_ty)
         gl.store(p_out, b_out, mask=m_q[None, :])
+        if LSE:
+            p_lse = lse + (token * KV_HEADS + i_head) * GROUP + o_q
+            store_lse(p_lse, b_max, b_sum, m_q)
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
 def decode_hopper_kernel(
-    cache, scales, q, out, runs, starts, lengths, joins, table, partial, prefix, counters, q_token_stride,
-    q_head_stride, out_token_stride, table_stride, factor,
-    KV_HEADS: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr,
-    BLOCK_TOKENS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
-    PREFIX_M: gl.constexpr, CODED: gl.constexpr, DEPENDENT: gl.constexpr,
+    cache, scales, q, out, lse, runs, starts, lengths, joins, table, partial, prefix, counters,
+    q_token_stride, q_head_stride, out_token_stride, table_stride, factor, KV_HEADS: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, Q: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
+    BLOCKS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, PREFIX_M: gl.constexpr,
+    QUANTIZED: gl.constexpr, LSE: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """Grid (K / HEADS, runs). `cache`: descriptor of the cache as rows of D, HEADS heads of a block at a time; if CODED
-    ("int8" or "fp8") as heads of a block, int8, and `scales` is the same memory as float32. `factor`: scale * log2(e);
-    `partial` float32 [runs, K / HEADS, 2, Q * (D + 2)]. What is read before the wait was written before the kernel that
-    this one waits for (enter_late): all but the newest position."""
+    """Grid (K / HEADS, runs). `cache`: descriptor of the cache as rows of D, HEADS heads of a block
+    at a time; if QUANTIZED ("int8" or "fp8") as heads of a block, int8, and `scales` is the same
+    memory as float32. `factor`: scale * log2(e); `partial` float32 [runs, K / HEADS, 2, Q * (D +
+    2)]. What is read before the wait was written before the kernel that this one waits for
+    (enter_late): all but the newest position."""
     D: gl.constexpr = cache.block_shape[len(cache.block_shape) - 1]
     BOX: gl.constexpr = HEADS * BLOCK_TOKENS
     ROWS: gl.constexpr = BLOCKS * BOX
@@ -403,18 +424,18 @@ def decode_hopper_kernel(
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q, D], WIDE)
     W_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q, ROWS], WIDE)
-    UP: gl.constexpr = PAIRS_UP if CODED == "fp8" else 1.0
+    UP: gl.constexpr = PAIRS_UP if QUANTIZED == "fp8" else 1.0
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    if CODED is not None:
-        CODES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.int8)
+    if QUANTIZED is not None:
+        STORED_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.int8)
         V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], WIDE)
         V_ROW: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (D // 16), D // 16], [4, 1], [1, 0])
         LANES: gl.constexpr = _lanes(ROWS, D)
         SLOTS: gl.constexpr = [STAGES * BLOCKS, HEADS, BLOCK_TOKENS, D]
         key_slots = gl.allocate_shared_memory(gl.int8, SLOTS, cache.layout)
         value_slots = gl.allocate_shared_memory(gl.int8, SLOTS, cache.layout)
-        keys = key_slots._reinterpret(gl.int8, [STAGES, ROWS, D], CODES)
-        values = value_slots._reinterpret(gl.int8, [STAGES, ROWS, D], CODES)
+        keys = key_slots._reinterpret(gl.int8, [STAGES, ROWS, D], STORED_LAYOUT)
+        values = value_slots._reinterpret(gl.int8, [STAGES, ROWS, D], STORED_LAYOUT)
         wide = gl.allocate_shared_memory(WIDE, [ROWS, D], V_SHARED)
         own = gl.allocate_shared_memory(
             gl.float32, [STAGES * 2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -448,16 +469,16 @@ def decode_hopper_kernel(
     )  # fmt: skip
     start = a_first + a_tile * POSITIONS
     a_blocks = _blocks(table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS)
-    _ask_first(
+    _load_first(
         cache, scales, waiting, old, 1, units, i_head, key_slots, value_slots, own, ready,
-        KV_HEADS, HEADS, BLOCK_TOKENS, BLOCKS, STAGES, CODED,
+        KV_HEADS, HEADS, BLOCK_TOKENS, BLOCKS, STAGES, QUANTIZED,
     )  # fmt: skip
     enter(DEPENDENT)
-    _ask_first(
+    _load_first(
         cache, scales, waiting, old, 0, units, i_head, key_slots, value_slots, own, ready,
-        KV_HEADS, HEADS, BLOCK_TOKENS, BLOCKS, STAGES, CODED,
+        KV_HEADS, HEADS, BLOCK_TOKENS, BLOCKS, STAGES, QUANTIZED,
     )  # fmt: skip
-    if CODED is not None:
+    if QUANTIZED is not None:
         async_copy.wait_group(STAGES - 1)
 
     o_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -466,7 +487,7 @@ def decode_hopper_kernel(
     m_q = o_q < HEADS * GROUP
     m_own = (o_m % BOX // BLOCK_TOKENS)[:, None] == (o_q // GROUP)[None, :]
     o_d = gl.arange(0, D, layout=gl.SliceLayout(1, S_LAYOUT))
-    if CODED == "fp8":
+    if QUANTIZED == "fp8":
         o_d = (o_d & ~3) | (o_d & 1) << 1 | (o_d & 2) >> 1
     o_qm = gl.arange(0, Q, layout=gl.SliceLayout(1, ROW))
     o_qd = gl.arange(0, D, layout=gl.SliceLayout(0, ROW))
@@ -477,14 +498,7 @@ def decode_hopper_kernel(
     while count < units:
         begin = count
         last = gl.minimum(tiles, tile + units - count)
-        b_q = gl.load(p_q + token * q_token_stride, mask=m_load, other=0.0)
-        if CODED is not None:
-            if CODED == "fp8":
-                b_q = paired(b_q * PAIRS_UP)
-            b_q = _mixed(b_q)
-        queries.store(b_q)
-        fence_async_shared()
-        thread_barrier()
+        _store_queries(queries, p_q + token * q_token_stride, m_load, QUANTIZED)
         b_max = gl.full([Q], float("-inf"), gl.float32, gl.SliceLayout(0, S_LAYOUT))
         b_sums = gl.zeros([ROWS, Q], gl.float32, S_LAYOUT)
         b_acc = gl.zeros([D, Q], gl.float32, S_LAYOUT)
@@ -492,40 +506,45 @@ def decode_hopper_kernel(
             slot = count % STAGES
             mbarrier.wait(ready.index(slot), count // STAGES & 1)
             seen = length - first - i_tile * POSITIONS
-            if CODED is not None:
-                b_acc, b_sums, b_max = _attended_codes(
-                    b_acc, b_sums, b_max, queries, keys.index(slot), values.index(slot), wide, weighed,
-                    own.index(slot * 2), own.index(slot * 2 + 1), m_own, o_position, seen, factor,
-                    S_LAYOUT, LANES, V_ROW, UP, CODED,
+            if QUANTIZED is not None:
+                b_acc, b_sums, b_max = _attend_quantized(
+                    b_acc, b_sums, b_max, queries, keys.index(slot), values.index(slot), wide,
+                    weighed, own.index(slot * 2), own.index(slot * 2 + 1), m_own, o_position, seen,
+                    factor, S_LAYOUT, LANES, V_ROW, UP, QUANTIZED,
                 )  # fmt: skip
                 async_copy.wait_group(STAGES - 2)
             else:
-                b_acc, b_sums, b_max = _attended(
-                    b_acc, b_sums, b_max, queries, keys.index(slot), values.index(slot), weighed, m_own,
-                    o_position, seen, factor, BOX, BLOCK_TOKENS, S_LAYOUT, ROW,
+                b_acc, b_sums, b_max = _attend_tile(
+                    b_acc, b_sums, b_max, queries, keys.index(slot), values.index(slot), weighed,
+                    m_own, o_position, seen, factor, BOX, BLOCK_TOKENS, S_LAYOUT, ROW,
                 )  # fmt: skip
             thread_barrier()
             count += 1
-            if CODED is not None:
-                _ask_scales(
+            if QUANTIZED is not None:
+                _load_scales(
                     scales, a_blocks, i_head, slot, own, count + STAGES <= units,
                     D, KV_HEADS, HEADS, BLOCK_TOKENS,
                 )  # fmt: skip
             if count + STAGES <= units:
-                _ask(
-                    cache, a_blocks, i_head, slot, key_slots, value_slots, ready, KV_HEADS, BLOCK_TOKENS, BLOCKS
+                _load(
+                    cache, a_blocks, i_head, slot, key_slots, value_slots, ready,
+                    KV_HEADS, BLOCK_TOKENS, BLOCKS,
                 )  # fmt: skip
                 if count + STAGES < units:
                     a_row, a_tile, a_length, a_first, a_tiles = _next(
-                        lengths, joins, a_row, a_tile + 1, a_length, a_first, a_tiles, POSITIONS, SHARED
+                        lengths, joins, a_row, a_tile + 1, a_length, a_first, a_tiles,
+                        POSITIONS, SHARED,
                     )  # fmt: skip
                     start = a_first + a_tile * POSITIONS
-                    a_blocks = _blocks(table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS)  # fmt: skip
+                    a_blocks = _blocks(
+                        table, table_stride, a_row, start, a_length, BLOCK_TOKENS, BLOCKS
+                    )
         p_out = out + token * out_token_stride + (i_head * GROUP + o_q)[None, :] * D
         _finish(
-            b_acc * UP, gl.sum(b_sums, axis=0), b_max, tile, last, tiles, p_run + gl.where(begin == 0, 3, 5),
-            row, i_run, i_share, i_head, p_out + o_d[:, None], partial, counters, joins, prefix, o_d, o_q, m_q,
-            KV_HEADS, HEADS, GROUP, SHARED, PREFIX_M, S_LAYOUT,
+            b_acc * UP, gl.sum(b_sums, axis=0), b_max, tile, last, tiles,
+            p_run + gl.where(begin == 0, 3, 5), row, i_run, i_share, i_head, p_out + o_d[:, None],
+            lse, token, partial, counters, joins, prefix, o_d, o_q, m_q, KV_HEADS, HEADS, GROUP,
+            SHARED, PREFIX_M, S_LAYOUT, LSE,
         )  # fmt: skip
         if count < units:
             row, tile, length, first, tiles = _next(

@@ -1,18 +1,21 @@
-"""Attention whose results do not depend on the step: a query at a position gives the same bits as a decode, in a chunk
-of any size, and beside any other rows.
+"""Attention whose results do not depend on the step: a query at a position gives the same bits as a
+decode, in a chunk of any size, and beside any other rows.
 
-The positions are cut at multiples of SPLIT, whatever the row. A part is one pass with a running maximum over tiles that
-begin at multiples of N (Dao 2023, "FlashAttention-2"); parts are then merged in their order, pair by pair, by
-multiplications and additions that are spelled out, so that no compiler joins them differently in another kernel. The
-first rows with one query have a program for each part (and KV head), and the one that comes last merges; other rows'
-tiles go through their parts one after the other. Both are the same kernel, so which rows are which makes no difference
-to the bits.
+The positions are cut at multiples of SPLIT_TOKENS, whatever the row. A split is one pass with a
+running maximum over tiles that begin at multiples of N (Dao 2023, "FlashAttention-2"); splits are
+then merged in their order, pair by pair, by multiplications and additions that are spelled out, so
+that no compiler joins them differently in another kernel. The first rows with one query have a
+program for each split (and KV head), and the one that comes last merges; other rows' tiles go
+through their splits one after the other. Both are the same kernel, so which rows are which makes no
+difference to the bits.
 
-Steps of decodes take a small tile of M query-head pairs where that gives the bits of the large one: a matrix
-instruction adds up along its inner dimension in one order, whatever its number of rows. So sums over positions are
-products with ones and not reductions, whose order follows from how a tile lies in its threads.
+Steps of decodes take a small tile of M query-head pairs where that gives the bits of the large one:
+a matrix instruction adds up along its inner dimension in one order, whatever its number of rows. So
+sums over positions are products with ones and not reductions, whose order follows from how a tile
+lies in its threads.
 
-Few programs, each with many pieces of work in turn: how many pieces there are is known on the device only.
+Few programs, each with many items of work in turn: how many items there are is known on the device
+only.
 
 H query heads, K KV heads, D head_dim, N positions of a tile, R rows.
 """
@@ -25,8 +28,9 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.attention.op import Attention, AttentionProblem, Plan
+from headrace.back.kernels.attention.op import AttentionFunction, AttentionProblem, Plan, check_lse
 from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
+from headrace.back.kernels.attention.triton_softmax import divisor, store_lse
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.room import shared_bytes
@@ -40,10 +44,10 @@ from headrace.back.kernels.triton.wrap import (
     unsupported,
 )
 
-SPLIT = 512
-"""Positions of a part."""
-MOST_PARTS = 1024
-"""Parts that are left to be merged by another program; they take memory."""
+SPLIT_TOKENS = 512
+"""Positions of a split."""
+MAX_SPLITS = 1024
+"""Splits that are left to be merged by another program; they take memory."""
 PROGRAMS_PER_SM = 2
 MAX_HEAD_DIM = 256
 ROW_BUCKETS = (16, 64, 256, 1024, 4096)
@@ -52,12 +56,13 @@ SUMS: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
-def _part(
+def _attend_split(
     b_q, p_table, p_head, lowest, begin, end, b_position, scale, softcap, block_stride, kind_stride,
     M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum and weighted values of positions begin .. end; below `lowest` nothing is read."""
+    """Maximum, sum and weighted values of positions begin .. end; below `lowest` nothing is
+    read."""
     o_d = tl.arange(0, D)
     m_d = o_d < HEAD_DIM
     b_max = tl.full([M], float("-inf"), tl.float32)
@@ -99,6 +104,18 @@ def _part(
 
 
 @triton.jit
+def _start(sinks, o_query_head, m_m, M: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr):
+    """Maximum, sum and values that a query's splits are merged into: its sink's where `m_m`."""
+    b_max = tl.full([M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([M], tl.float32)
+    if SINKS:
+        b_sink = tl.load(sinks + o_query_head, mask=m_m, other=float("-inf"))
+        b_max = b_sink * 1.4426950408889634
+        b_sum = tl.where(m_m, 1.0, 0.0)
+    return b_max, b_sum, tl.zeros([M, D], tl.float32)
+
+
+@triton.jit
 def _merge(b_max, b_sum, b_acc, n_max, n_sum, n_acc):
     """Two results as one; the left one may be empty (maximum -Inf)."""
     b_higher = tl.maximum(b_max, n_max)
@@ -112,65 +129,42 @@ def _merge(b_max, b_sum, b_acc, n_max, n_sum, n_acc):
 
 @triton.jit
 def fixed_kernel(
-    q,
-    kv,
-    out,
-    starts,
-    lengths,
-    table,
-    partial,
-    counters,
-    num_rows,
-    q_token_stride,
-    q_head_stride,
-    out_token_stride,
-    block_stride,
-    kind_stride,
-    head_stride,
-    table_stride,
-    scale,
-    softcap,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MOST_PARTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Grid: any. A piece is (row, part) of rows that are cut, and else (row, tile). `partial` float32
-    [MOST_PARTS, K, GROUP, D+2]."""
+    q, kv, sinks, out, lse, starts, lengths, table, partial, counters, num_rows, q_token_stride,
+    q_head_stride, out_token_stride, block_stride, kind_stride, head_stride, table_stride, scale,
+    softcap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: any. A item is (row, split) of rows that are cut, and else (row, tile). `partial`
+    float32 [MAX_SPLITS, K, GROUP, D+2]."""
     enter(DEPENDENT)
     QUERIES: tl.constexpr = M // GROUP
     o_r, b_queries, b_length, b_first = row_spans(starts, lengths, num_rows, WINDOW, ROWS)
-    b_parts = tl.where(b_queries == 1, tl.cdiv(b_length, SPLIT) - b_first // SPLIT, 0)
-    b_parts = tl.where(b_parts > 1, b_parts, 0)
-    b_stored = tl.cumsum(b_parts, axis=0)
-    b_parts = tl.where(b_stored <= MOST_PARTS, b_parts, 0)
-    b_pieces = tl.where(b_parts > 0, b_parts, tl.cdiv(b_queries, QUERIES))
-    b_until = tl.cumsum(b_pieces, axis=0)
-    total = tl.sum(b_pieces, axis=0) * KV_HEADS
+    b_splits = tl.where(
+        b_queries == 1, tl.cdiv(b_length, SPLIT_TOKENS) - b_first // SPLIT_TOKENS, 0
+    )
+    b_splits = tl.where(b_splits > 1, b_splits, 0)
+    b_stored = tl.cumsum(b_splits, axis=0)
+    b_splits = tl.where(b_stored <= MAX_SPLITS, b_splits, 0)
+    b_items = tl.where(b_splits > 0, b_splits, tl.cdiv(b_queries, QUERIES))
+    b_until = tl.cumsum(b_items, axis=0)
+    total = tl.sum(b_items, axis=0) * KV_HEADS
     o_m = tl.arange(0, M)
     o_d = tl.arange(0, D)
     m_d = o_d < HEAD_DIM
     for i_work in range(tl.program_id(0), total, tl.num_programs(0)):
-        i_piece = i_work // KV_HEADS
+        i_item = i_work // KV_HEADS
         i_head = i_work % KV_HEADS
-        i_row = tl.sum((b_until <= i_piece).to(tl.int32), axis=0)
+        i_row = tl.sum((b_until <= i_item).to(tl.int32), axis=0)
         here = o_r == i_row
         queries, length = pick(b_queries, here), pick(b_length, here)
-        pieces = pick(b_pieces, here)
-        i_part = i_piece - (pick(b_until, here) - pieces)
-        parts = pick(b_parts, here)
-        is_cut = parts > 0
+        items = pick(b_items, here)
+        i_split = i_item - (pick(b_until, here) - items)
+        splits = pick(b_splits, here)
+        is_cut = splits > 0
         # tiles of a long row from its end, since later queries see more
-        first_query = tl.where(is_cut, 0, (pieces - 1 - i_part) * QUERIES)
+        first_query = tl.where(is_cut, 0, (items - 1 - i_split) * QUERIES)
         o_query = first_query + o_m // GROUP
         m_m = (o_m < QUERIES * GROUP) & (o_query < queries)
         o_token = tl.load(starts + i_row).to(tl.int64) + o_query
@@ -180,41 +174,40 @@ def fixed_kernel(
         b_position = tl.minimum(length - queries + o_query, length - 1)
         lowest = tl.maximum(length - queries + first_query - WINDOW + 1, 0) if WINDOW else 0
         end = tl.minimum(length - queries + first_query + QUERIES, length)
+        if not CAUSAL:
+            b_position = tl.zeros([M], tl.int32) + (length - 1)
+            end = length
         p_head = kv + tl.cast(i_head, tl.int64) * head_stride
         p_table = table + tl.cast(i_row, tl.int64) * table_stride
 
-        from_part = lowest // SPLIT + tl.where(is_cut, i_part, 0)
-        to_part = tl.where(is_cut, from_part + 1, tl.cdiv(end, SPLIT))
-        b_max = tl.full([M], float("-inf"), tl.float32)
-        b_sum = tl.zeros([M], tl.float32)
-        b_acc = tl.zeros([M, D], tl.float32)
-        for part in range(from_part, to_part):
-            begin = tl.maximum(part * SPLIT, lowest // N * N)
-            n_max, n_sum, n_acc = _part(
-                b_q, p_table, p_head, lowest, begin, tl.minimum(part * SPLIT + SPLIT, end), b_position,
-                scale, softcap, block_stride, kind_stride, M, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW,
-                SOFTCAP,
+        from_split = lowest // SPLIT_TOKENS + tl.where(is_cut, i_split, 0)
+        to_split = tl.where(is_cut, from_split + 1, tl.cdiv(end, SPLIT_TOKENS))
+        b_max, b_sum, b_acc = _start(sinks, o_query_head, m_m & (splits == 0), M, D, SINKS)
+        for split in range(from_split, to_split):
+            begin = tl.maximum(split * SPLIT_TOKENS, lowest // N * N)
+            n_max, n_sum, n_acc = _attend_split(
+                b_q, p_table, p_head, lowest, begin,
+                tl.minimum(split * SPLIT_TOKENS + SPLIT_TOKENS, end), b_position, scale, softcap,
+                block_stride, kind_stride, M, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP,
             )  # fmt: skip
             b_max, b_sum, b_acc = _merge(b_max, b_sum, b_acc, n_max, n_sum, n_acc)
 
-        is_done = parts == 0
+        is_done = splits == 0
         if is_cut:
             STEP: tl.constexpr = KV_HEADS * GROUP * (D + 2)
-            first = pick(b_stored, here) - parts
+            first = pick(b_stored, here) - splits
             p_row = partial + (tl.cast(first, tl.int64) * KV_HEADS + i_head) * (GROUP * (D + 2))
-            p_mine = p_row + tl.cast(i_part, tl.int64) * STEP
+            p_mine = p_row + tl.cast(i_split, tl.int64) * STEP
             tl.store(p_mine + o_m[:, None] * D + o_d[None, :], b_acc, mask=m_m[:, None])
             tl.store(p_mine + GROUP * D + o_m, b_max, mask=m_m)
             tl.store(p_mine + GROUP * D + GROUP + o_m, b_sum, mask=m_m)
             tl.debug_barrier()
             p_counter = counters + i_row * KV_HEADS + i_head
-            is_done = tl.atomic_add(p_counter, 1, sem="acq_rel") == parts - 1
+            is_done = tl.atomic_add(p_counter, 1, sem="acq_rel") == splits - 1
             if is_done:
                 tl.store(p_counter, 0)
-                b_max = tl.full([M], float("-inf"), tl.float32)
-                b_sum = tl.zeros([M], tl.float32)
-                b_acc = tl.zeros([M, D], tl.float32)
-                for i in range(0, parts):
+                b_max, b_sum, b_acc = _start(sinks, o_query_head, m_m, M, D, SINKS)
+                for i in range(0, splits):
                     p_one = p_row + tl.cast(i, tl.int64) * STEP
                     n_max = tl.load(
                         p_one + GROUP * D + o_m, mask=m_m, other=0.0, cache_modifier=".cg"
@@ -229,15 +222,17 @@ def fixed_kernel(
                     b_max, b_sum, b_acc = _merge(b_max, b_sum, b_acc, n_max, n_sum, n_acc)
         if is_done:
             p_out = out + o_token * out_token_stride + o_query_head * HEAD_DIM
-            b_out = (b_acc / b_sum[:, None]).to(out.dtype.element_ty)
+            b_out = (b_acc / divisor(b_sum, CAUSAL)[:, None]).to(out.dtype.element_ty)
             m_out = m_m[:, None] & m_d[None, :]
             tl.store(p_out[:, None] + o_d[None, :], b_out, mask=m_out)
+            if LSE:
+                store_lse(lse + o_token * (KV_HEADS * GROUP) + o_query_head, b_max, b_sum, m_m)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedTile:
-    """Query-head pairs and positions of a tile, and how it is compiled. Bits depend on `n`, and may on the matrix
-    instruction that `m` and `warps` lead to."""
+class FixedAttentionTile:
+    """Query-head pairs and positions of a tile, and how it is compiled. Bits depend on `n`, and may
+    on the matrix instruction that `m` and `warps` lead to."""
 
     m: int
     n: int
@@ -245,7 +240,7 @@ class FixedTile:
     stages: int
 
 
-def tile_of(problem: AttentionProblem) -> FixedTile:
+def tile_of(problem: AttentionProblem) -> FixedAttentionTile:
     """The tile of a problem; its stages as shared memory allows."""
     depth, wide = power_of_two(problem.head_dim, least=16), problem.dtype is torch.float32
     m = power_of_two(problem.heads // problem.kv_heads, least=32 if wide else 64)
@@ -253,31 +248,41 @@ def tile_of(problem: AttentionProblem) -> FixedTile:
     room = shared_bytes() - m * (depth + n) * problem.dtype.itemsize
     most = 1 if wide else 3 if depth <= 128 else 2
     stages = max(1, min(most, 1 + room // (2 * n * depth * problem.dtype.itemsize)))
-    return FixedTile(m=m, n=n, warps=8 if depth > 128 else 4, stages=stages)
+    return FixedAttentionTile(m=m, n=n, warps=8 if depth > 128 else 4, stages=stages)
 
 
-def decode_tile(problem: AttentionProblem) -> FixedTile | None:
-    """The tile of steps of decodes alone, where it gives the same bits: Ampere's instruction (16 rows) and Hopper's
-    (64) do, as test_fixed.py holds on the device at hand; those of later devices are not known to."""
+def decode_tile(problem: AttentionProblem) -> FixedAttentionTile | None:
+    """The tile of steps of decodes alone, where it gives the same bits: Ampere's instruction (16
+    rows) and Hopper's (64) do, as test_fixed.py holds on the device at hand; those of later devices
+    are not known to."""
     small = problem.heads // problem.kv_heads <= 16 and problem.head_dim <= 128
     if not small or problem.dtype is torch.float32 or not has_known_products():
         return None
     return replace(tile_of(problem), m=16, warps=2, stages=2)
 
 
-def bind(problem: AttentionProblem, *, tile: FixedTile | None = None) -> Attention:
+def bind(
+    problem: AttentionProblem,
+    sinks_H: torch.Tensor | None = None,
+    *,
+    tile: FixedAttentionTile | None = None,
+) -> AttentionFunction:
     """The kernel for one layer's heads; `tile` for measurements."""
+    assert (sinks_H is not None) == problem.sinks, problem
     kv_heads, depth = problem.kv_heads, power_of_two(problem.head_dim, least=16)
     usual = tile or tile_of(problem)
     of_decodes = usual if tile is not None else decode_tile(problem) or usual
     constants = {
-        "KV_HEADS": kv_heads, "GROUP": problem.heads // kv_heads, "SPLIT": SPLIT,
-        "MOST_PARTS": MOST_PARTS, "HEAD_DIM": problem.head_dim, "D": depth,
+        "KV_HEADS": kv_heads, "GROUP": problem.heads // kv_heads, "SPLIT_TOKENS": SPLIT_TOKENS,
+        "MAX_SPLITS": MAX_SPLITS, "HEAD_DIM": problem.head_dim, "D": depth,
         "BLOCK_TOKENS": problem.block_tokens, "WINDOW": problem.window or 0,
-        "SOFTCAP": problem.softcap is not None,
+        "SOFTCAP": problem.softcap is not None, "CAUSAL": problem.causal, "SINKS": problem.sinks,
     }  # fmt: skip
 
-    def attention(q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def attention(
+        q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        check_lse(lse_TH, q_THD)
         assert q_THD.dtype == kv.dtype == problem.dtype, (q_THD.dtype, kv.dtype)
         assert kv.stride()[3:] == (problem.head_dim, 1) and q_THD.stride(2) == 1, (kv.stride(),)
         assert plan.block_table_RB.stride(1) == 1 or plan.block_table_RB.shape[1] == 1
@@ -285,17 +290,18 @@ def bind(problem: AttentionProblem, *, tile: FixedTile | None = None) -> Attenti
         assert num_rows * kv_heads <= COUNTERS, (num_rows, kv_heads)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=device)
         partial = torch.empty(
-            MOST_PARTS * problem.heads * (depth + 2), dtype=torch.float32, device=device
+            MAX_SPLITS * problem.heads * (depth + 2), dtype=torch.float32, device=device
         )
         tile = of_decodes if plan.max_query_len == 1 else usual
         programs = num_sms(device) * PROGRAMS_PER_SM * max(1, 4 // tile.warps)
         fixed_kernel[(programs,)](
-            q_THD, kv, out_THD, plan.query_start_R1, plan.kv_len_R, plan.block_table_RB, partial,
-            counters(device), num_rows, q_THD.stride(0), q_THD.stride(1),
-            problem.heads * problem.head_dim, *kv.stride()[:3], plan.block_table_RB.stride(0),
-            problem.scale, problem.softcap or 0.0,
+            q_THD, kv, sinks_H, out_THD, lse_TH, plan.query_start_R1, plan.kv_len_R,
+            plan.block_table_RB, partial, counters(device), num_rows, q_THD.stride(0),
+            q_THD.stride(1), problem.heads * problem.head_dim, *kv.stride()[:3],
+            plan.block_table_RB.stride(0), problem.scale, problem.softcap or 0.0,
             ROWS=next(size for size in ROW_BUCKETS if size >= num_rows), M=tile.m, N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, **constants, **launch(device),
+            num_warps=tile.warps, num_stages=tile.stages, LSE=lse_TH is not None, **constants,
+            **launch(device),
         )  # fmt: skip
         return out_THD
 
@@ -307,8 +313,8 @@ def _supports(problem: AttentionProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} KV heads"
-    if problem.coded or problem.sinks:
-        return "knows neither codes nor sinks"
+    if problem.quantized:
+        return "knows no quantized caches"
     return unsupported(problem.device, problem.dtype)
 
 

@@ -14,9 +14,9 @@ from headrace.back.kernels.attention.op import AttentionProblem, Plan
 ROW_BUCKETS = (16, 64, 256, 1024, 4096)
 """Rows a program reads; few sizes, so that few kernels are compiled."""
 
-Made = TypeVar("Made")
-Launch = Callable[[torch.Tensor, torch.Tensor, Plan, torch.Tensor], None]
-"""f(q_THD, kv, plan, out_THD)"""
+WorkList = TypeVar("WorkList")
+Launch = Callable[[torch.Tensor, torch.Tensor, Plan, torch.Tensor, torch.Tensor | None], None]
+"""f(q_THD, kv, plan, out_THD, lse_TH)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,25 +45,26 @@ def row_bucket(num_rows: int) -> int:
 
 
 class PlanLists:
-    """The lists of the plans in use. The first layer that asks for a plan makes its list, and makes it anew
-    whenever it asks again (the next step, or the same step while it is captured); the layers after it read it."""
+    """The lists of the plans in use. The first layer that asks for a plan makes its list, and makes
+    it anew whenever it asks again (the next step, or the same step while it is captured); the
+    layers after it read it."""
 
     def __init__(self) -> None:
         self._lists: dict[Hashable, tuple[object, Any]] = {}
 
     def get(
-        self, plan: Plan, sizes: Hashable, owner: object, make: Callable[[], Made]
-    ) -> tuple[Made, bool]:
+        self, plan: Plan, sizes: Hashable, owner: object, make: Callable[[], WorkList]
+    ) -> tuple[WorkList, bool]:
         """The list, and whether it was made for this call."""
         key = (id(plan), sizes)
-        maker, made = self._lists.get(key, (owner, None))
-        if maker is not owner and made is not None:
-            return made, False
-        if made is None:
+        maker, work_list = self._lists.get(key, (owner, None))
+        if maker is not owner and work_list is not None:
+            return work_list, False
+        if work_list is None:
             weakref.finalize(plan, self._lists.pop, key, None)
-        made = make()
-        self._lists[key] = (owner, made)
-        return made, True
+        work_list = make()
+        self._lists[key] = (owner, work_list)
+        return work_list, True
 
 
 lists = PlanLists()

@@ -1,8 +1,10 @@
-"""Attention of rows with many queries: bound by arithmetic, so tiles are large and products go through tl.dot.
+"""Attention of rows with many queries: bound by arithmetic, so tiles are large and products go
+through tl.dot.
 
-A tile is M query-head pairs: M // GROUP successive queries of one row, with all query heads of one KV head. Tiles of a
-row are taken from its end, since later queries see more. Positions that every query of the tile sees are taken without
-masks. One pass with a running maximum (Dao 2023, "FlashAttention-2").
+A tile is M query-head pairs: M // GROUP successive queries of one row, with all query heads of one
+KV head. Tiles of a row are taken from its end, since later queries see more. Positions that every
+query of the tile sees are taken without masks. One pass with a running maximum (Dao 2023,
+"FlashAttention-2").
 
 H query heads, K KV heads, D head_dim, N positions of a tile, R rows.
 """
@@ -12,22 +14,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.attention.triton_codes import code_scales, widened
+from headrace.back.kernels.attention.triton_quantized import dequantized, scale_pointers
 from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
+from headrace.back.kernels.attention.triton_softmax import (
+    LOG2E,
+    divisor,
+    softmax_weights,
+    store_lse,
+)
 from headrace.back.kernels.triton.grid import enter
 
 
 @triton.jit
 def _step(
-    b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end, b_position, scale, softcap,
-    block_stride, kind_stride, head_stride,
-    N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CODED: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr,
+    b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end, b_position,
+    scale, softcap, block_stride, kind_stride, head_stride, N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    QUANTIZED: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Takes positions start .. start + N into the running result; below `lowest` and from `end` on nothing is read."""
+    """Takes positions start .. start + N into the running result; below `lowest` and from `end` on
+    nothing is read."""
     o_n = start + tl.arange(0, N)
     o_d = tl.arange(0, D)
-    LOG2E: tl.constexpr = 1.4426950408889634
     if MASKED:
         m_n = (o_n >= lowest) & (o_n < end)
         b_block = tl.load(p_table + o_n // BLOCK_TOKENS, mask=m_n, other=0).to(tl.int64)
@@ -41,13 +49,13 @@ def _step(
         b_k = tl.load(p_k, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
     else:
         b_k = tl.load(p_k)
-    if CODED:
-        p_scale = code_scales(
+    if QUANTIZED:
+        p_scale = scale_pointers(
             scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS, HEAD_DIM
         )
-        b_k = widened(b_k, b_q.dtype, True, BITS)
+        b_k = dequantized(b_k, b_q.dtype, True, BITS)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    if CODED:
+    if QUANTIZED:
         if MASKED:
             b_s = b_s * tl.load(p_scale, mask=m_n, other=0.0)[None, :]
         else:
@@ -62,13 +70,7 @@ def _step(
         if WINDOW:
             seen = seen & (o_n[None, :] > b_position[:, None] - WINDOW)
         b_s = tl.where(seen, b_s, float("-inf"))
-        b_higher = tl.maximum(b_max, tl.max(b_s, axis=1) * factor)
-        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-    else:
-        b_higher = tl.maximum(b_max, tl.max(b_s, axis=1) * factor)
-        b_base = b_higher
-    b_p = tl.exp2(b_s * factor - b_base[:, None])
-    b_shrink = tl.exp2(b_max - b_base)
+    b_p, b_shrink, b_higher = softmax_weights(b_s, b_max, factor, MASKED)
     b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
     b_acc = b_acc * b_shrink[:, None]
     p_v = p_k + kind_stride
@@ -78,8 +80,8 @@ def _step(
         b_v = tl.load(p_v, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
     else:
         b_v = tl.load(p_v)
-    if CODED:
-        b_v = widened(b_v, b_q.dtype, False, BITS)
+    if QUANTIZED:
+        b_v = dequantized(b_v, b_q.dtype, False, BITS)
         p_scale = p_scale + kind_stride // 4
         if MASKED:
             b_p = b_p * tl.load(p_scale, mask=m_n, other=0.0)[None, :]
@@ -91,40 +93,16 @@ def _step(
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def prefill_kernel(
-    q,
-    kv,
-    scales,
-    sinks,
-    out,
-    starts,
-    lengths,
-    table,
-    num_rows,
-    q_token_stride,
-    q_head_stride,
-    out_token_stride,
-    block_stride,
-    kind_stride,
-    head_stride,
-    table_stride,
-    scale,
-    softcap,
-    GROUP: tl.constexpr,
-    MIN_QUERIES: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    CODED: tl.constexpr,
-    BITS: tl.constexpr,
-    SINKS: tl.constexpr,
+    q, kv, scales, sinks, out, lse, starts, lengths, table, num_rows, q_token_stride, q_head_stride,
+    out_token_stride, block_stride, kind_stride, head_stride, table_stride, scale, softcap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MIN_QUERIES: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr,
+    BITS: tl.constexpr, SINKS: tl.constexpr, CAUSAL: tl.constexpr, LSE: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):
-    """Grid (K, tiles at most). Rows with fewer than MIN_QUERIES queries are the decode kernel's."""
+):  # fmt: skip
+    """Grid (K, tiles at most). Rows with fewer than MIN_QUERIES queries are the decode kernel's.
+    `lse` float32 [T, H], if LSE."""
     i_head = tl.program_id(0)
     i_tile = tl.program_id(1)
     enter(DEPENDENT)
@@ -152,6 +130,9 @@ def prefill_kernel(
     b_q = tl.load(p_q, mask=m_q, other=0.0)
     b_position = tl.minimum(length - queries + o_query, length - 1)
     lowest_position = length - queries + first_query
+    if not CAUSAL:
+        b_position = tl.zeros([M], tl.int32) + (length - 1)
+        lowest_position = length - 1
     end = tl.minimum(lowest_position + QUERIES, length)
 
     b_max = tl.full([M], float("-inf"), tl.float32)
@@ -170,18 +151,20 @@ def prefill_kernel(
         unmasked = (lowest_position + 1) // N * N
         for start in range(0, unmasked, N):
             b_acc, b_max, b_sum = _step(
-                b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end, b_position,
-                scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP,
-                CODED, BITS, False,
+                b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end,
+                b_position, scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D,
+                BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, False,
             )  # fmt: skip
     for start in range(unmasked, end, N):
         b_acc, b_max, b_sum = _step(
-            b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end, b_position,
-            scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP,
-            CODED, BITS, True,
+            b_acc, b_max, b_sum, b_q, p_table, p_head, scales, i_head, start, lowest, end,
+            b_position, scale, softcap, block_stride, kind_stride, head_stride, N, HEAD_DIM, D,
+            BLOCK_TOKENS, WINDOW, SOFTCAP, QUANTIZED, BITS, True,
         )  # fmt: skip
-    b_out = (b_acc / b_sum[:, None]).to(out.dtype.element_ty)
+    b_out = (b_acc / divisor(b_sum, CAUSAL)[:, None]).to(out.dtype.element_ty)
     p_out = (
         out + o_token[:, None] * out_token_stride + o_query_head[:, None] * HEAD_DIM + o_d[None, :]
     )
     tl.store(p_out, b_out, mask=m_q)
+    if LSE:
+        store_lse(lse + o_token * (KV_HEADS * GROUP) + o_query_head, b_max, b_sum, m_m)

@@ -1,15 +1,16 @@
-"""Attention of rows with many queries on Hopper: the copy engine brings blocks of the cache, the matrix units read them
-from shared memory.
+"""Attention of rows with many queries on Hopper: the TMA brings blocks of the cache, the matrix
+units read them from shared memory.
 
-A program stays and takes one tile after the other from a list (triton_tiles.py), the longest first. Three groups of
-warps share it: one asks the copy engine for keys and values, block by block through the table, as far ahead as there
-is room; two attend, each for half of the tile's queries, and take turns on the matrix units by themselves. Each of the
-two starts the scores of the next positions before it weighs the values of these, so that the exponentials run beside a
-product (Shah et al. 2024, "FlashAttention-3", section 3). Positions are taken from the last ones back: only the first
-tiles of positions need masks.
+Programs are persistent: each takes one tile after the other from a list (triton_tiles.py), the
+longest first. Three groups of warps share it: one asks the TMA for keys and values, block by block
+through the table, as far ahead as there is room; two attend, each for half of the tile's queries,
+and take turns on the matrix units by themselves. Each of the two starts the scores of the next
+positions before it weighs the values of these, so that the exponentials run beside a product (Shah
+et al. 2024, "FlashAttention-3", section 3). Positions are taken from the last ones back: only the
+first tiles of positions need masks.
 
-H query heads, K KV heads, D head_dim, N positions of a tile. 64 query-head pairs a group of warps: Q = 64 // GROUP
-queries with all heads that share a KV head.
+H query heads, K KV heads, D head_dim, N positions of a tile. 64 query-head pairs a group of warps:
+Q = 64 // GROUP queries with all heads that share a KV head.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from headrace.back.kernels.attention.gluon_codes import paired
-from headrace.back.kernels.attention.triton_codes import PAIRS_UP
+from headrace.back.kernels.attention.gluon_quantized import paired
+from headrace.back.kernels.attention.gluon_softmax import softmax_weights, store_lse
+from headrace.back.kernels.attention.triton_quantized import PAIRS_UP
 from headrace.back.kernels.triton.gluon import thread_barrier
 
 PAIRS = gl.constexpr(64)
@@ -34,7 +36,8 @@ PAIRS = gl.constexpr(64)
 
 @gluon.jit
 def item_of(i_round):
-    """The piece of work of a round: there and back, so that every program gets as much as any other."""
+    """The piece of work of a round: there and back, so that every program gets as much as any
+    other."""
     programs = gl.num_programs(0)
     i_program = gl.program_id(0)
     place = gl.where(i_round % 2 == 0, i_program, programs - 1 - i_program)
@@ -95,15 +98,15 @@ def _fetch(
 
 @gluon.jit
 def _clear(values, first, N: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Zeroes the values of positions `first` .. N: what lies there was never written, and 0 * NaN is NaN. Both groups
-    of warps do it, with the same result."""
+    """Zeroes the values of positions `first` .. N: what lies there was never written, and 0 * NaN
+    is NaN. Both groups of warps do it, with the same result."""
     o_n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     for i in gl.static_range(N // ROWS):
         if (i + 1) * ROWS > first:
-            piece = values.slice(i * ROWS, ROWS, 0)
-            b_v = piece.load(LAYOUT)
+            chunk = values.slice(i * ROWS, ROWS, 0)
+            b_v = chunk.load(LAYOUT)
             seen = (i * ROWS + o_n < first)[:, None]
-            piece.store(gl.where(seen, b_v, gl.zeros_like(b_v)))
+            chunk.store(gl.where(seen, b_v, gl.zeros_like(b_v)))
     fence_async_shared()
     thread_barrier()
 
@@ -114,13 +117,7 @@ def _weigh(b_s, b_max, factor, b_position, start, MASKED: gl.constexpr, LAYOUT: 
     if MASKED:
         o_n = start + gl.arange(0, b_s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
         b_s = gl.where(o_n[None, :] <= b_position[:, None], b_s, float("-inf"))
-    b_higher = gl.maximum(b_max, gl.max(b_s, axis=1))
-    b_base = b_higher * factor
-    if MASKED:
-        b_base = gl.where(b_higher == float("-inf"), 0.0, b_base)
-    b_p = gl.exp2(b_s * factor - b_base[:, None])
-    b_shrink = gl.exp2(b_max * factor - b_base)
-    return b_p, b_shrink, b_higher
+    return softmax_weights(b_s, b_max, factor, MASKED, 1)
 
 
 @gluon.jit
@@ -129,8 +126,8 @@ def _step(
     b_position, factor, STAGES: gl.constexpr, MASKED: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
-    """Starts the scores of the positions from `start`, weighs the values of those before with `b_p`, and makes the
-    weights of the new ones meanwhile."""
+    """Starts the scores of the positions from `start`, weighs the values of those before with
+    `b_p`, and makes the weights of the new ones meanwhile."""
     stage = count % STAGES
     mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
     zeros = gl.zeros([PAIRS, N], gl.float32, S_LAYOUT)
@@ -155,11 +152,13 @@ def _step(
 
 @gluon.jit
 def attend(
-    HALF: gl.constexpr, q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
-    q_token_stride, q_head_stride, out_token_stride, factor,
-    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr,
+    HALF: gl.constexpr, q, out, lse, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
+    q_token_stride, q_head_stride, out_token_stride, factor, GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, PAIRED: gl.constexpr,
+    LSE: gl.constexpr,
 ):  # fmt: skip
-    """Attends for one half of every tile's queries. PAIRED: keys and values were e4m3 codes (triton_codes.py)."""
+    """Attends for one half of every tile's queries. PAIRED: keys and values were e4m3 values
+    (triton_quantized.py)."""
     D: gl.constexpr = queries.shape[2]
     Q: gl.constexpr = PAIRS // GROUP
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -240,6 +239,11 @@ def attend(
             b_acc = warpgroup_mma_wait(0, deps=[weighed])
             thread_barrier()
             mbarrier.arrive(v_free.index(before), count=1)
+            if LSE:
+                o_pair_query = HALF * Q + o_pair // GROUP
+                p_lse = lse + ((token + o_pair_query) * KV_HEADS + i_head) * GROUP + o_pair % GROUP
+                m_pair = (o_pair < Q * GROUP) & (o_pair_query < num_queries)
+                store_lse(p_lse, b_max * factor, b_sum, m_pair)
             b_total = gl.convert_layout(b_sum, gl.SliceLayout(1, O_LAYOUT))
             b_acc = b_acc / b_total[:, None]
             if PAIRED:
@@ -254,8 +258,8 @@ def attend(
 
 @gluon.jit
 def barriers(STAGES: gl.constexpr):
-    """What tells the two groups that attend of keys and of values that have come, and whoever brings them of places
-    that both have left."""
+    """What tells the two groups that attend of keys and of values that have come, and whoever
+    brings them of places that both have left."""
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -270,23 +274,13 @@ def barriers(STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["table_stride"])
 def prefill_hopper_kernel(
-    cache,
-    q,
-    out,
-    tiles,
-    table,
-    q_token_stride,
-    q_head_stride,
-    out_token_stride,
-    table_stride,
+    cache, q, out, lse, tiles, table, q_token_stride, q_head_stride, out_token_stride, table_stride,
     factor,
-    GROUP: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    BLOCK_TOKENS: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """`cache`: descriptor of the cache as rows of D, a block of one head at a time; `factor`: scale * log2(e)."""
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, N: gl.constexpr,
+    STAGES: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """`cache`: descriptor of the cache as rows of D, a block of one head at a time; `factor`: scale
+    * log2(e)."""
     D: gl.constexpr = cache.block_shape[1]
     keys = gl.allocate_shared_memory(cache.dtype, [STAGES, N, D], cache.layout)
     values = gl.allocate_shared_memory(cache.dtype, [STAGES, N, D], cache.layout)
@@ -298,22 +292,24 @@ def prefill_hopper_kernel(
             (
                 attend,
                 (
-                    gl.constexpr(0), q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
-                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES, False,
+                    gl.constexpr(0), q, out, lse, tiles, queries, keys, values, k_ready, k_free,
+                    v_ready, v_free, q_token_stride, q_head_stride, out_token_stride, factor, GROUP,
+                    KV_HEADS, N, STAGES, False, LSE,
                 ),
             ),
             (
                 attend,
                 (
-                    gl.constexpr(1), q, out, tiles, queries, keys, values, k_ready, k_free, v_ready, v_free,
-                    q_token_stride, q_head_stride, out_token_stride, factor, GROUP, KV_HEADS, N, STAGES, False,
+                    gl.constexpr(1), q, out, lse, tiles, queries, keys, values, k_ready, k_free,
+                    v_ready, v_free, q_token_stride, q_head_stride, out_token_stride, factor, GROUP,
+                    KV_HEADS, N, STAGES, False, LSE,
                 ),
             ),
             (
                 _fetch,
                 (
-                    cache, tiles, table, table_stride, keys, values, k_ready, k_free, v_ready, v_free,
-                    KV_HEADS, N, BLOCK_TOKENS, STAGES,
+                    cache, tiles, table, table_stride, keys, values, k_ready, k_free, v_ready,
+                    v_free, KV_HEADS, N, BLOCK_TOKENS, STAGES,
                 ),
             ),
         ],

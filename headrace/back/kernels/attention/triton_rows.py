@@ -1,8 +1,9 @@
-"""How a program of the attention kernels finds its work: from the rows' lengths on the device, in registers.
+"""How a program of the attention kernels finds its work: from the rows' lengths on the device, in
+registers.
 
-Grids depend on the sizes of the tensors only, so that a captured graph serves every step of its shape; each program
-reads all lengths (R of them, from the cache) and counts to its own place. Programs beyond the work leave at once.
-R = ROWS padded rows.
+Grids depend on the sizes of the tensors only, so that a captured graph serves every step of its
+shape; each program reads all lengths (R of them, from the cache) and counts to its own place.
+Programs beyond the work leave at once. R = ROWS padded rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ def pick(b_values, b_chosen):
 
 @triton.jit
 def row_spans(starts, lengths, num_rows, WINDOW: tl.constexpr, ROWS: tl.constexpr):
-    """Of every row: index, query tokens, KV length, and the first position any of its queries sees."""
+    """Of every row: index, query tokens, KV length, and the first position any of its queries
+    sees."""
     o_r = tl.arange(0, ROWS)
     m_r = o_r < num_rows
     b_start = tl.load(starts + o_r, mask=m_r, other=0)

@@ -1,12 +1,13 @@
-"""How the work of a step's rows is dealt to programs that stay: runs of tiles, one row behind the other.
+"""How the work of a step's rows is dealt to persistent programs: runs of tiles, one row behind the
+other.
 
-All rows' tiles, in order, are cut into runs as long as each other. A cut that would fall near the beginning or the end
-of a row is made there, so that fewer rows are shared: a longer run costs nothing while other programs keep the memory
-busy. Runs whose cuts meet are empty.
+All rows' tiles, in order, are cut into runs as long as each other. A cut that would fall near the
+beginning or the end of a row is made there, so that fewer rows are shared: a longer run costs
+nothing while other programs keep the memory busy. Runs whose cuts meet are empty.
 
-Record i of a list is run i: its first row, its first tile within it, and how many tiles; then of its first and of its
-last row each the first run that has a part of it, and how many have; and of its first row the length, the first
-position that is its own, and the token.
+Record i of a list is run i: its first row, its first tile within it, and how many tiles; then of
+its first and of its last row each the first run that has a part of it, and how many have; and of
+its first row the length, the first position that is its own, and the token.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def _moved(cut, b_until, b_tiles, slack):
 
 @triton.jit
 def _slack(b_tiles, total, num_runs, NEAR: tl.constexpr):
-    """By how many tiles a cut may be moved: up to half a run. If rows are alike, and whole rows leave no run with much
-    more than the others, it is that half, so that hardly any row is shared."""
+    """By how many tiles a cut may be moved: up to half a run. If rows are alike, and whole rows
+    leave no run with much more than the others, it is that half, so that hardly any row is shared.
+    """
     rows = tl.sum((b_tiles > 0).to(tl.int32), axis=0).to(tl.int64)
     alike = tl.max(b_tiles, axis=0) * rows * 8 <= total.to(tl.int64) * 9
     even = tl.cdiv(rows, num_runs) * num_runs * 4 <= rows * 5
@@ -43,7 +45,8 @@ def _slack(b_tiles, total, num_runs, NEAR: tl.constexpr):
 
 @triton.jit
 def _store_sharers(p_first, start, end, total, num_runs, slack, RUNS: tl.constexpr):
-    """Which runs have a part of the row of tiles `start` .. `end`: those between the cuts that stay inside it."""
+    """Which runs have a part of the row of tiles `start` .. `end`: those between the cuts that stay
+    inside it."""
     o_i = tl.arange(0, RUNS)
     b_cut = (o_i.to(tl.int64) * total // num_runs).to(tl.int32)
     inside = (o_i < num_runs) & (b_cut - start > slack) & (end - b_cut > slack)
@@ -67,9 +70,10 @@ def runs_kernel(
     SHARED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (`most`, the runs at most); `runs` int32 [most, 12]. Tiles of POSITIONS, at least LEAST a run; cuts move by
-    up to NEAR tiles, or to the next row in any case (_slack). Rows with one query come first and are dealt, no others;
-    if SHARED, they begin behind their prefixes (`joins`: triton_shared.py)."""
+    """Grid (`most`, the runs at most); `runs` int32 [most, 12]. Tiles of POSITIONS, at least LEAST
+    a run; cuts move by up to NEAR tiles, or to the next row in any case (_slack). Rows with one
+    query come first and are dealt, no others; if SHARED, they begin behind their prefixes (`joins`:
+    triton_cascade.py)."""
     i_run = tl.program_id(0)
     enter(DEPENDENT)
     o_r, b_queries, b_length, b_first = row_spans(starts, lengths, num_rows, 0, ROWS)

@@ -1,8 +1,10 @@
-"""The tiles of a step's long rows, made on the device once a step: which queries of which row, the longest work first.
+"""The tiles of a step's long rows, made on the device once a step: which queries of which row, the
+longest work first.
 
-Tile i of the list is eight numbers, from 8 (i + 1) on: row, its first token, how many queries, the position of the
-first, the row's KV length, and the position after the last query. The first number of the list is how many there are.
-No sort is needed: the tiles of a row grow by steps that are known, so every program counts how many go before its own.
+Tile i of the list is eight numbers, from 8 (i + 1) on: row, its first token, how many queries, the
+position of the first, the row's KV length, and the position after the last query. The first number
+of the list is how many there are. No sort is needed: the tiles of a row grow by steps that are
+known, so every program counts how many go before its own.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def tiles_kernel(
     ROWS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (tiles at most); `tiles` int32 [tiles at most + 1, 8]. Rows with fewer than MIN_QUERIES are left out."""
+    """Grid (tiles at most); `tiles` int32 [tiles at most + 1, 8]. Rows with fewer than MIN_QUERIES
+    are left out."""
     i_tile = tl.program_id(0)
     enter(DEPENDENT)
     o_r, b_queries, b_length, _ = row_spans(starts, lengths, num_rows, 0, ROWS)

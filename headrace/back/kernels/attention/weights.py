@@ -1,7 +1,8 @@
-"""The weights of attention, for people who look into a model: what a kernel never writes down, worked out once more.
+"""The weights of attention, for people who look into a model: what a kernel never writes down,
+worked out once more.
 
-In float32, whatever the model's type. Shapes: Q queries of a row, H query heads, K KV heads, G = H/K, S positions with
-KV, D head_dim.
+In float32, whatever the model's type. Shapes: Q queries of a row, H query heads, K KV heads, G =
+H/K, S positions with KV, D head_dim.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.attention.op import AttentionProblem, Plan
-from headrace.back.kernels.attention.reference import scores_of, widened
+from headrace.back.kernels.attention.reference import dequantized, scores_of
 
 
 def attention_weights(
     problem: AttentionProblem, q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, row: int
 ) -> torch.Tensor:
-    """softmax(q k^T scale) of one row's queries over every position, [Q, H, S]; 0 where a query does not look. `kv`
-    holds this step's keys already; the plan has host copies."""
-    assert not problem.sinks, "no model with sinks is tapped yet"
-    if problem.coded:
-        kv, plan = widened(problem, kv, plan)
+    """softmax(q k^T scale) of one row's queries over every position, [Q, H, S]; 0 where a query
+    does not look. `kv` holds this step's keys already; the plan has host copies."""
+    assert not problem.sinks, "no model with sinks has an attention probe yet"
+    if problem.quantized:
+        kv, plan = dequantized(problem, kv, plan)
     assert plan.host_query_start is not None and plan.host_kv_len is not None
     begin, end = int(plan.host_query_start[row]), int(plan.host_query_start[row + 1])
     kv_len = int(plan.host_kv_len[row])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.embedding_blocks.op import Embedding, EmbeddingBlocksProblem
-from headrace.back.kernels.linear_blocks.layout import CODINGS, BlockWeight
+from headrace.back.kernels.linear_blocks.layout import LAYOUTS, BlockWeight
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
@@ -17,11 +17,11 @@ def bind_with(
     library: NativeLibrary, problem: EmbeddingBlocksProblem, table: BlockWeight
 ) -> Embedding:
     """The kernel of one library; keeps the table."""
-    assert table.kinds == ((problem.coding, problem.rows),) and table.inputs == problem.width
+    assert table.kinds == ((problem.layout, problem.rows),) and table.inputs == problem.width
     kernel = library.bind("embedding_blocks", *_ARGUMENTS)
     panels, code = table.segments[0].panels, DTYPES[problem.dtype]
     rows, width, dtype = problem.rows, problem.width, problem.dtype
-    number = CODINGS[problem.coding].number
+    number = LAYOUTS[problem.layout].number
     assert panels.is_contiguous()
 
     def embedding(ids_T: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Rows of a block-quantized table: code * scale - minimum in float32, rounded once.
+"""Rows of a block-quantized table: value * scale - minimum in float32, rounded once.
 
-`bind(problem, table)` returns `f(ids_T) -> x_TE`. ids are int64 in [0, V); the table has one segment.
+`bind(problem, table)` returns `f(ids_T) -> x_TE`. ids are int64 in [0, V); the table has one
+segment.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headrace.back.kernels.linear_blocks.layout import (
-    CODINGS,
+    LAYOUTS,
     PANEL,
     BlockWeight,
     dequantize_rows,
@@ -24,11 +25,11 @@ Embedding = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingBlocksProblem:
-    """V `rows` of E `width` values in `coding`; `dtype` is that of the result."""
+    """V `rows` of E `width` values in `layout`; `dtype` is that of the result."""
 
     device: str
     dtype: torch.dtype
-    coding: str
+    layout: str
     rows: int
     width: int
 
@@ -46,7 +47,7 @@ def bind_reference(problem: EmbeddingBlocksProblem, table: BlockWeight) -> Embed
 def _sample(problem: EmbeddingBlocksProblem) -> Sample:
     rows = min(problem.rows, PANEL + problem.rows % PANEL)
     small = replace(problem, rows=rows, width=min(problem.width, 512))
-    segment = random_segment(CODINGS[small.coding], rows, small.width, sample_generator())
+    segment = random_segment(LAYOUTS[small.layout], rows, small.width, sample_generator())
     ids = torch.tensor([0, rows - 1, rows // 2, 0], device=problem.device)
     return Sample(problem=small, weights=(BlockWeight(small.width, (segment,)),), arguments=(ids,))
 

@@ -9,6 +9,7 @@ from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
+from headrace.back.parallel.bundle import INT8
 
 _ARGUMENTS = (*(POINTER,) * 3, *(INT64,) * 3, INT32)
 
@@ -18,8 +19,8 @@ def bind_with(
 ) -> Embedding:
     """The kernel of one library; keeps the table."""
     assert (table.outputs, table.inputs) == (problem.rows, problem.width)
-    assert table.panels.is_contiguous() and table.coding == problem.coding, table.coding
-    name = "embedding_quant" if problem.coding == "int8" else "embedding_fp8"
+    assert table.panels.is_contiguous() and table.form == problem.form, table.form
+    name = "embedding_quant" if problem.form == INT8 else "embedding_fp8"
     kernel = library.bind(name, *_ARGUMENTS)
     panels, code = table.panels, DTYPES[problem.dtype]
     rows, width, dtype = problem.rows, problem.width, problem.dtype

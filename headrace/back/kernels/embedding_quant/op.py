@@ -1,4 +1,5 @@
-"""Rows of a packed int8 or e4m3 table, for embeddings tied to a quantized head: code * scale, rounded once.
+"""Rows of a packed int8 or e4m3 table, for embeddings tied to a quantized head: value * scale,
+rounded once.
 
 `bind(problem, table)` returns `f(ids_T) -> x_TE`. ids are int64 in [0, V).
 """
@@ -13,19 +14,21 @@ import torch
 from headrace.back.kernels.linear_quant.layout import PANEL, PackedWeight, dequantize_rows
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem, random_weight
 from headrace.back.kernels.op import Kernel, Op, Sample, sample_generator
+from headrace.back.parallel.bundle import INT8, WeightForm
 
 Embedding = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingQuantProblem:
-    """V `rows` of E `width` values of a `coding` (linear_quant/layout.py); `dtype` is that of the result."""
+    """V `rows` of E `width` values of a `form` (linear_quant/layout.py); `dtype` is that of the
+    result."""
 
     device: str
     dtype: torch.dtype
     rows: int
     width: int
-    coding: str = "int8"
+    form: WeightForm = INT8
 
 
 def bind_reference(problem: EmbeddingQuantProblem, table: PackedWeight) -> Embedding:
@@ -44,7 +47,7 @@ def _sample(problem: EmbeddingQuantProblem) -> Sample:
         dtype=problem.dtype,
         inputs=problem.width,
         outputs=rows,
-        coding=problem.coding,
+        form=problem.form,
     )
     table = random_weight(shape, sample_generator())
     ids = torch.tensor([0, rows - 1, rows // 2, 0], device=problem.device)

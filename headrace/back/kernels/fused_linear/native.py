@@ -1,6 +1,8 @@
-"""A product that gates its own results, by the native kernel (linear/native_linear.cpp): act(gate) * up in float32.
+"""A GEMM that gates its own results, by the native kernel (linear/native_linear.cpp): act(gate) *
+up in float32.
 
-The norm before and the addition behind stay ops of their own on a CPU: they touch a thousandth of the bytes.
+The norm before and the addition behind stay ops of their own on a CPU: they touch a thousandth of
+the bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A linear layer with what a decoder layer puts around it: y = act(norm(x) W^T + b), or added into the residual.
+"""A linear layer with what a decoder layer puts around it: y = act(norm(x) W^T + b), or added into
+the residual.
 
-`bind(problem, weight_OI, bias_O | None, norm_weight_I | None)` returns `f(x_TI, residual_TY | None) -> y_TY`. T tokens,
-I inputs, O outputs, Y = O, or O / 2 with an activation. In this order, each where the problem names it:
+`bind(problem, weight_OI, bias_O | None, norm_weight_I | None)` returns `f(x_TI, residual_TY | None)
+-> y_TY`. T tokens, I inputs, O outputs, Y = O, or O / 2 with an activation. In this order, each
+where the problem names it:
 
     eps          x is normed over its inputs (kernels/rms_norm; the weight is float32), not in place
     activation   the first half of the outputs gates the second (kernels/gated_act)
@@ -29,12 +31,15 @@ from headrace.back.kernels.op import (
 )
 from headrace.back.kernels.rms_norm import op as rms_norm
 
+MORE_ROWS = (3, 40)
+"""Rows of a check beside one: kernels go other ways for a few and for many."""
 FusedLinear = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedLinearProblem:
-    """`dtype` is that of x, weight, bias and result. `eps` of the norm before, `activation` after, None: none."""
+    """`dtype` is that of x, weight, bias and result. `eps` of the norm before, `activation` after,
+    None: none."""
 
     device: str
     dtype: torch.dtype
@@ -90,10 +95,10 @@ def bind_reference(
         outputs=problem.outputs,
         bias=problem.bias,
     )
-    product = linear.bind_reference(plain, weight_OI, bias_O)
+    gemm = linear.bind_reference(plain, weight_OI, bias_O)
 
     def fused_linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
-        y = product(x_TI if norm is None else norm(x_TI))
+        y = gemm(x_TI if norm is None else norm(x_TI))
         if activate is not None:
             y = activate(y)
         if not problem.add:
@@ -105,10 +110,9 @@ def bind_reference(
 
 
 def _sample(problem: FusedLinearProblem) -> Sample:
-    """One token: the case that is fused on every device."""
+    """One token, the case that is fused on every device, and more; all inputs, some outputs."""
     problem = replace(
         problem,
-        inputs=linear.checked_size(problem.inputs),
         outputs=2 * linear.checked_size(problem.results)
         if problem.activation
         else linear.checked_size(problem.outputs),
@@ -120,9 +124,17 @@ def _sample(problem: FusedLinearProblem) -> Sample:
     norm_weight = None
     if problem.eps is not None:
         norm_weight = random_tensor(problem.inputs, **{**new, "dtype": torch.float32})
-    x = random_tensor(1, problem.inputs, **new)
-    residual = random_tensor(1, problem.results, **new) if problem.add else None
-    return Sample(problem=problem, weights=(weight, bias, norm_weight), arguments=(x, residual))
+
+    def arguments(rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        residual = random_tensor(rows, problem.results, **new) if problem.add else None
+        return random_tensor(rows, problem.inputs, **new), residual
+
+    return Sample(
+        problem=problem,
+        weights=(weight, bias, norm_weight),
+        arguments=arguments(1),
+        further=tuple(arguments(rows) for rows in MORE_ROWS),
+    )
 
 
 OP: Op[FusedLinearProblem] = Op(

@@ -1,13 +1,17 @@
-"""The fused linear layer in one order of sums: the norm in a kernel of its own, then linear/triton_fixed.py."""
+"""The fused linear layer in one order of sums: the norm in a kernel of its own, then
+linear/triton_fixed.py."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
 from headrace.back.kernels.fused_linear.op import FusedLinear, FusedLinearProblem, norm_problem
-from headrace.back.kernels.linear.triton_fixed import fixed
-from headrace.back.kernels.linear.triton_small import Product, refusal
-from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.fused_linear.triton_fused_linear import plan_sample
+from headrace.back.kernels.linear.triton_fixed import TILE_TOKENS, fixed
+from headrace.back.kernels.linear.triton_small import Gemm, refusal
+from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.rms_norm import triton_rms_norm
 from headrace.back.kernels.triton.wrap import unsupported
 
@@ -20,7 +24,7 @@ def bind(
 ) -> FusedLinear:
     """The kernels for one weight, read as it is."""
     run = fixed(
-        Product(
+        Gemm(
             weight_OI=weight_OI.contiguous(),
             bias_O=bias_O,
             activation=problem.activation or "",
@@ -46,4 +50,15 @@ def _supports(problem: FusedLinearProblem) -> str | None:
     return refusal(problem.inputs, problem.activation) or unsupported(problem.device, problem.dtype)
 
 
-KERNEL = Kernel(name="triton fixed order", supports=_supports, bind=bind, invariant=True)
+def plans(problem: FusedLinearProblem) -> list[PlanCheck]:
+    """A number of tokens of each tile (`tile_for`), on the whole shape: the inputs' shares follow
+    from it."""
+    return [
+        PlanCheck(name=f"{tokens} tokens", sample=partial(plan_sample, problem, tokens), bind=bind)
+        for tokens in TILE_TOKENS
+    ]
+
+
+KERNEL = Kernel(
+    name="triton fixed order", supports=_supports, bind=bind, plans=plans, invariant=True
+)

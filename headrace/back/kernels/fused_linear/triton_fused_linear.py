@@ -1,10 +1,11 @@
-"""The fused linear layer: one token in one kernel; more with the norm before on its own, where linear/table.py has a
-plan for them; the others by cuBLAS between the kernels of the parts.
+"""The fused linear layer: one token in one kernel; more with the norm before on its own, where
+linear/table.py has a plan for them; the others by cuBLAS between the kernels of the parts.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,25 @@ from headrace.back.kernels.fused_linear.op import (
     norm_problem,
 )
 from headrace.back.kernels.gated_act import triton_gated_act
-from headrace.back.kernels.linear.triton_small import Product, refusal, small
-from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.linear.table import GemmPlan, padded, shape_name
+from headrace.back.kernels.linear.triton_small import (
+    LIBRARY_TOKENS,
+    Gemm,
+    distinct_plans,
+    launcher,
+    refusal,
+    skip_plan,
+    small,
+    source_of,
+)
+from headrace.back.kernels.op import (
+    Kernel,
+    PlanCheck,
+    Sample,
+    random_tensor,
+    sample_generator,
+    scratch_weight,
+)
 from headrace.back.kernels.rms_norm import triton_rms_norm
 from headrace.back.kernels.triton.wrap import unsupported
 
@@ -30,7 +48,7 @@ def bind(
 ) -> FusedLinear:
     """The kernels for one weight, read as it is."""
     weight_OI = weight_OI.contiguous()
-    after = Product(
+    after = Gemm(
         weight_OI=weight_OI,
         bias_O=bias_O,
         activation=problem.activation or "",
@@ -61,7 +79,7 @@ def bind(
 def _large(
     problem: FusedLinearProblem, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
 ) -> FusedLinear:
-    """The product by cuBLAS, and what comes after it."""
+    """The GEMM by cuBLAS, and what comes after it."""
     activate = None
     if problem.activation is not None:
         activate = triton_gated_act.bind(activation_problem(problem))
@@ -77,8 +95,95 @@ def _large(
     return large
 
 
+def plans(problem: FusedLinearProblem) -> list[PlanCheck]:
+    """Each plan of our kernels on the whole shape, then the library's GEMM between the kernels of
+    the parts."""
+    shape = shape_name(problem.outputs, problem.inputs, gated=problem.activation is not None)
+    weight_OI, bias_O, norm_I = _plan_weights(problem)
+    several = Gemm(
+        weight_OI=weight_OI, bias_O=bias_O, activation=problem.activation or "", add=problem.add
+    )
+    gemms = [(several, plan, tokens) for plan, tokens in distinct_plans(several)]
+    if problem.eps is not None:
+        one = replace(several, norm_I=norm_I, eps=problem.eps)
+        gemms = [several_of for several_of in gemms if several_of[2] > 1]
+        gemms += [(one, plan, tokens) for plan, tokens in distinct_plans(one)]
+    checks = [
+        PlanCheck(
+            name=f"{plan.kernel} of {tokens} tokens",
+            sample=partial(plan_sample, problem, tokens),
+            bind=partial(_bind_plan, gemm, plan, tokens),
+            skip=partial(skip_plan, problem.device, shape, plan),
+        )
+        for gemm, plan, tokens in gemms
+    ]
+    many = partial(plan_sample, problem, LIBRARY_TOKENS)
+    return [*checks, PlanCheck(name=f"{LIBRARY_TOKENS} tokens", sample=many, bind=bind)]
+
+
+def _bind_plan(
+    gemm: Gemm,
+    plan: GemmPlan,
+    tokens: int,
+    problem: FusedLinearProblem,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    norm_weight_I: torch.Tensor | None,
+) -> FusedLinear:
+    """The layer by one plan; a norm that is not in its kernel goes before it."""
+    own_norm = None if gemm.norm_I is None else norm_weight_I
+    bound = replace(gemm, weight_OI=weight_OI, bias_O=bias_O, norm_I=own_norm)
+    run = launcher(bound, plan, padded(tokens))
+    norm = None
+    if problem.eps is not None and gemm.norm_I is None:
+        assert norm_weight_I is not None, "a norm has a weight"
+        norm = triton_rms_norm.bind_norm(norm_problem(problem), norm_weight_I)
+
+    def fused_linear(x_TI: torch.Tensor, residual_TY: torch.Tensor | None = None) -> torch.Tensor:
+        x_TI = x_TI if norm is None else norm(x_TI)
+        y_TY = x_TI.new_empty(len(x_TI), problem.results) if residual_TY is None else residual_TY
+        run(x_TI, y_TY)
+        return y_TY
+
+    return fused_linear
+
+
+def _plan_weights(
+    problem: FusedLinearProblem,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    new = {"device": problem.device, "generator": sample_generator(problem.device)}
+    weight = scratch_weight(
+        problem.outputs, problem.inputs, dtype=problem.dtype, device=problem.device
+    )
+    bias = random_tensor(problem.outputs, dtype=problem.dtype, **new) if problem.bias else None
+    norm = None
+    if problem.eps is not None:
+        norm = random_tensor(problem.inputs, dtype=torch.float32, **new)
+    return weight, bias, norm
+
+
+def plan_sample(problem: FusedLinearProblem, tokens: int) -> Sample:
+    """Inputs of the problem's own shape, made on its device."""
+    new = {
+        "dtype": problem.dtype,
+        "device": problem.device,
+        "generator": sample_generator(problem.device),
+    }
+    x = random_tensor(tokens, problem.inputs, **new)
+    residual = random_tensor(tokens, problem.results, **new) if problem.add else None
+    return Sample(problem=problem, weights=_plan_weights(problem), arguments=(x, residual))
+
+
 def _supports(problem: FusedLinearProblem) -> str | None:
     return refusal(problem.inputs, problem.activation) or unsupported(problem.device, problem.dtype)
 
 
-KERNEL = Kernel(name="triton", supports=_supports, bind=bind)
+KERNEL = Kernel(
+    name="triton",
+    supports=_supports,
+    bind=bind,
+    plans=plans,
+    note=lambda problem: source_of(
+        problem.device, problem.outputs, problem.inputs, gated=problem.activation is not None
+    ),
+)

@@ -1,9 +1,9 @@
 """Greedy choice: `bind(problem)` returns `f(logits_NV) -> (token_N, value_N)`.
 
-token_N int64: the lowest id among the greatest logits of a row; a NaN counts as the greatest value, the first one wins.
-value_N float32: the logit at that token, so it is finite exactly if the row holds neither NaN nor +Inf and is not all
--Inf: the check of the row costs no pass of its own. logits_NV float32, or
-float16 or bfloat16 on a device, V contiguous.
+token_N int64: the lowest id among the greatest logits of a row; a NaN counts as the greatest value,
+the first one wins. value_N float32: the logit at that token, so it is finite exactly if the row
+holds neither NaN nor +Inf and is not all -Inf: the check of the row costs no pass of its own.
+logits_NV float32, or float16 or bfloat16 on a device, V contiguous.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class GreedyProblem:
 
 
 def bind_reference(problem: GreedyProblem) -> Greedy:
-    """numpy's argmax on the CPU (same rule, 10 times as fast as torch's at 150 thousand columns), else torch's."""
+    """numpy's argmax on the CPU (same rule, 10 times as fast as torch's at 150 thousand columns),
+    else torch's."""
 
     def greedy(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if logits_NV.device.type == "cpu":

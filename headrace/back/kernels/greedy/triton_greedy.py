@@ -1,8 +1,8 @@
-"""Greedy choice in Triton: rows are cut into chunks, so that one wide row keeps the device busy; the program that
-finishes a row's last chunk compares them.
+"""Greedy choice in Triton: rows are cut into chunks, so that one wide row keeps the device busy;
+the program that finishes a row's last chunk compares them.
 
-A logit and its id make one sortable integer: the bits of the float in signed order above (a NaN greatest, -0 equal to
-+0), the complement of the id below, so that the lowest id wins among equals.
+A logit and its id make one sortable integer: the bits of the float in signed order above (a NaN
+greatest, -0 equal to +0), the complement of the id below, so that the lowest id wins among equals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The draw by the native kernel: the same choice as the reference, without a logarithm for most tokens."""
+"""Sampling by the native kernel: the same choice as the reference, without a logarithm for most
+tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The noise of sampling: a pure function of (seed, position, token id), so that a token depends neither on the rest of
-the batch nor on how often its row was preempted (ENG-25).
+"""The noise of sampling: a pure function of (seed, position, token id), so that a token depends
+neither on the rest of the batch nor on how often its row was preempted.
 
     mix(x)              the finaliser of SplitMix64 (base/splitmix.py), modulo 2^64
     key                 mix(mix(seed + G) ^ position * H)
@@ -7,8 +7,9 @@ the batch nor on how often its row was preempted (ENG-25).
     u                   ((bits >> 1) + 1/2) / 2^63, at most 1 - 2^-53
     exponential         -log1p(-u), in 2^-64 .. 36.8; its -log is Gumbel noise, which reaches 44
 
-Argmax of z - log(exponential) draws from softmax(z). Winners have small u, where doubles are dense: a token 40 nats
-below the best is still drawn as often as it should be. All in 64 bits: 31-bit noise ends 21 nats up (REG-029).
+Argmax of z - log(exponential) samples from softmax(z). Winners have small u, where doubles are
+dense: a token 40 nats below the best is still sampled as often as it should be. All in 64 bits:
+31-bit noise ends 21 nats up.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _G = splitmix.GAMMA
 _H = 0xD1B54A32D192ED03
 _LARGEST_U = 1.0 - 2.0**-53
 XTC_ID = -1
-"""The "token id" of the one draw per token that decides whether XTC acts; no token has it."""
+"""The "token id" of the one random number per token that decides whether XTC acts; no token has
+it."""
 
 
 def _signed(value: int) -> int:
@@ -45,7 +47,7 @@ def _mix_(x: torch.Tensor) -> torch.Tensor:
 
 
 def keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The key of each row's draw: uint64 seeds [K], positions [K] -> uint64 [K]."""
+    """The key of each row's noise: uint64 seeds [K], positions [K] -> uint64 [K]."""
     inner = splitmix.mix_all(seeds + np.uint64(_G))
     return splitmix.mix_all(inner ^ (positions.astype(np.uint64) * np.uint64(_H)))
 
@@ -61,7 +63,8 @@ def bits_host(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def exponential_host(keys_M: np.ndarray, ids_M: np.ndarray) -> np.ndarray:
-    """Exponential noise of pairs of keys (uint64 [M]) and ids (int64 [M]), float64 [M]; equal to `exponential`."""
+    """Exponential noise of pairs of keys (uint64 [M]) and ids (int64 [M]), float64 [M]; equal to
+    `exponential`."""
     bits_M = torch.from_numpy(bits_host(keys_M, ids_M.astype(np.uint64)).view(np.int64))
     return _exponential(from_bits(bits_M)).numpy()
 

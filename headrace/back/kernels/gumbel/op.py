@@ -1,10 +1,10 @@
-"""A draw from softmax(logits / temperature): `bind(problem)` returns `f(logits_KV, temperature_K, key_K) -> (token_K,
-z_K)`.
+"""A sample from softmax(logits / temperature): `bind(problem)` returns `f(logits_KV, temperature_K,
+key_K) -> (token_K, z_K)`.
 
-logits_KV float32 (-Inf masks a token), temperature_K float64 above 0, key_K int64 (the bits of a uint64, made
-from seed and position). token_K int64: argmax of z - log(exponential), z = logit / temperature in float64,
-equal scores: the lowest id. z_K float64: z of the chosen token, -Inf if every token is masked. The noise is defined in
-noise.py.
+logits_KV float32 (-Inf masks a token), temperature_K float64 above 0, key_K int64 (the bits of a
+uint64, made from seed and position). token_K int64: argmax of z - log(exponential), z = logit /
+temperature in float64, equal scores: the lowest id. z_K float64: z of the chosen token, -Inf if
+every token is masked. The noise is defined in noise.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from headrace.back.kernels.op import Kernel, Op, Sample, random_tensor, sample_g
 
 Gumbel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 CHUNK = 1 << 18
-"""Logits the reference works on at a time on a CPU: its intermediate results stay in the second-level cache."""
+"""Logits the reference works on at a time on a CPU: its intermediate results stay in the
+second-level cache."""
 DEVICE_CHUNK = 1 << 26
 """The same on other devices, where it only bounds memory."""
 
@@ -42,13 +43,13 @@ def bind_reference(problem: GumbelProblem) -> Gumbel:
         parts = zip(
             logits_KV.split(step), temperature_K.split(step), key_K.split(step), strict=True
         )
-        ids, z = zip(*(_draw(*part) for part in parts), strict=True)
+        ids, z = zip(*(_sampled(*part) for part in parts), strict=True)
         return torch.cat(ids), torch.cat(z)
 
     return gumbel
 
 
-def _draw(
+def _sampled(
     logits_KV: torch.Tensor, temperature_K: torch.Tensor, key_K: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     z_KV = logits_KV.to(torch.float64).div_(temperature_K[:, None])

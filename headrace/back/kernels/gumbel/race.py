@@ -1,9 +1,11 @@
-"""The draw on a CPU without the native library, and without a logarithm per token: the same winner as the reference's.
+"""Sampling on a CPU without the native library, and without a logarithm per token: the same winner
+as the reference's.
 
-K rows, V vocabulary, M tokens that are still in the race. Token v wins if E_v / w_v is least, where w = exp(z - max z)
-and E = -log1p(-u). E is never less than u, so no token whose u / w lies above E_m / w_m of any token m can win. That
-quotient is taken in single precision with room for its error; the few tokens below the bound are then compared in
-double precision. 3.5 ns a token instead of 13 (one core, AVX-512, 152 thousand tokens).
+K rows, V vocabulary, M tokens that are still in the race. Token v wins if E_v / w_v is least, where
+w = exp(z - max z) and E = -log1p(-u). E is never less than u, so no token whose u / w lies above
+E_m / w_m of any token m can win. That quotient is taken in single precision with room for its
+error; the few tokens below the bound are then compared in double precision. 3.5 ns a token instead
+of 13 (one core, AVX-512, 152 thousand tokens).
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from headrace.back.kernels.gumbel.op import CHUNK, Gumbel, GumbelProblem
 from headrace.back.kernels.op import Kernel
 
 _ROOM = 1.001
-"""Single precision errs by less than 1e-4 in the quotient: exp's argument lies within 90, so by 1e-5."""
+"""Single precision errs by less than 1e-4 in the quotient: exp's argument lies within 90, so by
+1e-5."""
 
 
 def bind(problem: GumbelProblem) -> Gumbel:
-    """Races some rows at a time, so that the intermediate results stay in the second-level cache."""
+    """Races some rows at a time, so that the intermediate results stay in the second-level
+    cache."""
 
     def gumbel(
         logits_KV: torch.Tensor, temperature_K: torch.Tensor, key_K: torch.Tensor
@@ -40,7 +44,8 @@ def bind(problem: GumbelProblem) -> Gumbel:
 def _winners(
     logits_KV: torch.Tensor, temperatures_K: torch.Tensor, keys_K: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int64 [K], z of the winners float64 [K]). A row that is not finite still has a winner, whose z tells."""
+    """(ids int64 [K], z of the winners float64 [K]). A row that is not finite still has a winner,
+    whose z tells."""
     temperature_K = temperatures_K.numpy()
     lowest = torch.finfo(torch.float32).min
     top_K1 = logits_KV.amax(1, keepdim=True).clamp_(min=lowest)

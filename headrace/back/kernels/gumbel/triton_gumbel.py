@@ -1,19 +1,21 @@
-"""The draw in Triton: the reference's choice, with two logarithms in float64 for a few tokens only.
+"""Sampling in Triton: the reference's choice, with two logarithms in float64 for a few tokens only.
 
-The greatest z - log E is the least E / exp(z): who arrives first. What each arrival is at least is found in float32, in
-two instructions that are not plain ones: E = -log1p(-u) is no less than u, and u no less than its upper 32 bits. Only
-tokens that may arrive before the first's exact score are scored exactly. Noise spans 48 nats, so that whoever is beyond
-float32 behind the greatest logit is out of the race.
+The greatest z - log E is the least E / exp(z): who arrives first. What each arrival is at least is
+found in float32, in two instructions that are not plain ones: E = -log1p(-u) is no less than u, and
+u no less than its upper 32 bits. Only tokens that may arrive before the first's exact score are
+scored exactly. Noise spans 48 nats, so that whoever is beyond float32 behind the greatest logit is
+out of the race.
 
-Rows are cut into spans. A program keeps the least arrival of each place of its tiles, and the second least as a number:
-where that one may win too, it passes over its span once more. The program that finishes a row's last span compares the
-spans. The noise is that of noise.py.
+Rows are cut into spans. A program keeps the least arrival of each place of its tiles, and the
+second least as a number: where that one may win too, it passes over its span once more. The program
+that finishes a row's last span compares the spans. The noise is that of noise.py.
 
-Error of an arrival, in bits: 2^-22 of the power, 2^-22 of up to 128 of its exponent, 2^-24 of u; ROUNDING is that of z
-in float64. MARGIN and ROUNDING are more than twice that.
+Error of an arrival, in bits: 2^-22 of the power, 2^-22 of up to 128 of its exponent, 2^-24 of u;
+ROUNDING is that of z in float64. MARGIN and ROUNDING are more than twice that.
 
-Exactly, log1p(-u) is taken as log(w) * -u / (w - 1) with w = 1 - u, good to a few units in the last place (Kahan;
-Goldberg 1991, "What every computer scientist should know about floating-point arithmetic", theorem 4).
+Exactly, log1p(-u) is taken as log(w) * -u / (w - 1) with w = 1 - u, good to a few units in the last
+place (Kahan; Goldberg 1991, "What every computer scientist should know about floating-point
+arithmetic", theorem 4).
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ MARGIN, ROUNDING = tl.constexpr(1e-4), tl.constexpr(8.9e-16)
 
 @triton.jit
 def random_bits(key, o_id):
-    """The upper 63 bits of the noise of ids, int64; `key` int64 holds the bits of a uint64 (SplitMix64)."""
+    """The upper 63 bits of the noise of ids, int64; `key` int64 holds the bits of a uint64
+    (SplitMix64)."""
     G: tl.constexpr = 0x9E3779B97F4A7C15
     b_x = key.to(tl.uint64, bitcast=True) + (o_id.to(tl.uint64) + 1) * G
     b_x = (b_x ^ (b_x >> 30)) * 0xBF58476D1CE4E5B9
@@ -68,8 +71,8 @@ def first_best(b_score, o_id, NONE: tl.constexpr):
 def _arrivals(
     p_x, p_id, o_x, end, least, origin, per_nat, row_key, LISTED: tl.constexpr
 ):  # fmt: skip
-    """(what E / exp(z) of ids is at least, times 2^32 exp(z of `origin`), in float32, infinite below `least`; the ids).
-    `LISTED`: logits and ids are lists, otherwise a row and its places."""
+    """(what E / exp(z) of ids is at least, times 2^32 exp(z of `origin`), in float32, infinite
+    below `least`; the ids). `LISTED`: logits and ids are lists, otherwise a row and its places."""
     o_id = o_x
     if LISTED:
         o_id = tl.load(p_id + o_x, mask=o_x < end, other=0)
@@ -89,7 +92,8 @@ def _score(p_row, i_id, heat, row_key):
 
 @triton.jit
 def _better(p_row, b_arrival, o_id, near, heat, row_key, highest, i_best):
-    """The better of (highest, i_best) and the ids that may arrive up to `near`; among equals the lowest id."""
+    """The better of (highest, i_best) and the ids that may arrive up to `near`; among equals the
+    lowest id."""
     NONE: tl.constexpr = 0x7FFFFFFF
     left = (b_arrival <= near) & (b_arrival < float("inf")) & (o_id != i_best)
     for _ in range(0, tl.sum(left.to(tl.int32), axis=0)):
@@ -107,9 +111,10 @@ def span_winner(
     p_row, p_x, p_id, begin, end, heat, row_key, origin, least,
     LISTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """(score float64, id) of the winner among the ids of the places from `begin` to below `end` whose logits are at
-    least `least`; a NaN counts as infinite. (-Inf, begin) if no id there can beat one whose logit is `origin`, a finite
-    number. `p_x` is the row, or, `LISTED`, logits in any order with their ids in `p_id`."""
+    """(score float64, id) of the winner among the ids of the places from `begin` to below `end`
+    whose logits are at least `least`; a NaN counts as infinite. (-Inf, begin) if no id there can
+    beat one whose logit is `origin`, a finite number. `p_x` is the row, or, `LISTED`, logits in any
+    order with their ids in `p_id`."""
     NONE: tl.constexpr = 0x7FFFFFFF
     per_nat = (1.4426950408889634 / heat).to(tl.float32)
     b_first = tl.full([TILE], float("inf"), tl.float32)

@@ -1,25 +1,26 @@
-"""KV write by the native kernel: one copy per token, head and half, or codes and a scale."""
+"""KV write by the native kernel: one copy per token, head and half, or one-byte values and a
+scale."""
 
 from __future__ import annotations
 
 import torch
 
-from headrace.back.kernels.kv_write.coded import SCALE_BYTES
 from headrace.back.kernels.kv_write.op import KVWrite, KVWriteProblem
+from headrace.back.kernels.kv_write.quantized import SCALE_BYTES
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
-MAX_CODED_HEAD = 256
-CODES = {None: 0, "int8": 1, "fp8": 2}
-"""As native code knows what a cache holds."""
+MAX_QUANTIZED_HEAD = 256
+QUANTIZATION_IDS = {None: 0, "int8": 1, "fp8": 2}
+"""How the native library numbers the forms of a cache."""
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 12)
 
 
 def bind_with(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
     """The kernel of one library."""
-    if problem.coded:
-        return _bind_coded(library, problem)
+    if problem.quantized:
+        return _bind_quantized(library, problem)
     kernel = library.bind("kv_write", *_ARGUMENTS)
     size = problem.dtype.itemsize
     head_bytes, block_tokens = problem.head_dim * size, problem.block_tokens
@@ -46,9 +47,9 @@ def bind_with(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
     return kv_write
 
 
-def _bind_coded(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
-    kernel = library.bind("kv_write_coded", *_ARGUMENTS, INT32, INT32)
-    head_dim, block_tokens, code = problem.head_dim, problem.block_tokens, DTYPES[problem.dtype]
+def _bind_quantized(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
+    kernel = library.bind("kv_write_quantized", *_ARGUMENTS, INT32, INT32)
+    head_dim, block_tokens, element = problem.head_dim, problem.block_tokens, DTYPES[problem.dtype]
 
     def kv_write(
         k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: torch.Tensor, slot_T: torch.Tensor
@@ -66,17 +67,17 @@ def _bind_coded(library: NativeLibrary, problem: KVWriteProblem) -> KVWrite:
             k_TKD.data_ptr(), v_TKD.data_ptr(), kv.data_ptr(), slot_T.data_ptr(),
             k_TKD.shape[0], k_TKD.shape[1], head_dim, block_tokens, kv.shape[0],
             k_TKD.stride(0), k_TKD.stride(1), v_TKD.stride(0), v_TKD.stride(1),
-            kv.stride(0), kv.stride(1), kv.stride(2), code, CODES[problem.coded],
+            kv.stride(0), kv.stride(1), kv.stride(2), element, QUANTIZATION_IDS[problem.quantized],
         )  # fmt: skip
 
     return kv_write
 
 
 def _supports(problem: KVWriteProblem) -> str | None:
-    if problem.coded and problem.head_dim > MAX_CODED_HEAD:
-        return f"codes heads of at most {MAX_CODED_HEAD}, not {problem.head_dim}"
-    if problem.coded == "fp8":
-        return "knows no fp8 codes"
+    if problem.quantized and problem.head_dim > MAX_QUANTIZED_HEAD:
+        return f"quantizes heads of at most {MAX_QUANTIZED_HEAD}, not {problem.head_dim}"
+    if problem.quantized == "fp8":
+        return "knows no fp8"
     return unsupported(problem.device, problem.dtype)
 
 

@@ -1,4 +1,4 @@
-// Copies the step's keys and values to their slots of the paged KV cache: bytes as they are, or codes and a scale.
+// Copies the step's keys and values to their slots of the paged KV cache: bytes as they are, or quantized with a scale.
 
 #include "../native/int8.h"
 #include "../native/fp8.h"
@@ -26,7 +26,7 @@ HR_REPLAYABLE(kv_write)
 
 namespace {
 
-struct Coded {
+struct QuantizedWrite {
   const void *k, *v;
   int8_t* kv;
   const int64_t* slots;
@@ -35,32 +35,32 @@ struct Coded {
 };
 
 template <class T, class S>
-HR_INLINE void code_vector(const T* x, int64_t head_dim, int64_t block_tokens, int64_t offset, int8_t* head) {
+HR_INLINE void quantize_vector(const T* x, int64_t head_dim, int64_t block_tokens, int64_t offset, int8_t* head) {
   // The quantizer writes whole vectors: the tail of the last one must not reach the next token.
-  alignas(64) int8_t codes[256 + 64];
+  alignas(64) int8_t quantized[256 + 64];
   float scale;
   int32_t sums[2];
-  if constexpr (kIsFp8<S>) quantize_fp8(x, head_dim, reinterpret_cast<fp8*>(codes), &scale);
-  else quantize(x, head_dim, head_dim, codes, &scale, sums);
-  __builtin_memcpy(head + offset * head_dim, codes, size_t(head_dim));
+  if constexpr (kIsFp8<S>) quantize_fp8(x, head_dim, reinterpret_cast<fp8*>(quantized), &scale);
+  else quantize(x, head_dim, head_dim, quantized, &scale, sums);
+  __builtin_memcpy(head + offset * head_dim, quantized, size_t(head_dim));
   __builtin_memcpy(head + block_tokens * head_dim + offset * 4, &scale, 4);
 }
 
 template <class T, class S>
 void write_token(void* context, int64_t t) {
-  const Coded& p = *static_cast<const Coded*>(context);
+  const QuantizedWrite& p = *static_cast<const QuantizedWrite*>(context);
   int8_t* to = p.kv + p.slots[t] / p.block_tokens * p.block_stride;
   const int64_t offset = p.slots[t] % p.block_tokens;
   for (int64_t h = 0; h < p.heads; ++h, to += p.head_stride) {
     const T* k = static_cast<const T*>(p.k) + t * p.k_token_stride + h * p.k_head_stride;
     const T* v = static_cast<const T*>(p.v) + t * p.v_token_stride + h * p.v_head_stride;
-    code_vector<T, S>(k, p.head_dim, p.block_tokens, offset, to);
-    code_vector<T, S>(v, p.head_dim, p.block_tokens, offset, to + p.value_offset);
+    quantize_vector<T, S>(k, p.head_dim, p.block_tokens, offset, to);
+    quantize_vector<T, S>(v, p.head_dim, p.block_tokens, offset, to + p.value_offset);
   }
 }
 
 template <class S>
-int32_t write_all(Coded& p, int32_t dtype) {
+int32_t write_all(QuantizedWrite& p, int32_t dtype) {
   if (dtype == HR_BF16) hr_parallel(write_token<bf16, S>, &p, p.tokens);
   else if (dtype == HR_F16) hr_parallel(write_token<fp16, S>, &p, p.tokens);
   else if (dtype == HR_F32) hr_parallel(write_token<float, S>, &p, p.tokens);
@@ -70,20 +70,20 @@ int32_t write_all(Coded& p, int32_t dtype) {
 
 }  // namespace
 
-// The same for a cache of codes (1: int8, 2: e4m3) with a float32 scale per token and head (as attention reads it). Strides of k and v
+// The same for a quantized cache (1: int8, 2: e4m3) with a float32 scale per token and head (as attention reads it). Strides of k and v
 // count elements, those of kv bytes.
-HR_PUBLIC int32_t HR_EXPORT(kv_write_coded)(const void* k, const void* v, int8_t* kv, const int64_t* slots, int64_t tokens,
+HR_PUBLIC int32_t HR_EXPORT(kv_write_quantized)(const void* k, const void* v, int8_t* kv, const int64_t* slots, int64_t tokens,
                                            int64_t heads, int64_t head_dim, int64_t block_tokens, int64_t num_blocks,
                                            int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
                                            int64_t v_head_stride, int64_t block_stride, int64_t value_offset,
-                                           int64_t head_stride, int32_t dtype, int32_t code) {
+                                           int64_t head_stride, int32_t dtype, int32_t form) {
   if (tokens < 0 || block_tokens < 1 || head_dim < 1 || head_dim > 256) return HR_BAD_SHAPE;
   for (int64_t t = 0; t < tokens; ++t)
     if (slots[t] < 0 || slots[t] >= num_blocks * block_tokens) return HR_BAD_INDEX;
-  Coded p{k, v, kv, slots, tokens, heads, head_dim, block_tokens, k_token_stride, k_head_stride, v_token_stride,
+  QuantizedWrite p{k, v, kv, slots, tokens, heads, head_dim, block_tokens, k_token_stride, k_head_stride, v_token_stride,
           v_head_stride, block_stride, value_offset, head_stride};
-  if (code == 1) return write_all<int8_t>(p, dtype);
-  if (code == 2) return write_all<fp8>(p, dtype);
+  if (form == 1) return write_all<int8_t>(p, dtype);
+  if (form == 2) return write_all<fp8>(p, dtype);
   return HR_BAD_DTYPE;
 }
-HR_REPLAYABLE(kv_write_coded)
+HR_REPLAYABLE(kv_write_quantized)

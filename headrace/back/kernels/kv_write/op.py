@@ -4,7 +4,8 @@
 D] (0 = keys, 1 = values), T tokens, K KV heads, D head_dim. slot_T int64, never negative: block *
 block_tokens + offset. k and v may be strided views; their last dimension is contiguous. Slots of
 one step are distinct, except that padding may hit block 0 many times (the null block, whose content
-means nothing). A `coded` cache holds codes and scales (`coded.py`): "int8" or "fp8".
+means nothing). A quantized cache holds one-byte values and scales (`quantized.py`): "int8" or
+"fp8".
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.kernels.kv_write.coded import codes_and_scales, quantize, random_cache
+from headrace.back.kernels.kv_write.quantized import (
+    quantize,
+    random_quantized_cache,
+    values_and_scales,
+)
 from headrace.back.kernels.op import Kernel, Op, Sample, random_tensor, sample_generator
 
 KVWrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -22,14 +27,14 @@ KVWrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Non
 
 @dataclass(frozen=True, kw_only=True)
 class KVWriteProblem:
-    """`dtype` is that of k, v and, unless it is `coded`, the cache."""
+    """`dtype` is that of k, v and, unless it is `quantized`, the cache."""
 
     device: str
     dtype: torch.dtype
     kv_heads: int
     head_dim: int
     block_tokens: int
-    coded: str | None = None
+    quantized: str | None = None
 
 
 def bind_reference(problem: KVWriteProblem) -> KVWrite:
@@ -42,10 +47,10 @@ def bind_reference(problem: KVWriteProblem) -> KVWrite:
         block_T = torch.div(slot_T, block_tokens, rounding_mode="floor")
         offset_T = slot_T - block_T * block_tokens
         for half, x_TKD in enumerate((k_TKD, v_TKD)):
-            if problem.coded:
-                codes, scales = codes_and_scales(kv)
-                codes_TKD, scales_TK = quantize(x_TKD, problem.coded)
-                codes[block_T, half, :, offset_T] = codes_TKD
+            if problem.quantized:
+                quantized, scales = values_and_scales(kv)
+                quantized_TKD, scales_TK = quantize(x_TKD, problem.quantized)
+                quantized[block_T, half, :, offset_T] = quantized_TKD
                 scales[block_T, half, :, offset_T] = scales_TK
             else:
                 kv[block_T, half, :, offset_T] = x_TKD
@@ -58,9 +63,9 @@ def _sample(problem: KVWriteProblem) -> Sample:
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     heads, head_dim, block_tokens = problem.kv_heads, problem.head_dim, problem.block_tokens
     both = random_tensor(3, 2 * heads, head_dim, **new)
-    if problem.coded:
+    if problem.quantized:
         shape = (3, heads, block_tokens, head_dim)
-        kv = random_cache(shape, generator=generator, device=problem.device)
+        kv = random_quantized_cache(shape, generator=generator, device=problem.device)
     else:
         kv = random_tensor(3, 2, heads, block_tokens, head_dim, **new)
     slot = torch.tensor(

@@ -1,8 +1,8 @@
 """Linear by the native kernel, reading the plain weight in place.
 
-A result depends on its own row alone: not on the rows beside it, their number or the number of threads. So a request's
-tokens do not depend on who else is being served. T tokens, I inputs, O outputs; x and the weight share a dtype; sums
-are float32.
+A result depends on its own row alone: not on the rows beside it, their number or the number of
+threads. So a request's tokens do not depend on who else is being served. T tokens, I inputs, O
+outputs; x and the weight share a dtype; sums are float32.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def bind_with(
 
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
         rows = x_TI.shape[0]
-        given = x_TI.shape, x_TI.dtype
-        assert given == ((rows, inputs), problem.dtype), given
+        facts = x_TI.shape, x_TI.dtype
+        assert facts == ((rows, inputs), problem.dtype), facts
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         y_TO = x_TI.new_empty(rows, outputs, dtype=out)

@@ -27,7 +27,8 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LinearProblem:
-    """`device` is a torch device type ("cpu", "cuda"). `wide`: y is float32 whatever the dtype of x (logits)."""
+    """`device` is a torch device type ("cpu", "cuda"). `wide`: y is float32 whatever the dtype of x
+    (logits)."""
 
     device: str
     dtype: torch.dtype
@@ -53,9 +54,7 @@ def bind_reference(
 
 
 def _sample(problem: LinearProblem) -> Sample:
-    problem = replace(
-        problem, inputs=checked_size(problem.inputs), outputs=checked_size(problem.outputs)
-    )
+    problem = replace(problem, outputs=checked_size(problem.outputs))
     generator = sample_generator()
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     weight = random_tensor(problem.outputs, problem.inputs, **new) / problem.inputs**0.5
@@ -64,14 +63,18 @@ def _sample(problem: LinearProblem) -> Sample:
         problem=problem,
         weights=(weight, bias),
         arguments=(random_tensor(3, problem.inputs, **new),),
+        further=tuple((random_tensor(rows, problem.inputs, **new),) for rows in FURTHER_ROWS),
     )
 
 
 def checked_size(size: int) -> int:
-    """A size of at most 512 with the same remainder by every power of two up to 256."""
+    """A slice of the outputs: at most 512, with the same remainder by every power of two up to
+    256."""
     return size if size <= 512 else 256 + size % 256
 
 
+FURTHER_ROWS = (1, 40)
+"""Rows of a check beside the usual few: kernels go other ways for one row and for many."""
 REFERENCE = Kernel(name="torch", supports=lambda problem: None, bind=bind_reference)
 
 OP: Op[LinearProblem] = Op(

@@ -1,10 +1,12 @@
-"""A product whose rows do not depend on the batch: every result is one chain of sums along the inputs, in one order.
+"""A GEMM whose rows do not depend on the batch: every result is one chain of sums along the inputs,
+in one order.
 
-The inputs are cut into SPLIT shares, by the weight's shape alone. A share is summed by the matrix unit from its first
-input to its last; the shares are added up in their order. Whether the shares are summed by programs side by side (few
-tokens) or in turn by one (many) makes no difference to the bits, nor does the tile: tiles have 64 tokens or more, so
-that the same matrix instruction is taken for one token as for a thousand. What comes after the product (bias, gated
-activation, addition into the residual) is done element by element in the same kernel.
+The inputs are cut into SPLIT shares, by the weight's shape alone. A share is summed by the tensor
+cores from its first input to its last; the shares are added up in their order. Whether the shares
+are summed by programs side by side (few tokens) or in turn by one (many) makes no difference to the
+bits, nor does the tile: tiles have 64 tokens or more, so that the same matrix instruction is taken
+for one token as for a thousand. What comes after the GEMM (bias, gated activation, addition into
+the residual) is done element by element in the same kernel.
 
 T tokens, I inputs, O outputs; tiles of M tokens, N outputs and K inputs.
 """
@@ -12,6 +14,7 @@ T tokens, I inputs, O outputs; tiles of M tokens, N outputs and K inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -19,8 +22,9 @@ import triton.language as tl
 
 from headrace.back.kernels.gated_act.triton_gated_act import activate
 from headrace.back.kernels.linear.op import Linear, LinearProblem
-from headrace.back.kernels.linear.triton_small import Launch, Product, refusal
-from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.linear.triton_linear import plan_sample
+from headrace.back.kernels.linear.triton_small import Gemm, Launch, refusal
+from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.room import fitting_stages
 from headrace.back.kernels.triton.wrap import (
@@ -35,9 +39,12 @@ from headrace.back.kernels.triton.wrap import (
 FEW = 64
 """Tokens up to which the small tile is taken."""
 PROGRAMS = 128
-"""What the shares aim at, in tiles of STEP outputs; a number of its own, lest results depend on the device."""
+"""What the shares aim at, in tiles of STEP outputs; a number of its own, lest results depend on the
+device."""
 STEP = 128
 LEAST_SHARE = 512
+TILE_TOKENS = (1, 65, 300, 600)
+"""Numbers of tokens that take tiles of their own."""
 
 
 @triton.jit
@@ -45,7 +52,7 @@ def _share(
     p_x, p_weight, m_m, o_k, begin, b_acc, b_acc_up, UP,
     INPUTS: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of the inputs begin .. begin + SHARE to the sums, in order."""
+    """Adds the GEMMs of the inputs begin .. begin + SHARE to the sums, in order."""
     for k in range(0, SHARE, K):
         if EVEN:
             b_x = tl.load(p_x + begin + k, mask=m_m[:, None], other=0.0)
@@ -88,9 +95,9 @@ def fixed_kernel(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (tiles of tokens x tiles of outputs, SPLIT if PARALLEL else 1); `partial` float32 [tiles, SPLIT, M, N].
-    OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With ADD y is the
-    residual."""
+    """Grid (tiles of tokens x tiles of outputs, SPLIT if PARALLEL else 1); `partial` float32
+    [tiles, SPLIT, M, N]. OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows,
+    gates first. With ADD y is the residual."""
     i_tile = tl.program_id(0)
     tiles_m = tl.cdiv(num_tokens, M)
     GATED: tl.constexpr = ACTIVATION != ""
@@ -160,8 +167,9 @@ def fixed_kernel(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedTile:
-    """Sizes of a program's tile and how it is compiled; none of them changes a bit of the result."""
+class FixedOrderTile:
+    """Sizes of a program's tile and how it is compiled; none of them changes a bit of the
+    result."""
 
     m: int
     n: int
@@ -170,19 +178,21 @@ class FixedTile:
     stages: int
 
 
-def tile_for(tokens: int, dtype: torch.dtype, *, gated: bool) -> FixedTile:
-    """The tile for a number of tokens, as measured on an H200 (benchmarks/h200/deterministic.py)."""
+def tile_for(tokens: int, dtype: torch.dtype, *, gated: bool) -> FixedOrderTile:
+    """The tile for a number of tokens, as measured on an H200
+    (benchmarks/h200/deterministic.py)."""
     if dtype is torch.float32:
-        return FixedTile(m=64, n=32, k=32, warps=4, stages=2)
+        return FixedOrderTile(m=64, n=32, k=32, warps=4, stages=2)
     if tokens <= FEW:
-        return FixedTile(m=64, n=64 if gated else 128, k=64, warps=4, stages=6)
+        return FixedOrderTile(m=64, n=64 if gated else 128, k=64, warps=4, stages=6)
     if gated and 128 < tokens <= 512:
-        return FixedTile(m=64, n=128, k=64, warps=4, stages=4)
-    return FixedTile(m=128, n=128, k=64, warps=8, stages=3 if gated else 4)
+        return FixedOrderTile(m=64, n=128, k=64, warps=4, stages=4)
+    return FixedOrderTile(m=128, n=128, k=64, warps=8, stages=3 if gated else 4)
 
 
 def shares(outputs: int, inputs: int, *, gated: bool) -> int:
-    """How many shares the inputs are cut into, a power of two: by the shape alone. Gated products have many outputs."""
+    """How many shares the inputs are cut into, a power of two: by the shape alone. Gated GEMMs have
+    many outputs."""
     if gated:
         return 1
     wanted = power_of_two(PROGRAMS // -(-outputs // STEP))
@@ -190,16 +200,16 @@ def shares(outputs: int, inputs: int, *, gated: bool) -> int:
     return min(wanted, 1 << (most.bit_length() - 1), 8)
 
 
-def fixed(product: Product, *, tile: FixedTile | None = None) -> Launch:
+def fixed(gemm: Gemm, *, tile: FixedOrderTile | None = None) -> Launch:
     """The launch for any number of tokens; `tile` for measurements."""
-    assert product.norm_I is None, "the norm is a kernel of its own"
-    inputs = product.weight_OI.shape[1]
-    gated, dtype = bool(product.activation), product.weight_OI.dtype
-    split = shares(product.results, inputs, gated=gated)
+    assert gemm.norm_I is None, "the norm is a kernel of its own"
+    inputs = gemm.weight_OI.shape[1]
+    gated, dtype = bool(gemm.activation), gemm.weight_OI.dtype
+    split = shares(gemm.results, inputs, gated=gated)
     shared = {
-        "INPUTS": inputs, "OUTPUTS": product.results, "SPLIT": split,
-        "SHARE": triton.cdiv(inputs, STEP * split) * STEP, "BIAS": product.bias_O is not None,
-        "ACTIVATION": product.activation, "ADD": product.add,
+        "INPUTS": inputs, "OUTPUTS": gemm.results, "SPLIT": split,
+        "SHARE": triton.cdiv(inputs, STEP * split) * STEP, "BIAS": gemm.bias_O is not None,
+        "ACTIVATION": gemm.activation, "ADD": gemm.add,
     }  # fmt: skip
 
     def run(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
@@ -208,7 +218,7 @@ def fixed(product: Product, *, tile: FixedTile | None = None) -> Launch:
         if not num_tokens:
             return
         size = tile or tile_for(num_tokens, dtype, gated=gated)
-        tiles = triton.cdiv(num_tokens, size.m) * triton.cdiv(product.results, size.n)
+        tiles = triton.cdiv(num_tokens, size.m) * triton.cdiv(gemm.results, size.n)
         side_by_side = split > 1 and tiles <= min(COUNTERS, num_sms(device))
         rows = size.m + size.n * (2 if gated else 1)
         stages = fitting_stages(size.stages, rows * size.k * dtype.itemsize)
@@ -217,7 +227,7 @@ def fixed(product: Product, *, tile: FixedTile | None = None) -> Launch:
             parts = tiles * split * size.m * size.n
             partial = torch.empty(parts, dtype=torch.float32, device=device)
         fixed_kernel[(tiles, split if side_by_side else 1)](
-            x_TI, product.weight_OI, product.bias_O, y_TY, partial, counters(device), num_tokens,
+            x_TI, gemm.weight_OI, gemm.bias_O, y_TY, partial, counters(device), num_tokens,
             x_TI.stride(0), y_TY.stride(0), **shared, PARALLEL=side_by_side, M=size.m, N=size.n,
             K=size.k, num_warps=size.warps, num_stages=stages, **launch(device),
         )  # fmt: skip
@@ -227,7 +237,7 @@ def fixed(product: Product, *, tile: FixedTile | None = None) -> Launch:
 
 def bind(problem: LinearProblem, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
     """The kernel for one weight, read as it is."""
-    run = fixed(Product(weight_OI=weight_OI.contiguous(), bias_O=bias_O))
+    run = fixed(Gemm(weight_OI=weight_OI.contiguous(), bias_O=bias_O))
 
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
         y_TO = x_TI.new_empty(
@@ -243,4 +253,15 @@ def _supports(problem: LinearProblem) -> str | None:
     return refusal(problem.inputs, None) or unsupported(problem.device, problem.dtype)
 
 
-KERNEL = Kernel(name="triton fixed order", supports=_supports, bind=bind, invariant=True)
+def plans(problem: LinearProblem) -> list[PlanCheck]:
+    """A number of tokens of each tile (`tile_for`), on the whole shape: the inputs' shares follow
+    from it."""
+    return [
+        PlanCheck(name=f"{tokens} tokens", sample=partial(plan_sample, problem, tokens), bind=bind)
+        for tokens in TILE_TOKENS
+    ]
+
+
+KERNEL = Kernel(
+    name="triton fixed order", supports=_supports, bind=bind, plans=plans, invariant=True
+)

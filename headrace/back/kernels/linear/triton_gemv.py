@@ -1,9 +1,10 @@
-"""A product with one token, bound by reading the weight once: a program takes some outputs over all inputs.
+"""A GEMM with one token, bound by reading the weight once: a program takes some outputs over all
+inputs.
 
-Rows of the weight are read 16 bytes a thread and dropped from the cache first. The first part is asked for before the
-kernel waits for the one before it, so that a chain of products keeps the memory busy. Around the product, as in
-kernels/fused_linear: a norm of x (its scale is one number, so it is applied to the sums), a gated activation, an
-addition into the residual.
+Rows of the weight are read 16 bytes a thread and dropped from the cache first. The first part is
+asked for before the kernel waits for the one before it, so that a chain of GEMMs keeps the memory
+busy. Around the GEMM, as in kernels/fused_linear: a norm of x (its scale is one number, so it is
+applied to the sums), a gated activation, an addition into the residual.
 
 I inputs, O outputs, N outputs of a program, K inputs of a step.
 """
@@ -48,8 +49,8 @@ def gemv_kernel(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With ADD y is the
-    residual."""
+    """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With
+    ADD y is the residual."""
     o_n = tl.program_id(0) * N + tl.arange(0, N)
     o_k = tl.arange(0, K)
     m_n = o_n < OUTPUTS

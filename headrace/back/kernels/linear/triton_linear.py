@@ -1,20 +1,40 @@
-"""y = x W^T + b: small products by our kernels where they measured faster, the others by cuBLAS."""
+"""y = x W^T + b: small GEMMs by our kernels where they measured faster, the others by cuBLAS."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from headrace.back.kernels.linear.op import Linear, LinearProblem
-from headrace.back.kernels.linear.triton_small import Product, refusal, small
-from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.linear.table import GemmPlan, padded, shape_name
+from headrace.back.kernels.linear.triton_small import (
+    LIBRARY_TOKENS,
+    Gemm,
+    distinct_plans,
+    launcher,
+    refusal,
+    skip_plan,
+    small,
+    source_of,
+)
+from headrace.back.kernels.op import (
+    Kernel,
+    PlanCheck,
+    Sample,
+    random_tensor,
+    sample_generator,
+    scratch_weight,
+)
 from headrace.back.kernels.triton.wrap import unsupported
 
 
 def bind(problem: LinearProblem, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
     """The kernels for one weight, read as it is."""
     weight_OI = weight_OI.contiguous()
-    run_for = small(Product(weight_OI=weight_OI, bias_O=bias_O))
+    run_for = small(Gemm(weight_OI=weight_OI, bias_O=bias_O))
 
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
         run = run_for(len(x_TI))
@@ -30,8 +50,64 @@ def bind(problem: LinearProblem, weight_OI: torch.Tensor, bias_O: torch.Tensor |
     return wide if problem.wide else linear
 
 
+def plans(problem: LinearProblem) -> list[PlanCheck]:
+    """Each plan of our kernels on the whole shape, then the library's GEMM."""
+    shape = shape_name(problem.outputs, problem.inputs, gated=False)
+    weight_OI = scratch_weight(
+        problem.outputs, problem.inputs, dtype=problem.dtype, device=problem.device
+    )
+
+    def by(plan: GemmPlan, tokens: int) -> Callable[..., Linear]:
+        def bind_plan(
+            _: LinearProblem, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
+        ) -> Linear:
+            run = launcher(Gemm(weight_OI=weight_OI, bias_O=bias_O), plan, padded(tokens))
+
+            def linear(x_TI: torch.Tensor) -> torch.Tensor:
+                y_TO = x_TI.new_empty(len(x_TI), problem.outputs)
+                run(x_TI, y_TO)
+                return y_TO.float() if problem.wide else y_TO
+
+            return linear
+
+        return bind_plan
+
+    checks = [
+        PlanCheck(
+            name=f"{plan.kernel} of {tokens} tokens",
+            sample=partial(plan_sample, problem, tokens),
+            bind=by(plan, tokens),
+            skip=partial(skip_plan, problem.device, shape, plan),
+        )
+        for plan, tokens in distinct_plans(Gemm(weight_OI=weight_OI))
+    ]
+    many = partial(plan_sample, problem, LIBRARY_TOKENS)
+    return [*checks, PlanCheck(name=f"{LIBRARY_TOKENS} tokens", sample=many, bind=bind)]
+
+
+def plan_sample(problem: LinearProblem, tokens: int) -> Sample:
+    """Inputs of the problem's own shape, made on its device."""
+    new = {
+        "dtype": problem.dtype,
+        "device": problem.device,
+        "generator": sample_generator(problem.device),
+    }
+    weight = scratch_weight(
+        problem.outputs, problem.inputs, dtype=problem.dtype, device=problem.device
+    )
+    bias = random_tensor(problem.outputs, **new) if problem.bias else None
+    x = random_tensor(tokens, problem.inputs, **new)
+    return Sample(problem=problem, weights=(weight, bias), arguments=(x,))
+
+
 def _supports(problem: LinearProblem) -> str | None:
     return refusal(problem.inputs, None) or unsupported(problem.device, problem.dtype)
 
 
-KERNEL = Kernel(name="triton", supports=_supports, bind=bind)
+KERNEL = Kernel(
+    name="triton",
+    supports=_supports,
+    bind=bind,
+    plans=plans,
+    note=lambda problem: source_of(problem.device, problem.outputs, problem.inputs),
+)

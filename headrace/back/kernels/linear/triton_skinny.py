@@ -1,10 +1,11 @@
-"""A product with up to 64 tokens through tl.dot, bound by reading the weight once.
+"""A GEMM with up to 64 tokens through tl.dot, bound by reading the weight once.
 
-A program takes N outputs and a share of the inputs; with SPLIT shares the program that comes last adds them up, in
-their order, so the result does not depend on who that is. The weight's first tiles are asked for (into the
-second-level cache) before the kernel waits for the one before it. After the product, as in kernels/fused_linear: a
-gated activation, an addition into the residual. A norm of x is a kernel of its own before this one: here it would
-stand between the loads and the matrix unit (H200, 6144x4096, 8 tokens: 41 us instead of 16).
+A program takes N outputs and a share of the inputs; with SPLIT shares the program that comes last
+adds them up, in their order, so the result does not depend on who that is. The weight's first tiles
+are asked for (into the second-level cache) before the kernel waits for the one before it. After the
+GEMM, as in kernels/fused_linear: a gated activation, an addition into the residual. A norm of x is
+a kernel of its own before this one: here it would stand between the loads and the tensor cores
+(H200, 6144x4096, 8 tokens: 41 us instead of 16).
 
 T tokens (M padded, at least 16), I inputs, O outputs, N outputs of a program, K inputs of a step.
 """
@@ -59,8 +60,8 @@ def skinny_kernel(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With ADD y is the
-    residual. `partial` float32 [N tiles, SPLIT, 1 or 2, M, N]."""
+    """OUTPUTS are those of y: with ACTIVATION the weight has twice as many rows, gates first. With
+    ADD y is the residual. `partial` float32 [N tiles, SPLIT, 1 or 2, M, N]."""
     i_n = tl.program_id(0)
     i_split = tl.program_id(1)
     GATED: tl.constexpr = ACTIVATION != ""

@@ -1,8 +1,9 @@
-"""Chooses and launches our kernels of products by table.py: triton_gemv.py, triton_skinny.py, triton_stream.py and
-triton_wide.py."""
+"""Chooses and launches our kernels of GEMMs by table.py: triton_gemv.py, triton_skinny.py,
+triton_stream.py and triton_wide.py."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,15 @@ import triton
 
 from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
 from headrace.back.kernels.linear import stream, wide
-from headrace.back.kernels.linear.table import ProductPlan, padded, plan_for
+from headrace.back.kernels.linear.table import (
+    MAX_TOKENS,
+    GemmPlan,
+    padded,
+    plan_for,
+    skip,
+    source,
+)
+from headrace.back.kernels.linear.time_model import GemmDevice, gemm_device
 from headrace.back.kernels.linear.triton_gemv import gemv_kernel
 from headrace.back.kernels.linear.triton_skinny import skinny_kernel
 from headrace.back.kernels.triton.room import fitting_stages
@@ -22,12 +31,20 @@ from headrace.back.kernels.triton.wrap import (
     launch,
 )
 
+log = logging.getLogger(__name__)
+
+CHECKED_TOKENS = (*(1 << i for i in range(7)), *range(128, 513, 64), 1024, 2048, MAX_TOKENS)
+"""Numbers of tokens whose plans are checked at start: all that `padded` gives up to 512, and some
+beyond."""
+LIBRARY_TOKENS = 96
+"""A number of tokens of which the library computes most GEMMs, with ours around it."""
 Launch = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Product:
-    """y = act(norm(x) W^T + b), with `add` added to what y holds. `activation` "" and `norm_I` None: none."""
+class Gemm:
+    """y = act(norm(x) W^T + b), with `add` added to what y holds. `activation` "" and `norm_I`
+    None: none."""
 
     weight_OI: torch.Tensor
     bias_O: torch.Tensor | None = None
@@ -43,7 +60,7 @@ class Product:
 
 
 def refusal(inputs: int, activation: str | None) -> str | None:
-    """Why these kernels cannot compute a product, if so."""
+    """Why these kernels cannot compute a GEMM, if so."""
     if inputs % 8:
         return f"{inputs} inputs are no multiple of 8"
     if activation and activation not in ACTIVATIONS:
@@ -51,91 +68,138 @@ def refusal(inputs: int, activation: str | None) -> str | None:
     return None
 
 
-def small(product: Product) -> Callable[[int], Launch | None]:
-    """For a number of tokens the launch `f(x_TI, y_TY)`, None where the library's product is taken. With a norm one
-    token only: see triton_skinny.py."""
-    outputs, inputs = product.weight_OI.shape
-    device = product.weight_OI.device
+def small(gemm: Gemm) -> Callable[[int], Launch | None]:
+    """For a number of tokens the launch `f(x_TI, y_TY)`, None where the library's GEMM is taken.
+    With a norm one token only: see triton_skinny.py."""
+    outputs, inputs = gemm.weight_OI.shape
+    device = gemm.weight_OI.device
 
     @cache
     def launch_of(tokens: int) -> Launch | None:
         plan = plan_for(
-            device_name(device),
+            gemm_device_of(device),
             outputs,
             inputs,
             tokens,
-            gated=bool(product.activation),
-            without=unfit(product),
+            gated=bool(gemm.activation),
+            without=unfit(gemm),
         )
-        return plan and launcher(product, plan, tokens)
+        return plan and launcher(gemm, plan, tokens)
 
-    one_alone = product.norm_I is not None
+    one_alone = gemm.norm_I is not None
     return lambda tokens: None if one_alone and tokens > 1 else launch_of(padded(tokens))
 
 
-def unfit(product: Product) -> set[str]:
-    """The kernels that not every device and product has, where this one lacks them."""
-    weight_OI, activation = product.weight_OI, product.activation
+def unfit(gemm: Gemm) -> set[str]:
+    """The kernels that not every device and GEMM has, where this one lacks them."""
+    weight_OI, activation = gemm.weight_OI, gemm.activation
     reasons = {
         "stream": stream.unfit(weight_OI, activation),
-        "wide": wide.unfit(weight_OI, product.bias_O, activation, add=product.add),
+        "wide": wide.unfit(weight_OI, gemm.bias_O, activation, add=gemm.add),
     }
     return {kernel for kernel, reason in reasons.items() if reason is not None}
 
 
 @cache
-def device_name(device: torch.device) -> str:
-    """The device's name in tables."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def gemm_device_of(device: torch.device) -> GemmDevice:
+    """The facts that plans are chosen by; those of an H200 under the interpreter."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return GemmDevice(
+            name=device.type, capability=(0, 0), sms=132, memory_gb_s=4800.0, bf16_tflops=989.0
+        )
+    facts = torch.cuda.get_device_properties(device)
+    # Two transfers a clock; kHz times bits gives 10^3 bits per second.
+    clock_khz, bus_bits = (
+        getattr(facts, name, 0) for name in ("memory_clock_rate", "memory_bus_width")
+    )
+    return gemm_device(
+        facts.name,
+        (facts.major, facts.minor),
+        facts.multi_processor_count,
+        memory_gb_s=2 * clock_khz * 1e3 * bus_bits / 8 / 1e9 or None,
+    )
 
 
-def launcher(product: Product, plan: ProductPlan, tokens: int) -> Launch:
+def source_of(device: str, outputs: int, inputs: int, *, gated: bool = False) -> str:
+    """Where the plans of a shape come from, for the table of decisions; nothing for a GPU that is
+    not here: which tables it has is seen there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return ""
+    return source(gemm_device_of(torch.device(device)), outputs, inputs, gated=gated)
+
+
+def distinct_plans(gemm: Gemm) -> list[tuple[GemmPlan, int]]:
+    """Every plan that some number of tokens takes, each with a number that makes a kernel of its
+    own: tokens of "skinny" and "stream" are sizes of the compiled kernel."""
+    outputs, inputs = gemm.weight_OI.shape
+    device = gemm_device_of(gemm.weight_OI.device)
+    gated, without = bool(gemm.activation), unfit(gemm)
+    plans: dict[tuple[GemmPlan, int], int] = {}
+    for tokens in (1,) if gemm.norm_I is not None else CHECKED_TOKENS:
+        plan = plan_for(device, outputs, inputs, tokens, gated=gated, without=without)
+        if plan is not None:
+            plans[plan, _compiled_tokens(plan, tokens)] = 2 * plan.m + 3 if plan.m else tokens
+    return [(plan, tokens) for (plan, _), tokens in plans.items()]
+
+
+def _compiled_tokens(plan: GemmPlan, tokens: int) -> int:
+    least = {"skinny": 16, "stream": stream.LEAST_TOKENS}
+    return max(least[plan.kernel], tokens) if plan.kernel in least else 0
+
+
+def skip_plan(device: str, shape: str, plan: GemmPlan, reason: str) -> None:
+    """Goes on without the plan's kernel for a shape (`shape_name`)."""
+    log.warning("GEMM %s goes without %s: %s", shape, plan.kernel, reason)
+    skip(gemm_device_of(torch.device(device)), shape, plan.kernel)
+
+
+def launcher(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
     """The launch for up to `tokens` tokens (a padded number) by a plan."""
-    return _KINDS[plan.kernel](product, plan, tokens)
+    return _KINDS[plan.kernel](gemm, plan, tokens)
 
 
-def _shared(product: Product) -> dict[str, int | bool | str]:
+def _shared(gemm: Gemm) -> dict[str, int | bool | str]:
     return {
-        "INPUTS": product.weight_OI.shape[1],
-        "OUTPUTS": product.results,
-        "BIAS": product.bias_O is not None,
-        "ACTIVATION": product.activation,
-        "ADD": product.add,
+        "INPUTS": gemm.weight_OI.shape[1],
+        "OUTPUTS": gemm.results,
+        "BIAS": gemm.bias_O is not None,
+        "ACTIVATION": gemm.activation,
+        "ADD": gemm.add,
     }
 
 
-def _gemv(product: Product, plan: ProductPlan, tokens: int) -> Launch:
+def _gemv(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
     assert tokens == 1, tokens
-    grid = (triton.cdiv(product.results, plan.n),)
-    rest = product.weight_OI.shape[1] - plan.k
+    grid = (triton.cdiv(gemm.results, plan.n),)
+    rest = gemm.weight_OI.shape[1] - plan.k
     constants = {
-        **_shared(product), "NORM": product.norm_I is not None, "N": plan.n, "K": plan.k,
+        **_shared(gemm), "NORM": gemm.norm_I is not None, "N": plan.n, "K": plan.k,
         "PREFETCH": plan.prefetch if plan.prefetch * plan.k <= rest else 0,
     }  # fmt: skip
 
     def run(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
         assert x_TI.stride(1) == y_TY.stride(1) == 1
         gemv_kernel[grid](
-            x_TI, product.weight_OI, product.bias_O, product.norm_I, y_TY, product.eps,
+            x_TI, gemm.weight_OI, gemm.bias_O, gemm.norm_I, y_TY, gemm.eps,
             **constants, num_warps=plan.warps, **launch(x_TI.device),
         )  # fmt: skip
 
     return run
 
 
-def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
-    m, tiles = max(16, tokens), triton.cdiv(product.results, plan.n)
+def _skinny(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
+    m, tiles = max(16, tokens), triton.cdiv(gemm.results, plan.n)
     split = plan.split
-    assert product.norm_I is None and (split == 1 or tiles <= COUNTERS), (tiles, split)
-    share = triton.cdiv(product.weight_OI.shape[1], plan.k * split) * plan.k
+    assert gemm.norm_I is None and (split == 1 or tiles <= COUNTERS), (tiles, split)
+    share = triton.cdiv(gemm.weight_OI.shape[1], plan.k * split) * plan.k
     prefetch = plan.prefetch if plan.prefetch * plan.k <= share else 0
     constants = {
-        **_shared(product), "M": m, "N": plan.n, "K": plan.k, "SPLIT": split,
+        **_shared(gemm), "M": m, "N": plan.n, "K": plan.k, "SPLIT": split,
         "PREFETCH": prefetch, "SWAP": plan.swap,
     }  # fmt: skip
-    parts = tiles * split * (2 if product.activation else 1) * m * plan.n
-    rows = m + plan.n * (2 if product.activation else 1)
-    stages = fitting_stages(plan.stages, rows * plan.k * product.weight_OI.element_size())
+    parts = tiles * split * (2 if gemm.activation else 1) * m * plan.n
+    rows = m + plan.n * (2 if gemm.activation else 1)
+    stages = fitting_stages(plan.stages, rows * plan.k * gemm.weight_OI.element_size())
 
     def run(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
         assert x_TI.stride(1) == y_TY.stride(1) == 1
@@ -143,7 +207,7 @@ def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
         if split > 1:
             partial = torch.empty(parts, dtype=torch.float32, device=x_TI.device)
         skinny_kernel[(tiles, split)](
-            x_TI, product.weight_OI, product.bias_O, y_TY, partial, counters(x_TI.device),
+            x_TI, gemm.weight_OI, gemm.bias_O, y_TY, partial, counters(x_TI.device),
             len(x_TI), x_TI.stride(0), y_TY.stride(0), **constants, num_warps=plan.warps,
             num_stages=stages, **launch(x_TI.device),
         )  # fmt: skip
@@ -151,15 +215,15 @@ def _skinny(product: Product, plan: ProductPlan, tokens: int) -> Launch:
     return run
 
 
-def _stream(product: Product, plan: ProductPlan, tokens: int) -> Launch:
-    assert product.norm_I is None, "the norm is a kernel of its own"
+def _stream(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
+    assert gemm.norm_I is None, "the norm is a kernel of its own"
     return stream.bind(
         stream.Streamed(
-            weight_OI=product.weight_OI,
-            bias_O=product.bias_O,
-            gated=bool(product.activation),
-            add=product.add,
-            results=product.results,
+            weight_OI=gemm.weight_OI,
+            bias_O=gemm.bias_O,
+            gated=bool(gemm.activation),
+            add=gemm.add,
+            results=gemm.results,
         ),
         k=plan.k,
         stages=plan.stages,
@@ -168,9 +232,9 @@ def _stream(product: Product, plan: ProductPlan, tokens: int) -> Launch:
     )
 
 
-def _wide(product: Product, plan: ProductPlan, tokens: int) -> Launch:
-    assert product.norm_I is None, "the norm is a kernel of its own"
-    return wide.bind(product.weight_OI, m=plan.m, group=plan.group)
+def _wide(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
+    assert gemm.norm_I is None, "the norm is a kernel of its own"
+    return wide.bind(gemm.weight_OI, m=plan.m, group=plan.group)
 
 
 _KINDS = {"gemv": _gemv, "skinny": _skinny, "stream": _stream, "wide": _wide}

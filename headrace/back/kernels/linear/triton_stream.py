@@ -1,10 +1,12 @@
-"""A product with up to 64 tokens on Hopper: programs that stay, to which the copy engine streams the weight.
+"""A GEMM with up to 64 tokens on Hopper: persistent programs, to which the TMA unit streams the
+weight.
 
-The work is all tiles' steps along the inputs, one after the other, cut into as many equal runs as there are programs,
-so that all of them end together, whatever the shape. A program has STAGES steps on their way at any time, the first of
-them from before the kernel it waits for has ended: its shared memory is small enough that the programs of two such
-kernels fit a multiprocessor beside each other. Where runs share a tile, each leaves its sums, and the program that
-comes last adds them up in their order. The matrix unit takes the weight's rows as its rows: tokens may be few.
+The work is all tiles' steps along the inputs, one after the other, cut into as many equal runs as
+there are programs, so that all of them end together, whatever the shape. A program has STAGES steps
+on their way at any time, the first of them from before the kernel it waits for has ended: its
+shared memory is small enough that the programs of two such kernels fit a multiprocessor beside each
+other. Where runs share a tile, each leaves its sums, and the program that comes last adds them up
+in their order. The tensor cores take the weight's rows as its rows: tokens may be few.
 
 T tokens (M padded), I inputs, O outputs; tiles of ROWS outputs, steps of K inputs.
 """
@@ -61,9 +63,9 @@ def stream_kernel(
     ADD: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """`weight`, `x`: descriptors of [O, I] and [T, I] in blocks [ROWS, K] and [M, K]. OUTPUTS are those of y: if GATED
-    (by SiLU) the weight has twice as many rows, gates first. With ADD y is the residual. UNITS = tiles * STEPS.
-    `partial` float32 [PROGRAMS, 2, 1 or 2, M, ROWS]."""
+    """`weight`, `x`: descriptors of [O, I] and [T, I] in blocks [ROWS, K] and [M, K]. OUTPUTS are
+    those of y: if GATED (by SiLU) the weight has twice as many rows, gates first. With ADD y is the
+    residual. UNITS = tiles * STEPS. `partial` float32 [PROGRAMS, 2, 1 or 2, M, ROWS]."""
     K: gl.constexpr = weight.block_shape[1]
     M: gl.constexpr = x.block_shape[0]
     PARTS: gl.constexpr = 2 if GATED else 1

@@ -1,13 +1,14 @@
-"""A gated product of many tokens on Hopper: y = silu(x G^T) * (x U^T), of which only y is written.
+"""A gated GEMM of many tokens on Hopper: y = silu(x G^T) * (x U^T), of which only y is written.
 
-A board that draws what it may is bound by energy: what counts are bytes moved, not only how long the matrix unit waits.
-A tile is as large as the registers allow: two groups of warps hold M / 2 tokens each and share the gates and ups that
-the copy engine brings, as does a third group of one warp, STAGES steps of K inputs ahead, over the end of a tile.
-Programs stay; tiles that share tokens or weights are taken at about the same time, so that they find them in the
-second-level cache.
+A board that draws what it may is bound by energy: what counts are bytes moved, not only how long
+the tensor cores wait. A tile is as large as the registers allow: two groups of warps hold M / 2
+tokens each and share the gates and ups that the TMA unit brings, as does a third group of one warp,
+STAGES steps of K inputs ahead, over the end of a tile. Programs are persistent; tiles that share
+tokens or weights are taken at about the same time, so that they find them in the second-level
+cache.
 
-96 results a tile, which is no power of two: WIDE and NARROW of them are tensors of their own. With tiles of 256 tokens
-8B's 12,288 results are 128 tiles, a multiprocessor each.
+96 results a tile, which is no power of two: WIDE and NARROW of them are tensors of their own. With
+tiles of 256 tokens 8B's 12,288 results are 128 tiles, a multiprocessor each.
 
 T tokens, I inputs, O results; the weight holds O gates, then O ups.
 """
@@ -30,12 +31,13 @@ WIDE = gl.constexpr(64)
 NARROW = gl.constexpr(32)
 """Results of a tile, in two parts."""
 BOX = gl.constexpr(32)
-"""Rows of the weight that the copy engine brings at once."""
+"""Rows of the weight that the TMA unit brings at once."""
 
 
 @gluon.jit
 def _place(i_tile, tiles_m, tiles_n, GROUP: gl.constexpr):
-    """Tile of tokens and tile of results: GROUP tiles of tokens take turns with each tile of results."""
+    """Tile of tokens and tile of results: GROUP tiles of tokens take turns with each tile of
+    results."""
     around = GROUP * tiles_n
     first = i_tile // around * GROUP
     size = gl.minimum(tiles_m - first, GROUP)
@@ -121,7 +123,7 @@ def _multiply(
                 mine, narrow.index(stage).permute((1, 0)), b_narrow, use_acc=step > 0, is_async=True
             )
             b_wide, b_narrow = warpgroup_mma_wait(2, deps=[b_wide, b_narrow])
-            if step > 0:  # the products of the step before are done
+            if step > 0:  # the GEMMs of the step before are done
                 thread_barrier()
                 mbarrier.arrive(free.index((count - 1) % STAGES), count=1)
             count += 1
@@ -153,9 +155,9 @@ def wide_kernel(
     GROUP: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Descriptors: `x` [T, I] in blocks [M, K]; `weight` [2 O, I] in blocks [BOX, K]; `y_wide` and `y_narrow` of the
-    same [T, O], in blocks [M / 2, WIDE or NARROW]. `steps`: of K inputs; what lies behind an edge reads as zero, and is
-    not written."""
+    """Descriptors: `x` [T, I] in blocks [M, K]; `weight` [2 O, I] in blocks [BOX, K]; `y_wide` and
+    `y_narrow` of the same [T, O], in blocks [M / 2, WIDE or NARROW]. `steps`: of K inputs; what
+    lies behind an edge reads as zero, and is not written."""
     M: gl.constexpr = x.block_shape[0]
     K: gl.constexpr = x.block_shape[1]
     tokens = gl.allocate_shared_memory(x.dtype, [STAGES, M, K], x.layout)

@@ -17,14 +17,15 @@ K = 64
 STAGES = {128: 5, 256: 3}
 """Steps in shared memory by the tokens of a tile."""
 GROUP = 16
-"""Tiles of tokens that share a tile of the weight in turn. 4, 8 and 32 were within 2 % (H200, 8B, 8192 tokens)."""
+"""Tiles of tokens that share a tile of the weight in turn. 4, 8 and 32 were within 2 % (H200, 8B,
+8192 tokens)."""
 BOX = 32
 
 
 def unfit(
     weight_OI: torch.Tensor, bias_O: torch.Tensor | None, activation: str, *, add: bool
 ) -> str | None:
-    """Why this kernel does not serve a product, if so."""
+    """Why this kernel does not serve a GEMM, if so."""
     if activation != "silu" or bias_O is not None or add:
         return "gates by silu, without a bias or an addition"
     if len(weight_OI) % 16:
@@ -35,7 +36,8 @@ def unfit(
 def bind(
     weight_OI: torch.Tensor, *, m: int, group: int
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """The launch `f(x_TI, y_TY)` with tiles of `m` tokens, of which `group` share a tile of the weight in turn."""
+    """The launch `f(x_TI, y_TY)` with tiles of `m` tokens, of which `group` share a tile of the
+    weight in turn."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

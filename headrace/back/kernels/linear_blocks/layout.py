@@ -1,22 +1,25 @@
 """How block-quantized weights lie in memory: panels of 64 outputs, one stream of bytes each.
 
-A value is code * scale - minimum. Two kinds of codings share the layout. Those of checkpoints have blocks of 32
-or 256 inputs with a float16 scale (and minimum); where a block has 256, each 16 or 32 inputs have a small whole
-number that scale (and minimum) are multiplied by. All bits of a checkpoint's blocks are kept as they are, only
-moved: 6-bit multipliers become bytes, so panels of 256-input blocks take 2 to 4 % more (Q2_K 19 %), the others
-nothing. Those made while a plain checkpoint loads have blocks of 32, 64 or 128 inputs with a bfloat16 scale
-(and minimum); the last block may be padded.
+A weight is value * scale - minimum. Two kinds of formats are laid out so. Those of checkpoints have
+blocks of 32 or 256 inputs with a float16 scale (and minimum); where a block has 256, each 16 or 32
+inputs have a small whole number that scale (and minimum) are multiplied by. All bits of a
+checkpoint's blocks are kept as they are, only moved: 6-bit multipliers become bytes, so panels of
+256-input blocks take 2 to 4 % more (Q2_K 19 %), the others nothing. Those made while a plain
+checkpoint loads have blocks of 32, 64 or 128 inputs with a bfloat16 scale (and minimum); the last
+block may be padded.
 
 Per panel, for every block of inputs:
   [64] scale; with minima [64] minimum
   for every 32 inputs of the block:
     with two levels [32 / part][64] int8 multipliers of the scale, then as many of the minimum
     planes of 64 words (32 bits, one per output): byte b of step s is input 4 s + b, s = 0 .. 7
-      8 bits: plane s holds step s                 4 bits: plane r holds steps 2 r (low half) and 2 r + 1
+      8 bits: plane s holds step s
+      4 bits: plane r holds steps 2 r (low half) and 2 r + 1
       2 bits: plane r holds steps 4 r .. 4 r + 3, lowest bits first
-      a fifth (or third) bit: one plane more, bit s of each byte; a fifth and sixth: two planes, as for 2 bits
-Codes are stored unsigned, plus `offset`; codings with a table store the index of a level. Outputs are padded
-with zeros, inputs with code 0.
+      a fifth (or third) bit: one plane more, bit s of each byte
+      a fifth and sixth: two planes, as for 2 bits
+Quantized values are stored unsigned, plus `offset`; layouts with a table store the index of a
+level. Outputs are padded with zeros, inputs with value 0.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from headrace.back.parallel.bundle import Number, WeightForm, Zeros
 from headrace.back.platforms import huge_pages
 
 PANEL, GROUP = 64, 32
@@ -33,9 +37,10 @@ LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coding:
-    """A way to code weights. `number` is that of the native kernels; a block of `block` inputs takes `size` bytes in a
-    checkpoint, 0: no checkpoint holds it; `part` inputs share a scale. `dtype` is that of the scales."""
+class BlockLayout:
+    """A way to value weights. `number` is that of the native kernels; a block of `block` inputs
+    takes `size` bytes in a checkpoint, 0: no checkpoint holds it; `part` inputs share a scale.
+    `dtype` is that of the scales."""
 
     name: str
     number: int
@@ -47,6 +52,20 @@ class Coding:
     minimum: bool = False
     table: bool = False
     dtype: torch.dtype = torch.float16
+
+    @property
+    def form(self) -> WeightForm:
+        """What its numbers mean."""
+        number = Number.TABLE if self.table else Number.UINT if self.minimum else Number.INT
+        scales = torch.int8 if self.two_level else self.dtype
+        return WeightForm(
+            bits=self.bits,
+            number=number,
+            group=(1, self.part),
+            scale_dtype=scales,
+            zeros=Zeros.MINIMUM if self.minimum else Zeros.NONE,
+            outer=(1, self.block) if self.two_level else None,
+        )
 
     @property
     def two_level(self) -> bool:
@@ -83,27 +102,27 @@ class Coding:
         return -(-outputs // PANEL) * self.panel_bytes(inputs)
 
 
-def _coding(number: int, name: str, block: int, size: int, part: int, bits: int, offset: int = 0, *,
-            minimum: bool = False, table: bool = False) -> Coding:  # fmt: skip
-    return Coding(name=name, number=number, block=block, size=size, part=part, bits=bits, offset=offset,
+def _layout(number: int, name: str, block: int, size: int, part: int, bits: int, offset: int = 0, *,
+            minimum: bool = False, table: bool = False) -> BlockLayout:  # fmt: skip
+    return BlockLayout(name=name, number=number, block=block, size=size, part=part, bits=bits, offset=offset,
                   minimum=minimum, table=table)  # fmt: skip
 
 
-STORED_CODINGS: dict[str, Coding] = {
-    coding.name: coding
-    for coding in (
-        _coding(0, "Q8_0", 32, 34, 32, 8, 128),
-        _coding(1, "Q4_0", 32, 18, 32, 4, 8),
-        _coding(2, "Q4_1", 32, 20, 32, 4, minimum=True),
-        _coding(3, "Q5_0", 32, 22, 32, 5, 16),
-        _coding(4, "Q5_1", 32, 24, 32, 5, minimum=True),
-        _coding(5, "Q2_K", 256, 84, 16, 2, minimum=True),
-        _coding(6, "Q3_K", 256, 110, 16, 3, 4),
-        _coding(7, "Q4_K", 256, 144, 32, 4, minimum=True),
-        _coding(8, "Q5_K", 256, 176, 32, 5, minimum=True),
-        _coding(9, "Q6_K", 256, 210, 16, 6, 32),
-        _coding(10, "IQ4_NL", 32, 18, 32, 4, table=True),
-        _coding(11, "IQ4_XS", 256, 136, 32, 4, table=True),
+STORED_LAYOUTS: dict[str, BlockLayout] = {
+    layout.name: layout
+    for layout in (
+        _layout(0, "Q8_0", 32, 34, 32, 8, 128),
+        _layout(1, "Q4_0", 32, 18, 32, 4, 8),
+        _layout(2, "Q4_1", 32, 20, 32, 4, minimum=True),
+        _layout(3, "Q5_0", 32, 22, 32, 5, 16),
+        _layout(4, "Q5_1", 32, 24, 32, 5, minimum=True),
+        _layout(5, "Q2_K", 256, 84, 16, 2, minimum=True),
+        _layout(6, "Q3_K", 256, 110, 16, 3, 4),
+        _layout(7, "Q4_K", 256, 144, 32, 4, minimum=True),
+        _layout(8, "Q5_K", 256, 176, 32, 5, minimum=True),
+        _layout(9, "Q6_K", 256, 210, 16, 6, 32),
+        _layout(10, "IQ4_NL", 32, 18, 32, 4, table=True),
+        _layout(11, "IQ4_XS", 256, 136, 32, 4, table=True),
     )
 }
 """Of checkpoints, by their types' names."""
@@ -111,31 +130,31 @@ STORED_CODINGS: dict[str, Coding] = {
 
 def _online(
     first: int, name: str, bits: int, offset: int = 0, *, minimum: bool = False
-) -> tuple[Coding, ...]:
+) -> tuple[BlockLayout, ...]:
     return tuple(
-        Coding(name=f"{name}-g{block}", number=first + i, block=block, size=0, part=block, bits=bits,
+        BlockLayout(name=f"{name}-g{block}", number=first + i, block=block, size=0, part=block, bits=bits,
                offset=offset, minimum=minimum, dtype=torch.bfloat16)
         for i, block in enumerate((32, 64, 128))
     )  # fmt: skip
 
 
-ONLINE_CODINGS: dict[str, Coding] = {
-    coding.name: coding
-    for coding in (
+ONLINE_LAYOUTS: dict[str, BlockLayout] = {
+    layout.name: layout
+    for layout in (
         *_online(12, "int4", 4, 8),
         *_online(15, "int4-asym", 4, minimum=True),
         *_online(18, "int8", 8, 128),
     )
 }
 """Made from plain weights while they load."""
-CODINGS = STORED_CODINGS | ONLINE_CODINGS
+LAYOUTS = STORED_LAYOUTS | ONLINE_LAYOUTS
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Some outputs of one coding; `panels` is uint8 [ceil(outputs / 64), bytes of a panel]."""
+    """Some outputs of one layout; `panels` is uint8 [ceil(outputs / 64), bytes of a panel]."""
 
-    coding: Coding
+    layout: BlockLayout
     outputs: int
     inputs: int
     panels: torch.Tensor
@@ -156,44 +175,44 @@ class BlockWeight:
     @property
     def x_group(self) -> int:
         """Inputs that share a scale of the activations."""
-        (group,) = {segment.coding.x_group for segment in self.segments}
+        (group,) = {segment.layout.x_group for segment in self.segments}
         return group
 
     @property
     def kinds(self) -> tuple[tuple[str, int], ...]:
-        """(coding, outputs) of each segment: what a kernel is chosen by."""
-        return tuple((segment.coding.name, segment.outputs) for segment in self.segments)
+        """(layout, outputs) of each segment: what a kernel is chosen by."""
+        return tuple((segment.layout.name, segment.outputs) for segment in self.segments)
 
 
-def empty_segment(coding: Coding, outputs: int, inputs: int) -> Segment:
+def empty_segment(layout: BlockLayout, outputs: int, inputs: int) -> Segment:
     """A segment of zeros, to be packed into."""
-    shape = (-(-outputs // PANEL), coding.panel_bytes(inputs))
-    return Segment(coding, outputs, inputs, huge_pages.kept(shape, torch.uint8))
+    shape = (-(-outputs // PANEL), layout.panel_bytes(inputs))
+    return Segment(layout, outputs, inputs, huge_pages.kept(shape, torch.uint8))
 
 
 def read_rows(
     segment: Segment, rows_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Of some outputs: codes without their offset (int16 [N, I]), scales and minima (float32 [N, G], one for
-    each `part` inputs; minima None where the coding has none)."""
-    coding = segment.coding
-    blocks = segment.panels[rows_N // PANEL].view(len(rows_N), -1, coding.block_bytes)
-    header = blocks[..., : coding.header_bytes].contiguous().view(coding.dtype)
-    groups = blocks[..., coding.header_bytes :].unflatten(2, (coding.block // GROUP, -1))
+    """Of some outputs: quantized values without their offset (int16 [N, I]), scales and minima
+    (float32 [N, G], one for each `part` inputs; minima None where the layout has none)."""
+    layout = segment.layout
+    blocks = segment.panels[rows_N // PANEL].view(len(rows_N), -1, layout.block_bytes)
+    header = blocks[..., : layout.header_bytes].contiguous().view(layout.dtype)
+    groups = blocks[..., layout.header_bytes :].unflatten(2, (layout.block // GROUP, -1))
     column_N = rows_N % PANEL
     scale = _column(header.unflatten(2, (-1, PANEL)), column_N).float()
-    small = groups[..., : coding.scale_bytes].contiguous().view(torch.int8)
-    parts = coding.block // coding.part
+    small = groups[..., : layout.scale_bytes].contiguous().view(torch.int8)
+    parts = layout.block // layout.part
     scales = scale[..., 0, None].expand(-1, -1, parts)
-    minima = scale[..., -1, None].expand(-1, -1, parts) if coding.minimum else None
-    if coding.two_level:
-        of_group = _column(small.unflatten(3, (2 if coding.minimum else 1, -1, PANEL)), column_N)
+    minima = scale[..., -1, None].expand(-1, -1, parts) if layout.minimum else None
+    if layout.two_level:
+        of_group = _column(small.unflatten(3, (2 if layout.minimum else 1, -1, PANEL)), column_N)
         scales = scales * of_group[..., 0, :].flatten(2).float()
         minima = minima * of_group[..., 1, :].flatten(2).float() if minima is not None else None
-    planes = groups[..., coding.scale_bytes :].unflatten(3, (-1, PANEL, 4))
+    planes = groups[..., layout.scale_bytes :].unflatten(3, (-1, PANEL, 4))
     words = planes[torch.arange(len(rows_N)), :, :, :, column_N]
-    codes = _codes(coding, words).flatten(1)[:, : segment.inputs]
-    return codes, scales.flatten(1), None if minima is None else minima.flatten(1)
+    quantized = _unpack(layout, words).flatten(1)[:, : segment.inputs]
+    return quantized, scales.flatten(1), None if minima is None else minima.flatten(1)
 
 
 def _column(values: torch.Tensor, column_N: torch.Tensor) -> torch.Tensor:
@@ -202,55 +221,56 @@ def _column(values: torch.Tensor, column_N: torch.Tensor) -> torch.Tensor:
     return values.gather(-1, index)[..., 0]
 
 
-def _codes(coding: Coding, words: torch.Tensor) -> torch.Tensor:
-    """Planes [..., bits, 4] of one output each -> codes int16 [..., 32]."""
-    base = {3: 2, 5: 4, 6: 4}.get(coding.bits, coding.bits)
+def _unpack(layout: BlockLayout, words: torch.Tensor) -> torch.Tensor:
+    """Planes [..., bits, 4] of one output each -> quantized values int16 [..., 32]."""
+    base = {3: 2, 5: 4, 6: 4}.get(layout.bits, layout.bits)
     low = [words[..., :base, :] >> shift & (1 << base) - 1 for shift in range(0, 8, base)]
-    codes = torch.stack(low, -2).flatten(-3).to(torch.int16)
-    if extra := coding.bits - base:
+    quantized = torch.stack(low, -2).flatten(-3).to(torch.int16)
+    if extra := layout.bits - base:
         high = [words[..., base:, :] >> shift & (1 << extra) - 1 for shift in range(0, 8, extra)]
-        codes |= torch.stack(high, -2).flatten(-3).to(torch.int16) << base
-    if coding.table:
-        return torch.tensor(LEVELS, dtype=torch.int16)[codes.long()]
-    return codes - coding.offset
+        quantized |= torch.stack(high, -2).flatten(-3).to(torch.int16) << base
+    if layout.table:
+        return torch.tensor(LEVELS, dtype=torch.int16)[quantized.long()]
+    return quantized - layout.offset
 
 
 def dequantize_rows(segment: Segment, rows_N: torch.Tensor) -> torch.Tensor:
-    """float32 [N, I] of some outputs, in the order of operations of the format: code * scale, less the minimum."""
-    codes, scales, minima = read_rows(segment, rows_N)
-    part, inputs = segment.coding.part, segment.inputs
-    values = codes.float() * scales.repeat_interleave(part, 1)[:, :inputs]
+    """float32 [N, I] of some outputs, in the order of operations of the format: value * scale, less
+    the minimum."""
+    quantized, scales, minima = read_rows(segment, rows_N)
+    part, inputs = segment.layout.part, segment.inputs
+    values = quantized.float() * scales.repeat_interleave(part, 1)[:, :inputs]
     if minima is not None:
         values -= minima.repeat_interleave(part, 1)[:, :inputs]
     return values
 
 
-def write_codes(
+def write_quantized(
     segment: Segment,
     first: int,
-    codes_OI: torch.Tensor,
+    quantized_OI: torch.Tensor,
     scales_OG: torch.Tensor,
     minima_OG: torch.Tensor | None,
 ) -> None:
-    """Fills the panels from number `first` on, in a coding made online: int8 codes without their offset, float32 scales
-    and minima that bfloat16 holds exactly."""
-    coding = segment.coding
-    rows, inputs = codes_OI.shape
+    """Fills the panels from number `first` on, in a layout made online: int8 values without their
+    offset, float32 scales and minima that bfloat16 holds exactly."""
+    layout = segment.layout
+    rows, inputs = quantized_OI.shape
     count = -(-rows // PANEL)
     missing = count * PANEL - rows
-    codes = (
-        F.pad(codes_OI, (0, -inputs % coding.block, 0, missing)).to(torch.int16) + coding.offset
+    quantized = (
+        F.pad(quantized_OI, (0, -inputs % layout.block, 0, missing)).to(torch.int16) + layout.offset
     ).to(torch.uint8)
-    blocks = segment.panels[first : first + count].view(count, -1, coding.block_bytes)
+    blocks = segment.panels[first : first + count].view(count, -1, layout.block_bytes)
     parts = [scales_OG] if minima_OG is None else [scales_OG, minima_OG]
     header = torch.stack(
         [F.pad(part, (0, 0, 0, missing)).view(count, PANEL, -1) for part in parts], 1
     )
-    blocks[..., : coding.header_bytes].view(torch.bfloat16).copy_(
+    blocks[..., : layout.header_bytes].view(torch.bfloat16).copy_(
         header.permute(0, 3, 1, 2).flatten(2)
     )
-    words = codes.view(torch.int32).view(count, PANEL, -1, GROUP // 4)
-    if coding.bits == 4:
+    words = quantized.view(torch.int32).view(count, PANEL, -1, GROUP // 4)
+    if layout.bits == 4:
         words = words[..., 0::2] | words[..., 1::2] << 4
     planes = words.permute(0, 2, 3, 1).reshape(count, blocks.shape[1], -1)
-    blocks[..., coding.header_bytes :].view(torch.int32).copy_(planes)
+    blocks[..., layout.header_bytes :].view(torch.int32).copy_(planes)

@@ -1,6 +1,8 @@
-"""Linear with block-quantized weights by the native kernel, and the packing of a checkpoint's blocks into its panels.
+"""Linear with block-quantized weights by the native kernel, and the packing of a checkpoint's
+blocks into its panels.
 
-A result depends neither on the rows beside it nor on the number of threads. T tokens, I inputs, O outputs.
+A result depends neither on the rows beside it nor on the number of threads. T tokens, I inputs, O
+outputs.
 """
 
 from __future__ import annotations
@@ -12,15 +14,15 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.gated_act.native import ACTIVATIONS
-from headrace.back.kernels.linear_blocks.layout import CODINGS, PANEL, BlockWeight, Segment
+from headrace.back.kernels.linear_blocks.layout import LAYOUTS, PANEL, BlockWeight, Segment
 from headrace.back.kernels.linear_blocks.op import Linear, LinearBlocksProblem
-from headrace.back.kernels.linear_quant.rows import CodedRows, checked, padded_inputs
+from headrace.back.kernels.linear_quant.rows import QuantizedRows, checked, padded_inputs
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, *(INT32,) * 3)
-_CODES_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 5, *(INT32,) * 2)
+_QUANTIZED_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 5, *(INT32,) * 2)
 _PACK_ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 7)
 MAX_SEGMENTS = 8
 
@@ -35,8 +37,8 @@ def bind_with(
     assert (weight.inputs, weight.kinds) == (problem.inputs, problem.kinds), problem
     assert all(segment.panels.is_contiguous() for segment in weight.segments)
     assert bias_O is None or (bias_O.dtype == problem.dtype and bias_O.is_contiguous())
-    if problem.coded:
-        return _bind_coded(library, problem, weight, bias_O)
+    if problem.quantized_rows:
+        return _bind_quantized_rows(library, problem, weight, bias_O)
     kernel = library.bind("linear_blocks", *_ARGUMENTS)
     return bind_rows(kernel, problem, weight, bias_O, DTYPES[problem.dtype])
 
@@ -48,7 +50,8 @@ def bind_rows(
     bias_O: torch.Tensor | None,
     *types: int,
 ) -> Linear:
-    """A kernel over plain rows; keeps weight and bias. `types`: what it is told before the type of its results."""
+    """A kernel over plain rows; keeps weight and bias. `types`: what it is told before the type of
+    its results."""
     inputs, results = problem.inputs, problem.results
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     out = torch.float32 if problem.wide else problem.dtype
@@ -56,7 +59,7 @@ def bind_rows(
     segments, count = table.ctypes.data, len(table)
     types = (*types, DTYPES[out])
 
-    def linear(x_TI: torch.Tensor | CodedRows) -> torch.Tensor:
+    def linear(x_TI: torch.Tensor | QuantizedRows) -> torch.Tensor:
         assert isinstance(x_TI, torch.Tensor), problem
         rows, width = x_TI.shape
         assert width == inputs and x_TI.dtype == problem.dtype, (x_TI.shape, x_TI.dtype)
@@ -74,31 +77,32 @@ def bind_rows(
 
 
 def segment_table(weight: BlockWeight) -> np.ndarray:
-    """The weight's segments as the kernels read them; whoever keeps its address keeps it, and the weight."""
+    """The weight's segments as the kernels read them; whoever keeps its address keeps it, and the
+    weight."""
     assert all(segment.panels.is_contiguous() for segment in weight.segments)
-    rows = [(s.panels.data_ptr(), s.outputs, s.coding.number) for s in weight.segments]
+    rows = [(s.panels.data_ptr(), s.outputs, s.layout.number) for s in weight.segments]
     return np.array(rows, np.int64)
 
 
-def _bind_coded(
+def _bind_quantized_rows(
     library: NativeLibrary,
     problem: LinearBlocksProblem,
     weight: BlockWeight,
     bias_O: torch.Tensor | None,
 ) -> Linear:
-    kernel = library.bind("linear_blocks_codes", *_CODES_ARGUMENTS)
+    kernel = library.bind("linear_blocks_codes", *_QUANTIZED_ARGUMENTS)
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     out = torch.float32 if problem.wide else problem.dtype
     table, padded = segment_table(weight), padded_inputs(problem.inputs, weight.x_group)
     segments, count = table.ctypes.data, len(table)
 
-    def linear(x: torch.Tensor | CodedRows) -> torch.Tensor:
-        codes, scales, sums = checked(x, padded=padded)
-        y_TO = scales.new_empty(len(codes), problem.results, dtype=out)
+    def linear(x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+        quantized, scales, sums = checked(x, padded=padded)
+        y_TO = scales.new_empty(len(quantized), problem.results, dtype=out)
         kernel(
-            codes.data_ptr(), scales.data_ptr(), sums.data_ptr(), segments,
-            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), len(codes), problem.inputs,
-            codes.stride(0), problem.results, count, activation, DTYPES[out],
+            quantized.data_ptr(), scales.data_ptr(), sums.data_ptr(), segments,
+            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), len(quantized), problem.inputs,
+            quantized.stride(0), problem.results, count, activation, DTYPES[out],
         )  # fmt: skip
         return y_TO
 
@@ -115,20 +119,21 @@ def pack_rows(
 ) -> int | None:
     """Packs `source[rows]` as outputs first, first + 1, ... of the segment.
 
-    source uint8 [R, bytes] with contiguous rows, whose first bytes are the blocks of the segment's inputs; rows int64.
-    Returns the first row with a scale that is NaN or Inf, None if all are finite.
+    source uint8 [R, bytes] with contiguous rows, whose first bytes are the blocks of the segment's
+    inputs; rows int64. Returns the first row with a scale that is NaN or Inf, None if all are
+    finite.
     """
-    coding = segment.coding
-    blocks = segment.panels.shape[1] // coding.block_bytes
+    layout = segment.layout
+    blocks = segment.panels.shape[1] // layout.block_bytes
     assert source.dtype == np.uint8 and source.strides[1] == 1 and source.ndim == 2
-    assert blocks * coding.size <= source.shape[1], (blocks, coding.name, source.shape)
+    assert blocks * layout.size <= source.shape[1], (blocks, layout.name, source.shape)
     assert rows.dtype == np.int64 and rows.flags.c_contiguous
     assert first + len(rows) <= segment.outputs, (first, len(rows), segment.outputs)
     pack = library.bind("pack_blocks", *_PACK_ARGUMENTS)
     bad = ctypes.c_int64(-1)
     pack(
         source.ctypes.data, rows.ctypes.data, segment.panels.data_ptr(), ctypes.addressof(bad),
-        source.shape[0], source.strides[0], len(rows), first, blocks, coding.size, coding.number,
+        source.shape[0], source.strides[0], len(rows), first, blocks, layout.size, layout.number,
     )  # fmt: skip
     return None if bad.value < 0 else bad.value
 
@@ -142,7 +147,7 @@ def unserved(problem: LinearBlocksProblem) -> str | None:
             return f"gates by {', '.join(ACTIVATIONS)}, without a bias"
         if problem.results % PANEL or any(size % PANEL for _, size in problem.kinds):
             return f"gates whole panels of {PANEL} outputs"
-    groups = {CODINGS[name].x_group for name, _ in problem.kinds}
+    groups = {LAYOUTS[name].x_group for name, _ in problem.kinds}
     if len(groups) > 1:
         return f"quantizes activations in groups of one size, not {sorted(groups)}"
     return unsupported(problem.device, problem.dtype)
@@ -150,7 +155,7 @@ def unserved(problem: LinearBlocksProblem) -> str | None:
 
 def _supports(problem: LinearBlocksProblem) -> str | None:
     if problem.plain_from is not None:
-        return "multiplies codes, however many rows there are"
+        return "multiplies quantized values, however many rows there are"
     return unserved(problem)
 
 

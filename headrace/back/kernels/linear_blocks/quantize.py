@@ -1,4 +1,5 @@
-"""A plain weight into panels of a coding made online: to the bit what the scheme and `write_codes` give."""
+"""A plain weight into panels of a layout made online: to the bit what the scheme and
+`write_quantized` give."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def quantize_with(library: NativeLibrary, weight_OI: torch.Tensor, segment: Segm
     kernel = library.bind("quantize_blocks", POINTER, POINTER, *(INT64,) * 4, INT32)
     kernel(
         weight_OI.data_ptr(), segment.panels.data_ptr(), *weight_OI.shape, weight_OI.stride(0),
-        segment.coding.number, DTYPES[weight_OI.dtype],
+        segment.layout.number, DTYPES[weight_OI.dtype],
     )  # fmt: skip
 
 

@@ -11,16 +11,17 @@ import torch
 from headrace.back.kernels.gated_act.native import ACTIVATIONS
 from headrace.back.kernels.linear_quant.layout import PANEL, PackedWeight
 from headrace.back.kernels.linear_quant.op import Linear, LinearQuantProblem
-from headrace.back.kernels.linear_quant.rows import CodedRows, checked, padded_inputs
+from headrace.back.kernels.linear_quant.rows import QuantizedRows, checked, padded_inputs
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
+from headrace.back.parallel.bundle import FP8, INT8
 
 MAX_INPUTS = 65536
 """More could overflow the 32-bit sums of 255 * 127."""
-_NAMES = {"int8": "linear_quant", "fp8": "linear_fp8"}
+_NAMES = {INT8: "linear_quant", FP8: "linear_fp8"}
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, *(INT32,) * 3)
-_CODES_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 5, *(INT32,) * 2)
+_QUANTIZED_ARGUMENTS = (*(POINTER,) * 6, *(INT64,) * 5, *(INT32,) * 2)
 
 
 def bind_with(
@@ -31,16 +32,16 @@ def bind_with(
 ) -> Linear:
     """The kernel of one library; keeps the weight and the bias."""
     assert (weight.outputs, weight.inputs) == (problem.outputs, problem.inputs), problem
-    assert weight.panels.is_contiguous() and weight.coding == problem.coding, weight.coding
+    assert weight.panels.is_contiguous() and weight.form == problem.form, weight.form
     assert bias_O is None or (bias_O.dtype == problem.dtype and bias_O.is_contiguous())
-    if problem.coded:
-        return _bind_coded(library, problem, weight, bias_O)
-    kernel = library.bind(_NAMES[problem.coding], *_ARGUMENTS)
+    if problem.quantized_rows:
+        return _bind_quantized_rows(library, problem, weight, bias_O)
+    kernel = library.bind(_NAMES[problem.form], *_ARGUMENTS)
     inputs, outputs, code = problem.inputs, problem.outputs, DTYPES[problem.dtype]
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     panels, out = weight.panels, torch.float32 if problem.wide else problem.dtype
 
-    def linear(x_TI: torch.Tensor | CodedRows) -> torch.Tensor:
+    def linear(x_TI: torch.Tensor | QuantizedRows) -> torch.Tensor:
         assert isinstance(x_TI, torch.Tensor), problem
         rows, width = x_TI.shape
         assert width == inputs and x_TI.dtype == problem.dtype, (x_TI.shape, x_TI.dtype)
@@ -57,25 +58,25 @@ def bind_with(
     return linear
 
 
-def _bind_coded(
+def _bind_quantized_rows(
     library: NativeLibrary,
     problem: LinearQuantProblem,
     weight: PackedWeight,
     bias_O: torch.Tensor | None,
 ) -> Linear:
-    kernel = library.bind("linear_quant_codes", *_CODES_ARGUMENTS)
+    kernel = library.bind("linear_quant_codes", *_QUANTIZED_ARGUMENTS)
     inputs, outputs = problem.inputs, problem.outputs
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     panels, out = weight.panels, torch.float32 if problem.wide else problem.dtype
     padded = padded_inputs(inputs, None)
 
-    def linear(x: torch.Tensor | CodedRows) -> torch.Tensor:
-        codes, scales, sums = checked(x, padded=padded)
-        y_TO = scales.new_empty(len(codes), problem.results, dtype=out)
+    def linear(x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+        quantized, scales, sums = checked(x, padded=padded)
+        y_TO = scales.new_empty(len(quantized), problem.results, dtype=out)
         kernel(
-            codes.data_ptr(), scales.data_ptr(), sums.data_ptr(), panels.data_ptr(),
-            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), len(codes), outputs, inputs,
-            codes.stride(0), problem.results, activation, DTYPES[out],
+            quantized.data_ptr(), scales.data_ptr(), sums.data_ptr(), panels.data_ptr(),
+            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), len(quantized), outputs, inputs,
+            quantized.stride(0), problem.results, activation, DTYPES[out],
         )  # fmt: skip
         return y_TO
 
@@ -90,10 +91,12 @@ def _supports(problem: LinearQuantProblem) -> str | None:
             return f"gates by {', '.join(ACTIVATIONS)}, without a bias"
         if problem.results % PANEL:
             return f"gates whole panels of {PANEL} outputs"
-    if problem.coded and problem.coding != "int8":
-        return f"multiplies {problem.coding} weights by plain rows"
-    if problem.inputs > MAX_INPUTS and problem.coding == "int8":
+    if problem.quantized_rows and problem.form != INT8:
+        return f"multiplies {problem.form} weights by plain rows"
+    if problem.inputs > MAX_INPUTS and problem.form == INT8:
         return f"sums at most {MAX_INPUTS} inputs, not {problem.inputs}"
+    if problem.form not in _NAMES:
+        return f"reads {INT8} or {FP8}, not {problem.form}"
     return unsupported(problem.device, problem.dtype)
 
 

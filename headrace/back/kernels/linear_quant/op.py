@@ -1,11 +1,14 @@
 """y = x W^T + b with packed weights of a byte and a scale per output (float32).
 
-`bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. T tokens, I inputs, O
-outputs.
+`bind(problem, weight, bias_O | None)` returns `f(x_TI) -> y_TO`; the weight is read in place. T
+tokens, I inputs, O outputs.
 
-    int8    activations are quantized on the way to int8 (rows.py); with `coded` x is CodedRows already. Products of
-            codes are summed exactly. A NaN or Inf in x makes all outputs of its token NaN, and of no other
-    fp8     activations stay as they are; their products with e4m3 numbers are summed in float32, and the sum is scaled
+    int8    activations are quantized on the way to int8 (rows.py); with `quantized_rows` x is
+            QuantizedRows already. GEMMs of
+            quantized values are summed exactly. A NaN or Inf in x makes all outputs of its token
+            NaN, and of no other
+    fp8     activations stay as they are; their GEMMs with e4m3 numbers are summed in float32, and
+            the sum is scaled
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headrace.back.kernels.gated_act.op import gated
+from headrace.back.kernels.linear.op import FURTHER_ROWS
 from headrace.back.kernels.linear_quant.layout import (
     PANEL,
     PackedWeight,
@@ -24,7 +28,11 @@ from headrace.back.kernels.linear_quant.layout import (
     values_of,
     write_panels,
 )
-from headrace.back.kernels.linear_quant.rows import CodedRows, activation_codes, coded_rows
+from headrace.back.kernels.linear_quant.rows import (
+    QuantizedRows,
+    quantize_rows,
+    quantized_activations,
+)
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -33,26 +41,28 @@ from headrace.back.kernels.op import (
     random_tensor,
     sample_generator,
 )
+from headrace.back.parallel.bundle import FP8, INT8, WeightForm
 
-Linear = Callable[[torch.Tensor | CodedRows], torch.Tensor]
+Linear = Callable[[torch.Tensor | QuantizedRows], torch.Tensor]
 _ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearQuantProblem:
-    """`coding` is the weight's (layout.py). `wide`: y is float32 whatever the dtype of x (logits); without a bias only.
-    `activation`: the first half of the outputs gates the second (kernels/gated_act), in float32: y has half as many.
-    `coded`: x is CodedRows, made of rows of this dtype."""
+    """`form` is the weight's (layout.py). `wide`: y is float32 whatever the dtype of x (logits);
+    without a bias only. `activation`: the first half of the outputs gates the second
+    (kernels/gated_act), in float32: y has half as many. `quantized_rows`: x is QuantizedRows, made
+    of rows of this dtype."""
 
     device: str
     dtype: torch.dtype
     inputs: int
     outputs: int
-    coding: str = "int8"
+    form: WeightForm = INT8
     bias: bool = False
     wide: bool = False
     activation: str | None = None
-    coded: bool = False
+    quantized_rows: bool = False
 
     @property
     def results(self) -> int:
@@ -63,13 +73,13 @@ class LinearQuantProblem:
 def bind_reference(
     problem: LinearQuantProblem, weight: PackedWeight, bias_O: torch.Tensor | None
 ) -> Linear:
-    """The definition, some outputs at a time; products of codes in float64 are exact."""
+    """The definition, some outputs at a time; products of quantized values in float64 are exact."""
 
-    def linear(x: torch.Tensor | CodedRows) -> torch.Tensor:
-        codes, scales = _multipliers(problem, x)
-        dtype = problem.dtype if isinstance(x, CodedRows) else x.dtype
+    def linear(x: torch.Tensor | QuantizedRows) -> torch.Tensor:
+        quantized, scales = _multipliers(problem, x)
+        dtype = problem.dtype if isinstance(x, QuantizedRows) else x.dtype
         parts = [
-            _product(weight, torch.arange(row, min(row + _ROWS, problem.outputs)), codes, scales)
+            _gemm(weight, torch.arange(row, min(row + _ROWS, problem.outputs)), quantized, scales)
             for row in range(0, problem.outputs, _ROWS)
         ]
         y_TO = torch.cat(parts, 1)
@@ -81,20 +91,21 @@ def bind_reference(
 
 
 def _multipliers(
-    problem: LinearQuantProblem, x: torch.Tensor | CodedRows
+    problem: LinearQuantProblem, x: torch.Tensor | QuantizedRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What codes of weights are multiplied by (float64 [T, I]), and scales (float32 [T, 1])."""
-    if problem.coding == "int8":
-        return activation_codes(x, inputs=problem.inputs, group=None)
+    """What quantized values of weights are multiplied by (float64 [T, I]), and scales (float32 [T,
+    1])."""
+    if problem.form == INT8:
+        return quantized_activations(x, inputs=problem.inputs, group=None)
     assert isinstance(x, torch.Tensor), problem
     return x.double(), torch.ones(len(x), 1)
 
 
-def _product(
-    weight: PackedWeight, rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+def _gemm(
+    weight: PackedWeight, rows: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    weight_codes, weight_scales = read_rows(weight, rows)
-    dots = (codes @ values_of(weight, weight_codes).double().T).float()
+    weight_quantized, weight_scales = read_rows(weight, rows)
+    dots = (quantized @ values_of(weight, weight_quantized).double().T).float()
     return dots * (scales * weight_scales.T)
 
 
@@ -102,32 +113,34 @@ def _sample(problem: LinearQuantProblem) -> Sample:
     unit = PANEL if problem.activation is None else 2 * PANEL
     problem = replace(
         problem,
-        inputs=_checked_size(problem.inputs),
         outputs=min(problem.outputs, unit + problem.outputs % unit),
     )
     generator = sample_generator()
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
     bias = random_tensor(problem.outputs, **new) if problem.bias else None
-    weight, x_TI = random_weight(problem, generator), random_tensor(3, problem.inputs, **new)
-    x = coded_rows(x_TI, None) if problem.coded else x_TI
-    return Sample(problem=problem, weights=(weight, bias), arguments=(x,))
+
+    def rows(count: int) -> torch.Tensor | QuantizedRows:
+        x_TI = random_tensor(count, problem.inputs, **new)
+        return quantize_rows(x_TI, None) if problem.quantized_rows else x_TI
+
+    return Sample(
+        problem=problem,
+        weights=(random_weight(problem, generator), bias),
+        arguments=(rows(3),),
+        further=tuple((rows(count),) for count in FURTHER_ROWS),
+    )
 
 
 def random_weight(problem: LinearQuantProblem, generator: torch.Generator) -> PackedWeight:
-    """A packed weight with codes over their whole range."""
+    """A packed weight with quantized values over their whole range."""
     shape = (problem.outputs, problem.inputs)
-    codes = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
-    if problem.coding == "fp8":  # the bits of sign and magnitude, 0 .. 126: NaN is not among them
-        codes = (codes.abs() - 1).clamp_(min=0) | (codes & -128)
+    quantized = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+    if problem.form == FP8:  # the bits of sign and magnitude, 0 .. 126: NaN is not among them
+        quantized = (quantized.abs() - 1).clamp_(min=0) | (quantized & -128)
     scales = torch.rand(problem.outputs, 1, generator=generator) / 128
-    weight = empty(*shape, problem.coding)
-    write_panels(weight, 0, codes, scales)
+    weight = empty(*shape, problem.form)
+    write_panels(weight, 0, quantized, scales)
     return weight
-
-
-def _checked_size(size: int) -> int:
-    """A size of at most 512 with the same remainder by every power of two up to 256."""
-    return size if size <= 512 else 256 + size % 256
 
 
 OP: Op[LinearQuantProblem] = Op(

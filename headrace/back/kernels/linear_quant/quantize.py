@@ -1,4 +1,5 @@
-"""A plain weight into packed panels by the native kernel: to the bit what the scheme and `write_panels` give."""
+"""A plain weight into packed panels by the native kernel: to the bit what the scheme and
+`write_panels` give."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import torch
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.parallel.bundle import INT8
 
 
 def quantize_with(library: NativeLibrary, weight_OI: torch.Tensor, packed: PackedWeight) -> None:
     """Fills all panels of `packed` by one library."""
     assert weight_OI.shape == (packed.outputs, packed.inputs) and weight_OI.stride(1) == 1
     assert packed.panels.is_contiguous()
-    name = "quantize" if packed.coding == "int8" else "quantize_fp8"
+    name = "quantize" if packed.form == INT8 else "quantize_fp8"
     kernel = library.bind(name, POINTER, POINTER, *(INT64,) * 3, INT32)
     kernel(
         weight_OI.data_ptr(), packed.panels.data_ptr(), packed.outputs, packed.inputs, weight_OI.stride(0),

@@ -1,8 +1,10 @@
-"""Rows of activations as int8 codes: what products with quantized weights multiply by. They make them of their x, or
-take them from the norm before (kernels/rms_norm_codes), which has x in the first-level cache.
+"""Rows of activations quantized to int8: what GEMMs with quantized weights multiply by. They make
+them of their x, or take them from the norm before (kernels/rms_norm_quant), which has x in the
+first-level cache.
 
-Codes are symmetric: code = round(x * 127 / m), ties to even, with m the largest magnitude of the token, or of each
-`group` inputs of it. Magnitudes below 1e-30 count as 0; a NaN or Inf makes the scale NaN. T tokens, I inputs, G groups.
+Quantized values are symmetric: value = round(x * 127 / m), ties to even, with m the largest
+magnitude of the token, or of each `group` inputs of it. Magnitudes below 1e-30 count as 0; a NaN or
+Inf makes the scale NaN. T tokens, I inputs, G groups.
 """
 
 from __future__ import annotations
@@ -12,37 +14,38 @@ from typing import NamedTuple
 import torch
 
 HALF = 16
-"""Inputs of a group whose codes are summed apart from the others'."""
+"""Inputs of a group whose quantized values are summed apart from the others'."""
 TILE = 64
 """Inputs of a row without groups are padded to a multiple of it."""
 
 
-class CodedRows(NamedTuple):
-    """codes_TP int8, zeros from input I up to whole groups (without groups: to a multiple of TILE); scales_TG float32;
-    sums of codes int32: [T, G, 2], of the first HALF inputs of each group and of the others; without groups
-    [T, 1, 1]."""
+class QuantizedRows(NamedTuple):
+    """values_TP int8, zeros from input I up to whole groups (without groups: to a multiple of
+    TILE); scales_TG float32; sums of quantized values int32: [T, G, 2], of the first HALF inputs of
+    each group and of the others; without groups [T, 1, 1]."""
 
-    codes_TP: torch.Tensor
+    values_TP: torch.Tensor
     scales_TG: torch.Tensor
     sums_TGS: torch.Tensor
 
 
 def padded_inputs(inputs: int, group: int | None) -> int:
-    """P of CodedRows."""
+    """P of QuantizedRows."""
     unit = group or TILE
     return -(-inputs // unit) * unit
 
 
-def checked(x: torch.Tensor | CodedRows, *, padded: int) -> CodedRows:
-    """The rows, laid out as native products read them."""
-    assert isinstance(x, CodedRows) and x.codes_TP.shape[1] == padded, x
-    assert x.codes_TP.stride(1) == 1
+def checked(x: torch.Tensor | QuantizedRows, *, padded: int) -> QuantizedRows:
+    """The rows, laid out as native GEMMs read them."""
+    assert isinstance(x, QuantizedRows) and x.values_TP.shape[1] == padded, x
+    assert x.values_TP.stride(1) == 1
     assert x.scales_TG.is_contiguous() and x.sums_TGS.is_contiguous()
     return x
 
 
 def quantize_activations(x_TI: torch.Tensor, *, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (float64 [T, I]) and scales (float32 [T, G]), one for each `group` inputs."""
+    """Quantized values (float64 [T, I]) and scales (float32 [T, G]), one for each `group`
+    inputs."""
     tokens, inputs = x_TI.shape
     padded = torch.nn.functional.pad(x_TI.float(), (0, -inputs % group)).view(tokens, -1, group)
     lost = ~padded.isfinite().all(-1, keepdim=True)
@@ -50,27 +53,28 @@ def quantize_activations(x_TI: torch.Tensor, *, group: int) -> tuple[torch.Tenso
     top = padded.abs().amax(-1, keepdim=True)
     # A number divided by a tensor is its reciprocal's product to torch: rounded twice.
     inverse = torch.where(top > 1e-30, top.new_tensor(127.0) / top, 0)
-    codes = (padded * inverse).round().view(tokens, -1)[:, :inputs]
-    return codes.double(), (top / 127.0).masked_fill(lost, torch.nan)[..., 0]
+    quantized = (padded * inverse).round().view(tokens, -1)[:, :inputs]
+    return quantized.double(), (top / 127.0).masked_fill(lost, torch.nan)[..., 0]
 
 
-def coded_rows(x_TI: torch.Tensor, group: int | None) -> CodedRows:
+def quantize_rows(x_TI: torch.Tensor, group: int | None) -> QuantizedRows:
     """The definition. `group` None: one scale a token."""
     tokens, inputs = x_TI.shape
-    codes, scales = quantize_activations(x_TI, group=group or inputs)
-    padded = torch.nn.functional.pad(codes, (0, padded_inputs(inputs, group) - inputs))
+    quantized, scales = quantize_activations(x_TI, group=group or inputs)
+    padded = torch.nn.functional.pad(quantized, (0, padded_inputs(inputs, group) - inputs))
     if group is None:
         sums = padded.sum(1)[:, None, None]
     else:
         groups = padded.view(tokens, -1, group)
         sums = torch.stack((groups[..., :HALF].sum(2), groups[..., HALF:].sum(2)), 2)
-    return CodedRows(padded.to(torch.int8), scales, sums.to(torch.int32))
+    return QuantizedRows(padded.to(torch.int8), scales, sums.to(torch.int32))
 
 
-def activation_codes(
-    x: torch.Tensor | CodedRows, *, inputs: int, group: int | None
+def quantized_activations(
+    x: torch.Tensor | QuantizedRows, *, inputs: int, group: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (float64 [T, I]) and scales (float32 [T, G]) of plain rows, or of rows that are coded already."""
-    if isinstance(x, CodedRows):
-        return x.codes_TP[:, :inputs].double(), x.scales_TG
+    """Quantized values (float64 [T, I]) and scales (float32 [T, G]) of plain rows, or of rows that
+    are quantized already."""
+    if isinstance(x, QuantizedRows):
+        return x.values_TP[:, :inputs].double(), x.scales_TG
     return quantize_activations(x, group=group or inputs)

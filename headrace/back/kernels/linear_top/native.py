@@ -1,4 +1,5 @@
-"""The greatest results of a product by the native kernels of the products, which never write the others."""
+"""The greatest results of a GEMM by the native kernels of the GEMMs, which never write the
+others."""
 
 from __future__ import annotations
 
@@ -18,16 +19,17 @@ from headrace.back.kernels.linear_top.op import MAX_COUNT, LinearTop, LinearTopP
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
 from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
 from headrace.back.kernels.op import Kernel
+from headrace.back.parallel.bundle import INT8
 
 
 def bind_with(library: NativeLibrary, problem: LinearTopProblem, weight: Weight) -> LinearTop:
     """The kernel of one library; keeps the weight."""
-    product, count = problem.product, problem.count
-    call, kept = _call(library, product, weight)
+    gemm, count = problem.gemm, problem.count
+    call, kept = _call(library, gemm, weight)
 
     def top(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x_TI.shape[0]
-        assert x_TI.shape == (rows, product.inputs) and x_TI.dtype == product.dtype, x_TI.shape
+        assert x_TI.shape == (rows, gemm.inputs) and x_TI.dtype == gemm.dtype, x_TI.shape
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         id_TC = x_TI.new_empty(rows, count, dtype=torch.int64)
@@ -39,9 +41,9 @@ def bind_with(library: NativeLibrary, problem: LinearTopProblem, weight: Weight)
     return top
 
 
-def _call(library: NativeLibrary, product: Any, weight: Any) -> tuple[Callable[..., None], object]:
+def _call(library: NativeLibrary, gemm: Any, weight: Any) -> tuple[Callable[..., None], object]:
     """(x, address of ids, of values, rows, count) -> None, and what has to be kept."""
-    inputs, outputs, code = product.inputs, product.outputs, DTYPES[product.dtype]
+    inputs, outputs, code = gemm.inputs, gemm.outputs, DTYPES[gemm.dtype]
     if isinstance(weight, BlockWeight):
         kernel = library.bind("linear_blocks_top", *(POINTER,) * 4, *(INT64,) * 5, INT32)
         table = linear_blocks.segment_table(weight)
@@ -50,13 +52,13 @@ def _call(library: NativeLibrary, product: Any, weight: Any) -> tuple[Callable[.
             x.data_ptr(), at, ids, values, rows, inputs, x.stride(0), segments, count, code
         ), (weight, table)
     if isinstance(weight, PackedWeight):
-        name = "linear_quant_top" if weight.coding == "int8" else "linear_fp8_top"
+        name = "linear_quant_top" if weight.form == INT8 else "linear_fp8_top"
         kernel = library.bind(name, *(POINTER,) * 4, *(INT64,) * 5, INT32)
         panels = weight.panels
         return lambda x, ids, values, rows, count: kernel(
             x.data_ptr(), panels.data_ptr(), ids, values, rows, outputs, inputs, x.stride(0), count, code
         ), weight  # fmt: skip
-    assert weight.dtype == product.dtype and weight.stride(1) == 1, weight.stride()
+    assert weight.dtype == gemm.dtype and weight.stride(1) == 1, weight.stride()
     kernel = library.bind("linear_top", *(POINTER,) * 4, *(INT64,) * 6, INT32)
     return lambda x, ids, values, rows, count: kernel(
         x.data_ptr(), weight.data_ptr(), ids, values, rows, outputs, inputs, x.stride(0), weight.stride(0),
@@ -65,21 +67,19 @@ def _call(library: NativeLibrary, product: Any, weight: Any) -> tuple[Callable[.
 
 
 def _supports(problem: LinearTopProblem) -> str | None:
-    product = problem.product
-    if problem.count > min(MAX_COUNT, product.outputs):
-        return (
-            f"keeps at most {min(MAX_COUNT, product.outputs)} results of a row, not {problem.count}"
-        )
-    if product.bias or not product.wide:
-        return "knows wide products without a bias"
-    if isinstance(product, LinearProblem):
-        return unsupported(product.device, product.dtype)
-    if product.activation is not None or product.coded:
-        return "knows neither gates nor coded rows"
-    if isinstance(product, LinearQuantProblem):
-        return linear_quant.KERNEL.supports(product)
-    assert isinstance(product, LinearBlocksProblem), product
-    return linear_blocks.KERNEL.supports(product)
+    gemm = problem.gemm
+    if problem.count > min(MAX_COUNT, gemm.outputs):
+        return f"keeps at most {min(MAX_COUNT, gemm.outputs)} results of a row, not {problem.count}"
+    if gemm.bias or not gemm.wide:
+        return "knows wide GEMMs without a bias"
+    if isinstance(gemm, LinearProblem):
+        return unsupported(gemm.device, gemm.dtype)
+    if gemm.activation is not None or gemm.quantized_rows:
+        return "knows neither gates nor quantized rows"
+    if isinstance(gemm, LinearQuantProblem):
+        return linear_quant.KERNEL.supports(gemm)
+    assert isinstance(gemm, LinearBlocksProblem), gemm
+    return linear_blocks.KERNEL.supports(gemm)
 
 
 KERNEL = Kernel(

@@ -5,7 +5,7 @@
 // of tokens, and O = P V runs over the same tiles for one query as for many: a row's bits depend on no other row. KV tiles
 // begin at multiples of 64 tokens whatever the window, and values outside [low, high) count as zeros, for they may be NaN.
 //
-// Codes (int8, fp8) are exact in bf16: 16 tokens at a time they are widened on the way into the same tiles, once for all query
+// Quantized values (int8, fp8) are exact in bf16: 16 tokens at a time they are dequantized on the way into the same tiles, once for all query
 // rows of the task; the scale of a key goes onto its scores and that of a value onto its weights.
 #pragma once
 
@@ -131,32 +131,32 @@ HR_INLINE void fetch_bytes(const char* at, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
-// The scales of a KV tile's tokens, where the cache holds codes; 0 outside [low, high).
+// The scales of a KV tile's tokens, where the cache is quantized; 0 outside [low, high).
 struct TileScales {
   alignas(64) float keys[kKeys], values[kKeys];
 };
 
-// 16 tokens' codes as bf16.
+// 16 tokens' values as bf16.
 template <class S>
-HR_INLINE const bf16* widen_rows(const S* codes, int64_t D, bf16* to) {
+HR_INLINE const bf16* dequantize_rows(const S* quantized, int64_t D, bf16* to) {
   for (int64_t i = 0; i < 16 * D; i += 32)
-    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh((__m512)load(codes + i + 16), (__m512)load(codes + i)));
+    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh((__m512)load(quantized + i + 16), (__m512)load(quantized + i)));
   return to;
 }
 
 // Whether scores need more than a factor on the way to the exponent.
-template <bool CODED>
-HR_INLINE bool plain_scores(const TileTask& p) { return !CODED && !(p.softcap > 0) && p.scale > 0; }
+template <bool QUANTIZED>
+HR_INLINE bool plain_scores(const TileTask& p) { return !QUANTIZED && !(p.softcap > 0) && p.scale > 0; }
 
-// Makes 16 rows' scores of a KV tile from token `first` on ready for weights, and finds the largest: scales of codes and the
+// Makes 16 rows' scores of a KV tile from token `first` on ready for weights, and finds the largest: scales of keys and the
 // soft cap go onto them, hidden ones become -Inf.
-template <bool CODED>
+template <bool QUANTIZED>
 HR_INLINE F mask_scores(const TileTask& p, float* scores, const TileScales& scales, int64_t first, const int32_t* position) {
   const F none = splat(-__builtin_inff());
-  if (!plain_scores<CODED>(p)) {
+  if (!plain_scores<QUANTIZED>(p)) {
     for (int64_t j = 0; j < kKeys; ++j) {
       F v = load(scores + j * 32) * p.scale;
-      if (CODED) v *= scales.keys[j];
+      if (QUANTIZED) v *= scales.keys[j];
       if (p.softcap > 0) v = p.softcap * vtanh(v / p.softcap);
       store(scores + j * 32, v);
     }
@@ -187,11 +187,11 @@ struct Raised {
 };
 
 // Moves a row's base only where weights would grow beyond 2^8: it hardly ever does after the first KV tiles.
-template <bool CODED>
+template <bool QUANTIZED>
 HR_INLINE Raised raise(const TileTask& p, F best, Running& run) {
   Raised to;
   const F none = splat(-__builtin_inff());
-  to.unit = plain_scores<CODED>(p) ? p.scale * kLog2E : kLog2E;
+  to.unit = plain_scores<QUANTIZED>(p) ? p.scale * kLog2E : kLog2E;
   const F top = best * to.unit;
   const F base = select(top > run.base + 8.0f, top, run.base);
   to.base = select(base == none, F{}, base);
@@ -217,11 +217,11 @@ HR_INLINE __m512i pair_weights(__m512i order, F even, F odd) {
 
 // Scores of a KV tile from token `first` on become weights in the tiles of `weights`; returns what the earlier sums must be
 // multiplied by.
-template <bool FETCH, bool CODED>
+template <bool FETCH, bool QUANTIZED>
 HR_INLINE F tile_soften(const TileTask& p, float* scores, const TileScales& scales, const Ahead& ahead, int64_t first,
                         const int32_t* position, Running& run, char* weights) {
   for (int64_t j = 0; FETCH && j < kKeys; ++j) fetch_bytes(ahead.keys[j / 16] + j % 16 * ahead.bytes, ahead.bytes);
-  const Raised raised = raise<CODED>(p, mask_scores<CODED>(p, scores, scales, first, position), run);
+  const Raised raised = raise<QUANTIZED>(p, mask_scores<QUANTIZED>(p, scores, scales, first, position), run);
   F sums[2] = {};
   const __m512i order = interleave_halves();
   for (int64_t step = 0; step < 2; ++step) {
@@ -232,7 +232,7 @@ HR_INLINE F tile_soften(const TileTask& p, float* scores, const TileScales& scal
       F even = weight_of(raised, scores + j * 32), odd = weight_of(raised, scores + (j + 1) * 32);
       sums[0] += even;
       sums[1] += odd;
-      if (CODED) even *= scales.values[j], odd *= scales.values[j + 1];
+      if (QUANTIZED) even *= scales.values[j], odd *= scales.values[j + 1];
       rows[i] = pair_weights(order, even, odd);
     }
     transpose16(rows);

@@ -26,24 +26,24 @@ struct PrefillMemory {
   float* sums;    // [blocks][D / 16][2][16 dimensions][16 rows]
   char* values;   // [8 KV tiles][D / 16][2 steps of 32 tokens] tiles: 16 dimensions by 32 tokens
   char* keys;     // [32][D / 32] tiles: 16 keys by 32 dimensions
-  bf16* wide;     // [32][D], where the cache holds codes
+  bf16* wide;     // [32][D], where the cache is quantized
   float* scores;  // [2 in turn][64 tokens][32 rows]
   char* weights;  // [2 in turn][2][2 steps] tiles: pairs of tokens by 16 rows
   Running* rows;  // [blocks][2]
 };
 
-HR_INLINE int64_t prefill_bytes(int64_t D, int64_t blocks, bool coded) {
+HR_INLINE int64_t prefill_bytes(int64_t D, int64_t blocks, bool quantized) {
   return blocks * (D * 64 + D * 128 + int64_t(2 * sizeof(Running))) + 2 * kStretch * D * 2 +
-         (coded ? 32 * D * 2 : 0) + 2 * (kKeys * 128 + 4 * kTileBytes);
+         (quantized ? 32 * D * 2 : 0) + 2 * (kKeys * 128 + 4 * kTileBytes);
 }
 
-HR_INLINE PrefillMemory prefill_memory(char* at, int64_t D, int64_t blocks, bool coded) {
+HR_INLINE PrefillMemory prefill_memory(char* at, int64_t D, int64_t blocks, bool quantized) {
   PrefillMemory m;
   m.queries = at, at += blocks * D * 64;
   m.sums = reinterpret_cast<float*>(at), at += blocks * D * 128;
   m.values = at, at += kStretch * D * 2;
   m.keys = at, at += kStretch * D * 2;
-  m.wide = reinterpret_cast<bf16*>(at), at += coded ? 32 * D * 2 : 0;
+  m.wide = reinterpret_cast<bf16*>(at), at += quantized ? 32 * D * 2 : 0;
   m.scores = reinterpret_cast<float*>(at), at += 2 * kKeys * 128;
   m.weights = at, at += 8 * kTileBytes;
   m.rows = reinterpret_cast<Running*>(at);
@@ -189,15 +189,15 @@ constexpr int64_t kShares = 16;
 
 // The scores of 32 rows and a KV tile become weights, with tile instructions in between; `factors` gets what the rows' sums
 // must be multiplied by before these weights' values are added. Returns whether any of them is not 1.
-template <bool CODED>
+template <bool QUANTIZED>
 HR_INLINE bool soften_rows(const TileTask& p, float* scores, const TileScales& scales, int64_t first, const int32_t* position,
                            Running* rows, char* weights, F* factors, TileWork& work) {
   bool changed = false;
   const __m512i order = interleave_halves();
   for (int q = 0; q < 2; ++q) {
     float* s = scores + q * 16;
-    const F best = mask_scores<CODED>(p, s, scales, first, position + q * 16);
-    const Raised raised = raise<CODED>(p, best, rows[q]);
+    const F best = mask_scores<QUANTIZED>(p, s, scales, first, position + q * 16);
+    const Raised raised = raise<QUANTIZED>(p, best, rows[q]);
     changed |= raised.changed;
     factors[q] = raised.factor;
     F sums[2] = {};
@@ -207,7 +207,7 @@ HR_INLINE bool soften_rows(const TileTask& p, float* scores, const TileScales& s
         F even = weight_of(raised, s + j * 32), odd = weight_of(raised, s + (j + 1) * 32);
         sums[0] += even;
         sums[1] += odd;
-        if (CODED) even *= scales.values[j], odd *= scales.values[j + 1];
+        if (QUANTIZED) even *= scales.values[j], odd *= scales.values[j + 1];
         _mm512_store_si512(weights + q * 2 * kTileBytes + pair * 64, pair_weights(order, even, odd));
       }
       TileWork::advance(work, q * kShares / 2 + c + 1, kShares);
@@ -227,7 +227,7 @@ HR_INLINE void scale_lanes(const F* factors, float* sums, int64_t D) {
 }
 
 // Steps of all rows over one stretch.
-template <bool CODED>
+template <bool QUANTIZED>
 HR_INLINE void run_steps(const TileTask& p, const PrefillMemory& m, const Stretch512& s, const Step* steps, int64_t count) {
   const int64_t D = p.head_dim;
   F factors[2][2];
@@ -252,7 +252,7 @@ HR_INLINE void run_steps(const TileTask& p, const PrefillMemory& m, const Stretc
     if (softened) {
       const Step& now = steps[i - 1];
       const int64_t slot = (i - 1) % 2;
-      changed[slot] = soften_rows<CODED>(p, m.scores + slot * kKeys * 32, s.scales[now.tile], s.first + now.tile * kKeys,
+      changed[slot] = soften_rows<QUANTIZED>(p, m.scores + slot * kKeys * 32, s.scales[now.tile], s.first + now.tile * kKeys,
                                          p.position + now.block * kQueryRows, m.rows + now.block * 2,
                                          m.weights + slot * 4 * kTileBytes, factors[slot], work);
     }
@@ -274,7 +274,7 @@ HR_INLINE int64_t list_steps(const TileTask& p, int64_t blocks, int64_t first, S
   return count;
 }
 
-// The whole task; kv.rows_at(token, half, wide): 16 tokens' keys or values, in place or widened. Leaves sums (not divided by
+// The whole task; kv.rows_at(token, half, wide): 16 tokens' keys or values, in place or dequantized. Leaves sums (not divided by
 // total) and rows in m.
 template <class KV>
 HR_INLINE void prefill_attend(const TileTask& p, const PrefillMemory& m, const KV& kv) {

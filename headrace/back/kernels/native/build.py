@@ -1,10 +1,12 @@
-"""Compiles the native CPU kernels into one shared library: `python -m headrace.back.kernels.native.build [--here]`.
+"""Compiles the native CPU kernels into one shared library: `python -m
+headrace.back.kernels.native.build [--here]`.
 
-Every `native_*.cpp` beside an op is compiled once per instruction set with a name of its own (hr_linear_avx2, ...); the
-loader binds the best one the CPU runs. An instruction set the compiler does not know is left out, never an error
-(PLT-07). The file's name holds a digest of the sources and of the compiler: an unchanged tree compiles nothing, and a
-library of other sources is never loaded. `--here` compiles what this CPU runs best and no other set: a fifth of the
-work. This file imports nothing of headrace that needs torch: setup.py runs it too.
+Every `native_*.cpp` beside an op is compiled once per instruction set with a name of its own
+(hr_linear_avx2, ...); the loader binds the best one the CPU runs. An instruction set the compiler
+does not know is left out, never an error. The file's name holds a digest of the sources
+and of the compiler: an unchanged tree compiles nothing, and a library of other sources is never
+loaded. `--here` compiles what this CPU runs best and no other set: a fifth of the work. This file
+imports nothing of headrace that needs torch: setup.py runs it too.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "
 
 @dataclass(frozen=True, kw_only=True)
 class Isa:
-    """An instruction set: its suffix in symbol names, the machines it exists on, the compiler flags. `only`: kernels
-    that do not name this header have nothing to gain and are taken from the next worse set."""
+    """An instruction set: its suffix in symbol names, the machines it exists on, the compiler
+    flags. `only`: kernels that do not name this header have nothing to gain and are taken from the
+    next worse set."""
 
     name: str
     machines: tuple[str, ...]
@@ -67,7 +70,8 @@ ISAS: tuple[Isa, ...] = (
 
 
 def sources() -> list[Path]:
-    """Every file the library is made of, in a fixed order: the pool and headers here, the kernels beside their ops."""
+    """Every file the library is made of, in a fixed order: the pool and headers here, the kernels
+    beside their ops."""
     here = [*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")]
     return sorted(here) + sorted(FOLDER.parent.glob("*/native_*.cpp"))
 
@@ -84,8 +88,8 @@ def find_compiler() -> str:
     """$CXX, or g++, clang++ or c++ on the path; MissingDependency without one."""
     named = env.get("CXX")
     for name in [named] if named else ["g++", "clang++", "c++"]:
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     raise MissingDependency(
         f"no C++ compiler ({named or 'g++, clang++, c++'}) found: install one or set CXX; "
         "without the native kernels the CPU uses PyTorch's ops"
@@ -95,7 +99,8 @@ def find_compiler() -> str:
 def library_path(
     compiler: str, folder: Path = FOLDER, *, extra: tuple[str, ...] = (), isa: Isa | None = None
 ) -> Path:
-    """Where the library of these sources and this compiler belongs. One for `isa` alone has the longer name."""
+    """Where the library of these sources and this compiler belongs. One for `isa` alone has the
+    longer name."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     made_by = hashlib.sha256(version + repr(extra).encode()).hexdigest()[:8]
     alone = f"-{isa.name}" if isa else ""
@@ -111,9 +116,10 @@ def build(
 ) -> Path:
     """Builds what is missing and returns the library's path.
 
-    folder: None puts it beside this file, or into the cache folder (0700) when that is not writable. extra: further
-    compiler flags (SANITIZE_FLAGS for a checked build). jobs: compilers at once; None takes the machine's cores. here:
-    only the best instruction set of this CPU, unless a library of all is there.
+    folder: None puts it beside this file, or into the cache folder (0700) when that is not
+    writable. extra: further compiler flags (SANITIZE_FLAGS for a checked build). jobs: compilers at
+    once; None takes the machine's cores. here: only the best instruction set of this CPU, unless a
+    library of all is there.
     """
     compiler = find_compiler()
     folder = folder or _writable_folder()
@@ -189,7 +195,8 @@ def _knows(compiler: str, isa: Isa) -> bool:
 
 
 def _compile(command: list[str]) -> str:
-    """Compiles one object, or takes it from an earlier build of the same source, headers and flags."""
+    """Compiles one object, or takes it from an earlier build of the same source, headers and
+    flags."""
     out = Path(command[-1])
     kept = out.parent.parent / ".objects" / f"{out.stem}-{_object_digest(command)}.o"
     if not kept.exists():
@@ -212,14 +219,15 @@ def _object_digest(command: list[str]) -> str:
 
 def _with_headers(source: Path) -> list[Path]:
     """A source and all headers of ours it includes, directly or not."""
-    found, queue = [], [source]
+    files: list[Path] = []
+    queue = [source]
     while queue:
         path = queue.pop()
-        if path not in found:
-            found.append(path)
+        if path not in files:
+            files.append(path)
             names = re.findall(r'#include "(?:\.\./native/)?(\w+\.h)"', path.read_text())
             queue += [FOLDER / name for name in names]
-    return found
+    return files
 
 
 def _checked(command: list[str]) -> None:

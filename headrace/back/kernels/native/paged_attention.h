@@ -8,39 +8,44 @@ namespace {
 constexpr int kRows = 32;        // query rows of a tile
 constexpr int kTokens = 64;      // KV tokens of a tile
 constexpr int kMaxHead = 256;    // largest head_dim
-constexpr int64_t kSplit = 256;  // KV tokens per part of a decode row
+constexpr int64_t kSplit = 256;  // KV tokens per part of a row with few queries
+constexpr int64_t kFewQueries = 16;  // queries of such a row at most
 
 struct Attention {
   const void *q, *kv;
   void* out;
   const int32_t *query_start, *kv_len, *block_table;
   const float* sinks;  // a score per query head, or null
+  float* lse;          // [tokens, heads] log-sum-exp of each query's scores, or null
   int64_t rows, table_stride, heads, kv_heads, head_dim, block_tokens;
   int64_t q_token_stride, q_head_stride, block_stride, value_offset, head_stride;
   int64_t window;  // positions a query sees, itself included
   float scale, softcap;
   int64_t prefill_rows;  // query rows of a prefill task
+  bool causal;     // else every query of a row sees all its positions
   bool whole;      // no parts, and with a window a query token a task: a query's result then depends on its position alone
   const struct Task* tasks;
   const struct RowParts* row_parts;
   float* parts;
 };
 
-// Where the parts of a decode row lie: `count` from number `first` on, those of a head beside each other; from float
+// Where the parts of a row lie: `count` from number `first` on, those of a query and head beside each other; from float
 // `base` on, if there are several.
 struct RowParts {
   int64_t base, first, count;
 };
 
 // Query tokens [token, token + tokens) of a row, query heads [head, head + heads), KV positions [low, high).
-// first: it holds the lowest position of its rows. part: one of several parts of a decode row, whose unmerged result is
-// left in `parts`; its tokens are then those of as many rows, which all see these positions in the same blocks.
+// first: it holds the lowest position of its rows. part: not kWholeRow: one of several parts of a row, whose unmerged result
+// is left in `parts`. kPartOfRows: its tokens are those of as many rows with one query each, which all see these positions
+// in the same blocks. kPartOfQueries: they are queries of one row.
+enum : int32_t { kWholeRow = 0, kPartOfRows = 1, kPartOfQueries = 2 };
 struct Task {
   int32_t row, token, tokens, head, heads, low, high, first, part;
 };
 
 template <class S>
-constexpr bool kCoded = sizeof(S) == 1;
+constexpr bool kQuantized = sizeof(S) == 1;
 template <class T>
 constexpr bool kIsBf16 = false;
 template <>
@@ -72,12 +77,30 @@ HR_INLINE void begin_row(const Attention& p, const Task& task, int64_t m, float&
   total = sinks ? 1.0f : 0.0f;
 }
 
+// The last position that query row m of a task sees.
+HR_INLINE int64_t last_position(const Attention& p, const Task& task, int64_t m) {
+  if (task.part == kPartOfRows) return p.kv_len[task.row + m / task.heads] - 1;
+  const int64_t length = p.kv_len[task.row];
+  if (!p.causal) return length - 1;
+  return length - (p.query_start[task.row + 1] - p.query_start[task.row]) + task.token + m / task.heads;
+}
+
+// What the sums of a query are divided by. One that sees nothing, which causal queries never do, gives zeros.
+HR_INLINE float divisor(const Attention& p, float total) { return !p.causal && total == 0 ? 1.0f : total; }
+
+HR_INLINE void store_lse(const Attention& p, int64_t token, int64_t head, float max, float total) {
+  if (p.lse) p.lse[token * p.heads + head] = max + __builtin_logf(total);
+}
+
 HR_INLINE int64_t part_floats(const Attention& p) { return p.head_dim + 2; }
 // Where a task leaves the unmerged result of its query row m.
 HR_INLINE float* part_at(const Attention& p, const Task& task, int64_t m) {
-  const RowParts& parts = p.row_parts[task.row + m / task.heads];
+  const int64_t token = m / task.heads;
+  const RowParts& parts = p.row_parts[task.row + (task.part == kPartOfRows ? token : 0)];
+  const int64_t query = task.part == kPartOfQueries ? task.token + token : 0;
   const int64_t number = task.low / kSplit - parts.first;
-  return p.parts + parts.base + (task.head * parts.count + number * task.heads + m % task.heads) * part_floats(p);
+  const int64_t at = (query * p.heads + task.head) * parts.count + number * task.heads + m % task.heads;
+  return p.parts + parts.base + at * part_floats(p);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-"""What the native.py of every op shares: the reasons not to serve, and the numbers of the element types."""
+"""What the native.py of every op shares: the reasons not to serve, and the numbers of the element
+types."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def unsupported(device: str, dtype: torch.dtype) -> str | None:
-    """The reason that holds for every native kernel: wrong device, no library, unknown element type."""
+    """The reason that holds for every native kernel: wrong device, no library, unknown element
+    type."""
     if device != "cpu":
         return "runs on the CPU only"
     if isinstance(library := load(), str):

@@ -1,8 +1,9 @@
-"""The least probability that top_p keeps: `bind(problem)` returns `f(probs_KC, p_K1) -> least_K1`, all float64.
+"""The least probability that top_p keeps: `bind(problem)` returns `f(probs_KC, p_K1) -> least_K1`,
+all float64.
 
-Sorted in falling order, the nucleus ends at the first token at which the sum reaches p; that token's probability is
-`least`, so that tokens tied with it stay. A row whose sum never reaches p gives its smallest probability. probs are not
-negative; p lies in (0, 1].
+Sorted in falling order, the nucleus ends at the first token at which the sum reaches p; that
+token's probability is `least`, so that tokens tied with it stay. A row whose sum never reaches p
+gives its smallest probability. probs are not negative; p lies in (0, 1].
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The end of the nucleus without a sort: one program per row narrows down the range of probabilities in which it lies.
+"""The end of the nucleus without a sort: one program per row narrows down the range of
+probabilities in which it lies.
 
-    sum of probs >= low reaches p; sum of probs >= high does not       (as bits: they order like the numbers)
+    sum of probs >= low reaches p; sum of probs >= high does not       (as bits: they order like the
+        numbers)
 
-Each pass over the row halves the range of bits between its least and greatest entry in the range, until both are equal.
-So a row takes about as many passes as bits tell its candidates apart (20 to 30), ties end it at once, and rows do not
-wait for each other.
+Each pass over the row halves the range of bits between its least and greatest entry in the range,
+until both are equal. So a row takes about as many passes as bits tell its candidates apart (20 to
+30), ties end it at once, and rows do not wait for each other.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def _nucleus_kernel(probs, p, least, C, TILE: tl.constexpr, PASSES: tl.constexpr
         above = tl.min(b_above)
         under = tl.max(b_under)
         last = tl.max(b_last)
-        # what reaches p keeps the upper part, from its least entry on; else the lower part, up to its greatest
+        # what reaches p keeps the upper part, from its least entry on; else the lower part, up to
+        # its greatest
         low = tl.where(reaches, above, first)
         high = tl.where(reaches, last + 1, under + 1)
         is_one = (high - low <= 1) | (first >= last)

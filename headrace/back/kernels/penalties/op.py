@@ -1,13 +1,16 @@
-"""Repetition, presence and frequency penalties on logits, in place (sampling/penalties.py says what they mean).
+"""Repetition, presence and frequency penalties on logits, in place (sampling/penalties.py says what
+they mean).
 
 `bind(problem)` returns `f(logits_KV, counts_SV, numbers_S3, slot_K, seen)`.
 
     logits_KV    float32, V contiguous
-    counts_SV    int32, contiguous: how often a token is in the output, plus PROMPT if it is in the prompt; 0 exactly if
+    counts_SV    int32, contiguous: how often a token is in the output, plus PROMPT if it is in the
+                 prompt; 0 exactly if
                  it is in neither
     numbers_S3   float32, contiguous: repetition, presence, frequency
     slot_K       int64: the slot of each row in both tables, each at most once
-    seen         () -> int64 [K, L]: all tokens in prompt and output, maybe others too, in any order, however often; for
+    seen         () -> int64 [K, L]: all tokens in prompt and output, maybe others too, in any
+                 order, however often; for
                  what does not look for them in the table
 """
 
@@ -33,8 +36,8 @@ class PenaltiesProblem:
 
 
 def bind_reference(problem: PenaltiesProblem) -> Penalise:
-    """Rewrites the tokens seen: it costs the context, not the vocabulary. One seen twice is written twice, with the
-    same value; one that is not seen keeps its own."""
+    """Rewrites the tokens seen: it costs the context, not the vocabulary. One seen twice is written
+    twice, with the same value; one that is not seen keeps its own."""
 
     def penalise(
         logits_KV: torch.Tensor,

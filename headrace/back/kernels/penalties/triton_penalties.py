@@ -1,6 +1,6 @@
-"""Penalties in Triton, in one launch: a pass over the counts, which touches the logits of the tokens seen alone. It
-needs no word from the host of what a row has seen. The arithmetic is torch's to the bit: division rounds to nearest, no
-product is fused with a difference.
+"""Penalties in Triton, in one launch: a pass over the counts, which touches the logits of the
+tokens seen alone. It needs no word from the host of what a row has seen. The arithmetic is torch's
+to the bit: division rounds to nearest, no product is fused with a difference.
 """
 
 from __future__ import annotations

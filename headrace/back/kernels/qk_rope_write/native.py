@@ -22,7 +22,11 @@ def bind_with(
     """The kernel of one library; keeps the weights."""
     kernel = library.bind("qk_rope_write", *_ARGUMENTS)
     heads, kv_heads, head_dim = problem.heads, problem.kv_heads, problem.head_dim
-    rotary, code, pairs = problem.rotary_dim, DTYPES[problem.dtype], int(problem.layout == "pairs")
+    rotary, element, pairs = (
+        problem.rotary_dim,
+        DTYPES[problem.dtype],
+        int(problem.layout == "pairs"),
+    )
     q_weight, k_weight = (_checked(problem, weight) for weight in (q_weight_D, k_weight_D))
     eps, columns = problem.eps or 0.0, (heads + 2 * kv_heads) * head_dim
 
@@ -37,11 +41,12 @@ def bind_with(
         assert positions_T.shape[0] == slot_T.shape[0] == tokens
         assert rotary == 0 or (table_PR.shape[1] == rotary and table_PR.is_contiguous())
         kernel(
-            qkv_TC.data_ptr(), positions_T.data_ptr(), table_PR.data_ptr(), kv.data_ptr(), slot_T.data_ptr(),
+            qkv_TC.data_ptr(), positions_T.data_ptr(), table_PR.data_ptr(), kv.data_ptr(),
+            slot_T.data_ptr(),
             *(None if weight is None else weight.data_ptr() for weight in (q_weight, k_weight)),
             tokens, qkv_TC.stride(0), heads, kv_heads, head_dim, rotary,
-            table_PR.shape[0] if rotary else 0, kv.shape[3], kv.shape[0],
-            kv.stride(0), kv.stride(1), kv.stride(2), eps, pairs, code,
+            table_PR.shape[0] if rotary else 0, kv.shape[3], kv.shape[0], kv.stride(0),
+            kv.stride(1), kv.stride(2), eps, pairs, element,
         )  # fmt: skip
         return qkv_TC[:, : heads * head_dim].view(tokens, heads, head_dim)
 
@@ -60,8 +65,8 @@ def _supports(problem: QKRopeWriteProblem) -> str | None:
         return f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}"
     if problem.layout not in ("half", "pairs"):
         return f"knows the layouts half and pairs, not {problem.layout}"
-    if problem.coded:
-        return "writes no codes"
+    if problem.quantized:
+        return "writes no quantized caches"
     return unsupported(problem.device, problem.dtype)
 
 

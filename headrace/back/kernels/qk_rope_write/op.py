@@ -1,11 +1,13 @@
-"""What lies between the merged query-key-value projection and attention, in one pass: norm of each query and key head,
-rotary position embedding, and the write of the step's keys and values into the paged cache.
+"""What lies between the merged query-key-value projection and attention, in one pass: norm of each
+query and key head, rotary position embedding, and the write of the step's keys and values into the
+paged cache.
 
-`bind(problem, q_weight_D | None, k_weight_D | None)` returns `f(qkv_TC, positions_T, table_PR, kv, slot_T) -> q_THD`.
-T tokens, H query heads, K KV heads, D head_dim, C = (H + 2 K) D columns: queries, then keys, then values. The queries
-are normed and rotated in place in `qkv_TC`, and the result is a view of them; the columns of keys and values stay as
-they are. The weights are float32 (Gemma's 1 already added), None where `eps` is None. Norm: kernels/rms_norm; rotation,
-`positions_T` and `table_PR`: kernels/rope (not read if `rotary_dim` is 0); `kv` and `slot_T`: kernels/kv_write.
+`bind(problem, q_weight_D | None, k_weight_D | None)` returns `f(qkv_TC, positions_T, table_PR, kv,
+slot_T) -> q_THD`. T tokens, H query heads, K KV heads, D head_dim, C = (H + 2 K) D columns:
+queries, then keys, then values. The queries are normed and rotated in place in `qkv_TC`, and the
+result is a view of them; the columns of keys and values stay as they are. The weights are float32
+(Gemma's 1 already added), None where `eps` is None. Norm: kernels/rms_norm; rotation, `positions_T`
+and `table_PR`: kernels/rope (not read if `rotary_dim` is 0); `kv` and `slot_T`: kernels/kv_write.
 
 A kernel may keep float32 between the stages, where the separate ops cast.
 """
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.back.kernels.kv_write import op as kv_write
-from headrace.back.kernels.kv_write.coded import random_cache, widen
+from headrace.back.kernels.kv_write.quantized import dequantize, random_quantized_cache
 from headrace.back.kernels.op import (
     Kernel,
     Op,
@@ -37,8 +39,8 @@ QKRopeWrite = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class QKRopeWriteProblem:
-    """`dtype` is that of the projection and, unless it is `coded` ("int8" or "fp8", kernels/kv_write/coded.py), the
-    cache.
+    """`dtype` is that of the projection and, unless it is `quantized` ("int8" or "fp8",
+    kernels/kv_write/quantized.py), the cache.
 
     eps          of the norm over each head; None: queries and keys are not normed
     rotary_dim   dimensions rotated, from the first on; 0: none
@@ -54,7 +56,7 @@ class QKRopeWriteProblem:
     rotary_dim: int
     layout: str = "half"
     eps: float | None = None
-    coded: str | None = None
+    quantized: str | None = None
 
 
 def bind_reference(
@@ -70,7 +72,7 @@ def bind_reference(
             kv_heads=problem.kv_heads,
             head_dim=problem.head_dim,
             block_tokens=problem.block_tokens,
-            coded=problem.coded,
+            quantized=problem.quantized,
         )
     )
     rotate = _rotation(problem)
@@ -133,9 +135,9 @@ def _sample(problem: QKRopeWriteProblem) -> Sample:
     if problem.eps is not None:
         weights = (random_tensor(head_dim, **wide), random_tensor(head_dim, **wide))
     positions = torch.tensor([10, 0, 4], device=problem.device)
-    if problem.coded:
+    if problem.quantized:
         shape = (3, kv_heads, block_tokens, head_dim)
-        kv = random_cache(shape, generator=generator, device=problem.device)
+        kv = random_quantized_cache(shape, generator=generator, device=problem.device)
     else:
         kv = random_tensor(3, 2, kv_heads, block_tokens, head_dim, **new)
     slot = torch.tensor(
@@ -145,15 +147,16 @@ def _sample(problem: QKRopeWriteProblem) -> Sample:
 
 
 def _outputs(sample: Sample) -> list[torch.Tensor]:
-    """The queries, and what the cache means: codes of values that lie between two may differ by one."""
+    """The queries, and what the cache means: quantized of values that lie between two may differ by
+    one."""
     problem, (qkv_TC, _, _, kv, _) = sample.problem, sample.arguments
-    if problem.coded:
-        kv = widen(kv, torch.float32, problem.coded)
+    if problem.quantized:
+        kv = dequantize(kv, torch.float32, problem.quantized)
     return [qkv_TC, kv]
 
 
 def _tolerance(problem: QKRopeWriteProblem) -> float:
-    step = {None: 0.0, "int8": 1 / 127, "fp8": 1 / 16}[problem.coded]
+    step = {None: 0.0, "int8": 1 / 127, "fp8": 1 / 16}[problem.quantized]
     return float_tolerance(problem.dtype) + step
 
 

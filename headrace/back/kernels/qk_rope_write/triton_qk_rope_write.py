@@ -1,6 +1,8 @@
-"""Norm of queries and keys, rotation and KV write in one Triton kernel: a program takes some heads of one token.
+"""Norm of queries and keys, rotation and KV write in one Triton kernel: a program takes some heads
+of one token.
 
-A head lies in registers as the two halves of its rotated pairs, a and b, and the dimensions that are not rotated, c.
+A head lies in registers as the two halves of its rotated pairs, a and b, and the dimensions that
+are not rotated, c.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.kv_write.coded import LARGEST, SCALE_BYTES, typed
+from headrace.back.kernels.kv_write.quantized import LARGEST, SCALE_BYTES, typed
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
 from headrace.back.kernels.triton.grid import enter_late
@@ -17,7 +19,7 @@ from headrace.back.kernels.triton.wrap import (
     launch,
     power_of_two,
     unsupported,
-    unsupported_codes,
+    unsupported_quantization,
 )
 
 TILE = 1024
@@ -45,7 +47,8 @@ def _top(b_x, m_x):
 
 @triton.jit
 def _three_bits(b_x):
-    """Rounded to what e4m3 can say, so that the conversion, which targets do differently, has nothing left to round."""
+    """Rounded to what e4m3 can say, so that the conversion, which targets do differently, has
+    nothing left to round."""
     bits = b_x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
     b_normal = bits.to(tl.float32, bitcast=True)
@@ -54,9 +57,10 @@ def _three_bits(b_x):
 
 
 @triton.jit
-def _stored(b_x, dtype: tl.constexpr, CODED: tl.constexpr, LARGEST: tl.constexpr):
-    """Values as the cache keeps them; of codes, to the nearest one, ties to even. A lost head's are 0."""
-    if CODED:
+def _stored(b_x, dtype: tl.constexpr, QUANTIZED: tl.constexpr, LARGEST: tl.constexpr):
+    """Values as the cache keeps them; of quantized values, to the nearest one, ties to even. A lost
+    head's are 0."""
+    if QUANTIZED:
         b_x = tl.where(b_x == b_x, b_x, 0.0)
         b_x = tl.minimum(tl.maximum(b_x, -LARGEST), LARGEST)
         if dtype == tl.int8:
@@ -89,7 +93,7 @@ def qk_rope_write_kernel(
     ROTARY: tl.constexpr,
     PAIRS: tl.constexpr,
     NORM: tl.constexpr,
-    CODED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     LARGEST: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     HALF_PADDED: tl.constexpr,
@@ -149,7 +153,7 @@ def qk_rope_write_kernel(
     tl.store(p_in + o_b, b_b.to(dtype), mask=is_query & m_pair)
     if REST:
         tl.store(p_in + o_c, b_c.to(dtype), mask=is_query & m_c)
-    if CODED:
+    if QUANTIZED:
         b_a, b_b, b_c = (
             b_a.to(dtype).to(tl.float32),
             b_b.to(dtype).to(tl.float32),
@@ -167,11 +171,15 @@ def qk_rope_write_kernel(
         p_scale = p_scale + tl.where(is_value, kind_stride // 4, 0) + o_cached * (head_stride // 4)
         b_scale = tl.where(b_top < float("inf"), b_top / LARGEST, float("nan"))
         tl.store(p_scale, b_scale[:, None], mask=m_cached)
-    tl.store(p_out + o_a, _stored(b_a, kv.dtype.element_ty, CODED, LARGEST), mask=m_cached & m_pair)
-    tl.store(p_out + o_b, _stored(b_b, kv.dtype.element_ty, CODED, LARGEST), mask=m_cached & m_pair)
+    tl.store(
+        p_out + o_a, _stored(b_a, kv.dtype.element_ty, QUANTIZED, LARGEST), mask=m_cached & m_pair
+    )
+    tl.store(
+        p_out + o_b, _stored(b_b, kv.dtype.element_ty, QUANTIZED, LARGEST), mask=m_cached & m_pair
+    )
     if REST:
         tl.store(
-            p_out + o_c, _stored(b_c, kv.dtype.element_ty, CODED, LARGEST), mask=m_cached & m_c
+            p_out + o_c, _stored(b_c, kv.dtype.element_ty, QUANTIZED, LARGEST), mask=m_cached & m_c
         )
 
 
@@ -192,8 +200,8 @@ def bind(
         "ROTARY": problem.rotary_dim,
         "PAIRS": problem.layout == "pairs",
         "NORM": problem.eps is not None,
-        "CODED": problem.coded is not None,
-        "LARGEST": LARGEST[problem.coded] if problem.coded else 0.0,
+        "QUANTIZED": problem.quantized is not None,
+        "LARGEST": LARGEST[problem.quantized] if problem.quantized else 0.0,
         "TILE_HEADS": tile_heads,
         "HALF_PADDED": power_of_two(split // 2),
         "REST_PADDED": power_of_two(head_dim - split),
@@ -201,7 +209,7 @@ def bind(
     }
     tiles = triton.cdiv(heads + 2 * kv_heads, tile_heads)
     eps = problem.eps or 0.0
-    width = head_dim + (SCALE_BYTES if problem.coded else 0)
+    width = head_dim + (SCALE_BYTES if problem.quantized else 0)
 
     def qk_rope_write(
         qkv_TC: torch.Tensor,
@@ -214,9 +222,9 @@ def bind(
         assert positions_T.dtype == slot_T.dtype == torch.int64
         num_tokens = qkv_TC.shape[0]
         qk_rope_write_kernel[(num_tokens, tiles)](
-            qkv_TC, q_weight_D, k_weight_D, positions_T, table_PR, *typed(kv, problem.coded), slot_T,
-            qkv_TC.stride(0), table_PR.stride(0), *kv.stride()[:3], eps,
-            **constants, **launch(qkv_TC.device),
+            qkv_TC, q_weight_D, k_weight_D, positions_T, table_PR, *typed(kv, problem.quantized),
+            slot_T, qkv_TC.stride(0), table_PR.stride(0), *kv.stride()[:3], eps, **constants,
+            **launch(qkv_TC.device),
         )  # fmt: skip
         return qkv_TC.view(num_tokens, -1, head_dim)[:, :heads]
 
@@ -226,8 +234,8 @@ def bind(
 def _supports(problem: QKRopeWriteProblem) -> str | None:
     if problem.layout not in ("half", "pairs"):
         return f"does not know the layout {problem.layout}"
-    return unsupported(problem.device, problem.dtype) or unsupported_codes(
-        problem.coded, problem.head_dim
+    return unsupported(problem.device, problem.dtype) or unsupported_quantization(
+        problem.quantized, problem.head_dim
     )
 
 

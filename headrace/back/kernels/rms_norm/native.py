@@ -60,7 +60,8 @@ def _checked(problem: RMSNormProblem, weight_E: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int, int]:
-    """(rows of the inner dimension, stride of the outer, stride of the inner) of 1 to 3 dimensions."""
+    """(rows of the inner dimension, stride of the outer, stride of the inner) of 1 to 3
+    dimensions."""
     if x.dim() == 3:
         return max(x.shape[1], 1), x.stride(0), x.stride(1)
     return 1, x.stride(0) if x.dim() == 2 else 0, 0

@@ -15,7 +15,11 @@ _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 9, INT32, INT32)
 def bind_with(library: NativeLibrary, problem: RopeProblem) -> Rope:
     """The kernel of one library."""
     kernel = library.bind("rope", *_ARGUMENTS)
-    rotary, code, pairs = problem.rotary_dim, DTYPES[problem.dtype], int(problem.layout == "pairs")
+    rotary, element, pairs = (
+        problem.rotary_dim,
+        DTYPES[problem.dtype],
+        int(problem.layout == "pairs"),
+    )
 
     def rope(
         q_THD: torch.Tensor, k_TKD: torch.Tensor, positions_T: torch.Tensor, table_PR: torch.Tensor
@@ -28,7 +32,7 @@ def bind_with(library: NativeLibrary, problem: RopeProblem) -> Rope:
         kernel(
             q_THD.data_ptr(), k_TKD.data_ptr(), positions_T.data_ptr(), table_PR.data_ptr(),
             tokens, heads, k_TKD.shape[1], rotary, table_PR.shape[0],
-            q_THD.stride(0), q_THD.stride(1), k_TKD.stride(0), k_TKD.stride(1), pairs, code,
+            q_THD.stride(0), q_THD.stride(1), k_TKD.stride(0), k_TKD.stride(1), pairs, element,
         )  # fmt: skip
 
     return rope

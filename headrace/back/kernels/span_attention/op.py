@@ -1,8 +1,9 @@
 """Bidirectional attention inside spans: what encoders do, without a KV cache.
 
-`bind(problem)` returns `f(q_THD, k_THD, v_THD, starts) -> y_THD`. The T tokens are spans (texts) end to end; `starts`
-is a host sequence of ints [R + 1], first token of each span and T. A query at position p sees every key of its span, or
-with `window` w those at distances up to w on both sides (ModernBERT; Beltagy et al. 2020).
+`bind(problem)` returns `f(q_THD, k_THD, v_THD, starts) -> y_THD`. The T tokens are spans (texts)
+end to end; `starts` is a host sequence of ints [R + 1], first token of each span and T. A query at
+position p sees every key of its span, or with `window` w those at distances up to w on both sides
+(ModernBERT; Beltagy et al. 2020).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ SpanAttention = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class SpanAttentionProblem:
-    """`heads` H of `head_dim` D; `scale` multiplies the scores; `window` tokens seen on each side, None: all."""
+    """`heads` H of `head_dim` D; `scale` multiplies the scores; `window` tokens seen on each side,
+    None: all."""
 
     device: str
     dtype: torch.dtype

@@ -1,4 +1,5 @@
-"""The inputs of a step by the native kernel: one call for what takes some thirty operations of torch."""
+"""The inputs of a step by the native kernel: one call for what takes some thirty operations of
+torch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from headrace.back.kernels.step_inputs.op import (
     StepTables,
 )
 
-_ARGUMENTS = (*(POINTER,) * 8, *(INT64,) * 8)
+_ARGUMENTS = (*(POINTER,) * 10, *(INT64,) * 8)
 
 
 def bind_with(library: NativeLibrary, problem: StepInputsProblem) -> StepInputs:
@@ -27,10 +28,14 @@ def bind_with(library: NativeLibrary, problem: StepInputsProblem) -> StepInputs:
         groups, rows, columns = blocks_GMB.shape
         assert rows == tokens_MC.shape[0] == max_rows + 1, (rows, tokens_MC.shape, max_rows)
         assert words.numel() >= problem.updates_at + 2 * out.updates, (words.numel(), out.updates)
-        made = (out.token_ids_T, out.positions_T, out.slots_GT, out.tables_GRB, out.last_R)
-        assert all(tensor.is_contiguous() for tensor in (words, tokens_MC, blocks_GMB, *made))
+        outputs = (out.token_ids_T, out.positions_T, out.slots_GT, out.tables_GRB, out.last_R)
+        assert all(tensor.is_contiguous() for tensor in (words, tokens_MC, blocks_GMB, *outputs))
+        length = None if tables.length_M is None else tables.length_M.data_ptr()
+        kv_len = None if out.kv_len_R is None else out.kv_len_R.data_ptr()
+        assert (length is None) == (kv_len is None), "lengths go in and out together"
         kernel(
-            words.data_ptr(), tokens_MC.data_ptr(), blocks_GMB.data_ptr(), *(tensor.data_ptr() for tensor in made),
+            words.data_ptr(), tokens_MC.data_ptr(), blocks_GMB.data_ptr(),
+            *(tensor.data_ptr() for tensor in outputs), length, kv_len,
             max_rows, tokens_MC.shape[1], groups, columns, out.token_ids_T.shape[0], out.last_R.shape[0],
             out.updates, block_tokens,
         )  # fmt: skip

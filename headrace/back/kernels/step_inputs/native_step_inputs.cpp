@@ -9,9 +9,18 @@ enum Word : int64_t { ROWS = 0, TOKENS = 1, UPDATES = 3 };
 
 struct Step {
   const int32_t *words, *row, *kv_len, *start;
+  const int32_t* length;  // of each row on the device, or null: kv_len is exact
   const int32_t* tokens;
   int64_t token_columns, max_rows, columns, block_tokens;
 };
+
+// Position of a row's first query token; kv_len is an upper bound where lengths are there.
+HR_INLINE int64_t first_position(const Step& p, int64_t r) {
+  const int64_t queries = p.start[r + 1] - p.start[r], bound = p.kv_len[r] - queries;
+  if (p.length == nullptr || queries == 0) return bound;
+  const int64_t newest = int64_t(p.length[p.row[r]]) - 1;
+  return newest < bound ? newest : bound;
+}
 
 // Block table entries of the message, into the tables of all groups; false for a place outside.
 HR_INLINE bool update(const Step& p, int32_t* blocks, int64_t groups, int64_t most) {
@@ -31,6 +40,7 @@ HR_INLINE bool sound(const Step& p, int64_t rows, int64_t tokens) {
     const int64_t length = p.kv_len[r], queries = p.start[r + 1] - p.start[r];
     if (p.row[r] < 0 || p.row[r] > p.max_rows || queries < 0 || queries > length || p.start[r] < 0) return false;
     if (p.start[r + 1] > p.words[TOKENS] || length > p.token_columns || length > p.columns * p.block_tokens) return false;
+    if (first_position(p, r) < 0) return false;
   }
   return true;
 }
@@ -39,23 +49,25 @@ HR_INLINE bool sound(const Step& p, int64_t rows, int64_t tokens) {
 
 HR_PUBLIC int32_t HR_EXPORT(step_inputs)(const int32_t* words, const int32_t* tokens, int32_t* blocks, int64_t* token_ids,
                                          int64_t* positions, int64_t* slots, int32_t* tables, int64_t* last,
-                                         int64_t max_rows, int64_t token_columns, int64_t groups, int64_t columns,
-                                         int64_t num_tokens, int64_t num_rows, int64_t most_updates,
+                                         const int32_t* length, int32_t* kv_len_out, int64_t max_rows, int64_t token_columns, int64_t groups,
+                                         int64_t columns, int64_t num_tokens, int64_t num_rows, int64_t most_updates,
                                          int64_t block_tokens) {
   const int64_t section = max_rows + 8;
   if (max_rows < 1 || block_tokens < 1 || num_rows > section - 1) return HR_BAD_SHAPE;
   const int32_t* row = words + kHeader;
-  const Step p{words, row, row + section, row + 2 * section, tokens, token_columns, max_rows, columns, block_tokens};
+  const Step p{words, row, row + section, row + 2 * section, length, tokens, token_columns, max_rows, columns, block_tokens};
   if (!sound(p, num_rows, num_tokens) || !update(p, blocks, groups, most_updates)) return HR_BAD_INDEX;
   for (int64_t r = 0; r < num_rows; ++r) {
     const bool real = r < words[ROWS];
     const int64_t first = p.start[r], end = real ? p.start[r + 1] : first;
+    const int64_t position = real ? first_position(p, r) : 0, length_now = real ? position + end - first : 0;
+    if (kv_len_out != nullptr) kv_len_out[r] = int32_t(length_now);
     for (int64_t t = first; t < end; ++t) {
-      positions[t] = p.kv_len[r] - end + t;
+      positions[t] = position + t - first;
       token_ids[t] = tokens[p.row[r] * token_columns + positions[t]];
     }
     last[r] = larger<int64_t>(p.start[r + 1] - 1, 0);
-    const int64_t used = real ? ceil_div(p.kv_len[r], block_tokens) : 0;
+    const int64_t used = ceil_div(length_now, block_tokens);
     for (int64_t g = 0; g < groups; ++g) {
       const int32_t* from = blocks + (g * (max_rows + 1) + p.row[r]) * columns;
       __builtin_memcpy(tables + (g * num_rows + r) * columns, from, size_t(used) * sizeof(int32_t));

@@ -1,24 +1,31 @@
-"""From one small message of the host to the inputs of a step, all on the device (decisions 4 and 5 of the plan).
+"""From one small message of the host to the inputs of a step, all on the device.
 
-`bind(problem)` returns `f(words, tables, out) -> None`. It first writes the step's block updates into the block tables,
-then builds what the model reads, padded to the bucket: T query tokens, R rows. The message, int32 words (M: the most
-rows; P = M + 8, so that sections stay aligned):
+`bind(problem)` returns `f(words, tables, out) -> None`. It first writes the step's block updates
+into the block tables, then builds what the model reads, padded to the bucket: T query tokens, R
+rows. The message, int32 words (M: the most rows; P = M + 8, so that sections stay aligned):
 
-    0                HEADER words: real rows, real query tokens, leading rows with one query token, updates, ring slot
+    0                HEADER words: real rows, real query tokens, leading rows with one query token,
+                     updates, ring slot
     HEADER           row [P]           of each row of the step; padding: row M, which nobody owns
-    HEADER + P       kv_len [P]        tokens in the KV cache once this step's are written; padding: 0
-    HEADER + 2P      query_start [P]   first query token of each row; from the last real row on: the number of tokens
+    HEADER + P       kv_len [P]        tokens in the KV cache once this step's are written; padding:
+                                       0; with lengths on the device an upper bound
+    HEADER + 2P      query_start [P]   first query token of each row; from the last real row on: the
+                                       number of tokens
     HEADER + 3P      sample [P]        1 where the row's last query token is sampled
     HEADER + 4P      pairs of words: place in the flattened block tables, block id
 
-Padding tokens are token 0 at position 0 in slot 0. The token ids come from the rows' own table, so that what the step
-before sampled is read here without a word to the host.
+With lengths on the device a row of n query tokens begins at position min(kv_len - n, length - 1): a
+prompt's tokens are all there, so that the first term is the chunk's own, and a row that decodes
+begins with its newest token, however many the steps before it have accepted.
+
+Padding tokens are token 0 at position 0 in slot 0. The token ids come from the rows' own table, so
+that what the step before sampled is read here without a word to the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,16 +37,20 @@ ROWS, TOKENS, LEADING, UPDATES, SLOT = range(5)
 
 @dataclass(frozen=True, kw_only=True)
 class StepTables:
-    """What outlives a step. tokens int32 [M+1, C]; blocks int32 [G, M+1, B]."""
+    """What outlives a step. tokens int32 [M+1, C]; blocks int32 [G, M+1, B]; length int32 [M+1]:
+    tokens that a row has, or None where the messages say all lengths."""
 
     tokens_MC: torch.Tensor
     blocks_GMB: torch.Tensor
+    length_M: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOut:
-    """What is built. token_ids, positions int64 [T]; slots int64 [G, T]; tables int32 [G, R, B]; last int64 [R]: each
-    row's last query token (padding: 0). `updates`: the most block updates a message of this bucket holds."""
+    """What is built. token_ids, positions int64 [T]; slots int64 [G, T]; tables int32 [G, R, B];
+    last int64 [R]: each row's last query token (padding: 0). `updates`: the most block updates a
+    message of this bucket holds. kv_len int32 [R], where the tables
+    have lengths: what the message's bound has come to."""
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
@@ -47,6 +58,7 @@ class StepOut:
     tables_GRB: torch.Tensor
     last_R: torch.Tensor
     updates: int
+    kv_len_R: torch.Tensor | None = None
 
 
 StepInputs = Callable[[torch.Tensor, StepTables, StepOut], None]
@@ -54,11 +66,12 @@ StepInputs = Callable[[torch.Tensor, StepTables, StepOut], None]
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputsProblem:
-    """`max_rows` is M."""
+    """`max_rows` is M. `speculates`: the rows' lengths lie on the device."""
 
     device: str
     block_tokens: int
     max_rows: int
+    speculates: bool = False
 
     @property
     def section(self) -> int:
@@ -80,6 +93,12 @@ def bind_reference(problem: StepInputsProblem) -> StepInputs:
         row_R, kv_len_R, start_R1, _ = (
             words[HEADER + i * size :][: num_rows_max + (i == 2)].long() for i in range(4)
         )
+        if tables.length_M is not None:
+            assert out.kv_len_R is not None
+            num_R = start_R1[1:] - start_R1[:-1]
+            first_R = torch.minimum(kv_len_R - num_R, tables.length_M[row_R].long() - 1)
+            kv_len_R = torch.where(num_R > 0, first_R + num_R, 0)
+            out.kv_len_R.copy_(kv_len_R)
         _update(problem, words, tables.blocks_GMB, out.updates)
         place_T = torch.arange(out.token_ids_T.shape[0], device=words.device)
         real_T = place_T < words[TOKENS]
@@ -117,7 +136,7 @@ def _update(
 def _sample(problem: StepInputsProblem) -> Sample:
     """Two decodes and a chunk in a bucket of 5 rows and 12 tokens, two groups, three updates."""
     device, size, most = problem.device, problem.section, 4
-    problem = StepInputsProblem(device=device, block_tokens=problem.block_tokens, max_rows=9)
+    problem = replace(problem, max_rows=9)
     size, generator = problem.section, sample_generator()
     words = torch.zeros(problem.updates_at + 2 * most, dtype=torch.int32)
     words[:4] = torch.tensor([3, 9, 2, 3])
@@ -130,7 +149,13 @@ def _sample(problem: StepInputsProblem) -> Sample:
     words[problem.updates_at :][: len(pairs)] = torch.tensor(pairs)
     tokens = torch.randint(1, 99, (rows, 80), generator=generator, dtype=torch.int32)
     blocks = torch.randint(1, 30, (2, rows, columns), generator=generator, dtype=torch.int32)
-    tables = StepTables(tokens_MC=tokens.to(device), blocks_GMB=blocks.to(device))
+    length_M = torch.full((rows,), 2 * problem.block_tokens + 6, dtype=torch.int32)
+    length_M[0] = 17  # it decodes, and has gained a token less than the message allows for
+    tables = StepTables(
+        tokens_MC=tokens.to(device),
+        blocks_GMB=blocks.to(device),
+        length_M=length_M.to(device) if problem.speculates else None,
+    )
     new = {"dtype": torch.int64, "device": device}
     out = StepOut(
         token_ids_T=torch.full((12,), -1, **new),
@@ -139,12 +164,16 @@ def _sample(problem: StepInputsProblem) -> Sample:
         tables_GRB=torch.zeros((2, 5, columns), dtype=torch.int32, device=device),
         last_R=torch.full((5,), -1, **new),
         updates=most,
+        kv_len_R=torch.full((5,), -1, dtype=torch.int32, device=device)
+        if problem.speculates
+        else None,
     )
     return Sample(problem=problem, weights=(), arguments=(words.to(device), tables, out))
 
 
 def outputs(sample: Sample) -> list[torch.Tensor]:
-    """What the callable has written, with what means nothing set to 0: table entries past a row's length."""
+    """What the callable has written, with what means nothing set to 0: table entries past a row's
+    length."""
     _, tables, out = sample.arguments
     lengths = sample.arguments[0][HEADER + sample.problem.section :][: out.last_R.shape[0]]
     used_R = (lengths + sample.problem.block_tokens - 1) // sample.problem.block_tokens
@@ -157,6 +186,7 @@ def outputs(sample: Sample) -> list[torch.Tensor]:
         out.slots_GT,
         out.tables_GRB * kept_RB,
         out.last_R,
+        *(() if out.kv_len_R is None else (out.kv_len_R,)),
     ]
 
 

@@ -1,4 +1,5 @@
-"""The step's inputs in two launches: block updates, then one program per 128 query tokens and one per row.
+"""The step's inputs in two launches: block updates, then one program per 128 query tokens and one
+per row.
 
 Every program reads how much is real from the message and ends early if nothing of its part is.
 """
@@ -41,6 +42,8 @@ def _build_kernel(
     slots,
     tables,
     last,
+    length,
+    kv_len,
     T,
     R,
     C,
@@ -51,6 +54,7 @@ def _build_kernel(
     P: tl.constexpr,
     HEADER: tl.constexpr,
     SEARCH: tl.constexpr,
+    LENGTHS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     i_p = tl.program_id(0)
@@ -72,6 +76,9 @@ def _build_kernel(
             high = tl.where(beyond, high, mid)
         b_row = tl.load(p_row + low).to(tl.int64)
         b_pos = tl.load(p_len + low) - tl.load(p_start + low + 1) + o_t
+        if LENGTHS:
+            b_newest = tl.load(length + b_row) - 1 - tl.load(p_start + low)
+            b_pos = tl.minimum(b_pos, b_newest + o_t)
         b_pos = tl.where(m_real, b_pos, 0)
         b_id = tl.load(tokens + b_row * C + b_pos, mask=m_real, other=0)
         tl.store(token_ids + o_t, b_id.to(tl.int64), mask=m_t)
@@ -86,7 +93,13 @@ def _build_kernel(
         i_r = i_p - num_tiles
         row = tl.load(p_row + i_r).to(tl.int64)
         tl.store(last + i_r, tl.maximum(tl.load(p_start + i_r + 1) - 1, 0).to(tl.int64))
-        count = tl.cdiv(tl.load(p_len + i_r), BLOCK_TOKENS)
+        kv_tokens = tl.load(p_len + i_r)
+        if LENGTHS:
+            num = tl.load(p_start + i_r + 1) - tl.load(p_start + i_r)
+            first = tl.minimum(kv_tokens - num, tl.load(length + row) - 1)
+            kv_tokens = tl.where(num > 0, first + num, 0)
+            tl.store(kv_len + i_r, kv_tokens)
+        count = tl.cdiv(kv_tokens, BLOCK_TOKENS)
         for g in tl.static_range(GROUPS):
             p_from = blocks + (g * M1 + row) * B
             p_to = tables + (g * R + i_r).to(tl.int64) * B
@@ -114,6 +127,8 @@ def bind(problem: StepInputsProblem) -> StepInputs:
             out.slots_GT,
             out.tables_GRB,
             out.last_R,
+            words if tables.length_M is None else tables.length_M,
+            words if out.kv_len_R is None else out.kv_len_R,
             num_tokens,
             rows,
             tokens_MC.shape[1],
@@ -124,6 +139,7 @@ def bind(problem: StepInputsProblem) -> StepInputs:
             P=problem.section,
             HEADER=HEADER,
             SEARCH=max(1, (problem.max_rows + 1).bit_length()),
+            LENGTHS=tables.length_M is not None,
             TILE=TILE,
         )
 

@@ -1,9 +1,10 @@
-"""Token scores in Triton, in one launch: rows are cut into chunks, of which one program each takes the sum, the greater
-logits and the greatest ones; the program that finishes a row's last chunk puts them together.
+"""Token scores in Triton, in one launch: rows are cut into chunks, of which one program each takes
+the sum, the greater logits and the greatest ones; the program that finishes a row's last chunk puts
+them together.
 
-A logit and its id make one sortable integer, as in kernels/greedy; the greatest are taken one after the other. What is
-compiled depends neither on the number of alternatives nor, up to 100 chunks, on the width: a first request that asks
-for log-probabilities compiles nothing.
+A logit and its id make one sortable integer, as in kernels/greedy; the greatest are taken one after
+the other. What is compiled depends neither on the number of alternatives nor, up to 100 chunks, on
+the width: a first request that asks for log-probabilities compiles nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def _finite_or_zero(x):
 
 @triton.jit
 def _chunk(p_row, token, p_part, p_best, i_chunk, width, count, CHUNK: tl.constexpr):
-    """Stores a chunk's greatest logit, its sum of exp over that, how many logits are greater than the token's, and the
-    keys of the `count` greatest."""
+    """Stores a chunk's greatest logit, its sum of exp over that, how many logits are greater than
+    the token's, and the keys of the `count` greatest."""
     o_v = i_chunk * CHUNK + tl.arange(0, CHUNK)
     m_v = o_v < width
     b_x = tl.load(p_row + o_v, mask=m_v, other=float("-inf"))
@@ -58,7 +59,7 @@ def _chunk(p_row, token, p_part, p_best, i_chunk, width, count, CHUNK: tl.conste
 
 @triton.jit
 def _row(
-    p_row, token, p_part, p_best, p_told, chunks, count, CHUNKS: tl.constexpr, SLOTS: tl.constexpr,
+    p_row, token, p_part, p_best, p_scores, chunks, count, CHUNKS: tl.constexpr, SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Puts a row's chunks together."""
@@ -83,17 +84,17 @@ def _row(
         b_key = tl.where(b_key == best, _NONE, b_key)
     m_j = o_j <= count
     b_value = tl.load(p_row + b_id, mask=m_j, other=0.0) - lse
-    tl.store(p_told + o_j, b_id, mask=m_j)
-    tl.store(p_told + count + 1 + o_j, b_value.to(tl.int32, bitcast=True), mask=m_j)
-    tl.store(p_told + 2 * count + 2, rank)
-    tl.store(p_told + 2 * count + 3, lse.to(tl.int32, bitcast=True))
+    tl.store(p_scores + o_j, b_id, mask=m_j)
+    tl.store(p_scores + count + 1 + o_j, b_value.to(tl.int32, bitcast=True), mask=m_j)
+    tl.store(p_scores + 2 * count + 2, rank)
+    tl.store(p_scores + 2 * count + 3, lse.to(tl.int32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["chunks", "count"])
 def token_scores_kernel(
     logits,
     token,
-    told,
+    scores,
     part,
     best,
     counters,
@@ -108,8 +109,8 @@ def token_scores_kernel(
     PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (rows, chunks); `count` alternatives; `part` float32 [rows, chunks, PARTS], `best` int64 [rows, chunks,
-    count], `told` int32 [rows, 2 count + 4]."""
+    """Grid (rows, chunks); `count` alternatives; `part` float32 [rows, chunks, PARTS], `best` int64
+    [rows, chunks, count], `scores` int32 [rows, 2 count + 4]."""
     i_row = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1)
     enter(DEPENDENT)
@@ -125,7 +126,7 @@ def token_scores_kernel(
     if tl.atomic_add(counters + i_row, 1, sem="acq_rel") == chunks - 1:
         tl.store(counters + i_row, 0)
         _row(
-            p_row, i_token, p_part, p_best, told + i_row * (2 * count + 4), chunks, count, CHUNKS,
+            p_row, i_token, p_part, p_best, scores + i_row * (2 * count + 4), chunks, count, CHUNKS,
             SLOTS, COLUMNS, PARTS,
         )  # fmt: skip
 
@@ -133,10 +134,10 @@ def token_scores_kernel(
 def bind(problem: TokenScoresProblem) -> TokenScores:
     """The kernel."""
 
-    def token_scores(logits_MV: torch.Tensor, token_M: torch.Tensor, told: ScoreTable) -> None:
+    def token_scores(logits_MV: torch.Tensor, token_M: torch.Tensor, scores: ScoreTable) -> None:
         assert logits_MV.dtype == torch.float32 and logits_MV.stride(1) == 1, logits_MV.stride()
         assert token_M.dtype == torch.int64 and token_M.is_contiguous(), token_M.dtype
-        (rows, width), device, count = logits_MV.shape, logits_MV.device, told.columns - 1
+        (rows, width), device, count = logits_MV.shape, logits_MV.device, scores.columns - 1
         assert rows <= COUNTERS and count <= min(MOST, width), (rows, count)
         if not rows:
             return
@@ -144,7 +145,7 @@ def bind(problem: TokenScoresProblem) -> TokenScores:
         part = torch.empty(rows * chunks * PARTS, dtype=torch.float32, device=device)
         best = torch.empty(rows * chunks * count, dtype=torch.int64, device=device)
         token_scores_kernel[(rows, chunks)](
-            logits_MV, token_M, told.data, part, best, counters(device), logits_MV.stride(0), width,
+            logits_MV, token_M, scores.data, part, best, counters(device), logits_MV.stride(0), width,
             chunks, count, CHUNK=CHUNK, CHUNKS=power_of_two(chunks, least=USUAL_CHUNKS),
             SLOTS=power_of_two(chunks * MOST, least=USUAL_SLOTS), COLUMNS=COLUMNS, PARTS=PARTS,
             num_warps=8, **launch(device),

@@ -1,4 +1,5 @@
-"""Compiling many kernels at once: a cold start would otherwise compile them one by one, as they are met."""
+"""Compiling many kernels at once: a cold start would otherwise compile them one by one, as they are
+met."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ MOST_THREADS = 16
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Within it Triton kernels are compiled, beside each other, and none is launched: what they would have written
-    holds whatever it held. On leaving, all are compiled and loaded."""
+    """Within it Triton kernels are compiled, beside each other, and none is launched: what they
+    would have written holds whatever it held. On leaving, all are compiled and loaded."""
     run, elsewhere = JITFunction.run, running()
     asked: dict[JITFunction[Any], Callable[..., Any]] = {}
 
@@ -39,7 +40,11 @@ def compiling() -> Iterator[None]:
 
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     try:
-        with _threads(threads) as pool, _Loading(pool), _replaced(JITFunction, "run", compile_only):
+        with (
+            _threads(threads) as pool,
+            _Loading(pool, ignore_errors=True),
+            _replaced(JITFunction, "run", compile_only),
+        ):
             yield
     finally:
         for function, compile_here in asked.items():
@@ -70,8 +75,8 @@ def _first(elsewhere: Compilers, compile_here: Callable[..., Any]) -> Callable[.
 
 
 class _Loading(AsyncCompileMode):
-    """Has each kernel asked for once, and loaded by the thread that compiles it: its launcher is a C module that has to
-    be compiled as well (H200, 8B: 76 of them one by one took 7 of 28 s)."""
+    """Has each kernel asked for once, and loaded by the thread that compiles it: its launcher is a
+    C module that has to be compiled as well (H200, 8B: 76 of them one by one took 7 of 28 s)."""
 
     def submit(
         self,
@@ -86,9 +91,9 @@ class _Loading(AsyncCompileMode):
             assert kernel.run is not None
             return kernel
 
-        found: FutureKernel = super().submit(key, loaded, finalize_fn)
-        finalize_fn(found)
-        return found
+        kernel: FutureKernel = super().submit(key, loaded, finalize_fn)
+        finalize_fn(kernel)
+        return kernel
 
 
 def _threads(count: int) -> ThreadPoolExecutor:

@@ -1,5 +1,5 @@
-"""One of the processes of compilers.py: reads a kernel's specialisation from a line, compiles it into the cache, and
-answers "+" or "-". It ends with its parent."""
+"""One of the processes of compilers.py: reads a kernel's specialisation from a line, compiles it
+into the cache, and answers "+" or "-". It ends with its parent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from headrace.back.kernels.triton import wrap
 
 
 def job_of(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> dict[str, Any]:
-    """What `compiled` needs to know of a source; JSON can say it, or the kernel is compiled where it is asked for."""
+    """What `compiled` needs to know of a source; JSON can say it, or the kernel is compiled where
+    it is asked for."""
     return {
         "module": source.fn.__module__,
         "name": source.fn.__name__,

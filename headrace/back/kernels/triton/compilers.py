@@ -1,8 +1,9 @@
 """Processes that compile Triton kernels into the cache folder, for a start that finds it empty.
 
-Most of a kernel's compilation holds the interpreter's lock, so that threads beside each other share one core (H200 with
-16 cores: 76 kernels took 12 s). Processes have to import torch and Triton first; `expect` starts them before this
-process imports these itself. It imports neither. A kernel that no process can compile is compiled here.
+Most of a kernel's compilation holds the interpreter's lock, so that threads beside each other share
+one core (H200 with 16 cores: 76 kernels took 12 s). Processes have to import torch and Triton
+first; `expect` starts them before this process imports these itself. It imports neither. A kernel
+that no process can compile is compiled here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from headrace.base import env
-from headrace.base.child import Child
+from headrace.base.pipe_process import PipeProcess
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +33,13 @@ class Compilers:
     """The processes. `compile` is called from as many threads as there are processes, or more."""
 
     def __init__(self, count: int) -> None:
-        self._idle: SimpleQueue[Child | None] = SimpleQueue()
+        self._idle: SimpleQueue[PipeProcess | None] = SimpleQueue()
         for _ in range(count):
-            self._idle.put(Child("-m", "headrace.back.kernels.triton.compiler"))
+            self._idle.put(PipeProcess("-m", "headrace.back.kernels.triton.compiler"))
 
     def compile(self, job: dict[str, Any]) -> bool:
-        """Has one kernel compiled into the cache; False if that failed. TypeError if JSON cannot say it."""
+        """Has one kernel compiled into the cache; False if that failed. TypeError if JSON cannot
+        say it."""
         line = json.dumps(job).encode() + b"\n"
         child = self._idle.get()
         if child is None:  # in the place of one that is gone
@@ -68,8 +70,8 @@ _compilers: list[Compilers] = []
 
 @contextmanager
 def expected(device: str) -> Iterator[None]:
-    """Within it a model is loaded and made ready on a device: on GPUs there are processes that compile, if there is
-    nothing in the cache."""
+    """Within it a model is loaded and made ready on a device: on GPUs there are processes that
+    compile, if there is nothing in the cache."""
     count = min(MOST, len(os.sched_getaffinity(0)) - 2)
     if device != "cuda" or count < 2 or (env.cache_dir() / FOLDER).exists():
         yield

@@ -15,10 +15,12 @@ __all__ = ["enter", "thread_barrier"]
 
 @gluon.jit
 def enter(DEPENDENT: gl.constexpr):
-    """Lets the next kernel start, and waits until the one before has written its results (grid.py)."""
+    """Lets the next kernel start, and waits until the one before has written its results
+    (grid.py)."""
     if DEPENDENT:
         gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32,
+            is_pure=False, pack=1,
         )  # fmt: skip
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1

@@ -17,8 +17,8 @@ def enter(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def enter_late(DEPENDENT: tl.constexpr):
-    """The same, but lets the next kernel start only after the wait: it may then read, before it waits itself, whatever
-    was written before the kernel that calls this."""
+    """The same, but lets the next kernel start only after the wait: it may then read, before it
+    waits itself, whatever was written before the kernel that calls this."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -26,7 +26,8 @@ def enter_late(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def ordered(b_x):
-    """float32 to int32 of the same order; -0 equals +0, a NaN is beyond the infinity of its sign."""
+    """float32 to int32 of the same order; -0 equals +0, a NaN is beyond the infinity of its
+    sign."""
     b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
     return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
 

@@ -1,8 +1,8 @@
 """How much shared memory a program may take on each device, and tiles that keep to it.
 
-A kernel that takes more does not launch. Tiles are tuned for the largest devices; on smaller ones they shrink by rule
-rather than by a second table of configurations, and tests/kernels/triton/test_cross_compile.py holds that what every
-kernel takes fits every target.
+A kernel that takes more does not launch. Tiles are tuned for the largest devices; on smaller ones
+they shrink by rule rather than by a second table of configurations, and
+tests/kernels/triton/test_cross_compile.py holds that what every kernel takes fits every target.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ BY_TARGET = {
     "hip:gfx942": 64 << 10, "hip:gfx950": 160 << 10, "hip:gfx1100": 64 << 10,
     "hip:gfx1201": 64 << 10,
 }  # fmt: skip
-"""Bytes of a program by the compiler's target (CUDA programming guide, table of compute capabilities; LDS of CDNA 3 and
-4 and of RDNA)."""
+"""Bytes of a program by the compiler's target (CUDA programming guide, table of compute
+capabilities; LDS of CDNA 3 and 4 and of RDNA)."""
 LARGEST = 227 << 10
 
 
@@ -37,8 +37,8 @@ def _of_device(device: torch.device) -> int:
 
 
 def shared_bytes() -> int:
-    """Bytes of shared memory a program may take on the current device; the most there is where kernels are
-    interpreted."""
+    """Bytes of shared memory a program may take on the current device; the most there is where
+    kernels are interpreted."""
     if Pretended.target is not None:
         return BY_TARGET[Pretended.target]
     if not torch.cuda.is_available():
@@ -47,5 +47,6 @@ def shared_bytes() -> int:
 
 
 def fitting_stages(stages: int, stage_bytes: int) -> int:
-    """The stages of a pipeline of which all but one lie in shared memory, `stage_bytes` each: as many as fit."""
+    """The stages of a pipeline of which all but one lie in shared memory, `stage_bytes` each: as
+    many as fit."""
     return max(1, min(stages, 1 + shared_bytes() // stage_bytes))

@@ -1,4 +1,5 @@
-"""How kernels are timed on a GPU: chains of launches in a graph, over so many different tensors that no cache helps."""
+"""How kernels are timed on a GPU: chains of launches in a graph, over so many different tensors
+that no cache helps."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ CACHE_BYTES = 60 << 20
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """A graph of the calls, one after the other; the first two have run before, so that nothing compiles inside."""
+    """A graph of the calls, one after the other; the first two have run before, so that nothing
+    compiles inside."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -45,5 +47,6 @@ def each_us(calls: Sequence[Callable[[], object]], *, replays: int = 7) -> float
 
 
 def copies(num_bytes: int, *, least: int = 4, most: int = 64) -> int:
-    """How many tensors of a size to rotate over, so that each has left the cache when it comes again."""
+    """How many tensors of a size to rotate over, so that each has left the cache when it comes
+    again."""
     return max(least, min(most, -(-6 * CACHE_BYTES // max(1, num_bytes))))

@@ -1,14 +1,16 @@
-"""What the triton_*.py of every op share: the reasons not to serve, facts about the device, scratch that kernels
-clean.
+"""What the triton_*.py of every op share: the reasons not to serve, facts about the device, scratch
+that kernels clean.
 
-Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for the tests; bfloat16 arithmetic is wrong there, so it
-is refused. Compiled kernels are kept in headrace's cache folder, so that only the first start on a machine compiles.
+Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for the tests; bfloat16 arithmetic is
+wrong there, so it is refused. Compiled kernels are kept in headrace's cache folder, so that only
+the first start on a machine compiles.
 
-Matrix products ask for "ieee" precision: float32 is not rounded to tf32, and every target knows the word.
+Matrix products ask for "ieee" precision: float32 is not rounded to tf32, and every target knows the
+word.
 
-Programmatic dependent launch (Hopper and later): a kernel is started while the one before it still runs, and waits
-for it by `gdc_wait` before it reads what that one wrote. Every program of every kernel launched so waits, or the
-kernel after it could overtake the one before it.
+Programmatic dependent launch (Hopper and later): a kernel is started while the one before it still
+runs, and waits for it by `gdc_wait` before it reads what that one wrote. Every program of every
+kernel launched so waits, or the kernel after it could overtake the one before it.
 """
 
 from __future__ import annotations
@@ -51,13 +53,13 @@ def unsupported(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def unsupported_codes(coded: str | None, head_dim: int) -> str | None:
-    """The reason for kernels of a KV cache of codes (kernels/kv_write/coded.py)."""
-    if coded is None:
+def unsupported_quantization(quantized: str | None, head_dim: int) -> str | None:
+    """The reason for kernels of a quantized KV cache (kernels/kv_write/quantized.py)."""
+    if quantized is None:
         return None
     if head_dim % 16:
-        return f"takes codes of heads of a multiple of 16, not {head_dim}"
-    if coded == "fp8" and not interpreted() and torch.version.hip is None:
+        return f"reads quantized heads of a multiple of 16, not {head_dim}"
+    if quantized == "fp8" and not interpreted() and torch.version.hip is None:
         capability = _planned or torch.cuda.get_device_capability()
         if capability < (8, 9):
             return f"fp8 needs compute capability 8.9, not {capability[0]}.{capability[1]}"
@@ -66,7 +68,8 @@ def unsupported_codes(coded: str | None, head_dim: int) -> str | None:
 
 @contextmanager
 def planned_for(capability: tuple[int, int]) -> Iterator[None]:
-    """Meanwhile kernels say what they support on a device of this compute capability, which need not be here."""
+    """Meanwhile kernels say what they support on a device of this compute capability, which need
+    not be here."""
     global _planned
     _planned = capability
     try:
@@ -100,15 +103,16 @@ def has_bfloat_pairs() -> bool:
 
 
 def pairs_compile(major: int) -> bool:
-    """The same by compute capability: there is such arithmetic from 9.0 on, but in loops around the matrix unit of 10
-    and 11 the compiler (3.6, 3.7) takes no assembly ("pipeliner doesn't know how to predicate this op")."""
+    """The same by compute capability: there is such arithmetic from 9.0 on, but in loops around the
+    matrix unit of 10 and 11 the compiler (3.6, 3.7) takes no assembly ("pipeliner doesn't know how
+    to predicate this op")."""
     return major >= 9 and major not in (10, 11)
 
 
 @cache
 def has_known_products() -> bool:
-    """Whether matrix instructions of any size give a row the same bits: seen on Ampere's and Hopper's, assumed in the
-    interpreter, not known of others."""
+    """Whether matrix instructions of any size give a row the same bits: seen on Ampere's and
+    Hopper's, assumed in the interpreter, not known of others."""
     if interpreted():
         return True
     if not torch.cuda.is_available() or torch.version.hip is not None:
@@ -123,17 +127,18 @@ def launch(device: torch.device) -> dict[str, bool]:
 
 
 def counters(device: torch.device) -> torch.Tensor:
-    """int32 [COUNTERS], all zero between kernels: whoever counts up sets back to zero. Each stream has its own, since
-    kernels of two streams may run at once; a recording on a stream that has none takes the device's."""
+    """int32 [COUNTERS], all zero between kernels: whoever counts up sets back to zero. Each stream
+    has its own, since kernels of two streams may run at once; a recording on a stream that has none
+    takes the device's."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    found = _counters.get((device, stream))
-    if found is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        found = _counters.get((device, 0))
-    if found is None:
+    zeros = _counters.get((device, stream))
+    if zeros is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        zeros = _counters.get((device, 0))
+    if zeros is None:
         for key in {(device, 0), (device, stream)} - _counters.keys():
             _counters[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        found = _counters[device, stream]
-    return found
+        zeros = _counters[device, stream]
+    return zeros
 
 
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}

@@ -1,7 +1,9 @@
-"""Loading a model: build it empty, check the checkpoint against it, copy the weights in, let it pack them.
+"""Loading a model: build it empty, check the checkpoint against it, copy the weights in, let it
+pack them.
 
-Formats differ only in their source (`safetensors.py`, `gguf.py`) or, for dummy weights, in having none. The check runs
-on a model built without memory, so that a wrong checkpoint is refused before a byte of weights is allocated.
+Formats differ only in their source (`safetensors.py`, `gguf.py`) or, for dummy weights, in having
+none. The check runs on a model built without memory, so that a wrong checkpoint is refused before a
+byte of weights is allocated.
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ SOURCES: dict[str, Callable[[Path], Source]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Further checks: SHA-256 of every file against a manifest (1 s per 2 GB), and a scan for NaN and Inf (0.06 s)."""
+    """Further checks: a scan for NaN and Inf (0.06 s)."""
 
-    manifest: Path | None = None
     scan_finite: bool = True
 
 
 @dataclass(kw_only=True)
 class LoadReport:
-    """Where the time of a load went (seconds by phase), how many bytes this rank holds, and what was decided."""
+    """Where the time of a load went (seconds by phase), how many bytes this rank holds, and what
+    was decided."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     weight_bytes: int = 0
@@ -67,7 +69,8 @@ def load_model(
     block_tokens: int,
     options: LoadOptions = LoadOptions(),
 ) -> tuple[LoadableModel, LoadReport]:
-    """This rank's model, ready to run, and how the load went. A flaw of the checkpoint is a CheckpointError."""
+    """This rank's model, ready to run, and how the load went. A flaw of the checkpoint is a
+    CheckpointError."""
     report = LoadReport()
 
     def build(where: torch.device, stored: Stored | None = None) -> LoadableModel:
@@ -95,8 +98,8 @@ def _load(
     report: LoadReport,
 ) -> LoadableModel:
     with report.phase("open"):
-        if options.manifest is not None:
-            report.decisions += (_verified(options.manifest, Path(spec.path)),)
+        if spec.manifest is not None:
+            report.decisions += (_verified(Path(spec.manifest), Path(spec.path)),)
         source = open_source(spec)
     with closing(source):
         stored, why = stored_blocks(spec, source, device)
@@ -112,7 +115,8 @@ def _load(
 
 
 def stored_blocks(spec: ModelSpec, source: Source, device: torch.device) -> tuple[Stored, str]:
-    """The tensors whose quantized blocks are kept, and why those or none; the text is empty if nothing is quantized."""
+    """The tensors whose quantized blocks are kept, and why those or none; the text is empty if
+    nothing is quantized."""
     stored = {name: entry.dtype for name, entry in source.entries.items() if entry.blocks}
     if not stored:
         return {}, ""
@@ -120,12 +124,13 @@ def stored_blocks(spec: ModelSpec, source: Source, device: torch.device) -> tupl
         return stored, f"linear weights become {spec.quantization} (--quantization)"
     reason = unsupported(device.type, DTYPES[spec.dtype])
     if reason is not None:
-        return {}, f"widened to {spec.dtype}: the kernel that reads blocks {reason}"
+        return {}, f"dequantized to {spec.dtype}: the kernel that reads blocks {reason}"
     return stored, "read as the file holds them"
 
 
 def _kept(model: LoadableModel, source: Source, why: str) -> Decision:
-    """How many tensors of which type stay quantized; fused ones of which a part is plain, and small ones, do not."""
+    """How many tensors of which type stay quantized; fused ones of which a part is plain, and small
+    ones, do not."""
     kept = [param for param in model.weights.params if param.on_blocks is not None]
     types = Counter(source.entries[piece.name].dtype for param in kept for piece in param.pieces)
     count = ", ".join(f"{number} {name}" for name, number in sorted(types.items()))
@@ -151,7 +156,8 @@ def _weight_bytes(model: LoadableModel) -> int:
     return sum(
         param.packed_bytes if param.tensor is None else param.tensor.nbytes
         for param in model.weights.params
-    )
+        if param.bundle is None
+    ) + sum(part.nbytes for param in model.weights.params for part in param.members.values())
 
 
 def _verified(manifest: Path, path: Path) -> Decision:

@@ -1,4 +1,5 @@
-"""Loads the dense modules that stand beside a checkpoint in folders of their own (`linear.weight`, `linear.bias`)."""
+"""Loads the dense modules that stand beside a checkpoint in folders of their own (`linear.weight`,
+`linear.bias`)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from headrace.base.errors import CheckpointError
 
 
 def load_projection(spec: ModelSpec, device: torch.device) -> Projection | None:
-    """The model's dense modules; a tensor that is missing or has another shape is a CheckpointError."""
+    """The model's dense modules; a tensor that is missing or has another shape is a
+    CheckpointError."""
     if not spec.dense:
         return None
     modules = tuple(_module(Path(spec.path) / one.path, one, device) for one in spec.dense)
@@ -35,8 +37,8 @@ def _module(folder: Path, spec: DenseSpec, device: torch.device) -> DenseModule:
 def _tensor(source: SafetensorsSource, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     entry = source.entries.get(name)
     if entry is None or entry.shape != shape:
-        found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
-        raise CheckpointError(f"{source.where}: {name} {found}; its config.json says {list(shape)}")
-    made = torch.empty(shape, dtype=torch.float32)
-    source.copy(name, shape, tuple(slice(0, size) for size in shape), made)
-    return made
+        fault = "is missing" if entry is None else f"has shape {list(entry.shape)}"
+        raise CheckpointError(f"{source.where}: {name} {fault}; its config.json says {list(shape)}")
+    values = torch.empty(shape, dtype=torch.float32)
+    source.copy(name, shape, tuple(slice(0, size) for size in shape), values)
+    return values

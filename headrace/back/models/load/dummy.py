@@ -1,9 +1,11 @@
-"""Dummy weights (`--load-format dummy`): seeded, independent of how the model is split, and about as fast as memory.
+"""Dummy weights (`--load-format dummy`): seeded, independent of how the model is split, and about
+as fast as memory.
 
-Element i of a tensor is element (start + i) mod P of one pool of P normal numbers, where `start` follows from the seed
-and the tensor's checkpoint name. P is a prime, so rows of any width are shifted against each other. A rank computes
-its slices from the same numbers, hence TP2's slices are TP1's (bit for bit), and filling is copying: 0.6 billion
-parameters in well under a second on one core, where drawing each number would take ten times as long.
+Element i of a tensor is element (start + i) mod P of one pool of P normal numbers, where `start`
+follows from the seed and the tensor's checkpoint name. P is a prime, so rows of any width are
+shifted against each other. A rank computes its slices from the same numbers, hence TP2's slices are
+TP1's (bit for bit), and filling is copying: 0.6 billion parameters in well under a second on one
+core, where drawing each number would take ten times as long.
 """
 
 from __future__ import annotations

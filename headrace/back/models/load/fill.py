@@ -1,7 +1,8 @@
 """Checks a checkpoint against what a model wants, then copies it in.
 
-The check comes first and names everything that is wrong at once: missing, mis-shaped, wrongly typed and unwanted
-tensors, with their files. Nothing is copied, and on a device nothing allocated, before it passes (REL 1.13, REG-060).
+The check comes first and names everything that is wrong at once: missing, mis-shaped, wrongly typed
+and unwanted tensors, with their files. Nothing is copied, and on a device nothing allocated, before
+it passes (REL 1.13, REG-060).
 """
 
 from __future__ import annotations
@@ -16,27 +17,33 @@ from threading import Lock
 import torch
 
 from headrace.back.models.load.safetensors import TORCH_DTYPES
-from headrace.back.models.load.source import Entry, Source
-from headrace.back.models.weights import Copy, Param, Piece, WeightPlan, copies
+from headrace.back.models.load.source import CheckpointTensor, Source
+from headrace.back.models.weights import Copy, Param, WeightPlan, copies
+from headrace.back.parallel.param import member_name
 from headrace.base.errors import CheckpointError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What plain floats are converted to; other types are taken as they are stored."""
 COPY_THREADS = 2
-"""Copying is page faults and memory traffic; torch lets go of the interpreter meanwhile. More threads gain nothing."""
+"""Copying is page faults and memory traffic; torch lets go of the interpreter meanwhile. More
+threads gain nothing."""
 DEVICE_COPY_THREADS = 8
-"""To a GPU the threads mostly wait for reads, which the disk serves the better the more there are."""
+"""To a GPU the threads mostly wait for reads, which the disk serves the better the more there
+are."""
 SHOWN = 6
 
 
 def check(plan: WeightPlan, source: Source) -> None:
-    """CheckpointError with every fault of the checkpoint, unless it holds exactly what the plan wants."""
+    """CheckpointError with every fault of the checkpoint, unless it holds exactly what the plan
+    wants."""
     problems: list[str] = []
     missing = [
-        f"{piece.name} {list(piece.shape)}"
+        f"{name} {list(shape)}"
         for param in plan.params
         if not absent(param, source)
-        for piece in param.pieces
-        if piece.name not in source.entries
+        for name, shape, _ in _wanted(param)
+        if name not in source.entries
     ]
     _add(problems, missing, "missing")
     _add(problems, list(_misfits(plan, source)), "not what the model needs")
@@ -48,7 +55,8 @@ def check(plan: WeightPlan, source: Source) -> None:
 def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
     """Copies every wanted rectangle into its parameter, in file order; returns the bytes written.
 
-    Unless `scan_finite` is off, a NaN or Inf in what was copied is a CheckpointError that names file and tensor.
+    Unless `scan_finite` is off, a NaN or Inf in what was copied is a CheckpointError that names
+    file and tensor.
     """
     work: list[tuple[Param, Copy]] = []
     for param in plan.params:
@@ -78,8 +86,7 @@ def fill(plan: WeightPlan, source: Source, *, scan_finite: bool = True) -> int:
 
 
 def _write_floats(param: Param, copy: Copy, source: Source, scan_finite: bool) -> int:
-    assert param.tensor is not None, param.name
-    target = param.tensor[copy.target]
+    target = param.target(copy)
     source.copy(copy.name, copy.shape, copy.source, target)
     if scan_finite:
         _scan(copy.name, source, target)
@@ -87,8 +94,8 @@ def _write_floats(param: Param, copy: Copy, source: Source, scan_finite: bool) -
 
 
 def _write_blocks(param: Param, copy: Copy, source: Source, scan_finite: bool) -> int:
-    """Packing looks at every scale anyway, so a damaged one is refused always: codes and multipliers are whole
-    numbers, which cannot be NaN."""
+    """Packing looks at every scale anyway, so a damaged one is refused always: quantized values and
+    multipliers are whole numbers, which cannot be NaN."""
     assert param.on_blocks is not None, param.name
     rows = source.blocks(copy.name)
     bad = param.on_blocks(copy, rows)
@@ -103,7 +110,7 @@ def _write_blocks(param: Param, copy: Copy, source: Source, scan_finite: bool) -
 
 def absent(param: Param, source: Source) -> bool:
     """Whether an optional parameter has none of its pieces in the checkpoint."""
-    return param.optional and not any(piece.name in source.entries for piece in param.pieces)
+    return param.optional and not any(name in source.entries for name, _, _ in _wanted(param))
 
 
 def _initialise(param: Param) -> None:
@@ -112,42 +119,53 @@ def _initialise(param: Param) -> None:
     param.tensor.fill_(1 if param.init == "ones" else 0)
 
 
+def _wanted(param: Param) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    """(name, shape, dtype) of every checkpoint tensor that a parameter is put together from."""
+    for piece in param.pieces:
+        if param.bundle is None:
+            yield piece.name, piece.shape, param.dtype
+            continue
+        for member in param.bundle.members:
+            yield member_name(piece.name, member.name), member.shape(piece.shape), member.dtype
+
+
 def _misfits(plan: WeightPlan, source: Source) -> Iterator[str]:
     for param in plan.params:
-        for piece in param.pieces:
-            entry = source.entries.get(piece.name)
-            fault = None if entry is None else _fault(entry, piece, param.dtype)
+        for name, shape, dtype in _wanted(param):
+            entry = source.entries.get(name)
+            fault = None if entry is None else _fault(entry, shape, dtype)
             if entry is not None and fault:
-                yield f"{piece.name} in {entry.where} {fault}"
+                yield f"{name} in {entry.where} {fault}"
 
 
-def _fault(entry: Entry, piece: Piece, dtype: torch.dtype) -> str | None:
-    if not entry.fits(piece.shape):
-        return f"has the shape {list(entry.shape)}, not {list(piece.shape)}"
-    converts = dtype.is_floating_point and (entry.widened or entry.dtype in FLOATS)
+def _fault(entry: CheckpointTensor, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    if not entry.fits(shape):
+        return f"has the shape {list(entry.shape)}, not {list(shape)}"
+    converts = dtype in CONVERTED and (entry.dequantized or entry.dtype in FLOATS)
     if not converts and TORCH_DTYPES.get(entry.dtype) != dtype:
-        allowed = ", ".join(FLOATS) if dtype.is_floating_point else str(dtype)
+        allowed = ", ".join(FLOATS) if dtype in CONVERTED else str(dtype)
         return f"has the dtype {entry.dtype}, not {allowed}"
     return None
 
 
 def _extras(plan: WeightPlan, source: Source) -> Iterator[str]:
-    wanted = {piece.name for param in plan.params for piece in param.pieces}
+    wanted = {name for param in plan.params for name, _, _ in _wanted(param)}
     ignored = [re.compile(pattern) for pattern in plan.ignored]
     for name, entry in source.entries.items():
         if name not in wanted and not any(pattern.fullmatch(name) for pattern in ignored):
             yield f"{name} in {entry.where}"
 
 
-def _add(problems: list[str], found: list[str], what: str) -> None:
-    if found:
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        noun = "tensor is" if len(found) == 1 else "tensors are"
-        problems.append(f"{len(found)} {noun} {what}: {', '.join(found[:SHOWN])}{more}")
+def _add(problems: list[str], names: list[str], what: str) -> None:
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        noun = "tensor is" if len(names) == 1 else "tensors are"
+        problems.append(f"{len(names)} {noun} {what}: {', '.join(names[:SHOWN])}{more}")
 
 
 def _scan(name: str, source: Source, values: torch.Tensor) -> None:
-    """Smallest and largest value carry a NaN or Inf along; 18 GB/s on one core, forty times isfinite."""
+    """Smallest and largest value carry a NaN or Inf along; 18 GB/s on one core, forty times
+    isfinite."""
     if values.is_floating_point() and values.itemsize > 1 and values.numel():
         low, high = values.aminmax()
         if not (math.isfinite(low.item()) and math.isfinite(high.item())):

@@ -1,8 +1,9 @@
-"""GGUF checkpoints as a source: tensors under the names transformers gives them, widened to floats as they are copied.
+"""GGUF checkpoints as a source: tensors under the names transformers gives them, dequantized to
+floats as they are copied.
 
-The file stays mapped; a tensor is widened in chunks of rows straight into the model's memory, so a quantized model
-never exists twice. Three conventions of GGUF are undone: names, the interleaved rows of query and key projections, and
-the 1 that is added to Gemma's norms (REG-063).
+The file stays mapped; a tensor is dequantized in chunks of rows straight into the model's memory,
+so a quantized model never exists twice. Three conventions of GGUF are undone: names, the
+interleaved rows of query and key projections, and the 1 that is added to Gemma's norms.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import numpy as np
 import torch
 
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
-from headrace.back.models.load.source import Entry
+from headrace.back.models.load.source import CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.base.config.gguf import GGUFFile, GGUFTensor, read_gguf
 from headrace.base.config.gguf_config import ARCHITECTURES, gguf_config
 from headrace.base.errors import CheckpointError
 
 CHUNK_ELEMENTS = 1 << 20
-"""Elements widened at once: 4 MB of float32, about what a core's cache holds."""
+"""Elements dequantized at once: 4 MB of float32, about what a core's cache holds."""
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Rotary factors: part of the configuration (`gguf_config`), not weights."""
 
@@ -54,7 +55,8 @@ _FUSED_MLP = {**_BLOCK, "ffn_up": "mlp.gate_up_proj"}
 
 @dataclass(frozen=True, kw_only=True)
 class _Dialect:
-    """How one architecture's tensors differ: block names, interleaved query and key rows, norms stored plus one."""
+    """How one architecture's tensors differ: block names, interleaved query and key rows, norms
+    stored plus one."""
 
     blocks: Mapping[str, str]
     interleaved: bool = False
@@ -87,13 +89,13 @@ class GGUFSource:
         _refuse_types(file)
         self._tensors = _renamed(file, self._dialect)
         order = {part: number for number, part in enumerate(file.paths)}
-        self.entries: Mapping[str, Entry] = {
-            name: Entry(
+        self.entries: Mapping[str, CheckpointTensor] = {
+            name: CheckpointTensor(
                 shape=tensor.shape,
                 dtype=tensor.type.name,
                 where=str(tensor.path),
                 order=(order[tensor.path], tensor.offset),
-                widened=True,
+                dequantized=True,
                 squeezed=True,
             )
             for name, tensor in self._tensors.items()
@@ -103,12 +105,13 @@ class GGUFSource:
     def copy(
         self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
     ) -> None:
-        """Widens the wanted rows to float32, chunk by chunk, and writes them in the target's dtype."""
+        """Dequantizes the wanted rows to float32, chunk by chunk, and writes them in the target's
+        dtype."""
         tensor = self._tensors[name]
         rows_of = self._blocks(tensor)
         heads = self._interleaved_heads(name)
         if len(shape) == 1:
-            values = self._widen(tensor, rows_of).reshape(-1)
+            values = self._dequantize(tensor, rows_of).reshape(-1)
             values = _deinterleaved(values, heads) if heads else values
             values = values - 1 if self._plus_one(name) else values
             target.copy_(torch.from_numpy(values)[source])
@@ -137,7 +140,9 @@ class GGUFSource:
         step = max(1, CHUNK_ELEMENTS // (rows.shape[1] * tensor.type.block))
         for row in range(0, len(rows), step):
             part = rows[row : row + step]
-            values = self._widen(tensor, part.reshape(-1, tensor.type.size)).reshape(len(part), -1)
+            values = self._dequantize(tensor, part.reshape(-1, tensor.type.size)).reshape(
+                len(part), -1
+            )
             target[row : row + step].copy_(torch.from_numpy(values)[:, columns])
 
     def _blocks(self, tensor: GGUFTensor) -> np.ndarray:
@@ -145,7 +150,7 @@ class GGUFSource:
         data = self._maps[tensor.path][tensor.offset : tensor.offset + tensor.num_bytes]
         return data.reshape(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
 
-    def _widen(self, tensor: GGUFTensor, data: np.ndarray) -> np.ndarray:
+    def _dequantize(self, tensor: GGUFTensor, data: np.ndarray) -> np.ndarray:
         blocks = np.ascontiguousarray(data).reshape(-1, tensor.type.size)
         with np.errstate(all="ignore"):  # a damaged scale may be NaN; the scan for it is an option
             return DEQUANTIZE[tensor.type.name](blocks)
@@ -161,17 +166,19 @@ class GGUFSource:
 
 
 def _deinterleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undoes GGUF's order of rotary rows: a head's row 2i is the i-th of its first half, row 2i+1 of its second."""
+    """Undoes GGUF's order of rotary rows: a head's row 2i is the i-th of its first half, row 2i+1
+    of its second."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _renamed(file: GGUFFile, dialect: _Dialect) -> dict[str, GGUFTensor]:
-    """Tensors by their transformers name; one that has none keeps its own, and is refused as unknown later."""
-    found: dict[str, GGUFTensor] = {}
+    """Tensors by their transformers name; one that has none keeps its own, and is refused as
+    unknown later."""
+    tensors_by_name: dict[str, GGUFTensor] = {}
     for name, tensor in file.tensors.items():
         if name not in CONFIG_TENSORS:
-            found[_new_name(name, dialect)] = tensor
-    return found
+            tensors_by_name[_new_name(name, dialect)] = tensor
+    return tensors_by_name
 
 
 def _new_name(name: str, dialect: _Dialect) -> str:

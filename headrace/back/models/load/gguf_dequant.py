@@ -1,8 +1,9 @@
 """GGUF block formats to float32, vectorised over blocks (numpy).
 
-Every function takes the raw blocks uint8 [N, size] and returns float32 [N, block]. Formulas: ggml, ggml-quants.c
-(dequantize_row_*) and ggml-common.h (block layouts). Letters: N blocks, S sub-blocks in a block, L elements in one.
-A value is `scale * q - minimum` in float32; the order of operations is ggml's, so results are equal bit for bit.
+Every function takes the raw blocks uint8 [N, size] and returns float32 [N, block]. Formulas: ggml,
+ggml-quants.c (dequantize_row_*) and ggml-common.h (block layouts). Letters: N blocks, S sub-blocks
+in a block, L elements in one. A value is `scale * q - minimum` in float32; the order of operations
+is ggml's, so results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def _scaled(q_NSL: npt.NDArray[np.generic], scale_NS: F32, minimum_NS: F32 | Non
 
 
 def _two_bit_planes(bytes_: U8) -> U8:
-    """64 bytes of 2-bit values -> [N, 16, 16]: two halves of 32 bytes, four planes each, 16 elements a sub-block."""
+    """64 bytes of 2-bit values -> [N, 16, 16]: two halves of 32 bytes, four planes each, 16
+    elements a sub-block."""
     planes = [_bits(half, (0, 2, 4, 6), 3) for half in (bytes_[:, :32], bytes_[:, 32:])]
     return np.concatenate(planes, axis=1).reshape(len(bytes_), 16, 16)
 

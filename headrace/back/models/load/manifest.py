@@ -15,7 +15,8 @@ HASH_THREADS = 2
 
 
 def verify_manifest(manifest: Path, folder: Path) -> int:
-    """Checks every file the manifest lists; returns their number. A difference is a CheckpointError naming the files.
+    """Checks every file the manifest lists; returns their number. A difference is a CheckpointError
+    naming the files.
 
     Every safetensors and GGUF file of the folder must be listed: an unlisted one is refused too.
     """

@@ -1,7 +1,8 @@
-"""From a file to a device's memory: each loading thread reads into pinned memory of its own while what it read before
-is on its way to the device, on a stream of its own.
+"""From a file to a device's memory: each loading thread reads into pinned memory of its own while
+what it read before is on its way to the device, on a stream of its own.
 
-Reading through a memory map would fault page by page and copy once more. Conversion and cutting happen on the device.
+Reading through a memory map would fault page by page and copy once more. Conversion and cutting
+happen on the device.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class PinnedReaders:
         source: tuple[slice, ...],
         target: torch.Tensor,
     ) -> None:
-        """Writes the rectangle `source` of the tensor stored at `offset` to `target`; returns once it is there."""
+        """Writes the rectangle `source` of the tensor stored at `offset` to `target`; returns once
+        it is there."""
         shape, source = shape or (1,), source or (slice(0, 1),)
         rows = range(shape[0])[source[0]]
         row_bytes = math.prod(shape[1:]) * dtype.itemsize

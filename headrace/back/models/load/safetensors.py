@@ -1,9 +1,10 @@
 """Safetensors checkpoints: headers checked on opening, then slices of the files brought into place.
 
-What lies in the file as it is wanted is read straight into the model's memory: through a map each page of the file
-would fault, and count as memory of ours (a server of 1.2 GB of weights held 2.8 GB at its peak, and holds 1.6).
-Columns, and what is converted, come through a map, private and never written. Only the wanted bytes are read, so a
-rank of a tensor-parallel group reads its share of the rows, not the whole file.
+What lies in the file as it is wanted is read straight into the model's memory: through a map each
+page of the file would fault, and count as memory of ours (a server of 1.2 GB of weights held 2.8 GB
+at its peak, and holds 1.6). Columns, and what is converted, come through a map, private and never
+written. Only the wanted bytes are read, so a rank of a tensor-parallel group reads its share of the
+rows, not the whole file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from headrace.back.models.load.pinned import PinnedReaders
-from headrace.back.models.load.source import Entry
+from headrace.back.models.load.source import CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.base.config.safetensors_header import StoredTensor, read_safetensors_header
 from headrace.base.config.weight_files import WeightFiles, find_weight_files
@@ -52,8 +53,8 @@ class SafetensorsSource:
         files = find_weight_files(folder)
         self._stored = _all_tensors(files)
         order = {path: number for number, path in enumerate(files.files)}
-        self.entries: Mapping[str, Entry] = {
-            name: Entry(
+        self.entries: Mapping[str, CheckpointTensor] = {
+            name: CheckpointTensor(
                 shape=stored.shape,
                 dtype=stored.dtype,
                 where=str(stored.path),
@@ -113,26 +114,29 @@ class SafetensorsSource:
 
 
 def _all_tensors(files: WeightFiles) -> dict[str, StoredTensor]:
-    """The tensors of all files; one that is in two files, or not where the index says, is refused."""
-    found: dict[str, StoredTensor] = {}
+    """The tensors of all files; one that is in two files, or not where the index says, is
+    refused."""
+    stored_tensors: dict[str, StoredTensor] = {}
     for path in files.files:
         for name, stored in read_safetensors_header(path).items():
-            if name in found:
-                raise CheckpointError(f"{path}: tensor {name!r} is in {found[name].path.name} too")
-            found[name] = stored
+            if name in stored_tensors:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is in {stored_tensors[name].path.name} too"
+                )
+            stored_tensors[name] = stored
     if files.weight_map is not None:
-        _check_index(files.weight_map, found)
-    return found
+        _check_index(files.weight_map, stored_tensors)
+    return stored_tensors
 
 
-def _check_index(weight_map: Mapping[str, str], found: Mapping[str, StoredTensor]) -> None:
+def _check_index(weight_map: Mapping[str, str], stored_tensors: Mapping[str, StoredTensor]) -> None:
     for name, file in weight_map.items():
-        if name not in found:
+        if name not in stored_tensors:
             raise CheckpointError(f"{file}: tensor {name!r} is missing; the index says it is there")
-        if found[name].path.name != file:
-            actual = found[name].path
+        if stored_tensors[name].path.name != file:
+            actual = stored_tensors[name].path
             raise CheckpointError(f"{actual}: tensor {name!r} is here; the index says in {file}")
-    for name, stored in found.items():
+    for name, stored in stored_tensors.items():
         if name not in weight_map:
             raise CheckpointError(f"{stored.path}: tensor {name!r} is not in the index")
 
@@ -163,7 +167,8 @@ def _read(file: int, offset: int, target: torch.Tensor) -> None:
 
 
 def _mapped(path: Path) -> torch.Tensor:
-    """The file as bytes. A private map counts as writable, which torch asks for; nothing is ever written to it."""
+    """The file as bytes. A private map counts as writable, which torch asks for; nothing is ever
+    written to it."""
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     data.madvise(mmap.MADV_WILLNEED)

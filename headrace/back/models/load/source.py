@@ -1,7 +1,8 @@
 """Where a checkpoint's tensors come from: the one thing the loader knows about a file format.
 
-A source lists its tensors with names as transformers publishes them, and copies a rectangle of one into memory that
-the model owns. Everything a format can get wrong is refused when the source is opened, before any weight is allocated.
+A source lists its tensors with names as transformers publishes them, and copies a rectangle of one
+into memory that the model owns. Everything a format can get wrong is refused when the source is
+opened, before any weight is allocated.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ PLAIN = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A tensor of a checkpoint. `where` names its file for messages; `order` is its place in the files.
+class CheckpointTensor:
+    """A tensor of a checkpoint. `where` names its file for messages; `order` is its place in the
+    files.
 
-    `widened` means that the source turns the values into floats (a quantized GGUF type); else `dtype` is stored as is.
-    `squeezed` means that the format drops dimensions of size 1, so shapes are compared without them (REG-063).
+    `dequantized` means that the source turns the values into floats (a quantized GGUF type); else
+    `dtype` is stored as is. `squeezed` means that the format drops dimensions of size 1, so shapes
+    are compared without them.
     """
 
     shape: tuple[int, ...]
     dtype: str
     where: str
     order: tuple[int, int] = (0, 0)
-    widened: bool = False
+    dequantized: bool = False
     squeezed: bool = False
 
     @property
     def blocks(self) -> bool:
         """Whether the source can give the stored blocks (`Source.blocks`)."""
-        return self.widened and self.dtype not in PLAIN
+        return self.dequantized and self.dtype not in PLAIN
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether this is the tensor a model wants as `shape`."""
@@ -49,16 +52,18 @@ class Source(Protocol):
     """An opened checkpoint. `where` is the folder or file that messages name."""
 
     where: str
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, CheckpointTensor]
 
     def copy(
         self, name: str, shape: tuple[int, ...], source: tuple[slice, ...], target: torch.Tensor
     ) -> None:
-        """Writes `tensor[source]` to `target`, in target's dtype; `shape` is the whole shape the model states."""
+        """Writes `tensor[source]` to `target`, in target's dtype; `shape` is the whole shape the
+        model states."""
         ...
 
     def blocks(self, name: str) -> StoredRows:
-        """The tensor's blocks as they are stored, without a copy; only where the entry has `blocks`."""
+        """The tensor's blocks as they are stored, without a copy; only where the entry has
+        `blocks`."""
         ...
 
     def close(self) -> None:

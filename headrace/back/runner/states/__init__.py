@@ -1,4 +1,5 @@
-"""What differs between kinds of models, behind one protocol (state.py): the runner holds no `if` about them."""
+"""What differs between kinds of models, behind one protocol (state.py): the runner holds no `if`
+about them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from headrace.back.runner.states.plain import PlainDecoder, PlainEncoder
+from headrace.back.runner.states.recurrent import Recurrent
 from headrace.back.runner.states.segments import Segments
 from headrace.back.runner.states.state import ModelState
 
@@ -14,5 +16,6 @@ STATES: dict[str, Callable[[int, torch.device], ModelState]] = {
     "plain": lambda max_rows, device: PlainDecoder(),
     "texts": lambda max_rows, device: PlainEncoder(),
     "segments": Segments,
+    "recurrent": lambda max_rows, device: Recurrent(),
 }
 """`CausalModel.state` -> the state's maker, from the number of rows and the device."""

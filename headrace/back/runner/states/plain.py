@@ -1,4 +1,5 @@
-"""The state of a plain decoder: none. Positions are token indices and the batch goes to the model as it is."""
+"""The state of a plain decoder: none. Positions are token indices and the batch goes to the model
+as it is."""
 
 from __future__ import annotations
 
@@ -8,13 +9,21 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import Batch
+from headrace.back.runner.memory import KVMemory
 from headrace.base.wire.step import RowStart
 
 
 class PlainDecoder:
-    """The ModelState of models that need nothing beside tokens, positions and attention plans."""
+    """The ModelState of models that need nothing beside tokens, positions and attention plans.
+
+    Tokens that were not accepted leave keys and values behind, which later ones overwrite."""
 
     in_graphs = True
+    repeatable = True
+    rolls_back = True
+
+    def use_memory(self, memory: KVMemory) -> None:
+        """Attention layers read the caches themselves."""
 
     def end(self, rows: np.ndarray) -> None:
         """Nothing to forget."""
@@ -22,12 +31,20 @@ class PlainDecoder:
     def start(self, start: RowStart) -> None:
         """Nothing to remember."""
 
-    def prepare(self, batch: Batch, *, row_T: np.ndarray, gates: Mapping[str, bytes]) -> Batch:
+    def prepare(
+        self, batch: Batch, *, row_T: np.ndarray, hook_payloads: Mapping[str, bytes]
+    ) -> Batch:
         """The batch unchanged."""
         return batch
 
+    def before(self, batch: Batch) -> None:
+        """Nothing to load."""
+
     def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
         """Nothing to save."""
+
+    def commit(self, batch: Batch, accepted_R: torch.Tensor) -> None:
+        """Nothing to undo."""
 
 
 class PlainEncoder(PlainDecoder):

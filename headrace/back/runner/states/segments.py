@@ -1,4 +1,5 @@
-"""The state of encoders with token types: where the second text of a pair begins, per row (Devlin et al. 2018)."""
+"""The state of encoders with token types: where the second text of a pair begins, per row (Devlin
+et al. 2018)."""
 
 from __future__ import annotations
 
@@ -10,32 +11,27 @@ import torch
 
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.upload import to_device
+from headrace.back.runner.states.plain import PlainEncoder
 from headrace.base.wire.step import RowStart
 
 _NEVER = np.iinfo(np.int64).max
 
 
-class Segments:
-    """ModelState: segments_T is 1 from the second text on, 0 before it. Encoders read the texts' bounds on the host."""
-
-    in_graphs = False
+class Segments(PlainEncoder):
+    """ModelState: segments_T is 1 from the second text on, 0 before it."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._second_at = np.full(max_rows, _NEVER, np.int64)
         self._device = device
 
-    def end(self, rows: np.ndarray) -> None:
-        """The next owner starts afresh."""
-
     def start(self, start: RowStart) -> None:
         """Remembers where the second text begins."""
-        given = 0 if start.pooling is None else start.pooling.second_at
-        self._second_at[start.row] = given or _NEVER
+        second_at = 0 if start.pooling is None else start.pooling.second_at
+        self._second_at[start.row] = second_at or _NEVER
 
-    def prepare(self, batch: Batch, *, row_T: np.ndarray, gates: Mapping[str, bytes]) -> Batch:
+    def prepare(
+        self, batch: Batch, *, row_T: np.ndarray, hook_payloads: Mapping[str, bytes]
+    ) -> Batch:
         """The batch with its segments."""
         bound_T = to_device(self._second_at[row_T], self._device)
         return replace(batch, segments_T=(batch.positions_T >= bound_T).long())
-
-    def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
-        """Nothing to save."""

@@ -1,7 +1,8 @@
-"""The seam between the runner and a kind of model (ENG-22).
+"""The seam between the runner and a kind of model.
 
-The runner does what every model needs: rows, block tables, batches, sampling. Whatever only some models need
-(positions in several axes, encoder outputs, recurrent state) is kept by a `ModelState`, built once beside the model.
+The runner does what every model needs: rows, block tables, batches, sampling. Whatever only some
+models need (positions in several axes, encoder outputs, recurrent state) is kept by a `ModelState`,
+built once beside the model.
 """
 
 from __future__ import annotations
@@ -13,17 +14,29 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import Batch
+from headrace.back.runner.memory import KVMemory
 from headrace.base.wire.step import RowStart
 
 
 class ModelState(Protocol):
-    """Per-row state of one kind of model, and its hooks, called in the order in which they are written here.
+    """Per-row state of one kind of model, and its hooks, called in the order in which they are
+    written here.
 
-    `in_graphs`: a step needs nothing of this state, so that it may be replayed from a graph: `prepare` and `after` are
-    then not called.
+    in_graphs    a step needs nothing of this state from the host, so that it may be replayed from a
+                 graph: `prepare` is then called for exact steps alone. `before`, `after` and
+                 `commit` are work of the device on static tensors; they are recorded with the step
+    repeatable   a step that failed for lack of memory may be run again: it leaves nothing behind
+                 that its repetition would read
+    rolls_back   `commit` can give up tokens that were run and not accepted
     """
 
     in_graphs: bool
+    repeatable: bool
+    rolls_back: bool
+
+    def use_memory(self, memory: KVMemory) -> None:
+        """The caches from now on; before the first real step."""
+        ...
 
     def end(self, rows: np.ndarray) -> None:
         """The rows are given back; called before `start` of the same step."""
@@ -33,10 +46,22 @@ class ModelState(Protocol):
         """A request takes a row; its state starts afresh, also after a preemption."""
         ...
 
-    def prepare(self, batch: Batch, *, row_T: np.ndarray, gates: Mapping[str, bytes]) -> Batch:
-        """The batch as the model wants it: other positions, extra inputs. `row_T` [T]: the row of each query token."""
+    def prepare(
+        self, batch: Batch, *, row_T: np.ndarray, hook_payloads: Mapping[str, bytes]
+    ) -> Batch:
+        """The batch as the model wants it: other positions, extra inputs. `row_T` [T]: the row of
+        each query token."""
+        ...
+
+    def before(self, batch: Batch) -> None:
+        """Before the forward pass: what each row begins with."""
         ...
 
     def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
-        """The step's forward pass is queued; recurrent state may be saved here."""
+        """Behind the forward pass: what is kept of each row."""
+        ...
+
+    def commit(self, batch: Batch, accepted_R: torch.Tensor) -> None:
+        """Of each row's query tokens the first `accepted_R` int32 [R] stand; what the others have
+        done is undone. Called only where `rolls_back`, in steps that verify drafts."""
         ...

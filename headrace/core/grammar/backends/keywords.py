@@ -1,7 +1,8 @@
-"""What of JSON schema the xgrammar backend holds. Other keywords it would leave out silently, so they are refused.
+"""What of JSON schema the xgrammar backend holds. Other keywords it would leave out silently, so
+they are refused.
 
-Texts about a value are fine anywhere. A value that is said to be one of several (`anyOf`, `enum`, ...) takes nothing
-beside that but such texts, because the library looks at one of both only.
+Texts about a value are fine anywhere. A value that is said to be one of several (`anyOf`, `enum`,
+...) takes nothing beside that but such texts, because the library looks at one of both only.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ def check_keywords(schema: Any) -> None:
     """Raises InvalidRequest for the first keyword that would not be held."""
     if not isinstance(schema, dict):
         return
-    told = schema.keys() - TEXTS
-    if unknown := sorted(told - CHOICES - HELD):
+    stated = schema.keys() - TEXTS
+    if unknown := sorted(stated - CHOICES - HELD):
         raise InvalidRequest(f"the xgrammar backend does not hold the keyword {unknown[0]!r}")
-    choices = sorted(told & CHOICES)
-    beside = sorted(told - {*choices[:1], "type"})
+    choices = sorted(stated & CHOICES)
+    beside = sorted(stated - {*choices[:1], "type"})
     if choices and beside:
         raise InvalidRequest(
             f"the xgrammar backend does not hold {beside[0]!r} beside {choices[0]!r}"
         )
-    texts = ["pattern" in told, "format" in told, any(name in told for name in _LENGTHS)]
+    texts = ["pattern" in stated, "format" in stated, any(name in stated for name in _LENGTHS)]
     if sum(texts) > 1:
         raise InvalidRequest("the xgrammar backend holds one of pattern, format and lengths only")
     if len(schema.get("allOf", ())) > 1:

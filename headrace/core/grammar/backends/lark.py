@@ -1,7 +1,8 @@
-"""From a node to a grammar in llguidance's Lark dialect. Pure text work; the library checks the result.
+"""From a node to a grammar in llguidance's Lark dialect. Pure text work; the library checks the
+result.
 
-Special tokens are no text to the library: a literal that spells one may be written as the token or letter by letter, a
-Token only as the token.
+Special tokens are no text to the library: a literal that spells one may be written as the token or
+letter by letter, a Token only as the token.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from headrace.base.wire.grammar import (
 
 ANY_TEXT = r"/(.|\n)*/"
 SPACE = r"(\x20|\x0A(\x20{0,40}|\x09{0,16}))"
-"""White space inside of JSON: a space, or a line break and an indentation. A weak model that may write any white space
-may never write anything else."""
+"""White space inside of JSON: a space, or a line break and an indentation. A weak model that may
+write any white space may never write anything else."""
 
 
 def to_grammar(node: Node, vocabulary: Vocabulary) -> str:
@@ -113,18 +114,18 @@ class _Writer:
         if self._any_special is None:
             return json.dumps(text)
         parts, at = [], 0
-        for found in self._any_special.finditer(text):
-            if found.start() > at:
-                parts.append(json.dumps(text[at : found.start()]))
-            parts.append(f"(<[{self._special[found[0]]}]> | {json.dumps(found[0])})")
-            at = found.end()
+        for match in self._any_special.finditer(text):
+            if match.start() > at:
+                parts.append(json.dumps(text[at : match.start()]))
+            parts.append(f"(<[{self._special[match[0]]}]> | {json.dumps(match[0])})")
+            at = match.end()
         if at < len(text):
             parts.append(json.dumps(text[at:]))
         return "(" + " ".join(parts) + ")" if len(parts) > 1 else parts[0]
 
     def _token(self, text: str) -> str:
-        found = self._special.get(text)
-        return self._literal(text) if found is None else f"<[{found}]>"
+        match = self._special.get(text)
+        return self._literal(text) if match is None else f"<[{match}]>"
 
     def _until(self, stop: str) -> str:
         if stop in self._special:

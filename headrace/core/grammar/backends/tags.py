@@ -1,4 +1,5 @@
-"""From a node to a structural tag, the tree of formats xgrammar takes. Pure data; the library checks the result."""
+"""From a node to a structural tag, the tree of formats xgrammar takes. Pure data; the library
+checks the result."""
 
 from __future__ import annotations
 
@@ -27,10 +28,11 @@ from headrace.base.wire.grammar import (
 from headrace.core.grammar.backends.keywords import check_keywords
 
 MANY = 39_017
-"""How the library is asked for any white space; this number finds it again in the grammar, where a space, or a line
-break and an indentation, take its place: a weak model that may write any white space may never write anything else."""
-_CHARACTER = re.compile(r'^(\w+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.M)
-_JSON_CHARACTER = r'\1 ::= (([^\\0-\\u001f\\"\\\\]))'
+"""How the library is asked for any white space; this number finds it again in the grammar, where a
+space, or a line break and an indentation, take its place: a weak model that may write any white
+space may never write anything else."""
+_CHARACTER = re.compile(r'(^\w+ ::= \(\(|"\\"" )\[\^\\"\\\\\\r\\n\](?=\)\)$| "\\"")', re.M)
+_JSON_CHARACTER = r'\1[^\\0-\\u001f\\"\\\\]'
 """In texts of bounded length the library allows control characters, which JSON does not."""
 _HEX = re.compile(r"(?<!\\)((?:\\\\)*)\\x([0-9a-f]{2})")
 _FOUR_DIGITS = r"\1\\u00\2"
@@ -50,7 +52,7 @@ def has_tokens(form: Any) -> bool:
     return str(form.get("type")).startswith("token") or any(map(has_tokens, form.values()))
 
 
-class Tags:
+class TagWriter:
     """Writes formats. `library` parses what has no format of its own."""
 
     def __init__(self, library: Any, vocabulary: Vocabulary) -> None:
@@ -69,8 +71,8 @@ class Tags:
             case Literal():
                 return self._literal(node.text)
             case Token():
-                found = self._special.get(node.text)
-                return _text(node.text) if found is None else {"type": "token", "token": found}
+                match = self._special.get(node.text)
+                return _text(node.text) if match is None else {"type": "token", "token": match}
             case Json():
                 return self._json(node)
             case Regex():
@@ -94,11 +96,11 @@ class Tags:
         if self._any_special is None:
             return _text(text)
         parts, at = [], 0
-        for found in self._any_special.finditer(text):
-            parts += [_text(text[at : found.start()])] if found.start() > at else []
-            token = {"type": "token", "token": self._special[found[0]]}
-            parts.append({"type": "or", "elements": [token, _text(found[0])]})
-            at = found.end()
+        for match in self._any_special.finditer(text):
+            parts += [_text(text[at : match.start()])] if match.start() > at else []
+            token = {"type": "token", "token": self._special[match[0]]}
+            parts.append({"type": "or", "elements": [token, _text(match[0])]})
+            at = match.end()
         if at < len(text) or not parts:
             parts.append(_text(text[at:]))
         return _sequence(parts)
@@ -156,7 +158,8 @@ class Tags:
         }
 
     def _token_tag(self, begin: str, content: Node, end: str) -> Format:
-        """A tag that begins with a special token; what stands behind it there belongs to the content."""
+        """A tag that begins with a special token; what stands behind it there belongs to the
+        content."""
         name = max((s for s in self._special if begin.startswith(s)), key=len)
         parts = [self._literal(begin[len(name) :])] if begin != name else []
         whole = _sequence([*parts, self.write(content)])
@@ -165,8 +168,8 @@ class Tags:
 
 def _trigger(tag: Tag, triggers: tuple[str, ...]) -> str:
     """What makes a tag begin; one that no trigger stands for is its own."""
-    found = (t for t in sorted(triggers, key=len) if tag.begin.startswith(t))
-    return next(found, tag.begin)
+    match = (t for t in sorted(triggers, key=len) if tag.begin.startswith(t))
+    return next(match, tag.begin)
 
 
 def _text_of(grammar: Any) -> str:

@@ -1,8 +1,10 @@
-"""The backend over xgrammar: pushdown automata whose masks are mostly known when the grammar is compiled.
+"""The backend over xgrammar: pushdown automata whose masks are mostly known when the grammar is
+compiled.
 
-Slower to compile (seconds for a schema over a large vocabulary), with less of JSON schema, and it brings torch into the
-core process; so it is an extra, and llguidance the default. Special tokens have no text here: a literal that spells one
-may be written as the token or letter by letter, a Token only as the token.
+Slower to compile (seconds for a schema over a large vocabulary), with less of JSON schema, and it
+brings torch into the core process; so it is an extra, and llguidance the default. Special tokens
+have no text here: a literal that spells one may be written as the token or letter by letter, a
+Token only as the token.
 """
 
 from __future__ import annotations
@@ -19,27 +21,37 @@ import numpy.typing as npt
 from headrace.base.errors import InvalidRequest
 from headrace.base.optional import require
 from headrace.base.wire.grammar import Node, Vocabulary
-from headrace.core.grammar.backends.tags import Tags, has_tokens
-from headrace.core.ports import Encode, Matcher
+from headrace.core.grammar.backends.tags import TagWriter, has_tokens
+from headrace.core.ports import MAX_FORCED, Encode, Matcher
 
+MAX_FORCED_CHARS = 8192
 MAX_MESSAGE_CHARS = 300
 CACHE_BYTES = 64 << 20
 """What the library may keep of parts that grammars share."""
 _UNWRITABLE = b"\xff"
-"""No text holds this byte, so that no text can be written by a special token; one without any is never allowed."""
+"""No text holds this byte, so that no text can be written by a special token; one without any is
+never allowed."""
 _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
-"""How the encoding of a surrogate begins. No text has one, but the library takes it for a character (xgrammar 0.2): the
-answer would hold three replacement characters, more than `maxLength` allows."""
+"""How the encoding of a surrogate begins. No text has one, but the library takes it for a character
+(xgrammar 0.2): the answer would hold three replacement characters, more than `maxLength` allows."""
 _PLACE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")  # time and line of the library's source
 
 
 class XgrammarMatcher:
     """One answer's place."""
 
-    def __init__(self, matcher: Any, backend: XgrammarBackend, *, opened: bool = False) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        backend: XgrammarBackend,
+        *,
+        opened: bool = False,
+        jumps_forward: bool = True,
+    ) -> None:
         self.matcher = matcher
         self.opened = opened
         """Whether the last byte could begin a surrogate."""
+        self._jumps_forward = jumps_forward
         self._backend = backend
 
     def accept(self, token: int) -> bool:
@@ -60,16 +72,25 @@ class XgrammarMatcher:
         return self.matcher.is_completed() and self._backend.ends(self.matcher)
 
     def forced(self) -> list[int]:
-        """See Matcher."""
+        """See Matcher. The library finds a forced text whole, however long (0.5 us a character):
+        one that is very long is taken once and not looked for again."""
+        if not self._jumps_forward:
+            return []
         try:
             text = self.matcher.find_jump_forward_string()
         except UnicodeDecodeError:  # within a character
             return []
-        return self._backend.tokens_of(text)
+        self._jumps_forward = len(text) <= MAX_FORCED_CHARS
+        return self._backend.tokens_of(text[:MAX_FORCED_CHARS])[:MAX_FORCED]
 
     def copy(self) -> XgrammarMatcher:
         """See Matcher."""
-        return XgrammarMatcher(self.matcher.fork(), self._backend, opened=self.opened)
+        return XgrammarMatcher(
+            self.matcher.fork(),
+            self._backend,
+            opened=self.opened,
+            jumps_forward=self._jumps_forward,
+        )
 
 
 class XgrammarBackend:
@@ -94,7 +115,7 @@ class XgrammarBackend:
         self._compiler = library.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
         self._apart = library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._filler = library.BatchGrammarMatcher(min(8, len(os.sched_getaffinity(0))))
-        self._tags = Tags(library, vocabulary)
+        self._tags = TagWriter(library, vocabulary)
         self._encode = encode
         self._pieces = pieces
         self._texts = sorted(filter(None, pieces))

@@ -1,19 +1,25 @@
-"""Sliding-window attention: a query at position p reads positions p-W+1 .. p, so that older blocks are given back.
+"""Sliding-window attention: a query at position p reads positions p-W+1 .. p, so that older blocks
+are given back.
 
-A prefix hit of h blocks needs only the last K = ceil((W-1) / block_tokens) of them, and the right-most such run is
-searched with jumps: the window is probed from its left end, and a miss at block j moves the window's end to j, because
-every window that ends further right contains j. No block is probed twice (ENG-09).
+A prefix hit of h blocks needs only the last K = ceil((W-1) / block_tokens) of them, and the
+right-most such run is searched with jumps: the window is probed from its left end, and a miss at
+block j moves the window's end to j, because every window that ends further right contains j. No
+block is probed twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from headrace.base.wire.step import KVGroup
+from headrace.core.kv.kinds.kind import span_of
+
 
 class WindowKind:
     """The rules of a group whose layers attend to the last `window` tokens."""
 
-    is_window = True
+    trims = True
+    shares = True
 
     def __init__(self, window: int, block_tokens: int, *, spare_blocks: int) -> None:
         assert window >= 1, window
@@ -21,6 +27,23 @@ class WindowKind:
         self._block_tokens = block_tokens
         self._spare = spare_blocks
         self.hit_blocks = -(-(window - 1) // block_tokens)
+
+    @staticmethod
+    def of(group: KVGroup, *, block_tokens: int, spare_blocks: int) -> WindowKind:
+        """The rules of this group."""
+        return WindowKind(span_of(group), block_tokens, spare_blocks=spare_blocks)
+
+    def num_blocks(self, tokens: int) -> int:
+        """See CacheKind."""
+        return -(-tokens // self._block_tokens)
+
+    def first_kept(self, position: int) -> int:
+        """The first block still needed when the next token to compute is at `position`.
+
+        With prefix caching one block more is kept: the same prompt sent again matches only up to
+        its last token but one, so that its window begins up to a block earlier.
+        """
+        return max(0, max(0, position - self.window + 1) // self._block_tokens - self._spare)
 
     def longest_hit(self, is_cached: Callable[[int], bool], end: int) -> int:
         """The largest h <= end such that the last min(h, K) blocks before h are all cached."""
@@ -34,19 +57,12 @@ class WindowKind:
         return 0
 
     def hit_start(self, hit: int) -> int:
-        """The first block that a hit of `hit` blocks makes use of."""
+        """See CacheKind."""
         return max(0, hit - self.hit_blocks)
 
-    def first_kept(self, position: int) -> int:
-        """The first block still needed when the next token to compute is at `position`.
-
-        With prefix caching one block more is kept: the same prompt sent again matches only up to its last token but
-        one, so that its window begins up to a block earlier (ENG-08).
-        """
-        return max(0, max(0, position - self.window + 1) // self._block_tokens - self._spare)
-
-    def most_held(self, blocks: int, chunk_blocks: int) -> int:
-        """The most blocks held at one time by a sequence of `blocks` that is computed in chunks."""
+    def most_held(self, tokens: int, *, done: int, chunk_tokens: int) -> int:
+        """See CacheKind."""
         size = self._block_tokens
         behind = (self.window - 1 + size - 2) // size + 1  # blocks that W-1 tokens can touch
-        return min(blocks, behind + self._spare + chunk_blocks)
+        most = behind + self._spare + -(-chunk_tokens // size)
+        return min(self.num_blocks(tokens) - self.num_blocks(done), most)

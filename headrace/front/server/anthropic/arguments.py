@@ -1,11 +1,11 @@
-"""The input of a tool on its way out, piece by piece, as one JSON object whatever the model writes (contract 6).
+"""The input of a tool on its way out, piece by piece, as one JSON object whatever the model writes.
 
-Clients parse the pieces joined so far and fail where they are no JSON, and only an object is an input. What the model
-wrote is never mended in silence: where it breaks off or is no object, what is out already is closed and the whole text
-stands beside it under `INVALID_JSON`, the name that the vendor gives to such text. No schema knows that property, so
-that clients refuse the call and the model is told. Text goes out as soon as this is still possible after it: inside of
-values at once, keys and bare words once they are complete. Time is linear in the text (P12).
-"""
+Clients parse the pieces joined so far and fail where they are no JSON, and only an object is an
+input. What the model wrote is never mended in silence: where it breaks off or is no object, what is
+out already is closed and the whole text stands beside it under `INVALID_JSON`, the name that the
+vendor gives to such text. No schema knows that property, so that clients refuse the call and the
+model is told. Text goes out as soon as this is still possible after it: inside of values at once,
+keys and bare words once they are complete. Time is linear in the text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ _SAFE = frozenset({_At.FIRST, _At.IN_TEXT, _At.AFTER})
 
 
 class ToolInput:
-    """One call's arguments while they come. `value` is the object that was sent, once it is over."""
+    """One call's arguments while they come. `value` is the object that was sent, once it is
+    over."""
 
     def __init__(self) -> None:
         self.value: dict[str, object] = {}
@@ -82,9 +83,9 @@ class ToolInput:
         else:
             out = self._closed(raw)
             self._sent.append(out)
-        found = orjson.loads("".join(self._sent) or "{}")
-        assert isinstance(found, dict)
-        self.value = found
+        document = orjson.loads("".join(self._sent) or "{}")
+        assert isinstance(document, dict)
+        self.value = document
         return out
 
     def _let(self, count: int) -> str:
@@ -176,9 +177,9 @@ class ToolInput:
         return True
 
     def _string(self) -> bool:
-        found = _IN_STRING.match(self._held, self._place)
-        assert found is not None
-        moved, self._place = found.end() > self._place, found.end()
+        match = _IN_STRING.match(self._held, self._place)
+        assert match is not None
+        moved, self._place = match.end() > self._place, match.end()
         rest = self._held[self._place : self._place + _LONGEST_ESCAPE]
         if rest.startswith('"'):
             return self._take(True, _At.COLON if self._at is _At.IN_KEY else _At.AFTER)

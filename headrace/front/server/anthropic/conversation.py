@@ -1,8 +1,8 @@
 """to_request: messages of the Anthropic dialect as the house's conversation.
 
-One message may become several: results of tools are messages of their own. What clients only keep for us (signatures,
-sealed thinking, blocks of tools run by another server) is read where it is ours and passed over where it is not.
-"""
+One message may become several: results of tools are messages of their own. What clients only keep
+for us (signatures, sealed thinking, blocks of tools run by another server) is read where it is ours
+and passed over where it is not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import orjson
 from headrace.base.errors import InvalidRequest
 from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest, Thinking
 from headrace.front.server.anthropic.tools import changed, to_choice, to_tools
-from headrace.front.server.conversation import Translated
+from headrace.front.server.conversation.resolved import (
+    Conversation,
+    ServedModel,
+    TranslatedRequest,
+    resolved,
+)
 
 Unseal = Callable[[str], str | None]
 CHANGES = ("tool_addition", "tool_removal")
@@ -28,7 +33,9 @@ _NAMES = {
 }
 
 
-def to_request(request: CountTokensRequest, *, unseal: Unseal, max_model_len: int) -> Translated:
+def to_request(
+    request: CountTokensRequest, *, unseal: Unseal, max_model_len: int
+) -> TranslatedRequest:
     """The conversation. `unseal` opens thinking that was sealed for this client, or gives None."""
     folded = _Messages(unseal)
     folded.system(request.system)
@@ -49,12 +56,21 @@ def to_request(request: CountTokensRequest, *, unseal: Unseal, max_model_len: in
     if isinstance(request, MessagesRequest):
         document |= _sampling(request, max_model_len=max_model_len)
         stop = tuple(request.stop_sequences or ())
-    given = {key: value for key, value in document.items() if value is not None}
-    return Translated(document=given, places=folded.places, names=_NAMES, stop=stop)
+    fields = {key: value for key, value in document.items() if value is not None}
+    return TranslatedRequest(document=fields, places=folded.places, names=_NAMES, stop=stop)
+
+
+def to_conversation(
+    request: CountTokensRequest, served: ServedModel, *, id: str, unseal: Unseal
+) -> Conversation:
+    """The request, resolved."""
+    translated = to_request(request, unseal=unseal, max_model_len=served.max_model_len)
+    return resolved(translated.typed(), served, id=id, sent=translated)
 
 
 def _sampling(request: MessagesRequest, *, max_model_len: int) -> dict[str, Any]:
-    """Agents ask for more tokens than a small model has; the context is the bound then (see `stop_reason`)."""
+    """Agents ask for more tokens than a small model has; the context is the bound then (see
+    `stop_reason`)."""
     return {
         "max_tokens": min(request.max_tokens, max_model_len),
         "temperature": request.temperature,
@@ -66,21 +82,21 @@ def _sampling(request: MessagesRequest, *, max_model_len: int) -> dict[str, Any]
 def _thinking(thinking: Thinking | None) -> dict[str, Any]:
     """Without the field nobody asked for thinking: templates that think by default are told so."""
     on = thinking is not None and thinking.type != "disabled"
-    found: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": on, "thinking": on}}
+    fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": on, "thinking": on}}
     if thinking is not None and on and thinking.budget_tokens is not None:
-        found["thinking_token_budget"] = thinking.budget_tokens
-    return found
+        fields["thinking_token_budget"] = thinking.budget_tokens
+    return fields
 
 
 def _output(request: CountTokensRequest) -> dict[str, Any]:
     config = request.output_config
     if config is None:
         return {}
-    found: dict[str, Any] = {"reasoning_effort": config.effort}
+    fields: dict[str, Any] = {"reasoning_effort": config.effort}
     if config.format is not None:
         schema = {"name": "output", "schema": config.format.schema, "strict": True}
-        found["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return found
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
 
 
 class _Messages:
@@ -93,14 +109,15 @@ class _Messages:
         self.changes: list[tuple[dict[str, Any], str]] = []
         self._unseal = unseal
 
-    def system(self, given: str | list[dict[str, Any]] | None) -> None:
-        """The system prompt. Blocks that only bill change with every turn and would spoil the prefix cache."""
-        if given is None:
+    def system(self, system: str | list[dict[str, Any]] | None) -> None:
+        """The system prompt. Blocks that only bill change with every turn and would spoil the
+        prefix cache."""
+        if system is None:
             return
-        if isinstance(given, str):
-            texts = [given]
+        if isinstance(system, str):
+            texts = [system]
         else:
-            texts = [_text(block, f"system[{i}]") for i, block in enumerate(given)]
+            texts = [_text(block, f"system[{i}]") for i, block in enumerate(system)]
         kept = [text for text in texts if not text.startswith(BILLING)]
         if kept:
             self._add("system", "system", content="\n\n".join(kept))
@@ -229,8 +246,8 @@ def _text(block: Any, at: str) -> str:
             parts = block.get("content")
             if not isinstance(parts, list):
                 raise _bad(f"{at}.content", "an array of text blocks is needed")
-            found = [_text(part, f"{at}.content[{k}]") for k, part in enumerate(parts)]
-            return "\n".join([_string(block, "title", at), *found])
+            texts = [_text(part, f"{at}.content[{k}]") for k, part in enumerate(parts)]
+            return "\n".join([_string(block, "title", at), *texts])
     raise _bad(f"{at}.type", f"{kind!r:.80} is not accepted by this model (only text is)")
 
 
@@ -251,10 +268,10 @@ def _document(block: dict[str, Any], at: str) -> str:
 
 
 def _string(block: dict[str, Any], name: str, at: str) -> str:
-    found = block.get(name)
-    if not isinstance(found, str):
+    value = block.get(name)
+    if not isinstance(value, str):
         raise _bad(f"{at}.{name}", "a text is needed")
-    return found
+    return value
 
 
 def _bad(field: str, what: str) -> InvalidRequest:

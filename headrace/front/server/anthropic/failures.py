@@ -1,10 +1,11 @@
-"""Errors as Anthropic's clients read them: the type follows from the status, the request's id stands in the body."""
+"""Errors as Anthropic's clients read them: the type follows from the status, the request's id
+stands in the body."""
 
 from __future__ import annotations
 
 import orjson
 
-from headrace.front.server.failures import Failure, Shape
+from headrace.front.server.http.failures import ErrorFormat, Failure
 
 _TYPES = {
     401: "authentication_error",
@@ -26,7 +27,7 @@ def body(failure: Failure, request_id: str) -> bytes:
     return orjson.dumps({"type": "error", "error": error, "request_id": request_id})
 
 
-SHAPE = Shape(
+SHAPE = ErrorFormat(
     body=body,
     last_words=lambda failure, ident: b"event: error\ndata: " + body(failure, ident) + b"\n\n",
     ping=b'event: ping\ndata: {"type":"ping"}\n\n',

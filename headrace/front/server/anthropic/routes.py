@@ -1,4 +1,5 @@
-"""The handlers of the Anthropic routes: messages, count_tokens, and the list of models in its shape."""
+"""The handlers of the Anthropic routes: messages, count_tokens, and the list of models in its
+shape."""
 
 from __future__ import annotations
 
@@ -10,80 +11,96 @@ from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.server.anthropic import stream
-from headrace.front.server.anthropic.conversation import to_request
+from headrace.front.server.anthropic.conversation import Unseal, to_conversation, to_request
 from headrace.front.server.anthropic.failures import SHAPE
 from headrace.front.server.anthropic.schema import CountTokensRequest, parse_messages, parse_prompt
-from headrace.front.server.conversation import (
-    Translated,
+from headrace.front.server.conversation.context import RequestContext, Services, json_response
+from headrace.front.server.conversation.pipeline import begin, prompt_ids, streamed
+from headrace.front.server.conversation.rendering import rendered_translated
+from headrace.front.server.conversation.resolved import (
+    SentNames,
+    TranslatedRequest,
     as_sent,
-    begin_translated,
-    render,
-    streamed,
+    prompt_source,
 )
-from headrace.front.server.exchange import Exchange, Services, json_response
-from headrace.front.server.ids import message_id
-from headrace.front.server.responses.pages import number_of
+from headrace.front.server.http.ids import message_id
+from headrace.front.server.http.paging import number_of
 
 THINKING = "thinking"
 MAX_LISTED = 1000
 
 
-async def post_messages(exchange: Exchange, document: Any) -> Response:
+async def post_messages(context: RequestContext, document: Any) -> Response:
     """POST /v1/messages."""
     request = parse_messages(document)
-    services = exchange.services
-    asked = translated(exchange, request)
-    chat = asked.typed()
+    services = context.services
+    conversation = to_conversation(
+        request, services.served, id=message_id(), unseal=unsealing(context)
+    )
     thinking = request.thinking
     show = thinking is None or thinking.display != "omitted"
     seal = services.sealer.sign if show else services.sealer.seal
     reply = stream.MessageReply(
-        id=message_id(),
-        model=services.model_name(request.model),
+        id=conversation.id,
+        model=conversation.model,
         max_tokens=request.max_tokens,
-        sign=lambda text: seal(text, owner=exchange.tenant, purpose=THINKING),
+        sign=lambda text: seal(text, owner=context.tenant, purpose=THINKING),
         show_thinking=show,
         managed=request.context_management is not None,
     )
     try:
-        events = await begin_translated(exchange, asked, chat, label=reply.id)
+        _, events = await begin(context, conversation)
     except InvalidRequest as error:
-        raise _about_roles(error, asked) from None
+        raise _about_roles(error, conversation.sent, conversation.prompt.messages) from None
     if request.stream:
-        return await streamed(exchange, stream.to_chunks(events, reply), shape=SHAPE)
-    return json_response(await stream.to_message(events, reply))
+        return await streamed(context, stream.to_chunks(events, reply), shape=SHAPE)
+    return json_response(await stream.to_answer(events, reply))
 
 
-async def post_count_tokens(exchange: Exchange, document: Any) -> Response:
+async def post_count_tokens(context: RequestContext, document: Any) -> Response:
     """POST /v1/messages/count_tokens: the prompt's length; the engine is not asked."""
     request = parse_prompt(document)
-    exchange.services.model_name(request.model)
-    asked = translated(exchange, request)
+    context.services.model_name(request.model)
+    asked = translated(context, request)
     chat = asked.typed()
     try:
         with as_sent(asked):
-            ids = await render(exchange, chat)
+            ids = await prompt_ids(context, prompt_source(chat))
     except InvalidRequest as error:
-        raise _about_roles(error, asked) from None
+        raise _about_roles(error, asked, chat.messages) from None
     return json_response({"input_tokens": len(ids)})
 
 
-def translated(exchange: Exchange, request: CountTokensRequest) -> Translated:
-    """The request as the house's conversation."""
-    services = exchange.services
+async def post_render_messages(context: RequestContext, document: Any) -> Response:
+    """POST /v1/messages/render."""
+    request = parse_messages(document)
+    asked = translated(context, request)
+    return json_response(await rendered_translated(context, asked, streams=bool(request.stream)))
+
+
+def translated(context: RequestContext, request: CountTokensRequest) -> TranslatedRequest:
+    """The request as fields of a chat."""
+    max_model_len = context.services.text.max_model_len
+    return to_request(request, unseal=unsealing(context), max_model_len=max_model_len)
+
+
+def unsealing(context: RequestContext) -> Unseal:
+    """Opens thinking that was sealed for this key, or gives None."""
 
     def unseal(sealed: str) -> str | None:
-        return services.sealer.open(sealed, owner=exchange.tenant, purpose=THINKING)
+        return context.services.sealer.open(sealed, owner=context.tenant, purpose=THINKING)
 
-    return to_request(request, unseal=unseal, max_model_len=services.text.max_model_len)
+    return unseal
 
 
-def _about_roles(error: InvalidRequest, asked: Translated) -> InvalidRequest:
-    """A template that refuses a system message inside the conversation is reported in the words that clients know:
-    they fold the message into the user's turn and ask again."""
+def _about_roles(
+    error: InvalidRequest, sent: SentNames, messages: list[dict[str, Any]]
+) -> InvalidRequest:
+    """A template that refuses a system message inside the conversation is reported in the words
+    that clients know: they fold the message into the user's turn and ask again."""
     inside = [
         place
-        for place, message in zip(asked.places, asked.document["messages"], strict=True)
+        for place, message in zip(sent.places, messages, strict=True)
         if message["role"] == "system" and place != "system"
     ]
     if not inside or "chat template" not in error.message:
@@ -102,14 +119,14 @@ def _card(services: Services, name: str) -> dict[str, object]:
         "display_name": name,
         "created_at": created,
         "lifecycle": "active",
-        "max_input_tokens": services.text.max_model_len,
-        "max_tokens": services.text.max_model_len,
+        "max_input_tokens": services.context_tokens,
+        "max_tokens": services.context_tokens,
     }
 
 
-async def get_models(exchange: Exchange, request: Request) -> Response:
+async def get_models(context: RequestContext, request: Request) -> Response:
     """The names that are served, in pages: `limit`, and `after_id` or `before_id`."""
-    services = exchange.services
+    services = context.services
     page, has_more = _page(request, list(services.text.model_names))
     return json_response(
         {
@@ -129,9 +146,9 @@ def _page(request: Request, names: list[str]) -> tuple[list[str], bool]:
         raise InvalidRequest(
             "before_id: does not go with after_id; send one of them", field="before_id"
         )
-    for field, given in (("after_id", after), ("before_id", before)):
-        if given is not None and given not in names:
-            raise InvalidRequest(f"{field}: no model {given[:80]!r} is served", field=field)
+    for field, cursor in (("after_id", after), ("before_id", before)):
+        if cursor is not None and cursor not in names:
+            raise InvalidRequest(f"{field}: no model {cursor[:80]!r} is served", field=field)
     if before is not None:
         rest = names[: names.index(before)]
         return rest[-limit:], len(rest) > limit
@@ -139,12 +156,12 @@ def _page(request: Request, names: list[str]) -> tuple[list[str], bool]:
     return rest[:limit], len(rest) > limit
 
 
-async def get_model(exchange: Exchange, request: Request) -> Response:
+async def get_model(context: RequestContext, request: Request) -> Response:
     """One of them."""
-    services = exchange.services
+    services = context.services
     return json_response(_card(services, services.model_name(request.path_params["id"])))
 
 
-async def get_hello(exchange: Exchange, request: Request) -> Response:
+async def get_hello(context: RequestContext, request: Request) -> Response:
     """What clients probe at their start (HEAD): that somebody is there."""
     return json_response({"message": "hello"})

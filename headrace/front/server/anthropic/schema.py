@@ -1,8 +1,8 @@
 """Requests of POST /v1/messages and /v1/messages/count_tokens: fields, types and bounds.
 
-Unknown fields are ignored (`metadata`, `service_tier`, `cache_control` and others that clients send; the prefix cache
-works without being told). Blocks inside messages are checked where they are translated.
-"""
+Unknown fields are ignored (`metadata`, `service_tier`, `cache_control` and others that clients
+send; the prefix cache works without being told). Blocks inside messages are checked where they are
+translated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.openai.schema import Count, Name, typed
+from headrace.front.server.http.validation import Count, Name, typed
 
 MIN_THINKING_TOKENS = 1024
 
@@ -60,7 +60,8 @@ class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
-    """POST /v1/messages. `max_tokens` 0 computes the prompt and nothing else: it warms the prefix cache."""
+    """POST /v1/messages. `max_tokens` 0 computes the prompt and nothing else: it warms the prefix
+    cache."""
 
     max_tokens: Count
     stream: bool | None = None

@@ -1,8 +1,8 @@
 """from_events: a generation's events as the events of a message; the full message is their fold.
 
-Blocks follow one another with indices from 0 and never overlap. White space between blocks opens none. The signature of
-a thinking block is the last thing it says: of a text shown, or the sealed text itself where it is not shown.
-"""
+Blocks follow one another with indices from 0 and never overlap. White space between blocks opens
+none. The signature of a thinking block is the last thing it says: of a text shown, or the sealed
+text itself where it is not shown."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import orjson
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, Events, Started
 from headrace.front.server.anthropic.arguments import ToolInput
-from headrace.front.server.parsed import ParsedEnded, parts_of
-from headrace.front.server.sse import Chunks
+from headrace.front.server.conversation.parsed import ParsedEnded, parts_of
+from headrace.front.server.http.sse import Chunks
 from headrace.front.text.parsing.parts import (
     CallArguments,
     CallBegin,
@@ -32,7 +32,8 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class MessageReply:
-    """What is known of a message before it is made. `sign` makes the signature of a thinking text."""
+    """What is known of a message before it is made. `sign` makes the signature of a thinking
+    text."""
 
     id: str
     model: str
@@ -73,11 +74,11 @@ class MessageStream:
         match event:
             case Started():
                 self._num_prompt = event.num_prompt
-                found = usage(event.num_prompt, None, num_cached=event.num_cached)
-                self.message["usage"] = found
+                counts = usage(event.num_prompt, None, num_cached=event.num_cached)
+                self.message["usage"] = counts
                 return [{"type": "message_start", "message": {**self.message, "content": []}}]
             case Delta():
-                return [made for part in parts_of(event) for made in self._part(part)]
+                return [frame for part in parts_of(event) for frame in self._part(part)]
             case Ended():
                 return self._end(event)
         return []
@@ -87,16 +88,16 @@ class MessageStream:
             case Content():
                 return self._content(part.text)
             case Reasoning():
-                made = self._become("thinking", {"thinking": "", "signature": ""})
+                frames = self._become("thinking", {"thinking": "", "signature": ""})
                 self._texts.append(part.text)
                 if self.reply.show_thinking:
-                    made.append(self._delta({"type": "thinking_delta", "thinking": part.text}))
-                return made
+                    frames.append(self._delta({"type": "thinking_delta", "thinking": part.text}))
+                return frames
             case CallBegin():
                 ident = "toolu_" + part.id.removeprefix("call_")
-                made = self._close()
-                made += self._become("tool_use", {"id": ident, "name": part.name, "input": {}})
-                return made
+                frames = self._close()
+                frames += self._become("tool_use", {"id": ident, "name": part.name, "input": {}})
+                return frames
             case CallArguments():
                 return self._input_delta(self._input.push(part.text))
             case CallEnd():
@@ -109,23 +110,23 @@ class MessageStream:
             if not text.strip():
                 self._space = text
                 return []
-        made = self._become("text", {"text": ""})
+        frames = self._become("text", {"text": ""})
         self._texts.append(text)
-        made.append(self._delta({"type": "text_delta", "text": text}))
-        return made
+        frames.append(self._delta({"type": "text_delta", "text": text}))
+        return frames
 
     def _become(self, kind: str, fields: Json) -> list[Json]:
         """Opens a block of this kind unless it is open."""
         if self._open == kind:
             return []
-        made = self._close()
+        frames = self._close()
         self._open, self._space = kind, ""
         block = {"type": kind, **fields}
         self.message["content"].append(block)
-        made.append(
+        frames.append(
             {"type": "content_block_start", "index": self._index, "content_block": {**block}}
         )
-        return made
+        return frames
 
     def _close(self) -> list[Json]:
         """Closes the open block and writes its whole text into the message."""
@@ -133,24 +134,24 @@ class MessageStream:
             return []
         kind, whole = self._open, "".join(self._texts)
         block = self.message["content"][-1]
-        made: list[Json] = []
+        frames: list[Json] = []
         match kind:
             case "text":
                 block["text"] = whole
             case "thinking":
                 block["thinking"] = whole if self.reply.show_thinking else ""
                 block["signature"] = self.reply.sign(whole)
-                made.append(
+                frames.append(
                     self._delta({"type": "signature_delta", "signature": block["signature"]})
                 )
             case "tool_use":
-                made += self._input_delta(self._input.end())
+                frames += self._input_delta(self._input.end())
                 block["input"] = self._input.value
                 self._input = ToolInput()
-        made.append({"type": "content_block_stop", "index": self._index})
+        frames.append({"type": "content_block_stop", "index": self._index})
         self._open = None
         self._texts.clear()
-        return made
+        return frames
 
     def _input_delta(self, text: str) -> list[Json]:
         return [self._delta({"type": "input_json_delta", "partial_json": text})] if text else []
@@ -166,7 +167,7 @@ class MessageStream:
         if ended.reason == "abort":
             raise Unavailable("the request was ended by an administrator", retry_after_s=1.0)
         self._cut = self._open == "tool_use"  # a complete call closed its block itself
-        made = self._close()
+        frames = self._close()
         stop = {
             "stop_reason": self._stop_reason(ended),
             "stop_sequence": ended.stop if isinstance(ended.stop, str) else None,
@@ -177,7 +178,7 @@ class MessageStream:
             applied: Json = {"context_management": {"applied_edits": []}}
             self.message |= applied
             last |= applied
-        return [*made, last, {"type": "message_stop"}]
+        return [*frames, last, {"type": "message_stop"}]
 
     def _stop_reason(self, ended: Ended) -> str:
         if ended.reason == "length":
@@ -206,13 +207,17 @@ async def to_chunks(events: Events, reply: MessageReply) -> Chunks:
     stream = MessageStream(reply)
     async with aclosing(events):
         async for event in events:
-            for made in stream.take(event):
+            for frame in stream.take(event):
                 yield (
-                    b"event: " + made["type"].encode() + b"\ndata: " + orjson.dumps(made) + b"\n\n"
+                    b"event: "
+                    + frame["type"].encode()
+                    + b"\ndata: "
+                    + orjson.dumps(frame)
+                    + b"\n\n"
                 )
 
 
-async def to_message(events: Events, reply: MessageReply) -> Json:
+async def to_answer(events: Events, reply: MessageReply) -> Json:
     """The full message."""
     stream = MessageStream(reply)
     async with aclosing(events):

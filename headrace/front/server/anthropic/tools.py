@@ -1,4 +1,5 @@
-"""Tools of the Anthropic dialect as functions: clients' own, and the typed ones that clients carry out themselves."""
+"""Tools of the Anthropic dialect as functions: clients' own, and the typed ones that clients carry
+out themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def _one_of(*commands: str) -> dict[str, Any]:
     return {"type": "string", "enum": list(commands)}
 
 
-# prefix of the type -> (description, properties, required): what the client's own documentation asks the model for
+# prefix of the type -> (description, properties, required): what the client's own documentation
+# asks the model for
 _TYPED: Mapping[str, tuple[str, dict[str, Any], list[str]]] = {
     "bash_": (
         "Run a command in a persistent shell.",
@@ -63,7 +65,8 @@ def to_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
 def changed(
     tools: list[dict[str, Any]] | None, changes: Sequence[tuple[dict[str, Any], str]]
 ) -> list[dict[str, Any]] | None:
-    """The tools that are offered after the `changes` (blocks and where they stood) of the conversation."""
+    """The tools that are offered after the `changes` (blocks and where they stood) of the
+    conversation."""
     if not changes:
         return tools
     known = {tool["function"]["name"]: tool for tool in tools or []}
@@ -85,19 +88,21 @@ def _changed_name(tool: Any, at: str, known: dict[str, dict[str, Any]], *, adds:
         definition = tool.get("definition")
         if not isinstance(definition, dict):
             raise InvalidRequest(f"{at}.definition: an object is needed", field=f"{at}.definition")
-        made = _tool(definition, f"{at}.definition")
-        name: str = made["function"]["name"]
-        known[name] = made
+        inner = _tool(definition, f"{at}.definition")
+        name: str = inner["function"]["name"]
+        known[name] = inner
         return name
     if kind != "tool_reference":
         allowed = "tool_reference, tool_definition" if adds else "tool_reference"
         raise InvalidRequest(
             f"{at}.type: {kind!r:.80} given; allowed: {allowed}", field=f"{at}.type"
         )
-    found = tool.get("name")
-    if not isinstance(found, str) or found not in known:
-        raise InvalidRequest(f"{at}.name: {found!r:.80} is not among the tools", field=f"{at}.name")
-    return found
+    tool_name = tool.get("name")
+    if not isinstance(tool_name, str) or tool_name not in known:
+        raise InvalidRequest(
+            f"{at}.name: {tool_name!r:.80} is not among the tools", field=f"{at}.name"
+        )
+    return tool_name
 
 
 def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
@@ -116,8 +121,8 @@ def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
         description, schema = _typed(kind, at)
         strict = None
     function = {"name": name, "description": description, "parameters": schema, "strict": strict}
-    given = {key: value for key, value in function.items() if value is not None}
-    return {"type": "function", "function": given}
+    fields = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": fields}
 
 
 def _typed(kind: Any, at: str) -> tuple[str, dict[str, Any]]:
@@ -139,19 +144,19 @@ def to_choice(choice: ToolChoice | None, *, offered: bool) -> dict[str, Any]:
     """The fields `tool_choice` and `parallel_tool_calls` of the conversation."""
     if choice is None or (not offered and choice.type in ("auto", "none")):
         return {}
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     match choice.type:
         case "any":
-            found["tool_choice"] = "required"
+            fields["tool_choice"] = "required"
         case "tool":
             if choice.name is None:
                 raise InvalidRequest(
                     "tool_choice.name: this field is required with type: tool",
                     field="tool_choice.name",
                 )
-            found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         case named:
-            found["tool_choice"] = named
+            fields["tool_choice"] = named
     if choice.disable_parallel_tool_use and choice.type != "none":
-        found["parallel_tool_calls"] = False
-    return found
+        fields["parallel_tool_calls"] = False
+    return fields

@@ -1,14 +1,14 @@
-"""The lines of a batch: one request each in, one answer each out. What the server and `headrace batch` share.
+"""The lines of a batch: one request each in, one answer each out. What the server and `headrace
+batch` share.
 
-A line is answered by the handler of its route, as if it had come over HTTP under the owner's key. While the engine is
-full the line waits; so only what would fail again is an error.
-"""
+A line is answered by the handler of its route, as if it had come over HTTP under the owner's key.
+While the engine is full the line waits; so only what would fail again is an error."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -18,32 +18,26 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from headrace.base.errors import EngineError, HeadraceError, InvalidRequest, OverloadError
-from headrace.front.server.anthropic import routes as messages
-from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
-from headrace.front.server.batches.batch import LineError
-from headrace.front.server.exchange import Exchange, Services
-from headrace.front.server.failures import OPENAI, failure_of
-from headrace.front.server.ids import request_id
-from headrace.front.server.json_body import parse_json
-from headrace.front.server.openai import routes
-from headrace.front.server.openai.schema import parse
-from headrace.front.server.pooling import routes as pooling
-from headrace.front.server.pooling import scoring
-from headrace.front.server.responses import routes as responses
+from headrace.front.server.conversation.context import RequestContext, Services
+from headrace.front.server.conversation.request import parse
+from headrace.front.server.http.failures import failure_of
+from headrace.front.server.http.ids import request_id
+from headrace.front.server.http.limits import parse_json
+from headrace.front.server.state.batches import LineError
 
 Lines = Iterator[tuple[int, bytes]]
-Handler = Callable[[Exchange, Any], Awaitable[Response]]
-HANDLERS: Mapping[str, Handler] = {
-    "/v1/chat/completions": routes.post_chat,
-    "/v1/completions": routes.post_completions,
-    "/v1/responses": responses.post_responses,
-    "/v1/messages": messages.post_messages,
-    "/v1/embeddings": pooling.post_embeddings,
-    "/v1/score": scoring.post_score,
-    "/v1/rerank": scoring.post_rerank,
-}
-_SHAPES = {"/v1/messages": ANTHROPIC}
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+)
+"""The routes a line may name. Their handlers are `Services.line_routes`."""
 MAX_LINES = 50_000
+BATCH_PRIORITY = 100  # behind what people wait for
 MAX_ENGINE_TRIES = 3
 RETRY_S = 0.5
 CLIENT_GONE = 499  # cancelled
@@ -69,7 +63,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 def read_line(written: bytes, *, endpoint: str | None) -> Line:
     """One line, checked; `endpoint`: the only route allowed, None for any."""
     line = parse(parse_json(written), Line)
-    allowed = tuple(HANDLERS) if endpoint is None else (endpoint,)
+    allowed = ENDPOINTS if endpoint is None else (endpoint,)
     if line.url not in allowed:
         raise InvalidRequest(
             f"url: {line.url[:80]!r} given; allowed: {', '.join(allowed)}", field="url"
@@ -124,56 +118,59 @@ async def answer(services: Services, tenant: str, line: Line) -> Answered:
     """The answer to one line; waits while there is no room for it."""
     tries = 0
     while True:
-        exchange = Exchange(services=services, request_id=request_id(), tenant=tenant)
-        exchange.begin_trace({"method": line.method, "path": line.url, "headers": []})
+        context = RequestContext(services=services, request_id=request_id(), tenant=tenant)
+        context.begin_trace({"method": line.method, "path": line.url, "headers": []})
         try:
-            response = await _handled(exchange, line)
-            return _answered(line, exchange, response.status_code, bytes(response.body))
+            response = await _handled(context, line)
+            return _answered(line, context, response.status_code, bytes(response.body))
         except OverloadError as error:
             await asyncio.sleep(min(5.0, error.retry_after_s or RETRY_S))
         except EngineError as error:
             tries += 1
             if tries == MAX_ENGINE_TRIES:
-                return _failed(line, exchange, error)
+                return _failed(line, context, error)
             await asyncio.sleep(RETRY_S * 2**tries)
         except HeadraceError as error:
-            return _failed(line, exchange, error)
+            return _failed(line, context, error)
         except Exception as error:
-            return _failed(line, exchange, error)
+            return _failed(line, context, error)
 
 
-async def _handled(exchange: Exchange, line: Line) -> Response:
-    """One attempt; its trace and its log line end with it, as those of an exchange over HTTP."""
-    body = {"priority": 100, **line.body}
+async def _handled(context: RequestContext, line: Line) -> Response:
+    """One attempt; its trace and its log line end with it, as those of an context over HTTP."""
+    body = dict(line.body)
+    if context.services.has_priorities:
+        body = {"priority": BATCH_PRIORITY, **body}
     status = CLIENT_GONE
     try:
         for field in ("stream", "background"):
             if body.get(field):
                 raise InvalidRequest(f"{field}: not in a batch", field=field)
-        response = await HANDLERS[line.url](exchange, body)
+        response = await context.services.line_routes[line.url].handler(context, body)
         status = response.status_code
         return response
     except Exception as error:
         status = error.status if isinstance(error, HeadraceError) else 500
         raise
     finally:
-        exchange.held.close()
-        exchange.over(status)
+        context.held.close()
+        context.over(status)
 
 
-def _failed(line: Line, exchange: Exchange, error: Exception) -> Answered:
-    failure = failure_of(error, request_id=exchange.request_id)
-    body = _SHAPES.get(line.url, OPENAI).body(failure, exchange.request_id)
-    return _answered(line, exchange, failure.status, body)
+def _failed(line: Line, context: RequestContext, error: Exception) -> Answered:
+    failure = failure_of(error, request_id=context.request_id)
+    errors = context.services.line_routes[line.url].errors
+    body = errors.body(failure, context.request_id)
+    return _answered(line, context, failure.status, body)
 
 
-def _answered(line: Line, exchange: Exchange, status: int, body: bytes) -> Answered:
+def _answered(line: Line, context: RequestContext, status: int, body: bytes) -> Answered:
     document = {
         "id": "batch_req_" + secrets.token_hex(12),
         "custom_id": line.custom_id,
         "response": {
             "status_code": status,
-            "request_id": exchange.request_id,
+            "request_id": context.request_id,
             "body": orjson.Fragment(body),
         },
         "error": None,
@@ -193,7 +190,8 @@ async def run_lines(
     at_once: int,
     max_line_bytes: int,
 ) -> AsyncIterator[Answered]:
-    """Answers every line that is not in `done`, `at_once` at a time, in the order in which they end."""
+    """Answers every line that is not in `done`, `at_once` at a time, in the order in which they
+    end."""
     lines = numbered_lines(file, max_line_bytes=max_line_bytes)
     running: set[asyncio.Task[Answered]] = set()
     try:
@@ -225,19 +223,20 @@ def _next_line(lines: Lines, endpoint: str | None, done: Collection[str]) -> Lin
 
 
 def answered_ids(path: Path) -> set[str]:
-    """The custom_ids that an output file answers; a last line that was cut off is removed from it."""
+    """The custom_ids that an output file answers; a last line that was cut off is removed from
+    it."""
     if not path.exists():
         return set()
-    found: set[str] = set()
+    ids: set[str] = set()
     with path.open("r+b") as file:
         whole = 0
         for written in file:
             if not written.endswith(b"\n"):
                 break
             whole += len(written)
-            found.add(msgspec.json.decode(written, type=_Id).custom_id)
+            ids.add(msgspec.json.decode(written, type=_Id).custom_id)
         file.truncate(whole)
-    return found
+    return ids
 
 
 class _Id(msgspec.Struct):

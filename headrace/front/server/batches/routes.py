@@ -13,18 +13,19 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from headrace.base.errors import Conflict, InvalidRequest, NotServed, RateLimited
-from headrace.front.server.batches.batch import OVER, Batch, BatchStore, new_batch_id
-from headrace.front.server.batches.files import FileInfo, FileStore
-from headrace.front.server.batches.lines import HANDLERS
+from headrace.front.server.batches.lines import ENDPOINTS
 from headrace.front.server.batches.upload import receive_file
-from headrace.front.server.exchange import Exchange, json_response
-from headrace.front.server.openai.schema import Name, parse
-from headrace.front.server.responses.pages import number_of
+from headrace.front.server.conversation.context import RequestContext, json_response
+from headrace.front.server.conversation.request import parse
+from headrace.front.server.http.paging import number_of
+from headrace.front.server.http.validation import Name
+from headrace.front.server.state.batches import OVER, BatchStore, StoredBatch, new_batch_id
+from headrace.front.server.state.files import FileInfo, FileStore
 
 _CHUNK = 1 << 16
 _MAX_PAGE = 10_000
 WINDOW_S = 86_400
-T = TypeVar("T", FileInfo, Batch)
+T = TypeVar("T", FileInfo, StoredBatch)
 
 
 class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,54 +39,54 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
     ) = None
 
 
-def _stores(exchange: Exchange) -> tuple[FileStore, BatchStore]:
-    stores = exchange.services.stores
+def _stores(context: RequestContext) -> tuple[FileStore, BatchStore]:
+    stores = context.services.stores
     if stores is None:
         raise NotServed("files and batches are off on this server; see --file-store")
     return stores
 
 
-async def post_file(exchange: Exchange, request: Request) -> Response:
+async def post_file(context: RequestContext, request: Request) -> Response:
     """POST /v1/files."""
-    files, _ = _stores(exchange)
-    idle_s = exchange.services.server.body_timeout_s
-    return json_response(_shown(await receive_file(request, files, exchange.tenant, idle_s=idle_s)))
+    files, _ = _stores(context)
+    idle_s = context.services.server.body_timeout_s
+    return json_response(_shown(await receive_file(request, files, context.tenant, idle_s=idle_s)))
 
 
-async def get_files(exchange: Exchange, request: Request) -> Response:
+async def get_files(context: RequestContext, request: Request) -> Response:
     """GET /v1/files: newest first; purpose, limit, after, order."""
-    files, _ = _stores(exchange)
-    found = await asyncio.to_thread(files.of_owner, exchange.tenant)
+    files, _ = _stores(context)
+    infos = await asyncio.to_thread(files.of_owner, context.tenant)
     purpose = request.query_params.get("purpose")
     if purpose is not None:
-        found = [info for info in found if info.purpose == purpose]
+        infos = [info for info in infos if info.purpose == purpose]
     if request.query_params.get("order", "desc") == "asc":
-        found.reverse()
-    page, more = _page(request, found)
+        infos.reverse()
+    page, more = _page(request, infos)
     return _listed([_shown(info) for info in page], more)
 
 
-async def get_file(exchange: Exchange, request: Request) -> Response:
+async def get_file(context: RequestContext, request: Request) -> Response:
     """GET /v1/files/{id}."""
-    files, _ = _stores(exchange)
-    return json_response(_shown(files.get(request.path_params["id"], exchange.tenant)))
+    files, _ = _stores(context)
+    return json_response(_shown(files.get(request.path_params["id"], context.tenant)))
 
 
-async def delete_file(exchange: Exchange, request: Request) -> Response:
+async def delete_file(context: RequestContext, request: Request) -> Response:
     """DELETE /v1/files/{id}; one that a running batch reads stays until it is over."""
-    files, batches = _stores(exchange)
-    info = files.get(request.path_params["id"], exchange.tenant)
-    for batch in await asyncio.to_thread(batches.of_owner, exchange.tenant):
+    files, batches = _stores(context)
+    info = files.get(request.path_params["id"], context.tenant)
+    for batch in await asyncio.to_thread(batches.of_owner, context.tenant):
         if batch.input_file_id == info.id and batch.status not in OVER:
             raise Conflict(f"{info.id} is read by {batch.id}, which is {batch.status}")
     files.delete(info)
     return json_response({"id": info.id, "object": "file", "deleted": True})
 
 
-async def get_content(exchange: Exchange, request: Request) -> Response:
+async def get_content(context: RequestContext, request: Request) -> Response:
     """GET /v1/files/{id}/content."""
-    files, _ = _stores(exchange)
-    info = files.get(request.path_params["id"], exchange.tenant)
+    files, _ = _stores(context)
+    info = files.get(request.path_params["id"], context.tenant)
     return StreamingResponse(
         _pieces(files.open(info)),
         media_type="application/octet-stream",
@@ -99,27 +100,27 @@ async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
             yield piece
 
 
-async def post_batch(exchange: Exchange, document: Any) -> Response:
+async def post_batch(context: RequestContext, document: Any) -> Response:
     """POST /v1/batches."""
-    files, batches = _stores(exchange)
+    files, batches = _stores(context)
     request = parse(document, BatchRequest)
-    if request.endpoint not in HANDLERS:
+    if request.endpoint not in ENDPOINTS:
         raise InvalidRequest(
-            f"endpoint: {request.endpoint[:80]!r} given; allowed: {', '.join(HANDLERS)}",
+            f"endpoint: {request.endpoint[:80]!r} given; allowed: {', '.join(ENDPOINTS)}",
             field="endpoint",
         )
-    info = files.get(request.input_file_id, exchange.tenant)
+    info = files.get(request.input_file_id, context.tenant)
     if info.purpose != "batch":
         raise InvalidRequest(
             f"input_file_id: its purpose is {info.purpose!r}; 'batch' is needed",
             field="input_file_id",
         )
-    if not await asyncio.to_thread(batches.forget_old, exchange.tenant):
+    if not await asyncio.to_thread(batches.forget_old, context.tenant):
         raise RateLimited("this key has too many unfinished batches", retry_after_s=60.0)
     now = int(time.time())
-    batch = Batch(
+    batch = StoredBatch(
         id=new_batch_id(),
-        owner=exchange.tenant,
+        owner=context.tenant,
         endpoint=request.endpoint,
         input_file_id=info.id,
         completion_window=request.completion_window,
@@ -131,29 +132,29 @@ async def post_batch(exchange: Exchange, document: Any) -> Response:
     return json_response(batch.shown())
 
 
-async def get_batches(exchange: Exchange, request: Request) -> Response:
+async def get_batches(context: RequestContext, request: Request) -> Response:
     """GET /v1/batches: newest first; limit, after."""
-    _, batches = _stores(exchange)
+    _, batches = _stores(context)
     page, more = _page(
-        request, await asyncio.to_thread(batches.of_owner, exchange.tenant), default=20
+        request, await asyncio.to_thread(batches.of_owner, context.tenant), default=20
     )
     return _listed([batch.shown() for batch in page], more)
 
 
-async def get_batch(exchange: Exchange, request: Request) -> Response:
+async def get_batch(context: RequestContext, request: Request) -> Response:
     """GET /v1/batches/{id}."""
-    _, batches = _stores(exchange)
-    return json_response(batches.get(request.path_params["id"], exchange.tenant).shown())
+    _, batches = _stores(context)
+    return json_response(batches.get(request.path_params["id"], context.tenant).shown())
 
 
-async def post_cancel(exchange: Exchange, request: Request) -> Response:
+async def post_cancel(context: RequestContext, request: Request) -> Response:
     """POST /v1/batches/{id}/cancel: what runs ends, answers so far are kept."""
-    _, batches = _stores(exchange)
-    batch = batches.get(request.path_params["id"], exchange.tenant)
+    _, batches = _stores(context)
+    batch = batches.get(request.path_params["id"], context.tenant)
     if batch.status in OVER:
         raise Conflict(f"{batch.id} is {batch.status} already")
     batches.ask_cancel(batch)
-    return json_response(batches.get(batch.id, exchange.tenant).shown())
+    return json_response(batches.get(batch.id, context.tenant).shown())
 
 
 def _shown(info: FileInfo) -> dict[str, Any]:
@@ -170,16 +171,16 @@ def _shown(info: FileInfo) -> dict[str, Any]:
 
 
 def _page(
-    request: Request, found: Sequence[T], *, default: int = _MAX_PAGE
+    request: Request, entries: Sequence[T], *, default: int = _MAX_PAGE
 ) -> tuple[list[T], bool]:
     """The asked part of a list, and whether there is more behind it."""
     limit = number_of(request, "limit", default=default, least=1, most=_MAX_PAGE)
     start = 0
     after = request.query_params.get("after")
     if after is not None:
-        start = next((i + 1 for i, item in enumerate(found) if item.id == after), len(found))
+        start = next((i + 1 for i, item in enumerate(entries) if item.id == after), len(entries))
     end = start + limit
-    return list(found[start:end]), len(found) > end
+    return list(entries[start:end]), len(entries) > end
 
 
 def _listed(data: list[dict[str, Any]], more: bool) -> Response:

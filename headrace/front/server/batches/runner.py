@@ -1,7 +1,7 @@
 """Runs batches beside the requests of the server: a few at a time, each a few lines at a time.
 
-What is killed in the middle is taken up again: answers are appended whole, and a line that has one is not run again.
-"""
+What is killed in the middle is taken up again: answers are appended whole, and a line that has one
+is not run again."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import HeadraceError, TooLarge
-from headrace.front.server.batches.batch import Batch, BatchStore, Counts, LineError
-from headrace.front.server.batches.files import FileInfo, FileStore, new_file_id
 from headrace.front.server.batches.lines import answered_ids, check_lines, run_lines
-from headrace.front.server.exchange import Services
+from headrace.front.server.conversation.context import Services
+from headrace.front.server.state.batches import BatchStore, Counts, LineError, StoredBatch
+from headrace.front.server.state.files import FileInfo, FileStore, new_file_id
 
 POLL_S = 0.5
 BATCHES_AT_ONCE = 2
@@ -68,7 +68,7 @@ class BatchRunner:
     def _ended(self, ident: str, _: object) -> None:
         del self._running[ident]
 
-    async def _one(self, batch: Batch) -> None:
+    async def _one(self, batch: StoredBatch) -> None:
         with self._batches.lock(batch) as mine:
             if not mine:
                 await asyncio.sleep(POLL_S)
@@ -83,7 +83,7 @@ class BatchRunner:
                 log.exception("batch %s failed", batch.id)
                 self._fail(batch, "internal error")
 
-    async def _through(self, batch: Batch) -> None:
+    async def _through(self, batch: StoredBatch) -> None:
         info = self._files.get(batch.input_file_id, batch.owner)
         if batch.counts.total == 0:
             with self._files.open(info) as file:
@@ -109,7 +109,7 @@ class BatchRunner:
             return
         self._finish(batch.now("finalizing"), "completed")
 
-    async def _answers(self, batch: Batch, info: FileInfo) -> Batch:
+    async def _answers(self, batch: StoredBatch, info: FileInfo) -> StoredBatch:
         output, errors = (self._batches.path(batch, name) for name in ("output", "errors"))
         completed, failed = answered_ids(output), answered_ids(errors)
         counts = Counts(total=batch.counts.total, completed=len(completed), failed=len(failed))
@@ -127,8 +127,8 @@ class BatchRunner:
             )
             written = time.monotonic()
             room = self._files.room(batch.owner) - output.stat().st_size - errors.stat().st_size
-            async with contextlib.aclosing(_watched(answers, lambda: self._stop(batch))) as found:
-                async for answered in found:
+            async with contextlib.aclosing(_watched(answers, lambda: self._stop(batch))) as lines:
+                async for answered in lines:
                     room -= len(answered.written)
                     if room < 0:
                         raise TooLarge("the file store has no room for more answers of this key")
@@ -145,24 +145,24 @@ class BatchRunner:
                         self._batches.put(msgspec.structs.replace(batch, counts=counts))
         return msgspec.structs.replace(batch, counts=counts)
 
-    def _fail(self, batch: Batch, message: str) -> None:
+    def _fail(self, batch: StoredBatch, message: str) -> None:
         wrong = LineError(code="batch_failed", line=0, message=message)
         counted = self._counted(batch)
         self._finish(msgspec.structs.replace(counted, errors=[wrong]), "failed")
 
-    def _stop(self, batch: Batch) -> bool:
+    def _stop(self, batch: StoredBatch) -> bool:
         return (
             self._services.draining
             or time.time() > batch.expires_at
             or self._batches.asked_cancel(batch)
         )
 
-    def _counted(self, batch: Batch) -> Batch:
+    def _counted(self, batch: StoredBatch) -> StoredBatch:
         done = [answered_ids(self._batches.path(batch, name)) for name in ("output", "errors")]
         counts = Counts(total=batch.counts.total, completed=len(done[0]), failed=len(done[1]))
         return msgspec.structs.replace(batch, counts=counts)
 
-    def _finish(self, batch: Batch, status: Any) -> None:
+    def _finish(self, batch: StoredBatch, status: Any) -> None:
         """Hands the answers over as files of the owner; the batch is over then."""
         changes = {}
         for name, field in (("output", "output_file_id"), ("errors", "error_file_id")):
@@ -174,7 +174,7 @@ class BatchRunner:
         self._batches.put(batch.now(status, **changes))
         self._batches.path(batch, "cancel").unlink(missing_ok=True)
 
-    def _adopted(self, path: Path, batch: Batch, name: str) -> str:
+    def _adopted(self, path: Path, batch: StoredBatch, name: str) -> str:
         info = FileInfo(
             id=new_file_id(),
             owner=batch.owner,

@@ -1,4 +1,5 @@
-"""multipart/form-data as it arrives: the file goes to the store piece by piece; everything is bounded."""
+"""multipart/form-data as it arrives: the file goes to the store piece by piece; everything is
+bounded."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from headrace.base.errors import DeadlineExceeded, InvalidRequest, UnsupportedMedia
-from headrace.front.server.batches.files import FileInfo, FileStore, Upload, checked_filename
-from headrace.front.server.responses.pages import number
+from headrace.front.server.http.paging import number
+from headrace.front.server.state.files import FileInfo, FileStore, Upload, checked_filename
 
 MAX_PARTS = 16
 MAX_FIELD_BYTES = 4096
@@ -58,7 +59,8 @@ def _boundary(content_type: str) -> bytes:
 
 
 class _Form:
-    """The parts of one body. The part named `file` is written through, the others are small texts."""
+    """The parts of one body. The part named `file` is written through, the others are small
+    texts."""
 
     def __init__(self, upload: Upload) -> None:
         self.fields: dict[str, str] = {}
@@ -102,10 +104,10 @@ class _Form:
         )
 
     def _expiry(self) -> int | None:
-        given = self.fields.get("expires_after[seconds]")
-        if given is None:
+        value = self.fields.get("expires_after[seconds]")
+        if value is None:
             return None
-        return number(given, "expires_after[seconds]", least=3600, most=MAX_EXPIRY_S)
+        return number(value, "expires_after[seconds]", least=3600, most=MAX_EXPIRY_S)
 
     def _part_begin(self) -> None:
         self._num_parts += 1
@@ -135,8 +137,8 @@ class _Form:
         if self._name == "file":
             if self._filename is not None:
                 raise InvalidRequest("file: one file is allowed in a request", field="file")
-            given = options.get(b"filename", b"").decode("utf-8", "replace")
-            self._filename = checked_filename(given or "upload")
+            filename = options.get(b"filename", b"").decode("utf-8", "replace")
+            self._filename = checked_filename(filename or "upload")
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         piece = data[start:end]

@@ -1,1 +1,2 @@
-"""Questions about an input, answered by probabilities: two dialects (OpenAI, System One) over one way to ask."""
+"""Questions about an input, answered by probabilities: two dialects (OpenAI, System One) over one
+way to ask."""

@@ -1,9 +1,8 @@
 """Questions as prompts, and what the model expects next as answers.
 
-A question stands behind the input as a list of options with a letter each, in the model's own chat template; how likely
-each letter is as the next token, among themselves, is the answer. A predicate has the options true and false, a score
-its levels in order.
-"""
+A question stands behind the input as a list of options with a letter each, in the model's own chat
+template; how likely each letter is as the next token, among themselves, is the answer. A predicate
+has the options true and false, a score its levels in order."""
 
 from __future__ import annotations
 
@@ -16,11 +15,12 @@ import msgspec
 import orjson
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
-from headrace.front.server.conversation import Translated, as_sent, render
-from headrace.front.server.exchange import Exchange
-from headrace.front.server.openai.schema import ChatRequest
-from headrace.front.server.pooling.engine import shortened
-from headrace.front.server.pooling.likelihood import Asked, Expected, Manner, expected
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.likelihood import Asked, Expected, Manner, expected
+from headrace.front.server.conversation.pipeline import prompt_ids
+from headrace.front.server.conversation.pooling import shortened
+from headrace.front.server.conversation.request import ChatRequest
+from headrace.front.server.conversation.resolved import TranslatedRequest, as_sent, prompt_source
 from headrace.front.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -29,7 +29,8 @@ CLOSING = "Answer with the letter of one option and nothing else."
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A question with its options, each a value and what is known of it. `at`: where it stood in the request."""
+    """A question with its options, each a value and what is known of it. `at`: where it stood in
+    the request."""
 
     at: str
     text: str
@@ -44,13 +45,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join([self.text, "", *lines, "", CLOSING])
 
 
-def words_of(given: Any, field: str) -> str:
-    """Instructions or another text of a request: a text, input parts (/v1/decisions), or JSON shown as it is."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list | dict):
+def words_of(value: Any, field: str) -> str:
+    """Instructions or another text of a request: a text, input parts (/v1/decisions), or JSON shown
+    as it is."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | dict):
         raise InvalidRequest(f"{field}: a text or JSON is needed", field=field)
-    return orjson.dumps(given).decode()
+    return orjson.dumps(value).decode()
 
 
 def parts_of(parts: list[Any], field: str) -> str:
@@ -74,41 +76,46 @@ def _part(part: Any, field: str) -> str:
 
 
 async def asked(
-    exchange: Exchange, told: Translated, questions: Sequence[Question], manner: Manner
+    context: RequestContext,
+    request: TranslatedRequest,
+    questions: Sequence[Question],
+    manner: Manner,
 ) -> list[Expected]:
     """What the model expects behind each question. `told`: the conversation that they are about."""
-    exchange.hold_place()
+    context.hold_place()
     letters = list(
         itertools.islice(
-            _letters(exchange.services.tokenizer), max(len(one.options) for one in questions)
+            _letters(context.services.tokenizer), max(len(one.options) for one in questions)
         )
     )
-    chat = told.typed()
+    chat = request.typed()
     prompts: list[Asked] = []
     num_tokens = 0
     for one in questions:
         if len(one.options) > len(letters):
             raise InvalidRequest(
-                f"{one.at}: {len(one.options)} options given; this model's vocabulary has words for {len(letters)}",
+                f"{one.at}: {len(one.options)} options given; this model's vocabulary has "
+                f"words for {len(letters)}",
                 field=one.at,
             )
-        ids = await _prompt(exchange, told, chat, one.shown([text for text, _ in letters]))
+        ids = await _prompt(context, request, chat, one.shown([text for text, _ in letters]))
         num_tokens += len(ids)
         if num_tokens > MAX_TOKENS:
             raise ContextTooLong(
-                f"questions: with the input they have more than {MAX_TOKENS} tokens; ask fewer at once",
+                f"questions: with the input they have more than {MAX_TOKENS} tokens; ask fewer "
+                "at once",
                 field="questions",
             )
         tokens = tuple(token for _, token in letters[: len(one.options)])
         prompts.append(Asked(prompt_ids=ids, token_ids=tokens))
-    return await expected(exchange, prompts, manner)
+    return await expected(context, prompts, manner)
 
 
 async def _prompt(
-    exchange: Exchange, told: Translated, chat: ChatRequest, question: str
+    context: RequestContext, request: TranslatedRequest, chat: ChatRequest, question: str
 ) -> list[int]:
-    """The conversation with the question at the end of its last message, if that is the user's, or in one of its own:
-    many templates refuse two messages of one role in a row."""
+    """The conversation with the question at the end of its last message, if that is the user's, or
+    in one of its own: many templates refuse two messages of one role in a row."""
     *before, last = chat.messages
     if last["role"] == "user":
         content = last["content"]
@@ -120,17 +127,16 @@ async def _prompt(
     else:
         messages = [*chat.messages, {"role": "user", "content": question}]
     kwargs = {"enable_thinking": False}
-    with as_sent(told):
-        ids = await render(
-            exchange,
-            msgspec.structs.replace(chat, messages=messages, chat_template_kwargs=kwargs),
-        )
-    most = exchange.services.text.max_model_len - 1
-    return shortened(ids, None, most=most, field=told.names["messages"])
+    with as_sent(request):
+        asked = msgspec.structs.replace(chat, messages=messages, chat_template_kwargs=kwargs)
+        ids = await prompt_ids(context, prompt_source(asked))
+    most = context.services.text.max_model_len - 1
+    return shortened(ids, None, most=most, field=request.names["messages"])
 
 
 def _letters(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """Short words that are one token each: A .. Z, then whatever the vocabulary has of a .. z, AA .. zz."""
+    """Short words that are one token each: A .. Z, then whatever the vocabulary has of a .. z, AA
+    .. zz."""
     taken: set[int] = set()
     singles = (*string.ascii_uppercase, *string.ascii_lowercase)
     pairs = map("".join, itertools.product(string.ascii_letters, repeat=2))
@@ -142,7 +148,8 @@ def _letters(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
 
 
 def confidence(shares: Sequence[float]) -> float:
-    """0 where all options are equally likely, 1 where one has everything: (N p - 1) / (N - 1), p the greatest of N."""
+    """0 where all options are equally likely, 1 where one has everything: (N p - 1) / (N - 1), p
+    the greatest of N."""
     return (len(shares) * max(shares) - 1) / (len(shares) - 1)
 
 

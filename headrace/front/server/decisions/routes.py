@@ -1,13 +1,17 @@
-"""POST /v1/decisions and /v1/systemone: two dialects of questions over one way to ask (asking.py)."""
+"""POST /v1/decisions and /v1/systemone: two dialects of questions over one way to ask
+(asking.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.conversation import Translated
+from headrace.front.server.conversation.context import RequestContext, json_response
+from headrace.front.server.conversation.likelihood import Expected, Manner
+from headrace.front.server.conversation.resolved import TranslatedRequest
 from headrace.front.server.decisions.asking import (
     Question,
     asked,
@@ -17,7 +21,7 @@ from headrace.front.server.decisions.asking import (
     words_of,
 )
 from headrace.front.server.decisions.schema import (
-    Choice,
+    DecisionChoice,
     DecisionsRequest,
     Json,
     NamedChoice,
@@ -27,57 +31,55 @@ from headrace.front.server.decisions.schema import (
     Score,
     SystemOneRequest,
 )
-from headrace.front.server.exchange import Exchange, json_response
-from headrace.front.server.ids import response_id
-from headrace.front.server.openai.schema import typed
-from headrace.front.server.pooling.likelihood import Expected, Manner
-from headrace.front.server.responses.conversation import to_request
-from headrace.front.server.responses.items import with_ids
-from headrace.front.server.responses.schema import InputRequest
-from headrace.front.server.responses.tools import offered
+from headrace.front.server.http.validation import typed
+
+ChatOf = Callable[[RequestContext, str | list[Json]], TranslatedRequest]
+Handler = Callable[[RequestContext, Any], Awaitable[Response]]
 
 
-async def post_decisions(exchange: Exchange, document: Any) -> Response:
-    """POST /v1/decisions: the probabilities of predicates, choices and scores about an input."""
+def posting(chat_of: ChatOf) -> Handler:
+    """The handler of /v1/decisions; `chat_of` reads its input, in another dialect's items."""
+
+    async def post_decisions(context: RequestContext, document: Any) -> Response:
+        """POST /v1/decisions: probabilities of predicates, choices and scores about an input."""
+        return await _decided(context, document, chat_of)
+
+    return post_decisions
+
+
+async def _decided(context: RequestContext, document: Any, chat_of: ChatOf) -> Response:
     request = typed(document, DecisionsRequest)
-    model = exchange.services.model_name(request.model)
+    model = context.services.model_name(request.model)
     questions = [_question(one, f"questions[{i}]") for i, one in enumerate(request.questions)]
-    told = _told(exchange, request.input)
-    answers = await asked(exchange, told, questions, Manner(timeout_s=request.timeout_s))
-    made = [_answer(one, found) for one, found in zip(request.questions, answers, strict=True)]
-    return json_response({"model": model, "answers": made, "usage": usage_of(answers)})
+    chat = chat_of(context, _flat_items(request.input))
+    answers = await asked(context, chat, questions, Manner(timeout_s=request.timeout_s))
+    replies = [
+        _answer(one, expected) for one, expected in zip(request.questions, answers, strict=True)
+    ]
+    return json_response({"model": model, "answers": replies, "usage": usage_of(answers)})
 
 
-async def post_systemone(exchange: Exchange, document: Any) -> Response:
+async def post_systemone(context: RequestContext, document: Any) -> Response:
     """POST /v1/systemone: the probabilities of named questions about a state."""
     request = typed(document, SystemOneRequest)
-    model = exchange.services.model_name(request.model)
+    model = context.services.model_name(request.model)
     state = words_of(request.state, "state")
     messages = [{"role": "user", "content": state}]
-    told = Translated(
+    chat = TranslatedRequest(
         document={"messages": messages}, places=["state"], names={"messages": "state"}
     )
     questions = [_named(one, f"questions.{name:.80}") for name, one in request.questions.items()]
-    answers = await asked(exchange, told, questions, Manner(timeout_s=request.timeout_s))
-    made = {
-        name: _named_answer(one, found)
-        for (name, one), found in zip(request.questions.items(), answers, strict=True)
+    answers = await asked(context, chat, questions, Manner(timeout_s=request.timeout_s))
+    replies = {
+        name: _named_answer(one, expected)
+        for (name, one), expected in zip(request.questions.items(), answers, strict=True)
     }
-    return json_response({"model": model, "answers": made, "usage": usage_of(answers)})
+    return json_response({"model": model, "answers": replies, "usage": usage_of(answers)})
 
 
-def _told(exchange: Exchange, given: str | list[Json]) -> Translated:
-    """The input as a conversation; its JSON parts become texts."""
-    items = given if isinstance(given, str) else [_flat(one, i) for i, one in enumerate(given)]
-    return to_request(
-        InputRequest(input=items),
-        {},
-        tools=offered(None),
-        history=[],
-        given=with_ids(items, response_id()),
-        unseal=lambda sealed: None,
-        max_model_len=exchange.services.text.max_model_len,
-    )
+def _flat_items(items: str | list[Json]) -> str | list[Json]:
+    """The input with its JSON parts as texts."""
+    return items if isinstance(items, str) else [_flat(one, i) for i, one in enumerate(items)]
 
 
 def _flat(item: Json, index: int) -> Json:
@@ -86,16 +88,16 @@ def _flat(item: Json, index: int) -> Json:
     return item
 
 
-def _instructions(given: str | list[Any], at: str) -> str:
-    return given if isinstance(given, str) else parts_of(given, f"{at}.instructions")
+def _instructions(value: str | list[Any], at: str) -> str:
+    return value if isinstance(value, str) else parts_of(value, f"{at}.instructions")
 
 
-def _question(one: Predicate | Choice | Score, at: str) -> Question:
+def _question(one: Predicate | DecisionChoice | Score, at: str) -> Question:
     text = _instructions(one.instructions, at)
     match one:
         case Predicate():
             return Question(at=at, text=text, options=[("true", None), ("false", None)])
-        case Choice():
+        case DecisionChoice():
             values = [(type(each.value), each.value) for each in one.choices]
             if len(set(values)) < len(values):
                 raise InvalidRequest(f"{at}.choices: a value is given twice", field=f"{at}.choices")
@@ -113,25 +115,25 @@ def _shown(value: str | bool) -> str:
     return value if isinstance(value, str) else str(value).lower()
 
 
-def _answer(one: Predicate | Choice | Score, found: Expected) -> Json:
-    shares = found.shares.tolist()
+def _answer(one: Predicate | DecisionChoice | Score, expected: Expected) -> Json:
+    shares = expected.shares.tolist()
     match one:
         case Predicate():
             return {"type": "predicate", "name": one.name, "probability": shares[0]}
-        case Choice():
+        case DecisionChoice():
             chances = [
                 {"value": each.value, "probability": share}
                 for each, share in zip(one.choices, shares, strict=True)
             ]
             best = one.choices[shares.index(max(shares))].value
-            made: Json = {"type": "choice", "choice": best, "probabilities": chances}
+            document: Json = {"type": "choice", "choice": best, "probabilities": chances}
         case Score():
             chances = [
                 {"value": i, "label": each.label, "probability": share}
                 for i, (each, share) in enumerate(zip(one.levels, shares, strict=True))
             ]
-            made = {"type": "score", "score": _mean(shares), "probabilities": chances}
-    return {**made, "name": one.name, "confidence": confidence(shares)}
+            document = {"type": "score", "score": _mean(shares), "probabilities": chances}
+    return {**document, "name": one.name, "confidence": confidence(shares)}
 
 
 def _named(one: Noul | NamedChoice | NamedScore, at: str) -> Question:
@@ -150,25 +152,25 @@ def _named(one: Noul | NamedChoice | NamedScore, at: str) -> Question:
     return Question(at=at, text=text, options=options)
 
 
-def _described(given: Any, at: str) -> str | None:
-    return None if given is None else words_of(given, at)
+def _described(value: Any, at: str) -> str | None:
+    return None if value is None else words_of(value, at)
 
 
-def _named_answer(one: Noul | NamedChoice | NamedScore, found: Expected) -> Json:
-    shares = found.shares.tolist()
+def _named_answer(one: Noul | NamedChoice | NamedScore, expected: Expected) -> Json:
+    shares = expected.shares.tolist()
     match one:
         case Noul():
             return {"type": "noul", "noul": shares[0]}
         case NamedChoice():
             chances = dict(zip(one.criteria, shares, strict=True))
             best = max(chances, key=chances.__getitem__)
-            made: Json = {"type": "choice", "choice": best, "probabilities": chances}
+            document: Json = {"type": "choice", "choice": best, "probabilities": chances}
         case NamedScore():
             legend = {str(i): each for i, each in enumerate(one.criteria)}
             chances = {str(i): share for i, share in enumerate(shares)}
-            made = {"type": "score", "score": _mean(shares), "legend": legend}
-            made["probabilities"] = chances
-    return {**made, "confidence": confidence(shares)}
+            document = {"type": "score", "score": _mean(shares), "legend": legend}
+            document["probabilities"] = chances
+    return {**document, "confidence": confidence(shares)}
 
 
 def _mean(shares: list[float]) -> float:

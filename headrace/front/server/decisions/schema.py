@@ -1,4 +1,4 @@
-"""Requests of the decision routes: fields, types and bounds (contract 3)."""
+"""Requests of the decision routes: fields, types and bounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headrace.front.server.openai.schema import Name
+from headrace.front.server.http.validation import Name
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
@@ -30,7 +30,7 @@ class ChoiceOption(msgspec.Struct, frozen=True, kw_only=True):
     description: str | None = None
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="choice"):
+class DecisionChoice(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="choice"):
     """Which of the options it is."""
 
     instructions: Words
@@ -58,7 +58,7 @@ class DecisionsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     input: str | Annotated[list[Json], Meta(min_length=1, max_length=4096)]
     questions: Annotated[
-        list[Predicate | Choice | Score], Meta(min_length=1, max_length=MAX_QUESTIONS)
+        list[Predicate | DecisionChoice | Score], Meta(min_length=1, max_length=MAX_QUESTIONS)
     ]
     model: Name | None = None
     safety_identifier: Annotated[str, Meta(max_length=1024)] | None = None
@@ -67,7 +67,8 @@ class DecisionsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Noul(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="noul"):
-    """How likely is it that a statement is true; `criteria` may say what "true" and "false" mean."""
+    """How likely is it that a statement is true; `criteria` may say what "true" and "false"
+    mean."""
 
     instructions: Any
     criteria: Json | None = None
@@ -88,7 +89,8 @@ class NamedScore(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 class SystemOneRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/systemone. `state`, instructions and criteria are texts or JSON, which is shown to the model as such."""
+    """POST /v1/systemone. `state`, instructions and criteria are texts or JSON, which is shown to
+    the model as such."""
 
     state: Any
     questions: Annotated[

@@ -1,8 +1,7 @@
-"""The service `vllm.Control`: administration over gRPC, for the tools that speak vLLM's protocol (contract 9).
+"""The service `vllm.Control`: administration over gRPC, for the tools that speak vLLM's protocol.
 
-Every method does what its HTTP route does, and needs the key of that route. What is not built here is UNIMPLEMENTED,
-with words; lists of what there cannot be (adapters, event sources) are empty.
-"""
+Every method does what its HTTP route does, and needs the key of that route. What is not built here
+is UNIMPLEMENTED, with words; lists of what there cannot be (adapters, event sources) are empty."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from typing import Any
 
 from headrace import __version__
 from headrace.base.errors import InvalidRequest, Unsupported
-from headrace.front.server.exchange import Exchange
-from headrace.front.server.grpc.rpc import Given, Rpc, RpcService, Unary
+from headrace.front.server.administration import operations
+from headrace.front.server.administration.named import AbortRequest
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.request import parse
+from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService, Unary
 from headrace.front.server.grpc.wire import Protocol
-from headrace.front.server.native import operations
-from headrace.front.server.native.admin import AbortWish
-from headrace.front.server.openai.schema import parse
 
 _EMPTY = (
     *("GetServerInfo", "GetModelInfo", "Shutdown", "ListLoras", "GetKvEventSources"),
@@ -92,19 +91,21 @@ CONTROL = Protocol(
         "GetKvEventSourcesResponse": "sources:KvEventSource*=1",
     },
     services={
-        "Control": {name: (f"{name}Request", told, False) for name, told in _METHODS.items()}
+        "Control": {
+            name: (f"{name}Request", answer_type, False) for name, answer_type in _METHODS.items()
+        }
     },
 )
 CONTROL.register()
 _MODES = ("abort", "abort", "wait", "keep")
 
 
-async def server_info(exchange: Exchange, given: Given) -> Given:
+async def server_info(context: RequestContext, fields: Fields) -> Fields:
     """GetServerInfo: figures of the first core; all are alike."""
-    services = exchange.services
+    services = context.services
     engine: Any = services.config["engine"]
-    told: list[Any] = await services.engine.call("status")
-    tensor, world = engine["device"]["tensor_parallel"], operations.world_size(exchange)
+    statuses: list[Any] = await services.engine.call("status")
+    tensor, world = engine["device"]["tensor_parallel"], operations.world_size(context)
     return {
         "engine_version": __version__,
         "api_version": "vllm.Control",
@@ -117,18 +118,18 @@ async def server_info(exchange: Exchange, given: Given) -> Given:
             "data_parallel_size_local": world // tensor,
         },
         "max_model_len": services.text.max_model_len,
-        "kv_block_size": told[0]["block_tokens"],
-        "total_kv_blocks": sum(one["total_blocks"] for one in told),
-        "max_running_requests": sum(one["total_rows"] for one in told),
+        "kv_block_size": statuses[0]["block_tokens"],
+        "total_kv_blocks": sum(one["total_blocks"] for one in statuses),
+        "max_running_requests": sum(one["total_rows"] for one in statuses),
         "max_batched_tokens": engine["scheduler"]["max_step_tokens"],
         "rl_capabilities": {"sleep_mode_enabled": True},
-        "effective_attention_block_size": told[0]["block_tokens"],
+        "effective_attention_block_size": statuses[0]["block_tokens"],
     }
 
 
-async def model_info(exchange: Exchange, given: Given) -> Given:
+async def model_info(context: RequestContext, fields: Fields) -> Fields:
     """GetModelInfo."""
-    text = exchange.services.text
+    text = context.services.text
     return {
         "model_id": text.model_names[0],
         "served_model_name": text.model_names[0],
@@ -140,73 +141,73 @@ async def model_info(exchange: Exchange, given: Given) -> Given:
     }
 
 
-async def shutdown(exchange: Exchange, given: Given) -> Given:
+async def shutdown(context: RequestContext, fields: Fields) -> Fields:
     """Shutdown: as SIGTERM, within --shutdown-timeout-s. Accepted, not complete."""
-    exchange.services.shut_down()
+    context.services.shut_down()
     return {}
 
 
-async def abort(exchange: Exchange, given: Given) -> Given:
+async def abort(context: RequestContext, fields: Fields) -> Fields:
     """Abort."""
-    wish = parse(given, AbortWish)
-    if wish.request_ids is None:
+    body = parse(fields, AbortRequest)
+    if body.request_ids is None:
         raise InvalidRequest("request_ids: a list of ids is needed", field="request_ids")
-    await operations.abort(exchange, wish.request_ids, tenant=None)
+    await operations.abort(context, body.request_ids, tenant=None)
     return {}
 
 
-async def pause(exchange: Exchange, given: Given) -> Given:
+async def pause(context: RequestContext, fields: Fields) -> Fields:
     """PauseGeneration."""
-    clear = given.get("clear_cache", True)
-    await operations.pause(exchange, _mode(given), clear_cache=clear)
+    clear = fields.get("clear_cache", True)
+    await operations.pause(context, _mode(fields), clear_cache=clear)
     return {}
 
 
-async def resume(exchange: Exchange, given: Given) -> Given:
+async def resume(context: RequestContext, fields: Fields) -> Fields:
     """ResumeGeneration."""
-    await operations.resume(exchange)
+    await operations.resume(context)
     return {}
 
 
-async def is_paused(exchange: Exchange, given: Given) -> Given:
+async def is_paused(context: RequestContext, fields: Fields) -> Fields:
     """IsPaused."""
-    return {"paused": await operations.is_paused(exchange)}
+    return {"paused": await operations.is_paused(context)}
 
 
-async def sleep(exchange: Exchange, given: Given) -> Given:
+async def sleep(context: RequestContext, fields: Fields) -> Fields:
     """Sleep."""
-    level = given.get("level", 1)
+    level = fields.get("level", 1)
     if level not in (0, 1, 2):
         raise InvalidRequest(f"level: {level} given; allowed: 0, 1, 2", field="level")
-    await operations.sleep(exchange, level, _mode(given))
+    await operations.sleep(context, level, _mode(fields))
     return {}
 
 
-async def wake(exchange: Exchange, given: Given) -> Given:
+async def wake(context: RequestContext, fields: Fields) -> Fields:
     """WakeUp."""
-    await operations.wake(exchange, given.get("tags", ()))
+    await operations.wake(context, fields.get("tags", ()))
     return {}
 
 
-async def is_sleeping(exchange: Exchange, given: Given) -> Given:
+async def is_sleeping(context: RequestContext, fields: Fields) -> Fields:
     """IsSleeping."""
-    return {"sleeping": await operations.is_sleeping(exchange)}
+    return {"sleeping": await operations.is_sleeping(context)}
 
 
-async def nothing(exchange: Exchange, given: Given) -> Given:
+async def nothing(context: RequestContext, fields: Fields) -> Fields:
     """An empty list."""
     return {}
 
 
-def _mode(given: Given) -> str:
-    number = given.get("mode", 0)
+def _mode(fields: Fields) -> str:
+    number = fields.get("mode", 0)
     if not 0 <= number < len(_MODES):
         raise InvalidRequest(f"mode: {number} given; allowed: 0 to {len(_MODES) - 1}", field="mode")
     return _MODES[number]
 
 
 def _refusing(words: str) -> Unary:
-    async def method(exchange: Exchange, given: Given) -> Given:
+    async def method(context: RequestContext, fields: Fields) -> Fields:
         raise Unsupported(words)
 
     return method

@@ -1,8 +1,8 @@
-"""The service `vllm.grpc.engine.VllmEngine`: what model gateways drive an engine with (contract 9).
+"""The service `vllm.grpc.engine.VllmEngine`: what model gateways drive an engine with.
 
-A gateway tokenizes, renders and parses by itself; here come token ids in and go token ids out. Media and the transfer
-of KV blocks are refused by name; events of the KV cache are not published (UNIMPLEMENTED).
-"""
+A gateway tokenizes, renders and parses by itself; here come token ids in and go token ids out.
+Media and the transfer of KV blocks are refused by name; events of the KV cache are not published
+(UNIMPLEMENTED)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ import msgspec
 from headrace import __version__
 from headrace.base.errors import HeadraceError, InvalidRequest, Unsupported
 from headrace.front.client.events import Delta, Ended, ScoredToken
-from headrace.front.server.exchange import Exchange
+from headrace.front.server.administration import operations
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.fold import Fold, logprob
+from headrace.front.server.conversation.generation import GenerateRequest, begin_generate
+from headrace.front.server.conversation.pooling import (
+    PoolInput,
+    PoolJob,
+    embeddings,
+    one_vector,
+    pooled,
+)
+from headrace.front.server.conversation.request import parse
 from headrace.front.server.grpc.inference import ids_of
-from headrace.front.server.grpc.rpc import Given, Rpc, RpcService
+from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService
 from headrace.front.server.grpc.wire import Protocol
-from headrace.front.server.native import operations
-from headrace.front.server.openai.fold import Fold, logprob
-from headrace.front.server.openai.schema import parse
-from headrace.front.server.pooling.engine import PoolInput, PoolJob, pooled
-from headrace.front.server.pooling.routes import embeddings, one_vector
-from headrace.front.server.tokens.generate import begin_generate
-from headrace.front.server.tokens.schema import GenerateRequest
 
 CHUNK_BYTES = 1 << 20
 TOKENIZER_FILES = (
@@ -94,7 +98,8 @@ ENGINE = Protocol(
         ),
         "GenerateStreamChunk": (
             "token_ids:uint32*=1 prompt_tokens:uint32=2 completion_tokens:uint32=3 "
-            "cached_tokens:uint32=4 output_logprobs:OutputLogProbs=5 input_logprobs:InputLogProbs=6 "
+            "cached_tokens:uint32=4 output_logprobs:OutputLogProbs=5 "
+            "input_logprobs:InputLogProbs=6 "
             "index:uint32=7"
         ),
         "GenerateComplete": (
@@ -170,12 +175,12 @@ _CONSTRAINTS = {
 }
 
 
-async def generate(exchange: Exchange, given: Given) -> AsyncGenerator[Given, None]:
+async def generate(context: RequestContext, fields: Fields) -> AsyncGenerator[Fields, None]:
     """Generate: chunks if `stream`, and one `complete` per sequence with all of its tokens."""
-    request = await _request_of(exchange, given)
-    events, reply = begin_generate(exchange, request)
+    request = await _request_of(context, fields)
+    events, reply = begin_generate(context, request)
     fold = Fold(reply.num_choices)
-    streams, first = given.get("stream", False), True
+    streams, first = fields.get("stream", False), True
     async with aclosing(events):
         async for event in events:
             fold.take(event)
@@ -195,47 +200,47 @@ async def generate(exchange: Exchange, given: Given) -> AsyncGenerator[Given, No
                 yield {"complete": _complete(fold, event)}
 
 
-async def _request_of(exchange: Exchange, given: Given) -> GenerateRequest:
+async def _request_of(context: RequestContext, fields: Fields) -> GenerateRequest:
     """The request of the token route that this one is."""
     for name in _REFUSED:
-        if given.get(name):
+        if fields.get(name):
             raise Unsupported(f"{name}: not accepted by this server", field=name)
-    sampling = given.get("sampling_params", {})
+    sampling = fields.get("sampling_params", {})
     keep = sampling.get("truncate_prompt_tokens")
-    if "text" in given:
-        ids = await ids_of(exchange, given["text"], truncates=bool(keep))
+    if "text" in fields:
+        ids = await ids_of(context, fields["text"], truncates=bool(keep))
     else:
-        ids = given.get("tokenized", {}).get("input_ids", [])
+        ids = fields.get("tokenized", {}).get("input_ids", [])
     if keep == -1:
-        keep = exchange.services.text.max_model_len - 1
+        keep = context.services.text.max_model_len - 1
     document = {
         "token_ids": ids[-keep:] if keep else ids,
-        "sampling_params": _sampling(sampling, room=_room(exchange, len(ids))),
-        "request_id": given.get("request_id"),
+        "sampling_params": _sampling(sampling, room=_room(context, len(ids))),
+        "request_id": fields.get("request_id"),
     }
     return parse({k: v for k, v in document.items() if v is not None}, GenerateRequest)
 
 
-def _room(exchange: Exchange, num_prompt: int) -> int:
+def _room(context: RequestContext, num_prompt: int) -> int:
     """Tokens that fit behind the prompt: the most where a request names none."""
-    return max(1, exchange.services.text.max_model_len - num_prompt)
+    return max(1, context.services.text.max_model_len - num_prompt)
 
 
-def _sampling(given: Given, *, room: int) -> dict[str, Any]:
-    found = {name: given[name] for name in _PLAIN if name in given}
-    found.setdefault("max_tokens", room)
-    if bias := given.get("logit_bias"):
-        found["logit_bias"] = {str(k): v for k, v in bias.items()}
-    found["skip_special_tokens"] = given.get("skip_special_tokens", False)
-    structured = {ours: given[name] for name, ours in _CONSTRAINTS.items() if name in given}
-    if "choice" in given:
-        structured["choice"] = given["choice"].get("choices", [])
-    return found | ({"structured_outputs": structured} if structured else {})
+def _sampling(fields: Fields, *, room: int) -> dict[str, Any]:
+    sampling = {name: fields[name] for name in _PLAIN if name in fields}
+    sampling.setdefault("max_tokens", room)
+    if bias := fields.get("logit_bias"):
+        sampling["logit_bias"] = {str(k): v for k, v in bias.items()}
+    sampling["skip_special_tokens"] = fields.get("skip_special_tokens", False)
+    structured = {ours: fields[name] for name, ours in _CONSTRAINTS.items() if name in fields}
+    if "choice" in fields:
+        structured["choice"] = fields["choice"].get("choices", [])
+    return sampling | ({"structured_outputs": structured} if structured else {})
 
 
-def _complete(fold: Fold, end: Ended) -> Given:
+def _complete(fold: Fold, end: Ended) -> Fields:
     choice = fold.choices[end.index]
-    told = {
+    complete = {
         "index": end.index,
         "output_ids": choice.token_ids,
         "finish_reason": end.reason,
@@ -246,11 +251,11 @@ def _complete(fold: Fold, end: Ended) -> Given:
         **_prompt_scores(fold),
     }
     if end.stop is not None:
-        told["matched_stop_str" if isinstance(end.stop, str) else "matched_token_id"] = end.stop
-    return told
+        complete["matched_stop_str" if isinstance(end.stop, str) else "matched_token_id"] = end.stop
+    return complete
 
 
-def _scores(scores: list[ScoredToken]) -> Given:
+def _scores(scores: list[ScoredToken]) -> Fields:
     if not scores:
         return {}
     return {
@@ -262,7 +267,7 @@ def _scores(scores: list[ScoredToken]) -> Given:
     }
 
 
-def _prompt_scores(fold: Fold) -> Given:
+def _prompt_scores(fold: Fold) -> Fields:
     """Of prompt tokens; the first has no score."""
     if not fold.prompt_scores:
         return {}
@@ -276,23 +281,23 @@ def _prompt_scores(fold: Fold) -> Given:
     }
 
 
-def _top(one: ScoredToken) -> Given:
+def _top(one: ScoredToken) -> Fields:
     return {
         "values": [logprob(each.logprob) for each in one.top],
         "token_ids": [each.id for each in one.top],
     }
 
 
-async def embed(exchange: Exchange, given: Given) -> Given:
+async def embed(context: RequestContext, fields: Fields) -> Fields:
     """Embed."""
-    spec = one_vector(exchange)
-    ids = given.get("tokenized", {}).get("input_ids", [])
+    spec = one_vector(context)
+    ids = fields.get("tokenized", {}).get("input_ids", [])
     if not ids:
         raise InvalidRequest("tokenized: at least one token is needed", field="tokenized")
-    exchange.services.tokenizer.check_ids(ids, field="tokenized.input_ids")
-    exchange.hold_place()
-    answers = await pooled(exchange, [PoolInput(ids=ids)], PoolJob(how=spec.how))
-    (vector,) = embeddings(exchange, answers, None, None)
+    context.services.tokenizer.check_ids(ids, field="tokenized.input_ids")
+    context.hold_place()
+    answers = await pooled(context, [PoolInput(ids=ids)], PoolJob(how=spec.how))
+    (vector,) = embeddings(context, answers, None, None)
     return {
         "embedding": vector.tolist(),
         "prompt_tokens": len(ids),
@@ -300,48 +305,48 @@ async def embed(exchange: Exchange, given: Given) -> Given:
     }
 
 
-async def health(exchange: Exchange, given: Given) -> Given:
+async def health(context: RequestContext, fields: Fields) -> Fields:
     """HealthCheck."""
-    services = exchange.services
+    services = context.services
     why = "" if services.ready else services.engine.trouble or "not ready"
     return {"healthy": services.ready, "message": why}
 
 
-async def flush(exchange: Exchange, given: Given) -> Given:
+async def flush(context: RequestContext, fields: Fields) -> Fields:
     """FlushCache: prefixes that no running request holds."""
-    return {"success": await operations.reset_prefix_cache(exchange), "message": ""}
+    return {"success": await operations.reset_prefix_cache(context), "message": ""}
 
 
-async def start_profile(exchange: Exchange, given: Given) -> Given:
+async def start_profile(context: RequestContext, fields: Fields) -> Fields:
     """StartProfile: into the folder of --profile-dir, and no other."""
     for name in ("output_dir", "start_step", "num_steps"):
-        if name in given:
+        if name in fields:
             raise Unsupported(f"{name}: not accepted by this server", field=name)
-    return await _profiled(exchange, start=True)
+    return await _profiled(context, start=True)
 
 
-async def stop_profile(exchange: Exchange, given: Given) -> Given:
+async def stop_profile(context: RequestContext, fields: Fields) -> Fields:
     """StopProfile."""
-    return await _profiled(exchange, start=False)
+    return await _profiled(context, start=False)
 
 
-async def _profiled(exchange: Exchange, *, start: bool) -> Given:
+async def _profiled(context: RequestContext, *, start: bool) -> Fields:
     try:
-        places = await operations.profile(exchange, start=start)
+        places = await operations.profile(context, start=start)
     except HeadraceError as error:
         return {"success": False, "message": error.message}
     return {"success": True, "message": " ".join(Path(place).name for place in places)}
 
 
-async def abort(exchange: Exchange, given: Given) -> Given:
+async def abort(context: RequestContext, fields: Fields) -> Fields:
     """Abort: requests of the key that asks, under the ids it gave them."""
-    await operations.abort(exchange, given.get("request_ids", []), tenant=exchange.tenant)
+    await operations.abort(context, fields.get("request_ids", []), tenant=context.tenant)
     return {}
 
 
-async def model_info(exchange: Exchange, given: Given) -> Given:
+async def model_info(context: RequestContext, fields: Fields) -> Fields:
     """GetModelInfo. Paths stay inside: the names that are served stand for them."""
-    services = exchange.services
+    services = context.services
     text, engine = services.text, services.config.get("engine")
     config: Any = engine["model"]["config"] if isinstance(engine, dict) else {}
     return {
@@ -360,41 +365,41 @@ async def model_info(exchange: Exchange, given: Given) -> Given:
     }
 
 
-async def server_info(exchange: Exchange, given: Given) -> Given:
+async def server_info(context: RequestContext, fields: Fields) -> Fields:
     """GetServerInfo. `server_type` names the protocol that is spoken."""
-    services = exchange.services
+    services = context.services
     engine: Any = services.config["engine"]
-    told: list[Any] = await services.engine.call("status")
+    statuses: list[Any] = await services.engine.call("status")
     reasoning = services.text.reasoning_parser
     return {
         "active_requests": services.shares.total,
-        "is_paused": all(one["paused"] for one in told),
+        "is_paused": all(one["paused"] for one in statuses),
         "uptime_seconds": max(0.0, time.time() - services.created),
         "server_type": "vllm-grpc",
-        "data_parallel_size": len(told),
+        "data_parallel_size": len(statuses),
         "kv_cache_dtype": "auto",
-        "block_size": told[0]["block_tokens"],
+        "block_size": statuses[0]["block_tokens"],
         "model_dtype": engine["model"]["dtype"],
-        "max_num_seqs": sum(one["total_rows"] for one in told),
+        "max_num_seqs": sum(one["total_rows"] for one in statuses),
         "engine_reasoning_parser": "" if reasoning == "none" else reasoning,
         "constrained_decoding_start": "first_token",
     }
 
 
-async def loads(exchange: Exchange, given: Given) -> Given:
+async def loads(context: RequestContext, fields: Fields) -> Fields:
     """GetLoads: a row per engine core."""
-    told: list[Any] = await exchange.services.engine.call("status")
-    rows = [_load(rank, one) for rank, one in enumerate(told)]
-    wanted = given.get("dp_rank")
+    statuses: list[Any] = await context.services.engine.call("status")
+    rows = [_load(rank, one) for rank, one in enumerate(statuses)]
+    wanted = fields.get("dp_rank")
     return {
         "timestamp": datetime.now(UTC).isoformat(),
         "version": __version__,
-        "dp_rank_count": len(told),
+        "dp_rank_count": len(statuses),
         "loads": [row for row in rows if wanted in (None, row["dp_rank"])],
     }
 
 
-def _load(rank: int, core: dict[str, Any]) -> Given:
+def _load(rank: int, core: dict[str, Any]) -> Fields:
     size, total = core["block_tokens"], core["total_blocks"]
     asked = core["prefix_query_tokens"]
     return {
@@ -413,9 +418,9 @@ def _load(rank: int, core: dict[str, Any]) -> Given:
     }
 
 
-async def tokenizer(exchange: Exchange, given: Given) -> AsyncGenerator[Given, None]:
+async def tokenizer(context: RequestContext, fields: Fields) -> AsyncGenerator[Fields, None]:
     """GetTokenizer: the tokenizer's files as a zip, and its digest in the last chunk."""
-    folder = Path(exchange.services.text.tokenizer_path)
+    folder = Path(context.services.text.tokenizer_path)
     if not folder.is_dir():
         raise Unsupported("the tokenizer of a GGUF file has no files of its own")
     data = await asyncio.to_thread(_zipped, folder)
@@ -437,7 +442,7 @@ def _zipped(folder: Path) -> bytes:
     return packed.getvalue()
 
 
-async def kv_events(exchange: Exchange, given: Given) -> AsyncGenerator[Given, None]:
+async def kv_events(context: RequestContext, fields: Fields) -> AsyncGenerator[Fields, None]:
     """SubscribeKvEvents."""
     raise Unsupported("events of the KV cache are not published by this server")
     yield {}

@@ -1,4 +1,5 @@
-"""The service `vllm.Inference`: text or token ids in, text and token ids out, whole or as a stream (contract 9)."""
+"""The service `vllm.Inference`: text or token ids in, text and token ids out, whole or as a
+stream."""
 
 from __future__ import annotations
 
@@ -9,14 +10,13 @@ from typing import Any
 
 from headrace.base.errors import InvalidRequest, Unsupported
 from headrace.front.client.events import Delta, Ended, PromptScored, ScoredToken, Started
-from headrace.front.server.exchange import Exchange
-from headrace.front.server.grpc.rpc import Given, Rpc, RpcService
+from headrace.front.server.administration import operations
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.fold import logprob
+from headrace.front.server.conversation.generation import GenerateRequest, begin_generate
+from headrace.front.server.conversation.request import parse
+from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService
 from headrace.front.server.grpc.wire import Protocol
-from headrace.front.server.native import operations
-from headrace.front.server.openai.fold import logprob
-from headrace.front.server.openai.schema import parse
-from headrace.front.server.tokens.generate import begin_generate
-from headrace.front.server.tokens.schema import GenerateRequest
 
 NEW_TOKENS = 20
 """How many tokens are generated where a request does not say (the protocol's own number)."""
@@ -88,38 +88,38 @@ INFERENCE.register()
 _KINDS = ("json", "regex", "grammar", "json_object", "structural_tag")
 
 
-async def generate_stream(exchange: Exchange, given: Given) -> AsyncGenerator[Given, None]:
+async def generate_stream(context: RequestContext, fields: Fields) -> AsyncGenerator[Fields, None]:
     """GenerateStream: what each step adds, and the end of each sequence."""
-    request = await request_of(exchange, given)
-    wish: Given = given.get("response", {})
-    prompt: Given = {}
-    events, _ = begin_generate(exchange, request)
+    request = await request_of(context, fields)
+    wanted: Fields = fields.get("response", {})
+    prompt: Fields = {}
+    events, _ = begin_generate(context, request)
     last: dict[int, int] = {}
     async with aclosing(events):
         async for event in events:
             match event:
                 case Started():
                     prompt = {"num_prompt_tokens": event.num_prompt}
-                    if wish.get("prompt_token_ids"):
+                    if wanted.get("prompt_token_ids"):
                         prompt["token_ids"] = request.token_ids
                 case PromptScored():
                     prompt |= scored(event.scores)
                 case Delta() | Ended():
-                    told: Given = {"outputs": _output(exchange, event, wish, last)}
+                    chunk: Fields = {"outputs": _output(context, event, wanted, last)}
                     if prompt:
-                        told["prompt_info"], prompt = prompt, {}
-                    yield told
+                        chunk["prompt_info"], prompt = prompt, {}
+                    yield chunk
 
 
-async def generate(exchange: Exchange, given: Given) -> Given:
+async def generate(context: RequestContext, fields: Fields) -> Fields:
     """Generate: the fold of the stream."""
-    if given.get("sampling", {}).get("num_sequences", 1) != 1:
+    if fields.get("sampling", {}).get("num_sequences", 1) != 1:
         raise InvalidRequest(
             "num_sequences: one answer holds one sequence; use GenerateStream for more",
             field="num_sequences",
         )
-    whole: Given = {"outputs": {}}
-    async with aclosing(generate_stream(exchange, given)) as parts:
+    whole: Fields = {"outputs": {}}
+    async with aclosing(generate_stream(context, fields)) as parts:
         async for part in parts:
             whole.setdefault("prompt_info", part.get("prompt_info", {}))
             for name, value in part["outputs"].items():
@@ -130,51 +130,51 @@ async def generate(exchange: Exchange, given: Given) -> Given:
     return whole
 
 
-async def request_of(exchange: Exchange, given: Given) -> GenerateRequest:
+async def request_of(context: RequestContext, fields: Fields) -> GenerateRequest:
     """The request of the token route that this one is."""
-    if given.get("media"):
+    if fields.get("media"):
         raise Unsupported("media: not accepted by this model")
-    if given.get("lora_name"):
+    if fields.get("lora_name"):
         raise Unsupported(f"lora_name: {operations.NO_LORA}")
-    kv = given.get("kv", {})
+    kv = fields.get("kv", {})
     for name in ("kv_transfer_params", "ec_transfer_params"):
         if kv.get(name):
             raise InvalidRequest(f"{name}: not accepted by this server", field=name)
     salt = secrets.token_hex(16) if kv.get("bypass_prefix_cache") else kv.get("cache_salt")
     document = {
-        "token_ids": await _prompt_ids(exchange, given),
-        "sampling_params": sampling_of(given),
-        "model": given.get("model"),
+        "token_ids": await _prompt_ids(context, fields),
+        "sampling_params": sampling_of(fields),
+        "model": fields.get("model"),
         "cache_salt": salt,
-        "priority": given.get("priority"),
-        "request_id": given.get("request_id"),
+        "priority": fields.get("priority"),
+        "request_id": fields.get("request_id"),
     }
     return parse({k: v for k, v in document.items() if v is not None}, GenerateRequest)
 
 
-async def _prompt_ids(exchange: Exchange, given: Given) -> list[int]:
-    keep = given.get("truncate_prompt_tokens")
-    if "text" in given:
-        ids = await ids_of(exchange, given["text"], truncates=bool(keep))
+async def _prompt_ids(context: RequestContext, fields: Fields) -> list[int]:
+    keep = fields.get("truncate_prompt_tokens")
+    if "text" in fields:
+        ids = await ids_of(context, fields["text"], truncates=bool(keep))
     else:
-        ids = given.get("token_ids", {}).get("ids", [])
+        ids = fields.get("token_ids", {}).get("ids", [])
     return ids[-keep:] if keep else ids
 
 
-async def ids_of(exchange: Exchange, text: str, *, truncates: bool) -> list[int]:
-    """The ids of a prompt; one that is surely too long is refused before it is tokenized (P9)."""
-    services = exchange.services
+async def ids_of(context: RequestContext, text: str, *, truncates: bool) -> list[int]:
+    """The ids of a prompt; one that is surely too long is refused before it is tokenized."""
+    services = context.services
     limit = None if truncates else services.text.max_model_len
     services.tokenizer.check_length(text, limit, field="text")
     return await services.tokenizer.encode_async(text, add_special_tokens=True)
 
 
-def sampling_of(given: Given) -> dict[str, Any]:
+def sampling_of(fields: Fields) -> dict[str, Any]:
     """The sampling fields; a zero that the protocol calls "default" is not given at all."""
-    random, decoding = given.get("sampling", {}), given.get("decoding", {})
-    stopping, response = given.get("stopping", {}), given.get("response", {})
-    found = {
-        "temperature": given.get("temperature"),
+    random, decoding = fields.get("sampling", {}), fields.get("decoding", {})
+    stopping, response = fields.get("stopping", {}), fields.get("response", {})
+    sampling = {
+        "temperature": fields.get("temperature"),
         "n": random.get("num_sequences"),
         **{name: random.get(name) for name in ("top_k", "top_p", "min_p", "seed")},
         **{
@@ -198,12 +198,12 @@ def sampling_of(given: Given) -> dict[str, Any]:
     if "choice" in decoding:
         structured["choice"] = decoding["choice"].get("choices", [])
     if structured:
-        found["structured_outputs"] = structured
-    return {name: value for name, value in found.items() if value is not None}
+        sampling["structured_outputs"] = structured
+    return {name: value for name, value in sampling.items() if value is not None}
 
 
-def _scores_wanted(response: Given) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _scores_wanted(response: Fields) -> dict[str, Any]:
+    counts: dict[str, Any] = {}
     for side, name in (("prompt", "prompt_logprobs"), ("output", "logprobs")):
         candidates = response.get(f"{side}_candidates")
         if candidates is None and not response.get(f"{side}_logprobs"):
@@ -211,48 +211,51 @@ def _scores_wanted(response: Given) -> dict[str, Any]:
         candidates = candidates or {}
         if candidates.get("all") or (side == "prompt" and "token_ids" in candidates):
             raise Unsupported(f"{side}_candidates: only top_n is served here")
-        found[name] = candidates.get("top_n", 0)
+        counts[name] = candidates.get("top_n", 0)
         if "token_ids" in candidates:
-            found["logprob_token_ids"] = candidates["token_ids"].get("ids", [])
-    return found
+            counts["logprob_token_ids"] = candidates["token_ids"].get("ids", [])
+    return counts
 
 
-def _output(exchange: Exchange, event: Delta | Ended, wish: Given, last: dict[int, int]) -> Given:
-    told: Given = {"index": event.index}
+def _output(
+    context: RequestContext, event: Delta | Ended, wanted: Fields, last: dict[int, int]
+) -> Fields:
+    output: Fields = {"index": event.index}
     if isinstance(event, Ended):
-        told["finish_info"] = _finish(exchange, event, last.get(event.index))
-        return told
-    told["num_tokens"] = len(event.token_ids)
+        output["finish_info"] = _finish(context, event, last.get(event.index))
+        return output
+    output["num_tokens"] = len(event.token_ids)
     last[event.index] = event.token_ids[-1] if event.token_ids else last.get(event.index, -1)
-    if wish.get("output_text", True):
-        told["text"] = event.text
-    if wish.get("output_token_ids"):
-        told["token_ids"] = list(event.token_ids)
-    return told | scored(event.scores or [])
+    if wanted.get("output_text", True):
+        output["text"] = event.text
+    if wanted.get("output_token_ids"):
+        output["token_ids"] = list(event.token_ids)
+    return output | scored(event.scores or [])
 
 
-def _finish(exchange: Exchange, event: Ended, last_id: int | None) -> Given:
-    told: Given = {
+def _finish(context: RequestContext, event: Ended, last_id: int | None) -> Fields:
+    finish: Fields = {
         "num_output_tokens": event.num_output,
         "finish_reason": _REASONS[event.reason],
     }
     stop = event.stop if event.stop is not None else last_id
     if event.reason != "stop" or stop is None:
-        return told
+        return finish
     if isinstance(stop, str):
-        return told | {"stop_string": stop}
-    is_eos = stop in exchange.services.text.eos_ids
-    return told | {"eos_token_id" if is_eos else "stop_token_id": stop}
+        return finish | {"stop_string": stop}
+    is_eos = stop in context.services.text.eos_ids
+    return finish | {"eos_token_id" if is_eos else "stop_token_id": stop}
 
 
-def scored(scores: list[ScoredToken] | list[ScoredToken | None]) -> Given:
-    """Log-probabilities, ranks and candidates, parallel to the tokens; the first of a prompt has none (0, rank 0)."""
-    told: Given = {"logprobs": [], "ranks": [], "candidate_tokens": []}
+def scored(scores: list[ScoredToken] | list[ScoredToken | None]) -> Fields:
+    """Log-probabilities, ranks and candidates, parallel to the tokens; the first of a prompt has
+    none (0, rank 0)."""
+    fields: Fields = {"logprobs": [], "ranks": [], "candidate_tokens": []}
     for one in scores:
-        told["logprobs"].append(0.0 if one is None else logprob(one.token.logprob))
-        told["ranks"].append(0 if one is None else one.token.rank or 0)
+        fields["logprobs"].append(0.0 if one is None else logprob(one.token.logprob))
+        fields["ranks"].append(0 if one is None else one.token.rank or 0)
         others = [] if one is None else [*one.top, *one.named]
-        told["candidate_tokens"].append(
+        fields["candidate_tokens"].append(
             {
                 "tokens": [
                     {"id": each.id, "logprob": logprob(each.logprob), "rank": each.rank or 0}
@@ -260,7 +263,7 @@ def scored(scores: list[ScoredToken] | list[ScoredToken | None]) -> Given:
                 ]
             }
         )
-    return told
+    return fields
 
 
 SERVICE = RpcService(

@@ -1,4 +1,4 @@
-"""The protocol `headrace.render.v1`: what the routes that need no model take and give (contract 10)."""
+"""The protocol `headrace.render.v1`: what the routes that need no model take and give."""
 
 from __future__ import annotations
 

@@ -7,30 +7,30 @@ from typing import Any
 import msgspec
 
 from headrace import __version__
-from headrace.front.server.exchange import Exchange
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.prompts import TokenizeRequest
+from headrace.front.server.conversation.rendering import render_chat, render_completion
+from headrace.front.server.conversation.request import parse
 from headrace.front.server.grpc.messages import RENDER
-from headrace.front.server.grpc.rpc import Given, Rpc, RpcService
-from headrace.front.server.native.tokenize import TokenizeRequest
-from headrace.front.server.openai.schema import parse
-from headrace.front.server.tokens.render import render_chat, render_completion
+from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService
 
 
-async def chat(exchange: Exchange, given: Given) -> Given:
+async def chat(context: RequestContext, fields: Fields) -> Fields:
     """RenderChat."""
-    document = {**given.pop("sampling", {}), **given}
-    return _told(await render_chat(exchange, document))
+    document = {**fields.pop("sampling", {}), **fields}
+    return _rendered_fields(await render_chat(context, document))
 
 
-async def completion(exchange: Exchange, given: Given) -> Given:
+async def completion(context: RequestContext, fields: Fields) -> Fields:
     """RenderCompletion."""
-    document = {**given.pop("sampling", {}), **given, "prompt": given.pop("prompts", [])}
-    found = await render_completion(exchange, document)
-    return {"prompts": [_told(each) for each in found]}
+    document = {**fields.pop("sampling", {}), **fields, "prompt": fields.pop("prompts", [])}
+    rendered = await render_completion(context, document)
+    return {"prompts": [_rendered_fields(each) for each in rendered]}
 
 
-def _told(rendered: dict[str, Any]) -> Given:
+def _rendered_fields(rendered: dict[str, Any]) -> Fields:
     ids = rendered["token_ids"]
-    told = {
+    reply = {
         "request_id": rendered["request_id"],
         "token_ids": ids,
         "num_tokens": len(ids),
@@ -38,17 +38,17 @@ def _told(rendered: dict[str, Any]) -> Given:
         "sampling_params": msgspec.json.encode(rendered["sampling_params"]).decode(),
     }
     if "prompt_text" in rendered:
-        told["prompt_text"] = rendered["prompt_text"]
+        reply["prompt_text"] = rendered["prompt_text"]
     if "token_offsets" in rendered:
         spans = rendered["token_offsets"]
-        told["token_offsets"] = [{"start": start, "end": end} for start, end in spans]
-    return told
+        reply["token_offsets"] = [{"start": start, "end": end} for start, end in spans]
+    return reply
 
 
-async def tokenize(exchange: Exchange, given: Given) -> Given:
+async def tokenize(context: RequestContext, fields: Fields) -> Fields:
     """Tokenize."""
-    request = parse(given, TokenizeRequest)
-    services = exchange.services
+    request = parse(fields, TokenizeRequest)
+    services = context.services
     services.model_name(request.model)
     ids = await services.tokenizer.encode_async(
         request.prompt, add_special_tokens=request.add_special_tokens
@@ -56,14 +56,14 @@ async def tokenize(exchange: Exchange, given: Given) -> Given:
     return {"token_ids": ids, "max_model_len": services.text.max_model_len}
 
 
-async def detokenize(exchange: Exchange, given: Given) -> Given:
+async def detokenize(context: RequestContext, fields: Fields) -> Fields:
     """Detokenize."""
-    exchange.services.model_name(given.get("model"))
-    ids = given.get("token_ids", [])
-    return {"text": exchange.services.tokenizer.decode(ids, skip_special_tokens=False)}
+    context.services.model_name(fields.get("model"))
+    ids = fields.get("token_ids", [])
+    return {"text": context.services.tokenizer.decode(ids, skip_special_tokens=False)}
 
 
-async def health(exchange: Exchange, given: Given) -> Given:
+async def health(context: RequestContext, fields: Fields) -> Fields:
     """HealthCheck."""
     return {"status": "ok", "version": __version__}
 

@@ -1,4 +1,4 @@
-"""What a gRPC method is here: a function over an exchange, and the HTTP route whose keys open it."""
+"""What a gRPC method is here: a function over an context, and the HTTP route whose keys open it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 from google.protobuf import message_factory
 
-from headrace.front.server.exchange import Exchange
+from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.grpc.wire import POOL, Protocol
 
-Given = dict[str, Any]
-Unary = Callable[[Exchange, Given], Awaitable[Given]]
-Stream = Callable[[Exchange, Given], AsyncGenerator[Given, None]]
+Fields = dict[str, Any]
+Unary = Callable[[RequestContext, Fields], Awaitable[Fields]]
+Stream = Callable[[RequestContext, Fields], AsyncGenerator[Fields, None]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rpc:
-    """One of `unary` and `stream` answers. `route`: the path that decides, as over HTTP, which key is needed."""
+    """One of `unary` and `stream` answers. `route`: the path that decides, as over HTTP, which key
+    is needed."""
 
     route: str
     unary: Unary | None = None

@@ -1,10 +1,10 @@
-"""The gRPC server: the services of this package over the same functions as the HTTP routes, with standard health and
-reflection.
+"""The gRPC server: the services of this package over the same functions as the HTTP routes, with
+standard health and reflection.
 
-Keys are checked as over HTTP, from the metadata; `traceparent` is taken from there too. Errors: INVALID_ARGUMENT (what
-the caller did wrong), UNAUTHENTICATED, PERMISSION_DENIED, NOT_FOUND, FAILED_PRECONDITION (409), RESOURCE_EXHAUSTED,
-UNAVAILABLE, UNIMPLEMENTED (no engine, or not built), DEADLINE_EXCEEDED, else INTERNAL.
-"""
+Keys are checked as over HTTP, from the metadata; `traceparent` is taken from there too. Errors:
+INVALID_ARGUMENT (what the caller did wrong), UNAUTHENTICATED, PERMISSION_DENIED, NOT_FOUND,
+FAILED_PRECONDITION (409), RESOURCE_EXHAUSTED, UNAVAILABLE, UNIMPLEMENTED (no engine, or not built),
+DEADLINE_EXCEEDED, else INTERNAL."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from headrace.base.errors import ConfigError, Unavailable, Unsupported
-from headrace.front.server.auth import Gatekeeper
-from headrace.front.server.exchange import Exchange, Services
-from headrace.front.server.failures import Failure, failure_of
+from headrace.front.server.administration.operations import api_authenticator
+from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.grpc import control, engine, inference, render
 from headrace.front.server.grpc.rpc import Rpc, RpcService
-from headrace.front.server.grpc.wire import POOL, given_fields
-from headrace.front.server.ids import request_id
+from headrace.front.server.grpc.wire import POOL, fields_of
+from headrace.front.server.http.auth import PROBES, ApiKeyAuthenticator
+from headrace.front.server.http.failures import Failure, failure_of
+from headrace.front.server.http.ids import request_id
 
 _CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -65,7 +66,8 @@ class GrpcServer:
 async def start_grpc(
     services: Services, address: str, offered: Sequence[RpcService] = SERVING
 ) -> GrpcServer:
-    """A server that takes calls at `address` (port 0 takes a free one). Several processes may share a port."""
+    """A server that takes calls at `address` (port 0 takes a free one). Several processes may share
+    a port."""
     server = aio.server(
         options=[
             ("grpc.max_receive_message_length", services.server.max_body_bytes),
@@ -75,14 +77,9 @@ async def start_grpc(
         maximum_concurrent_rpcs=MAX_CONCURRENT,
     )
     spec = services.server
-    keeper = Gatekeeper(
-        api_key_digests=spec.api_key_digests,
-        admin_key_digest=spec.admin_key_digest,
-        public_metrics=False,
-        readonly=spec.admin_readonly,
-    )
+    authenticator = api_authenticator(spec, public=PROBES)
     for service in offered:
-        server.add_generic_rpc_handlers((_handlers(services, keeper, service),))
+        server.add_generic_rpc_handlers((_handlers(services, authenticator, service),))
     state = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     names = [service.full_name for service in offered]
@@ -100,7 +97,8 @@ async def start_grpc(
 
 
 async def _watch_health(services: Services, state: Any, names: list[str]) -> None:
-    """What health says follows readiness: load balancers turn away from a server that drains or has no engine."""
+    """What health says follows readiness: load balancers turn away from a server that drains or has
+    no engine."""
     while True:
         await asyncio.sleep(HEALTH_S)
         await _tell_health(services, state, names)
@@ -113,24 +111,24 @@ async def _tell_health(services: Services, state: Any, names: list[str]) -> None
 
 
 def _handlers(
-    services: Services, keeper: Gatekeeper, service: RpcService
+    services: Services, authenticator: ApiKeyAuthenticator, service: RpcService
 ) -> grpc.GenericRpcHandler:
-    found = {}
+    rpcs = {}
     methods = service.protocol.services[service.name]
-    for name, (taken, told, streams) in methods.items():
+    for name, (taken, answer_type, streams) in methods.items():
         rpc = service.methods[name]
         path = f"{service.full_name}/{name}"
-        asked, answer = service.message(taken), service.message(told)
+        asked, answer = service.message(taken), service.message(answer_type)
         make = (
             grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
         )
-        call = _Calls(services, keeper, service, rpc, path, answer)
-        found[name] = make(
+        call = _Calls(services, authenticator, service, rpc, path, answer)
+        rpcs[name] = make(
             call.stream if streams else call.unary,
             request_deserializer=asked.FromString,
             response_serializer=answer.SerializeToString,
         )
-    return grpc.method_handlers_generic_handler(service.full_name, found)
+    return grpc.method_handlers_generic_handler(service.full_name, rpcs)
 
 
 class _Calls:
@@ -139,62 +137,65 @@ class _Calls:
     def __init__(
         self,
         services: Services,
-        keeper: Gatekeeper,
+        authenticator: ApiKeyAuthenticator,
         service: RpcService,
         rpc: Rpc,
         path: str,
         answer: Any,
     ) -> None:
         self._services = services
-        self._keeper = keeper
+        self._authenticator = authenticator
         self._lines = service.protocol.messages
         self._rpc = rpc
         self._path = path
         self._answer = answer
 
-    async def unary(self, message: Any, context: Any) -> Any:
+    async def unary(self, message: Any, call: Any) -> Any:
         """One answer."""
         assert self._rpc.unary is not None
-        async with self._exchange(context) as exchange:
-            given = given_fields(message, self._lines)
-            return self._answer(**await self._rpc.unary(exchange, given))
+        async with self._request_context(call) as context:
+            fields = fields_of(message, self._lines)
+            return self._answer(**await self._rpc.unary(context, fields))
 
-    async def stream(self, message: Any, context: Any) -> AsyncGenerator[Any, None]:
+    async def stream(self, message: Any, call: Any) -> AsyncGenerator[Any, None]:
         """Answers as they come; a client that leaves ends what runs for it."""
         assert self._rpc.stream is not None
-        async with self._exchange(context) as exchange:
-            given = given_fields(message, self._lines)
-            async with contextlib.aclosing(self._rpc.stream(exchange, given)) as answers:
+        async with self._request_context(call) as context:
+            fields = fields_of(message, self._lines)
+            async with contextlib.aclosing(self._rpc.stream(context, fields)) as answers:
                 async for one in answers:
                     yield self._answer(**one)
 
     @contextlib.asynccontextmanager
-    async def _exchange(self, context: Any) -> AsyncIterator[Exchange]:
-        """What app.Shell is to a request: who may ask, the trace, the count, and the failure as a code."""
+    async def _request_context(self, call: Any) -> AsyncIterator[RequestContext]:
+        """What app.Shell is to a request: who may ask, the trace, the count, and the failure as a
+        code."""
         services = self._services
-        exchange = Exchange(services=services, request_id=request_id())
+        context = RequestContext(services=services, request_id=request_id())
         failure, code = None, grpc.StatusCode.CANCELLED
-        headers = [(k.encode(), _bytes(v)) for k, v in context.invocation_metadata() or ()]
+        headers = [(k.encode(), _bytes(v)) for k, v in call.invocation_metadata() or ()]
         try:
-            exchange.tenant = self._keeper.tenant({"path": self._rpc.route, "headers": headers})
+            context.tenant = self._authenticator.tenant(
+                {"path": self._rpc.route, "headers": headers}
+            )
             if services.draining:
                 raise Unavailable("the server is shutting down", retry_after_s=5.0)
             scope = {"method": "POST", "path": f"/{self._path}", "headers": headers}
-            exchange.begin_trace(scope)
-            if (left_s := context.time_remaining()) is not None:
-                exchange.timeout_s = max(0.0, left_s)
-            yield exchange
+            context.begin_trace(scope)
+            if (left_s := call.time_remaining()) is not None:
+                context.timeout_s = max(0.0, left_s)
+            yield context
             code = grpc.StatusCode.OK
         except Exception as error:
-            failure = failure_of(error, request_id=exchange.request_id)
+            failure = failure_of(error, request_id=context.request_id)
             code = _code(failure)
         finally:
-            exchange.held.close()
-            exchange.over(_status(failure, code))
+            context.held.close()
+            context.over(_status(failure, code))
             method, name = self._path.rpartition("/")[2], code.name
             services.metrics.add("headrace_grpc_requests_total", method=method, code=name)
         if failure is not None:
-            await context.abort(code, failure.message)
+            await call.abort(code, failure.message)
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -1,12 +1,13 @@
 """Protocols written as tables: protobuf descriptors and message classes are made from them.
 
-So there is no generated code to keep in step, and a server with reflection tells its clients the same tables. A message
-is a line of fields `name:type=number`; `type?` is optional (its absence is told apart from zero), `type*` a list,
-`type/choice` one of a choice, `key>value` a map. The type `json` is a text on the wire and a value here: protobuf's own
-Struct forgets the order of keys and whether a number was an integer, and a chat template shows both.
+So there is no generated code to keep in step, and a server with reflection tells its clients the
+same tables. A message is a line of fields `name:type=number`; `type?` is optional (its absence is
+told apart from zero), `type*` a list, `type/choice` one of a choice, `key>value` a map. The type
+`json` is a text on the wire and a value here: protobuf's own Struct forgets the order of keys and
+whether a number was an integer, and a chat template shows both.
 
-The pool of descriptors is our own: clients in the same process may know other versions of these protocols.
-"""
+The pool of descriptors is our own: clients in the same process may know other versions of these
+protocols."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.json_body import parse_json
+from headrace.front.server.http.limits import parse_json
 
 JSON = "json"
 POOL = descriptor_pool.DescriptorPool()
@@ -32,8 +33,8 @@ _SCALARS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """One file of a protocol. `services`: service -> method -> (request, response, whether responses stream);
-    `enums`: names in the order of their numbers, from 0."""
+    """One file of a protocol. `services`: service -> method -> (request, response, whether
+    responses stream); `enums`: names in the order of their numbers, from 0."""
 
     file: str
     package: str
@@ -68,46 +69,46 @@ class Protocol:
                 enum.value.add(name=value, number=number)
         for name, line in self.messages.items():
             message = file.message_type.add(name=name)
-            for found in _FIELD.finditer(
+            for json_field in _FIELD.finditer(
                 line
             ):  # those of single optional fields must come after the others
-                if (manner := found[4] or "").startswith("/"):
+                if (manner := json_field[4] or "").startswith("/"):
                     _choice(message, manner[1:])
-            for given in line.split():
-                self._add_field(message, given)
+            for spec in line.split():
+                self._add_field(message, spec)
         for name, methods in self.services.items():
             service = file.service.add(name=name)
-            for method, (taken, told, streams) in methods.items():
+            for method, (taken, answer_type, streams) in methods.items():
                 service.method.add(
                     name=method,
                     input_type=f".{self.full(taken)}",
-                    output_type=f".{self.full(told)}",
+                    output_type=f".{self.full(answer_type)}",
                     server_streaming=streams,
                 )
         return file
 
-    def _add_field(self, message: descriptor_pb2.DescriptorProto, given: str) -> None:
-        found = _FIELD.fullmatch(given)
-        assert found is not None, given
-        name, kind, value, manner, number = found.groups()
-        made = message.field.add(name=name, number=int(number), label=_Kinds.LABEL_OPTIONAL)
+    def _add_field(self, message: descriptor_pb2.DescriptorProto, spec: str) -> None:
+        match = _FIELD.fullmatch(spec)
+        assert match is not None, spec
+        name, kind, value, manner, number = match.groups()
+        descriptor = message.field.add(name=name, number=int(number), label=_Kinds.LABEL_OPTIONAL)
         if value is not None:
             entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
             entry.options.map_entry = True
             self._add_field(entry, f"key:{kind}=1")
             self._add_field(entry, f"value:{value}=2")
-            made.label, made.type = _Kinds.LABEL_REPEATED, _Kinds.TYPE_MESSAGE
-            made.type_name = f".{self.package}.{message.name}.{entry.name}"
+            descriptor.label, descriptor.type = _Kinds.LABEL_REPEATED, _Kinds.TYPE_MESSAGE
+            descriptor.type_name = f".{self.package}.{message.name}.{entry.name}"
             return
-        made.type = self._type(kind)
+        descriptor.type = self._type(kind)
         if kind not in _SCALARS:
-            made.type_name = f".{self.full(kind)}"
+            descriptor.type_name = f".{self.full(kind)}"
         if manner == "*":
-            made.label = _Kinds.LABEL_REPEATED
+            descriptor.label = _Kinds.LABEL_REPEATED
         elif manner is not None:
             choice = f"_{name}" if manner == "?" else manner[1:]
-            made.proto3_optional = manner == "?"
-            made.oneof_index = _choice(message, choice)
+            descriptor.proto3_optional = manner == "?"
+            descriptor.oneof_index = _choice(message, choice)
 
     def _type(self, kind: str) -> Any:
         if kind in _SCALARS:
@@ -125,10 +126,11 @@ def _choice(message: descriptor_pb2.DescriptorProto, name: str) -> int:
     return len(message.oneof_decl) - 1
 
 
-def given_fields(message: Any, lines: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that were set; texts of JSON as the values they are, InvalidRequest where they are none."""
+def fields_of(message: Any, lines: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that were set; texts of JSON as the values they are, InvalidRequest where they are
+    none."""
     line = lines.get(message.DESCRIPTOR.name, "")
-    as_json = {found[1] for found in _FIELD.finditer(line) if found[2] == JSON}
+    as_json = {json_names[1] for json_names in _FIELD.finditer(line) if json_names[2] == JSON}
     return {
         field.name: _value(field, value, lines, as_json=field.name in as_json)
         for field, value in message.ListFields()
@@ -139,9 +141,9 @@ def _value(field: Any, value: Any, lines: Mapping[str, str], *, as_json: bool) -
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return dict(value)
     if field.message_type is not None:
-        found = [value] if hasattr(value, "DESCRIPTOR") else list(value)
-        told = [given_fields(one, lines) for one in found]
-        return told[0] if hasattr(value, "DESCRIPTOR") else told
+        entries = [value] if hasattr(value, "DESCRIPTOR") else list(value)
+        documents = [fields_of(one, lines) for one in entries]
+        return documents[0] if hasattr(value, "DESCRIPTOR") else documents
     if not isinstance(value, str | bytes | bool | int | float):
         return [_parsed(field.name, item) if as_json else item for item in value]
     return _parsed(field.name, value) if as_json else value

@@ -11,23 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.base.errors import NotFound
-from headrace.front.server.conversation import render
-from headrace.front.server.exchange import Exchange, json_response
-from headrace.front.server.openai.custom import with_functions
-from headrace.front.server.openai.legacy import with_tools
-from headrace.front.server.openai.schema import ChatRequest, Name, TokenId, parse
+from headrace.front.server.conversation.calls import called
+from headrace.front.server.conversation.context import RequestContext, json_response
+from headrace.front.server.conversation.pipeline import prompt_ids
+from headrace.front.server.conversation.prompts import TokenizeRequest
+from headrace.front.server.conversation.request import ChatRequest, parse
+from headrace.front.server.conversation.resolved import prompt_source
+from headrace.front.server.http.validation import Name, TokenId
 
 THREAD_TOKENS = 4096
 """From this many tokens on a text is made in a thread, so that running streams go on meanwhile."""
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A raw prompt."""
-
-    prompt: str
-    model: Name | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
 
 
 class TokenizeChatRequest(ChatRequest, frozen=True, kw_only=True):
@@ -43,14 +36,15 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: Name | None = None
 
 
-async def post_tokenize(exchange: Exchange, document: Any) -> Response:
+async def post_tokenize(context: RequestContext, document: Any) -> Response:
     """Token ids of a prompt or of messages, with the model's length."""
-    services = exchange.services
+    services = context.services
     if isinstance(document, dict) and "messages" in document:
-        given = parse(document, TokenizeChatRequest)
-        services.model_name(given.model)
-        chat, _ = with_functions(with_tools(given))
-        ids, with_strings = await render(exchange, chat), given.return_token_strs
+        request = parse(document, TokenizeChatRequest)
+        services.model_name(request.model)
+        chat, _ = called(request)
+        ids = await prompt_ids(context, prompt_source(chat))
+        with_strings = request.return_token_strs
     else:
         plain = parse(document, TokenizeRequest)
         services.model_name(plain.model)
@@ -69,11 +63,11 @@ async def post_tokenize(exchange: Exchange, document: Any) -> Response:
     )
 
 
-async def post_detokenize(exchange: Exchange, document: Any) -> Response:
+async def post_detokenize(context: RequestContext, document: Any) -> Response:
     """The text of ids; an id out of range is refused."""
     request = parse(document, DetokenizeRequest)
-    exchange.services.model_name(request.model)
-    decode = exchange.services.tokenizer.decode
+    context.services.model_name(request.model)
+    decode = context.services.tokenizer.decode
     if len(request.tokens) < THREAD_TOKENS:
         text = decode(request.tokens, skip_special_tokens=False)
     else:
@@ -81,9 +75,10 @@ async def post_detokenize(exchange: Exchange, document: Any) -> Response:
     return json_response({"prompt": text})
 
 
-async def get_tokenizer_info(exchange: Exchange, request: Request) -> Response:
-    """GET /tokenizer_info: what a client needs to know to tokenize by itself, and how answers are parsed."""
-    services = exchange.services
+async def get_tokenizer_info(context: RequestContext, request: Request) -> Response:
+    """GET /tokenizer_info: what a client needs to know to tokenize by itself, and how answers are
+    parsed."""
+    services = context.services
     if not services.server.tokenizer_info:
         raise NotFound("/tokenizer_info is off on this server; --tokenizer-info turns it on")
     tokenizer, text = services.tokenizer, services.text

@@ -1,62 +1,48 @@
 """POST /v1/completions: prompts to generations, events to chunks, events to the full answer.
 
-A request may hold several prompts; the choice index is prompt * n + sample. `echo` puts the prompt in front of each
-text; with `logprobs` it carries the prompt's scores too, the first null: scoring clients depend on it (contract 2).
-"""
+A request may hold several prompts; the choice index is prompt * n + sample. `echo` puts the prompt
+in front of each text; with `logprobs` it carries the prompt's scores too, the first null: scoring
+clients depend on it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+import time
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import msgspec
 import orjson
+from starlette.responses import Response
 
-from headrace.base.errors import InvalidRequest
-from headrace.base.wire.params import SamplingParams
-from headrace.front.client.events import (
-    Delta,
-    Ended,
-    Event,
-    PromptScored,
-    ScoredToken,
-    Started,
-)
-from headrace.front.server.openai.attention import attention_document
-from headrace.front.server.openai.fold import (
+from headrace.front.client.admission_retry import RetryingEngine
+from headrace.front.client.events import Delta, Ended, Event, PromptScored, ScoredToken, Started
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.fold import (
     Fold,
     Spans,
     Tally,
     TextOffsets,
+    attention_document,
     completion_logprobs,
     finish_reason,
     scores_by_id,
     stop_reason,
     usage,
 )
-from headrace.front.server.openai.sampling import sampling_params
-from headrace.front.server.openai.schema import CompletionRequest
-from headrace.front.server.sse import DONE, Chunks
+from headrace.front.server.conversation.metering import joined
+from headrace.front.server.conversation.pipeline import generate, streamed
+from headrace.front.server.conversation.prompts import Prompt, prompt_of, prompts_of, spans
+from headrace.front.server.conversation.request import CompletionRequest, completion_params, parse
+from headrace.front.server.conversation.resolved import answer_fields, run_options
+from headrace.front.server.conversation.structured import plain_structure
+from headrace.front.server.http.ids import completion_id
+from headrace.front.server.http.sse import DONE, Chunks
 
-MAX_PROMPTS = 1024
-MAX_CHOICES = 4096
-DEFAULT_MAX_TOKENS = 16
 _PLAIN_END = b',"logprobs":null,"finish_reason":null}]'
 """Behind the text of a delta without scores; the end of its choice."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """One prompt. `text` and `first` (the text of its first token) are filled only where they are echoed, `told` (its
-    text with control tokens) where that is asked for."""
-
-    ids: list[int]
-    text: str = ""
-    first: str = ""
-    told: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,49 +62,48 @@ class CompletionReply:
         return self.request.n or 1
 
 
-def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """The prompts of the request, each a text or a list of ids; InvalidRequest for a mixture and for too many."""
-    given = request.prompt
-    if isinstance(given, str):
-        return [given]
-    if all(isinstance(entry, int) for entry in given):
-        return [msgspec.convert(given, list[int])]
-    if not (all(isinstance(e, str) for e in given) or all(isinstance(e, list) for e in given)):
-        raise InvalidRequest(
-            "prompt: one text, one list of ids, or a list of only texts or only lists",
-            field="prompt",
-        )
-    if len(given) > MAX_PROMPTS:
-        raise InvalidRequest(
-            f"prompt: {len(given)} prompts given, {MAX_PROMPTS} allowed", field="prompt"
-        )
-    n = max(request.n or 1, request.best_of or 1)
-    if len(given) * n > MAX_CHOICES:
-        raise InvalidRequest(
-            f"prompt: {len(given)} prompts with {n} choices each; {MAX_CHOICES} in all allowed",
-            field="prompt",
-        )
-    return msgspec.convert(given, list[str | list[int]])
-
-
-def to_params(
-    request: CompletionRequest, *, defaults: Mapping[str, float | int], max_n: int
-) -> SamplingParams:
-    """The sampling side of the request; with `echo` and `logprobs` the prompt is scored too."""
-    limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    wants_ids = request.logprob_token_ids is not None
-    params = sampling_params(
-        request,
-        defaults=defaults,
-        max_n=max_n,
-        best_of=request.best_of,
-        max_tokens=limit,
-        logprobs=0 if request.logprobs is None and wants_ids else request.logprobs,
+async def post_completions(context: RequestContext, document: Any) -> Response:
+    """POST /v1/completions."""
+    request = parse(document, CompletionRequest)
+    services = context.services
+    model = services.model_name(request.model)
+    params = completion_params(
+        request, defaults=services.text.generation_defaults, max_n=services.server.max_n
     )
-    if request.echo and request.logprobs is not None:
-        wanted = max(request.logprobs, request.prompt_logprobs or 0)
-        params = msgspec.structs.replace(params, prompt_logprobs=wanted)
-    return params
+    sent_prompts = prompts_of(request)
+    if len(sent_prompts) > 1:
+        context.retrying_engine = RetryingEngine(services.engine)
+    structure = plain_structure(request)
+    run = run_options(request)
+    context.hold_place()
+    prompts = [await prompt_of(context, request, prompt) for prompt in sent_prompts]
+    label = completion_id("cmpl")
+    events = joined(
+        [
+            generate(
+                context,
+                p.ids,
+                params,
+                run,
+                label=f"{label}-{i}" if i else label,
+                structure=structure,
+            )
+            for i, p in enumerate(prompts)
+        ],
+        window=max(1, services.engine.window // params.n),
+    )
+    reply = CompletionReply(
+        id=label,
+        model=model,
+        created=int(time.time()),
+        request=request,
+        prompts=prompts,
+        spans=partial(spans, services.tokenizer) if request.return_token_offsets else None,
+    )
+    if request.stream:
+        pads = answer_fields(request, scores=False).pads
+        return await streamed(context, to_chunks(events, reply), pads=pads)
+    return Response(await to_answer(events, reply), media_type="application/json")
 
 
 async def to_chunks(
@@ -160,8 +145,10 @@ async def to_chunks(
                     scored[number] = event.scores
                 case Ended():
                     yield chunk(_end(reply, number, event))
-                case Started() if not reply.request.echo and (told := _told(reply, number)):
-                    yield chunk(_piece(reply, number, 0, "") | told)
+                case Started() if not reply.request.echo and (
+                    facts := _prompt_facts(reply, number)
+                ):
+                    yield chunk(_piece(reply, number, 0, "") | facts)
     if with_usage:
         yield b"data: " + orjson.dumps(_envelope(reply, []) | {"usage": usage(tallies)}) + b"\n\n"
     yield DONE
@@ -207,20 +194,20 @@ def _echo(
         choice["logprobs"] = completion_logprobs(
             scores, first=prompt.first, offsets=offsets, as_id=_as_id(reply)
         )
-    return choice | _told(reply, number)
+    return choice | _prompt_facts(reply, number)
 
 
-def _told(reply: CompletionReply, number: int) -> dict[str, Any]:
+def _prompt_facts(reply: CompletionReply, number: int) -> dict[str, Any]:
     """What is told of a prompt, if anything is asked."""
     prompt = reply.prompts[number]
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     if reply.request.return_token_ids:
-        found["prompt_token_ids"] = prompt.ids
-    if prompt.told is not None:
-        found["prompt_text"] = prompt.told
+        facts["prompt_token_ids"] = prompt.ids
+    if prompt.control_text is not None:
+        facts["prompt_text"] = prompt.control_text
     if reply.spans is not None:
-        found["prompt_token_offsets"] = reply.spans(prompt.ids, continues=False)
-    return found
+        facts["prompt_token_offsets"] = reply.spans(prompt.ids, continues=False)
+    return facts
 
 
 def _delta(
@@ -271,21 +258,21 @@ def _choice(reply: CompletionReply, fold: Fold, number: int, sample: int) -> dic
     request, prompt, choice = reply.request, reply.prompts[number], fold.choices[sample]
     assert choice.ended is not None, f"choice {sample} of prompt {number} of {reply.id} never ended"
     text = "".join(choice.text)
-    found = _piece(reply, number, sample, prompt.text + text if request.echo else text)
-    found |= {
+    document = _piece(reply, number, sample, prompt.text + text if request.echo else text)
+    document |= {
         "finish_reason": finish_reason(choice.ended),
         "stop_reason": stop_reason(choice.ended),
     }
     if request.logprobs is not None or request.logprob_token_ids is not None:
         head = (fold.prompt_scores or []) if request.echo else []
         scores: list[ScoredToken | None] = [*head, *choice.scores]
-        found["logprobs"] = completion_logprobs(
+        document["logprobs"] = completion_logprobs(
             scores, first=prompt.first, offsets=TextOffsets(), as_id=_as_id(reply)
         )
     if request.prompt_logprobs is not None and fold.prompt_scores is not None:
-        found["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
+        document["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
     if request.return_token_ids:
-        found["token_ids"] = choice.token_ids
+        document["token_ids"] = choice.token_ids
     if reply.spans is not None:
-        found["token_offsets"] = reply.spans(choice.token_ids, continues=True)
-    return found | _told(reply, number)
+        document["token_offsets"] = reply.spans(choice.token_ids, continues=True)
+    return document | _prompt_facts(reply, number)

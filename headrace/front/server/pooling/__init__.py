@@ -1,1 +1,2 @@
-"""Embeddings, classification, scoring and reranking over HTTP: several dialects over one way to pool (engine.py)."""
+"""Embeddings, classification, scoring and reranking over HTTP: several dialects over one way to
+pool (engine.py)."""

@@ -1,66 +1,78 @@
-"""Reranking by a generative model trained to judge pairs: it is asked, and its next word is yes or no (MUL-08).
+"""Reranking by a generative model trained to judge pairs: it is asked, and its next word is yes or
+no.
 
-The score is sigmoid(logit of yes - logit of no) behind the prompt, which is the share of yes among the two. The words
-are the checkpoint's (`classifier_from_token` in config.json: no, yes); the question is the one that Qwen3-Reranker was
-trained on (its model card), put into the model's own chat template.
-"""
+The score is sigmoid(logit of yes - logit of no) behind the prompt, which is the share of yes among
+the two. The words are the checkpoint's (`classifier_from_token` in config.json: no, yes); the
+question is the one that Qwen3-Reranker was trained on (its model card), put into the model's own
+chat template."""
 
 from __future__ import annotations
 
 import asyncio
 
 from headrace.base.errors import InvalidRequest, RequestError
-from headrace.front.server.exchange import Exchange
-from headrace.front.server.pooling.engine import shortened
-from headrace.front.server.pooling.likelihood import Asked, Expected, Manner, expected
-from headrace.front.server.pooling.wish import Wish
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.likelihood import Asked, Expected, Manner, expected
+from headrace.front.server.conversation.pooling import shortened
+from headrace.front.server.pooling.schema import ScoringInput
 
 TASK = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'
 )
-INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+INSTRUCTION = "Fields a web search query, retrieve relevant passages that answer the query"
 
 
-async def judged(exchange: Exchange, wish: Wish) -> tuple[list[float], list[Expected]]:
-    """One score per document: the probability of yes, or (not activated) the difference of the logits."""
-    if wish.truncate is not None:
+async def judged(
+    context: RequestContext, scoring_input: ScoringInput
+) -> tuple[list[float], list[Expected]]:
+    """One score per document: the probability of yes, or (not activated) the difference of the
+    logits."""
+    if scoring_input.truncate is not None:
         raise InvalidRequest(
-            "truncate_prompt_tokens: would cut off what the model is asked; send max_tokens_per_doc",
+            "truncate_prompt_tokens: would cut off what the model is asked; send "
+            "max_tokens_per_doc",
             field="truncate_prompt_tokens",
         )
-    words = _word_ids(exchange)
-    queries = wish.queries * len(wish.documents) if len(wish.queries) == 1 else wish.queries
+    words = _word_ids(context)
+    queries = (
+        scoring_input.queries * len(scoring_input.documents)
+        if len(scoring_input.queries) == 1
+        else scoring_input.queries
+    )
     asked = []
-    for query, text in zip(queries, wish.documents, strict=True):
-        ids = await _prompt(exchange, wish, query, text)
+    for query, text in zip(queries, scoring_input.documents, strict=True):
+        ids = await _prompt(context, scoring_input, query, text)
         asked.append(Asked(prompt_ids=ids, token_ids=words))
-    answers = await expected(exchange, asked, Manner(timeout_s=wish.timeout_s))
-    if wish.activate:
+    answers = await expected(context, asked, Manner(timeout_s=scoring_input.timeout_s))
+    if scoring_input.activate:
         return [float(one.shares[1]) for one in answers], answers
     return [float(one.values[1] - one.values[0]) for one in answers], answers
 
 
-def _word_ids(exchange: Exchange) -> tuple[int, ...]:
+def _word_ids(context: RequestContext) -> tuple[int, ...]:
     """The ids of no and yes."""
-    judge = exchange.services.text.pooling.judge
+    judge = context.services.text.pooling.judge
     assert judge is not None, "only asked of a model that judges"
-    found = [exchange.services.tokenizer.encode_plain(word) for word in judge]
-    if any(len(ids) != 1 for ids in found):
+    word_ids = [context.services.tokenizer.encode_plain(word) for word in judge]
+    if any(len(ids) != 1 for ids in word_ids):
         raise InvalidRequest(
-            f"classifier_from_token {list(judge)}: each must be one token of the model's vocabulary",
+            f"classifier_from_token {list(judge)}: each must be one token of the model's "
+            "vocabulary",
             field="model",
         )
-    return found[0][0], found[1][0]
+    return word_ids[0][0], word_ids[1][0]
 
 
-async def _prompt(exchange: Exchange, wish: Wish, query: str, text: str) -> list[int]:
-    services = exchange.services
-    field = wish.fields[1]
-    if wish.document_tokens is not None:
+async def _prompt(
+    context: RequestContext, scoring_input: ScoringInput, query: str, text: str
+) -> list[int]:
+    services = context.services
+    field = scoring_input.fields[1]
+    if scoring_input.document_tokens is not None:
         ids = await asyncio.to_thread(services.tokenizer.encode_plain, text)
-        text = services.tokenizer.decode(ids[: wish.document_tokens])
-    pair = f"<Instruct>: {wish.instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {text}"
+        text = services.tokenizer.decode(ids[: scoring_input.document_tokens])
+    pair = f"<Instruct>: {scoring_input.instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {text}"
     messages = [{"role": "system", "content": TASK}, {"role": "user", "content": pair}]
     try:
         ids = await services.template.render_async(messages, kwargs={"enable_thinking": False})

@@ -1,8 +1,8 @@
-"""Queries and documents of late-interaction checkpoints (ColBERT): prefix tokens, lengths, expansion, skipped words.
+"""Queries and documents of late-interaction checkpoints (ColBERT): prefix tokens, lengths,
+expansion, skipped words.
 
-The two sides of a pair are tokenized differently. Without what the checkpoint says of them (a plain encoder whose
-caller asks for late interaction) both stay as they are.
-"""
+The two sides of a pair are tokenized differently. Without what the checkpoint says of them (a plain
+encoder whose caller asks for late interaction) both stay as they are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Sides:
         self._late = late
 
     def truncate(self, asked: int | None, *, is_document: bool) -> int | None:
-        """How many tokens of a text are kept: what the caller asks for, no more than the checkpoint's own length."""
+        """How many tokens of a text are kept: what the caller asks for, no more than the
+        checkpoint's own length."""
         if self._late is None:
             return asked
         most = self._late.document_tokens if is_document else self._late.query_tokens
@@ -54,10 +55,11 @@ class Sides:
         return self._known(text) if text else None
 
     def _known(self, token: str) -> int:
-        found = self._tokenizer.token_id(token)
-        if found is None:
+        token_id = self._tokenizer.token_id(token)
+        if token_id is None:
             raise InvalidRequest(
-                f"the model's vocabulary has no token {token!r}, which its checkpoint puts into every text",
+                f"the model's vocabulary has no token {token!r}, which its checkpoint puts "
+                "into every text",
                 field="model",
             )
-        return found
+        return token_id

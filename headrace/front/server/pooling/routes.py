@@ -9,110 +9,114 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
-from headrace.base.config.resolved import PoolingSpec
 from headrace.base.errors import InvalidRequest
-from headrace.front.client.pooling import (
-    Float32,
-    PooledAnswer,
-    finish_embedding,
-    probabilities,
-)
-from headrace.front.server.conversation import render
-from headrace.front.server.exchange import Exchange, json_response
-from headrace.front.server.ids import completion_id
-from headrace.front.server.openai.batch import numbered
-from headrace.front.server.openai.schema import ChatRequest, parse
-from headrace.front.server.pooling.content import texts_of
-from headrace.front.server.pooling.engine import (
+from headrace.front.client.pooling import Float32, PooledAnswer, finish_embedding, probabilities
+from headrace.front.server.conversation.context import RequestContext, json_response
+from headrace.front.server.conversation.pipeline import prompt_ids
+from headrace.front.server.conversation.pooling import (
     MAX_TEXTS,
     PoolInput,
     PoolJob,
+    check_dimensions,
+    embeddings,
     listed,
+    one_vector,
     pooled,
     shortened,
     tokenized,
     usage_of,
 )
+from headrace.front.server.conversation.request import ChatRequest, numbered, parse
+from headrace.front.server.conversation.resolved import prompt_source
+from headrace.front.server.http.ids import completion_id
+from headrace.front.server.pooling.content import texts_of
 from headrace.front.server.pooling.schema import (
     ClassifyRequest,
     CohereEmbedRequest,
-    Content,
     EmbeddingRequest,
+    PoolingContent,
     PoolingRequest,
     TextRequest,
 )
 from headrace.front.server.pooling.vectors import (
-    MAX_TOLD,
+    MAX_IN_HEADER,
     binary_response,
     cohere_forms,
     encoded,
 )
 
 _TASKS = {"embed": False, "classify": True, "token_embed": False, "token_classify": True}
+
+
 _EMBED = ("embed", "token_embed")
+
+
 BINARY = ("bytes", "bytes_only")
+
+
 _PER_TOKEN = {"token_embed", "token_classify"}
 
 
-async def post_embeddings(exchange: Exchange, document: Any) -> Response:
+async def post_embeddings(context: RequestContext, document: Any) -> Response:
     """POST /v1/embeddings."""
     request = parse(document, EmbeddingRequest)
-    spec = one_vector(exchange)
-    answers = await _pooled_texts(exchange, request, how=spec.how, head=False)
-    vectors = embeddings(exchange, answers, request.dimensions, _normalizes(request))
-    return _sent(exchange, request, vectors, usage_of(answers), kinds=("embedding", "embd"))
+    spec = one_vector(context)
+    answers = await _pooled_texts(context, request, how=spec.how, head=False)
+    vectors = embeddings(context, answers, request.dimensions, _normalizes(request))
+    return _sent(context, request, vectors, usage_of(answers), kinds=("embedding", "embd"))
 
 
 def _sent(
-    exchange: Exchange,
+    context: RequestContext,
     request: TextRequest,
     vectors: list[Float32],
     usage: dict[str, Any],
     *,
     kinds: tuple[str, str],
 ) -> Response:
-    """The vectors in the form that was asked for; `kinds`: what one of them is called, and the answer's id."""
+    """The vectors in the form that was asked for; `kinds`: what one of them is called, and the
+    answer's id."""
     kind, ident = kinds
     form, big = request.encoding_format, request.endianness == "big"
     if form in BINARY:
-        document = listed(exchange, request.model, [], usage, kind=ident)
-        told = form == "bytes"
-        return binary_response(vectors, document, request.embed_dtype, big=big, told=told)
+        document = listed(context, request.model, [], usage, kind=ident)
+        in_header = form == "bytes"
+        return binary_response(vectors, document, request.embed_dtype, big=big, in_header=in_header)
     name = "data" if kind == "pooling" else kind
     data = [
         {"object": kind, "index": i, name: encoded(one, form, number=request.embed_dtype, big=big)}
         for i, one in enumerate(vectors)
     ]
-    return json_response(listed(exchange, request.model, data, usage, kind=ident))
+    return json_response(listed(context, request.model, data, usage, kind=ident))
 
 
 def _normalizes(request: EmbeddingRequest | PoolingRequest) -> bool | None:
     """Whether embeddings get length 1; None: as the model was trained."""
-    given, other = request.normalize, request.use_activation
-    if given is not None and other is not None and given != other:
+    normalize, other = request.normalize, request.use_activation
+    if normalize is not None and other is not None and normalize != other:
         raise InvalidRequest(
-            f"use_activation: {other} given, normalize is {given}; for embeddings they are one",
+            f"use_activation: {other} given, normalize is {normalize}; for embeddings they are one",
             field="use_activation",
         )
-    return other if given is None else given
+    return other if normalize is None else normalize
 
 
-async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
+async def post_cohere_embed(context: RequestContext, document: Any) -> Response:
     """POST /v2/embed."""
     request = parse(document, CohereEmbedRequest)
-    services = exchange.services
+    services = context.services
     services.model_name(request.model)
-    one_vector(exchange)
+    one_vector(context)
     field, texts = _cohere_texts(request)
-    exchange.hold_place()
+    context.hold_place()
     truncate = None if request.truncate == "NONE" else request.max_tokens or -1
     side = "left" if request.truncate == "START" else "right"
     ids = [
-        await tokenized(exchange, text, field=field, truncate=truncate, side=side) for text in texts
+        await tokenized(context, text, field=field, truncate=truncate, side=side) for text in texts
     ]
     job = PoolJob(how=services.text.pooling.how, timeout_s=request.timeout_s)
-    answers = await pooled(exchange, [PoolInput(ids=one) for one in ids], job)
-    vectors = embeddings(exchange, answers, request.output_dimension, None)
+    answers = await pooled(context, [PoolInput(ids=one) for one in ids], job)
+    vectors = embeddings(context, answers, request.output_dimension, None)
     billed = {"input_tokens": sum(answer.num_prompt for answer in answers)}
     return json_response(
         {
@@ -129,8 +133,8 @@ async def post_cohere_embed(exchange: Exchange, document: Any) -> Response:
 
 def _cohere_texts(request: CohereEmbedRequest) -> tuple[str, list[str]]:
     """What is to be embedded, and the name it came under."""
-    given = [n for n in ("texts", "inputs", "images") if getattr(request, n) is not None]
-    if len(given) != 1:
+    names = [n for n in ("texts", "inputs", "images") if getattr(request, n) is not None]
+    if len(names) != 1:
         raise InvalidRequest(
             "texts: exactly one of texts, inputs and images is needed", field="texts"
         )
@@ -138,43 +142,44 @@ def _cohere_texts(request: CohereEmbedRequest) -> tuple[str, list[str]]:
         raise InvalidRequest(
             "images: images are not accepted by this model (only text is)", field="images"
         )
-    found: list[str | Content] = [*(request.texts or request.inputs or [])]
-    return given[0], texts_of(found, given[0])
+    texts: list[str | PoolingContent] = [*(request.texts or request.inputs or [])]
+    return names[0], texts_of(texts, names[0])
 
 
-async def post_pooling(exchange: Exchange, document: Any) -> Response:
+async def post_pooling(context: RequestContext, document: Any) -> Response:
     """POST /pooling: any task, vectors as they come."""
     request = parse(document, PoolingRequest)
-    spec = exchange.services.text.pooling
+    spec = context.services.text.pooling
     task = request.task or ("classify" if spec.labels else _EMBED[spec.how == "tokens"])
-    head, how = _TASKS[task], _how(exchange, request, task)
+    head, how = _TASKS[task], _how(context, request, task)
     if request.pooling == "step" and request.step_tag_id is None:
         raise InvalidRequest("step_tag_id: needed with pooling step", field="step_tag_id")
-    inputs = await _inputs(exchange, request)
-    answers = await _pooled_inputs(exchange, request, inputs, how=how, head=head)
-    rows = [_told(exchange, request, answer, head=head) for answer in answers]
+    inputs = await _inputs(context, request)
+    answers = await _pooled_inputs(context, request, inputs, how=how, head=head)
+    rows = [_row(context, request, answer, head=head) for answer in answers]
     if request.pooling == "step":
         marks = [np.asarray(one.ids) == request.step_tag_id for one in inputs]
         rows = [row[mark] for row, mark in zip(rows, marks, strict=True)]
     vectors = [row if how == "tokens" else row[0] for row in rows]
-    return _sent(exchange, request, vectors, usage_of(answers), kinds=("pooling", "pool"))
+    return _sent(context, request, vectors, usage_of(answers), kinds=("pooling", "pool"))
 
 
-async def post_classify(exchange: Exchange, document: Any) -> Response:
+async def post_classify(context: RequestContext, document: Any) -> Response:
     """POST /classify: the probabilities of all labels, and the likeliest one."""
     request = parse(document, ClassifyRequest)
     if request.encoding_format != "float":
         raise InvalidRequest(
-            f"encoding_format: {request.encoding_format!r} given; probabilities are told as 'float' "
+            f"encoding_format: {request.encoding_format!r} given; probabilities are told as "
+            "'float' "
             "(/pooling with task classify has the other forms)",
             field="encoding_format",
         )
-    spec = exchange.services.text.pooling
-    _need_head(exchange)
-    answers = await _pooled_texts(exchange, request, how=spec.how, head=True)
+    spec = context.services.text.pooling
+    _need_head(context)
+    answers = await _pooled_texts(context, request, how=spec.how, head=True)
     data = []
     for i, answer in enumerate(answers):
-        scores = _scores(exchange, answer.values, request.use_activation)[0]
+        scores = _scores(context, answer.values, request.use_activation)[0]
         data.append(
             {
                 "index": i,
@@ -183,48 +188,37 @@ async def post_classify(exchange: Exchange, document: Any) -> Response:
                 "num_classes": len(spec.labels),
             }
         )
-    return json_response(listed(exchange, request.model, data, usage_of(answers), kind="classify"))
+    return json_response(listed(context, request.model, data, usage_of(answers), kind="classify"))
 
 
-def _how(exchange: Exchange, request: PoolingRequest, task: str) -> str:
-    given = request.pooling
-    if given in ("all", "step") or (given is None and task in _PER_TOKEN):
+def _how(context: RequestContext, request: PoolingRequest, task: str) -> str:
+    pooling = request.pooling
+    if pooling in ("all", "step") or (pooling is None and task in _PER_TOKEN):
         return "tokens"
-    if given is not None and task in _PER_TOKEN:
+    if pooling is not None and task in _PER_TOKEN:
         raise InvalidRequest(
-            f"pooling: {given!r} given; task {task} takes all or step", field="pooling"
+            f"pooling: {pooling!r} given; task {task} takes all or step", field="pooling"
         )
-    return given or exchange.services.text.pooling.how
+    return pooling or context.services.text.pooling.how
 
 
-def one_vector(exchange: Exchange) -> PoolingSpec:
-    """The model's pooling; refused where there is a vector per token and none for a text."""
-    spec = exchange.services.text.pooling
-    if spec.how == "tokens":
-        raise InvalidRequest(
-            "the model has a vector for every token and none for a text; use /pooling, /score or /rerank",
-            field="model",
-        )
-    return spec
-
-
-def _need_head(exchange: Exchange) -> None:
-    if not exchange.services.text.pooling.labels:
+def _need_head(context: RequestContext) -> None:
+    if not context.services.text.pooling.labels:
         raise InvalidRequest("the model has no classification head", field="model")
 
 
 async def _pooled_texts(
-    exchange: Exchange, request: TextRequest, *, how: str, head: bool
+    context: RequestContext, request: TextRequest, *, how: str, head: bool
 ) -> list[PooledAnswer]:
-    inputs = await _inputs(exchange, request)
-    return await _pooled_inputs(exchange, request, inputs, how=how, head=head)
+    inputs = await _inputs(context, request)
+    return await _pooled_inputs(context, request, inputs, how=how, head=head)
 
 
 async def _pooled_inputs(
-    exchange: Exchange, request: TextRequest, inputs: list[PoolInput], *, how: str, head: bool
+    context: RequestContext, request: TextRequest, inputs: list[PoolInput], *, how: str, head: bool
 ) -> list[PooledAnswer]:
     if head:
-        _need_head(exchange)
+        _need_head(context)
     job = PoolJob(
         how=how,
         head=head,
@@ -232,27 +226,27 @@ async def _pooled_inputs(
         cache_salt=request.cache_salt or "",
         timeout_s=request.timeout_s,
     )
-    return await pooled(exchange, inputs, job)
+    return await pooled(context, inputs, job)
 
 
-async def _inputs(exchange: Exchange, request: TextRequest) -> list[PoolInput]:
+async def _inputs(context: RequestContext, request: TextRequest) -> list[PoolInput]:
     """What is to be pooled, tokenized; takes the key's place first."""
-    services = exchange.services
+    services = context.services
     services.model_name(request.model)
     if (request.input is None) == (request.messages is None):
         raise InvalidRequest("input: exactly one of input and messages is needed", field="input")
-    exchange.hold_place()
+    context.hold_place()
     if request.messages is not None:
-        return await _conversations(exchange, request, request.messages)
+        return await _conversations(context, request, request.messages)
     assert request.input is not None
     most, truncate = services.text.max_model_len, request.truncate_prompt_tokens
-    given = _listed_inputs(request.input)
-    _check_number(request, len(given), "input")
-    found = []
-    for one in given:
+    entries = _listed_inputs(request.input)
+    _check_number(request, len(entries), "input")
+    pool_inputs = []
+    for one in entries:
         if isinstance(one, str):
             ids = await tokenized(
-                *(exchange, one),
+                *(context, one),
                 field="input",
                 special=request.add_special_tokens is not False,
                 truncate=truncate,
@@ -261,12 +255,12 @@ async def _inputs(exchange: Exchange, request: TextRequest) -> list[PoolInput]:
         else:
             services.tokenizer.check_ids(one, field="input")
             ids = shortened(one, truncate, most=most, field="input", side=request.truncation_side)
-        found.append(PoolInput(ids=ids))
-    return found
+        pool_inputs.append(PoolInput(ids=ids))
+    return pool_inputs
 
 
 async def _conversations(
-    exchange: Exchange, request: TextRequest, messages: list[Any]
+    context: RequestContext, request: TextRequest, messages: list[Any]
 ) -> list[PoolInput]:
     """One conversation, or each of a list of them."""
     many = isinstance(messages[0], list)
@@ -276,15 +270,15 @@ async def _conversations(
             field="messages",
         )
     _check_number(request, len(messages) if many else 1, "messages")
-    found = []
+    pool_inputs = []
     for number, one in enumerate(messages if many else [messages]):
         with numbered(number) if many else nullcontext():
-            found.append(PoolInput(ids=await _rendered(exchange, request, one)))
-    return found
+            pool_inputs.append(PoolInput(ids=await _rendered(context, request, one)))
+    return pool_inputs
 
 
 async def _rendered(
-    exchange: Exchange, request: TextRequest, messages: list[dict[str, Any]]
+    context: RequestContext, request: TextRequest, messages: list[dict[str, Any]]
 ) -> list[int]:
     chat = ChatRequest(
         messages=messages,
@@ -294,8 +288,8 @@ async def _rendered(
         chat_template=request.chat_template,
         chat_template_kwargs=request.chat_template_kwargs,
     )
-    most, side = exchange.services.text.max_model_len, request.truncation_side
-    ids = await render(exchange, chat)
+    most, side = context.services.text.max_model_len, request.truncation_side
+    ids = await prompt_ids(context, prompt_source(chat))
     return shortened(ids, request.truncate_prompt_tokens, most=most, field="messages", side=side)
 
 
@@ -305,71 +299,41 @@ def _check_number(request: TextRequest, number: int, field: str) -> None:
         raise InvalidRequest(
             f"{field}: {number} texts given, at most {MAX_TEXTS} are allowed", field=field
         )
-    if request.encoding_format == "bytes" and number > MAX_TOLD:
+    if request.encoding_format == "bytes" and number > MAX_IN_HEADER:
         raise InvalidRequest(
-            f"encoding_format: 'bytes' tells in a header where each vector stands, at most {MAX_TOLD} of them; "
+            "encoding_format: 'bytes' tells in a header where each vector stands, at most "
+            f"{MAX_IN_HEADER} of them; "
             f"{number} texts given: send 'bytes_only'",
             field="encoding_format",
         )
 
 
-def _listed_inputs(given: str | list[Any]) -> list[str | list[int]]:
-    if isinstance(given, str):
-        return [given]
-    if all(isinstance(one, int) for one in given):
-        return [msgspec.convert(given, list[int])]
-    if not (all(isinstance(one, str) for one in given) or all(isinstance(o, list) for o in given)):
+def _listed_inputs(inputs: str | list[Any]) -> list[str | list[int]]:
+    if isinstance(inputs, str):
+        return [inputs]
+    if all(isinstance(one, int) for one in inputs):
+        return [msgspec.convert(inputs, list[int])]
+    if not (
+        all(isinstance(one, str) for one in inputs) or all(isinstance(o, list) for o in inputs)
+    ):
         raise InvalidRequest(
             "input: one text, one list of ids, or a list of only texts or only lists", field="input"
         )
-    return given
+    return inputs
 
 
-def embeddings(
-    exchange: Exchange,
-    answers: list[PooledAnswer],
-    dimensions: int | None,
-    normalize: bool | None,
-) -> list[Float32]:
-    """One embedding per answer."""
-    spec = exchange.services.text.pooling
-    _check_dimensions(exchange, dimensions)
-    wanted = spec.normalize if normalize is None else normalize
-    return [
-        finish_embedding(answer.values[0], dimensions=dimensions, normalize=wanted)
-        for answer in answers
-    ]
-
-
-def _check_dimensions(exchange: Exchange, dimensions: int | None) -> None:
-    spec = exchange.services.text.pooling
-    if dimensions is None or spec.matryoshka is None:
-        if dimensions is not None:
-            raise InvalidRequest(
-                f"dimensions: {dimensions} given; the model was not trained for shorter embeddings "
-                "(its config.json has neither is_matryoshka nor matryoshka_dimensions)",
-                field="dimensions",
-            )
-        return
-    if spec.matryoshka and dimensions not in spec.matryoshka:
-        known = ", ".join(str(one) for one in spec.matryoshka)
-        raise InvalidRequest(
-            f"dimensions: {dimensions} given; allowed: {known}", field="dimensions"
-        )
-
-
-def _told(
-    exchange: Exchange, request: PoolingRequest, answer: PooledAnswer, *, head: bool
+def _row(
+    context: RequestContext, request: PoolingRequest, answer: PooledAnswer, *, head: bool
 ) -> Float32:
     if head:
-        return _scores(exchange, answer.values, request.use_activation)
-    spec = exchange.services.text.pooling
-    _check_dimensions(exchange, request.dimensions)
+        return _scores(context, answer.values, request.use_activation)
+    spec = context.services.text.pooling
+    check_dimensions(context, request.dimensions)
     asked = _normalizes(request)
     wanted = spec.normalize if asked is None else asked
     return finish_embedding(answer.values, dimensions=request.dimensions, normalize=wanted)
 
 
-def _scores(exchange: Exchange, logits: Float32, use_activation: bool | None) -> Float32:
-    activation = exchange.services.text.pooling.activation
+def _scores(context: RequestContext, logits: Float32, use_activation: bool | None) -> Float32:
+    activation = context.services.text.pooling.activation
     return probabilities(logits, "none" if use_activation is False else activation)

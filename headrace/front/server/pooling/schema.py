@@ -1,5 +1,5 @@
-"""Requests of the pooling routes: fields, types and bounds (contract 3). Unknown fields are ignored; what would need
-a medium this model does not take is refused by its place and type (content.py)."""
+"""Requests of the pooling routes: fields, types and bounds. Unknown fields are ignored; what would
+need a medium this model does not take is refused by its place and type (content.py)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,55 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.front.server.openai.schema import Name, TokenId
-from headrace.front.server.pooling.engine import MAX_TEXTS
+from headrace.front.server.conversation.pooling import MAX_TEXTS
+from headrace.front.server.http.validation import Name, TokenId
 from headrace.front.server.pooling.vectors import NumberType
 
+
+class ScoringInput(msgspec.Struct, frozen=True, kw_only=True):
+    """What /score and /rerank hand to a scorer. `documents` pair with `queries` one to one; one
+    query goes with all."""
+
+    queries: list[str]
+    documents: list[str]
+    activate: bool
+    late: bool
+    truncate: int | None
+    document_tokens: int | None = None
+    instruction: str | None = None
+    timeout_s: float | None = None
+    fields: tuple[str, str] = ("query", "documents")
+
+    @property
+    def paired_queries(self) -> list[str]:
+        """A query for each document."""
+        if len(self.queries) == 1:
+            return self.queries * len(self.documents)
+        return self.queries
+
+
 Ids = Annotated[list[TokenId], Meta(min_length=1)]
+
+
 Inputs = str | Annotated[list[str | TokenId | Ids], Meta(min_length=1, max_length=2**22)]
+
+
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+
+
 Truncate = Annotated[int, Meta(ge=-1, lt=2**31)]
+
+
 Top = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
 Encoding = Literal["float", "base64", "bytes", "bytes_only"]
+
+
 MAX_PARTS = 1024
 
 
-class Shared(msgspec.Struct, frozen=True, kw_only=True):
+class PoolingCommon(msgspec.Struct, frozen=True, kw_only=True):
     """What all pooling requests may carry."""
 
     model: Name | None = None
@@ -32,9 +67,10 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
 
 
-class TextRequest(Shared, frozen=True, kw_only=True):
-    """Texts, lists of ids, or conversations (one, or a list of them). `embed_dtype` and `endianness` (native: little)
-    are of base64 and bytes. `add_special_tokens`: texts get them by default, conversations what the template wrote."""
+class TextRequest(PoolingCommon, frozen=True, kw_only=True):
+    """Texts, lists of ids, or conversations (one, or a list of them). `embed_dtype` and
+    `endianness` (native: little) are of base64 and bytes. `add_special_tokens`: texts get them by
+    default, conversations what the template wrote."""
 
     input: Inputs | None = None
     messages: (
@@ -67,7 +103,8 @@ class EmbeddingRequest(TextRequest, frozen=True, kw_only=True):
 
 
 class PoolingRequest(TextRequest, frozen=True, kw_only=True):
-    """POST /pooling. `pooling`: cls, last, mean, all (every token) or step (tokens with id `step_tag_id`)."""
+    """POST /pooling. `pooling`: cls, last, mean, all (every token) or step (tokens with id
+    `step_tag_id`)."""
 
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
     pooling: Literal["cls", "last", "mean", "all", "step"] | None = None
@@ -83,20 +120,21 @@ class ClassifyRequest(TextRequest, frozen=True, kw_only=True):
     use_activation: bool | None = None
 
 
-class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """A query or document as an object: exactly one of `text`, `content` (a text or the parts of a chat message: text,
-    image_url, video_url ...) and `image` (a URL)."""
+class PoolingContent(msgspec.Struct, frozen=True, kw_only=True):
+    """A query or document as an object: exactly one of `text`, `content` (a text or the parts of a
+    chat message: text, image_url, video_url ...) and `image` (a URL)."""
 
     text: str | None = None
     content: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_PARTS)] | None = None
     image: str | None = None
 
 
-class CohereEmbedRequest(Shared, frozen=True, kw_only=True):
-    """POST /v2/embed: one of `texts`, `inputs` (texts as parts) and `images`. `truncate` START drops the beginning."""
+class CohereEmbedRequest(PoolingCommon, frozen=True, kw_only=True):
+    """POST /v2/embed: one of `texts`, `inputs` (texts as parts) and `images`. `truncate` START
+    drops the beginning."""
 
     texts: Texts | None = None
-    inputs: Annotated[list[Content], Meta(min_length=1, max_length=MAX_TEXTS)] | None = None
+    inputs: Annotated[list[PoolingContent], Meta(min_length=1, max_length=MAX_TEXTS)] | None = None
     images: list[str] | None = None
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     input_type: Annotated[str, Meta(max_length=64)] | None = None
@@ -111,14 +149,18 @@ class CohereEmbedRequest(Shared, frozen=True, kw_only=True):
     truncate: Literal["NONE", "START", "END"] = "END"
 
 
-One = str | Content
+One = str | PoolingContent
+
+
 Many = Annotated[list[One], Meta(min_length=1, max_length=MAX_TEXTS)]
+
+
 Instruction = Annotated[str, Meta(max_length=2**20)]
 
 
-class ScoreRequest(Shared, frozen=True, kw_only=True):
-    """POST /score: 1:1, 1:N or N:N. Each side has several names; `late_interaction` scores by token vectors (MaxSim),
-    `instruction` tells a model that judges (MUL-08) what makes a document fit."""
+class ScoreRequest(PoolingCommon, frozen=True, kw_only=True):
+    """POST /score: 1:1, 1:N or N:N. Each side has several names; `late_interaction` scores by token
+    vectors (MaxSim), `instruction` tells a model that judges what makes a document fit."""
 
     text_1: One | Many | None = None
     text_2: One | Many | None = None
@@ -132,7 +174,7 @@ class ScoreRequest(Shared, frozen=True, kw_only=True):
     late_interaction: bool = False
 
 
-class RerankRequest(Shared, frozen=True, kw_only=True):
+class RerankRequest(PoolingCommon, frozen=True, kw_only=True):
     """POST /rerank, /v1/rerank, /v2/rerank. `top_n` 0 or absent: all."""
 
     query: One
@@ -145,8 +187,8 @@ class RerankRequest(Shared, frozen=True, kw_only=True):
     late_interaction: bool = False
 
 
-class GenerativeScoringRequest(Shared, frozen=True, kw_only=True):
-    """POST /generative_scoring: the probability of the first label as the next token, per item (API-18)."""
+class GenerativeScoringRequest(PoolingCommon, frozen=True, kw_only=True):
+    """POST /generative_scoring: the probability of the first label as the next token, per item."""
 
     query: str | Ids
     items: Annotated[list[str | Ids], Meta(min_length=1, max_length=MAX_TEXTS)]

@@ -1,8 +1,8 @@
-"""Vectors on the wire: lists of floats, numbers of a type as base64 or as the body, and Cohere's quantized forms.
+"""Vectors on the wire: lists of floats, numbers of a type as base64 or as the body, and Cohere's
+quantized forms.
 
-Numbers narrower than float32 are rounded to the nearest, ties to even. fp8 is the OCP formats (E4M3 without infinities,
-E5M2): what exceeds E4M3 becomes its greatest number, as in PyTorch 2.13.
-"""
+Numbers narrower than float32 are rounded to the nearest, ties to even. fp8 is the OCP formats (E4M3
+without infinities, E5M2): what exceeds E4M3 becomes its greatest number, as in PyTorch 2.13."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.responses import Response
 from headrace.front.client.pooling import Float32
 
 NumberType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
-MAX_TOLD = 512
+MAX_IN_HEADER = 512
 """So many vectors find room in the header that describes a binary answer."""
 METADATA = "metadata"
 _INT8_SCALE = 127.0
@@ -79,9 +79,10 @@ def encoded(vectors: Float32, form: str, *, number: str = "float32", big: bool =
 
 
 def binary_response(
-    vectors: list[Float32], document: dict[str, Any], number: str, *, big: bool, told: bool
+    vectors: list[Float32], document: dict[str, Any], number: str, *, big: bool, in_header: bool
 ) -> Response:
-    """The vectors as the body. `told`: where each of them stands is in a header, beside what else `document` says."""
+    """The vectors as the body. `told`: where each of them stands is in a header, beside what else
+    `document` says."""
     bodies = [packed(vector, number, big=big) for vector in vectors]
     items: list[dict[str, Any]] = []
     at = 0
@@ -97,12 +98,13 @@ def binary_response(
             }
         )
         at += len(body)
-    headers = {METADATA: orjson.dumps({**document, "data": items}).decode()} if told else None
+    headers = {METADATA: orjson.dumps({**document, "data": items}).decode()} if in_header else None
     return Response(b"".join(bodies), media_type="application/octet-stream", headers=headers)
 
 
 def cohere_forms(vectors: Float32, forms: list[str]) -> dict[str, Any]:
-    """Each asked form of all vectors. int8 and uint8 scale the range [-1, 1]; binary packs signs, eight to a byte."""
+    """Each asked form of all vectors. int8 and uint8 scale the range [-1, 1]; binary packs signs,
+    eight to a byte."""
     return {form: [_cohere(vector, form) for vector in vectors] for form in forms}
 
 

@@ -1,8 +1,7 @@
 """POST /v1/responses/compact: a conversation as one sealed item that stands for it.
 
-The model itself sums the conversation up; the summary goes out sealed for its owner and is unfolded where the item
-comes back (items.py), as a system message.
-"""
+The model itself sums the conversation up; the summary goes out sealed for its owner and is unfolded
+where the item comes back (items.py), as a system message."""
 
 from __future__ import annotations
 
@@ -15,10 +14,11 @@ from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.client.events import Delta, Ended, Started
-from headrace.front.server.conversation import Translated, begin_translated
-from headrace.front.server.exchange import Exchange, json_response
-from headrace.front.server.ids import response_id
-from headrace.front.server.parsed import parts_of
+from headrace.front.server.conversation.context import RequestContext, json_response
+from headrace.front.server.conversation.parsed import parts_of
+from headrace.front.server.conversation.pipeline import begin
+from headrace.front.server.conversation.resolved import TranslatedRequest, resolved
+from headrace.front.server.http.ids import response_id
 from headrace.front.server.responses.document import usage
 from headrace.front.server.responses.items import item_id
 from headrace.front.server.responses.run import PURPOSE, recall_from, translate
@@ -27,29 +27,30 @@ from headrace.front.text.parsing.parts import Content
 
 MAX_SUMMARY_TOKENS = 2048
 ASK = (
-    "Write a summary of this conversation for yourself. Keep every fact, decision, name, number, open question and "
+    "Write a summary of this conversation for yourself. Keep every fact, decision, name, "
+    "number, open question and "
     "result of a tool that is needed to go on. Write only the summary."
 )
 
 
-async def post_compact(exchange: Exchange, document: Any) -> Response:
+async def post_compact(context: RequestContext, document: Any) -> Response:
     """The compacted conversation."""
     request = msgspec.structs.replace(
         parse_prompt(document), tools=None, tool_choice=None, text=None
     )
     ident = response_id()
     _, _, translated = await translate(
-        exchange, request, document, ident=ident, recall=recall_from(exchange)
+        context, request, document, ident=ident, recall=recall_from(context)
     )
     messages = [*translated.document["messages"], {"role": "user", "content": ASK}]
-    limit = min(MAX_SUMMARY_TOKENS, exchange.services.text.max_model_len)
-    asked = Translated(
+    limit = min(MAX_SUMMARY_TOKENS, context.services.text.max_model_len)
+    asked = TranslatedRequest(
         document={**translated.document, "messages": messages, "max_completion_tokens": limit},
         places=[*translated.places, "input"],
         names=translated.names,
     )
-    summary, used = await _summary(exchange, asked, label=ident)
-    sealed = exchange.services.sealer.seal(summary, owner=exchange.tenant, purpose=PURPOSE)
+    summary, used = await _summary(context, asked, label=ident)
+    sealed = context.services.sealer.seal(summary, owner=context.tenant, purpose=PURPOSE)
     item = {"id": item_id("cmp", ident, 0), "type": "compaction", "encrypted_content": sealed}
     return json_response(
         {
@@ -63,11 +64,12 @@ async def post_compact(exchange: Exchange, document: Any) -> Response:
 
 
 async def _summary(
-    exchange: Exchange, asked: Translated, *, label: str
+    context: RequestContext, asked: TranslatedRequest, *, label: str
 ) -> tuple[str, dict[str, Any]]:
     texts: list[str] = []
     prompt, ended = 0, None
-    events = await begin_translated(exchange, asked, asked.typed(), label=label)
+    conversation = resolved(asked.typed(), context.services.served, id=label, sent=asked)
+    _, events = await begin(context, conversation)
     async with aclosing(events):
         async for event in events:
             match event:

@@ -1,17 +1,23 @@
-"""to_request: a request of the Responses dialect, and the items before it, as the house's conversation."""
+"""to_request: a request of the Responses dialect, and the items before it, as the house's
+conversation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.conversation import Translated
-from headrace.front.server.responses.items import Messages, Unseal
+from headrace.front.server.conversation.resolved import (
+    Conversation,
+    ServedModel,
+    TranslatedRequest,
+    resolved,
+)
+from headrace.front.server.responses.items import ItemMessages, Unseal
 from headrace.front.server.responses.schema import (
     LOGPROBS,
     InputRequest,
     Json,
-    Reasoning,
+    ReasoningOptions,
     ResponsesRequest,
     TextConfig,
     extensions,
@@ -35,21 +41,21 @@ def to_request(
     *,
     tools: Offered,
     history: Sequence[Json],
-    given: Sequence[Json],
+    own_items: Sequence[Json],
     unseal: Unseal,
     max_model_len: int,
-) -> Translated:
+) -> TranslatedRequest:
     """The conversation. `history`: items of the responses before; `given`: this request's own."""
-    folded = Messages(tools, unseal)
+    folded = ItemMessages(tools, unseal)
     folded.instructions(request.instructions)
     before = "previous_response_id" if request.conversation is None else "conversation"
     for item in history:
         folded.take(item, before)
-    for i, item in enumerate(given):
+    for i, item in enumerate(own_items):
         folded.take(item, "input" if isinstance(request.input, str) else f"input[{i}]")
     if not folded.messages:
         raise InvalidRequest("input: holds nothing to answer", field="input")
-    made: Json = {
+    chat: Json = {
         **extensions(document),
         "model": request.model,
         "messages": folded.messages,
@@ -59,9 +65,14 @@ def to_request(
         **_text(request.text, document),
     }
     if isinstance(request, ResponsesRequest):
-        made |= _sampling(request, max_model_len=max_model_len)
-    kept = {key: value for key, value in made.items() if value is not None}
-    return Translated(document=kept, places=folded.places, names=_NAMES)
+        chat |= _sampling(request, max_model_len=max_model_len)
+    kept = {key: value for key, value in chat.items() if value is not None}
+    return TranslatedRequest(document=kept, places=folded.places, names=_NAMES)
+
+
+def to_conversation(translated: TranslatedRequest, served: ServedModel, *, id: str) -> Conversation:
+    """The request, resolved; the items before it were read while it was translated."""
+    return resolved(translated.typed(), served, id=id, sent=translated)
 
 
 def _sampling(request: ResponsesRequest, *, max_model_len: int) -> Json:
@@ -76,7 +87,7 @@ def _sampling(request: ResponsesRequest, *, max_model_len: int) -> Json:
     }
 
 
-def _reasoning(reasoning: Reasoning | None, document: Json) -> Json:
+def _reasoning(reasoning: ReasoningOptions | None, document: Json) -> Json:
     """An effort switches templates that have a switch; without one the template decides."""
     effort = None if reasoning is None else reasoning.effort
     if effort is None:
@@ -90,11 +101,11 @@ def _reasoning(reasoning: Reasoning | None, document: Json) -> Json:
 def _text(text: TextConfig | None, document: Json) -> Json:
     if text is None:
         return {}
-    found: Json = {"verbosity": text.verbosity}
+    fields: Json = {"verbosity": text.verbosity}
     form = text.format
     kind = "text" if form is None else form.get("type")
     if kind == "text":
-        return found
+        return fields
     if document.get("structured_outputs") is not None:
         raise InvalidRequest(
             "structured_outputs: does not go with text.format; send one of them",
@@ -106,10 +117,10 @@ def _text(text: TextConfig | None, document: Json) -> Json:
             field="text.format.type",
         )
     if kind == "json_object":
-        return {**found, "response_format": {"type": kind}}
+        return {**fields, "response_format": {"type": kind}}
     if not isinstance(form.get("schema"), dict):
         raise InvalidRequest(
             "text.format.schema: an object (JSON schema) is needed", field="text.format.schema"
         )
     schema = {key: value for key, value in form.items() if key != "type"}
-    return {**found, "response_format": {"type": kind, "json_schema": schema}}
+    return {**fields, "response_format": {"type": kind, "json_schema": schema}}

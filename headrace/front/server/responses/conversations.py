@@ -1,8 +1,8 @@
 """Conversations of the Responses dialect: items under an id, which responses read and add to.
 
-A conversation is kept in the store of responses, under its bounds, its owner and its expiry: as one record whose
-`response` is the conversation itself and whose `input` are its items, oldest first. It holds no more than a body may.
-"""
+A conversation is kept in the store of responses, under its bounds, its owner and its expiry: as one
+record whose `response` is the conversation itself and whose `input` are its items, oldest first. It
+holds no more than a body may."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.base.errors import ContextTooLong, InvalidRequest, NotFound
-from headrace.front.server.exchange import Exchange, json_response
-from headrace.front.server.ids import CONVERSATION_PREFIX, conversation_id, response_id
-from headrace.front.server.openai.schema import typed
-from headrace.front.server.responses.items import Messages, with_ids
-from headrace.front.server.responses.pages import page_of
+from headrace.front.server.conversation.context import RequestContext, json_response
+from headrace.front.server.http.ids import CONVERSATION_PREFIX, conversation_id, response_id
+from headrace.front.server.http.paging import page_of
+from headrace.front.server.http.validation import typed
+from headrace.front.server.responses.items import ItemMessages, with_ids
 from headrace.front.server.responses.schema import (
     MAX_ITEMS,
     ConversationRequest,
@@ -29,15 +29,15 @@ from headrace.front.server.responses.schema import (
     MetadataRequest,
 )
 from headrace.front.server.responses.tools import offered
-from headrace.front.server.state.store import Record, ResponseStore
+from headrace.front.server.state.responses import Record, ResponseStore
 
 
-async def post_conversations(exchange: Exchange, document: Any) -> Response:
+async def post_conversations(context: RequestContext, document: Any) -> Response:
     """POST /v1/conversations: a new one."""
     request = typed(document, ConversationRequest)
-    store = _store(exchange)
+    store = _store(context)
     items = _checked(request.items or [])
-    made = {
+    conversation = {
         "id": conversation_id(),
         "object": "conversation",
         "created_at": int(time.time()),
@@ -45,67 +45,67 @@ async def post_conversations(exchange: Exchange, document: Any) -> Response:
     }
     await store.put(
         Record(
-            id=str(made["id"]),
-            owner=exchange.tenant,
+            id=str(conversation["id"]),
+            owner=context.tenant,
             previous=None,
-            response=orjson.dumps(made),
+            response=orjson.dumps(conversation),
             input=orjson.dumps(items),
         )
     )
-    return json_response(made)
+    return json_response(conversation)
 
 
-async def get_conversation(exchange: Exchange, request: Request) -> Response:
+async def get_conversation(context: RequestContext, request: Request) -> Response:
     """GET /v1/conversations/{id}."""
-    record = await kept(exchange, request.path_params["id"])
+    record = await kept(context, request.path_params["id"])
     return json_response(orjson.loads(record.response))
 
 
-async def post_metadata(exchange: Exchange, request: Request, document: Any) -> Response:
+async def post_metadata(context: RequestContext, request: Request, document: Any) -> Response:
     """POST /v1/conversations/{id}: other metadata."""
-    given = typed(document, MetadataRequest)
+    body = typed(document, MetadataRequest)
 
     def change(record: Record) -> Record:
-        told = {**orjson.loads(record.response), "metadata": given.metadata or {}}
-        return msgspec.structs.replace(record, response=orjson.dumps(told))
+        conversation = {**orjson.loads(record.response), "metadata": body.metadata or {}}
+        return msgspec.structs.replace(record, response=orjson.dumps(conversation))
 
-    record = await _changed(exchange, request.path_params["id"], change)
+    record = await _changed(context, request.path_params["id"], change)
     return json_response(orjson.loads(record.response))
 
 
-async def delete_conversation(exchange: Exchange, request: Request) -> Response:
+async def delete_conversation(context: RequestContext, request: Request) -> Response:
     """DELETE /v1/conversations/{id}."""
     ident = request.path_params["id"]
-    if not ident.startswith(CONVERSATION_PREFIX) or not await _store(exchange).delete(
-        ident, exchange.tenant
+    if not ident.startswith(CONVERSATION_PREFIX) or not await _store(context).delete(
+        ident, context.tenant
     ):
         raise _unknown(ident)
     return json_response({"id": ident, "object": "conversation.deleted", "deleted": True})
 
 
-async def post_items(exchange: Exchange, request: Request, document: Any) -> Response:
+async def post_items(context: RequestContext, request: Request, document: Any) -> Response:
     """POST /v1/conversations/{id}/items: adds some at the end."""
     items = _checked(typed(document, ItemsRequest).items)
-    most = exchange.services.server.max_body_bytes
-    await add(exchange, request.path_params["id"], items, most_bytes=most)
+    most = context.services.server.max_body_bytes
+    await add(context, request.path_params["id"], items, most_bytes=most)
     ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
     return json_response({"object": "list", "data": items, "has_more": False, **ends})
 
 
-async def get_items(exchange: Exchange, request: Request) -> Response:
+async def get_items(context: RequestContext, request: Request) -> Response:
     """GET /v1/conversations/{id}/items."""
-    record = await kept(exchange, request.path_params["id"])
+    record = await kept(context, request.path_params["id"])
     return json_response(page_of(request, items_of(record)))
 
 
-async def get_item(exchange: Exchange, request: Request) -> Response:
+async def get_item(context: RequestContext, request: Request) -> Response:
     """GET /v1/conversations/{id}/items/{item}."""
-    record = await kept(exchange, request.path_params["id"])
+    record = await kept(context, request.path_params["id"])
     ident = request.path_params["item"]
     return json_response(_item(items_of(record), ident))
 
 
-async def delete_item(exchange: Exchange, request: Request) -> Response:
+async def delete_item(context: RequestContext, request: Request) -> Response:
     """DELETE /v1/conversations/{id}/items/{item}: answers with the conversation."""
     ident = request.path_params["item"]
 
@@ -114,27 +114,28 @@ async def delete_item(exchange: Exchange, request: Request) -> Response:
         items.remove(_item(items, ident))
         return msgspec.structs.replace(record, input=orjson.dumps(items))
 
-    record = await _changed(exchange, request.path_params["id"], change)
+    record = await _changed(context, request.path_params["id"], change)
     return json_response(orjson.loads(record.response))
 
 
-async def kept(exchange: Exchange, ident: str) -> Record:
+async def kept(context: RequestContext, ident: str) -> Record:
     """The conversation with this id; NotFound if this key has none."""
     record = None
     if ident.startswith(CONVERSATION_PREFIX):
-        record = await _store(exchange).get(ident, exchange.tenant)
+        record = await _store(context).get(ident, context.tenant)
     if record is None:
         raise _unknown(ident)
     return record
 
 
-async def history_of(exchange: Exchange, ident: str) -> list[Json]:
+async def history_of(context: RequestContext, ident: str) -> list[Json]:
     """What was said before; ContextTooLong if that is more than a request may bring."""
-    record = await kept(exchange, ident)
-    most = exchange.services.server.max_body_bytes
+    record = await kept(context, ident)
+    most = context.services.server.max_body_bytes
     if len(record.input) > most:
         raise ContextTooLong(
-            f"conversation: it has more than {most} bytes; delete items of it, or begin another one",
+            f"conversation: it has more than {most} bytes; delete items of it, or begin "
+            "another one",
             field="conversation",
         )
     return items_of(record)
@@ -147,9 +148,10 @@ def items_of(record: Record) -> list[Json]:
 
 
 async def add(
-    exchange: Exchange, ident: str, items: Sequence[Json], *, most_bytes: int | None = None
+    context: RequestContext, ident: str, items: Sequence[Json], *, most_bytes: int | None = None
 ) -> None:
-    """Adds items at the end, up to the bounds where there are any: what a response said is added beyond them too."""
+    """Adds items at the end, up to the bounds where there are any: what a response said is added
+    beyond them too."""
 
     def change(record: Record) -> Record:
         before = items_of(record)
@@ -157,49 +159,52 @@ async def add(
         twice = next((item["id"] for item in items if item["id"] in known), None)
         if most_bytes is not None and twice is not None:
             raise InvalidRequest(f"items: {twice!r:.80} is in it already", field="items")
-        made = orjson.dumps([*before, *items])
+        stored = orjson.dumps([*before, *items])
         if most_bytes is not None and (
-            len(made) > most_bytes or len(before) + len(items) > MAX_ITEMS
+            len(stored) > most_bytes or len(before) + len(items) > MAX_ITEMS
         ):
             raise InvalidRequest(
-                f"items: the conversation would hold {len(before) + len(items)} items of {len(made)} bytes; at most "
+                f"items: the conversation would hold {len(before) + len(items)} items of "
+                f"{len(stored)} bytes; at most "
                 f"{MAX_ITEMS} of {most_bytes} bytes are kept; begin another one",
                 field="items",
             )
-        return msgspec.structs.replace(record, input=made)
+        return msgspec.structs.replace(record, input=stored)
 
-    await _changed(exchange, ident, change)
+    await _changed(context, ident, change)
 
 
-async def _changed(exchange: Exchange, ident: str, change: Callable[[Record], Record]) -> Record:
+async def _changed(
+    context: RequestContext, ident: str, change: Callable[[Record], Record]
+) -> Record:
     record = None
     if ident.startswith(CONVERSATION_PREFIX):
-        record = await _store(exchange).change(ident, exchange.tenant, change)
+        record = await _store(context).change(ident, context.tenant, change)
     if record is None:
         raise _unknown(ident)
     return record
 
 
-def _checked(given: list[Json]) -> list[Json]:
+def _checked(sent_items: list[Json]) -> list[Json]:
     """Items as they are kept; one that no conversation could be continued with is refused."""
-    items = with_ids(given, response_id())
+    items = with_ids(sent_items, response_id())
     if len({item["id"] for item in items}) < len(items):
         raise InvalidRequest("items: two have the same id", field="items")
-    folded = Messages(offered(None), lambda sealed: "")
+    folded = ItemMessages(offered(None), lambda sealed: "")
     for i, item in enumerate(items):
         folded.take(item, f"items[{i}]")
     return items
 
 
 def _item(items: list[Json], ident: str) -> Json:
-    found = next((item for item in items if item["id"] == ident), None)
-    if found is None:
+    named_item = next((item for item in items if item["id"] == ident), None)
+    if named_item is None:
         raise NotFound(f"item {ident!r:.80} is not in this conversation", field="item_id")
-    return found
+    return named_item
 
 
-def _store(exchange: Exchange) -> ResponseStore:
-    store = exchange.services.store
+def _store(context: RequestContext) -> ResponseStore:
+    store = context.services.store
     if store is None:
         raise InvalidRequest("conversation: this server keeps none", field="conversation")
     return store

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.front.client.events import Ended
-from headrace.front.server.failures import Failure
-from headrace.front.server.parsed import ParsedEnded
+from headrace.front.server.conversation.parsed import ParsedEnded
+from headrace.front.server.http.failures import Failure
 from headrace.front.server.responses.schema import (
     ENCRYPTED,
     LOGPROBS,
@@ -64,8 +64,8 @@ def new_response(reply: ResponseReply, *, status: str) -> Json:
     talk = conversation_of(request)
     text = {"format": {"type": "text"}, "verbosity": "medium"}
     if request.text is not None:
-        given = {"format": request.text.format, "verbosity": request.text.verbosity}
-        text |= {key: value for key, value in given.items() if value is not None}
+        options = {"format": request.text.format, "verbosity": request.text.verbosity}
+        text |= {key: value for key, value in options.items() if value is not None}
     reasoning = request.reasoning
     return {
         "id": reply.id,
@@ -110,8 +110,8 @@ def _shown(tool: Json) -> Json:
     return {"parameters": None, "strict": None, **tool}
 
 
-def _or(given: object, default: object) -> object:
-    return default if given is None else given
+def _or(value: object, default: object) -> object:
+    return default if value is None else value
 
 
 def usage(num_prompt: int, ended: Ended | None) -> Json:

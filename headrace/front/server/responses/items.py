@@ -1,8 +1,8 @@
 """Input items: given ids, and folded into messages.
 
-Neighbouring items of the model's turn (reasoning, text, calls) become one assistant message; outputs of tools are
-messages of their own. What hosted tools left behind is passed over; a reference is looked up among the stored items.
-"""
+Neighbouring items of the model's turn (reasoning, text, calls) become one assistant message;
+outputs of tools are messages of their own. What hosted tools left behind is passed over; a
+reference is looked up among the stored items."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.openai.custom import CUSTOM_ARGUMENT
+from headrace.front.server.conversation.calls import CUSTOM_ARGUMENT
 from headrace.front.server.responses.schema import Json
 from headrace.front.server.responses.tools import Offered
 
@@ -34,44 +34,44 @@ _PASSED_OVER = re.compile(
 _OURS = re.compile(r"[a-z]+_([0-9a-f]{32})i?[0-9a-f]{4}")
 
 
-def item_id(prefix: str, response: str, index: int, *, given: bool = False) -> str:
+def item_id(prefix: str, response: str, index: int, *, is_own: bool = False) -> str:
     """The id of an item; it tells which response it belongs to (see `response_of`)."""
-    return f"{prefix}_{response.removeprefix('resp_')}{'i' if given else ''}{index:04x}"
+    return f"{prefix}_{response.removeprefix('resp_')}{'i' if is_own else ''}{index:04x}"
 
 
 def response_of(item: str) -> str | None:
     """The id of the response that an item belongs to; None if the id is not of our making."""
-    found = _OURS.fullmatch(item)
-    return None if found is None else f"resp_{found[1]}"
+    match = _OURS.fullmatch(item)
+    return None if match is None else f"resp_{match[1]}"
 
 
-def with_ids(given: str | list[Json] | None, response: str) -> list[Json]:
+def with_ids(items: str | list[Json] | None, response: str) -> list[Json]:
     """The input as items, each with an id and a type."""
-    if given is None:
+    if items is None:
         return []
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    return [_with_id(item, response, i) for i, item in enumerate(given)]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    return [_with_id(item, response, i) for i, item in enumerate(items)]
 
 
 def _with_id(item: Json, response: str, index: int) -> Json:
     kind = item.get("type") or "message"
     prefix = _PREFIXES.get(kind, "msg") if isinstance(kind, str) else "msg"
-    made = {"id": item_id(prefix, response, index, given=True), **item, "type": kind}
+    numbered = {"id": item_id(prefix, response, index, is_own=True), **item, "type": kind}
     if kind == "message":
         content, role = item.get("content"), item.get("role")
         part = "output_text" if role == "assistant" else "input_text"
         if isinstance(content, str):
-            made["content"] = [{"type": part, "text": content}]
+            numbered["content"] = [{"type": part, "text": content}]
             if role == "assistant":
-                made["content"][0]["annotations"] = []
-        made.setdefault("status", "completed")
-    if not isinstance(made["id"], str):
-        made["id"] = item_id(prefix, response, index, given=True)
-    return made
+                numbered["content"][0]["annotations"] = []
+        numbered.setdefault("status", "completed")
+    if not isinstance(numbered["id"], str):
+        numbered["id"] = item_id(prefix, response, index, is_own=True)
+    return numbered
 
 
-class Messages:
+class ItemMessages:
     """Folds items into messages; `places` tells where each message came from."""
 
     def __init__(self, tools: Offered, unseal: Unseal) -> None:
@@ -162,8 +162,8 @@ class Messages:
                 if text is not None:
                     return text
             texts = [part.get("text") for part in parts if isinstance(part, dict)]
-            if found := "\n".join(text for text in texts if isinstance(text, str)):
-                return found
+            if thought := "\n".join(text for text in texts if isinstance(text, str)):
+                return thought
         return ""
 
 
@@ -177,7 +177,7 @@ def _output(output: Any, at: str) -> Any:
 def _joined(content: str | list[Any], at: str) -> str:
     if isinstance(content, str):
         return content
-    found = []
+    texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         name = "refusal" if kind == "refusal" else "text"
@@ -188,15 +188,15 @@ def _joined(content: str | list[Any], at: str) -> str:
             "refusal",
         ):
             raise _bad(f"{at}[{i}].type", f"{kind!r:.80} given; allowed: output_text, refusal")
-        found.append(_string(part, name, f"{at}[{i}]"))
-    return "".join(found)
+        texts.append(_string(part, name, f"{at}[{i}]"))
+    return "".join(texts)
 
 
 def _string(item: Json, name: str, at: str) -> str:
-    found = item.get(name)
-    if not isinstance(found, str):
+    value = item.get(name)
+    if not isinstance(value, str):
         raise _bad(f"{at}.{name}", "a text is needed")
-    return found
+    return value
 
 
 def _bad(field: str, what: str) -> InvalidRequest:

@@ -1,28 +1,32 @@
-"""One response from its request to its last event, the same for HTTP, the background and the WebSocket.
+"""One response from its request to its last event, the same for HTTP, the background and the
+WebSocket.
 
-`prepare` reads what came before and checks everything that can be checked; `run` yields the events and stores the
-response before it tells that it is complete, so that the next turn finds it.
-"""
+`prepare` reads what came before and checks everything that can be checked; `run` yields the events
+and stores the response before it tells that it is complete, so that the next turn finds it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-import msgspec
 import orjson
 
 from headrace.base.errors import ContextTooLong, InvalidRequest, NotFound
-from headrace.front.client.events import Events
-from headrace.front.server.conversation import Translated, as_sent, begin_translated, render
-from headrace.front.server.exchange import Exchange
-from headrace.front.server.ids import RESPONSE_PREFIX, response_id
-from headrace.front.server.openai.schema import ChatRequest
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.pipeline import begin, prompt_ids
+from headrace.front.server.conversation.resolved import (
+    Conversation,
+    PromptSource,
+    SentNames,
+    TranslatedRequest,
+    as_sent,
+)
+from headrace.front.server.http.ids import RESPONSE_PREFIX, response_id
 from headrace.front.server.responses import conversations
-from headrace.front.server.responses.conversation import to_request
+from headrace.front.server.responses.conversation import to_conversation, to_request
 from headrace.front.server.responses.document import ResponseReply
 from headrace.front.server.responses.items import response_of, with_ids
 from headrace.front.server.responses.schema import (
@@ -33,18 +37,19 @@ from headrace.front.server.responses.schema import (
 )
 from headrace.front.server.responses.stream import TERMINAL, ResponseStream
 from headrace.front.server.responses.tools import offered
-from headrace.front.server.state.store import MAX_CHAIN, Record
+from headrace.front.server.state.responses import MAX_CHAIN, Record
 
 PURPOSE = "reasoning"
 MAX_REFERRED = 64
-_ROOM_SHARE = 8
+_RESERVED_SHARE = 8
 
 
 class Recall(Protocol):
     """Finds the items of earlier responses."""
 
     def __call__(self, ident: str, *, alone: bool = False) -> Awaitable[list[Json] | None]:
-        """The items of a response and of those before it, or its own `alone`; None if it is not there."""
+        """The items of a response and of those before it, or its own `alone`; None if it is not
+        there."""
         ...
 
 
@@ -56,90 +61,89 @@ class PreviousResponseNotFound(InvalidRequest):
 
 @dataclass(kw_only=True)
 class Prepared:
-    """A checked request. `history` are the items before it, `given` its own."""
+    """A checked request. `history` are the items before it, `own_items` its own."""
 
-    exchange: Exchange
+    context: RequestContext
     reply: ResponseReply
     history: list[Json]
-    given: list[Json]
-    translated: Translated
-    chat: ChatRequest
+    own_items: list[Json]
+    conversation: Conversation
     stream: ResponseStream
 
 
 async def prepare(
-    exchange: Exchange, request: ResponsesRequest, document: Json, *, recall: Recall
+    context: RequestContext, request: ResponsesRequest, document: Json, *, recall: Recall
 ) -> Prepared:
     """Everything before the engine is asked; raises what is wrong with the request."""
-    services = exchange.services
+    services = context.services
     if request.store and services.store is None:
         raise InvalidRequest("store: this server keeps no responses", field="store")
     ident = response_id()
-    history, given, translated = await translate(
-        exchange, request, document, ident=ident, recall=recall
+    history, own_items, translated = await translate(
+        context, request, document, ident=ident, recall=recall
     )
-    chat = translated.typed()
+    conversation = to_conversation(translated, services.served, id=ident)
     if request.truncation == "auto":
-        translated, chat = await _fitting(exchange, translated, chat)
+        conversation = await _fitting(context, conversation)
     reply = ResponseReply(
         id=ident,
-        model=services.model_name(request.model),
+        model=conversation.model,
         created=int(time.time()),
         request=request,
         document=document,
         tools=offered(request.tools),
-        seal=lambda text: services.sealer.seal(text, owner=exchange.tenant, purpose=PURPOSE),
+        seal=lambda text: services.sealer.seal(text, owner=context.tenant, purpose=PURPOSE),
         stored=services.store is not None and request.store is not False,
         defaults=dict(services.text.generation_defaults),
     )
     return Prepared(
-        exchange=exchange,
+        context=context,
         reply=reply,
         history=history,
-        given=given,
-        translated=translated,
-        chat=chat,
+        own_items=own_items,
+        conversation=conversation,
         stream=ResponseStream(reply, "queued" if request.background else "in_progress"),
     )
 
 
 async def translate(
-    exchange: Exchange, request: InputRequest, document: Json, *, ident: str, recall: Recall
-) -> tuple[list[Json], list[Json], Translated]:
+    context: RequestContext, request: InputRequest, document: Json, *, ident: str, recall: Recall
+) -> tuple[list[Json], list[Json], TranslatedRequest]:
     """The items before the request, its own, and all of them as a conversation."""
-    services = exchange.services
+    services = context.services
     services.model_name(request.model)
     history: list[Json] = []
     if request.previous_response_id is not None:
-        found = await recall(request.previous_response_id)
-        if found is None:
-            raise await _not_found(exchange, request.previous_response_id)
-        history = found
+        earlier = await recall(request.previous_response_id)
+        if earlier is None:
+            raise await _not_found(context, request.previous_response_id)
+        history = earlier
     if (talk := conversation_of(request)) is not None:
-        history = await conversations.history_of(exchange, talk)
-    given = with_ids(await _resolved(request.input, recall), ident)
+        history = await conversations.history_of(context, talk)
+    own_items = with_ids(await _resolved(request.input, recall), ident)
 
     def unseal(sealed: str) -> str | None:
-        return services.sealer.open(sealed, owner=exchange.tenant, purpose=PURPOSE)
+        return services.sealer.open(sealed, owner=context.tenant, purpose=PURPOSE)
 
     translated = to_request(
         request,
         document,
         tools=offered(request.tools),
         history=history,
-        given=given,
+        own_items=own_items,
         unseal=unseal,
         max_model_len=services.text.max_model_len,
     )
-    return history, given, translated
+    return history, own_items, translated
 
 
-async def _not_found(exchange: Exchange, ident: str) -> PreviousResponseNotFound:
-    """Why a response cannot be gone on from: it is not there, not yet complete, or one before it is gone."""
-    kept = exchange.services.store
+async def _not_found(context: RequestContext, ident: str) -> PreviousResponseNotFound:
+    """Why a response cannot be gone on from: it is not there, not yet complete, or one before it is
+    gone."""
+    kept = context.services.store
     record = None
     if kept is not None and ident.startswith(RESPONSE_PREFIX):
-        record = await kept.get(ident, exchange.tenant)
+        record = await kept.get(ident, context.tenant)
     why = "is not there (any more)"
     if record is not None and record.running:
         why = "is still being made; wait for its end"
@@ -150,29 +154,29 @@ async def _not_found(exchange: Exchange, ident: str) -> PreviousResponseNotFound
     )
 
 
-async def _resolved(given: str | Sequence[Json] | None, recall: Recall) -> str | list[Json] | None:
+async def _resolved(items: str | Sequence[Json] | None, recall: Recall) -> str | list[Json] | None:
     """The input with references replaced by the items they name."""
-    if given is None or isinstance(given, str):
-        return given
-    made = []
+    if items is None or isinstance(items, str):
+        return items
+    sent_items = []
     known: dict[str | None, list[Json]] = {None: []}
-    for i, item in enumerate(given):
+    for i, item in enumerate(items):
         if item.get("type") != "item_reference":
-            made.append(item)
+            sent_items.append(item)
             continue
         ident = item.get("id")
         owner = response_of(ident) if isinstance(ident, str) else None
         if owner not in known:
             _check_referred(len(known), f"input[{i}].id")
             known[owner] = await recall(owner or "", alone=True) or []
-        found = next((each for each in known[owner] if each.get("id") == ident), None)
-        if found is None:
+        referred = next((each for each in known[owner] if each.get("id") == ident), None)
+        if referred is None:
             raise InvalidRequest(
                 f"input[{i}].id: no item {ident!r:.80} is stored; send the item itself",
                 field=f"input[{i}].id",
             )
-        made.append(found)
-    return made
+        sent_items.append(referred)
+    return sent_items
 
 
 def _check_referred(count: int, field: str) -> None:
@@ -183,95 +187,87 @@ def _check_referred(count: int, field: str) -> None:
         )
 
 
-async def _fitting(
-    exchange: Exchange, translated: Translated, chat: ChatRequest
-) -> tuple[Translated, ChatRequest]:
-    """truncation auto: without the oldest turns, as many as must go (found by halving), if the whole does not fit."""
-    messages = chat.messages
+async def _fitting(context: RequestContext, conversation: Conversation) -> Conversation:
+    """truncation auto: without the oldest turns, as many as must go (found by halving), if the
+    whole does not fit."""
+    prompt, sent = conversation.prompt, conversation.sent
+    messages = prompt.messages
     lead = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), 0)
     turns = [lead, *(i for i in range(lead + 1, len(messages)) if messages[i]["role"] == "user")]
-    limit = exchange.services.text.max_model_len
-    room = min(chat.max_completion_tokens or limit, max(limit // _ROOM_SHARE, 1))
+    limit = context.services.text.max_model_len
+    reserve = min(conversation.params.max_tokens or limit, max(limit // _RESERVED_SHARE, 1))
+
+    def without(drop: int) -> PromptSource:
+        return replace(prompt, messages=messages[:lead] + messages[turns[drop] :])
 
     async def fits(drop: int) -> bool:
-        kept = messages[:lead] + messages[turns[drop] :]
         try:
-            ids = await render(exchange, msgspec.structs.replace(chat, messages=kept))
+            ids = await prompt_ids(context, without(drop))
         except ContextTooLong:
             return False
-        return len(ids) + room <= limit
+        return len(ids) + reserve <= limit
 
-    with as_sent(translated):
+    with as_sent(sent):
         if await fits(0):
-            return translated, chat
+            return conversation
         low, high = 0, len(turns) - 1
         while low + 1 < high:
             middle = (low + high) // 2
             low, high = (low, middle) if await fits(middle) else (middle, high)
-    places = [*translated.places[:lead], *translated.places[turns[high] :]]
-    kept = messages[:lead] + messages[turns[high] :]
-    cut = Translated(
-        document=translated.document, places=places, names=translated.names, stop=translated.stop
-    )
-    return cut, msgspec.structs.replace(chat, messages=kept)
-
-
-async def begin(prepared: Prepared) -> Events:
-    """The events of the generation."""
-    return await begin_translated(
-        prepared.exchange, prepared.translated, prepared.chat, label=prepared.reply.id
-    )
+    places = [*sent.places[:lead], *sent.places[turns[high] :]]
+    sent = SentNames(places=places, names=sent.names)
+    return replace(conversation, prompt=without(high), sent=sent)
 
 
 async def run(prepared: Prepared, *, keep: bool = True) -> AsyncGenerator[Json, None]:
     """The response's events; it is stored before its last one. Failures are raised."""
-    events = await begin(prepared)
+    _, events = await begin(prepared.context, prepared.conversation)
     async with aclosing(events):
         async for event in events:
-            for made in prepared.stream.take(event):
-                if keep and made["type"] in TERMINAL:
+            for event_ in prepared.stream.take(event):
+                if keep and event_["type"] in TERMINAL:
                     await store(prepared)
-                yield made
+                yield event_
 
 
 async def store(prepared: Prepared, *, running: bool = False) -> None:
     """Writes the response as it is now, if it is to be stored."""
-    kept = prepared.exchange.services.store
+    kept = prepared.context.services.store
     if kept is None or not prepared.reply.stored:
         return
     request = prepared.reply.request
     record = Record(
         id=prepared.reply.id,
-        owner=prepared.exchange.tenant,
+        owner=prepared.context.tenant,
         previous=request.previous_response_id,
         response=orjson.dumps(prepared.stream.response),
-        input=orjson.dumps(prepared.given),
+        input=orjson.dumps(prepared.own_items),
         running=running,
     )
     await kept.put(record)
     talk = conversation_of(request)
     if talk is not None and prepared.stream.response["status"] in ("completed", "incomplete"):
-        said = [*prepared.given, *prepared.stream.response["output"]]
+        said = [*prepared.own_items, *prepared.stream.response["output"]]
         with suppress(NotFound):  # it was deleted meanwhile
-            await conversations.add(prepared.exchange, talk, said)
+            await conversations.add(prepared.context, talk, said)
 
 
-def recall_from(exchange: Exchange) -> Recall:
+def recall_from(context: RequestContext) -> Recall:
     """Reads them from the store; a conversation may be as large as a body."""
-    most = exchange.services.server.max_body_bytes
+    most = context.services.server.max_body_bytes
 
     async def recall(ident: str, *, alone: bool = False) -> list[Json] | None:
-        kept = exchange.services.store
+        kept = context.services.store
         if kept is None or not ident.startswith(RESPONSE_PREFIX):
             return None
         depth = 1 if alone else MAX_CHAIN
-        records = await kept.chain(ident, exchange.tenant, depth=depth, max_bytes=most)
+        records = await kept.chain(ident, context.tenant, depth=depth, max_bytes=most)
         if not records or records[-1].running:
             return None
-        found: list[Json] = []
+        items: list[Json] = []
         for record in records:
-            found += orjson.loads(record.input)
-            found += orjson.loads(record.response)["output"]
-        return found
+            items += orjson.loads(record.input)
+            items += orjson.loads(record.response)["output"]
+        return items
 
     return recall

@@ -1,9 +1,8 @@
 """Requests of the Responses routes: fields, types and bounds.
 
-Unknown fields are ignored (clients send `client_metadata`, `prompt_cache_key`, `safety_identifier` and others; the
-prefix cache works without being told). Sampling fields beyond OpenAI's go on to the conversation as they are
-(`EXTENSIONS`).
-"""
+Unknown fields are ignored (clients send `client_metadata`, `prompt_cache_key`, `safety_identifier`
+and others; the prefix cache works without being told). Sampling fields beyond OpenAI's go on to the
+conversation as they are (`EXTENSIONS`)."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.openai.schema import Count, Effort, Name, typed
+from headrace.front.server.conversation.request import Effort
+from headrace.front.server.http.validation import Count, Name, typed
 
 MAX_ITEMS = 4096
 MAX_ADDED = 20
@@ -53,7 +53,8 @@ Include = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-"""The first two have an effect; the others are about tools that are not run here, and about images."""
+"""The first two have an effect; the others are about tools that are not run here, and about
+images."""
 Json = dict[str, Any]
 Ident = Annotated[str, Meta(max_length=128)]
 Metadata = Annotated[
@@ -62,8 +63,9 @@ Metadata = Annotated[
 ]
 
 
-class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
-    """How much the model thinks, and whether its thinking is summed up (here: shown whole) for people."""
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How much the model thinks, and whether its thinking is summed up (here: shown whole) for
+    people."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -77,7 +79,8 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseStreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`include_obfuscation` pads deltas, so that their sizes tell an onlooker nothing of the text."""
+    """`include_obfuscation` pads deltas, so that their sizes tell an onlooker nothing of the
+    text."""
 
     include_obfuscation: bool | None = None
 
@@ -97,7 +100,7 @@ class InputRequest(msgspec.Struct, frozen=True, kw_only=True):
     previous_response_id: Ident | None = None
     conversation: Ident | ConversationRef | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     text: TextConfig | None = None
     tool_choice: str | Json | None = None
     tools: Annotated[list[Json], Meta(max_length=1024)] | None = None
@@ -163,15 +166,15 @@ def _check(request: InputRequest, document: Json) -> None:
 
 def conversation_of(request: InputRequest) -> str | None:
     """The id of the conversation that a request belongs to."""
-    given = request.conversation
-    return given.id if isinstance(given, ConversationRef) else given
+    conversation = request.conversation
+    return conversation.id if isinstance(conversation, ConversationRef) else conversation
 
 
 def extensions(document: Json) -> Json:
     """The sampling fields beyond OpenAI's, as they were sent."""
     for name in ONLY_CHAT:
-        given = document.get(name)
-        if given is not None and given is not False and (name, given) != ("n", 1):
+        value = document.get(name)
+        if value is not None and value is not False and (name, value) != ("n", 1):
             raise InvalidRequest(
                 f"{name}: not part of a response; /v1/chat/completions has it", field=name
             )

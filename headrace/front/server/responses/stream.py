@@ -1,24 +1,25 @@
 """from_events: a generation's events as the events of a response; the full response is their fold.
 
-Every event has the next sequence number. Items follow one another, each opened, said and closed before the next one;
-`output` of the response holds what was opened, under the same ids. Budget of a text delta: 5 us, of which most is JSON.
-"""
+Every event has the next sequence number. Items follow one another, each opened, said and closed
+before the next one; `output` of the response holds what was opened, under the same ids. Budget of a
+text delta: 5 us, of which most is JSON."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import orjson
 
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started
-from headrace.front.server.failures import Failure
-from headrace.front.server.openai.custom import custom_input, cut_input
-from headrace.front.server.openai.fold import chat_logprobs
-from headrace.front.server.openai.padding import padding
-from headrace.front.server.parsed import parts_of
+from headrace.front.server.conversation.calls import custom_input, cut_input
+from headrace.front.server.conversation.fold import chat_logprobs
+from headrace.front.server.conversation.parsed import parts_of
+from headrace.front.server.http.failures import Failure
+from headrace.front.server.http.sse import Chunks, padding
 from headrace.front.server.responses.document import ResponseReply, error_of, new_response, usage
 from headrace.front.server.responses.items import item_id
 from headrace.front.server.responses.schema import Json
@@ -38,7 +39,8 @@ TERMINAL = frozenset({"response.completed", "response.incomplete", "response.fai
 
 @dataclass
 class ResponseStream:
-    """Turns events into events; `response` is the response as far as it has come. `warm`: no output is wanted."""
+    """Turns events into events; `response` is the response as far as it has come. `warm`: no output
+    is wanted."""
 
     reply: ResponseReply
     status: str = "in_progress"
@@ -84,10 +86,10 @@ class ResponseStream:
         return self._stop("cancelled")
 
     def _stop(self, status: str, **fields: object) -> list[Json]:
-        made = [*self.begin(), *self._close(complete=False)]
+        events = [*self.begin(), *self._close(complete=False)]
         self.response |= {"status": status, **fields}
         kind = "failed" if status == "failed" else "incomplete"
-        return [*made, self._about(f"response.{kind}")]
+        return [*events, self._about(f"response.{kind}")]
 
     def _start(self, event: Started) -> list[Json]:
         self._num_prompt = event.num_prompt
@@ -97,13 +99,13 @@ class ResponseStream:
 
     def _delta(self, event: Delta) -> list[Json]:
         parts = parts_of(event)
-        if self.reply.scores and event.scores and self._is_spoken(parts):
+        if self.reply.scores and event.scores and self._is_content(parts):
             self._unsaid += _logprobs(event.scores)
-        return [made for part in parts for made in self._part(part)]
+        return [events for part in parts for events in self._part(part)]
 
-    def _is_spoken(self, parts: Sequence[Part]) -> bool:
-        """Whether a delta's tokens belong to a message: those without text (half a character, the end) do inside one.
-        How tokens were cut into deltas must not show."""
+    def _is_content(self, parts: Sequence[Part]) -> bool:
+        """Whether a delta's tokens belong to a message: those without text (half a character, the
+        end) do inside one. How tokens were cut into deltas must not show."""
         if parts:
             return any(isinstance(part, Content) for part in parts)
         return self._open is None or self._open["type"] == "message"
@@ -113,9 +115,9 @@ class ResponseStream:
             case Content():
                 return self._content(part.text)
             case Reasoning():
-                made = self._become("reasoning", "rs", summary=[], content=[])
+                events = self._become("reasoning", "rs", summary=[], content=[])
                 self._texts.append(part.text)
-                return [*made, self._said("response.reasoning_text.delta", 0, delta=part.text)]
+                return [*events, self._said("response.reasoning_text.delta", 0, delta=part.text)]
             case CallBegin():
                 return self._call(part)
             case CallArguments():
@@ -134,38 +136,39 @@ class ResponseStream:
                 self._space = text
                 return []
         scores, self._unsaid = self._unsaid, []
-        made = self._become("message", "msg", role="assistant", content=[])
+        events = self._become("message", "msg", role="assistant", content=[])
         self._texts.append(text)
         self._scores += scores
         delta = self._said("response.output_text.delta", 0, delta=text, logprobs=scores)
-        return [*made, delta]
+        return [*events, delta]
 
     def _call(self, part: CallBegin) -> list[Json]:
-        made = self._close(complete=True)
+        events = self._close(complete=True)
         tool = self.reply.tools.tool(part.name)
         fields: Json = {"call_id": part.id, "name": tool.name}
         if tool.namespace is not None:
             fields["namespace"] = tool.namespace
         if tool.custom:
-            return made + self._become("custom_tool_call", "ctc", **fields, input="")
-        return made + self._become("function_call", "fc", **fields, arguments="")
+            return events + self._become("custom_tool_call", "ctc", **fields, input="")
+        return events + self._become("function_call", "fc", **fields, arguments="")
 
     def _become(self, kind: str, prefix: str, **fields: object) -> list[Json]:
         """Opens an item of this kind unless it is open."""
         if self._open is not None and self._open["type"] == kind:
             return []
-        made = self._close(complete=True)
+        events = self._close(complete=True)
         ident = item_id(prefix, self.reply.id, self._index + 1)
         self._open = {"id": ident, "type": kind, "status": "in_progress", **fields}
         self._space, self._unsaid = "", []
         self.response["output"].append(self._open)
-        made.append(self._item("response.output_item.added"))
+        events.append(self._item("response.output_item.added"))
         if kind in ("message", "reasoning"):
-            made.append(self._said("response.content_part.added", 0, part=self._whole("")))
-        return made
+            events.append(self._said("response.content_part.added", 0, part=self._whole("")))
+        return events
 
     def _close(self, *, complete: bool, ends_call: bool = False) -> list[Json]:
-        """Says the open item's whole text and closes it. A call is complete only where its own end closes it."""
+        """Says the open item's whole text and closes it. A call is complete only where its own end
+        closes it."""
         item = self._open
         if item is None:
             return []
@@ -173,25 +176,27 @@ class ResponseStream:
         whole = "".join(self._texts)
         match item["type"]:
             case "message":
-                made = self._end_message(item, whole)
+                events = self._end_message(item, whole)
             case "reasoning":
-                made = self._end_reasoning(item, whole)
+                events = self._end_reasoning(item, whole)
             case "custom_tool_call":
-                made = self._end_custom(item, custom_input(whole) if complete else cut_input(whole))
+                events = self._end_custom(
+                    item, custom_input(whole) if complete else cut_input(whole)
+                )
             case _:
                 item["arguments"] = whole
                 name = item["name"]
-                made = [
+                events = [
                     self._said(
                         "response.function_call_arguments.done", None, arguments=whole, name=name
                     )
                 ]
         item["status"] = "completed" if complete else "incomplete"
-        made.append(self._item("response.output_item.done"))
+        events.append(self._item("response.output_item.done"))
         self._open = None
         self._texts.clear()
         self._scores = []
-        return made
+        return events
 
     def _end_message(self, item: Json, whole: str) -> list[Json]:
         self._scores += self._unsaid
@@ -206,7 +211,7 @@ class ResponseStream:
     def _end_reasoning(self, item: Json, whole: str) -> list[Json]:
         part = self._whole(whole)
         item["content"] = [part]
-        made = [
+        events = [
             self._said("response.reasoning_text.done", 0, text=whole),
             self._said("response.content_part.done", 0, part=part),
         ]
@@ -220,10 +225,10 @@ class ResponseStream:
                 ("text.done", {"text": whole}),
                 ("part.done", {"part": summary}),
             ):
-                made.append(self._said(kind + name, None, summary_index=0, **fields))
+                events.append(self._said(kind + name, None, summary_index=0, **fields))
         if self.reply.encrypts:
             item["encrypted_content"] = self.reply.seal(whole)
-        return made
+        return events
 
     def _end_custom(self, item: Json, text: str) -> list[Json]:
         item["input"] = text
@@ -245,7 +250,7 @@ class ResponseStream:
     def _index(self) -> int:
         return len(self.response["output"]) - 1
 
-    def _made(self, kind: str, **fields: object) -> Json:
+    def _event(self, kind: str, **fields: object) -> Json:
         event = {"type": kind, "sequence_number": self.number, **fields}
         self.number += 1
         return event
@@ -253,11 +258,11 @@ class ResponseStream:
     def _about(self, kind: str) -> Json:
         """An event about the whole response, as it is now."""
         output = [{**item} for item in self.response["output"]]
-        return self._made(kind, response={**self.response, "output": output})
+        return self._event(kind, response={**self.response, "output": output})
 
     def _item(self, kind: str) -> Json:
         assert self._open is not None
-        return self._made(kind, output_index=self._index, item={**self._open})
+        return self._event(kind, output_index=self._index, item={**self._open})
 
     def _said(self, kind: str, content_index: int | None, **fields: object) -> Json:
         assert self._open is not None
@@ -266,20 +271,20 @@ class ResponseStream:
             where["content_index"] = content_index
         if self.reply.pads and "delta" in fields:
             fields["obfuscation"] = padding(len(orjson.dumps(fields)))
-        return self._made(kind, **where, **fields)
+        return self._event(kind, **where, **fields)
 
     def _end(self, ended: Ended) -> list[Json]:
         if ended.reason == "abort":
             raise Unavailable("the request was ended by an administrator", retry_after_s=1.0)
         cut = _CUT.get("" if self.warm else ended.reason)
-        made = self._close(complete=cut is None)
+        events = self._close(complete=cut is None)
         self.response |= {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": cut} if cut else None,
             "completed_at": None if cut else int(time.time()),
             "usage": usage(self._num_prompt, ended),
         }
-        return [*made, self._about(f"response.{self.response['status']}")]
+        return [*events, self._about(f"response.{self.response['status']}")]
 
 
 def _logprobs(scores: list[ScoredToken]) -> list[Json]:
@@ -292,3 +297,18 @@ def encoded(event: Json) -> bytes:
     """One event on a stream, with its name."""
     kind: str = event["type"]
     return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+
+
+async def to_chunks(events: AsyncGenerator[Json, None]) -> Chunks:
+    """The stream of a response's events."""
+    async with aclosing(events):
+        async for event in events:
+            yield encoded(event)
+
+
+async def to_answer(events: AsyncGenerator[Json, None], stream: ResponseStream) -> Json:
+    """The full answer: the response as its last event leaves it."""
+    async with aclosing(events):
+        async for _ in events:
+            pass
+    return stream.response

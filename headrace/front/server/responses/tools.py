@@ -1,8 +1,9 @@
-"""Tools of the Responses dialect as functions, and the way back from a function's name to the tool that was meant.
+"""Tools of the Responses dialect as functions, and the way back from a function's name to the tool
+that was meant.
 
-A namespace is flattened (`name__function`); a custom tool, whose input is free text, is a function with one text
-argument. Tools that the vendor's servers run are passed over: clients always offer some, and nothing is run here (P25).
-"""
+A namespace is flattened (`name__function`); a custom tool, whose input is free text, is a function
+with one text argument. Tools that the vendor's servers run are passed over: clients always offer
+some, and nothing is run here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.openai.custom import custom_function
+from headrace.front.server.conversation.calls import custom_function
 from headrace.front.server.responses.schema import Json
 
 HOSTED = (
@@ -56,10 +57,10 @@ class Offered:
                 raise _bad(f"{at}.parameters", "an object (JSON schema) is needed")
             self._function(tool, at, namespace, parameters=parameters, strict=tool.get("strict"))
         elif kind == "custom":
-            made = custom_function(_name(tool, at), tool.get("description"), tool.get("format"))
-            parameters, strict = made["parameters"], made.get("strict")
+            function = custom_function(_name(tool, at), tool.get("description"), tool.get("format"))
+            parameters, strict = function["parameters"], function.get("strict")
             self._function(
-                *({**tool, **made}, at, namespace),
+                *({**tool, **function}, at, namespace),
                 parameters=parameters,
                 strict=strict,
                 custom=True,
@@ -97,17 +98,17 @@ class Offered:
         }
         if isinstance(strict, bool):
             function["strict"] = strict
-        given = {key: value for key, value in function.items() if value is not None}
-        self.functions.append({"type": "function", "function": given})
+        fields = {key: value for key, value in function.items() if value is not None}
+        self.functions.append({"type": "function", "function": fields})
         self.names[flat] = Tool(name=name, custom=custom, namespace=namespace)
 
 
 def offered(tools: list[Json] | None) -> Offered:
     """The tools of a request."""
-    found = Offered()
+    offered_tools = Offered()
     for i, tool in enumerate(tools or []):
-        found.add(tool, f"tools[{i}]")
-    return found
+        offered_tools.add(tool, f"tools[{i}]")
+    return offered_tools
 
 
 def to_choice(choice: str | Json | None, tools: Offered) -> Json:

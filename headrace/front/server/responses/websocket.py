@@ -1,10 +1,11 @@
-"""Responses over a WebSocket: requests as text frames, answered by the events of HTTP, each in a frame of its own.
+"""Responses over a WebSocket: requests as text frames, answered by the events of HTTP, each in a
+frame of its own.
 
-Requests with the same `stream_id` form a lane and are answered one after the other; lanes run at the same time. What a
-connection answered last it remembers (also with store: false), so that the next turn needs to bring only what is new;
-an error in a lane makes it forget the response that the failed turn went on from. `generate: false` computes the prompt
-only. When the connection ends, whatever still runs of it is aborted.
-"""
+Requests with the same `stream_id` form a lane and are answered one after the other; lanes run at
+the same time. What a connection answered last it remembers (also with store: false), so that the
+next turn needs to bring only what is new; an error in a lane makes it forget the response that the
+failed turn went on from. `generate: false` computes the prompt only. When the connection ends,
+whatever still runs of it is aborted."""
 
 from __future__ import annotations
 
@@ -12,19 +13,20 @@ import asyncio
 import re
 from collections import OrderedDict, defaultdict
 from contextlib import aclosing, suppress
+from dataclasses import replace
 
 import msgspec
 import orjson
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from headrace.base.errors import HeadraceError, InvalidRequest, RateLimited
-from headrace.front.server.exchange import Exchange
-from headrace.front.server.failures import Failure, failure_of
-from headrace.front.server.ids import request_id
-from headrace.front.server.json_body import parse_json
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.http.failures import Failure, failure_of
+from headrace.front.server.http.ids import request_id
+from headrace.front.server.http.limits import parse_json
+from headrace.front.server.http.sse import STALL_S
 from headrace.front.server.responses.run import Prepared, prepare, recall_from, run, store
 from headrace.front.server.responses.schema import Json, parse_response
-from headrace.front.server.sse import STALL_S
 
 MAX_ACTIVE = 16
 MAX_LANES = 32
@@ -62,11 +64,11 @@ class Memory:
 
     def get(self, ident: str) -> list[Json] | None:
         """The items up to and including a response."""
-        found = self._kept.get(ident)
-        if found is None:
+        items = self._kept.get(ident)
+        if items is None:
             return None
         self._kept.move_to_end(ident)
-        return found[0]
+        return items[0]
 
     def put(self, ident: str, items: list[Json]) -> None:
         """Remembers a response; forgets the oldest ones beyond the bounds."""
@@ -84,21 +86,21 @@ class Memory:
         return sum(size for _, size in self._kept.values())
 
 
-class Session:
+class WebSocketSession:
     """One connection."""
 
-    def __init__(self, exchange: Exchange, socket: WebSocket) -> None:
-        self._exchange = exchange
+    def __init__(self, context: RequestContext, socket: WebSocket) -> None:
+        self._request_context = context
         self._socket = socket
         self._memory = Memory()
         self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._running: set[asyncio.Task[None]] = set()
-        self._stored = recall_from(exchange)
+        self._stored = recall_from(context)
 
     async def serve(self) -> None:
         """Reads frames until the client leaves, the connection is too old or the server ends."""
         reading = asyncio.ensure_future(self._read())
-        over = asyncio.ensure_future(self._exchange.services.abandon.wait())
+        over = asyncio.ensure_future(self._request_context.services.abandon.wait())
         try:
             await asyncio.wait({reading, over}, timeout=MAX_AGE_S, return_when="FIRST_COMPLETED")
             if reading.done():
@@ -116,9 +118,11 @@ class Session:
         error = RateLimited(
             f"a connection may be open for {MAX_AGE_S / 60:g} minutes; open another one"
         )
-        failure = failure_of(error, request_id=self._exchange.request_id)
+        failure = failure_of(error, request_id=self._request_context.request_id)
         code = "websocket_connection_limit_reached"
-        await self._send(error_event(msgspec.structs.replace(_told(failure), code=code), {}))
+        await self._send(
+            error_event(msgspec.structs.replace(_error_fields(failure), code=code), {})
+        )
         await self._socket.close(GOING_AWAY)
 
     async def _read(self) -> None:
@@ -163,7 +167,8 @@ class Session:
     def _create(self, document: Json, lane: str, named: Json) -> None:
         if len(self._running) >= MAX_ACTIVE:
             raise ConcurrentRequest(
-                f"{MAX_ACTIVE} responses are being made on this connection, its limit; wait for one to end",
+                f"{MAX_ACTIVE} responses are being made on this connection, its limit; wait "
+                "for one to end",
                 retry_after_s=1.0,
             )
         names = self._lanes.keys() - {""}
@@ -182,14 +187,16 @@ class Session:
             await self._answer(document, lane, named)
 
     async def _answer(self, document: Json, lane: asyncio.Lock, named: Json) -> None:
-        first = self._exchange
-        exchange = Exchange(services=first.services, request_id=request_id(), tenant=first.tenant)
+        first = self._request_context
+        context = RequestContext(
+            services=first.services, request_id=request_id(), tenant=first.tenant
+        )
         status = CLIENT_GONE
-        exchange.begin_trace(self._socket.scope)
+        context.begin_trace(self._socket.scope)
         async with lane:
             prepared: Prepared | None = None
             try:
-                prepared = await self._prepared(exchange, document)
+                prepared = await self._prepared(context, document)
                 async with aclosing(run(prepared)) as events:
                     async for event in events:
                         if event["type"] in ("response.completed", "response.incomplete"):
@@ -201,38 +208,39 @@ class Session:
             except Exception as error:
                 parent = document.get("previous_response_id")
                 self._memory.forget(parent if isinstance(parent, str) else None)
-                status = failure_of(error, request_id=exchange.request_id).status
+                status = failure_of(error, request_id=context.request_id).status
                 await self._fail(error, named, prepared)
             finally:
-                exchange.held.close()
-                exchange.over(status)
+                context.held.close()
+                context.over(status)
 
-    async def _prepared(self, exchange: Exchange, document: Json) -> Prepared:
+    async def _prepared(self, context: RequestContext, document: Json) -> Prepared:
         body = {key: value for key, value in document.items() if key != "background"}
         body["stream"] = True
         request = parse_response(body)
-        prepared = await prepare(exchange, request, body, recall=self._recall)
+        prepared = await prepare(context, request, body, recall=self._recall)
         if document.get("generate") is False:
-            prepared.chat = msgspec.structs.replace(prepared.chat, max_completion_tokens=0)
+            params = msgspec.structs.replace(prepared.conversation.params, max_tokens=0)
+            prepared.conversation = replace(prepared.conversation, params=params)
             prepared.stream.warm = True
         return prepared
 
     async def _recall(self, ident: str, *, alone: bool = False) -> list[Json] | None:
-        found = self._memory.get(ident)
-        return await self._stored(ident, alone=alone) if found is None else found
+        items = self._memory.get(ident)
+        return await self._stored(ident, alone=alone) if items is None else items
 
     def _remember(self, prepared: Prepared) -> None:
         output = prepared.stream.response["output"]
-        self._memory.put(prepared.reply.id, [*prepared.history, *prepared.given, *output])
+        self._memory.put(prepared.reply.id, [*prepared.history, *prepared.own_items, *output])
 
     async def _fail(self, error: Exception, named: Json, prepared: Prepared | None = None) -> None:
-        failure = failure_of(error, request_id=self._exchange.request_id)
+        failure = failure_of(error, request_id=self._request_context.request_id)
         if prepared is not None and prepared.stream.number:
             for event in prepared.stream.fail(failure):
                 await self._send({**event, **named})
             await store(prepared)
             return
-        await self._send(error_event(_told(failure), named))
+        await self._send(error_event(_error_fields(failure), named))
 
     async def _send(self, event: Json) -> None:
         """A client that takes nothing for too long is left."""
@@ -243,7 +251,7 @@ class Session:
             raise WebSocketDisconnect(1006) from None
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True):
+class _ErrorFields(msgspec.Struct, frozen=True, kw_only=True):
     """What of a failure is told in an error event."""
 
     status: int
@@ -253,8 +261,8 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None
 
 
-def _told(failure: Failure) -> _Told:
-    return _Told(
+def _error_fields(failure: Failure) -> _ErrorFields:
+    return _ErrorFields(
         status=failure.status,
         type=failure.type,
         code=failure.code,
@@ -263,9 +271,9 @@ def _told(failure: Failure) -> _Told:
     )
 
 
-def error_event(told: _Told, named: Json) -> Json:
+def error_event(failure: _ErrorFields, named: Json) -> Json:
     """The event for a request that never became a response."""
-    error = msgspec.structs.asdict(told)
+    error = msgspec.structs.asdict(failure)
     status = error.pop("status")
     return {"type": "error", "status": status, "error": error, **named}
 
@@ -284,6 +292,6 @@ def _no_steering(document: Json) -> Json:
     return {"type": "response.steer.failed", "sequence_number": 0, "error": error, "steer": steer}
 
 
-async def serve(exchange: Exchange, socket: WebSocket) -> None:
+async def serve(context: RequestContext, socket: WebSocket) -> None:
     """A connection at /v1/responses."""
-    await Session(exchange, socket).serve()
+    await WebSocketSession(context, socket).serve()

@@ -1,1 +1,2 @@
-"""What the server keeps between requests: stored responses, their events, and the secret that seals what goes out."""
+"""What the server keeps between requests: stored responses, their events, and the secret that seals
+what goes out."""

@@ -1,9 +1,9 @@
-"""A database as the store uses it: one connection in one thread, statements with `?` for values, short
-transactions.
+"""A database as the store uses it: one connection in one thread, statements with `?` for values,
+short transactions.
 
-SQLite comes with Python; PostgreSQL needs psycopg. Both are asked the same SQL, so that what holds for one holds for
-the other. Whatever the database fails with becomes an error of ours: the request is answered, the connection made anew.
-"""
+SQLite comes with Python; PostgreSQL needs psycopg. Both are asked the same SQL, so that what holds
+for one holds for the other. Whatever the database fails with becomes an error of ours: the request
+is answered, the connection made anew."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cursor(Protocol):
         ...
 
 
-class Connection(Protocol):
+class DatabaseConnection(Protocol):
     """The part of a connection that is used; both libraries offer `execute` on it."""
 
     def execute(self, statement: Any, values: Sequence[Any] = ..., /) -> Cursor:
@@ -57,10 +57,10 @@ class Connection(Protocol):
 class Database:
     """Runs functions over the connection, one at a time, off the event loop."""
 
-    def __init__(self, connect: Callable[[], Connection], *, is_postgres: bool) -> None:
+    def __init__(self, connect: Callable[[], DatabaseConnection], *, is_postgres: bool) -> None:
         self.is_postgres = is_postgres
         self._connect = connect
-        self._connection: Connection | None = None
+        self._connection: DatabaseConnection | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses-store")
 
     async def run(self, work: Callable[[Database], T]) -> T:
@@ -87,9 +87,9 @@ class Database:
         try:
             if self._connection is None:
                 self._connection = self._connect()
-            found = work(self)
+            result = work(self)
             self._connection.commit()
-            return found
+            return result
         except HeadraceError:
             if self._connection is not None:
                 self._connection.rollback()
@@ -114,25 +114,26 @@ def open_database(where: str, *, folder: Path) -> Database:
     return Database(lambda: _postgres(where), is_postgres=True)
 
 
-def _sqlite(path: Path) -> Connection:
+def _sqlite(path: Path) -> DatabaseConnection:
     import sqlite3
 
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     except OSError as error:
         raise ConfigError(
-            f"--response-store: {path} cannot be opened ({error.strerror}); name another file, or off",
+            f"--response-store: {path} cannot be opened ({error.strerror}); name another file, "
+            "or off",
             field="response_store",
         ) from None
     connection: Any = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
     connection.execute("PRAGMA secure_delete=ON")  # what is forgotten is gone from the file too
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
-    opened: Connection = connection
+    opened: DatabaseConnection = connection
     return opened
 
 
-def _postgres(url: str) -> Connection:
+def _postgres(url: str) -> DatabaseConnection:
     psycopg: Any = require("psycopg", extra="postgres", purpose="--response-store postgresql://")
-    connection: Connection = psycopg.connect(url, connect_timeout=round(BUSY_S))
+    connection: DatabaseConnection = psycopg.connect(url, connect_timeout=round(BUSY_S))
     return connection

@@ -1,1 +1,2 @@
-"""The page at `/`: a playground and a live view of the engine. Plain files, no toolchain, nothing from elsewhere."""
+"""The page at `/`: a playground and a live view of the engine. Plain files, no toolchain, nothing
+from elsewhere."""

@@ -15,4 +15,5 @@ PAGES: Mapping[str, tuple[str, str]] = {
     "/ui/markdown.js": ("markdown.js", "text/javascript; charset=utf-8"),
     "/ui/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-"""Path -> file beside this one, and its type. `auth.PUBLIC` lets exactly these through without a key."""
+"""Path -> file beside this one, and its type. `table.PUBLIC` lets exactly these through without a
+key."""

@@ -1,7 +1,8 @@
 """Answers in typed blocks: `<message>HEADER<kind>TEXT<end>`, one after the other, in any order.
 
-A block's kind is a control token: reasoning, text, or a call whose text is a JSON object with name and arguments. The
-header before it repeats a call's name and says nothing more. Text that no block holds is content.
+A block's kind is a control token: reasoning, text, or a call whose text is a JSON object with name
+and arguments. The header before it repeats a call's name and says nothing more. Text that no block
+holds is content.
 """
 
 from __future__ import annotations
@@ -11,12 +12,7 @@ import re
 import msgspec
 
 from headrace.front.text.parsing.engine import Engine, Tags
-from headrace.front.text.parsing.json_calls import (
-    MAX_NAME_CHARS,
-    JsonCalls,
-    JsonKeys,
-    Outcome,
-)
+from headrace.front.text.parsing.json_calls import MAX_NAME_CHARS, JsonCalls, JsonKeys, Outcome
 from headrace.front.text.parsing.messages import Kind, Messages
 
 _HEADER = re.compile(r"\s*[\w.\-]*\s*")

@@ -1,8 +1,8 @@
 """Calls written as in a programming language: `f(a=1, b="x")`, or `call:f{a:1,b:<quote>x<quote>}`.
 
-An argument is read to its end, then translated to JSON (literals.py); what is no literal goes out as the text it is,
-so that nothing is lost. Without a tag only the beginning of the answer can be a call, and only one of a function that
-exists.
+An argument is read to its end, then translated to JSON (literals.py); what is no literal goes out
+as the text it is, so that nothing is lost. Without a tag only the beginning of the answer can be a
+call, and only one of a function that exists.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 class CallSyntax(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's way of writing. `open` empty: calls stand bare, at the beginning of the answer and in a list, maybe
-    behind `prefix`. `quote` empty: texts are quoted as in Python."""
+    """A family's way of writing. `open` empty: calls stand bare, at the beginning of the answer and
+    in a list, maybe behind `prefix`. `quote` empty: texts are quoted as in Python."""
 
     open: str = ""
     close: str = ""
@@ -41,7 +41,8 @@ Parameters = Mapping[str, Mapping[str, Any]]
 
 
 class SyntaxCalls(CallReader):
-    """The state that reads content and such calls. `functions`: the parameters of each function there is."""
+    """The state that reads content and such calls. `functions`: the parameters of each function
+    there is."""
 
     def __init__(
         self, sink: Sink, syntax: CallSyntax, functions: Parameters, drop: Sequence[str] = ()
@@ -83,12 +84,12 @@ class SyntaxCalls(CallReader):
 
     def _prefix(self, text: str, at: int) -> int:
         prefix = self._syntax.prefix
-        found = literal(text, at, prefix) if prefix else False
-        if found is None:
+        has_prefix = literal(text, at, prefix) if prefix else False
+        if has_prefix is None:
             return at
-        self._raw = [prefix] if found else []
+        self._raw = [prefix] if has_prefix else []
         self._mode = self._first
-        return at + len(prefix) if found else at
+        return at + len(prefix) if has_prefix else at
 
     def _first(self, text: str, at: int) -> int:
         start = skip_space(text, at)
@@ -105,11 +106,11 @@ class SyntaxCalls(CallReader):
     def _lead(self, text: str, at: int) -> int:
         start = skip_space(text, at)
         lead = self._syntax.lead
-        found = literal(text, start, lead) if start < len(text) else None
-        if found is None:
+        has_lead = literal(text, start, lead) if start < len(text) else None
+        if has_lead is None:
             self._raw.append(text[at:start])
             return start
-        if not found:
+        if not has_lead:
             self._refuse(text[at:start])
             return start
         self._raw.append(text[at : start + len(lead)])
@@ -118,12 +119,12 @@ class SyntaxCalls(CallReader):
         return start + len(lead)
 
     def _read_name(self, text: str, at: int) -> int:
-        found = _NAME.match(text, at)
-        assert found is not None
-        end = min(found.end(), at + MAX_NAME_CHARS - sum(map(len, self._word)))
+        match = _NAME.match(text, at)
+        assert match is not None
+        end = min(match.end(), at + MAX_NAME_CHARS - sum(map(len, self._word)))
         self._word.append(text[at:end])
         self._raw.append(text[at:end])
-        if end < found.end():
+        if end < match.end():
             self._refuse()
         elif end < len(text):
             name = "".join(self._word)
@@ -191,10 +192,10 @@ class SyntaxCalls(CallReader):
             return
         key, value = self._split(written)
         quote = self._syntax.quote
-        made = json_of_bare(value, quote) if quote else json_of_python(value)
-        if made is None or not made:
-            made = quoted(value.strip())
-        self._sink.arguments(("{" if not self._count else ", ") + quoted(key) + ": " + made)
+        json_value = json_of_bare(value, quote) if quote else json_of_python(value)
+        if json_value is None or not json_value:
+            json_value = quoted(value.strip())
+        self._sink.arguments(("{" if not self._count else ", ") + quoted(key) + ": " + json_value)
         self._count += 1
 
     def _split(self, written: str) -> tuple[str, str]:
@@ -204,9 +205,9 @@ class SyntaxCalls(CallReader):
             _, key, rest = written.split(quote, 2) if written.count(quote) > 1 else ("", "", "")
             if rest.lstrip().startswith(self._syntax.assign):
                 return key, rest.lstrip()[len(self._syntax.assign) :]
-        found = _KEY.match(written)
-        if found and written.startswith(self._syntax.assign, found.end()):
-            return found[1], written[found.end() + len(self._syntax.assign) :]
+        match = _KEY.match(written)
+        if match and written.startswith(self._syntax.assign, match.end()):
+            return match[1], written[match.end() + len(self._syntax.assign) :]
         known = self._keys[self._count : self._count + 1]
         return (known[0] if known else f"arg{self._count}"), written
 
@@ -224,10 +225,10 @@ class SyntaxCalls(CallReader):
             self._in_list = False
             return start + 1
         if close := self._syntax.close:
-            found = literal(text, start, close)
-            if found is None:
+            has_close = literal(text, start, close)
+            if has_close is None:
                 return start
-            if found:
+            if has_close:
                 self._mode = self._content
                 return start + len(close)
         # one call per line; anything else is content again

@@ -1,7 +1,7 @@
-"""How many tokens of an answer are reasoning: those that begin between the tags (API-03).
+"""How many tokens of an answer are reasoning: those that begin between the tags.
 
-Counted on the tokens' own text, so that it does not matter whether a tag is one token or several, whether the prompt
-opened it, or how the stream was cut.
+Counted on the tokens' own text, so that it does not matter whether a tag is one token or several,
+whether the prompt opened it, or how the stream was cut.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class ReasoningTokens:
-    """The count of one answer. `pieces`: what each token adds to the text; `at`: characters counted so far."""
+    """The count of one answer. `pieces`: what each token adds to the text; `at`: characters counted
+    so far."""
 
     def __init__(self, pieces: Mapping[int, str | bytes]) -> None:
         self._pieces = pieces

@@ -1,8 +1,8 @@
 """The incremental engine: text goes in as it comes, states consume it, parts come out.
 
-A state is given the text and a position and returns how far it got; what it leaves (never more than a tag that is
-still incomplete) is offered again with the next piece. Everything else is consumed at once and never read again, so
-that the time is linear in the text, whatever the text is (P12).
+A state is given the text and a position and returns how far it got; what it leaves (never more than
+a tag that is still incomplete) is offered again with the next piece. Everything else is consumed at
+once and never read again, so that the time is linear in the text, whatever the text is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class State(Protocol):
     """One way to read text."""
 
     def step(self, text: str, at: int) -> int:
-        """Consumes from `at`; the position it got to. No progress and no change of state: it needs more text."""
+        """Consumes from `at`; the position it got to. No progress and no change of state: it needs
+        more text."""
         ...
 
     def end(self, rest: str) -> None:
@@ -28,7 +29,8 @@ class State(Protocol):
 
 
 class Engine:
-    """Runs states over one answer. `consumed` counts the characters consumed before the text in hand."""
+    """Runs states over one answer. `consumed` counts the characters consumed before the text in
+    hand."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -96,7 +98,8 @@ class Modes:
 
 
 class Outside:
-    """Content beside calls: white space next to a call belongs to the structure, any other is content."""
+    """Content beside calls: white space next to a call belongs to the structure, any other is
+    content."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -140,15 +143,16 @@ class Tags:
         # literals only: nothing to backtrack into
         self._any = re.compile("|".join(map(re.escape, sorted(tags, key=len, reverse=True))))
 
-    def find(self, text: str, at: int, room: int | None = None) -> tuple[int, str]:
-        """Where the first tag stands, and which; or the place up to which there is surely none, and "".
+    def find(self, text: str, at: int, max_chars: int | None = None) -> tuple[int, str]:
+        """Where the first tag stands, and which; or the place up to which there is surely none, and
+        "".
 
         With `room` it looks no further than for a tag that begins within so many characters.
         """
-        end = len(text) if room is None else at + room + self._longest
-        found = self._any.search(text, at, end)
-        if found:
-            return found.start(), found[0]
+        end = len(text) if max_chars is None else at + max_chars + self._longest
+        match = self._any.search(text, at, end)
+        if match:
+            return match.start(), match[0]
         return (end if end < len(text) else self._unsure(text, at)), ""
 
     def _unsure(self, text: str, at: int) -> int:

@@ -1,7 +1,9 @@
-"""Which of the formats a checkpoint writes in: chosen by its chat template, else by its model_type, or by name.
+"""Which of the formats a checkpoint writes in: chosen by its chat template, else by its model_type,
+or by name.
 
-The formats are rows (families_tools.py, families_reasoning.py), under names that users of other servers know.
-Nothing here encodes text or looks into a tokenizer, so rows can be used from any thread (REG-101).
+The formats are rows (families_tools.py, families_reasoning.py), under names that users of other
+servers know. Nothing here encodes text or looks into a tokenizer, so rows can be used from any
+thread.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ def choose_reasoning(template: str | None, model_type: str = "") -> Choice:
 
 
 def tool_family(name: str, template: str | None = None) -> ToolFamily | None:
-    """The row of that name, None for "none"; ConfigError lists the names there are. Releases of one family that differ
-    share a name, and the chat template tells which it is."""
+    """The row of that name, None for "none"; ConfigError lists the names there are. Releases of one
+    family that differ share a name, and the chat template tells which it is."""
     return _named(TOOL_FAMILIES, name, "--tool-parser", template or "")
 
 
@@ -88,11 +90,11 @@ def _speaks_of(row: F, template: str) -> bool:
 def _named(rows: Sequence[F], name: str, option: str, template: str) -> F | None:
     if name == NONE:
         return None
-    found: list[F] = [row for row in rows if name in _names(row)]
-    shown: list[F] = [row for row in found if _shows(template, row)]
-    own: list[F] = [row for row in found if name == row.name]
-    if found:
-        return (shown or own or found)[0]
+    named: list[F] = [row for row in rows if name in _names(row)]
+    shown: list[F] = [row for row in named if _shows(template, row)]
+    own: list[F] = [row for row in named if name == row.name]
+    if named:
+        return (shown or own or named)[0]
     raise ConfigError(f"{option}: {name!r} is not known; allowed: {_all_names(rows)}", field=option)
 
 

@@ -1,4 +1,5 @@
-"""The formats of reasoning, one row each, from special to general; `marks` and `models` as in rows.py."""
+"""The formats of reasoning, one row each, from special to general; `marks` and `models` as in
+rows.py."""
 
 from __future__ import annotations
 

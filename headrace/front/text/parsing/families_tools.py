@@ -1,7 +1,8 @@
-"""The formats of tool calls: the rows of families_json.py, families_tags.py and families_syntax.py, special ones first.
+"""The formats of tool calls: the rows of families_json.py, families_tags.py and families_syntax.py,
+special ones first.
 
-The order matters: of the rows whose marks a template has, the first is taken. The formats are those of the families'
-own chat templates.
+The order matters: of the rows whose marks a template has, the first is taken. The formats are those
+of the families' own chat templates.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Harmony: messages with a header, `<|channel|>NAME to=RECIPIENT<|message|>TEXT<|end|>`, one after the other.
+"""Harmony: messages with a header, `<|channel|>NAME to=RECIPIENT<|message|>TEXT<|end|>`, one after
+the other.
 
-The channel analysis is reasoning, final and commentary are content, a message to functions.NAME is a call whose
-arguments are its text. The tags are control tokens; where they are marked (marks.py), the same words in a text are
-text. Only the message that the prompt has begun, if it has, counts from the prompt (REG-098).
+The channel analysis is reasoning, final and commentary are content, a message to functions.NAME is
+a call whose arguments are its text. The tags are control tokens; where they are marked (marks.py),
+the same words in a text are text. Only the message that the prompt has begun, if it has, counts
+from the prompt.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class HarmonyTags(msgspec.Struct, frozen=True, kw_only=True):
 class Harmony(Messages):
     """The state: `over` once the final message has begun.
 
-    `functions` None: no tools are offered, so what looks like a call is content. `prompt_tail`: how the prompt ends.
+    `functions` None: no tools are offered, so what looks like a call is content. `prompt_tail`: how
+    the prompt ends.
     """
 
     def __init__(
@@ -66,7 +69,8 @@ class Harmony(Messages):
         self._begin(prompt_tail)
 
     def end(self, rest: str) -> None:
-        """An answer that ends anywhere; a call whose arguments are complete was ended by a token that is not shown."""
+        """An answer that ends anywhere; a call whose arguments are complete was ended by a token
+        that is not shown."""
         if self._mode == self._body:
             if self._kind is not Kind.CALL or not self._value.done:  # else it began a tag
                 self._piece(rest)
@@ -91,7 +95,8 @@ class Harmony(Messages):
             self._mode = self._read_header
 
     def _first(self, text: str, at: int) -> int:
-        """A header, or text without one, as a constrained answer may be; no header begins behind a page of space."""
+        """A header, or text without one, as a constrained answer may be; no header begins behind a
+        page of space."""
         start = skip_space(text, at)
         if start - at > MAX_HEADER_CHARS:
             self._open_message("")
@@ -99,21 +104,21 @@ class Harmony(Messages):
         if start == len(text):
             return at
         tags = self._tags
-        found = [
+        matches = [
             literal(text, start, tag) for tag in (tags.channel, tags.start, "to=", "assistant")
         ]
-        if any(found):
+        if any(matches):
             self._mode = self._read_header
-        elif None in found:
+        elif None in matches:
             return at
         else:
             self._open_message("")
         return at
 
     def _read_header(self, text: str, at: int) -> int:
-        room = MAX_HEADER_CHARS - sum(map(len, self._header))
-        place, tag = self._header_ends.find(text, at, room)
-        fits = min(place, at + room)
+        chars_left = MAX_HEADER_CHARS - sum(map(len, self._header))
+        place, tag = self._header_ends.find(text, at, chars_left)
+        fits = min(place, at + chars_left)
         self._header.append(text[at:fits])
         header = "".join(self._header)
         if fits < place:

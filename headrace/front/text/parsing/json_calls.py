@@ -1,8 +1,9 @@
 """Calls written as JSON: an object with the name and the arguments, or a list of such objects.
 
-The arguments go out as the model wrote them, character by character, never decoded and encoded again. Nothing of a
-call goes out before both its name and the beginning of its arguments are known; an object that turns out to be none
-is given back as text. Bytes are looked at once: strings and nesting are followed, no tree is built (P12, P14).
+The arguments go out as the model wrote them, character by character, never decoded and encoded
+again. Nothing of a call goes out before both its name and the beginning of its arguments are known;
+an object that turns out to be none is given back as text. Bytes are looked at once: strings and
+nesting are followed, no tree is built.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Outcome(Enum):
 
 
 class JsonKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family's objects call the name and the arguments. `named`: the first key is the function's name itself and
-    what stands under it, an object, the arguments."""
+    """What a family's objects call the name and the arguments. `named`: the first key is the
+    function's name itself and what stands under it, an object, the arguments."""
 
     name: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
@@ -42,9 +43,11 @@ class JsonKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JsonCalls:
-    """Reads one object or list of objects. `outcome` REFUSED: `refused` is the text that was no call.
+    """Reads one object or list of objects. `outcome` REFUSED: `refused` is the text that was no
+    call.
 
-    `names`: the functions that exist, where the grammar has no tag to tell a call from an answer in JSON.
+    `names`: the functions that exist, where the grammar has no tag to tell a call from an answer in
+    JSON.
     """
 
     def __init__(self, sink: Sink, keys: JsonKeys, *, names: frozenset[str] | None = None) -> None:
@@ -281,10 +284,10 @@ class JsonCalls:
 
     def _scalar(self, text: str, at: int, then: Callable[[str], None]) -> int:
         """A number, true, false or null; missing arguments are an empty object."""
-        found = _SCALAR_END.search(text, at)
-        end = found.start() if found else len(text)
+        match = _SCALAR_END.search(text, at)
+        end = match.start() if match else len(text)
         self._string.append(text[at:end])
-        if found:
+        if match:
             word = "".join(self._string)
             self._string.clear()
             then("{}" if word == "null" else word)

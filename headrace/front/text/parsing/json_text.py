@@ -1,4 +1,5 @@
-"""Follows JSON text to the end of a string or a value without reading it twice and without building a tree (P12)."""
+"""Follows JSON text to the end of a string or a value without reading it twice and without building
+a tree."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ class JsonString:
             self._escaped = False
             at += 1
         while True:
-            found = _IN_STRING.search(text, at)
-            if found is None:
+            match = _IN_STRING.search(text, at)
+            if match is None:
                 return len(text), False
-            at = found.end()
-            if found[0] == '"':
+            at = match.end()
+            if match[0] == '"':
                 return at, True
             if at == len(text):
                 self._escaped = True
@@ -49,13 +50,13 @@ class JsonValue:
                     self._string = None
                     self.done = not self._depth
                 continue
-            found = _IN_VALUE.search(text, at)
-            if found is None:
+            match = _IN_VALUE.search(text, at)
+            if match is None:
                 return len(text)
-            at = found.end()
-            if found[0] == '"':
+            at = match.end()
+            if match[0] == '"':
                 self._string = JsonString()
             else:
-                self._depth += 1 if found[0] in "{[" else -1
+                self._depth += 1 if match[0] in "{[" else -1
                 self.done = self._depth <= 0
         return at

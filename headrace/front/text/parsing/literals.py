@@ -1,7 +1,8 @@
-"""Python-like literals to JSON: lists, tuples, dictionaries, texts, numbers, True, False, None. Nothing is evaluated.
+"""Python-like literals to JSON: lists, tuples, dictionaries, texts, numbers, True, False, None.
+Nothing is evaluated.
 
-The text is translated token by token and the result checked by a JSON decoder, so that the time is linear and nesting
-cannot exhaust the stack.
+The text is translated token by token and the result checked by a JSON decoder, so that the time is
+linear and nesting cannot exhaust the stack.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def quoted(text: str) -> str:
 
 
 def json_of_python(text: str) -> str | None:
-    """The JSON of a Python literal; None if it is none. Neighbouring texts are one, as in Python."""
-    made: list[str] = []
+    """The JSON of a Python literal; None if it is none. Neighbouring texts are one, as in
+    Python."""
+    tokens: list[str] = []
     at, after_text = 0, False
     while at < len(text):
         if text[at] in "'\"":
@@ -36,39 +38,40 @@ def json_of_python(text: str) -> str | None:
                 return None
             piece = quoted(_decoded(text[at + 1 : end - 1]))
             if after_text:
-                piece = made.pop()[:-1] + piece[1:]
-            made.append(piece)
+                piece = tokens.pop()[:-1] + piece[1:]
+            tokens.append(piece)
             at, after_text = end, True
             continue
-        found = _TOKEN.match(text, at)
-        assert found is not None
-        at = found.end()
-        if not found[0].isspace():
-            _add(made, found[0])
+        match = _TOKEN.match(text, at)
+        assert match is not None
+        at = match.end()
+        if not match[0].isspace():
+            _add(tokens, match[0])
             after_text = False
-    return checked("".join(made))
+    return checked("".join(tokens))
 
 
 def json_of_bare(text: str, quote: str) -> str | None:
-    """The JSON of a literal whose texts stand between two `quote` tags and whose keys may be bare words; else None."""
-    made: list[str] = []
+    """The JSON of a literal whose texts stand between two `quote` tags and whose keys may be bare
+    words; else None."""
+    tokens: list[str] = []
     pieces = text.split(quote)
     if len(pieces) % 2 == 0:
         return None
     for i, piece in enumerate(pieces):
         if i % 2:
-            made.append(quoted(piece))
+            tokens.append(quoted(piece))
             continue
         at = 0
-        while found := _TOKEN.match(piece, at):
-            at = found.end()
-            if found[0] == ":" and made and _is_word(made[-1]):
-                made[-1] = quoted(made[-1])
-            if not found[0].isspace():
-                _add(made, found[0])
+        while match := _TOKEN.match(piece, at):
+            at = match.end()
+            if match[0] == ":" and tokens and _is_word(tokens[-1]):
+                tokens[-1] = quoted(tokens[-1])
+            if not match[0].isspace():
+                _add(tokens, match[0])
         if at < len(piece):
             return None
-    return checked("".join(made))
+    return checked("".join(tokens))
 
 
 def checked(text: str) -> str | None:
@@ -80,10 +83,10 @@ def checked(text: str) -> str | None:
     return text
 
 
-def _add(made: list[str], token: str) -> None:
-    if token in ")]}" and made and made[-1] == ",":
-        made.pop()
-    made.append(_BRACKETS.get(token, _WORDS.get(token, token)))
+def _add(tokens: list[str], token: str) -> None:
+    if token in ")]}" and tokens and tokens[-1] == ",":
+        tokens.pop()
+    tokens.append(_BRACKETS.get(token, _WORDS.get(token, token)))
 
 
 def _is_word(token: str) -> bool:
@@ -106,16 +109,17 @@ def _string_end(text: str, at: int) -> int | None:
 
 
 def _decoded(text: str) -> str:
-    """A Python text without its escapes; halves of surrogate pairs are joined, lone ones become U+FFFD."""
+    """A Python text without its escapes; halves of surrogate pairs are joined, lone ones become
+    U+FFFD."""
     if "\\" not in text:
         return text
     plain = _ESCAPE.sub(_escaped, text)
     return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _escaped(found: re.Match[str]) -> str:
-    code = found[1] or found[2] or found[3]
+def _escaped(match: re.Match[str]) -> str:
+    code = match[1] or match[2] or match[3]
     if code:
         number = int(code, 16)
         return chr(number) if number < 0x110000 else "\ufffd"
-    return "" if found[4] else _CONTROL.get(found[5], found[5])
+    return "" if match[4] else _CONTROL.get(match[5], match[5])

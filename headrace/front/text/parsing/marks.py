@@ -1,8 +1,9 @@
-"""Tells structural tokens from text that spells them (P28).
+"""Tells structural tokens from text that spells them.
 
-Where a tag of the model's format is a control token of its vocabulary, only the token is structure. Its piece is put
-between two of Unicode's noncharacters (guard.py), which no other piece may hold, and the family's tags are spelled the
-same way. So the grammars stay grammars over text, and a model that quotes what a user typed makes no call.
+Where a tag of the model's format is a control token of its vocabulary, only the token is structure.
+Its piece is put between two of Unicode's noncharacters (guard.py), which no other piece may hold,
+and the family's tags are spelled the same way. So the grammars stay grammars over text, and a model
+that quotes what a user typed makes no call.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Marking:
 
     def _struct(self, row: S, mark: Mark) -> S:
         fields = {name: getattr(row, name) for name in row.__struct_fields__}
-        made = {name: self._value(value, mark) for name, value in fields.items()}
-        return msgspec.structs.replace(row, **made)
+        marked = {name: self._value(value, mark) for name, value in fields.items()}
+        return msgspec.structs.replace(row, **marked)
 
     def _value(self, value: Any, mark: Mark) -> Any:
         if isinstance(value, str):
@@ -73,13 +74,13 @@ class Marking:
             return tuple(self._value(one, mark) for one in value)
         return self._struct(value, mark) if isinstance(value, msgspec.Struct) else value
 
-    def _mark(self, found: re.Match[str]) -> str:
-        self.structural[self._ids[found[0]]] = found[0]
-        return f"{OPEN}{found[0]}{CLOSE}"
+    def _mark(self, match: re.Match[str]) -> str:
+        self.structural[self._ids[match[0]]] = match[0]
+        return f"{OPEN}{match[0]}{CLOSE}"
 
-    def _mark_known(self, found: re.Match[str]) -> str:
-        is_known = self._ids[found[0]] in self.structural
-        return f"{OPEN}{found[0]}{CLOSE}" if is_known else found[0]
+    def _mark_known(self, match: re.Match[str]) -> str:
+        is_known = self._ids[match[0]] in self.structural
+        return f"{OPEN}{match[0]}{CLOSE}" if is_known else match[0]
 
     def pieces(self, *, skip_special_tokens: bool) -> MarkedPieces:
         """The table of pieces, once all rows are marked."""

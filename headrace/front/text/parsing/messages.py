@@ -1,4 +1,5 @@
-"""What is common to answers that are a row of messages: reasoning, content and calls, in any order and number."""
+"""What is common to answers that are a row of messages: reasoning, content and calls, in any order
+and number."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Kind(Enum):
 
 
 class Messages(Modes, ABC):
-    """The base of such states. `spans`: where reasoning stands, in characters; `over`: no more of it is expected."""
+    """The base of such states. `spans`: where reasoning stands, in characters; `over`: no more of
+    it is expected."""
 
     def __init__(self, engine: Engine) -> None:
         self.spans: list[tuple[int, int | None]] = []

@@ -1,4 +1,5 @@
-"""Calls with the name before the arguments: `<begin>NAME<separator>{...}<end>`, the arguments in JSON.
+"""Calls with the name before the arguments: `<begin>NAME<separator>{...}<end>`, the arguments in
+JSON.
 
 Arguments go out as they come. What turns out to be no call is content, its tags included.
 """
@@ -17,9 +18,10 @@ from headrace.front.text.parsing.reader import CallReader
 
 
 class NamedTags(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's tags. `lead` may stand before the name and `fence` after the arguments; `id_open` begins an id after
-    the name; `bare`: the arguments' brace ends the name too; `counted`: the name is written functions.NAME:NUMBER,
-    which is also the call's id; `keys`: calls may also be JSON objects right behind `open`."""
+    """A family's tags. `lead` may stand before the name and `fence` after the arguments; `id_open`
+    begins an id after the name; `bare`: the arguments' brace ends the name too; `counted`: the name
+    is written functions.NAME:NUMBER, which is also the call's id; `keys`: calls may also be JSON
+    objects right behind `open`."""
 
     open: str
     lead: str = ""
@@ -71,11 +73,11 @@ class NamedJson(CallReader):
             self._calls.start("".join(self._raw) + text[at:start])
             self._mode = self._objects
             return start
-        found = literal(text, start, self._tags.lead) if self._tags.lead else False
-        if found is None:
+        has_lead = literal(text, start, self._tags.lead) if self._tags.lead else False
+        if has_lead is None:
             self._raw.append(text[at:start])
             return start
-        end = start + len(self._tags.lead) if found else start
+        end = start + len(self._tags.lead) if has_lead else start
         self._raw.append(text[at:end])
         self._mode = self._read_name
         return end
@@ -166,11 +168,11 @@ class NamedJson(CallReader):
         start = skip_space(text, at)
         if start == len(text):
             return start
-        found = literal(text, start, tag) if tag else False
-        if found is None:
+        has_tag = literal(text, start, tag) if tag else False
+        if has_tag is None:
             return start
         self._mode = then
-        return start + (len(tag) if found else 0)
+        return start + (len(tag) if has_tag else 0)
 
 
 def _without_count(written: str) -> str:

@@ -1,8 +1,10 @@
-"""Calls whose parameters are tags of their own name, with tags in them: `<city>Rome</city><days><item>1</item></days>`.
+"""Calls whose parameters are tags of their own name, with tags in them:
+`<city>Rome</city><days><item>1</item></days>`.
 
-Every tag begins with a mark that nothing else has, so a value is text up to the next mark. A text goes out while it
-comes; any other value is put together when it is complete: tags within it are an object, tags called item or tags of
-one name a list, and what is none of these the JSON or the text it is.
+Every tag begins with a mark that nothing else has, so a value is text up to the next mark. A text
+goes out while it comes; any other value is put together when it is complete: tags within it are an
+object, tags called item or tags of one name a list, and what is none of these the JSON or the text
+it is.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _TEXT = "$text"
 
 
 class NestedTags(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's tags. `mark` begins every tag; `call_open` is behind the mark of a call's tag, up to the name."""
+    """A family's tags. `mark` begins every tag; `call_open` is behind the mark of a call's tag, up
+    to the name."""
 
     mark: str
     section_open: str
@@ -64,7 +67,8 @@ class NestedCalls(CallReader):
         self._open_values: list[_Value] = []
 
     def end(self, rest: str) -> None:
-        """An answer that ends anywhere: a call keeps the arguments that were whole, and a text as far as it came."""
+        """An answer that ends anywhere: a call keeps the arguments that were whole, and a text as
+        far as it came."""
         if self._mode == self._text:
             self._sink.arguments(quoted(rest)[1:-1])
         elif self._mode == self._name:
@@ -87,9 +91,9 @@ class NestedCalls(CallReader):
         return place + len(tag)
 
     def _name(self, text: str, at: int) -> int:
-        room = MAX_NAME_CHARS - sum(map(len, self._word))
-        place, tag = only('">').find(text, at, room)
-        fits = min(place, at + room)
+        chars_left = MAX_NAME_CHARS - sum(map(len, self._word))
+        place, tag = only('">').find(text, at, chars_left)
+        fits = min(place, at + chars_left)
         self._raw.append(text[at:fits])
         self._word.append(text[at:fits])
         name = "".join(self._word).strip()
@@ -118,9 +122,9 @@ class NestedCalls(CallReader):
 
     def _tag(self, text: str, at: int) -> int:
         """A tag, behind its mark; one that never ends is not one."""
-        room = MAX_NAME_CHARS - sum(map(len, self._word))
-        place, end = only(">").find(text, at, room)
-        fits = min(place, at + room)
+        chars_left = MAX_NAME_CHARS - sum(map(len, self._word))
+        place, end = only(">").find(text, at, chars_left)
+        fits = min(place, at + chars_left)
         self._word.append(text[at:fits])
         if fits < place:
             self._no_tag()
@@ -191,13 +195,13 @@ class NestedCalls(CallReader):
         place, mark = self._mark.find(text, at)
         self._sink.arguments(quoted(text[at:place])[1:-1])
         end = place + len(mark)
-        found = literal(text, end, self._text_close) if mark else False
-        if found is None:
+        has_close = literal(text, end, self._text_close) if mark else False
+        if has_close is None:
             return place
-        if found:
+        if has_close:
             self._sink.arguments('"')
             self._mode = self._member
-        return end + (len(self._text_close) if found else 0)
+        return end + (len(self._text_close) if has_close else 0)
 
     def _value(self, text: str, at: int) -> int:
         place, mark = self._mark.find(text, at)
@@ -208,31 +212,33 @@ class NestedCalls(CallReader):
 
     def _close_value(self) -> None:
         value = self._open_values.pop()
-        made = self._made(value)
+        json_value = self._json_of(value)
         if self._open_values:
-            self._open_values[-1].inner.append((value.key, made))
+            self._open_values[-1].inner.append((value.key, json_value))
             self._mode = self._value
         else:
-            self._sink.arguments(made)
+            self._sink.arguments(json_value)
             self._mode = self._member
 
-    def _made(self, value: _Value) -> str:
+    def _json_of(self, value: _Value) -> str:
         text = "".join(value.text)
         if not value.inner:
             return _leaf(text, value.schema)
         if all(key == self._tags.item for key, _ in value.inner):
-            return "[" + ", ".join(made for _, made in value.inner) + "]"
-        found: dict[str, list[str]] = {}
-        for key, made in value.inner:
-            found.setdefault(key, []).append(made)
+            return "[" + ", ".join(json_value for _, json_value in value.inner) + "]"
+        values: dict[str, list[str]] = {}
+        for key, json_value in value.inner:
+            values.setdefault(key, []).append(json_value)
         if text.strip():
-            found[_TEXT] = [quoted(text.strip())]
-        members = (f"{quoted(key)}: {_one_or_list(made)}" for key, made in found.items())
+            values[_TEXT] = [quoted(text.strip())]
+        members = (
+            f"{quoted(key)}: {_one_or_list(json_values)}" for key, json_values in values.items()
+        )
         return "{" + ", ".join(members) + "}"
 
 
-def _one_or_list(made: Sequence[str]) -> str:
-    return made[0] if len(made) == 1 else "[" + ", ".join(made) + "]"
+def _one_or_list(json_values: Sequence[str]) -> str:
+    return json_values[0] if len(json_values) == 1 else "[" + ", ".join(json_values) + "]"
 
 
 def _leaf(text: str, schema: Any) -> str:

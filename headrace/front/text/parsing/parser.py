@@ -1,4 +1,5 @@
-"""One answer's parser: reasoning first, then content and tool calls, put together from the chosen families."""
+"""One answer's parser: reasoning first, then content and tool calls, put together from the chosen
+families."""
 
 from __future__ import annotations
 
@@ -50,8 +51,9 @@ def short_call_id() -> str:
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How the served model writes; None: not parsed. `pieces` and `all_pieces` (the latter with control tokens) turn
-    tokens into the text that the parsers read; None: the tokenizer's own do."""
+    """How the served model writes; None: not parsed. `pieces` and `all_pieces` (the latter with
+    control tokens) turn tokens into the text that the parsers read; None: the tokenizer's own
+    do."""
 
     reasoning: ReasoningFamily | None = None
     tools: ToolFamily | None = None
@@ -66,7 +68,8 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def bound(self, tokenizer: Tokenizer) -> AnswerFormat:
-        """The format for one vocabulary: its control tokens are structure only as tokens (marks.py)."""
+        """The format for one vocabulary: its control tokens are structure only as tokens
+        (marks.py)."""
         marking = Marking(tokenizer)
         replace = msgspec.structs.replace
         reasoning, tools = self.reasoning, self.tools
@@ -106,8 +109,9 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
         schemas: Schemas | None,
         only_one_call: bool = False,
     ) -> OutputParser | None:
-        """A parser for one answer; None where the text is the content. `unfinished`: the text of the message that is
-        continued, if one is; `schemas`: the tools on offer, None if there are none."""
+        """A parser for one answer; None where the text is the content. `unfinished`: the text of
+        the message that is continued, if one is; `schemas`: the tools on offer, None if there are
+        none."""
         if self.reasoning is None and (self.tools is None or schemas is None):
             return None
         tags = None if self.reasoning is None else self.reasoning.tags
@@ -169,7 +173,8 @@ class OutputParser:
     def _messages(
         self, reasoning: ReasoningTags | None, tools: ToolGrammar | None
     ) -> Messages | None:
-        """The state for a row of messages, if that is the format; tools of another one are not looked for in it."""
+        """The state for a row of messages, if that is the format; tools of another one are not
+        looked for in it."""
         thinks = None if reasoning is None else reasoning.messages
         tags = tools if isinstance(tools, HarmonyTags | BlockTags) else thinks
         if tags is None:
@@ -207,7 +212,8 @@ class OutputParser:
 
     @property
     def reasoning_spans(self) -> Sequence[Span]:
-        """Where reasoning stands in the text, in characters; the end of the last is None while it is open."""
+        """Where reasoning stands in the text, in characters; the end of the last is None while it
+        is open."""
         return () if self._reasoning is None else self._reasoning.spans
 
 
@@ -234,13 +240,14 @@ def _grammar_state(
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The parameters of tools in OpenAI's shape; what is malformed counts as a tool without parameters."""
-    found: dict[str, Mapping[str, Any]] = {}
+    """The parameters of tools in OpenAI's shape; what is malformed counts as a tool without
+    parameters."""
+    schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             continue
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        found[function["name"]] = properties if isinstance(properties, Mapping) else {}
-    return found
+        schemas[function["name"]] = properties if isinstance(properties, Mapping) else {}
+    return schemas

@@ -1,7 +1,7 @@
 """What a model's text falls apart into, and the sink that the grammars write into.
 
-Joined over the whole answer, parts of one kind are the same however the text was cut into pieces. Calls have
-contiguous indices from 0; a later call never goes back to an earlier one.
+Joined over the whole answer, parts of one kind are the same however the text was cut into pieces.
+Calls have contiguous indices from 0; a later call never goes back to an earlier one.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class CallArguments(msgspec.Struct, frozen=True):
 
 
 class CallEnd(msgspec.Struct, frozen=True):
-    """Call `index` is complete. A call that the answer's end cuts off has none. `valid`: its arguments are a JSON
-    object; what is not was passed on as the model wrote it."""
+    """Call `index` is complete. A call that the answer's end cuts off has none. `valid`: its
+    arguments are a JSON object; what is not was passed on as the model wrote it."""
 
     index: int
     valid: bool = True
@@ -63,8 +63,8 @@ Part: TypeAlias = Reasoning | Content | CallBegin | CallArguments | CallEnd
 
 @dataclass(eq=False)
 class Sink:
-    """Collects parts. With `only_one_call` all that follows the end of the first call is dropped. `marked`: the text
-    has marks (marks.py), which no part keeps."""
+    """Collects parts. With `only_one_call` all that follows the end of the first call is dropped.
+    `marked`: the text has marks (marks.py), which no part keeps."""
 
     new_id: Callable[[], str]
     only_one_call: bool = field(kw_only=True, default=False)
@@ -109,7 +109,8 @@ class Sink:
 
 
 def is_object(text: str) -> bool:
-    """Whether `text` is a JSON object that clients can read: one that nests too deeply for a decoder is not."""
+    """Whether `text` is a JSON object that clients can read: one that nests too deeply for a
+    decoder is not."""
     try:
         return isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, RecursionError, ValueError):
@@ -117,31 +118,33 @@ def is_object(text: str) -> bool:
 
 
 def _unmarked(parts: list[Part]) -> list[Part]:
-    """The parts without the marks of structural tokens, and without those that are nothing but marks."""
-    found: list[Part] = []
+    """The parts without the marks of structural tokens, and without those that are nothing but
+    marks."""
+    plain: list[Part] = []
     for part in parts:
         if not isinstance(part, Reasoning | Content | CallArguments):
-            found.append(part)
+            plain.append(part)
         elif text := unmarked(part.text):
             same = text is part.text
-            found.append(part if same else msgspec.structs.replace(part, text=text))
-    return found
+            plain.append(part if same else msgspec.structs.replace(part, text=text))
+    return plain
 
 
 def joined(parts: list[Part]) -> list[Part]:
     """`parts` with neighbours of one kind joined."""
     if len(parts) < 2:
         return parts
-    found: list[Part] = []
+    merged: list[Part] = []
     for kind, group in groupby(parts, key=type):
         run = list(group)
         first = run[0]
         if isinstance(first, Reasoning | Content):
-            found.append(kind("".join(part.text for part in run)))  # type: ignore[union-attr]  # of one kind
+            text = "".join(part.text for part in run)  # type: ignore[union-attr]  # of one kind
+            merged.append(kind(text))
         elif isinstance(first, CallArguments):
             # no group spans two calls: the next one begins in between
             text = "".join(part.text for part in run)  # type: ignore[union-attr]  # of one kind
-            found.append(CallArguments(first.index, text))
+            merged.append(CallArguments(first.index, text))
         else:
-            found += run
-    return found
+            merged += run
+    return merged

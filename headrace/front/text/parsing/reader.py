@@ -1,7 +1,7 @@
 """The state that reads content beside calls: the part that all grammars with tags share.
 
-`opens` begin a call; `drop` are tags that only frame (a section of calls, an answer after reasoning): they and the
-white space next to them are no content.
+`opens` begin a call; `drop` are tags that only frame (a section of calls, an answer after
+reasoning): they and the white space next to them are no content.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reasoning before the answer: what stands between an opening and a closing tag.
 
-The prompt may have opened the tag already (its template does, or an unfinished message is continued). Only the
-beginning of the answer can open it, so that text about the tags stays text; the first closing tag ends it. Line breaks
-that templates put around the tags belong to the tags.
+The prompt may have opened the tag already (its template does, or an unfinished message is
+continued). Only the beginning of the answer can open it, so that text about the tags stays text;
+the first closing tag ends it. Line breaks that templates put around the tags belong to the tags.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _BREAKS = "\r\n"
 
 
 class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's tags. `always`: the answer begins inside, unless the prompt has closed the tag already. `kept`: the
-    reasoning stays in the content, tags included. `frame`: tags that enclose the answer itself. `until`: what ends the
-    reasoning without `close`, and is read as what follows it. `answer`: what the answer begins with. `messages`: the
-    whole answer is a row of messages; `open` and `close` then begin its reasoning and its final message."""
+    """A family's tags. `always`: the answer begins inside, unless the prompt has closed the tag
+    already. `kept`: the reasoning stays in the content, tags included. `frame`: tags that enclose
+    the answer itself. `until`: what ends the reasoning without `close`, and is read as what follows
+    it. `answer`: what the answer begins with. `messages`: the whole answer is a row of messages;
+    `open` and `close` then begin its reasoning and its final message."""
 
     open: str
     close: str
@@ -34,8 +35,9 @@ class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
     messages: HarmonyTags | BlockTags | None = None
 
     def begins_inside(self, prompt_tail: str, *, unfinished: str | None = None) -> bool:
-        """Whether the answer begins inside: `prompt_tail` is how the prompt ends; `unfinished` is the text of the
-        message that is continued, if one is. Earlier turns do not matter (REG-098)."""
+        """Whether the answer begins inside: `prompt_tail` is how the prompt ends; `unfinished` is
+         the text of the message that is continued, if one is. Earlier turns do not matter
+        ."""
         if unfinished is not None:
             opened, closed = unmarked(self.open), unmarked(self.close)
             return unfinished.rfind(opened) > unfinished.rfind(closed)
@@ -44,8 +46,8 @@ class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasoningState:
-    """Reads the reasoning, then hands over to `then`. `spans`: where it stands in the answer, in characters; its end
-    is None while it is open. `over`: no more of it can come."""
+    """Reads the reasoning, then hands over to `then`. `spans`: where it stands in the answer, in
+    characters; its end is None while it is open. `over`: no more of it can come."""
 
     over = False
     _leading = True
@@ -77,10 +79,10 @@ class ReasoningState:
 
     def _begin(self, text: str, at: int) -> int:
         start = skip_space(text, at)
-        found = literal(text, start, self._tags.open) if start - at <= _MAX_LEAD else False
-        if found is None:
+        has_open = literal(text, start, self._tags.open) if start - at <= _MAX_LEAD else False
+        if has_open is None:
             return at
-        if found:
+        if has_open:
             start += len(self._tags.open)
             self.spans = [(self._engine.consumed + start, None)]
             self._mode = self._read

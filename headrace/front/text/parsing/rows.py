@@ -1,4 +1,5 @@
-"""What a row of the table of tool formats is: how calls are read, how they are written, how a checkpoint shows them."""
+"""What a row of the table of tool formats is: how calls are read, how they are written, how a
+checkpoint shows them."""
 
 from __future__ import annotations
 
@@ -37,11 +38,12 @@ ToolGrammar = (
 
 
 class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """One format of tool calls. `ids`: what the template accepts as a call's id (short: nine letters or digits).
+    """One format of tool calls. `ids`: what the template accepts as a call's id (short: nine
+    letters or digits).
 
-    `marks` are texts that only templates of this format contain; a row without marks is taken by its name only.
-    `models` are values of model_type, for checkpoints whose template does not show the format; `only_models`: the marks
-    count for no others, because other formats have them too.
+    `marks` are texts that only templates of this format contain; a row without marks is taken by
+    its name only. `models` are values of model_type, for checkpoints whose template does not show
+    the format; `only_models`: the marks count for no others, because other formats have them too.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Calls in JSON between tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-A tag inside of a JSON string is text of that string. What stands between the tags and is no call is content, tags
-included.
+A tag inside of a JSON string is text of that string. What stands between the tags and is no call is
+content, tags included.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from headrace.front.text.parsing.reader import CallReader
 
 
 class JsonTags(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's tags and keys. `close` may be missing in the text, and is empty where a family has none. `also`:
-    tags that models of the family write in place of `open`; `drop`: tags around calls."""
+    """A family's tags and keys. `close` may be missing in the text, and is empty where a family has
+    none. `also`: tags that models of the family write in place of `open`; `drop`: tags around
+    calls."""
 
     open: str
     close: str = ""
@@ -58,19 +59,20 @@ class TaggedJson(CallReader):
     def _closing(self, text: str, at: int) -> int:
         start = skip_space(text, at)
         if start < len(text):
-            found = literal(text, start, self._tags.close) if self._tags.close else False
-            if found is None:
+            has_close = literal(text, start, self._tags.close) if self._tags.close else False
+            if has_close is None:
                 return start
             self._mode = self._content
-            start += len(self._tags.close) if found else 0
+            start += len(self._tags.close) if has_close else 0
         return start
 
 
 class BareJson(Modes):
-    """Calls in JSON without tags: the whole answer is an object, or several with semicolons, or a list of them.
+    """Calls in JSON without tags: the whole answer is an object, or several with semicolons, or a
+    list of them.
 
-    Only the beginning of the answer can be a call, and only one of a function that exists; so an answer in JSON stays
-    what it is. `prefix` is a tag that some models write before.
+    Only the beginning of the answer can be a call, and only one of a function that exists; so an
+    answer in JSON stays what it is. `prefix` is a tag that some models write before.
     """
 
     def __init__(
@@ -90,12 +92,12 @@ class BareJson(Modes):
         self._outside.flush()
 
     def _begin(self, text: str, at: int) -> int:
-        found = literal(text, at, self._prefix) if self._prefix else False
-        if found is None:
+        has_prefix = literal(text, at, self._prefix) if self._prefix else False
+        if has_prefix is None:
             return at
-        self._calls.start(self._prefix if found else "")
+        self._calls.start(self._prefix if has_prefix else "")
         self._mode = self._body
-        return self._body(text, at + len(self._prefix) if found else at)
+        return self._body(text, at + len(self._prefix) if has_prefix else at)
 
     def _body(self, text: str, at: int) -> int:
         at = self._calls.read_beside(self._outside, text, at)

@@ -1,7 +1,8 @@
-"""How a family writes calls, as data: what rendering a call, or a grammar that allows nothing but calls, needs.
+"""How a family writes calls, as data: what rendering a call, or a grammar that allows nothing but
+calls, needs.
 
-`{name}` stands for the function's name, `{n}` for the call's number from 0, `{key}`, `{type}` and `{value}` for a
-parameter's.
+`{name}` stands for the function's name, `{n}` for the call's number from 0, `{key}`, `{type}` and
+`{value}` for a parameter's.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import msgspec
 class CallWriting(msgspec.Struct, frozen=True, kw_only=True):
     """A row's way of writing calls: begin, calls joined by `between`, end.
 
-    A call is `call_begin`, the arguments, `call_end`. `arguments`: json (one object); tags (`parameter` for each, texts
-    as they are, other values in JSON); python (key=value, with commas); bare (key:value, texts between two `quote`).
-    With tags, `text_parameter` is how a text is written where that differs.
+    A call is `call_begin`, the arguments, `call_end`. `arguments`: json (one object); tags
+    (`parameter` for each, texts as they are, other values in JSON); python (key=value, with
+    commas); bare (key:value, texts between two `quote`). With tags, `text_parameter` is how a text
+    is written where that differs.
     """
 
     begin: str = ""

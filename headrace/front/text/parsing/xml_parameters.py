@@ -1,7 +1,9 @@
-"""Calls with a tag per parameter: `<tool_call><function=f><parameter=p>value</parameter></function></tool_call>`.
+"""Calls with a tag per parameter:
+`<tool_call><function=f><parameter=p>value</parameter></function></tool_call>`.
 
-A value is text; the tool's schema says what it stands for. Texts go out while they come; any other value waits until
-it is complete and goes out as the JSON it is, or, if it is none, as a text. Nothing is ever evaluated (P14).
+A value is text; the tool's schema says what it stands for. Texts go out while they come; any other
+value waits until it is complete and goes out as the JSON it is, or, if it is none, as a text.
+Nothing is ever evaluated.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class ParameterTags(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's tags. An empty `name_open` or `value_open` is not written; `name_rest` ends what follows a name and
-    says nothing; `breaks`: a line break after the opening and before the closing tag of a value belongs to the tags.
-    `key_end_text` and `key_end_json` end a key where the model says itself whether the value is a text; between
-    `verbatim` (two tags) a value may hold any text; `drop` are tags around calls."""
+    """A family's tags. An empty `name_open` or `value_open` is not written; `name_rest` ends what
+    follows a name and says nothing; `breaks`: a line break after the opening and before the closing
+    tag of a value belongs to the tags. `key_end_text` and `key_end_json` end a key where the model
+    says itself whether the value is a text; between `verbatim` (two tags) a value may hold any
+    text; `drop` are tags around calls."""
 
     open: str
     close: str
@@ -91,11 +94,11 @@ class XmlParameters(CallReader):
         if start == len(text):
             self._raw.append(text[at:])
             return start
-        found = literal(text, start, self._tags.name_open) if self._tags.name_open else True
-        if found is None:
+        has_name = literal(text, start, self._tags.name_open) if self._tags.name_open else True
+        if has_name is None:
             self._raw.append(text[at:start])
             return start
-        if not found:
+        if not has_name:
             self._refuse(text[at:start])
             return start
         end = start + len(self._tags.name_open)
@@ -104,9 +107,9 @@ class XmlParameters(CallReader):
         return end
 
     def _name(self, text: str, at: int) -> int:
-        room = MAX_NAME_CHARS - sum(map(len, self._word))
-        place, tag = self._name_ends.find(text, at, room)
-        fits = min(place, at + room)
+        chars_left = MAX_NAME_CHARS - sum(map(len, self._word))
+        place, tag = self._name_ends.find(text, at, chars_left)
+        fits = min(place, at + chars_left)
         self._raw.append(text[at:fits])
         self._word.append(text[at:fits])
         if fits < place:
@@ -190,10 +193,10 @@ class XmlParameters(CallReader):
             start = skip_space(text, at)
             if start == len(text):
                 return start
-            found = literal(text, start, wanted)
-            if found is None:
+            has_tag = literal(text, start, wanted)
+            if has_tag is None:
                 return start
-            at = start + (len(wanted) if found else 0)
+            at = start + (len(wanted) if has_tag else 0)
         elif (
             self._tags.breaks
             and text[at] == "\n"
@@ -212,13 +215,13 @@ class XmlParameters(CallReader):
         """A value may begin with a tag behind which only another tag ends it."""
         assert self._tags.verbatim is not None
         opening = self._tags.verbatim[0]
-        found = literal(text, at, opening)
-        if found is None:
+        has_opening = literal(text, at, opening)
+        if has_opening is None:
             return at
-        if found:
+        if has_opening:
             self._value_ends = self._verbatim_ends
         self._mode = self._value
-        return at + (len(opening) if found else 0)
+        return at + (len(opening) if has_opening else 0)
 
     def _value(self, text: str, at: int) -> int:
         place, tag = self._value_ends.find(text, at)
@@ -254,7 +257,8 @@ def is_text(schema: Any) -> bool:
 
 
 def as_json(text: str) -> str:
-    """The value as JSON: as it stands if it is JSON, Python's words for true, false and null, else a text."""
+    """The value as JSON: as it stands if it is JSON, Python's words for true, false and null, else
+    a text."""
     stripped = text.strip()
     stripped = _PYTHON_WORDS.get(stripped, stripped)
     try:

@@ -1,4 +1,5 @@
-r"""What `\d`, `\w` and `\s` mean: ASCII, as in ECMA-262 (of `\s` its ASCII part), whatever a backend makes of them.
+r"""What `\d`, `\w` and `\s` mean: ASCII, as in ECMA-262 (of `\s` its ASCII part), whatever a
+backend makes of them.
 
 Under the wider, Unicode reading the same texts pass, but for negated classes.
 """
@@ -12,11 +13,12 @@ _PARTS = re.compile(r"\\.?|[\[\]]|[^\\\[\]]+", re.DOTALL)
 
 
 def ascii_classes(pattern: str) -> str:
-    """The pattern with those classes spelled out; everything else as it was. Linear in the pattern."""
-    made: list[str] = []
+    """The pattern with those classes spelled out; everything else as it was. Linear in the
+    pattern."""
+    parts: list[str] = []
     inside = False
-    for found in _PARTS.finditer(pattern):
-        part = found[0]
+    for match in _PARTS.finditer(pattern):
+        part = match[0]
         if len(part) == 2 and part[0] == "\\" and part[1] in _CLASSES:
             spelled = _CLASSES[part[1]]
             part = spelled if inside else f"[{spelled}]"
@@ -24,5 +26,5 @@ def ascii_classes(pattern: str) -> str:
             inside = True
         elif part == "]":
             inside = False
-        made.append(part)
-    return "".join(made)
+        parts.append(part)
+    return "".join(parts)

@@ -19,14 +19,15 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 def node_of(asked: StructuredOutputs, *, field: str = "structured_outputs") -> Node:
-    """The node; InvalidRequest if not exactly one kind is asked for, or it is malformed or too large."""
-    given = [kind for kind in KINDS if getattr(asked, kind) not in (None, False)]
-    if len(given) != 1:
-        told = " and ".join(given) or "none"
+    """The node; InvalidRequest if not exactly one kind is asked for, or it is malformed or too
+    large."""
+    kinds = [kind for kind in KINDS if getattr(asked, kind) not in (None, False)]
+    if len(kinds) != 1:
+        listed = " and ".join(kinds) or "none"
         raise InvalidRequest(
-            f"{field}: exactly one of {', '.join(KINDS)} is needed; got {told}", field=field
+            f"{field}: exactly one of {', '.join(KINDS)} is needed; got {listed}", field=field
         )
-    where = f"{field}.{given[0]}" if field == "structured_outputs" else field
+    where = f"{field}.{kinds[0]}" if field == "structured_outputs" else field
     if asked.json is not None or asked.json_object:
         return _json(asked, where)
     if asked.regex is not None:
@@ -65,7 +66,7 @@ def _grammar(text: str) -> Node:
     return Ebnf(text) if "::=" in text else Lark(text)
 
 
-def _text(given: Any, field: str, most: int) -> str:
-    if not isinstance(given, str) or not 0 < len(given) <= most:
+def _text(text: Any, field: str, most: int) -> str:
+    if not isinstance(text, str) or not 0 < len(text) <= most:
         raise InvalidRequest(f"{field}: must be a text of 1 to {most} characters", field=field)
-    return given
+    return text

@@ -1,7 +1,9 @@
-"""JSON schemas as people send them: bounded before any work, refused with a pointer, and written anew for the compiler.
+"""JSON schemas as people send them: bounded before any work, refused with a pointer, and written
+anew for the compiler.
 
-What the grammar could not hold is refused by name, never ignored; annotations and unknown keywords say nothing about
-a value and are left alone. A format that the compiler does not know is an annotation too (JSON Schema 2020-12, 7.2.1).
+What the grammar could not hold is refused by name, never ignored; annotations and unknown keywords
+say nothing about a value and are left alone. A format that the compiler does not know is an
+annotation too (JSON Schema 2020-12, 7.2.1).
 """
 
 from __future__ import annotations
@@ -21,7 +23,19 @@ MAX_NAME_CHARS = 256
 
 _TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
 _FORMATS = frozenset(
-    "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()  # noqa: SIM905 - a word list reads best as text
+    [
+        "date-time",
+        "time",
+        "date",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "uuid",
+        "uri",
+        "unknown",
+    ]
 )
 _REFUSED = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames"),
@@ -35,20 +49,20 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
-def checked_schema(given: Any, *, field: str, close_objects: bool = False) -> str:
-    """The schema as JSON text for the compiler. `given` is an object, true, or either as JSON text; `close_objects`:
-    objects have no properties but the named ones unless they say so."""
-    if isinstance(given, str):
-        given = _parsed(given, field)
-    if given is True:
+def checked_schema(schema: Any, *, field: str, close_objects: bool = False) -> str:
+    """The schema as JSON text for the compiler. `given` is an object, true, or either as JSON text;
+    `close_objects`: objects have no properties but the named ones unless they say so."""
+    if isinstance(schema, str):
+        schema = _parsed(schema, field)
+    if schema is True:
         return "{}"
-    if not isinstance(given, dict):
+    if not isinstance(schema, dict):
         raise InvalidRequest(
-            f"{field}: a JSON schema is an object, not {_kind(given)}", field=field
+            f"{field}: a JSON schema is an object, not {_kind(schema)}", field=field
         )
-    check_size(given, field=field, most=MAX_SCHEMA_BYTES)
+    check_size(schema, field=field, most=MAX_SCHEMA_BYTES)
     walk = _Walk(field, close_objects=close_objects)
-    return json.dumps(walk.schema(given, ""), ensure_ascii=False)
+    return json.dumps(walk.schema(schema, ""), ensure_ascii=False)
 
 
 def check_size(document: Any, *, field: str, most: int) -> None:
@@ -93,76 +107,76 @@ class _Walk:
         self._num_schemas = 0
         self._num_values = 0
 
-    def schema(self, given: Any, at: str) -> Any:
+    def schema(self, schema: Any, at: str) -> Any:
         """One schema; `at` is its JSON pointer."""
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
             raise self._wrong("", f"more than {MAX_SCHEMAS} schemas in it")
-        if isinstance(given, bool):
-            return given
-        if not isinstance(given, dict):
-            raise self._wrong(at, f"a schema is an object or a boolean, not {_kind(given)}")
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise self._wrong(at, f"a schema is an object or a boolean, not {_kind(schema)}")
         for name in _REFUSED:
-            if name in given:
+            if name in schema:
                 raise self._wrong(f"{at}/{name}", "this keyword is not supported")
-        if given.get("uniqueItems") is True:
+        if schema.get("uniqueItems") is True:
             raise self._wrong(f"{at}/uniqueItems", "true is not supported")
-        self._check_plain(given, at)
-        made = {name: value for name, value in given.items() if name not in _DROPPED}
-        if "pattern" in given:
-            made["pattern"] = ascii_classes(given["pattern"])
-        if self._is_unknown_format(given):
-            del made["format"]
+        self._check_plain(schema, at)
+        rewritten = {name: value for name, value in schema.items() if name not in _DROPPED}
+        if "pattern" in schema:
+            rewritten["pattern"] = ascii_classes(schema["pattern"])
+        if self._is_unknown_format(schema):
+            del rewritten["format"]
         for name in _MAPS:
-            if name in given:
-                made[name] = self._map(given[name], f"{at}/{name}")
+            if name in schema:
+                rewritten[name] = self._map(schema[name], f"{at}/{name}")
         for name in _LISTS:
-            if name in given:
-                made[name] = self._list(given[name], f"{at}/{name}")
+            if name in schema:
+                rewritten[name] = self._list(schema[name], f"{at}/{name}")
         for name in _SINGLES:
-            if name in given:
-                made[name] = self._single(given[name], f"{at}/{name}")
-        if self._close_objects and "properties" in made:
-            made.setdefault("additionalProperties", False)
-        return made
+            if name in schema:
+                rewritten[name] = self._single(schema[name], f"{at}/{name}")
+        if self._close_objects and "properties" in rewritten:
+            rewritten.setdefault("additionalProperties", False)
+        return rewritten
 
-    def _map(self, given: Any, at: str) -> dict[str, Any]:
-        if not isinstance(given, dict):
-            raise self._wrong(at, f"must be an object of schemas, not {_kind(given)}")
-        found = {}
-        for name, schema in given.items():
+    def _map(self, schemas: Any, at: str) -> dict[str, Any]:
+        if not isinstance(schemas, dict):
+            raise self._wrong(at, f"must be an object of schemas, not {_kind(schemas)}")
+        rewritten = {}
+        for name, schema in schemas.items():
             if len(name) > MAX_NAME_CHARS:
                 raise self._wrong(at, f"a name of more than {MAX_NAME_CHARS} characters")
-            found[name] = self.schema(schema, f"{at}/{_escaped(name)}")
-        return found
+            rewritten[name] = self.schema(schema, f"{at}/{_escaped(name)}")
+        return rewritten
 
-    def _list(self, given: Any, at: str) -> list[Any]:
-        if not isinstance(given, list) or not given:
+    def _list(self, schemas: Any, at: str) -> list[Any]:
+        if not isinstance(schemas, list) or not schemas:
             raise self._wrong(at, "must be a list of at least one schema")
-        return [self.schema(schema, f"{at}/{i}") for i, schema in enumerate(given)]
+        return [self.schema(schema, f"{at}/{i}") for i, schema in enumerate(schemas)]
 
-    def _single(self, given: Any, at: str) -> Any:
-        return self._list(given, at) if isinstance(given, list) else self.schema(given, at)
+    def _single(self, schema: Any, at: str) -> Any:
+        return self._list(schema, at) if isinstance(schema, list) else self.schema(schema, at)
 
-    def _check_plain(self, given: dict[str, Any], at: str) -> None:
-        self._check_type(given, at)
-        if "enum" in given:
-            self._check_enum(given["enum"], f"{at}/enum")
-        required = given.get("required", [])
+    def _check_plain(self, schema: dict[str, Any], at: str) -> None:
+        self._check_type(schema, at)
+        if "enum" in schema:
+            self._check_enum(schema["enum"], f"{at}/enum")
+        required = schema.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise self._wrong(f"{at}/required", "must be a list of names")
         for name in _COUNTS:
-            value = given.get(name, 0)
+            value = schema.get(name, 0)
             if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
                 raise self._wrong(f"{at}/{name}", "must be a number of at least 0")
         for name in _NUMBERS:
-            value = given.get(name, 1)
+            value = schema.get(name, 1)
             if not isinstance(value, int | float) or (isinstance(value, bool) and "ex" not in name):
                 raise self._wrong(f"{at}/{name}", "must be a number")
-        self._check_texts(given, at)
+        self._check_texts(schema, at)
 
-    def _check_type(self, given: dict[str, Any], at: str) -> None:
-        types = given.get("type", [])
+    def _check_type(self, schema: dict[str, Any], at: str) -> None:
+        types = schema.get("type", [])
         for kind in types if isinstance(types, list) else [types]:
             if kind not in _TYPES:
                 raise self._wrong(
@@ -176,26 +190,27 @@ class _Walk:
         if self._num_values > MAX_VALUES:
             raise self._wrong(at, f"more than {MAX_VALUES} values in the whole schema")
 
-    def _check_texts(self, given: dict[str, Any], at: str) -> None:
-        pattern, reference = given.get("pattern", ""), given.get("$ref", "#")
+    def _check_texts(self, schema: dict[str, Any], at: str) -> None:
+        pattern, reference = schema.get("pattern", ""), schema.get("$ref", "#")
         if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
             raise self._wrong(
                 f"{at}/pattern", f"must be a text of at most {MAX_PATTERN_CHARS} characters"
             )
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise self._wrong(f"{at}/$ref", "only references into this schema (#/...) are followed")
-        if not isinstance(given.get("format", ""), str):
+        if not isinstance(schema.get("format", ""), str):
             raise self._wrong(f"{at}/format", "must be a text")
 
-    def _is_unknown_format(self, given: dict[str, Any]) -> bool:
-        return "format" in given and given["format"] not in _FORMATS
+    def _is_unknown_format(self, schema: dict[str, Any]) -> bool:
+        return "format" in schema and schema["format"] not in _FORMATS
 
     def _wrong(self, pointer: str, what: str) -> InvalidRequest:
         where = f"{self._field}:{pointer[:200]}" if pointer else self._field
         return InvalidRequest(f"{where}: {what}", field=self._field)
 
 
-# Words about the schema, of no use to a compiler; some vendors' keywords would even change what it does.
+# Words about the schema, of no use to a compiler; some vendors' keywords would even change what it
+# does.
 _DROPPED = frozenset(
     ["title", "description", "default", "examples", "$comment", "deprecated", "x-guidance"]
 )

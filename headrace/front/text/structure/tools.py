@@ -1,8 +1,10 @@
-"""Tool calls as a grammar: written as the model's family writes them, with the arguments under each tool's schema.
+"""Tool calls as a grammar: written as the model's family writes them, with the arguments under each
+tool's schema.
 
-`required` is calls and nothing else, one or more; a named tool is one call of it; with `auto` the text is free until a
-call begins. The parser of the same family reads what comes out (front/text/parsing): where it takes tokens alone as
-structure, they are marked in the family's texts, and the grammar allows nothing but the tokens.
+`required` is calls and nothing else, one or more; a named tool is one call of it; with `auto` the
+text is free until a call begins. The parser of the same family reads what comes out
+(front/text/parsing): where it takes tokens alone as structure, they are marked in the family's
+texts, and the grammar allows nothing but the tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def required_calls(
 
 
 def strict_calls(tools: Sequence[Mapping[str, Any]], writing: CallWriting) -> Node | None:
-    """Free text in which every call of a strict tool obeys its schema; None where no text tells that a call begins."""
+    """Free text in which every call of a strict tool obeys its schema; None where no text tells
+    that a call begins."""
     whole = unmarked(writing.begin + writing.call_begin)
     trigger = _BEHIND_TRIGGER.split(whole, maxsplit=1)[0]
     if not any(character.isalpha() for character in trigger):
@@ -94,15 +97,15 @@ def _repeated(calls: Sequence[Node], most: int, between: str) -> Node:
 
 def _said(template: str, **values: str) -> tuple[Literal | Token, ...]:
     """A text of the family's with the values in it; of its control tokens, the tokens."""
-    found: list[Literal | Token] = []
+    literals: list[Literal | Token] = []
     for index, part in enumerate(_MARKED.split(template)):
         if index % 2:
-            found.append(Token(part))
+            literals.append(Token(part))
             continue
         for name, value in values.items():
             part = part.replace("{" + name + "}", value)
-        found += [Literal(part)] if part else []
-    return tuple(found) or (_NOTHING,)
+        literals += [Literal(part)] if part else []
+    return tuple(literals) or (_NOTHING,)
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:
@@ -124,9 +127,9 @@ def _call(
             last = end[-1].text if isinstance(end[-1], Literal | Token) else ""
             return InTurn((*begin, Until(last)))
         return InTurn((*begin, Json('{"type": "object"}'), *end))
-    given = function.get("parameters") or {"type": "object", "properties": {}}
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
     where = f"{field}.function.parameters"
-    schema = checked_schema(given, field=where, close_objects=_is_strict(tool))
+    schema = checked_schema(parameters, field=where, close_objects=_is_strict(tool))
     document = json.loads(schema)
     document.setdefault("type", "object")
     if writing.arguments == "json":
@@ -137,10 +140,10 @@ def _call(
 def _filled(template: str, name: str) -> tuple[Node, ...]:
     """A template with the name in it; a call's number is any."""
     first, *others = template.split("{n}")
-    found: list[Node] = [*_said(first, name=name)]
+    nodes: list[Node] = [*_said(first, name=name)]
     for part in others:
-        found += [Regex("[0-9]{1,3}"), *_said(part, name=name)]
-    return tuple(found)
+        nodes += [Regex("[0-9]{1,3}"), *_said(part, name=name)]
+    return tuple(nodes)
 
 
 _TYPES = ("string", "number", "boolean", "null", "object", "array")
@@ -161,7 +164,8 @@ def _by_type(schema: Any) -> dict[str, Any]:
 
 
 class _Parameters:
-    """Arguments written one by one, in the order of the schema; those that are not required may be left out."""
+    """Arguments written one by one, in the order of the schema; those that are not required may be
+    left out."""
 
     def __init__(self, writing: CallWriting, schema: Mapping[str, Any]) -> None:
         self._writing = writing

@@ -1,7 +1,9 @@
-"""Tiny checkpoints on disk: transformers models saved as safetensors, and written as GGUF by the `gguf` library.
+"""Tiny checkpoints on disk: transformers models saved as safetensors, and written as GGUF by the
+`gguf` library.
 
-Names in GGUF files come from that library's own table, an oracle for ours. Two conventions follow its converters: rows
-of query and key projections are interleaved for some architectures, and Gemma's norms are stored plus one.
+Names in GGUF files come from that library's own table, an oracle for ours. Two conventions follow
+its converters: rows of query and key projections are interleaved for some architectures, and
+Gemma's norms are stored plus one.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ def write_gguf(
     quantize: Callable[[str, np.ndarray], tuple[np.ndarray, Any]] | None = None,
     extra: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
-    """Writes a transformers model as GGUF. `quantize` gives each matrix its bytes and type; F32 without it."""
+    """Writes a transformers model as GGUF. `quantize` gives each matrix its bytes and type; F32
+    without it."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     _write_metadata(writer, architecture, config)

@@ -12,7 +12,7 @@ import torch
 
 from headrace.back.models.load.dummy import POOL_SIZE, DummyWeights
 from headrace.back.models.registry import build_model
-from headrace.back.models.weights import Param, Piece
+from headrace.back.models.weights import Param, WeightPiece
 from headrace.back.parallel.mesh import Axis, Mesh
 from tests.back.models.load.checkpoints import MODELS, spec_of, tiny_model
 from tests.spent import fastest
@@ -59,7 +59,7 @@ def param_of(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float
         name=name,
         shape=shape,
         dtype=dtype,
-        pieces=(Piece(name=name, shape=shape),),
+        pieces=(WeightPiece(name=name, shape=shape),),
         tensor=torch.full(shape, float("nan"), dtype=dtype),
     )
 

@@ -1,4 +1,5 @@
-"""Two ranks together hold exactly what one rank holds, from safetensors and GGUF; damaged GGUF models never crash."""
+"""Two ranks together hold exactly what one rank holds, from safetensors and GGUF; damaged GGUF
+models never crash."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from headrace.back.models.load import load_model, open_source
 from headrace.back.models.load.fill import check, fill
 from headrace.back.models.registry import build_model
-from headrace.back.models.weights import Param, Piece, WeightPlan
+from headrace.back.models.weights import Param, WeightPiece, WeightPlan
 from headrace.back.parallel.mesh import Axis, Mesh
 from headrace.base.config.gguf import read_gguf
 from headrace.base.config.gguf_config import gguf_config
@@ -83,7 +84,9 @@ def plan_of(*names: str, optional: bool) -> WeightPlan:
         name="p",
         shape=(2, 64),
         dtype=torch.float32,
-        pieces=tuple(Piece(name=name, shape=(1, 64), offset=i) for i, name in enumerate(names)),
+        pieces=tuple(
+            WeightPiece(name=name, shape=(1, 64), offset=i) for i, name in enumerate(names)
+        ),
         tensor=torch.full((2, 64), float("nan")),
         optional=optional,
         init="zeros",
@@ -128,7 +131,8 @@ def add_vocabulary(writer: gguf.GGUFWriter) -> None:
 
 
 def test_a_thousand_damaged_gguf_models_load_or_are_refused(tmp_path: Path) -> None:
-    """Whole way: metadata, model, weights, tokenizer. Only CheckpointError and ConfigError may come out."""
+    """Whole way: metadata, model, weights, tokenizer. Only CheckpointError and ConfigError may come
+    out."""
     small = {"vocab_size": 66, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     kind = gguf.GGMLQuantizationType.Q4_0
     path = write_gguf(

@@ -1,4 +1,5 @@
-"""GGUF checkpoints: the same weights as from safetensors, for every architecture; flaws refused by name (QNT-15)."""
+"""GGUF checkpoints: the same weights as from safetensors, for every architecture; flaws refused by
+name (QNT-15)."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def test_transformers_reads_the_same_weights_from_the_gguf(
 
 @pytest.mark.parametrize("architecture", sorted(MODELS))
 def test_gguf_config_means_the_same_model(architecture: str, tmp_path: Path) -> None:
-    """Logits of a model built from the metadata equal those of one built from config.json (transformers runs both)."""
+    """Logits of a model built from the metadata equal those of one built from config.json
+    (transformers runs both)."""
     model = tiny_model(architecture).eval()
     config = gguf_config(read_gguf(write_gguf(tmp_path / "m.gguf", architecture, model)))
     again = type(model)(type(model.config).from_dict(config)).eval()

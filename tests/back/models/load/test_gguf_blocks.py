@@ -1,5 +1,5 @@
-"""GGUF models whose quantized blocks are used as they are: logits, fused weights of mixed types, splits, damage
-(QNT-15, QNT-17, QNT-19)."""
+"""GGUF models whose quantized blocks are used as they are: logits, fused weights of mixed types,
+splits, damage (QNT-15, QNT-17, QNT-19)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def library(kind: str) -> Any:
 
 
 def blocks(kinds: dict[str, str], default: str) -> Any:
-    """Random blocks: each tensor of the type its name ends with in `kinds`. Scales small, so that logits stay sane."""
+    """Random blocks: each tensor of the type its name ends with in `kinds`. Scales small, so that
+    logits stay sane."""
 
     def quantize(name: str, values: np.ndarray) -> tuple[np.ndarray, Any]:
         kind = next((k for part, k in kinds.items() if part in name), default)
@@ -56,8 +57,8 @@ def run(model: Any) -> torch.Tensor:
     return torch.cat(rows.step([(0, 9), (1, 4)]))
 
 
-def widened(spec: ModelSpec) -> Any:
-    """The same model with every block widened to floats."""
+def dequantized(spec: ModelSpec) -> Any:
+    """The same model with every block dequantized to floats."""
     from headrace.back.models.load.fill import check, fill
 
     model = build_model(spec, mesh=Mesh(), device=CPU, block_tokens=16)
@@ -73,11 +74,12 @@ def widened(spec: ModelSpec) -> Any:
 def test_logits_are_those_of_the_widened_weights(
     architecture: str, kind: str, tmp_path: Path
 ) -> None:
-    """Up to the rounding of activations; rows of query and key come back in order (Llama, SmolLM3)."""
+    """Up to the rounding of activations; rows of query and key come back in order (Llama,
+    SmolLM3)."""
     model = tiny_model(architecture)
     spec = gguf_spec(write_gguf(tmp_path / "m.gguf", architecture, model, quantize=library(kind)))
     ours, report = load_model(spec, mesh=Mesh(), device=CPU, block_tokens=16)
-    exact, got = run(widened(spec)), run(ours)
+    exact, got = run(dequantized(spec)), run(ours)
     assert 0 < (got - exact).norm() / exact.norm() < 0.05
     plain = [p for p in ours.weights.params if p.packed_bytes == 0]
     assert all(len(p.shape) == 1 for p in plain)
@@ -86,14 +88,15 @@ def test_logits_are_those_of_the_widened_weights(
 
 
 def test_fused_weights_of_mixed_types_are_segments(tmp_path: Path) -> None:
-    """The usual mixture of 4-bit files: values and the down projection in a finer type than the rest."""
+    """The usual mixture of 4-bit files: values and the down projection in a finer type than the
+    rest."""
     kinds = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "ffn_gate": "IQ4_XS", "token_embd": "Q3_K",
              "output.weight": "Q6_K"}  # fmt: skip
     model = tiny_model("llama", **WIDE)
     path = write_gguf(tmp_path / "m.gguf", "llama", model, quantize=blocks(kinds, "Q4_K"))
     spec = gguf_spec(path)
     ours, report = load_model(spec, mesh=Mesh(), device=CPU, block_tokens=16)
-    exact, got = run(widened(spec)), run(ours)
+    exact, got = run(dequantized(spec)), run(ours)
     assert 0 < (got - exact).norm() / exact.norm() < 0.05
     assert {d.field for d in report.decisions} >= {
         "kernel.linear_blocks",
@@ -110,12 +113,12 @@ def test_a_fused_weight_with_a_plain_part_is_widened_whole(tmp_path: Path) -> No
     )
     spec = gguf_spec(path)
     ours, report = load_model(spec, mesh=Mesh(), device=CPU, block_tokens=16)
-    exact, got = run(widened(spec)), run(ours)
+    exact, got = run(dequantized(spec)), run(ours)
     assert (got - exact).norm() / exact.norm() < 0.05
     kept = next(d for d in report.decisions if d.field == "weights")
     assert (
         kept.chosen == "10 Q4_K"
-    )  # 2 layers of o, gate, up, down, the two tables; query and key are widened
+    )  # 2 layers of o, gate, up, down, the two tables; query and key are dequantized
 
 
 def test_a_rank_takes_whole_blocks(tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ def test_without_native_kernels_blocks_are_widened_and_that_is_said(
     path = write_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), quantize=library("Q8_0"))
     model, report = load_model(gguf_spec(path), mesh=Mesh(), device=CPU, block_tokens=16)
     kept = next(d for d in report.decisions if d.field == "weights")
-    assert kept.chosen == "floats" and "widened to float32" in kept.why
+    assert kept.chosen == "floats" and "dequantized to float32" in kept.why
     assert all(p.on_blocks is None for p in model.weights.params)
 
 

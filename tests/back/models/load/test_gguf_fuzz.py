@@ -1,4 +1,5 @@
-"""A small run of the GGUF fuzzer: every damaged file is refused or loads, nothing else (security.md: readers)."""
+"""A small run of the GGUF fuzzer: every damaged file is refused or loads, nothing else
+(security.md: readers)."""
 
 from __future__ import annotations
 

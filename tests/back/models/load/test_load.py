@@ -22,7 +22,7 @@ def load(spec: ModelSpec) -> object:
 def test_a_folder_loads_into_its_family_and_into_the_fallback(family: str, tmp_path: Path) -> None:
     spec = spec_of_folder(save(tiny_model("llama"), tmp_path), family=family)
     model, report = load_model(spec, mesh=Mesh(), device=torch.device("cpu"), block_tokens=16)
-    assert model.logits_width == 96 and len(model.kv_layers) == 2
+    assert model.logits_width == 96 and len(model.kv_forms) == 2
     assert set(report.seconds) == {"open", "check", "build", "weights", "pack"}
     assert report.decisions and report.weight_bytes > 0
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
-from headrace.back.models.load import LoadOptions, load_model
+from headrace.back.models.load import load_model
 from headrace.back.models.load.manifest import verify_manifest
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.errors import CheckpointError
@@ -68,10 +69,9 @@ def test_loading_checks_the_manifest_first(tmp_path: Path) -> None:
     manifest = manifest_of(folder, ["model.safetensors"])
 
     def load() -> None:
-        options = LoadOptions(manifest=manifest)
         device = torch.device("cpu")
-        spec = spec_of_folder(folder)
-        _, report = load_model(spec, mesh=Mesh(), device=device, block_tokens=16, options=options)
+        spec = msgspec.structs.replace(spec_of_folder(folder), manifest=str(manifest))
+        _, report = load_model(spec, mesh=Mesh(), device=device, block_tokens=16)
         assert report.decisions[0].chosen == "verified"
 
     load()

@@ -1,4 +1,5 @@
-"""Thirty damaged checkpoints are refused before any weight is allocated, each with file and tensor (REL 1.13)."""
+"""Thirty damaged checkpoints are refused before any weight is allocated, each with file and tensor
+(REL 1.13)."""
 
 from __future__ import annotations
 

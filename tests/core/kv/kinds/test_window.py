@@ -62,4 +62,5 @@ def test_most_held_is_never_exceeded(window: int) -> None:
         for chunk_blocks in (1, 2, 3):
             filled = -(-position // 4)
             held = filled + chunk_blocks - kind.first_kept(position)
-            assert held <= kind.most_held(filled + chunk_blocks, chunk_blocks)
+            tokens = 4 * (filled + chunk_blocks)
+            assert held <= kind.most_held(tokens, done=0, chunk_tokens=4 * chunk_blocks)

@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Message
 from starlette.websockets import WebSocket
 
-from headrace.front.server.exchange import Exchange
+from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.responses import websocket
 
 
@@ -35,7 +35,7 @@ async def test_a_connection_that_is_too_old_is_told_and_closed(
     socket = WebSocket({"type": "websocket"}, receive, send)
     await socket.accept()
     async with asyncio.timeout(5):
-        await websocket.serve(Exchange(services=services, request_id="req-1"), socket)
+        await websocket.serve(RequestContext(services=services, request_id="req-1"), socket)
     told = json.loads(sent[1]["text"])
     assert told["type"] == "error"
     assert told["error"]["code"] == "websocket_connection_limit_reached"
@@ -73,6 +73,6 @@ async def test_a_client_that_left_is_no_lost_exception() -> None:
     socket = WebSocket({"type": "websocket"}, receive, send)
     await socket.accept()
     async with asyncio.timeout(5):
-        await websocket.serve(Exchange(services=services, request_id="req-1"), socket)
+        await websocket.serve(RequestContext(services=services, request_id="req-1"), socket)
     gc.collect()
     assert not lost

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started, TokenScore
 from headrace.front.server.anthropic.stream import MessageReply, MessageStream
-from headrace.front.server.openai.custom import custom_input, cut_input
-from headrace.front.server.openai.fold import finish_reason
-from headrace.front.server.parsed import ParsedDelta, ParsedEnded
+from headrace.front.server.conversation.calls import custom_input, cut_input
+from headrace.front.server.conversation.fold import finish_reason
+from headrace.front.server.conversation.parsed import ParsedDelta, ParsedEnded
 from headrace.front.server.responses.document import ResponseReply
 from headrace.front.server.responses.schema import ResponsesRequest
 from headrace.front.server.responses.stream import TERMINAL, ResponseStream

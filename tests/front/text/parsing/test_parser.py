@@ -24,12 +24,23 @@ from benchmarks.robustness.parsers import (
 from headrace.front.text.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES, tool_family
 from headrace.front.text.parsing.parts import CallArguments, CallBegin, CallEnd, Content
 from headrace.front.text.parsing.writing import write_calls
+from tests.covering import first_of_each
 from tests.front.text.parsing.golden import GOLDEN, SCHEMAS, Golden, meaning, parse, parser_of
 
 EXAMPLES = settings(max_examples=150, deadline=None)
 SOME = settings(max_examples=40, deadline=None)  # where each family has its own
+
+
 FAMILIES = [family.name for family in TOOL_FAMILIES]
 THOUGHTS = [family.name for family in REASONING_FAMILIES]
+SYNTAXES = first_of_each(FAMILIES, [type(family.grammar) for family in TOOL_FAMILIES])
+THOUGHT_SYNTAXES = first_of_each(
+    THOUGHTS,
+    [
+        (tags.always, tags.kept, bool(tags.frame), bool(tags.until), type(tags.messages))
+        for tags in (family.tags for family in REASONING_FAMILIES)
+    ],
+)
 WORDS = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>", "<function=f>"),
     *("</function>", "<parameter=s>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>"),
@@ -83,7 +94,7 @@ def test_every_cut_into_two_and_every_even_cut_gives_the_same_parts(golden: Gold
         assert run(cut(text, [size])) == whole
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "none"])
+@pytest.mark.parametrize("family", [*SYNTAXES, "none"])
 @SOME
 @given(
     text=hostile, sizes=st.lists(st.integers(1, 16), min_size=1, max_size=8), inside=st.booleans()
@@ -96,7 +107,7 @@ def test_any_cut_of_any_text_gives_the_same_parts(
     meaning(whole)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SYNTAXES)
 @SOME
 @given(data=st.data(), sizes=st.lists(st.integers(1, 16), min_size=1, max_size=8))
 def test_any_cut_of_a_mangled_call_gives_the_same_parts(
@@ -124,7 +135,7 @@ def _schema(value: object) -> dict[str, object]:
     return {"type": "string"} if isinstance(value, str) else {}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SYNTAXES)
 @SOME
 @given(
     calls=st.lists(st.tuples(_names, _arguments), min_size=1, max_size=3, unique_by=lambda c: c[0]),
@@ -145,7 +156,7 @@ def test_a_written_call_is_read_back(
     assert (content.strip(), complete) == ("", len(calls))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SYNTAXES)
 @SOME
 @given(text=st.text(alphabet='ab<>{}[]"\\/:,_ \n', max_size=60))
 def test_text_without_a_call_is_kept_to_the_character(family: str, text: str) -> None:
@@ -219,22 +230,20 @@ def _assert_linear(
     assert not over
 
 
-@pytest.mark.serial
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45"])
 @pytest.mark.parametrize("size", [1 << 20, 7])
 def test_time_is_linear_in_any_text(family: str, size: int) -> None:
     _assert_linear(family, ADVERSARIAL, 1 << 20 if size > 1000 else 1 << 16, size)
 
 
-@pytest.mark.serial
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SYNTAXES)
 def test_time_is_linear_in_a_mangled_call(family: str) -> None:
     _assert_linear(family, mangled(family), 1 << 16, 1 << 20)
     _assert_linear(family, mangled(family), 1 << 13, 7)
 
 
-@pytest.mark.serial
-@pytest.mark.parametrize("think", THOUGHTS)
+@pytest.mark.parametrize("think", THOUGHT_SYNTAXES)
 def test_time_is_linear_in_mangled_reasoning(think: str) -> None:
     tools = own_calls(think)
     _assert_linear(tools, thought(think), 1 << 16, 1 << 20, think)

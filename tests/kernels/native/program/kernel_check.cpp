@@ -193,25 +193,25 @@ void check_blocks(int coding, int64_t M, int64_t N, int64_t K, bool compared) {
 }
 
 using Attention = int32_t (*)(const void*, const void*, void*, const int32_t*, const int32_t*, const int32_t*,
-                              const float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                              const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                               int64_t, int64_t, int64_t, float, float, int32_t, int32_t);
 using Write = int32_t (*)(const void*, const void*, int8_t*, const int64_t*, int64_t, int64_t, int64_t, int64_t, int64_t,
                           int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int32_t, int32_t);
 
-// One decode row of 4 query heads, each with a sink, and 2 KV heads over `length` tokens; coded 1, 2: int8, e4m3 codes.
-void check_attention(int type, int coded, int64_t length, bool compared) {
-  const int64_t H = 4, KV = 2, D = 72, B = 16, blocks = (length + B - 1) / B, width = coded ? D + 4 : D;
-  const int64_t size = coded ? 1 : type == F32 ? 4 : 2;
+// One decode row of 4 query heads, each with a sink, and 2 KV heads over `length` tokens; form 1, 2: int8, e4m3 cache.
+void check_attention(int type, int form, int64_t length, bool compared) {
+  const int64_t H = 4, KV = 2, D = 72, B = 16, blocks = (length + B - 1) / B, width = form ? D + 4 : D;
+  const int64_t size = form ? 1 : type == F32 ? 4 : 2;
   Values q(H * D, type), k(length * KV * D, type), v(length * KV * D, type);
   vector<char> cache(size_t(blocks * 2 * KV * B * width * size));
   const int64_t item = int64_t(k.bytes.size()) / (length * KV * D);
   vector<int64_t> slots;
   for (int64_t t = 0; t < length; ++t) slots.push_back(t);
   int status = 0;
-  if (coded)
-    status = kernel<Write>("kv_write_coded")(k.bytes.data(), v.bytes.data(), reinterpret_cast<int8_t*>(cache.data()),
+  if (form)
+    status = kernel<Write>("kv_write_quantized")(k.bytes.data(), v.bytes.data(), reinterpret_cast<int8_t*>(cache.data()),
                                             slots.data(), length, KV, D, B, blocks, KV * D, D, KV * D, D,
-                                            2 * KV * B * width, KV * B * width, B * width, type, coded);
+                                            2 * KV * B * width, KV * B * width, B * width, type, form);
   else
     for (int64_t t = 0; t < length; ++t)
       for (int64_t h = 0; h < KV; ++h) {
@@ -223,12 +223,13 @@ void check_attention(int type, int coded, int64_t length, bool compared) {
   for (int64_t b = 0; b < blocks; ++b) table.push_back(int32_t(b));
   const int32_t starts[] = {0, 1}, lengths[] = {int32_t(length)};
   vector<char> out(size_t(H * D) * (type == F32 ? 4 : 2));
+  vector<float> lse(size_t(H), NAN);
   const float scale = 1.0f / sqrtf(float(D)), sinks[] = {0.5f, -1.0f, 3.0f, 0.0f};
   status |= kernel<Attention>("attention")(q.bytes.data(), cache.data(), out.data(), starts, lengths, table.data(),
-                                           sinks, 1, blocks, 1, blocks, H, KV, D, B, H * D, D, 2 * KV * B * width, KV * B * width,
-                                           B * width, 0, scale, 0, type, coded);
+                                           sinks, lse.data(), 1, blocks, 1, blocks, H, KV, D, B, H * D, D, 2 * KV * B * width, KV * B * width,
+                                           B * width, 0, scale, 0, type, form);
   if (!compared) return;
-  vector<double> exact(size_t(H * D), 0);
+  vector<double> exact(size_t(H * D), 0), exact_lse;
   vector<float> ours;
   for (int64_t h = 0; h < H; ++h) {
     vector<double> weight;
@@ -238,6 +239,7 @@ void check_attention(int type, int coded, int64_t length, bool compared) {
       for (int64_t d = 0; d < D; ++d) dot += q.exact[h * D + d] * k.exact[(t * KV + h / 2) * D + d];
       weight.push_back(exp(dot * scale)), total += weight.back();
     }
+    exact_lse.push_back(log(total));
     for (int64_t t = 0; t < length; ++t)
       for (int64_t d = 0; d < D; ++d) exact[h * D + d] += weight[t] / total * v.exact[(t * KV + h / 2) * D + d];
   }
@@ -251,7 +253,8 @@ void check_attention(int type, int coded, int64_t length, bool compared) {
   const double rounding = type == F32 ? 1e-5 : type == BF16 ? 6e-3 : 2e-3;
   const char* names[] = {"attention", "attention, int8 cache", "attention, e4m3 cache"};
   const double bounds[] = {rounding, 2e-2, 6e-2};
-  compare(names[coded], type, ours, exact, bounds[coded]);
+  compare(names[form], type, ours, exact, bounds[form]);
+  compare("attention, log-sum-exp", type, lse, exact_lse, bounds[form]);
 }
 
 using Gated = int32_t (*)(const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int32_t,
@@ -303,7 +306,7 @@ int main(int argc, char** argv) {
     check_linear(type, 3, 37, 100), check_linear(type, 1, 64, 256);
     check_fp8(type, 3, 70, 101, true);
     check_int8(type, 3, 70, 101, true), check_int8(type, 200, 130, 68, true);
-    for (int coded = 0; coded < 3; ++coded) check_attention(type, coded, 100, true);
+    for (int form = 0; form < 3; ++form) check_attention(type, form, 100, true);
   }
   for (int coding = 0; coding < 12; ++coding) check_blocks(coding, 3, 70, 512, true);
   return failed ? 1 : 0;

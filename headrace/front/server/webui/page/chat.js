@@ -1,7 +1,7 @@
 // The playground: a conversation with streaming, reasoning that folds, tool calls that can be answered.
 
 import { chatStream, key } from "/ui/api.js";
-import { byId, copy, make, notice, toast } from "/ui/dom.js";
+import { byId, copy, icon, make, notice, toast } from "/ui/dom.js";
 import { markdown } from "/ui/markdown.js";
 
 const STORE = "headrace.chat";
@@ -179,7 +179,9 @@ function keepAtEnd() {
 function drawAll() {
   const log = byId("log");
   if (!messages.length) {
-    log.replaceChildren(make("div", { class: "empty" }, make("p", {}, "Say something."),
+    log.replaceChildren(make("div", { class: "empty" },
+      make("img", { src: "/ui/icon.svg", alt: "", width: 56, height: 56 }),
+      make("p", { class: "title" }, "What would you like to ask?"),
       ...["What is 17 + 25?", "Tell me a short story.", "Sort these: pear, apple, fig."].map((text) =>
         make("button", { type: "button", onclick: () => { byId("composer-text").value = text; submit(); } }, text))));
     return;
@@ -238,10 +240,10 @@ function giveResult(call, content, index) {
 
 function actions(message, index) {
   const row = make("div", { class: "actions" });
-  const add = (label, act) => row.append(make("button", { type: "button", onclick: act }, label));
-  if (message.content) add("Copy", () => copy(message.content, "Text"));
-  if (message.role === "user" && !running) add("Edit", () => edit(index));
-  if (message.role === "assistant" && !running) add("Again", () => { messages.length = index; answer(); });
+  const add = (symbol, label, act) => row.append(make("button", { type: "button", title: label, "aria-label": label, onclick: act }, icon(symbol)));
+  if (message.content) add("copy", "Copy", () => copy(message.content, "Text"));
+  if (message.role === "user" && !running) add("edit", "Edit", () => edit(index));
+  if (message.role === "assistant" && !running) add("again", "Answer again", () => { messages.length = index; answer(); });
   const told = summary(message);
   if (told) row.append(make("span", { class: "quiet" }, told));
   return row;

@@ -16,6 +16,16 @@ export function make(tag, given = {}, ...children) {
   return element;
 }
 
+/** A symbol of the page's sprite; decoration, so that its button needs a text or a label. */
+export function icon(name) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("class", "icon");
+  const use = document.createElementNS("http://www.w3.org/2000/svg", "use");
+  use.setAttribute("href", `#i-${name}`);
+  svg.append(use);
+  return svg;
+}
+
 let toastTimer = 0;
 
 /** Says something for three seconds. */

@@ -60,7 +60,7 @@ function draw(engine, metrics, process) {
     ["Prefix cache", `${(100 * hits).toFixed(0)} % hits`],
     ["Preemptions", String(engine.preemptions ?? 0)],
     ["State", engine.draining ? "draining" : engine.paused ? `paused: ${engine.paused}` : "serving"],
-    ["Generations here", String(process?.generations ?? 0)],
+    ["Open requests", String(process?.generations ?? 0)],
   ]);
   lines("rate", [[history.rate, "--accent"]]);
   lines("batch", [[history.running, "--accent"], [history.waiting, "--warm"]]);
@@ -82,27 +82,48 @@ function tiles(entries) {
     make("div", { class: "tile" }, make("span", { class: "quiet" }, name), make("strong", {}, value))));
 }
 
-/** Line charts on a shared scale, newest at the right. */
+/** Areas on a shared scale, newest at the right, with a grid line at round values. */
 function lines(id, series) {
   const canvas = byId(id);
   const ratio = devicePixelRatio || 1;
-  const [width, height] = [canvas.clientWidth, 120];
+  const [width, height, left] = [canvas.clientWidth, 150, 34];
   canvas.width = width * ratio;
   canvas.height = height * ratio;
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
   const style = getComputedStyle(document.documentElement);
-  const most = Math.max(1, ...series.flatMap(([values]) => values));
-  pen.fillStyle = style.getPropertyValue("--quiet");
+  const [floor, top] = [height - 6, 10];
+  const most = niceTop(Math.max(1, ...series.flatMap(([values]) => values)));
+  const y = (value) => floor - (value / most) * (floor - top);
   pen.font = "11px system-ui";
-  pen.fillText(most.toFixed(0), 2, 10);
-  for (const [values, colour] of series) {
-    pen.strokeStyle = style.getPropertyValue(colour);
-    pen.lineWidth = 2;
-    pen.beginPath();
-    values.forEach((value, i) => pen.lineTo(width - (values.length - 1 - i) * (width / (KEPT - 1)), height - 4 - (value / most) * (height - 20)));
-    pen.stroke();
+  pen.textAlign = "right";
+  pen.textBaseline = "middle";
+  for (const value of [0, most / 2, most]) {
+    pen.fillStyle = style.getPropertyValue("--quiet");
+    pen.fillText(Number.isInteger(value) ? String(value) : "", left - 6, y(value));
+    pen.fillStyle = style.getPropertyValue("--line");
+    pen.fillRect(left, Math.round(y(value)), width - left, 1);
   }
+  for (const [values, colour] of series) {
+    const x = (i) => width - (values.length - 1 - i) * ((width - left) / (KEPT - 1));
+    pen.strokeStyle = pen.fillStyle = style.getPropertyValue(colour);
+    pen.lineWidth = 2;
+    pen.lineJoin = "round";
+    pen.beginPath();
+    values.forEach((value, i) => pen.lineTo(x(i), y(value)));
+    pen.stroke();
+    pen.lineTo(width, floor);
+    pen.lineTo(x(0), floor);
+    pen.globalAlpha = 0.12;
+    pen.fill();
+    pen.globalAlpha = 1;
+  }
+}
+
+/** The least of 1, 2, 4, 5 or 10 times a power of ten that is not below a value, from 2 on. */
+function niceTop(value) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(2, value)));
+  return power * [1, 2, 4, 5, 10].find((step) => Math.max(2, value) <= step * power);
 }
 
 function bar(parts, whole) {
@@ -121,8 +142,8 @@ function legend(entries) {
 function blocks(engine) {
   const { held_blocks: held, cached_blocks: cached, total_blocks: all } = engine;
   byId("blocks").replaceChildren(bar([["held", held], ["cached", cached]], all), legend([
-    ["held", "held by requests", String(held)],
-    ["cached", "free, still findable", String(cached)],
+    ["held", "in use", String(held)],
+    ["cached", "cached, reusable", String(cached)],
     ["free", "free", String(all - held - cached)],
   ]));
 }
@@ -135,7 +156,7 @@ function rows(entries, none) {
 }
 
 function queue(engine) {
-  const reasons = rows(Object.entries(engine.waiting_by_reason ?? {}), "Nobody waits.");
+  const reasons = rows(Object.entries(engine.waiting_by_reason ?? {}), "No request is waiting.");
   const tenants = Object.entries(engine.waiting_by_tenant ?? {});
   byId("queue").replaceChildren(...reasons, ...(tenants.length ? [make("h3", {}, "By tenant"), ...rows(tenants, "")] : []));
 }

@@ -1,0 +1,112 @@
+"""What each cache of a model looks like; grouping, pool sizes and tensors follow from it alone.
+
+A cache has an id of its own. A layer may have several (an indexer's keys beside latents), and
+several layers may read one. `Batch.kv[cache]` is its tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, values_and_scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheForm:
+    """One cache on this rank.
+
+    cache   its id; those of a model are 0, 1, 2, ...
+    kind    which tokens a query reads and how long they are kept (core/kv/kinds)
+    span    tokens of a window, a chunk or an encoder's output, else None. A window of W means that
+            a query at position p attends to positions p-W+1 .. p
+    """
+
+    cache: int
+    kind: str = "full"
+    span: int | None = None
+
+    def block_shape(self, block_tokens: int) -> tuple[int, ...]:
+        """The shape of one block (of a row, for recurrent state)."""
+        raise NotImplementedError
+
+    def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in memory in a model that computes in `dtype`."""
+        return dtype
+
+    def floats(self, cache: torch.Tensor) -> torch.Tensor:
+        """The part of the cache's tensor that may hold NaN or Inf, with the same first axis."""
+        return cache
+
+    def block_bytes(self, block_tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of one block."""
+        return math.prod(self.block_shape(block_tokens)) * self.storage_dtype(dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsForm(CacheForm):
+    """Keys and values of heads: blocks [2, kv_heads, block_tokens, width] (0 = keys, 1 = values).
+
+    `quantized`: "int8" or "fp8" values and float32 scales instead of the model's dtype
+    (kernels/kv_write/quantized.py); all caches of a model or none.
+    """
+
+    kv_heads: int
+    head_dim: int
+    quantized: str | None = None
+
+    @property
+    def token_width(self) -> int:
+        """Elements of a token's key (or value) of one head, the bytes of its scale included."""
+        return self.head_dim + (SCALE_BYTES if self.quantized else 0)
+
+    def block_shape(self, block_tokens: int) -> tuple[int, ...]:
+        """See CacheForm."""
+        return (2, self.kv_heads, block_tokens, self.token_width)
+
+    def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """See CacheForm."""
+        return torch.int8 if self.quantized else dtype
+
+    def floats(self, cache: torch.Tensor) -> torch.Tensor:
+        """See CacheForm: of quantized values the scales."""
+        return values_and_scales(cache)[1] if self.quantized else cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentForm(CacheForm):
+    """One vector per token, shared by all heads: blocks [block_tokens, width]. The latents of
+    multi-head latent attention (width = rank + rotary dimensions), or the keys of an indexer.
+    `dtype`: its own, where it is not the model's."""
+
+    width: int
+    kind: str = "latent"
+    dtype: torch.dtype | None = None
+
+    def block_shape(self, block_tokens: int) -> tuple[int, ...]:
+        """See CacheForm."""
+        return (block_tokens, self.width)
+
+    def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """See CacheForm."""
+        return self.dtype or dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateForm(CacheForm):
+    """Recurrent state: one tensor per row of the runner. `dtype`: its own, where it is not the
+    model's."""
+
+    shape: tuple[int, ...]
+    kind: str = "state"
+    dtype: torch.dtype | None = None
+
+    def block_shape(self, block_tokens: int) -> tuple[int, ...]:
+        """See CacheForm."""
+        return self.shape
+
+    def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """See CacheForm."""
+        return self.dtype or dtype

@@ -1,0 +1,114 @@
+"""Steps on a CPU: each is of exactly its own size, and decodes of a few rows are recorded as graphs
+of native calls (kernels/native/cpu_graph.py) and replayed by one call. A prompt's arithmetic dwarfs
+the host's work: such steps are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.kernels.native.cpu_graph import Arena, CpuGraph, Recorder, unowned
+from headrace.back.kernels.native.library import NativeLibrary
+from headrace.back.runner.buckets import Bucket
+from headrace.back.runner.steps import PassedEvent, StepEvent, StepTensors
+from headrace.base.config.resolved import Decision
+
+MOST_ROWS = 64
+"""Above it a step takes so long that the host's work beside it does not matter, and a graph's
+memory would."""
+
+
+class ExactSizes:
+    """`Sizes` without padding, which costs time on a CPU and buys nothing. A CPU graph is soon
+    made: none is at start."""
+
+    common_rows: tuple[int, ...] = ()
+    distinct_rows: tuple[int, ...] = ()
+
+    def __init__(self, *, max_rows: int, max_tokens: int, groups: int) -> None:
+        self._groups = groups
+        self.largest = self.of(tokens=max_tokens, rows=max_rows)
+
+    def of(self, *, tokens: int, rows: int) -> Bucket:
+        """The step's own size."""
+        updates = self._groups * (tokens // 8 + 2 * rows)
+        return Bucket(tokens=tokens, rows=rows, decode=tokens == rows, updates=updates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recorded:
+    graph: CpuGraph
+    outputs: StepTensors
+
+
+class CpuGraphs:
+    """`Replay` on a CPU: a bucket's step is run the first time, recorded the second, replayed from
+    then on."""
+
+    on_host = True
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+        self._arena = Arena()
+        self._graphs: dict[Bucket, _Recorded] = {}
+        self._seen: set[Bucket] = set()
+        self.foreign: tuple[str, ...] = ()
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """See Replay."""
+        why = f"decodes of at most {MOST_ROWS} tokens, each size from its third step on"
+        return (Decision("graphs", "auto", "recorded native calls", why),)
+
+    @property
+    def num_graphs(self) -> int:
+        """CpuGraphs that are kept."""
+        return len(self._graphs)
+
+    def scope(self) -> AbstractContextManager[object]:
+        """See Replay."""
+        return nullcontext()
+
+    def follow(self) -> None:
+        """See Replay. There is one order of work."""
+
+    def compiling(self) -> None:
+        """See Replay."""
+
+    def run(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> StepTensors:
+        """See Replay."""
+        recorded = self._graphs.get(bucket)
+        if recorded is not None:
+            recorded.graph.replay()
+            return recorded.outputs
+        records = (bucket.decode or bucket.verifies) and not self.foreign
+        small = records and bucket.tokens <= MOST_ROWS
+        if small and bucket in self._seen:
+            return self._record(bucket, step)
+        if small:
+            self._seen.add(bucket)
+        return step(bucket)
+
+    def _record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> StepTensors:
+        """Runs the step and keeps what it did, unless an operation of torch had a part in it."""
+        recorder = Recorder(self._library, self._arena)
+        with recorder:
+            outputs = step(bucket)
+        if recorder.foreign:
+            self.foreign = tuple(sorted(set(recorder.foreign)))
+            return outputs
+        kept = outputs.aliases(unowned)
+        self._graphs[bucket] = _Recorded(graph=recorder.graph(), outputs=kept)
+        return kept
+
+    def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See Replay."""
+        assert target is source, "a CPU's results are on the host"
+
+    def event(self) -> StepEvent:
+        """See Replay."""
+        return PassedEvent()

@@ -1,0 +1,171 @@
+"""CUDA graphs of the buckets' steps, and the streams they run on.
+
+A bucket's step is launched kernel by kernel the first time it is needed (its result goes out, its
+kernels are compiled) and recorded the second time; from then on it costs one launch. All graphs
+share one memory pool, because steps run one after another; what a graph leaves behind is read
+before the next one runs. At most MOST_GRAPHS are kept, the least recently used one goes.
+
+Recording has a stream of its own. A result that another thread lets go of meanwhile makes torch's
+allocator of pinned
+memory record an event on the stream that filled it: on a stream that is being recorded the event
+would go into the graph, and every later allocation, which asks the event, would fail ("invalid
+argument").
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.runner.buckets import Bucket
+from headrace.back.runner.steps import DeviceEvent, StepEvent, StepTensors, recorded
+from headrace.base.config.resolved import Decision
+
+MOST_GRAPHS = 192
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    outputs: StepTensors
+
+
+class CudaGraphs:
+    """`Replay` on a CUDA device. All methods are called by the thread that runs the steps."""
+
+    on_host = False
+
+    def __init__(
+        self, device: torch.device, compiling: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self._compiles = compiling
+        self._stream = torch.cuda.Stream(device)
+        self._reads = torch.cuda.Stream(device)
+        self._recording = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: OrderedDict[Bucket, _Recorded] = OrderedDict()
+        self._seen: set[Bucket] = set()
+        self._read: torch.cuda.Event | None = None
+        self._compiling = False
+        self._record_s = 0.0
+
+    @property
+    def num_graphs(self) -> int:
+        """CudaGraphs that are kept."""
+        return len(self._graphs)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """See Replay."""
+        recorded = f"{self.num_graphs} graphs recorded in {self._record_s:.2f} s"
+        later = f"others the second time a size is needed, at most {MOST_GRAPHS}"
+        return (Decision("graphs", "auto", recorded, later),)
+
+    def scope(self) -> AbstractContextManager[object]:
+        """The stream of the steps."""
+        return torch.cuda.stream(self._stream)
+
+    def follow(self) -> None:
+        """See Replay."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """See Replay. Steps are neither recorded nor counted as seen."""
+        self._compiling = True
+        try:
+            with self._compiles():
+                yield
+        finally:
+            self._compiling = False
+
+    def run(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> StepTensors:
+        """See Replay."""
+        if self._compiling:
+            return step(bucket)
+        recorded = self._graphs.get(bucket)
+        if recorded is None and bucket not in self._seen:
+            self._seen.add(bucket)
+            return step(bucket)
+        if recorded is None:
+            recorded = self.record(bucket, step)
+        else:
+            self._graphs.move_to_end(bucket)
+        recorded.graph.replay()
+        return recorded.outputs
+
+    def record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> _Recorded:
+        """Records a step that has run before; nothing is executed."""
+        while len(self._graphs) >= MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+        graph, begin = torch.cuda.CUDAGraph(), time.perf_counter()
+        with _no_collection(), torch.cuda.stream(self._recording):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = step(bucket)
+            except BaseException:
+                with suppress(RuntimeError):  # says only that the recording is broken
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        # The pool may give the outputs' memory to the next graph that is recorded: they are read
+        # before it runs.
+        aliases = outputs.aliases(_alias)
+        del outputs
+        self._graphs[bucket] = _Recorded(graph=graph, outputs=aliases)
+        self._record_s += time.perf_counter() - begin
+        return self._graphs[bucket]
+
+    def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See Replay."""
+        self._reads.wait_event(recorded())
+        with torch.cuda.stream(self._reads):
+            target.copy_(source, non_blocking=True)
+            self._read = recorded()
+
+    def event(self) -> StepEvent:
+        """See Replay."""
+        events = (recorded(),) if self._read is None else (self._read, recorded())
+        self._read = None
+        return DeviceEvent(events)
+
+
+class _Alias:
+    """The memory of a tensor without owning it, as `__cuda_array_interface__` describes it."""
+
+    def __init__(self, tensor: torch.Tensor, kind: str) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": kind,
+            "data": (tensor.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+_KINDS = {8: "<i8", 4: "<i4", 2: "<i2", 1: "|i1"}
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that does not keep the memory: valid as long as its graph is."""
+    assert tensor.is_contiguous(), tensor.shape
+    alias = _Alias(tensor, _KINDS[tensor.element_size()])
+    return torch.as_tensor(alias, device=tensor.device).view(tensor.dtype)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Freeing a tensor of another stream by chance would break the recording."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -1,0 +1,122 @@
+"""What steps need beyond plain ones to verify drafts: the drafter, the op that accepts, and where
+the host stands.
+
+A plan says how many drafts each row may have and, for rows with drafts in flight, only the greatest
+position at which they may begin. On a GPU the host launches it as it is: kernels read the lengths.
+A
+CPU is its own device: by the time a step begins the one before has run, so that the plan is made
+exact, the drafts are proposed, and a step in which nothing was proposed is a plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from headrace.back.kernels.op import decisions
+from headrace.back.kernels.step_inputs.op import StepInputsProblem, StepTables
+from headrace.back.kernels.step_verify.op import OP as VERIFY
+from headrace.back.sampling.in_step import InStepSampling
+from headrace.back.sampling.top_candidates import SamplerInput
+from headrace.back.speculative.drafter import Drafter
+from headrace.base.config.resolved import Decision
+from headrace.base.errors import ConfigError
+from headrace.base.wire.step import NO_DRAFTS, KVGroup, StepPlan
+
+
+def without_drafts(plan: StepPlan) -> StepPlan:
+    """The plan with the newest token of each row alone."""
+    if not plan.drafts.size:
+        return plan
+    return replace(plan, num_tokens=plan.num_tokens - plan.drafts, drafts=NO_DRAFTS)
+
+
+def check_groups(groups: Sequence[KVGroup]) -> None:
+    """A recurrent state is that of one position: it does not go back to the last draft that
+    stands."""
+    if any(group.kind == "state" for group in groups):
+        raise ConfigError(
+            "--speculative-config: not with recurrent layers, whose state does not go back",
+            field="speculative_config",
+        )
+
+
+class DraftVerification:
+    """Drafts for the rows of one runner. `count_M` int32 [M+1]: drafts proposed for each row."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        problem: StepInputsProblem,
+        tables: StepTables,
+        *,
+        on_host: bool,
+    ) -> None:
+        """`on_host`: a step has run by the time the next one begins, and the host reads what it
+        left."""
+        assert tables.length_M is not None
+        self._drafter = drafter
+        self._tables = tables
+        self._length_M = tables.length_M
+        choice = VERIFY.choose(problem)
+        self._verify = choice.bind()
+        self._decisions = (*drafter.decisions, *decisions((choice,)))
+        self.max_drafts = drafter.max_drafts
+        self.count_M = torch.zeros_like(tables.length_M)
+        self._on_host = on_host
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The kernels that were chosen."""
+        return self._decisions
+
+    @property
+    def proposes_in_step(self) -> bool:
+        """Whether drafts are proposed within the step."""
+        return not self._on_host
+
+    def begin(self, plan: StepPlan, needs: SamplerInput) -> StepPlan:
+        """The plan as it can be run, its rows having taken what it starts. On a GPU only what a
+        step samples itself can be verified; what the host samples needs its positions too."""
+        if self._on_host:
+            return self._propose(self._exact(plan))
+        if not isinstance(needs, InStepSampling) and needs != "argmax":
+            return self._exact(without_drafts(plan))
+        if isinstance(needs, InStepSampling) and needs.words:
+            return without_drafts(plan)
+        return plan
+
+    def propose(self, row_R: torch.Tensor, query_start_R1: torch.Tensor) -> None:
+        """Drafts for the rows of a step, on the device."""
+        self._drafter.propose(row_R, query_start_R1, self._tables, self.count_M)
+
+    def verify(
+        self,
+        words: torch.Tensor,
+        token_T: torch.Tensor,
+        value_T: torch.Tensor,
+        ring_SXW: torch.Tensor,
+    ) -> None:
+        """See op step_verify."""
+        self._verify(words, token_T, value_T, self._tables, self.count_M, ring_SXW)
+
+    def _exact(self, plan: StepPlan) -> StepPlan:
+        """The plan with the positions at which its rows begin; on a GPU the host waits for them."""
+        newest = self._length_M.cpu().numpy()[plan.rows] - 1
+        return replace(plan, num_computed=np.minimum(plan.num_computed, newest))
+
+    def _propose(self, plan: StepPlan) -> StepPlan:
+        """The plan with as many drafts as there are."""
+        if not plan.drafts.size:
+            return plan
+        start = np.zeros(plan.rows.size + 1, np.int32)
+        np.cumsum(plan.num_tokens, out=start[1:])
+        self.propose(torch.from_numpy(plan.rows.astype(np.int32)), torch.from_numpy(start))
+        drafts = np.minimum(self.count_M.numpy()[plan.rows], plan.drafts)
+        plan = replace(without_drafts(plan), drafts=drafts)
+        if not drafts.any():
+            return replace(plan, drafts=NO_DRAFTS)
+        return replace(plan, num_tokens=plan.num_tokens + drafts)

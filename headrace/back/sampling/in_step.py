@@ -1,0 +1,148 @@
+"""What a step does for its rows in its own graph, on devices that record steps: penalties,
+sampling, log-probabilities.
+
+Everything it reads of the rows lies on the device, found by row: the host says only which of these
+the step needs (`InStepSampling`), and what comes out is reported in one table. Rows that ask for
+less are beside the others: nobody's slot of penalties, the argmax for greedy rows, scores that
+nobody reads.
+
+R rows of a step and padding, V vocabulary, W words reported of a row: the token, the bits of the
+model's greatest logit, the bits of `chosen_logit` (0, or NaN if the logit chosen after processing
+is not finite), then the scores (op token_scores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.back.kernels.greedy.op import Greedy
+from headrace.back.kernels.token_scores.op import MOST, ScoreTable, TokenScores
+from headrace.back.sampling.device_rows import DeviceRows
+from headrace.back.sampling.logprobs import Scores
+from headrace.back.sampling.penalties import Penalties
+
+ALTERNATIVES = (5, MOST)
+"""Alternatives that steps report: each number is a recording of its own."""
+SCORES = 3
+"""Where in a reported row the scores begin."""
+MOST_WORDS = SCORES + ScoreTable.words(1 + MOST)
+
+Argmax = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InStepSampling:
+    """What a step does beyond the argmax, and so which recording it takes. penalties: slots of the
+    tables that they are read from, which move when they grow; 0: none. alternatives: of each row's
+    log-probabilities; None: none."""
+
+    penalties: int = 0
+    alternatives: int | None = None
+
+    @property
+    def words(self) -> int:
+        """W; 0 if the tokens and the greatest logits say all."""
+        if self.alternatives is not None:
+            return SCORES + ScoreTable.words(1 + self.alternatives)
+        return SCORES if self.penalties else 0
+
+    def __str__(self) -> str:
+        parts = ["sampled"]
+        if self.penalties:
+            parts.append("penalised")
+        if self.alternatives is not None:
+            parts.append(f"{self.alternatives} log-probabilities")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedRows:
+    """Of the R rows, on the device, int32: row; position of the token to be sampled; sample: 1
+    where it is, else 0."""
+
+    row_R: torch.Tensor
+    position_R: torch.Tensor
+    sample_R: torch.Tensor
+
+
+StepSampler = Callable[
+    [InStepSampling, torch.Tensor, Argmax, AskedRows], tuple[torch.Tensor, torch.Tensor | None]
+]
+"""(in_step, logits float32 [R, V], which are overwritten, the argmax of them, rows) -> tokens int64
+[R], and what is reported, int32 [R, W], if W."""
+
+
+class InStepSampler:
+    """A `StepSampler` over the sampler's state."""
+
+    def __init__(
+        self,
+        *,
+        device_rows: DeviceRows,
+        penalties: Penalties,
+        greedy: Greedy,
+        token_scores: TokenScores,
+    ) -> None:
+        self._device_rows = device_rows
+        self._penalties = penalties
+        self._greedy = greedy
+        self._token_scores = token_scores
+
+    def __call__(
+        self, in_step: InStepSampling, logits_RV: torch.Tensor, argmax: Argmax, asked: AskedRows
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See StepSampler."""
+        raw_RV, chosen, slots = logits_RV, argmax, None
+        if in_step.penalties:
+            if in_step.alternatives is not None:
+                raw_RV = logits_RV.clone()
+            slots = self._penalties.slots_of(asked.row_R)
+            self._penalties.penalise(logits_RV, slots)
+            chosen = self._greedy(logits_RV)
+        token_R, z_R = self._device_rows.sample_random(
+            logits_RV, chosen, asked.row_R, asked.position_R
+        )
+        if not in_step.words:
+            return token_R, None
+        chosen_logit_R = (z_R - z_R).to(torch.float32)
+        columns = [
+            token_R.to(torch.int32),
+            *(v.view(torch.int32) for v in (argmax[1], chosen_logit_R)),
+        ]
+        logprobs = [column[:, None] for column in columns]
+        if in_step.alternatives is not None:
+            scores = ScoreTable.empty(len(token_R), 1 + in_step.alternatives, token_R.device)
+            self._token_scores(raw_RV, token_R, scores)
+            logprobs.append(scores.data)
+        samples_RW = torch.cat(logprobs, dim=1)
+        if slots is not None:  # last, so that a step that found no memory may be tried again
+            self._penalties.count(token_R, slots, asked.sample_R)
+        return token_R, samples_RW
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSamples:
+    """What a step reports, on the host, to be read behind `Steps.event`; index by row of the step.
+    tokens int32, best, left float32; left None: nothing was processed; scores None: there are
+    none."""
+
+    tokens: np.ndarray
+    max_logit: np.ndarray
+    chosen_logit: np.ndarray | None = None
+    scores: Scores | None = None
+
+    @classmethod
+    def of(cls, logprobs: np.ndarray, words: int) -> StepSamples:
+        """Views of what lies in a slot: rows of W words from its beginning on, or, if W is 0,
+        tokens and greatest logits, [2, M]."""
+        if not words:
+            return cls(tokens=logprobs[0], max_logit=logprobs[1].view(np.float32))
+        samples_RW = logprobs[: logprobs.size // words * words].reshape(-1, words)
+        tokens, max_logit, chosen_logit = samples_RW.T[:SCORES]
+        scores = Scores.of(samples_RW[:, SCORES:]) if words > SCORES else None
+        max_logit, chosen_logit = max_logit.view(np.float32), chosen_logit.view(np.float32)
+        return cls(tokens=tokens, max_logit=max_logit, chosen_logit=chosen_logit, scores=scores)

@@ -1,1 +1,0 @@
-"""Prompts and tasks that benchmarks and evaluations draw from."""

@@ -1,0 +1,230 @@
+"""Takes in the result of a step: which tokens count, which blocks are full, who has come to an end.
+
+Works on columns. Python touches single rows only where a block has filled up, a prompt chunk ended,
+a token may be the last one, or log-probabilities were asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.errors import HeadraceError, WireError, to_wire
+from headrace.base.wire.request import PromptLogprobs, TokenLogprobs
+from headrace.base.wire.step import StepResult
+from headrace.core.counters import Counters
+from headrace.core.kv.manager import KVManager
+from headrace.core.output_buffer import OutputBuffer
+from headrace.core.ports import Ends
+from headrace.core.repeats import REASON
+from headrace.core.request import TOKEN_BYTES, Request
+from headrace.core.rows import Bool, Int32, RowTable
+from headrace.core.scheduler.admission_hooks import AdmissionHooks
+from headrace.core.scheduler.plan_builder import InFlightStep
+from headrace.core.scheduler.speculation import Speculation
+
+
+class End(Protocol):
+    """Ends a request; see EngineCore.end."""
+
+    def __call__(
+        self,
+        request: Request,
+        reason: str,
+        *,
+        stop_id: int | None = None,
+        error: WireError | None = None,
+        forget: bool = False,
+    ) -> None: ...
+
+
+class StepOutputProcessor:
+    """Reads results into the row table, the KV manager, the hooks and the output buffer."""
+
+    def __init__(
+        self,
+        rows: RowTable,
+        kv: KVManager,
+        hooks: AdmissionHooks,
+        output_buffer: OutputBuffer,
+        counters: Counters,
+        end: End,
+        speculation: Speculation,
+    ) -> None:
+        self._speculation = speculation
+        self._rows = rows
+        self._kv = kv
+        self._hooks = hooks
+        self._output_buffer = output_buffer
+        self._counters = counters
+        self._end = end
+
+    def process(self, in_flight: InFlightStep, result: StepResult, now: float) -> None:
+        """Takes in one step."""
+        assert result.step == in_flight.step, (result.step, in_flight.step)
+        live = self._rows.epoch[in_flight.rows] == in_flight.epochs
+        if result.prompt_logprobs or result.pooled or result.captured:
+            self._pass_on(in_flight, result, live)
+        num_failed = self._end_failed(in_flight, result, live) if result.failed else 0
+        self._speculation.settle(in_flight, result, live)
+        sampled = live & in_flight.sample  # tails of void ones are flushed
+        position = self._speculation.positions(in_flight)
+        self._name_full_blocks(in_flight, position, sampled)
+        if in_flight.prefills:
+            self._advance_prefills(in_flight, live, now)
+        num_tokens = self._take_tokens(in_flight, result, position, sampled, 0)
+        for place in range(1, result.tokens.shape[1]):
+            live = self._rows.epoch[in_flight.rows] == in_flight.epochs  # some have ended
+            sampled &= live & (result.tokens[:, place] >= 0)
+            position = position + 1
+            self._name_full_blocks(in_flight, position, sampled)
+            num_tokens += self._take_tokens(in_flight, result, position, sampled, place)
+        self._counters.finished_step(num_tokens, any_failed=num_failed > 0)
+
+    def _pass_on(self, in_flight: InFlightStep, result: StepResult, live: Bool) -> None:
+        """What is told of prompts and layers."""
+        self._pass_on_prompt_scores(in_flight, result, live)
+        for index, pooled in result.pooled:
+            if live[index]:
+                self._output_buffer.add_pooled(
+                    self._rows.owner(int(in_flight.rows[index])).id, pooled
+                )
+        for index, captured in result.captured:
+            if live[index]:
+                self._output_buffer.add_captured(
+                    self._rows.owner(int(in_flight.rows[index])).id, captured
+                )
+
+    def _pass_on_prompt_scores(
+        self, in_flight: InFlightStep, result: StepResult, live: Bool
+    ) -> None:
+        """What was scored before a preemption is not sent again."""
+        for index, scores in result.prompt_logprobs:
+            if not live[index]:
+                continue
+            request = self._rows.owner(int(in_flight.rows[index]))
+            end = scores.start + len(scores.ids)
+            known = max(0, request.prompt_scored - scores.start)
+            if end > request.prompt_scored:
+                request.prompt_scored = end
+                self._output_buffer.add_prompt_logprobs(request.id, _without(scores, known))
+
+    def _end_failed(self, in_flight: InFlightStep, result: StepResult, live: Bool) -> int:
+        """A failed row ends alone, and nothing of its KV is found again; how many there were."""
+        count = 0
+        for index, error in result.failed:
+            if live[index]:
+                count += 1
+                live[index] = False
+                request = self._rows.owner(int(in_flight.rows[index]))
+                self._end(request, "error", error=error, forget=True)
+        return count
+
+    def _name_full_blocks(self, in_flight: InFlightStep, position: Int32, live: Bool) -> None:
+        """A row whose tail has become a whole block: flush and name it, before the new token
+        overwrites the tail."""
+        count = in_flight.num_decodes
+        full = (position[:count] % self._kv.block_tokens == 0) & live[:count]
+        rows = in_flight.rows[:count][full]
+        if not len(rows):
+            return
+        owners = [self._rows.owner(row) for row in rows.tolist()]
+        data, size = self._rows.tail[rows].tobytes(), self._kv.block_tokens * TOKEN_BYTES
+        blocks = [data[at : at + size] for at in range(0, len(data), size)]
+        self._rows.flush_blocks(owners, blocks)
+        self._kv.register_each(owners, blocks)
+
+    def _advance_prefills(self, in_flight: InFlightStep, live: Bool, now: float) -> None:
+        for index, request in in_flight.prefills:
+            if not live[index]:
+                continue
+            computed = int(in_flight.position[index])
+            self._kv.register(request, computed)
+            if in_flight.sample[index]:
+                if request.first_token_at is None:
+                    request.first_token_at = now
+                    self._output_buffer.add_cached(request.id, request.num_cached)
+                request.reason = "running: decode"
+            elif computed == request.length_limit:
+                self._end(request, "length")
+
+    def _take_tokens(
+        self,
+        in_flight: InFlightStep,
+        result: StepResult,
+        position: Int32,
+        sampled: Bool,
+        place: int,
+    ) -> int:
+        """Takes the token at `place` of each of these rows, which stands at `position`; how
+        many."""
+        if sampled.all():
+            rows, tokens = in_flight.rows, np.array(result.tokens[:, place])
+        else:
+            rows, position = in_flight.rows[sampled], position[sampled]
+            tokens = result.tokens[sampled, place]
+        if not len(rows):
+            return 0
+        table = self._rows
+        assert tokens.min() >= 0, "a sampled row has no token"
+        table.tail[rows, position % table.block_tokens] = tokens
+        table.num_known_tokens[rows] = position + 1
+        logprobs = _by_row(result, sampled, place) if result.logprobs else []
+        self._output_buffer.add_tokens(table.id[rows], tokens, logprobs)
+        ends = (
+            self._hooks.accept_tokens(table.id[rows].tolist(), tokens.tolist())
+            if self._hooks
+            else {}
+        )
+        if table.repeats:
+            ends = {**self._repeating(rows, tokens), **ends}
+        self._end_complete(rows, position, tokens, ends)
+        return len(rows)
+
+    def _repeating(self, rows: Int32, tokens: Int32) -> Ends:
+        """The requests whose answers go round in a circle."""
+        table = self._rows
+        ends: Ends = {}
+        for i in np.isin(rows, list(table.repeats)).nonzero()[0].tolist():
+            if table.repeats[int(rows[i])].add(int(tokens[i])):
+                ends[int(table.id[rows[i]])] = REASON
+        return ends
+
+    def _end_complete(self, rows: Int32, position: Int32, tokens: Int32, ends: Ends) -> None:
+        table = self._rows
+        stops = (table.stops.take(rows, axis=1) == tokens).any(axis=0)
+        stops |= table.always[rows]
+        stops &= position >= table.stop_from[rows]
+        last = position + 1 >= table.limit[rows]
+        ended = stops | last
+        if ends:
+            ended |= np.isin(table.id[rows], list(ends))
+        for i in ended.nonzero()[0].tolist():
+            request, token = table.owner(int(rows[i])), int(tokens[i])
+            if isinstance(end := ends.get(request.id), HeadraceError):
+                self._end(request, "error", error=to_wire(end))
+            elif stops[i] and token in request.stop_set:
+                self._end(request, "stop", stop_id=token)
+            elif end is not None:
+                self._end(request, end)
+            elif last[i]:
+                self._end(request, "length")
+
+
+def _without(scores: PromptLogprobs, known: int) -> PromptLogprobs:
+    if known == 0:
+        return scores
+    return PromptLogprobs(
+        scores.start + known, scores.ids[known:], scores.values[known:], scores.ranks[known:]
+    )
+
+
+def _by_row(result: StepResult, sampled: Bool, place: int) -> list[TokenLogprobs | None]:
+    index: npt.NDArray[np.intp] = np.cumsum(sampled) - 1
+    by_row: list[TokenLogprobs | None] = [None] * int(sampled.sum())
+    for scores in result.logprobs:
+        if sampled[scores.index] and scores.place == place:
+            by_row[int(index[scores.index])] = TokenLogprobs(scores.ids, scores.values, scores.rank)
+    return by_row

@@ -1,0 +1,175 @@
+"""What the engine core reports about itself: status, metrics, and where a request is and why it
+waits. Reads only; control.py answers calls with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from headrace.core.counters import STEP_TOKENS, Counters
+from headrace.core.kv.manager import KVManager
+from headrace.core.request import NOT_LOOKED_AT, Request
+from headrace.core.rows import RowTable
+from headrace.core.scheduler.admission_hooks import AdmissionHooks
+from headrace.core.scheduler.scheduler import Scheduler
+from headrace.core.service_state import ServiceState
+
+Document = dict[str, object]
+
+
+class EngineView(Protocol):
+    """What reports read of the engine core."""
+
+    @property
+    def service(self) -> ServiceState:
+        """Pause, drain and sleep."""
+        ...
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler and its queue."""
+        ...
+
+    @property
+    def kv(self) -> KVManager:
+        """The KV blocks."""
+        ...
+
+    @property
+    def rows(self) -> RowTable:
+        """The running requests."""
+        ...
+
+    @property
+    def hooks(self) -> AdmissionHooks:
+        """The admission hooks."""
+        ...
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since start."""
+        ...
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Monotonic seconds."""
+        ...
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps submitted and not yet taken in."""
+        ...
+
+
+def explain(engine: EngineView, request: Request) -> Document:
+    """Where a request is, and why it waits."""
+    now = engine.clock()
+    waits = request.row < 0
+    return {
+        "label": request.wire.label,
+        "external_id": request.wire.external_id,
+        "state": request.state.value,
+        "reason": reason_of(engine, request),
+        "position": engine.scheduler.queue.position(request) if waits else None,
+        "since_s": now - request.since,
+        "age_s": now - request.arrived_at,
+        "num_prompt": request.num_prompt,
+        "num_output": engine.rows.count_known(request) - request.num_prompt,
+        "num_cached": request.num_cached,
+        "num_preemptions": request.num_preemptions,
+        "steps_passed_over": request.passed_over,
+        "kv_blocks": sum(block != 0 for blocks in request.blocks for block in blocks),
+    }
+
+
+def reason_of(engine: EngineView, request: Request) -> str:
+    """Why a request waits, or what it does. The scheduler notes what it saw of this one; what
+    holds for all is said here."""
+    service = engine.service
+    if service.lost:
+        return f"no weights: {service.lost}"
+    if service.asleep:
+        return "asleep: the engine sleeps until it is woken"
+    if service.frozen:
+        return "paused: keep"
+    if request.row >= 0:
+        return request.reason
+    if not service.admits and request.scheduled_at is None:
+        return f"paused: {service.mode}"
+    if not engine.rows.num_free:
+        return f"rows: all {engine.rows.num_rows} are taken (max_running)"
+    if request.reason == NOT_LOOKED_AT:
+        return "budget: the step had no tokens left for its prompt"
+    return request.reason
+
+
+def waiting_by_reason(engine: EngineView) -> dict[str, int]:
+    """Waiting requests by the first words of their reasons."""
+    queue = engine.scheduler.queue
+    return dict(Counter(reason_of(engine, request).partition(":")[0] for request in queue))
+
+
+def waiting_by_tenant(engine: EngineView) -> dict[str, int]:
+    """Waiting requests by the beginning of the tenant's digest: enough to tell them apart."""
+    return dict(Counter(request.wire.tenant[:8] or "no key" for request in engine.scheduler.queue))
+
+
+def status(engine: EngineView) -> Document:
+    """The ledger of a server at rest: everything that could leak, in numbers."""
+    pool, scheduler, service = engine.kv.pool, engine.scheduler, engine.service
+    return {
+        "running": scheduler.num_running,
+        "waiting": len(scheduler.queue),
+        "waiting_tokens": scheduler.queue.num_tokens,
+        "waiting_by_reason": waiting_by_reason(engine),
+        "waiting_by_tenant": waiting_by_tenant(engine),
+        "in_flight_steps": engine.num_in_flight,
+        "free_blocks": pool.num_free,
+        "cached_blocks": pool.num_cached,
+        "total_blocks": pool.num_usable,
+        "block_tokens": engine.kv.block_tokens,
+        "held_blocks": pool.num_usable - pool.num_free,
+        "refcount_sum": pool.refcount_sum() + engine.kv.snapshots.num_held,
+        "free_rows": engine.rows.num_free,
+        "total_rows": engine.rows.num_rows,
+        "capacity_tokens": engine.kv.capacity_tokens,
+        "paused": service.mode,
+        "draining": service.draining,
+        "asleep": service.asleep,
+        "sleep_level": service.sleep_level,
+        "tokens_per_s": engine.counters.rate,
+        **metrics(engine),
+    }
+
+
+def metrics(engine: EngineView) -> Document:
+    """Totals since start."""
+    counters, kv, stats = engine.counters, engine.kv, engine.scheduler.speculation.stats
+    return {
+        "steps": counters.steps,
+        "rows": counters.rows,
+        "tokens": counters.tokens,
+        "output_tokens": counters.output_tokens,
+        "jump_forward_tokens": counters.jump_forward_tokens,
+        "failed_steps": counters.failed_steps,
+        "drafts": stats.num_drafts,
+        "draft_tokens": stats.num_draft_tokens,
+        "accepted_draft_tokens": stats.num_accepted_tokens,
+        "accepted_draft_tokens_by_position": stats.per_position.tolist(),
+        "preemptions": engine.scheduler.num_preemptions,
+        "prefix_query_tokens": kv.num_queries,
+        "prefix_hit_tokens": kv.num_hits,
+        "evictions": kv.pool.num_evictions,
+        "refused": counters.refused,
+        "held_by_hooks": engine.hooks.num_held,
+        "finished": dict(counters.finished),
+        "step_tokens": _by_bound(counters.step_tokens),
+        "plan_s": counters.plan_s,
+        "update_s": counters.update_s,
+    }
+
+
+def _by_bound(counts: list[int]) -> dict[str, int]:
+    """Greatest value of a bucket -> count."""
+    return dict(zip([*map(str, STEP_TOKENS), "inf"], counts, strict=True))

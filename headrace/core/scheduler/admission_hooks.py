@@ -1,0 +1,123 @@
+"""The optional conditions on running a request, together. A hook that raises ends the request, not
+the loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.errors import HeadraceError, InvalidRequest, from_wire, to_wire
+from headrace.base.wire.request import EngineRequest
+from headrace.core.ports import AdmissionHook, Ends
+
+_log = logging.getLogger(__name__)
+
+
+class AdmissionHooks:
+    """All hooks of a core, asked in order."""
+
+    def __init__(self, hooks: Sequence[AdmissionHook]) -> None:
+        self._hooks = tuple(hooks)
+        self._failed: Ends = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def admit(self, request: EngineRequest) -> None:
+        """Lets every hook see a new request. Raises if one says never (those that had admitted it
+        are told its end)."""
+        unknown = sorted(request.hook_payloads.keys() - {hook.name for hook in self._hooks})
+        if unknown:
+            raise InvalidRequest(
+                f"this engine has no {unknown[0]!r}", field=f"hook_payloads.{unknown[0]}"
+            )
+        for index, hook in enumerate(self._hooks):
+            try:
+                verdict = hook.admit(request)
+                if verdict.answer == "never":
+                    raise InvalidRequest(verdict.reason)
+            except Exception:
+                for admitted in self._hooks[:index]:
+                    admitted.finish(request.id)
+                raise
+
+    def refusal(self, request_id: int) -> tuple[str | None, HeadraceError | None]:
+        """Why the request may not run now (None: it may), and the error if it may never."""
+        for hook in self._hooks:
+            try:
+                verdict = hook.ready(request_id)
+            except Exception as error:
+                return f"{hook.name}: failed", _as_ours(error)
+            if verdict.answer != "yes":
+                never = InvalidRequest(verdict.reason) if verdict.answer == "never" else None
+                return f"{hook.name}: {verdict.reason}", never
+        return None, None
+
+    def payloads(self, request_ids: list[int]) -> dict[str, bytes]:
+        """What the workers need for a step, by hook."""
+        payloads = {hook.name: hook.payload(request_ids) for hook in self._hooks}
+        return {name: payload for name, payload in payloads.items() if payload is not None}
+
+    def deferring(self, request_ids: list[int]) -> tuple[str, ...]:
+        """The hooks whose deferred payload a step with these requests must wait for."""
+        return tuple(hook.name for hook in self._hooks if hook.defers(request_ids))
+
+    def deferred_payloads(
+        self, names: tuple[str, ...], rows: npt.NDArray[np.int32], request_ids: list[int]
+    ) -> dict[str, memoryview]:
+        """The deferred payloads of these hooks. Where one raises, the requests that it defers end
+        with their next token."""
+        payloads: dict[str, memoryview] = {}
+        for hook in self._hooks:
+            if hook.name not in names:
+                continue
+            try:
+                payloads[hook.name] = hook.deferred_payload(rows, request_ids)
+            except Exception as error:
+                self._failed |= self._end_deferred(hook, request_ids, error)
+        return payloads
+
+    def _end_deferred(self, hook: AdmissionHook, request_ids: list[int], error: Exception) -> Ends:
+        """The requests of a step that a hook looks after end, as it failed over one of them."""
+        _log.error("hook %s failed in a step", hook.name, exc_info=error)
+        return {i: _as_ours(error) for i in request_ids if hook.defers([i])}
+
+    def forced(self) -> dict[int, list[int]]:
+        """See AdmissionHook; one hook at most forces."""
+        forced: dict[int, list[int]] = {}
+        for hook in self._hooks:
+            forced |= hook.forced()
+        return forced
+
+    def accept_tokens(self, request_ids: list[int], tokens: list[int]) -> Ends:
+        """Tells every hook the new tokens; the requests that end with theirs."""
+        ends: Ends = {}
+        for hook in self._hooks:
+            try:
+                ends |= hook.accept_tokens(request_ids, tokens)
+            except Exception as error:
+                ends |= self._end_deferred(hook, request_ids, error)
+        if self._failed:
+            ends |= {i: self._failed.pop(i) for i in request_ids if i in self._failed}
+        return ends
+
+    @property
+    def num_held(self) -> int:
+        """Requests that hooks keep something for; 0 at rest."""
+        return sum(hook.num_held for hook in self._hooks)
+
+    def finish(self, request_id: int) -> None:
+        """The request has ended; every hook is told, even if one of them fails."""
+        self._failed.pop(request_id, None)
+        for hook in self._hooks:
+            try:
+                hook.finish(request_id)
+            except Exception:
+                _log.exception("hook %s failed at the end of a request", hook.name)
+
+
+def _as_ours(error: Exception) -> HeadraceError:
+    return error if isinstance(error, HeadraceError) else from_wire(to_wire(error))

@@ -1,0 +1,1 @@
+"""What an operator may do, and the routes that do it."""

@@ -1,0 +1,132 @@
+"""Token ids in, events out: what /inference/v1/generate and the gRPC services generate with.
+Nothing is rendered."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.base.errors import InvalidRequest
+from headrace.front.client.events import Events
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.fold import Spans
+from headrace.front.server.conversation.parsed import without_reasoning
+from headrace.front.server.conversation.pipeline import generate, parsers
+from headrace.front.server.conversation.prompts import spans
+from headrace.front.server.conversation.request import Common, StreamOptions, parse, sampling_params
+from headrace.front.server.conversation.resolved import Conversation, run_options
+from headrace.front.server.conversation.structured import plain_structure
+from headrace.front.server.http.ids import completion_id, own_id
+from headrace.front.server.http.validation import Count, Name, TokenId
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateReply:
+    """What all chunks of one answer share."""
+
+    id: str
+    model: str
+    created: int
+    num_choices: int
+    sampling: TokenSampling
+    request: GenerateRequest
+    spans: Spans | None = None
+
+
+def begin_generate(
+    context: RequestContext, request: GenerateRequest, chat: Conversation | None = None
+) -> tuple[Events, GenerateReply]:
+    """The events of the answer, which run once they are read, and what its chunks share. With
+    `chat` they are parsed as the answer to it."""
+    services = context.services
+    model = services.model_name(request.model)
+    _refuse(request)
+    sampling = sampling_of(request)
+    limit = sampling.max_completion_tokens
+    params = sampling_params(
+        sampling,
+        defaults=services.text.generation_defaults,
+        max_n=services.server.max_n,
+        best_of=sampling.best_of,
+        max_tokens=sampling.max_tokens if limit is None else limit,
+        logprobs=sampling.logprobs,
+    )
+    services.tokenizer.check_ids(request.token_ids, field="token_ids")
+    context.hold_place()
+    asked = request.request_id
+    label = completion_id("gen") if asked is None else own_id(context.tenant, asked)
+    events = generate(
+        context,
+        request.token_ids,
+        params,
+        run_options(sampling),
+        label=label,
+        answers=None if chat is None else parsers(context, chat.form, request.token_ids, params),
+        structure=plain_structure(sampling),
+    )
+    if chat is not None and not chat.shows_reasoning:
+        events = without_reasoning(events)
+    reply = GenerateReply(
+        id=label,
+        model=model,
+        created=int(time.time()),
+        num_choices=params.n,
+        sampling=sampling,
+        request=request,
+        spans=partial(spans, services.tokenizer) if sampling.return_token_offsets else None,
+    )
+    return events, reply
+
+
+def _refuse(request: GenerateRequest) -> None:
+    """What would choose a peer, or tensors of a client's making, is never taken."""
+    for field in ("features", "kv_transfer_params", "reasoning_parser_kwargs"):
+        if getattr(request, field):
+            raise InvalidRequest(f"{field}: not accepted by this server", field=field)
+
+
+def sampling_of(request: GenerateRequest) -> TokenSampling:
+    """The sampling fields, checked, together with those that stand beside them."""
+    beside = {
+        "stream": request.stream or None,
+        "stream_options": msgspec.to_builtins(request.stream_options),
+        "cache_salt": request.cache_salt,
+        "priority": request.priority,
+    }
+    fields = {name: value for name, value in beside.items() if value is not None}
+    return parse({**request.sampling_params, **fields}, TokenSampling)
+
+
+MAX_TOKENS = 2**22
+
+
+class TokenSampling(Common, frozen=True, kw_only=True):
+    """How to sample; as in /v1/completions."""
+
+    best_of: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    max_completion_tokens: Count | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /inference/v1/generate: what the render routes answer with. With output_mode derender
+    the answer is the chat completion, parsed as `parse_context` says."""
+
+    token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOKENS)]
+    sampling_params: dict[str, Any] = {}
+    model: Name | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    output_mode: Literal["tokens", "text", "derender"] = "tokens"
+    parse_context: dict[str, Any] | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    request_id: Annotated[str, Meta(max_length=128)] | None = None
+    features: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None

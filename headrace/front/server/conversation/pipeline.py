@@ -1,0 +1,233 @@
+"""A conversation on its way to the engine: the one path of every dialect.
+
+A dialect is three pure functions around it: `to_conversation`, its request as a `Conversation`
+(resolved.py); `to_chunks`, events as its stream; and `to_answer`, the fold of the same events.
+`begin` does the rest once for all of them: the chat template, a parser per answer, the
+generation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+
+from starlette.responses import Response
+
+from headrace.base.errors import Forbidden
+from headrace.base.wire.params import SamplingParams
+from headrace.front.client.events import Delta, Ended, Events, Generation
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.metering import measured
+from headrace.front.server.conversation.parsed import ParsedAnswer, parsed, without_reasoning
+from headrace.front.server.conversation.resolved import (
+    AS_CHAT,
+    Conversation,
+    PromptSource,
+    RunOptions,
+    SentNames,
+    StreamInterval,
+    as_sent,
+)
+from headrace.front.server.conversation.structured import (
+    FREE,
+    AnswerForm,
+    Structure,
+    parser_of,
+    structure_of,
+)
+from headrace.front.server.http.failures import OPENAI, ErrorFormat
+from headrace.front.server.http.sse import Chunks, EventStream, padded, started
+from headrace.front.text.chat import ChatTemplate
+
+
+async def begin(context: RequestContext, conversation: Conversation) -> tuple[list[int], Events]:
+    """The prompt's ids and the events of its continuation, which runs once they are read."""
+    services = context.services
+    context.hold_place()
+    with as_sent(conversation.sent):
+        ids = await prompt_ids(context, conversation.prompt)
+        tail = services.answers.prompt_tail(services.tokenizer, ids)
+        events = generate(
+            context,
+            ids,
+            conversation.params,
+            conversation.run,
+            label=conversation.id,
+            answers=parsers_after(context, conversation.form, tail, conversation.params),
+            structure=structure_of(conversation.form, services.answers, prompt_tail=tail),
+            shows_reasoning=conversation.shows_reasoning,
+        )
+    if conversation.sent is not AS_CHAT:
+        events = events_as_sent(events, conversation.sent)
+    return ids, conversation.calls.as_sent(events)
+
+
+async def events_as_sent(events: Events, sent: SentNames) -> Events:
+    """The events; what goes wrong among them is told in the words of the request as it was sent."""
+    async with aclosing(events):
+        with as_sent(sent):
+            async for event in events:
+                yield event
+
+
+async def prompt_ids(context: RequestContext, prompt: PromptSource) -> list[int]:
+    """The messages as token ids, through the model's chat template; truncated where that is
+    asked."""
+    services = context.services
+    template = services.template
+    if prompt.template is not None:
+        if not services.server.trust_request_chat_template:
+            raise Forbidden(
+                "chat_template: this server does not take templates from requests",
+                field="chat_template",
+            )
+        template = ChatTemplate(
+            prompt.template,
+            services.tokenizer,
+            pool=services.guest_templates,
+            max_tokens=services.text.max_model_len,
+        )
+    ids = await template.render_async(
+        prompt.messages,
+        tools=prompt.tools,
+        add_generation_prompt=prompt.opens,
+        continue_final_message=prompt.continues,
+        kwargs=prompt.kwargs,
+    )
+    if prompt.special_tokens:
+        ids = services.tokenizer.with_special(ids)
+    if prompt.truncation is None:
+        return ids
+    return prompt.truncation(ids, max_model_len=services.text.max_model_len)
+
+
+def parsers(
+    context: RequestContext, form: AnswerForm, ids: list[int], params: SamplingParams
+) -> list[ParsedAnswer] | None:
+    """A parser per choice for what follows the prompt with these ids."""
+    services = context.services
+    tail = services.answers.prompt_tail(services.tokenizer, ids)
+    return parsers_after(context, form, tail, params)
+
+
+def parsers_after(
+    context: RequestContext, form: AnswerForm, tail: str, params: SamplingParams
+) -> list[ParsedAnswer] | None:
+    """A parser per choice; None where nothing is to be parsed."""
+    answers, tokenizer = context.services.answers, context.services.tokenizer
+    pieces = answers.pieces_of(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    each_parser = [parser_of(form, answers, prompt_tail=tail) for _ in range(params.n)]
+    return [ParsedAnswer(parser, pieces) for parser in each_parser if parser is not None] or None
+
+
+def generate(
+    context: RequestContext,
+    ids: list[int],
+    params: SamplingParams,
+    run: RunOptions,
+    *,
+    label: str,
+    answers: list[ParsedAnswer] | None = None,
+    structure: Structure = FREE,
+    shows_reasoning: bool = True,
+) -> Events:
+    """The events of one prompt, parsed where there are parsers, and counted."""
+    services = context.services
+    context.client_label = run.client_label
+    if (most := params.max_tokens) is None:
+        most = services.context_tokens - len(ids)
+    context.hold("tokens", len(ids) + max(most, 0) * params.n)
+    generation = Generation(
+        prompt_ids=ids,
+        params=params,
+        label=label,
+        external_id=context.external_id,
+        tenant=context.tenant,
+        priority=run.priority,
+        deadline_s=context.deadline_s(run.timeout_s),
+        cache_salt=run.cache_salt,
+        pieces=answers[0].pieces if answers and services.answers.pieces is not None else None,
+        grammar=structure.grammar,
+        grammar_field=structure.field,
+        reasoning=structure.reasoning,
+    )
+    events = (context.retrying_engine or services.engine).generate(generation)
+    interval = run.interval or services.interval
+    if interval is not None:
+        events = coalesced(events, interval)
+    if answers is not None:
+        events = parsed(events, answers)
+        if not shows_reasoning:
+            events = without_reasoning(events)
+    return measured(events, context, generation)
+
+
+async def streamed(
+    context: RequestContext, chunks: Chunks, *, shape: ErrorFormat = OPENAI, pads: bool = False
+) -> Response:
+    """The answer that sends `chunks`; what fails before the first of them keeps its own status.
+    `pads`: the chunks come in few sizes, whatever text they hold."""
+    chunks = padded(chunks) if pads else chunks
+    ping_s = context.services.server.ping_interval_s
+    first = await started(chunks, patience_s=ping_s)
+    return EventStream(
+        *(first, chunks),
+        request_id=context.request_id,
+        abandon=context.services.abandon,
+        ping_s=ping_s,
+        shape=shape,
+        last_comment=context.timing_comment if context.tells_timing else None,
+    )
+
+
+class _Choice:
+    """What waits of one choice. `since`: when its last delta went out; None: none has."""
+
+    def __init__(self) -> None:
+        self.waiting: Delta | None = None
+        self.since: float | None = None
+
+    def add(self, delta: Delta) -> None:
+        held = self.waiting
+        if held is None:
+            self.waiting = delta
+            return
+        scores = [*(held.scores or []), *(delta.scores or [])]
+        self.waiting = Delta(
+            index=delta.index,
+            text=held.text + delta.text,
+            token_ids=[*held.token_ids, *delta.token_ids],
+            scores=scores or None,
+        )
+
+    def due(self, interval: StreamInterval, now: float) -> bool:
+        assert self.waiting is not None
+        if self.since is None:
+            return True
+        enough = interval.tokens is not None and len(self.waiting.token_ids) >= interval.tokens
+        return enough or (interval.seconds is not None and now - self.since >= interval.seconds)
+
+    def take(self, now: float) -> list[Delta]:
+        deltas = [] if self.waiting is None else [self.waiting]
+        self.waiting, self.since = None, now
+        return deltas
+
+
+async def coalesced(
+    events: Events, interval: StreamInterval, *, clock: Callable[[], float] = time.monotonic
+) -> Events:
+    """The events with deltas joined. Closing it closes `events`."""
+    choices: dict[int, _Choice] = {}
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Delta):
+                choice = choices.setdefault(event.index, _Choice())
+                choice.add(event)
+                if choice.due(interval, now := clock()):
+                    for delta in choice.take(now):
+                        yield delta
+                continue
+            if isinstance(event, Ended) and event.index in choices:
+                for delta in choices[event.index].take(clock()):
+                    yield delta
+            yield event

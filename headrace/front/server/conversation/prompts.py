@@ -1,0 +1,143 @@
+"""Prompts of completions as token ids, and what a request may be told of its prompt: the text, and
+each token's span in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.base.errors import InvalidRequest
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.request import CompletionRequest
+from headrace.front.server.conversation.resolved import truncation_of
+from headrace.front.server.http.validation import Name, typed
+from headrace.front.text.fim import between
+from headrace.front.text.tokenizer import Tokenizer
+
+ASKS = ("return_prompt_text", "return_token_offsets", "return_mm_kwargs", "mm_payload")
+
+
+class Asks(msgspec.Struct, frozen=True, kw_only=True):
+    """What to tell. There are no media, so that nothing of them can be asked for."""
+
+    return_prompt_text: bool | None = None
+    return_token_offsets: bool | None = None
+    return_mm_kwargs: Literal[False] | None = None
+    mm_payload: Literal["none"] | None = None
+
+
+def taken_out(document: Any) -> tuple[Any, Asks]:
+    """The request without these fields, and what they ask for."""
+    asks = typed(document, Asks)
+    return {name: value for name, value in document.items() if name not in ASKS}, asks
+
+
+def prompt_facts(tokenizer: Tokenizer, ids: list[int], asks: Asks) -> dict[str, Any]:
+    """The fields to add to a rendered request."""
+    fields: dict[str, Any] = {}
+    if asks.return_prompt_text:
+        fields["prompt_text"] = tokenizer.decode(ids, skip_special_tokens=False)
+    if asks.return_token_offsets:
+        fields["token_offsets"] = spans(tokenizer, ids)
+    return fields
+
+
+def spans(
+    tokenizer: Tokenizer, ids: list[int], *, continues: bool = False
+) -> list[tuple[int, int]]:
+    """[begin, end) of each token in the text of all, control tokens included, in code points. A
+    character that several tokens make belongs to each of them. `continues`: they stand behind
+    others, so that a first space stays."""
+    data = [tokenizer.token_bytes(i) for i in ids]
+    begun = [0, *accumulate(sum(byte & 0xC0 != 0x80 for byte in one) for one in data)]
+    ranges = [
+        (begin - bool(one and one[0] & 0xC0 == 0x80), end)
+        for one, (begin, end) in zip(data, pairwise(begun), strict=True)
+    ]
+    whole = b"".join(data[:2])
+    cut = int(tokenizer.drop_first_space and not continues and whole.startswith(b" "))
+    return [(max(0, begin - cut), max(0, end - cut)) for begin, end in ranges]
+
+
+async def prompt_of(
+    context: RequestContext, request: CompletionRequest, prompt: str | list[int]
+) -> Prompt:
+    """One prompt of a completion as ids, with its text where it is echoed."""
+    tokenizer = context.services.tokenizer
+    if isinstance(prompt, str):
+        special = True if request.add_special_tokens is None else request.add_special_tokens
+        limit = None
+        if request.truncate_prompt_tokens is None:
+            limit = context.services.text.max_model_len
+        ids = await tokenizer.encode_async(prompt, add_special_tokens=special, max_tokens=limit)
+    else:
+        tokenizer.check_ids(prompt, field="prompt")
+        ids = prompt
+    if (truncation := truncation_of(request)) is not None:
+        ids = truncation(ids, max_model_len=context.services.text.max_model_len)
+    if request.suffix:
+        tokenizer.check_length(request.suffix, context.services.text.max_model_len)
+        ids = between(tokenizer, ids, request.suffix)
+    prompt_text = (
+        tokenizer.decode(ids, skip_special_tokens=False) if request.return_prompt_text else None
+    )
+    if not request.echo:
+        return Prompt(ids=ids, control_text=prompt_text)
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
+    first = tokenizer.token_text(ids[0]) if ids else ""
+    return Prompt(ids=ids, text=text, first=first, control_text=prompt_text)
+
+
+MAX_PROMPTS = 1024
+
+
+MAX_CHOICES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt. `text` and `first` (the text of its first token) are filled only where they are
+    echoed, `control_text` (its text with control tokens) where that is asked for."""
+
+    ids: list[int]
+    text: str = ""
+    first: str = ""
+    control_text: str | None = None
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of the request, each a text or a list of ids; InvalidRequest for a mixture and
+    for too many."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if all(isinstance(entry, int) for entry in prompt):
+        return [msgspec.convert(prompt, list[int])]
+    if not (all(isinstance(e, str) for e in prompt) or all(isinstance(e, list) for e in prompt)):
+        raise InvalidRequest(
+            "prompt: one text, one list of ids, or a list of only texts or only lists",
+            field="prompt",
+        )
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(
+            f"prompt: {len(prompt)} prompts given, {MAX_PROMPTS} allowed", field="prompt"
+        )
+    n = max(request.n or 1, request.best_of or 1)
+    if len(prompt) * n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"prompt: {len(prompt)} prompts with {n} choices each; {MAX_CHOICES} in all allowed",
+            field="prompt",
+        )
+    return msgspec.convert(prompt, list[str | list[int]])
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A raw prompt."""
+
+    prompt: str
+    model: Name | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False

@@ -1,0 +1,297 @@
+"""A conversation, resolved: each dialect's request becomes a frozen `Conversation` once; no later
+step reads the body again.
+
+A dialect translates its request into the fields of `ChatRequest` (`TranslatedRequest`), which are
+checked as every chat is. What is wrong with them is told in the words of the request as it was sent
+(`as_sent`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headrace.base.errors import InvalidRequest, ModelNotFound, RequestError
+from headrace.base.wire.params import SamplingParams
+from headrace.front.server.conversation.calls import SENT_AS, CallKinds, called
+from headrace.front.server.conversation.request import (
+    ChatRequest,
+    Common,
+    StreamOptions,
+    chat_params,
+    parse,
+)
+from headrace.front.server.conversation.structured import AnswerForm, form_of, narrowed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truncation:
+    """How many ids of a prompt are kept, and of which end; -1: as many as the model can hold with
+    one token to spare."""
+
+    keep: int
+    from_start: bool = False
+
+    def __call__(self, prompt_ids: list[int], *, max_model_len: int) -> list[int]:
+        """The ids that are kept."""
+        keep = max_model_len - 1 if self.keep == -1 else self.keep
+        if keep < 1:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens: {keep} given; allowed: -1 or at least 1",
+                field="truncate_prompt_tokens",
+            )
+        return prompt_ids[:keep] if self.from_start else prompt_ids[-keep:]
+
+
+def truncation_of(request: Common) -> Truncation | None:
+    """What the request says of it; None: a prompt that is too long is refused."""
+    if request.truncate_prompt_tokens is None:
+        return None
+    from_start = request.truncation_side == "right"
+    return Truncation(keep=request.truncate_prompt_tokens, from_start=from_start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a generation runs, apart from its sampling. `interval`: what a chunk of its stream holds;
+    None: as usual on this server."""
+
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
+    client_label: str | None = None
+    interval: StreamInterval | None = None
+
+
+def run_options(request: Common) -> RunOptions:
+    """What the request says of it."""
+    options = request.stream_options or StreamOptions()
+    interval = stream_interval_of(
+        options.stream_interval or request.stream_interval, options.stream_interval_ms
+    )
+    return RunOptions(
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+        timeout_s=request.timeout_s,
+        client_label=request.request_id,
+        interval=interval,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerFields:
+    """What an answer shows beside its text. `scores`: log-probabilities; `tokens_as_ids`: under the
+    ids of their tokens; `attention_dtype`: how captured attention is written."""
+
+    num_choices: int = 1
+    streams: bool = False
+    with_usage: bool = False
+    continuous_usage: bool = False
+    pads: bool = False
+    scores: bool = False
+    prompt_scores: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    token_offsets: bool = False
+    prompt_text: bool = False
+    attention_dtype: str | None = None
+    service_tier: str | None = None
+
+
+def answer_fields(request: Common, *, scores: bool) -> AnswerFields:
+    """What the request says of it; `scores`: whether it wants log-probabilities, which each route
+    asks for in its own way."""
+    options = request.stream_options or StreamOptions()
+    return AnswerFields(
+        num_choices=request.n or 1,
+        streams=bool(request.stream),
+        with_usage=options.include_usage,
+        continuous_usage=options.continuous_usage_stats,
+        pads=bool(options.include_obfuscation),
+        scores=scores,
+        prompt_scores=request.prompt_logprobs is not None,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        token_offsets=bool(request.return_token_offsets),
+        prompt_text=bool(request.return_prompt_text),
+        attention_dtype=request.attn_capture_dtype,
+        service_tier=request.service_tier,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSource:
+    """What the chat template is given. `template`: the request's own; `opens`: the prompt ends with
+    the beginning of an answer; `continues`: with the last message, unfinished."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    template: str | None = None
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    opens: bool = True
+    continues: bool = False
+    special_tokens: bool = False
+    truncation: Truncation | None = None
+
+
+def prompt_source(request: ChatRequest) -> PromptSource:
+    """The messages and options of a chat whose tools are functions."""
+    continues = bool(request.continue_final_message)
+    opens = request.add_generation_prompt
+    kwargs = dict(request.chat_template_kwargs or {})
+    for name in ("reasoning_effort", "verbosity", "documents"):
+        if getattr(request, name) is not None:
+            kwargs.setdefault(name, getattr(request, name))
+    if request.reasoning_effort is not None:  # templates that know only on and off
+        kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
+    return PromptSource(
+        messages=request.messages,
+        tools=None if request.tool_choice == "none" else request.tools,
+        template=request.chat_template,
+        kwargs=kwargs,
+        opens=not continues if opens is None else opens,
+        continues=continues,
+        special_tokens=bool(request.add_special_tokens),
+        truncation=truncation_of(request),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """What resolving a request needs to know of this server."""
+
+    names: Sequence[str]
+    generation_defaults: Mapping[str, float | int]
+    max_n: int
+    max_model_len: int
+
+    def name_of(self, asked: str | None) -> str:
+        """The name to answer with; ModelNotFound lists the names that are served."""
+        if asked is None or asked in self.names:
+            return asked or self.names[0]
+        raise ModelNotFound(
+            f"model: {asked[:200]!r} is not served; available: {', '.join(self.names)}",
+            field="model",
+        )
+
+
+class StreamInterval(msgspec.Struct, frozen=True):
+    """How much a delta must hold to go out; None: that bound is never reached."""
+
+    tokens: int | None
+    seconds: float | None
+
+
+def stream_interval_of(tokens: int | None, milliseconds: float | None) -> StreamInterval | None:
+    """The interval of these options; None where neither is given."""
+    if tokens is None and milliseconds is None:
+        return None
+    return StreamInterval(tokens, None if milliseconds is None else milliseconds / 1000)
+
+
+_MESSAGE = re.compile(r"messages\[(\d+)\][^:]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentNames:
+    """How the client named things. `places`: where message i stood in the request as sent; `names`:
+    what other fields are called there."""
+
+    places: Sequence[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+AS_CHAT = SentNames()
+"""Of a request that was sent as a chat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranslatedRequest(SentNames):
+    """A dialect's request as fields of `ChatRequest`. `stop`: stop strings under the dialect's own
+    bound."""
+
+    document: dict[str, Any]
+    stop: tuple[str, ...] = ()
+
+    def typed(self) -> ChatRequest:
+        """The chat, checked as every chat is."""
+        with as_sent(self):
+            request = parse(self.document, ChatRequest)
+        return msgspec.structs.replace(request, stop=list(self.stop)) if self.stop else request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """One chat, resolved. `id` is its public id; `form` what its answer must look like; `calls` the
+    kinds of tools it was sent with; `fields` what its answer shows; `sent` how errors name it."""
+
+    id: str
+    model: str
+    prompt: PromptSource
+    params: SamplingParams
+    form: AnswerForm
+    run: RunOptions
+    fields: AnswerFields
+    calls: CallKinds
+    sent: SentNames
+    shows_reasoning: bool = True
+
+
+def resolved(
+    request: ChatRequest, served: ServedModel, *, id: str, sent: SentNames = AS_CHAT
+) -> Conversation:
+    """The conversation; InvalidRequest where fields contradict each other."""
+    model = served.name_of(request.model)
+    request, calls = called(request)
+    if calls.functions:
+        sent = SentNames(names=SENT_AS)
+    with as_sent(sent):
+        request = narrowed(request)
+        params = chat_params(request, defaults=served.generation_defaults, max_n=served.max_n)
+        return Conversation(
+            id=id,
+            model=model,
+            prompt=prompt_source(request),
+            params=params,
+            form=form_of(request),
+            run=run_options(request),
+            fields=answer_fields(
+                request, scores=bool(request.logprobs or request.logprob_token_ids)
+            ),
+            calls=calls,
+            sent=sent,
+            shows_reasoning=request.include_reasoning is not False,
+        )
+
+
+def _inside(place: str, field: str) -> str:
+    """Which part of the message at `place` is meant. What is no list of parts was made here;
+    outputs are such lists."""
+    _, bracket, part = field.partition(".content[")
+    if not bracket:
+        return place
+    return f"{place}[{part}" if place.endswith(".output") else f"{place}{bracket}{part}"
+
+
+@contextmanager
+def as_sent(sent: SentNames) -> Iterator[None]:
+    """Errors about fields of the resolved request become errors about the fields they came from."""
+    try:
+        yield
+    except RequestError as error:
+        name = error.field or ""
+        match = _MESSAGE.match(name)
+        if match is not None and int(match[1]) < len(sent.places):
+            place = _inside(sent.places[int(match[1])], match[0])
+        else:
+            head = re.split(r"[.\[]", name, maxsplit=1)[0]
+            place = sent.names.get(name) or sent.names.get(head, name)
+        message = error.message
+        if name and message.startswith(name + ":"):
+            message = place + message.removeprefix(name)
+        raise type(error)(message, field=place or None) from None

@@ -1,0 +1,2 @@
+"""HTTP itself: connections, bodies and their limits, keys, errors, event streams; nothing of
+conversations."""

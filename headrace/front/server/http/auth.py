@@ -1,0 +1,127 @@
+"""Who may ask for what: one decision on the raw ASGI path, before anything else looks at the
+request.
+
+Default-deny: a path is public only if it equals an entry of the public list byte for byte, so no
+mutation of a path (double slashes, dots, escapes, letter case) can turn a guarded route into a
+public one. Keys are compared as SHA-256 digests in constant time. The admin API has a key of its
+own, and each key opens its own part only."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from dataclasses import dataclass
+
+from starlette.types import Scope
+
+from headrace.base.errors import Forbidden, NotFound, Unauthorized
+from headrace.base.telemetry.metrics import OTHER, template_of
+
+PROBES = frozenset(
+    {"/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/api/hello"}
+)
+TENANT_CHARS = 32
+ADMIN_TENANT = "admin"
+"""No key has it: those of keys are hexadecimal digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiKeyAuthenticator:
+    """Decides from the scope alone. Without API keys every route but the admin ones is open (to
+    loopback clients). `public`: paths that need no key; `admin`: those of administration;
+    `admin_reads`: those of them that change nothing."""
+
+    api_key_digests: tuple[str, ...]
+    admin_key_digest: str | None
+    public_metrics: bool
+    admin: frozenset[str]
+    admin_reads: frozenset[str]
+    public: frozenset[str] = PROBES
+    readonly: bool = False
+
+    def tenant(self, scope: Scope) -> str:
+        """The tenant this request belongs to ("" without keys); raises Unauthorized, Forbidden or
+        NotFound."""
+        path = scope["path"]
+        if path in self.public or (self.public_metrics and path == "/metrics"):
+            return ""
+        presented = presented_digest(scope)
+        if path in self.admin:
+            return self._admin(path, presented)
+        if not self.api_key_digests:
+            check_host(scope)
+            return ""
+        if presented is None:
+            raise Unauthorized(
+                "no API key given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            )
+        # Every digest is compared, so that the time does not depend on which one matches.
+        matches = [hmac.compare_digest(presented, known) for known in self.api_key_digests]
+        if any(matches):
+            return presented[:TENANT_CHARS]
+        if self.admin_key_digest and hmac.compare_digest(presented, self.admin_key_digest):
+            if template_of(path) == OTHER:
+                raise NotFound("unknown route")
+            raise Forbidden("the admin key opens the administrative routes only")
+        raise Unauthorized("the API key is not valid")
+
+    def _admin(self, path: str, presented: str | None) -> str:
+        if presented is None and (self.admin_key_digest or self.api_key_digests):
+            raise Unauthorized("this route needs the admin key")
+        if self.admin_key_digest is None:
+            if self.api_key_digests and not self._is_api_key(presented):
+                raise Unauthorized("the API key is not valid")
+            raise NotFound("the administrative routes are off; start with --admin-key to use them")
+        assert presented is not None
+        if hmac.compare_digest(presented, self.admin_key_digest):
+            if self.readonly and path not in self.admin_reads:
+                raise Forbidden("administration is read-only here (--admin-readonly)")
+            return ADMIN_TENANT
+        if self._is_api_key(presented):
+            raise Forbidden("this route needs the admin key")
+        raise Unauthorized("the admin key is not valid")
+
+    def _is_api_key(self, presented: str | None) -> bool:
+        matches = [hmac.compare_digest(presented or "", known) for known in self.api_key_digests]
+        return any(matches)
+
+
+def presented_digest(scope: Scope) -> str | None:
+    """The digest of the key in the headers: `Authorization: Bearer KEY` (scheme in any case) or
+    `x-api-key: KEY`."""
+    bearer = api_key = None
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, rest = value.strip().partition(b" ")
+            bearer = rest.strip() if scheme.lower() == b"bearer" else None
+        elif name == b"x-api-key":
+            api_key = value.strip()
+    key = bearer or api_key
+    return hashlib.sha256(key).hexdigest() if key else None
+
+
+def digest_matches(presented: str | None, known: str) -> None:
+    """Unauthorized unless the key in the headers is the one with this digest."""
+    if presented is None:
+        raise Unauthorized("this route needs the admin key")
+    if not hmac.compare_digest(presented, known):
+        raise Unauthorized("the admin key is not valid")
+
+
+def check_host(scope: Scope) -> None:
+    """Without keys only loopback names are served: a rebound DNS name in a browser is refused."""
+    for name, value in scope["headers"]:
+        if name == b"host" and not is_loopback(value.decode("latin-1")):
+            raise Forbidden("without API keys this server answers only to localhost")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, with or without a port, is this machine."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() in ("localhost", ""):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,140 @@
+"""Errors on their way out: status, headers and body, cleaned of everything internal.
+
+One function turns any exception into a `Failure`; the HTTP answer and the error event of a stream
+both come from it, in the `ErrorFormat` of the dialect that was spoken. An exception that is not
+ours is logged with its traceback under the request id and answered as a bare 500."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import orjson
+from starlette.exceptions import HTTPException
+
+from headrace.base.errors import (
+    EngineError,
+    HeadraceError,
+    MethodNotAllowed,
+    NotFound,
+    OverloadError,
+    RequestError,
+)
+
+MAX_MESSAGE_CHARS = 1000
+
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+
+
+_PATH = re.compile(r"(?<![\w/.:])/(?:[\w.+-]+/)+[\w.+-]*")
+
+
+_ROUTES = re.compile(r"/v1/[\w/.-]*")
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An error as the client sees it."""
+
+    status: int
+    type: str
+    message: str
+    field: str | None
+    code: str | None
+    retryable: bool
+    retry_after_s: float | None
+    allow: str | None = None
+
+    def body(self) -> bytes:
+        """The JSON document in OpenAI's shape; also the data of a stream's error event."""
+        return orjson.dumps(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": self.type,
+                    "param": self.field,
+                    "code": self.code,
+                }
+            }
+        )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """x-should-retry on every error, Retry-After where waiting helps (the SDKs obey both),
+        Allow with 405."""
+        headers = [(b"x-should-retry", b"true" if self.retryable else b"false")]
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", str(max(1, round(self.retry_after_s))).encode()))
+        if self.allow is not None:
+            headers.append((b"allow", self.allow.encode()))
+        return headers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorFormat:
+    """How a dialect says what went wrong, and that nothing has happened yet.
+
+    `body` is the JSON document of a failed request, given the failure and the request's id;
+    `last_words` what ends a stream that had begun; `ping` a sign of life in a stream that waits.
+    """
+
+    body: Callable[[Failure, str], bytes]
+    last_words: Callable[[Failure, str], bytes]
+    ping: bytes
+
+
+OPENAI = ErrorFormat(
+    body=lambda failure, _: failure.body(),
+    last_words=lambda failure, _: b"data: " + failure.body() + b"\n\ndata: [DONE]\n\n",
+    ping=b": ping\n\n",
+)
+
+
+def clean(message: str) -> str:
+    """A message without addresses, absolute paths and control characters, at most 1000 characters
+    long."""
+    text = _ADDRESS.sub("<address>", message)
+    text = _PATH.sub(lambda m: m[0] if _ROUTES.fullmatch(m[0]) else "<path>", text)
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[:MAX_MESSAGE_CHARS] + "..."
+
+
+def failure_of(error: BaseException, *, request_id: str) -> Failure:
+    """What the client is told about `error`."""
+    known = _known(error)
+    if known is None:
+        log.error("request %s failed inside the server", request_id, exc_info=error)
+        known = EngineError("The server had an internal error while it handled the request.")
+    elif isinstance(known, EngineError):
+        log.error("request %s failed: %s: %s", request_id, type(known).__name__, known.message)
+    retry_after_s = known.retry_after_s
+    if isinstance(known, OverloadError):
+        # Jitter of a quarter spreads the retries of clients that were refused together.
+        retry_after_s = (retry_after_s or 1.0) * (1.0 + random.random() / 4)
+    return Failure(
+        status=known.status,
+        type=known.type,
+        message=clean(known.message),
+        field=known.field,
+        code=known.code,
+        retryable=known.retryable,
+        retry_after_s=retry_after_s,
+        allow=(error.headers or {}).get("Allow") if isinstance(error, HTTPException) else None,
+    )
+
+
+def _known(error: BaseException) -> HeadraceError | None:
+    if isinstance(error, HTTPException):
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            return MethodNotAllowed(f"this method is not allowed here; allowed: {allowed}")
+        return NotFound("unknown route")
+    if isinstance(error, RequestError | OverloadError | EngineError):
+        return error
+    return None

@@ -1,0 +1,155 @@
+"""POST /inference/v1/generate: token ids in, token ids out, whole or as a stream. Nothing is
+rendered or parsed.
+
+Log-probabilities that JSON cannot hold are -9999, with no rank.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import orjson
+from starlette.responses import Response
+
+from headrace.front.client.events import Delta, Ended, Events, ScoredToken, TokenScore
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.fold import (
+    LOWEST,
+    Fold,
+    FoldedChoice,
+    logprob,
+    scores_by_id,
+    stop_reason,
+    usage,
+)
+from headrace.front.server.conversation.generation import (
+    GenerateReply,
+    GenerateRequest,
+    begin_generate,
+)
+from headrace.front.server.conversation.pipeline import streamed
+from headrace.front.server.conversation.request import ChatRequest, parse
+from headrace.front.server.conversation.resolved import as_sent
+from headrace.front.server.http.ids import completion_id
+from headrace.front.server.http.sse import DONE, Chunks
+from headrace.front.server.openai import chat
+
+
+async def post_generate(context: RequestContext, document: Any) -> Response:
+    """POST /inference/v1/generate."""
+    request = parse(document, GenerateRequest)
+    if request.output_mode == "derender":
+        return await _derendered(context, request)
+    events, reply = begin_generate(context, request)
+    if request.stream:
+        return await streamed(context, to_chunks(events, reply))
+    return Response(await to_answer(events, reply), media_type="application/json")
+
+
+async def _derendered(context: RequestContext, request: GenerateRequest) -> Response:
+    """The chat completion that a rendered chat asks for, whole or as a stream."""
+    beside = {"n": request.sampling_params.get("n"), "stream": request.stream or None}
+    options = msgspec.to_builtins(request.stream_options)
+    document = {
+        **(request.parse_context or {}),
+        **{name: value for name, value in beside.items() if value is not None},
+        "stream_options": options if request.stream else None,
+        "messages": [{"role": "user", "content": ""}],
+    }
+    chat_request = parse(document, ChatRequest)
+    conversation = chat.to_conversation(
+        chat_request, context.services.served, id=completion_id("chatcmpl")
+    )
+    with as_sent(conversation.sent):
+        events, reply = begin_generate(context, request, conversation)
+    events = conversation.calls.as_sent(events)
+    chat_reply = chat.ChatReply(
+        id=conversation.id,
+        model=reply.model,
+        fields=conversation.fields,
+        prompt_ids=request.token_ids,
+        spans=reply.spans,
+    )
+    if request.stream:
+        return await streamed(context, chat.to_chunks(events, chat_reply))
+    return Response(await chat.to_answer(events, chat_reply), media_type="application/json")
+
+
+async def to_answer(events: Events, reply: GenerateReply) -> bytes:
+    fold = Fold(reply.num_choices)
+    async with aclosing(events):
+        async for event in events:
+            fold.take(event)
+    document = _envelope(reply, [_choice(reply, i, c) for i, c in enumerate(fold.choices)])
+    document["usage"] = usage([fold])
+    document["prompt_logprobs"] = None
+    if fold.prompt_scores is not None and reply.sampling.prompt_logprobs is not None:
+        document["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
+    if reply.spans is not None:
+        document["prompt_token_offsets"] = reply.spans(reply.request.token_ids, continues=False)
+    return orjson.dumps(document)
+
+
+async def to_chunks(events: Events, reply: GenerateReply) -> Chunks:
+    options = reply.request.stream_options
+    fold = Fold(reply.num_choices)
+    async with aclosing(events):
+        async for event in events:
+            fold.take(event)
+            match event:
+                case Delta():
+                    piece = FoldedChoice(token_ids=event.token_ids, scores=event.scores or [])
+                    piece.text = [event.text]
+                    yield _event(_envelope(reply, [_choice(reply, event.index, piece)]))
+                case Ended():
+                    end = FoldedChoice(ended=event)
+                    yield _event(_envelope(reply, [_choice(reply, event.index, end)]))
+    if options is not None and options.include_usage:
+        yield _event({**_envelope(reply, []), "usage": usage([fold])})
+    yield DONE
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(document) + b"\n\n"
+
+
+def _envelope(reply: GenerateReply, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "request_id": reply.request.request_id or reply.id,
+        "id": reply.id,
+        "object": "inference.generation",
+        "created": reply.created,
+        "model": reply.model,
+        "choices": choices,
+    }
+
+
+def _choice(reply: GenerateReply, index: int, choice: FoldedChoice) -> dict[str, Any]:
+    ended = choice.ended
+    document: dict[str, Any] = {
+        "index": index,
+        "token_ids": choice.token_ids,
+        "finish_reason": None if ended is None else ended.reason,
+        "stop_reason": None if ended is None else stop_reason(ended),
+        "logprobs": None,
+    }
+    if choice.scores:
+        document["logprobs"] = {"content": [_scored(scored) for scored in choice.scores]}
+    if reply.spans is not None:
+        document["token_offsets"] = reply.spans(choice.token_ids, continues=True)
+    if reply.request.output_mode == "text":
+        document["text"] = "".join(choice.text)
+    return document
+
+
+def _scored(scored: ScoredToken) -> dict[str, Any]:
+    others = [_score(score) for score in (*scored.top, *scored.named)]
+    return {**_score(scored.token), "top_logprobs": others}
+
+
+def _score(score: TokenScore) -> dict[str, Any]:
+    value = logprob(score.logprob)
+    rank = None if value == LOWEST else score.rank
+    return {"token_id": score.id, "logprob": value, "rank": rank}

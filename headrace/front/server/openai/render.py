@@ -1,0 +1,280 @@
+"""The render and derender routes: render -> generate -> derender is what the direct route does.
+
+Derendering runs the generated ids through the same detokenizer, stop strings, parsers and fold as a
+generation, so that the answers cannot differ."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.responses import Response
+
+from headrace.base.errors import InvalidRequest
+from headrace.base.wire.params import SamplingParams, StopRules
+from headrace.base.wire.request import Finished
+from headrace.front.client.events import (
+    Delta,
+    Event,
+    Events,
+    PromptScored,
+    ScoredToken,
+    Started,
+    TokenScore,
+)
+from headrace.front.client.outputs import ChoiceState
+from headrace.front.server.conversation.context import RequestContext, json_response
+from headrace.front.server.conversation.generation import MAX_TOKENS
+from headrace.front.server.conversation.metering import joined
+from headrace.front.server.conversation.parsed import parsed, without_reasoning
+from headrace.front.server.conversation.pipeline import parsers, prompt_ids
+from headrace.front.server.conversation.prompts import prompt_of, prompts_of, spans
+from headrace.front.server.conversation.rendering import (
+    completion_sampling,
+    render_chat,
+    render_completion,
+)
+from headrace.front.server.conversation.request import ChatRequest, CompletionRequest, parse
+from headrace.front.server.conversation.resolved import as_sent
+from headrace.front.server.http.ids import completion_id
+from headrace.front.server.http.validation import Count, TokenId
+from headrace.front.server.openai import chat, completions
+from headrace.front.text.tokenizer import Tokenizer
+
+
+async def post_render_chat(context: RequestContext, document: Any) -> Response:
+    """POST /v1/chat/completions/render."""
+    return json_response(await render_chat(context, document))
+
+
+async def post_render_completion(context: RequestContext, document: Any) -> Response:
+    """POST /v1/completions/render: one generate request per prompt."""
+    return json_response(await render_completion(context, document))
+
+
+async def post_derender_chat(context: RequestContext, document: Any) -> Response:
+    """POST /v1/chat/completions/derender: generated ids as a chat completion."""
+    body = parse(document, DerenderRequest)
+    request = msgspec.structs.replace(
+        parse(body.request, ChatRequest), stream=None, stream_options=None
+    )
+    services = context.services
+    conversation = chat.to_conversation(request, services.served, id=completion_id("chatcmpl"))
+    params = conversation.params
+    with as_sent(conversation.sent):
+        _check(context, body, most=params.n)
+        ids = body.token_ids or await prompt_ids(context, conversation.prompt)
+        answers = parsers(context, conversation.form, ids, params)
+    marked = services.answers.pieces is not None
+    pieces = answers[0].pieces if answers and marked else None
+    events: Events = _events(context, ids, body.response, params, pieces)
+    if answers is not None:
+        events = conversation.calls.as_sent(parsed(events, answers))
+        if not conversation.shows_reasoning:
+            events = without_reasoning(events)
+    reply = chat.reply_of(context, conversation, ids)
+    return Response(await chat.to_answer(events, reply), media_type="application/json")
+
+
+async def post_derender_completion(context: RequestContext, document: Any) -> Response:
+    """POST /v1/completions/derender: generated ids of one prompt as a text completion."""
+    generated = parse(document, DerenderRequest)
+    request = msgspec.structs.replace(parse(generated.request, CompletionRequest), stream=None)
+    request = msgspec.structs.replace(request, stream_options=None)
+    params = completion_sampling(context, request)
+    _check(context, generated, most=params.n)
+    prompts = prompts_of(request)
+    if len(prompts) != 1:
+        raise InvalidRequest(
+            f"request.prompt: {len(prompts)} prompts given; derender them one by one",
+            field="request.prompt",
+        )
+    prompt = await prompt_of(context, request, prompts[0])
+    events = _events(context, prompt.ids, generated.response, params)
+    reply = completions.CompletionReply(
+        id=completion_id("cmpl"),
+        created=int(time.time()),
+        model=context.services.model_name(request.model),
+        request=request,
+        prompts=[prompt],
+        spans=partial(spans, context.services.tokenizer) if request.return_token_offsets else None,
+    )
+    body = await completions.to_answer(joined([events]), reply)
+    return Response(body, media_type="application/json")
+
+
+def _check(context: RequestContext, body: DerenderRequest, *, most: int) -> None:
+    indices = [choice.index for choice in body.response.choices]
+    if sorted(indices) != list(range(most)):
+        raise InvalidRequest(
+            f"response.choices: {len(indices)} given; the request asks for {most}, indexed from 0",
+            field="response.choices",
+        )
+    check = context.services.tokenizer.check_ids
+    check(body.token_ids or (), field="token_ids")
+    for scores in body.response.prompt_logprobs or ():
+        check([int(token_id) for token_id in scores or ()], field="response.prompt_logprobs")
+    for choice in body.response.choices:
+        check(choice.token_ids, field="response.choices.token_ids")
+        entries = choice.logprobs.content if choice.logprobs else []
+        check([e.token_id for e in entries], field="response.choices.logprobs")
+        check([t.token_id for e in entries for t in e.top_logprobs], field="response.choices")
+
+
+async def _events(
+    context: RequestContext,
+    ids: list[int],
+    generated: Generated,
+    params: SamplingParams,
+    pieces: Mapping[int, str | bytes] | None = None,
+) -> Events:
+    """The events that the generation had, merged per choice."""
+    services = context.services
+    tokenizer = services.tokenizer
+    eos = () if params.ignore_eos else services.text.eos_ids
+    stop_ids = (*params.stop_token_ids, *eos)
+    yield Started(len(ids))
+    cached = generated.usage.prompt_tokens_details.cached_tokens
+    if generated.prompt_logprobs is not None:
+        yield PromptScored([_prompt_score(tokenizer, entry) for entry in generated.prompt_logprobs])
+    plain = msgspec.structs.replace(params, logprobs=None, prompt_logprobs=None)
+    for choice in sorted(generated.choices, key=lambda choice: choice.index):
+        for event in _replayed(tokenizer, choice, plain, stop_ids, pieces, cached):
+            if isinstance(event, Delta):
+                scores = _scores(tokenizer, choice)
+                event = msgspec.structs.replace(event, token_ids=choice.token_ids, scores=scores)
+            yield event
+
+
+def _replayed(
+    tokenizer: Tokenizer,
+    choice: GeneratedChoice,
+    params: SamplingParams,
+    stop_ids: tuple[int, ...],
+    pieces: Mapping[int, str | bytes] | None,
+    cached: int,
+) -> list[Event]:
+    ids = choice.token_ids
+    stop_id = choice.stop_reason if isinstance(choice.stop_reason, int) else None
+    answer = ChoiceState(
+        index=choice.index,
+        tokenizer=tokenizer,
+        params=params,
+        stop=StopRules(max_tokens=len(ids), stop_ids=stop_ids),
+        pieces=pieces,
+    )
+    for token_id in ids:
+        if answer.add_token(token_id, None):
+            break
+    answer.finish(Finished(id=0, reason=choice.finish_reason, stop_id=stop_id, num_cached=cached))
+    return answer.take(0)
+
+
+def _scores(tokenizer: Tokenizer, choice: GeneratedChoice) -> list[ScoredToken] | None:
+    if choice.logprobs is None:
+        return None
+    return [
+        ScoredToken(_score(tokenizer, entry), [_score(tokenizer, t) for t in entry.top_logprobs])
+        for entry in choice.logprobs.content
+    ]
+
+
+def _prompt_score(tokenizer: Tokenizer, scores: PromptScores) -> ScoredToken | None:
+    if scores is None:
+        return None
+    token, *others = [
+        _token_score(tokenizer, int(token_id), one.logprob, one.rank)
+        for token_id, one in scores.items()
+    ]
+    return ScoredToken(token=token, top=others)
+
+
+def _score(tokenizer: Tokenizer, entry: ScoredEntry | TopToken) -> TokenScore:
+    return _token_score(tokenizer, entry.token_id, entry.logprob, entry.rank)
+
+
+def _token_score(
+    tokenizer: Tokenizer, token_id: int, logprob: float, rank: int | None
+) -> TokenScore:
+    piece = tokenizer.pieces[token_id]
+    text, data = (piece, piece.encode()) if isinstance(piece, str) else ("", piece)
+    return TokenScore(token_id, logprob, text, data, rank)
+
+
+TokenKey = Annotated[str, Meta(pattern=r"^\d{1,9}$")]
+
+
+class TopToken(msgspec.Struct, frozen=True, kw_only=True):
+    """One alternative."""
+
+    token_id: TokenId
+    logprob: float
+    rank: int | None = None
+
+
+class ScoredEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One generated token with its alternatives."""
+
+    token_id: TokenId
+    logprob: float
+    rank: int | None = None
+    top_logprobs: Annotated[list[TopToken], Meta(max_length=256)] = []
+
+
+class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
+    """The scores of a choice."""
+
+    content: list[ScoredEntry] = []
+
+
+class PromptScore(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate of a prompt's position; the first of them is the token itself."""
+
+    logprob: float
+    rank: int | None = None
+
+
+PromptScores = Annotated[dict[TokenKey, PromptScore], Meta(min_length=1, max_length=256)] | None
+
+
+class GeneratedChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of an answer of /inference/v1/generate."""
+
+    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    index: Annotated[int, Meta(ge=0, lt=4096)] = 0
+    finish_reason: Literal["stop", "length", "repetition", "abort"] = "stop"
+    stop_reason: str | int | None = None
+    logprobs: TokenScores | None = None
+
+
+class TokenDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Details of the usage."""
+
+    cached_tokens: Count = 0
+
+
+class GeneratedUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """The usage that the engine told."""
+
+    prompt_tokens_details: TokenDetails = TokenDetails()
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer of /inference/v1/generate."""
+
+    choices: Annotated[list[GeneratedChoice], Meta(min_length=1, max_length=4096)]
+    usage: GeneratedUsage = GeneratedUsage()
+    prompt_logprobs: Annotated[list[PromptScores], Meta(max_length=MAX_TOKENS)] | None = None
+
+
+class DerenderRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The request as the client sent it, its prompt (as the render route told it, or rendered
+    again), the answer."""
+
+    request: dict[str, Any]
+    response: Generated
+    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)] | None = None

@@ -1,0 +1,222 @@
+"""Whether a model fits a device and how fast it would run: the device's roofline against the
+model's cost.
+
+A decode step reads every weight once and the KV of every row once; a prefill token costs two
+operations per weight. The step takes the longer of bytes / bandwidth and operations / rate. These
+are bounds, not measurements: the tables in benchmarks/ give the share that is reached. On this
+machine a sample of the model is measured instead (a few layers and the head, bench/sample.py), and
+its step times are scaled by the ratio of costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.back.platforms.detect import FAKES
+from headrace.back.platforms.facts import DeviceFacts
+from headrace.base.errors import ConfigError
+
+GIB = 1 << 30
+
+
+class DeviceModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A device as the roofline sees it. Bandwidth in bytes/s and rate in operations/s, as reached
+    by large streams and matrix products; `source` says where the two come from, `probe_s` how long
+    they were measured."""
+
+    name: str
+    memory_bytes: int
+    bandwidth: float
+    rate: float
+    source: str
+    probe_s: float = 0.0
+
+
+REACHED = 0.9  # share of a data sheet that large streams and matrix products reach
+MEASURED = {"h200": (4.346e12, 795e12)}
+"""Bandwidth and bf16 rate where we have measured them."""
+
+
+def _model_of(name: str, facts: DeviceFacts) -> DeviceModel:
+    assert facts.memory_gb_s is not None and facts.bf16_tflops is not None, name
+    bandwidth, rate = REACHED * facts.memory_gb_s * 1e9, REACHED * facts.bf16_tflops * 1e12
+    source = f"data sheet x {REACHED:g}"
+    if name in MEASURED:
+        (bandwidth, rate), source = MEASURED[name], "measured, bf16"
+    return DeviceModel(
+        name=name, memory_bytes=facts.memory_bytes, bandwidth=bandwidth, rate=rate, source=source
+    )
+
+
+KNOWN_DEVICES = {name: _model_of(name, facts) for name, facts in FAKES.items()}
+
+
+def known_device(name: str) -> DeviceModel:
+    """The device of that name; an unknown name lists the known ones."""
+    if name not in KNOWN_DEVICES:
+        raise ConfigError(
+            f"--device: unknown device {name!r} (known: cpu, {', '.join(KNOWN_DEVICES)})",
+            field="--device",
+        )
+    return KNOWN_DEVICES[name]
+
+
+class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model costs. `read_bytes` are the weights one decode step reads (all but the embedding
+    table, unless it is also the head), of them `head_bytes` the head's; `multiplied` is the number
+    of weights a token is multiplied with. `kv_layers`: one (bytes per token, window in tokens or
+    None) per layer."""
+
+    weight_bytes: int
+    read_bytes: int
+    multiplied: int
+    kv_layers: tuple[tuple[int, int | None], ...]
+    head_bytes: int = 0
+
+    def kv_bytes(self, context: int) -> int:
+        """KV bytes of one sequence of `context` tokens."""
+        return sum(
+            per_token * min(context, window or context) for per_token, window in self.kv_layers
+        )
+
+
+class SampleTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample of a model, measured: what it `cost`s, `steps` of (rows, seconds) at `context`
+    tokens a row, and the `prompt_s` of one step over `prompt_tokens` tokens of as many prompts as
+    the last of `steps` has rows. All that was measured in `seconds`."""
+
+    cost: ModelCost
+    context: int
+    steps: tuple[tuple[int, float], ...]
+    prompt_tokens: int
+    prompt_s: float
+    seconds: float = 0.0
+
+    def step_s(self, rows: int) -> float:
+        """Seconds of the sample's step: between measured numbers of rows, and beyond them, on a
+        straight line."""
+        points = self.steps
+        at = next((i for i, (r, _) in enumerate(points[1:-1]) if rows <= r), len(points) - 2)
+        (r0, s0), (r1, s1) = points[at : at + 2]
+        return s0 + (s1 - s0) * (rows - r0) / (r1 - r0)
+
+    def decode_s(self, cost: ModelCost, rows: int) -> float:
+        """Seconds of the whole model's step over `rows` rows of `context` tokens: in proportion to
+        the bytes read."""
+        whole = cost.read_bytes + rows * cost.kv_bytes(self.context)
+        return (
+            self.step_s(rows)
+            * whole
+            / (self.cost.read_bytes + rows * self.cost.kv_bytes(self.context))
+        )
+
+    def prefill_tok_s(self, cost: ModelCost) -> float:
+        """Tokens of a prompt per second: the layers' work in proportion, and the head once."""
+        rows = self.steps[-1][0]
+        head = self.cost.head_bytes / self.cost.read_bytes
+        layers_s = max(self.prompt_s - head * self.step_s(rows), 0.1 * self.prompt_s)
+        own_layers = self.cost.read_bytes - self.cost.head_bytes
+        whole_s = layers_s * (cost.read_bytes - cost.head_bytes) / own_layers
+        return self.prompt_tokens / (whole_s + head * self.step_s(1))
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """One load: `batch` rows at `context` tokens each. `bound`: what most of a step is spent on, or
+    that so many do not run at once."""
+
+    batch: int
+    context: int
+    decode_step_ms: float
+    decode_tok_s: float
+    bound: str
+
+
+class PerformanceEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the model fits, what is left for KV, and how fast it would run at so many 10^9 bytes
+    and operations per second, which are from `source`; with `sample_layers` from their steps.
+    `probe_s`: seconds of all measuring. Bytes and tokens of KV are those of each of `devices`;
+    `lack`: why it does not fit, where there is more to say."""
+
+    device: str
+    devices: int = 1
+    read_gb_s: float
+    gflops: float
+    source: str
+    fits: bool
+    weight_bytes: int
+    kv_memory_bytes: int
+    kv_tokens: int
+    prefill_tok_s: float
+    decode: tuple[Prediction, ...]
+    probe_s: float = 0.0
+    sample_layers: int = 0
+    shortfall: str = ""
+
+
+def predict_step(
+    cost: ModelCost,
+    device: DeviceModel,
+    *,
+    batch: int,
+    context: int,
+    sample: SampleTiming | None = None,
+) -> Prediction:
+    """One decode step: at the roofline, or as a sample of the model says."""
+    bytes_s = (cost.read_bytes + batch * cost.kv_bytes(context)) / device.bandwidth
+    operations_s = 2 * batch * cost.multiplied / device.rate
+    step_s = max(bytes_s, operations_s)
+    if sample is not None:
+        more_kv = cost.kv_bytes(context) - cost.kv_bytes(sample.context)
+        step_s = sample.decode_s(cost, batch) + batch * more_kv / device.bandwidth
+        operations_s = step_s - bytes_s
+    return Prediction(
+        batch=batch,
+        context=context,
+        decode_step_ms=step_s * 1e3,
+        decode_tok_s=batch / step_s,
+        bound="memory" if bytes_s >= operations_s else "arithmetic",
+    )
+
+
+def estimate_performance(
+    cost: ModelCost,
+    device: DeviceModel,
+    *,
+    kv_memory_bytes: int | None,
+    max_model_len: int,
+    batches: Sequence[int] = (1, 8, 32, 128),
+    context: int = 1024,
+    sample: SampleTiming | None = None,
+    devices: int = 1,
+) -> PerformanceEstimate:
+    """The whole estimate; `kv_memory_bytes` None takes 90 % of what the weights leave; rooflines if
+    there is no sample. `cost`, memory and device describe one of `devices` that share each layer;
+    their all-reduces are not counted."""
+    left = device.memory_bytes - cost.weight_bytes
+    kv_memory = int(max(0, left) * 0.9) if kv_memory_bytes is None else kv_memory_bytes
+    context = min(context, max_model_len)
+    per_sequence = cost.kv_bytes(context)
+    held = kv_memory // per_sequence if per_sequence else max(batches)
+    decode = (predict_step(cost, device, batch=b, context=context, sample=sample) for b in batches)
+    return PerformanceEstimate(
+        device=device.name,
+        devices=devices,
+        read_gb_s=device.bandwidth / 1e9,
+        gflops=device.rate / 1e9,
+        source=device.source,
+        fits=left > 0 and kv_memory <= left and kv_memory >= per_sequence,
+        weight_bytes=cost.weight_bytes,
+        kv_memory_bytes=kv_memory,
+        kv_tokens=kv_memory * context // max(1, per_sequence),
+        prefill_tok_s=device.rate / (2 * cost.multiplied)
+        if sample is None
+        else sample.prefill_tok_s(cost),
+        decode=tuple(
+            p if p.batch <= held else msgspec.structs.replace(p, bound=f"KV cache holds {held}")
+            for p in decode
+        ),
+        probe_s=device.probe_s + (sample.seconds if sample else 0.0),
+        sample_layers=len(sample.cost.kv_layers) if sample else 0,
+    )

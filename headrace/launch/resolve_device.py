@@ -1,0 +1,115 @@
+"""The device part of `resolve`: kind of device, workers, threads and where they run, GPU memory."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.base.config.resolved import DeviceSpec
+from headrace.base.config.tree import Options
+from headrace.base.config.units import parse_bytes
+from headrace.base.errors import ConfigError
+from headrace.launch.chooser import Chooser
+from headrace.launch.cpu_binding import bound_cpus
+
+CUDA_MEMORY_SHARE = 0.92
+
+
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the machine has: kind and number of devices, memory of one (host memory for cpu), cores
+    we may use; and of a CPU where threads and memory are best placed (back/platforms/placement.py:
+    Placement)."""
+
+    kind: str
+    count: int
+    total_bytes: int
+    free_bytes: int
+    cores: int
+    usable_cpus: tuple[int, ...] = ()
+    cpus: tuple[int, ...] = ()
+    other_cpus: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+    placed: str = ""
+
+
+def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> DeviceSpec:
+    """The device's part of the tree; ConfigError for what the machine does not have."""
+    requested = options.device
+    kind = choose.pick("--device", requested.device, machine.kind, f"{machine.count} found")
+    if kind == "cuda" and machine.kind != "cuda":
+        raise ConfigError("--device cuda: no CUDA device was found on this machine")
+    ranks = requested.tensor_parallel * requested.replicas
+    if kind == "cuda" and ranks > machine.count:
+        raise ConfigError(
+            f"--tensor-parallel {requested.tensor_parallel} x --replicas {requested.replicas} needs {ranks} devices; "
+            f"{machine.count} found"
+        )
+    if requested.tensor_parallel > 1 and requested.executor == "inline":
+        raise ConfigError("--executor inline runs one worker; --tensor-parallel needs processes")
+    executor = choose.pick(
+        *("--executor", requested.executor),
+        *("inline" if requested.tensor_parallel == 1 else "processes", "one worker per device"),
+    )
+    alone = kind == "cpu" and executor == "inline" and ranks == 1
+    # Asked for a number of threads, we leave their cores to the system: others may have been given
+    # the rest.
+    cpus = bound_cpus(
+        requested.cpu_binding,
+        placed=machine.cpus,
+        usable=machine.usable_cpus,
+        threads=requested.threads,
+        single=alone,
+    )
+    if cpus:
+        why = machine.placed if cpus == machine.cpus else f"--cpu-binding {requested.cpu_binding}"
+        threads = choose.pick("--threads", requested.threads, len(cpus), why)
+    else:
+        share = max(1, machine.cores // ranks)
+        threads = choose.pick(
+            "--threads", requested.threads, share, f"{machine.cores} usable cores, {ranks} workers"
+        )
+    nodes = machine.nodes if alone and len(machine.nodes) > 1 else ()
+    if nodes:
+        names = ", ".join(map(str, nodes))
+        choose.note("memory", "auto", "interleaved", f"over the NUMA nodes {names}, page by page")
+    return DeviceSpec(
+        device=kind,
+        executor=executor,
+        tensor_parallel=requested.tensor_parallel,
+        threads=threads,
+        memory_bytes=_gpu_bytes(requested.gpu_memory, kind, executor, machine, choose),
+        cpus=cpus,
+        other_cpus=_other_cpus(machine, cpus),
+        nodes=nodes,
+    )
+
+
+def _other_cpus(machine: MachineFacts, cpus: tuple[int, ...]) -> tuple[int, ...]:
+    """Where the threads run that are no kernels; empty: anywhere."""
+    if cpus == machine.cpus:
+        return machine.other_cpus if cpus else ()
+    return tuple(cpu for cpu in machine.usable_cpus if cpu not in cpus) if cpus else ()
+
+
+def _gpu_bytes(
+    requested: str, kind: str, executor: str, machine: MachineFacts, choose: Chooser
+) -> int | None:
+    """What a worker may take of its GPU; None where there is none."""
+    if kind != "cuda" or executor == "null":
+        if requested != "auto":
+            raise ConfigError(f"--gpu-memory {requested}: there is no GPU in use ({kind})")
+        return None
+    share = CUDA_MEMORY_SHARE
+    if requested != "auto":
+        try:
+            share = float(requested)
+        except ValueError:
+            return parse_bytes(requested, field="--gpu-memory")
+        if share > 1:
+            return int(share)
+        if share <= 0:
+            raise ConfigError(
+                f"--gpu-memory {requested}: a size, or a fraction above 0 and up to 1"
+            )
+    room = int(machine.free_bytes * share)
+    choose.note("--gpu-memory", requested, f"{room / 2**30:.1f}GiB", f"{share:g} of what is free")
+    return room

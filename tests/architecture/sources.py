@@ -1,0 +1,21 @@
+"""The package's source files, read and parsed once for all tests of this folder."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "headrace"
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@cache
+def sources() -> list[tuple[Path, str, ast.Module]]:
+    """Path, dotted name without "headrace." and syntax tree of every module."""
+    modules = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        modules.append((path, name, ast.parse(path.read_text())))
+    return modules

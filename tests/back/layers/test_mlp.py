@@ -1,0 +1,63 @@
+"""A decoder layer takes any feed-forward that keeps the face: experts will be another kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from headrace.back.layers.mlp import FeedForward, FeedForwardSpec, GatedMLP, GatedMLPSpec
+from headrace.back.layers.norm import RMSNorm
+from headrace.back.layers.scope import Ledger, Scope
+from headrace.back.parallel.mesh import Mesh
+
+
+def scope() -> Scope:
+    return Scope(
+        ledger=Ledger(), mesh=Mesh(), device=torch.device("cpu"), dtype=torch.float32,
+        block_tokens=16, max_positions=8, path="model.layers.0",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Doubled:
+    """A feed-forward that adds 2 x itself."""
+
+    norms: bool = False
+
+    def forward_into(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> None:
+        residual_TE += 2 * x_TE
+
+
+@dataclass(frozen=True)
+class _DoubledSpec:
+    def build(
+        self, scope: Scope, *, width: int, inner: int, activation: str, norm: RMSNorm | None, adds: bool
+    ) -> FeedForward:  # fmt: skip
+        return _Doubled()
+
+
+@pytest.mark.parametrize("spec", [GatedMLPSpec(), _DoubledSpec()], ids=["gated", "other"])
+def test_a_layer_builds_its_feed_forward_from_the_spec(spec: FeedForwardSpec) -> None:
+    here = scope()
+    made = spec.build(here, width=8, inner=12, activation="silu", norm=None, adds=True)
+    for param in here.ledger.params:
+        assert param.tensor is not None
+        param.tensor.normal_(generator=torch.Generator().manual_seed(1))
+    here.ledger.finish()
+    x, residual = torch.ones(3, 8), torch.ones(3, 8)
+    branch = made.forward_into(x, residual)
+    y = residual if branch is None else residual + branch
+    assert y.shape == (3, 8) and not torch.equal(y, torch.ones(3, 8))
+
+
+def test_the_specs_names_are_those_of_the_checkpoint() -> None:
+    here = scope()
+    spec = GatedMLPSpec(name="feed_forward", bias=True, merged="gate_up_proj")
+    layer = spec.build(here, width=8, inner=12, activation="silu", norm=None, adds=False)
+    assert isinstance(layer, GatedMLP)
+    pieces = {piece.name for param in here.ledger.params for piece in param.pieces}
+    prefix = "model.layers.0.feed_forward"
+    leaves = ("gate_up_proj.weight", "gate_up_proj.bias", "down_proj.weight", "down_proj.bias")
+    assert pieces == {f"{prefix}.{leaf}" for leaf in leaves}

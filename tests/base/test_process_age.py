@@ -1,0 +1,27 @@
+"""A process knows when it was made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+SAYS = """
+import time
+from headrace.base.process_age import process_age_s
+print(time.clock_gettime(time.CLOCK_BOOTTIME) - process_age_s())
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="asks Linux's clock of the time since it started"
+)
+def test_a_process_tells_when_it_was_made() -> None:
+    """The printed parts of a start add up to the time somebody waits for it: no second is lost or found."""
+    before = time.clock_gettime(time.CLOCK_BOOTTIME)
+    child = subprocess.Popen([sys.executable, "-c", SAYS], stdout=subprocess.PIPE, text=True)
+    after = time.clock_gettime(time.CLOCK_BOOTTIME)
+    said, _ = child.communicate(timeout=60)
+    assert before - 0.03 <= float(said) <= after + 0.03

@@ -1,0 +1,163 @@
+"""Drafts in the core: whatever the workers accept, every request gives what it gives without them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.back.executor.null import NullBehaviour
+from headrace.base import splitmix
+from headrace.base.config.resolved import SpeculationSpec
+from headrace.base.wire.params import RowSampling
+from tests.core.harness import EOS, FULL, Driver, make_request, make_spec, window_groups
+from tests.core.test_properties import alone, outcome, random_requests
+
+
+def spec_of(num_tokens: int = 3, max_rows: int = 8) -> SpeculationSpec:
+    return SpeculationSpec(method="ngram", num_tokens=num_tokens, max_rows=max_rows)
+
+
+def behaviour(rate: float, **fields: Any) -> NullBehaviour:
+    """Drafts stand at random: as many in a row as heads come up first."""
+
+    def accepts(request: int, position: int) -> int:
+        rng = random.Random(splitmix.mix(request * 1009 + position))
+        count = 0
+        while count < 16 and rng.random() < rate:
+            count += 1
+        return count
+
+    return NullBehaviour(eos_rate=0.03, accepts=accepts, **fields)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 10**6),
+    rate=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+    num_tokens=st.integers(1, 15),
+    max_rows=st.integers(1, 8),
+    num_blocks=st.integers(80, 160),
+    max_step_tokens=st.sampled_from([3, 9, 16, 64, 200]),
+    max_running=st.integers(1, 8),
+    policy=st.sampled_from(["fcfs", "priority", "fair"]),
+    overlap=st.booleans(),
+    prefix_caching=st.booleans(),
+    window=st.sampled_from([None, 1, 5, 8, 16]),
+)
+def test_any_acceptance_leaves_every_request_as_it_is_alone(
+    seed: int, rate: float, num_tokens: int, max_rows: int, window: int | None, **config: Any
+) -> None:
+    """SPC-02, SPC-06: tokens, ends, stop ids and prompt scores, under preemption, chunks, hits, windows."""
+    groups = FULL if window is None else window_groups(window)
+    requests = random_requests(seed, 10)
+    spec = make_spec(speculation=spec_of(num_tokens, max_rows), **config)
+    driver = Driver(spec, groups=groups, behaviour=behaviour(rate))
+    rng = random.Random(seed)
+    for request in requests:
+        driver.add_suited(request)
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            driver.step()
+    driver.run()
+    assert outcome(driver) == {request.id: alone(request, groups) for request in requests}
+    assert not driver.core.rows.num_unverified[driver.core.rows.decoding].any()
+    driver.assert_at_rest()
+
+
+def run_one(rate: float, **fields: Any) -> Driver:
+    driver = Driver(make_spec(speculation=spec_of(**fields)), behaviour=behaviour(rate))
+    driver.add(make_request(1, 8, max_tokens=41))
+    driver.run()
+    return driver
+
+
+def test_drafts_that_stand_save_steps():
+    plain, drafted = run_one(0.0), run_one(1.0)
+    assert drafted.tokens == plain.tokens and len(plain.tokens[1]) > 30
+    assert drafted.num_steps < plain.num_steps / 2
+
+
+def test_a_row_whose_drafts_fail_drafts_fewer():
+    """At full length each of 40 steps would draft 7 tokens."""
+    drafted = run_one(0.0, num_tokens=7).ask("status")["draft_tokens"]
+    assert 40 <= drafted <= 40 + 7 + 3 + 7
+
+
+def test_counts_say_which_drafts_stood():
+    status = run_one(1.0).ask("status")
+    accepted = status["accepted_draft_tokens_by_position"]
+    assert sum(accepted) == status["accepted_draft_tokens"] > 0
+    assert accepted == sorted(accepted, reverse=True) and len(accepted) == 3
+    assert status["draft_tokens"] >= status["accepted_draft_tokens"] >= status["drafts"] > 0
+
+
+def test_no_token_comes_beyond_the_length_limit():
+    for max_tokens in range(1, 12):
+        driver = Driver(make_spec(speculation=spec_of(15)), behaviour=NullBehaviour(accepts=many))
+        driver.add(make_request(1, 8, max_tokens=max_tokens))
+        driver.run()
+        assert len(driver.tokens[1]) == max_tokens and driver.finished[1].reason == "length"
+
+
+def many(request: int, position: int) -> int:
+    return 15
+
+
+def test_more_rows_than_pay_draft_nothing():
+    spec = make_spec(speculation=spec_of(3, max_rows=2))
+    driver = Driver(spec, behaviour=NullBehaviour(accepts=many))
+    driver.add(*(make_request(id, 8, max_tokens=20) for id in range(3)))
+    for _ in range(8):
+        driver.step()
+    assert driver.ask("status")["draft_tokens"] == 0
+    driver.run()
+    assert all(len(driver.tokens[id]) == 20 for id in range(3))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        RowSampling(temperature=0.0, repetition_penalty=1.1),
+        RowSampling(temperature=0.0, presence_penalty=0.5),
+        RowSampling(temperature=0.0, frequency_penalty=-0.5),
+    ],
+)
+def test_rows_whose_samples_count_tokens_draft_nothing(sampling: RowSampling):
+    driver = Driver(make_spec(speculation=spec_of()), behaviour=NullBehaviour(accepts=many))
+    driver.add(make_request(1, 8, sampling=sampling))
+    driver.run()
+    assert driver.ask("status")["draft_tokens"] == 0 and len(driver.tokens[1]) == 8
+
+
+def test_steps_schedule_as_without_drafts():
+    """SPC-05: a budget of as many tokens as rows leaves no room for drafts in itself, and needs none."""
+    spec = make_spec(speculation=spec_of(5), max_step_tokens=8, max_running=8, num_blocks=256)
+    driver = Driver(spec, behaviour=NullBehaviour(accepts=many))
+    driver.add(*(make_request(id, 8, max_tokens=30) for id in range(16)))
+    driver.run()
+    assert driver.ask("status")["draft_tokens"] > 0
+    assert all(len(driver.tokens[id]) == 30 for id in range(16))
+
+
+def test_a_failing_token_behind_drafts_ends_its_request_alone():
+    fails = behaviour(1.0, fails=lambda request, position: request == 1 and position == 20)
+    driver = Driver(make_spec(speculation=spec_of()), behaviour=fails)
+    driver.add(make_request(1, 8, max_tokens=30), make_request(2, 8, max_tokens=30))
+    driver.run()
+    assert driver.finished[1].reason == "error" and len(driver.tokens[1]) <= 12
+    assert driver.finished[2].reason in ("length", "stop")
+    driver.assert_at_rest()
+
+
+def test_log_probabilities_come_with_each_accepted_token():
+    asked = RowSampling(temperature=0.0, logprobs=1)
+    driver = Driver(make_spec(speculation=spec_of()), behaviour=NullBehaviour(accepts=many))
+    driver.add(make_request(1, 8, max_tokens=20, sampling=asked, stop_ids=(EOS,)))
+    driver.run()
+    ids = [int(scores.ids[0]) for scores in driver.logprobs[1] if scores is not None]
+    assert ids == driver.tokens[1] and len(ids) == 20
+    assert np.unique(ids).size > 1

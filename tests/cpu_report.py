@@ -1,0 +1,94 @@
+"""Where a run's processor time goes: per directory, and the tests that took most.
+
+Processor seconds, not wall time: they are the same beside other load, and they count what a test's child processes
+take (servers, compilers), also those that still run. A fixture shared by several tests is charged to the test that
+sets it up, a living server's work to the test during which it is done; importing and collecting are charged to none.
+`--cpu-to=FILE` appends one line per test: seconds, a tab, the test's id.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_SLOWEST = 15
+
+
+def tree_cpu_s() -> float:
+    """Processor seconds of this process, its ended children and its living descendants."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    living = sum(_living_cpu_s(child) for child in _children("self"))
+    return time.process_time() + ended.ru_utime + ended.ru_stime + living
+
+
+def _living_cpu_s(pid: str) -> float:
+    """0 where it has ended meanwhile."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) * _TICK_S + sum(map(_living_cpu_s, _children(pid)))
+
+
+def _children(pid: str) -> list[str]:
+    """None where there is no /proc."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").glob("*/children"))
+        return [child for task in tasks for child in task.read_text().split()]
+    except OSError:
+        return []
+
+
+class CpuReport:
+    """Measures in the process that runs a test; adds up and prints in the one that shows the results."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._last_s = 0.0
+        self._by_test: Counter[str] = Counter()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        """What ran since the last test's end belongs to no test."""
+        self._last_s = tree_cpu_s()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> pytest.TestReport:
+        """Each of a test's three phases carries its own seconds to the process that shows it."""
+        report = yield
+        now_s = tree_cpu_s()
+        report.user_properties = [("cpu_s", max(now_s - self._last_s, 0.0))]
+        self._last_s = now_s
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Adds up."""
+        for name, value in report.user_properties:
+            if name == "cpu_s":
+                self._by_test[report.nodeid] += value
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Per directory, then the tests that took most."""
+        if hasattr(self._config, "workerinput") or not self._by_test:
+            return
+        if path := self._config.getoption("cpu_to"):
+            with Path(path).open("a") as file:
+                file.writelines(f"{s:.3f}\t{test}\n" for test, s in self._by_test.most_common())
+        folders: Counter[str] = Counter()
+        for test, seconds in self._by_test.items():
+            folders[test.split("::")[0].rpartition("/")[0]] += seconds
+        in_tests_s, all_s = self._by_test.total(), tree_cpu_s()
+        terminalreporter.section(
+            f"processor seconds: {all_s:.0f}, {in_tests_s:.0f} of them in tests"
+        )
+        for folder, seconds in [*folders.most_common(), ("in no test", all_s - in_tests_s)]:
+            terminalreporter.write_line(f"{seconds:8.1f}  {folder}")
+        terminalreporter.section(f"the {_SLOWEST} tests that took most")
+        for test, seconds in self._by_test.most_common(_SLOWEST):
+            terminalreporter.write_line(f"{seconds:8.1f}  {test}")

@@ -1,0 +1,250 @@
+"""Speculation over the real runner: what the bundled model writes does not depend on it (SPC-02, SPC-06)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.back.executor.inline import InlineExecutor
+from headrace.back.kernels.native.library import NativeLibrary, load
+from headrace.back.runner import devices, runner
+from headrace.back.runner.buckets import BucketSteps
+from headrace.back.runner.cpu_graphs import CpuGraphs
+from headrace.back.sampling import sampler
+from headrace.base.config.resolved import EngineSpec
+from headrace.base.config.tree import (
+    DeviceOptions,
+    KVOptions,
+    ModelOptions,
+    Options,
+    SchedulerOptions,
+)
+from headrace.base.config.tree import SpeculationOptions as Speculation
+from headrace.base.wire.params import RepetitionDetection, RowSampling, StopRules
+from headrace.base.wire.request import EngineRequest
+from headrace.core.core import EngineCore
+from headrace.front.text.tokenizer import load_tokenizer
+from headrace.launch.facts import resolve_options
+from tests.back.runner.test_runner import Calls
+
+pytestmark = pytest.mark.skipif(
+    not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
+)
+NGRAM = Speculation(method="ngram", num_speculative_tokens=6, prompt_lookup_min=1)
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog. " * 4,
+    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, ",
+    "apples and oranges, apples and oranges, apples and",
+    "def f(x):\n    return x\n\ndef g(x):\n    return x\n\ndef h(x):\n",
+    "Once upon a time",
+]
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_k": 12},
+    {"temperature": 0.7, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 0.9, "typical_p": 0.8, "logprobs": 1},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 0.5, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    {"temperature": 0.0, "logit_bias": {300: 4.0, 301: -9.0}},
+    {"temperature": 0.0, "bad_words": ((300,), (12, 13))},
+    {"temperature": 0.0, "dry_multiplier": 0.8},
+    {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    {"temperature": 0.6, "allowed_ids": tuple(range(20, 60))},
+]
+
+
+@dataclass
+class Answer:
+    """What a request came to."""
+
+    tokens: list[int]
+    logprobs: list[Any]
+    reason: str = ""
+    stop_id: int | None = None
+
+
+def options(speculation: Speculation | None, **changes: Any) -> EngineSpec:
+    kv = {name: changes.pop(name) for name in ("kv_blocks", "prefix_caching") if name in changes}
+    device = DeviceOptions(device=changes.pop("device", "cpu"))
+    tree = Options(
+        device=device,
+        model=ModelOptions(max_model_len=512, deterministic=True),
+        kv=KVOptions(**kv),
+        scheduler=SchedulerOptions(speculative_config=speculation, **changes),
+    )
+    return resolve_options(tree).engine
+
+
+def requests_of(
+    spec: EngineSpec, count: int, lengths: tuple[int, ...] = (1, 2, 9, 40, 60)
+) -> list[EngineRequest]:
+    """All ways to sample, stop ids and lengths, over texts that repeat themselves."""
+    assert spec.grammar is not None
+    tokenizer = load_tokenizer(spec.grammar.tokenizer_path)
+    rng, made = np.random.default_rng(11), []
+    for id in range(count):
+        prompt = tokenizer.encode_plain(TEXTS[id % len(TEXTS)])
+        sampling = {"seed": id, **SAMPLINGS[id % len(SAMPLINGS)]}
+        made.append(
+            EngineRequest(
+                id=id,
+                prompt=np.asarray(prompt, "<i4").tobytes(),
+                stop=StopRules(
+                    max_tokens=int(rng.choice(lengths)),
+                    min_tokens=int(rng.choice([0, 1])),
+                    stop_ids=tuple(
+                        int(i) for i in rng.integers(0, 400, int(rng.choice([0, 3, 9])))
+                    ),
+                    repetition=RepetitionDetection(max_pattern_size=4, min_count=5)
+                    if id % 7 == 0
+                    else None,
+                ),
+                sampling=RowSampling(**sampling),
+            )
+        )
+    return made
+
+
+def run(core: EngineCore, requests: list[EngineRequest], at_once: int = 6) -> dict[int, Answer]:
+    """Answers of requests that enter in threes while others run."""
+    answers: dict[int, Answer] = defaultdict(lambda: Answer([], []))
+    waiting, left = list(requests), len(requests)
+    while left:
+        if left - len(waiting) <= at_once - 3:
+            for request in waiting[:3]:
+                core.add(request)
+            del waiting[:3]
+        batch = core.step(wait=True).tokens
+        if batch is None:
+            continue
+        for i, (id, token) in enumerate(
+            zip(batch.ids.tolist(), batch.tokens.tolist(), strict=True)
+        ):
+            answers[id].tokens.append(token)
+            if batch.logprobs and batch.logprobs[i] is not None:
+                answers[id].logprobs.append(batch.logprobs[i])
+        for finished in batch.finished:
+            assert finished.error is None, finished.error
+            answers[finished.id].reason = finished.reason
+            answers[finished.id].stop_id = finished.stop_id
+        left -= len(batch.finished)
+    return answers
+
+
+class Engine:
+    """A core over an executor of its own, which is closed at the end."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec, self.executor = spec, InlineExecutor(spec)
+        self.core = EngineCore(spec, self.executor)
+
+    @property
+    def replay(self) -> CpuGraphs:
+        """The recorded steps."""
+        steps = self.executor._resident.runner._steps
+        assert isinstance(steps, BucketSteps) and isinstance(steps._replay, CpuGraphs)
+        return steps._replay
+
+
+@pytest.fixture
+def pair() -> Iterator[Any]:
+    """Makes two engines of the same options, without and with speculation."""
+    made: list[Engine] = []
+
+    def make(**changes: Any) -> tuple[Engine, Engine]:
+        made.extend(Engine(options(how, **changes)) for how in (None, NGRAM))
+        return made[-2], made[-1]
+
+    yield make
+    for engine in made:
+        engine.executor.close()
+
+
+def assert_equal(plain: dict[int, Answer], drafted: dict[int, Answer]) -> None:
+    assert plain.keys() == drafted.keys()
+    for id, answer in plain.items():
+        other = drafted[id]
+        assert other.tokens == answer.tokens, id
+        assert (other.reason, other.stop_id) == (answer.reason, answer.stop_id), id
+        assert len(other.logprobs) == len(answer.logprobs)
+        for mine, theirs in zip(other.logprobs, answer.logprobs, strict=True):
+            assert mine.ids.tolist() == theirs.ids.tolist() and mine.rank == theirs.rank
+            np.testing.assert_allclose(mine.values, theirs.values, atol=1e-4)
+
+
+def test_every_way_to_sample_gives_the_tokens_of_plain_decoding(pair: Any) -> None:
+    plain, drafted = pair()
+    requests = requests_of(plain.spec, 2 * len(SAMPLINGS))
+    assert_equal(run(plain.core, requests), run(drafted.core, requests))
+    stats = drafted.core.scheduler.speculation.stats
+    assert stats.num_accepted_tokens > 20 and stats.num_draft_tokens > stats.num_accepted_tokens
+    assert drafted.core.counters.steps < plain.core.counters.steps
+
+
+def test_lengths_that_only_the_device_knows_give_the_same_tokens(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: plans go out with bounds, drafts are proposed and random rows drawn in the step."""
+    monkeypatch.setattr(devices, "CpuGraphs", lambda library: Calls())
+    monkeypatch.setattr(runner, "Sampler", partial(sampler.Sampler, on_device=True))
+    plain, drafted = pair(prefix_caching=False)
+    requests = requests_of(plain.spec, 2 * len(SAMPLINGS))
+    assert_equal(run(plain.core, requests, 4), run(drafted.core, requests, 4))
+    assert drafted.core.scheduler.speculation.stats.num_accepted_tokens > 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_graphs_that_draft_and_verify_give_the_same_tokens(pair: Any) -> None:
+    plain, drafted = pair(device="cuda", prefix_caching=False)
+    requests = requests_of(plain.spec, 2 * len(SAMPLINGS))
+    for _ in range(3):  # launched, recorded, replayed
+        assert_equal(run(plain.core, requests, 4), run(drafted.core, requests, 4))
+    assert drafted.core.scheduler.speculation.stats.num_accepted_tokens > 5
+
+
+def test_preemption_and_chunks_change_nothing(pair: Any) -> None:
+    plain, drafted = pair(kv_blocks=34, max_step_tokens=16, max_running=12, prefix_caching=False)
+    requests = requests_of(plain.spec, 8, lengths=(90,))
+    assert_equal(run(plain.core, requests, 40), run(drafted.core, requests, 40))
+    assert drafted.core.scheduler.num_preemptions > 0
+    assert drafted.core.scheduler.speculation.stats.num_accepted_tokens > 0
+
+
+def test_what_was_accepted_is_found_in_the_prefix_cache(pair: Any) -> None:
+    """A conversation that goes on: the second prompt is the first with its answer."""
+    plain, drafted = pair()
+    first = requests_of(plain.spec, 2)[0]
+    first = EngineRequest(
+        id=1, prompt=first.prompt, stop=StopRules(max_tokens=60), sampling=first.sampling
+    )
+    answers = [run(engine.core, [first])[1] for engine in (plain, drafted)]
+    assert answers[0].tokens == answers[1].tokens
+    prompt = first.prompt + np.asarray(answers[0].tokens[:-1], "<i4").tobytes()
+    second = EngineRequest(
+        id=2, prompt=prompt, stop=StopRules(max_tokens=20), sampling=first.sampling
+    )
+    hits = []
+    for engine in (plain, drafted):
+        before = engine.core.kv.num_hits
+        hits.append((run(engine.core, [second])[2].tokens, engine.core.kv.num_hits - before))
+    assert hits[0] == hits[1] and hits[0][1] >= len(prompt) // 4 - 2 * 16
+
+
+def test_steps_that_verify_are_recorded_whole(pair: Any) -> None:
+    _, drafted = pair()
+    prompt = np.asarray([5, 6, 7, 8] * 12, "<i4").tobytes()
+    for id in range(3):
+        stop, sampling = StopRules(max_tokens=60), RowSampling(temperature=0.0)
+        run(drafted.core, [EngineRequest(id=id, prompt=prompt, stop=stop, sampling=sampling)])
+    assert drafted.replay.foreign == ()
+    assert any(bucket.verifies for bucket in drafted.replay._graphs)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from headrace.base.errors import Conflict, InvalidRequest, Unavailable
+from headrace.front.server.http.failures import clean, failure_of
+from headrace.front.server.http.ids import client_label
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("at 0x7f1234567890 now", "at <address> now"),
+        ("open /etc/passwd failed", "open <path> failed"),
+        ("see /usr/lib/python3/x.py:3", "see <path>:3"),
+        ("use /v1/completions", "use /v1/completions"),
+        ("a/b and 3/4 stay", "a/b and 3/4 stay"),
+        ("one\r\ntwo\x1b[31m", "one  two [31m"),
+    ],
+)
+def test_messages_lose_what_is_internal(said: str, shown: str) -> None:
+    assert clean(said) == shown
+
+
+def test_messages_are_capped() -> None:
+    assert len(clean("x" * 10**6)) < 1100
+
+
+def test_waiting_is_jittered_and_at_least_a_second() -> None:
+    error = Unavailable("full", retry_after_s=8)
+    waits = {
+        int(dict(failure_of(error, request_id="r").headers())[b"retry-after"]) for _ in range(200)
+    }
+    assert min(waits) >= 8 and max(waits) <= 10 and len(waits) > 1
+
+
+def test_the_sdks_are_told_whether_to_retry() -> None:
+    for error, retry in (
+        (InvalidRequest("x"), b"false"),
+        (Conflict("x"), b"false"),
+        (Unavailable("x"), b"true"),
+    ):
+        assert dict(failure_of(error, request_id="r").headers())[b"x-should-retry"] == retry
+
+
+def test_the_body_has_the_four_fields_of_the_contract() -> None:
+    body = json.loads(failure_of(InvalidRequest("bad", field="n"), request_id="r").body())
+    assert body == {
+        "error": {"message": "bad", "type": "invalid_request_error", "param": "n", "code": None}
+    }
+
+
+@pytest.mark.parametrize("bad", [b"", b"a" * 129, b"a b", b"a\r\nb", b"\xff", None])
+def test_a_client_id_is_a_label_only_if_it_is_harmless(bad: bytes | None) -> None:
+    assert client_label(bad) is None
+    assert client_label(b"abc-1:2") == "abc-1:2"

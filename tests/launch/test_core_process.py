@@ -1,0 +1,90 @@
+"""CoreLoop: what arrives while a step runs, on a real core with the null executor."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import cast
+
+import pytest
+
+from headrace.base.wire.request import AbortRequests, ToFront, TokenBatch
+from headrace.launch.core_process import CoreLoop
+from headrace.launch.frontend_connections import FrontendConnections, Incoming
+from headrace.launch.watchdog import Watchdog
+from tests.core.harness import Driver, make_request, make_spec
+
+FRONTEND = 3
+
+
+class ScriptedFrontends:
+    """Each `take` returns the next entry of `arrivals`: one when a turn begins, one more when the
+    step it waits for is done."""
+
+    def __init__(self) -> None:
+        self.arrivals: deque[list[Incoming]] = deque()
+        self.sent: list[TokenBatch] = []
+
+    def take(self, *, block: bool, at_most_s: float | None) -> list[Incoming]:
+        assert not block or self.arrivals, "the loop would wait for ever"
+        return self.arrivals.popleft() if self.arrivals else []
+
+    def send(self, frontend: int, message: ToFront) -> None:
+        assert frontend == FRONTEND and isinstance(message, TokenBatch)
+        self.sent.append(message)
+
+
+class IdleWatchdog:
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def loop_on(driver: Driver) -> tuple[CoreLoop, ScriptedFrontends]:
+    frontends = ScriptedFrontends()
+    watchdog = cast(Watchdog, IdleWatchdog())
+    return CoreLoop(driver.core, cast(FrontendConnections, frontends), watchdog), frontends
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("turns", [2, 5])
+def test_an_abort_that_arrives_during_a_step_gets_none_of_its_tokens(
+    overlap: bool, turns: int
+) -> None:
+    """Defect: tokens were computed and counted after the client had left."""
+    driver = Driver(make_spec(overlap=overlap))
+    loop, frontends = loop_on(driver)
+    frontends.arrivals.append([(FRONTEND, make_request(1, max_tokens=40))])
+    for _ in range(turns):
+        loop.turn()
+    count = driver.core.counters.output_tokens
+    assert count > 0
+    frontends.sent.clear()
+    frontends.arrivals += [[], [(FRONTEND, AbortRequests((1,)))]]
+    loop.turn()
+    assert [len(batch.tokens) for batch in frontends.sent] == [0]
+    assert [(end.id, end.reason) for end in frontends.sent[0].finished] == [(1, "abort")]
+    frontends.arrivals.append([(FRONTEND, make_request(1, max_tokens=3))])  # free again
+    loop.turn()
+    while driver.core.has_work:
+        loop.turn()
+    assert driver.core.counters.output_tokens == count + 3
+    assert frontends.sent[-1].finished[0].reason == "length"
+    driver.assert_at_rest()
+
+
+def test_what_arrives_during_a_step_keeps_its_order() -> None:
+    driver = Driver(make_spec())
+    loop, frontends = loop_on(driver)
+    frontends.arrivals.append([(FRONTEND, make_request(1, max_tokens=40))])
+    for _ in range(3):
+        loop.turn()
+    during = [make_request(2, max_tokens=40), AbortRequests((2,)), make_request(3, max_tokens=4)]
+    frontends.arrivals += [[], [(FRONTEND, message) for message in during]]
+    loop.turn()
+    frontends.arrivals.append([(FRONTEND, AbortRequests((1,)))])
+    loop.turn()
+    while driver.core.has_work:
+        loop.turn()
+    ends = [(end.id, end.reason) for batch in frontends.sent for end in batch.finished]
+    assert sorted(ends) == [(1, "abort"), (2, "abort"), (3, "length")]
+    driver.assert_at_rest()
