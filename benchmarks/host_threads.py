@@ -4,7 +4,7 @@
     python -m benchmarks.host_threads --device                          on one H200, dummy weights
 
 The load is that of benchmarks/h200/server.py on the 0.6B shape. A thread that is near a whole core holds the tokens
-up. Of the core process the first thread is the step loop, `worker` launches the steps, `fronts` reads requests.
+up. Of the core process the first thread is the step loop, `worker` launches the steps, `frontend-io` reads requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import uvloop
 from benchmarks.h200.server import start, stop
 from benchmarks.h200.shapes import write_model
 from headrace.bench.report import markdown_table
-from headrace.bench.serve import Load, LoadClient, run_load
+from headrace.bench.serve import LoadClient, LoadSpec, run_load
 
 SHAPE = "qwen3-0.6b"
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -67,11 +67,13 @@ def main() -> None:
         try:
             load = {"base_url": base, "endpoint": "completions", "token_ids": 150_000}
             load |= {"input_words": 1024, "spread": 0.5, "concurrency": given.users}
-            run_load(Load(**load, num_requests=given.users, output_tokens=128))
+            run_load(LoadSpec(**load, num_requests=given.users, output_tokens=128))
             root = psutil.Process(process.pid)
             before = threads(root)
             client = LoadClient(
-                Load(**load, num_requests=given.users * given.rounds, output_tokens=128, seed=256)
+                LoadSpec(
+                    **load, num_requests=given.users * given.rounds, output_tokens=128, seed=256
+                )
             )
             found = uvloop.run(client.run())
             after = threads(root)

@@ -37,7 +37,7 @@ from headrace.base.wire.params import RowSampling, StopRules
 from headrace.base.wire.request import EngineRequest
 from headrace.core.core import EngineCore
 from headrace.core.grammar.backends.guidance import GuidanceBackend
-from headrace.core.grammar.gate import GrammarGate
+from headrace.core.grammar.hook import GrammarHook
 from headrace.launch.facts import resolve_options
 from headrace.launch.vocabulary import encoder_of, vocabulary_of
 
@@ -91,16 +91,16 @@ def requests(
     prompts = np.random.default_rng(base)
     made = []
     for i in range(streams):
-        gates = {}
+        hooks = {}
         if constrained:
-            gates["grammar"] = pack(Constraint(grammar=Json(schema(random_))))
+            hooks["grammar"] = pack(Constraint(grammar=Json(schema(random_))))
         made.append(
             EngineRequest(
                 id=base + i,
                 prompt=prompts.integers(3, width, PROMPT_TOKENS, dtype=np.int32).tobytes(),
                 stop=StopRules(max_tokens=tokens),
                 sampling=RowSampling(temperature=0.8, seed=i),
-                gates=gates,
+                hook_payloads=hooks,
             )
         )
     return made
@@ -159,8 +159,12 @@ def measure(
     assert spec.grammar is not None
     encoder = partial(encoder_of, spec.grammar.tokenizer_path)
     cores = [
-        EngineCore(spec, make_executor(spec), gates=[GrammarGate(load, encoder=encoder, jump=jump)])
-        for jump in (False, True)
+        EngineCore(
+            spec,
+            make_executor(spec),
+            hooks=[GrammarHook(load, encoder=encoder, jump_forward=jump_forward)],
+        )
+        for jump_forward in (False, True)
     ]
     kinds = ((cores[0], False), (cores[0], True), (cores[1], True))
     pairs = []
@@ -243,19 +247,19 @@ def steps_saved(spec: EngineSpec, load: Callable[[], Vocabulary]) -> str:
     assert spec.grammar is not None
     encoder = partial(encoder_of, spec.grammar.tokenizer_path)
     found = []
-    for jump in (False, True):
-        gate = GrammarGate(load, encoder=encoder, jump=jump)
-        core = EngineCore(spec, make_executor(spec), gates=[gate])
+    for jump_forward in (False, True):
+        hook = GrammarHook(load, encoder=encoder, jump_forward=jump_forward)
+        core = EngineCore(spec, make_executor(spec), hooks=[hook])
         request = EngineRequest(
             id=1,
             prompt=np.arange(5, 13, dtype=np.int32).tobytes(),
             stop=StopRules(max_tokens=200),
             sampling=RowSampling(temperature=0.0),
-            gates={"grammar": pack(Constraint(grammar=Json(json.dumps(LONG_KEYS))))},
+            hook_payloads={"grammar": pack(Constraint(grammar=Json(json.dumps(LONG_KEYS))))},
         )
         run_out(core, [request])
         counters = core.counters
-        found.append((counters.output_tokens, counters.steps, counters.jumped_tokens))
+        found.append((counters.output_tokens, counters.steps, counters.jump_forward_tokens))
         core.close()
     (tokens, before, _), (same, after, jumped) = found
     assert tokens == same, found

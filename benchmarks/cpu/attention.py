@@ -11,7 +11,7 @@ from measure import cell, interleaved, row, setup
 from headrace.back.kernels.attention.native import bind_with
 from headrace.back.kernels.attention.op import AttentionProblem, sample_plan
 from headrace.back.kernels.attention.reference import bind_reference
-from headrace.back.kernels.kv_write.coded import SCALE_BYTES, codes_and_scales, quantize
+from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, quantize, values_and_scales
 from headrace.back.kernels.native.library import NativeLibrary
 
 HEADS = ((16, 8, 128), (32, 8, 128), (8, 8, 64))  # heads, KV heads, head_dim
@@ -33,9 +33,10 @@ def shared_prefix(library: NativeLibrary, seconds: float) -> None:
     streams, length = SHARED
     row("KV", "heads / KV / size", "own blocks us", "the same blocks us", "a prompt's us")
     row(*["---"] * 5)
-    for coded, (heads, kv_heads, head_dim) in product((None, "int8", "fp8"), HEADS):
-        problem = AttentionProblem(device="cpu", dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads, coded=coded,
-                                   head_dim=head_dim, block_tokens=16, scale=head_dim**-0.5)  # fmt: skip
+    for quantized, (heads, kv_heads, head_dim) in product((None, "int8", "fp8"), HEADS):
+        problem = AttentionProblem(device="cpu", dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads,
+                                   quantized=quantized, head_dim=head_dim, block_tokens=16,
+                                   scale=head_dim**-0.5)  # fmt: skip
         native, new = (
             bind_with(library, problem),
             {"block_tokens": 16, "window": None, "device": "cpu"},
@@ -46,16 +47,16 @@ def shared_prefix(library: NativeLibrary, seconds: float) -> None:
         once, _ = sample_plan([(streams, length)], **new)
         q = torch.randn(streams, heads, head_dim).bfloat16()
         kv = torch.randn(blocks, 2, kv_heads, 16, head_dim).bfloat16()
-        if coded is not None:
-            values = quantize(kv.float(), coded)
+        if quantized is not None:
+            values = quantize(kv.float(), quantized)
             kv = kv.new_empty((*kv.shape[:-1], head_dim + SCALE_BYTES), dtype=torch.int8)
-            for place, part in zip(codes_and_scales(kv), values, strict=True):
+            for place, part in zip(values_and_scales(kv), values, strict=True):
                 place.copy_(part)
         plans = {"own": own, "same": same, "once": once}
         calls = {name: partial(native, q, kv, plan) for name, plan in plans.items()}
         taken = interleaved(calls, seconds=seconds)
         sizes = f"{heads} / {kv_heads} / {head_dim}"
-        row(coded or "bf16", sizes, *(cell(taken[name]) for name in plans))
+        row(quantized or "bf16", sizes, *(cell(taken[name]) for name in plans))
 
 
 def main() -> None:

@@ -33,13 +33,14 @@ from headrace.back.kernels.linear_quant import native as linear_quant
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
 from headrace.back.kernels.linear_quant.op import random_weight as random_codes
 from headrace.back.kernels.linear_top import native as linear_top
-from headrace.back.kernels.linear_top.op import TOPS, LinearTopProblem
+from headrace.back.kernels.linear_top.op import NUM_CANDIDATES, LinearTopProblem
 from headrace.back.kernels.native.library import NativeLibrary
 from headrace.back.kernels.rms_norm.native import bind_add_norm_with
 from headrace.back.kernels.rms_norm.op import RMSNormProblem
-from headrace.back.kernels.rms_norm_codes.native import bind_with as bind_codes
-from headrace.back.kernels.rms_norm_codes.op import RMSNormCodesProblem
-from headrace.back.sampling.sampler import SampledRows, Sampler
+from headrace.back.kernels.rms_norm_quant.native import bind_with as bind_codes
+from headrace.back.kernels.rms_norm_quant.op import RMSNormQuantProblem
+from headrace.back.sampling.sampled import SampledRows
+from headrace.back.sampling.sampler import Sampler
 from headrace.base.wire.params import RowSampling
 from headrace.base.wire.step import RowStart
 
@@ -68,14 +69,15 @@ def norm_codes(library: NativeLibrary, kind: str) -> Pair:
     weight = torch.ones(WIDTH)
     norm = bind_add_norm_with(library, RMSNormProblem(**new), weight)
     group = None if kind == "int8" else 32
-    coded = bind_codes(library, RMSNormCodesProblem(**new, group=group), weight)
+    quantized = bind_codes(library, RMSNormQuantProblem(**new, group=group), weight)
     made = [product(kind, QKV) for _ in range(2 * LAYERS)]
     plain = [native.bind_with(library, p, w, None) for p, w, native in made[::2]]
     codes = [
-        native.bind_with(library, replace(p, coded=True), w, None) for p, w, native in made[1::2]
+        native.bind_with(library, replace(p, quantized_rows=True), w, None)
+        for p, w, native in made[1::2]
     ]
     whole, reads = cycled(plain, 0), cycled(codes, 0)
-    return lambda x, r: whole(norm(x, r)), lambda x, r: reads(coded(x, r))
+    return lambda x, r: whole(norm(x, r)), lambda x, r: reads(quantized(x, r))
 
 
 def gate(library: NativeLibrary, kind: str) -> Pair:
@@ -95,7 +97,7 @@ def head(library: NativeLibrary, kind: str) -> Pair:
     """(separate, in one): all logits and their greatest."""
     asked, weight, native = product(kind, VOCABULARY, wide=True)
     whole, best = native.bind_with(library, asked, weight, None), greedy.bind_with(library)
-    top = linear_top.bind_with(library, LinearTopProblem(product=asked, count=1), weight)
+    top = linear_top.bind_with(library, LinearTopProblem(gemm=asked, count=1), weight)
     return lambda x, r: best(whole(x)), lambda x, r: top(x)
 
 
@@ -103,7 +105,7 @@ def drawn_head(library: NativeLibrary, kind: str) -> Pair:
     """(separate, in one): all logits, or the best TOPS, and the draw for top_k 20 and top_p 0.9."""
     asked, weight, native = product(kind, VOCABULARY, wide=True)
     whole = native.bind_with(library, asked, weight, None)
-    best = linear_top.bind_with(library, LinearTopProblem(product=asked, count=TOPS), weight)
+    best = linear_top.bind_with(library, LinearTopProblem(gemm=asked, count=NUM_CANDIDATES), weight)
     sampler = Sampler(max_rows=32, logits_width=VOCABULARY, device=torch.device("cpu"))
     for at in range(32):
         sampling = RowSampling(seed=at, top_k=20, top_p=0.9)
@@ -122,7 +124,7 @@ def drawn_head(library: NativeLibrary, kind: str) -> Pair:
         return sampler.sample(logits, sampler.greedy(logits), **rows(x))
 
     def fused(x: torch.Tensor, r: torch.Tensor) -> object:
-        return sampler.sample_tops(best(x), lambda at: whole(x[at]), **rows(x))
+        return sampler.sample_candidates(best(x), lambda at: whole(x[at]), **rows(x))
 
     return separate, fused
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.back.kernels.native.tape import Tape
+from headrace.back.kernels.native.cpu_graph import CpuGraph
 from headrace.base.config.options import CommandLine
 from headrace.bench.offline import OfflineEngine
 from headrace.bench.report import markdown_table
@@ -29,19 +29,19 @@ def spans_of(streams: int, steps: int) -> list[tuple[float, float]]:
     line = CommandLine("host", "", groups=("model", "kv", "scheduler", "device"))
     words = ["--model", str(BUNDLED), "--dtype", "bfloat16", "--no-prefix-caching"]
     _, options = line.parse(words)
-    engine, spans, replay = OfflineEngine(resolve_options(options)), [], Tape.replay
+    engine, spans, replay = OfflineEngine(resolve_options(options)), [], CpuGraph.replay
 
-    def timed(tape: Tape) -> None:
+    def timed(graph: CpuGraph) -> None:
         begin = time.perf_counter()
-        replay(tape)
+        replay(graph)
         spans.append((begin, time.perf_counter()))
 
     rng = np.random.default_rng(0)
-    Tape.replay = timed
+    CpuGraph.replay = timed
     try:
         engine.run([engine.request(rng, 16, steps, 0.0) for _ in range(streams)])
     finally:
-        Tape.replay = replay
+        CpuGraph.replay = replay
         engine.close()
     return spans
 

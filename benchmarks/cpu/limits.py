@@ -39,10 +39,10 @@ def peaks() -> dict[str, float]:
     weight = torch.randn(WIDTH, WIDTH).bfloat16()
     x = torch.randn(ROWS, WIDTH).bfloat16()
     dense = LinearProblem(device="cpu", dtype=torch.bfloat16, inputs=WIDTH, outputs=WIDTH)
-    coded = LinearQuantProblem(device="cpu", dtype=torch.bfloat16, inputs=WIDTH, outputs=WIDTH)
+    quantized = LinearQuantProblem(device="cpu", dtype=torch.bfloat16, inputs=WIDTH, outputs=WIDTH)
     ours = OP.choose(dense).bind(weight, None)
-    ours8 = OP_QUANT.choose(coded).bind(
-        random_weight(coded, torch.Generator().manual_seed(0)), None
+    ours8 = OP_QUANT.choose(quantized).bind(
+        random_weight(quantized, torch.Generator().manual_seed(0)), None
     )
     codes_x, codes_w = (t.to(torch.int8) for t in (x, weight.t()))
     candidates: dict[str, tuple[Callable[[], object], ...]] = {

@@ -19,7 +19,7 @@ from measure import row
 
 from headrace.back.kernels.gated_act.native import ACTIVATIONS
 from headrace.back.kernels.linear_quant import native, op
-from headrace.back.kernels.linear_quant.rows import coded_rows
+from headrace.back.kernels.linear_quant.rows import quantize_rows
 from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.back.kernels.native.wrap import DTYPES
 
@@ -42,7 +42,7 @@ def kernels(library: NativeLibrary, beside: str, threads: int):
         dll.hr_cpu_isas()  # asks the system for the tiles
         dll.hr_pool_resize(threads, None)
         kernel = getattr(dll, f"hr_linear_quant_codes_{library.isa}")
-        kernel.argtypes, kernel.restype = native._CODES_ARGUMENTS, ctypes.c_int32
+        kernel.argtypes, kernel.restype = native._QUANTIZED_ARGUMENTS, ctypes.c_int32
         found.append(kernel)
     return found
 
@@ -59,7 +59,7 @@ def measure(calls, name, rows, seconds, clock):
     padded = torch.empty(
         rows, -(-inputs // 64) * 64 + 64, dtype=torch.int8
     )  # as a norm leaves them
-    codes, scales, sums = coded_rows(torch.randn(rows, inputs).bfloat16(), None)
+    codes, scales, sums = quantize_rows(torch.randn(rows, inputs).bfloat16(), None)
     padded[:, : codes.shape[1]] = codes
     results = [torch.empty(rows, problem.results, dtype=torch.bfloat16) for _ in calls]
     number = -1 if activation is None else ACTIVATIONS[activation]

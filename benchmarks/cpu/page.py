@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.cpu.reasons import REASONS
 from benchmarks.cpu.shapes import SHAPES, Shape
 from headrace.bench.report import markdown_table
 
@@ -36,10 +35,10 @@ def page(stored: dict[str, Any]) -> str:
 
 def _tables(shape: Shape, stored: dict[str, Any]) -> list[str]:
     """All sections of a shape."""
-    parts, why = [f"## {shape.title}", ""], REASONS[shape.name]
+    parts = [f"## {shape.title}", ""]
     for kind, (title, make) in SECTIONS.items():
         if kind in stored:
-            rows = stored[kind]["rows"]
+            rows, why = stored[kind]["rows"], stored[kind].get("reasons", {})
             parts += [f"### {title}", "", _facts(stored[kind]), "", *make(rows, why), ""]
     return parts
 
@@ -221,12 +220,12 @@ def _memory(rows: list[dict[str, Any]], why: dict[str, str]) -> list[str]:
 
 def _plan(rows: list[dict[str, Any]], why: dict[str, str]) -> list[str]:
     shown = [
-        [row["precision"], row["load"], f"{row['foretold']:,.0f}", f"{row['measured']:,.0f}",
-         f"{row['measured'] / row['foretold']:.0%}", f"{row['probe_s']:.2f}",
+        [row["precision"], row["load"], f"{row['estimated']:,.0f}", f"{row['measured']:,.0f}",
+         f"{row['measured'] / row['estimated']:.0%}", f"{row['probe_s']:.2f}",
          _verdict(why.get("plan"), row["probe_s"] < 0.5)]
         for row in rows if row["measured"] is not None
     ]  # fmt: skip
-    header = ["precision", "load", "foretold tok/s", "measured tok/s", "measured / foretold",
+    header = ["precision", "load", "estimated tok/s", "measured tok/s", "measured / estimated",
               "slowest probe s", "bar: 0.5 s"]  # fmt: skip
     return ["`headrace plan` before, the engine after it.", "", markdown_table(header, shown)]
 
@@ -237,5 +236,5 @@ SECTIONS = {
     "server": ("Server, bf16, 16 streams of 256 tokens in and 128 out", _server),
     "start": ("Start of a server from a safetensors checkpoint in the file cache", _start),
     "memory": ("Memory", _memory),
-    "plan": ("What plan foretells", _plan),
+    "plan": ("What plan estimates", _plan),
 }

@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 
 from benchmarks.cpu.quality import FILES, write
 from demo.packing import Document, documents
+from demo.tasks.draw import TASKS, held_out_conversations
 from headrace import LLM, SamplingParams
 from headrace.back.quant.scheme import SCHEMES
-from headrace.bench.datasets.tasks.draw import TASKS, held_out_conversations
 from headrace.bench.report import markdown_table
 from headrace.launch.locate import bundled_model
 

@@ -16,7 +16,7 @@ PRECISIONS = ("bf16", "int8", "int4")
 PROMPT = 512
 
 
-def foretold(shape: Shape, precision: str, *, context: int) -> dict[str, Any]:
+def estimated(shape: Shape, precision: str, *, context: int) -> dict[str, Any]:
     """`headrace plan --json`."""
     command = [sys.executable, "-m", "headrace", "plan", "--json", "--model", str(shape.folder),
                "--load-format", "dummy", "--dtype", "bfloat16", "--context", str(context)]  # fmt: skip
@@ -31,7 +31,7 @@ def measure(peers: Peers, shape: Shape, *, rounds: int) -> list[dict[str, Any]]:
     num_input, num_output = shape.loads[8]
     context = num_input + num_output // 2
     for precision in PRECISIONS:
-        plans = [foretold(shape, precision, context=context) for _ in range(rounds)]
+        plans = [estimated(shape, precision, context=context) for _ in range(rounds)]
         session = Session(commands(peers, shape, precision)["headrace"])
         session.run(1, 8, 4)
         probe_s = max(plan["probe_s"] for plan in plans)
@@ -59,6 +59,6 @@ def _row(
         "precision": precision,
         "load": load,
         "probe_s": probe_s,
-        "foretold": statistics.median(said),
+        "estimated": statistics.median(said),
         "measured": statistics.median(measured) if measured else None,
     }

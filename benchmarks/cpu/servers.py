@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.cpu.sessions import Peers, Session
 from benchmarks.cpu.sessions import commands as session_commands
 from benchmarks.cpu.shapes import BUNDLED, Shape
-from headrace.bench.serve import Load, run_load
+from headrace.bench.serve import LoadSpec, run_load
 from headrace.bench.startup import free_port
 
 USERS, NUM_INPUT, NUM_OUTPUT = 16, 256, 128
@@ -51,7 +51,7 @@ def once(
         try:
             if (refusal := _wait(base, process)) is not None:
                 return refusal
-            load = Load(
+            load = LoadSpec(
                 base_url=base, token_ids=1000, timeout_s=300.0, concurrency=users, num_requests=users,
                 input_words=16 if quick else NUM_INPUT, output_tokens=8 if quick else NUM_OUTPUT,
                 seed=seed,
@@ -63,7 +63,7 @@ def once(
             process.wait(30)
 
 
-def _small(load: Load) -> Load:
+def _small(load: LoadSpec) -> LoadSpec:
     """What warms the server up."""
     import msgspec
 

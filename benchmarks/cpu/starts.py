@@ -32,7 +32,7 @@ IMPORTS = {
     ),
     "API": ("headrace.front.server.process",),
 }
-"""Process -> what it imports, as launch/begin.py does. The first two follow one another; the third is beside."""
+"""Process -> what it imports, as launch/child_entry.py does. The first two follow one another; the third is beside."""
 
 
 def make_checkpoint(shape: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Paged attention: tiles and pieces tried, against the memory's floor (decode) and the matrix units' rate (prefill)."""
+"""Paged attention: tiles and splits tried, against the memory's floor (decode) and the matrix units' rate (prefill)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.back.kernels.attention import triton_attention as kernels
 from headrace.back.kernels.attention.hopper import HopperTiles
 from headrace.back.kernels.attention.op import AttentionProblem, SamplePlan, sample_plan
 from headrace.back.kernels.attention.triton_lists import Tiles
-from headrace.back.kernels.kv_write.coded import random_cache
+from headrace.back.kernels.kv_write.quantized import random_quantized_cache
 from headrace.back.kernels.op import sample_generator
 from headrace.back.kernels.triton.timing import each_us
 
@@ -55,34 +55,34 @@ HOPPER_TILES = [
     HopperTiles(n=128, stages=3),
     HopperTiles(n=64, stages=4),
 ]
-CODED = [(1, 8192), (32, 1024), (256, 1024)]
+QUANTIZED = [(1, 8192), (32, 1024), (256, 1024)]
 CODED_TILES = [
     Tiles(m=16, n=n, num_warps=warps, num_stages=stages)
     for n, warps, stages in ((64, 4, 3), (128, 4, 3), (128, 8, 3), (128, 4, 5), (256, 8, 3))
 ]
 PIECES = [(2, 256), (2, 128), (4, 128), (8, 64)]
-"""(programs per multiprocessor, least positions of a piece)."""
+"""(programs per multiprocessor, least positions of a split)."""
 
 
-def problem(model: str, coded: str | None = None) -> AttentionProblem:
+def problem(model: str, quantized: str | None = None) -> AttentionProblem:
     """A layer of the model."""
     heads, kv_heads = MODELS[model]
     return AttentionProblem(
         device="cuda", dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=128,
-        block_tokens=16, scale=128**-0.5, coded=coded,
+        block_tokens=16, scale=128**-0.5, quantized=quantized,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def _tensors(
-    heads: int, kv_heads: int, rows: tuple[tuple[int, int], ...], layers: int, coded: bool
+    heads: int, kv_heads: int, rows: tuple[tuple[int, int], ...], layers: int, quantized: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor], SamplePlan]:
     plan, num_blocks = sample_plan(list(rows), block_tokens=16, window=None, device="cuda")
     new = {"device": "cuda", "dtype": torch.bfloat16}
     q = torch.randn(sum(queries for queries, _ in rows), heads, 128, **new)
-    if coded:
+    if quantized:
         shape = (num_blocks, kv_heads, 16, 128)
-        one = random_cache(shape, generator=sample_generator(), device="cuda")
+        one = random_quantized_cache(shape, generator=sample_generator(), device="cuda")
     else:
         one = torch.randn(num_blocks, 2, kv_heads, 16, 128, **new)
     return q, [one, *(one.clone() for _ in range(layers - 1))], plan
@@ -93,7 +93,7 @@ def calls(
 ) -> list[Callable[[], object]]:
     """One call per layer, each with its own cache."""
     q, caches, plan = _tensors(
-        case.heads, case.kv_heads, tuple(rows), layers, case.coded is not None
+        case.heads, case.kv_heads, tuple(rows), layers, case.quantized is not None
     )
     attends = [kernels.bind(case) for _ in caches]
     return [
@@ -104,7 +104,7 @@ def calls(
 
 @contextmanager
 def _patched(tiles: Tiles, name: str) -> Iterator[None]:
-    """The kernels that have a program a piece, with these tiles."""
+    """The kernels that have a program a split, with these tiles."""
 
     def chosen(case: AttentionProblem, rows: int = 1) -> Tiles:
         return replace(tiles, m=max(tiles.m, 16))
@@ -128,7 +128,7 @@ def decode(rate: float) -> list[dict[str, object]]:
             with (
                 _patched(tiles, "decode_tiles"),
                 patch.object(kernels, "PROGRAMS_PER_SM", per_sm),
-                patch.object(kernels, "MIN_PIECE", least),
+                patch.object(kernels, "MIN_SPLIT_TOKENS", least),
             ):
                 us = each_us(calls(case, [(1, length)] * rows, layers), replays=5)
             tried.append((round(us, 2), tiles.n, tiles.num_warps, tiles.num_stages, per_sm, least))
@@ -168,11 +168,11 @@ def prefill() -> list[dict[str, object]]:
     return found
 
 
-def codes(rate: float) -> list[dict[str, object]]:
-    """Decode rows and a long prompt over caches of codes: microseconds."""
+def quantized(rate: float) -> list[dict[str, object]]:
+    """Decode rows and a long prompt over quantized caches: microseconds."""
     found = []
-    for coded, (rows, length) in itertools.product(("int8", "fp8"), CODED):
-        case = problem("8B", coded)
+    for quantized, (rows, length) in itertools.product(("int8", "fp8"), QUANTIZED):
+        case = problem("8B", quantized)
         kv_bytes = rows * length * 2 * case.kv_heads * 132
         layers = max(2, min(16, (400 << 20) // kv_bytes + 1))
         tried = []
@@ -183,12 +183,18 @@ def codes(rate: float) -> list[dict[str, object]]:
         tried.sort()
         floor = round(kv_bytes / rate * 1e6, 2)
         found.append(
-            {"coded": coded, "rows": rows, "length": length, "floor_us": floor, "tried": tried}
+            {
+                "quantized": quantized,
+                "rows": rows,
+                "length": length,
+                "floor_us": floor,
+                "tried": tried,
+            }
         )
         print(found[-1], flush=True)
-    for coded in ("int8", "fp8"):
-        us = each_us(calls(problem("8B", coded), [(8192, 8192)], 2), replays=3)
-        found.append({"coded": coded, "rows": "prefill 1 x 8192", "us": round(us, 1)})
+    for quantized in ("int8", "fp8"):
+        us = each_us(calls(problem("8B", quantized), [(8192, 8192)], 2), replays=3)
+        found.append({"quantized": quantized, "rows": "prefill 1 x 8192", "us": round(us, 1)})
         print(found[-1], flush=True)
     return found
 
@@ -265,10 +271,10 @@ def dense(
 def _compile(task: tuple[str, str, Tiles | HopperTiles, int]) -> None:
     model, name, tiles, rows = task
     queries = 1 if name != "prefill" else 40
-    coded = name if name in ("int8", "fp8") else None
+    quantized = name if name in ("int8", "fp8") else None
     with variant_of(tiles) if name == "prefill" else _patched(tiles, "decode_tiles"):
         try:
-            calls(problem(model, coded), [(queries, 40)] * rows, 1)[0]()
+            calls(problem(model, quantized), [(queries, 40)] * rows, 1)[0]()
         except Exception as error:
             print("compile", task, type(error).__name__, str(error)[:100], flush=True)
     torch.cuda.synchronize()
@@ -291,8 +297,8 @@ def compile_all(*, decodes: bool = True, processes: int = 14) -> None:
         ]
     tasks += [("8B", "decode_tiles", Tiles(m=16, n=128, num_warps=4, num_stages=3), 64)]
     tasks += [
-        ("8B", coded, tiles, rows)
-        for coded in ("int8", "fp8")
+        ("8B", quantized, tiles, rows)
+        for quantized in ("int8", "fp8")
         for tiles in CODED_TILES
         for rows in (1, 32, 256)
     ]

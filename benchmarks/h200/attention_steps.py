@@ -3,7 +3,7 @@ graph anew, and turns go there and back, since contexts grow meanwhile.
 
     python -m benchmarks.h200.attention_steps --shape qwen3-8b --batches 1,8,32,128,256 [--variants]
 
-Microseconds of a step, median of all turns: "pieces" by the kernel with a program a piece, "chosen" by what
+Microseconds of a step, median of all turns: "splits" by the kernel with a program per KV split, "chosen" by what
 kernels/attention/hopper_decode.py chooses for so many rows, else the KV heads of a tile and the stages of the kernel
 that streams the cache.
 """
@@ -28,7 +28,7 @@ from headrace.back.executor.inline import InlineExecutor
 from headrace.back.kernels.attention import hopper_decode
 from headrace.bench.offline import OfflineEngine
 
-CHOSEN = {"pieces": (1 << 30, hopper_decode.STREAMS), "chosen": (1, hopper_decode.STREAMS)}
+CHOSEN = {"splits": (1 << 30, hopper_decode.STREAMS), "chosen": (1, hopper_decode.STREAMS)}
 TRIED = {f"{one.heads}, {one.stages}": (1, ((1 << 30, one),)) for one in VARIANTS}
 STEPS, ROUNDS = 24, 2
 KEPT: list[object] = []
@@ -65,7 +65,7 @@ def turns(engine: OfflineEngine, names: list[str], batch: int, prompt: int) -> d
                 for _ in range(STEPS):
                     engine.core.step(wait=True)
                 us[name].append((time.perf_counter() - begin) / STEPS * 1e6)
-    engine.core.abort(list(engine.core.requests))
+    engine.core.abort([request.id for request in engine.core.requests])
     while engine.core.has_work:
         engine.core.step(wait=True)
     return {name: round(float(np.median(took)), 1) for name, took in us.items()}
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--variants", action="store_true")
     given = parser.parse_args()
-    names = ["pieces", *TRIED] if given.variants else list(CHOSEN)
+    names = ["splits", *TRIED] if given.variants else list(CHOSEN)
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(write_model(Path(folder), given.shape))
     for batch in map(int, given.batches.split(",")):

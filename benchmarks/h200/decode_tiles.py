@@ -1,4 +1,4 @@
-"""Tiles of the decode kernel that has a program a piece, by number of rows, over caches as large as a model's; the one
+"""Tiles of the decode kernel that has a program a split, by number of rows, over caches as large as a model's; the one
 that streams the cache: decode_streams.py.
 
     python -m benchmarks.h200.decode_tiles
@@ -23,7 +23,7 @@ from headrace.back.kernels.attention import hopper_decode
 from headrace.back.kernels.attention import triton_attention as kernels
 from headrace.back.kernels.attention.op import sample_plan
 from headrace.back.kernels.attention.triton_lists import Tiles
-from headrace.back.kernels.kv_write.coded import random_cache
+from headrace.back.kernels.kv_write.quantized import random_quantized_cache
 from headrace.back.kernels.triton.timing import graph_of, replay_us
 
 CASES: list[tuple[int, int, int]] = [
@@ -43,13 +43,15 @@ BLOCKS = 49_000
 """A layer's cache of an 8B model on an H200, 3.2 GB."""
 
 
-def make_caches(*, coded: bool = False) -> list[torch.Tensor]:
+def make_caches(*, quantized: bool = False) -> list[torch.Tensor]:
     """The caches of LAYERS layers, random."""
     case = problem("8B")
-    if coded:
+    if quantized:
         sizes = (BLOCKS, case.kv_heads, case.block_tokens, case.head_dim)
         generator = torch.Generator("cuda").manual_seed(0)
-        return [random_cache(sizes, generator=generator, device="cuda") for _ in range(LAYERS)]
+        return [
+            random_quantized_cache(sizes, generator=generator, device="cuda") for _ in range(LAYERS)
+        ]
     shape = (BLOCKS, 2, case.kv_heads, case.block_tokens, case.head_dim)
     return [torch.empty(shape, dtype=case.dtype, device="cuda").normal_() for _ in range(LAYERS)]
 

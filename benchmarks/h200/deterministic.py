@@ -25,8 +25,8 @@ from headrace.back.kernels.attention.triton_fixed import FixedTile as FixedAtten
 from headrace.back.kernels.attention.triton_fixed import bind as fixed_attention
 from headrace.back.kernels.fused_linear import op as fused_linear
 from headrace.back.kernels.linear import op as linear
-from headrace.back.kernels.linear.triton_fixed import FixedTile, fixed, tile_for
-from headrace.back.kernels.linear.triton_small import Product
+from headrace.back.kernels.linear.triton_fixed import FixedOrderTile, fixed, tile_for
+from headrace.back.kernels.linear.triton_small import Gemm
 from headrace.back.kernels.triton.timing import copies, each_us
 from headrace.bench.latency import latency
 from headrace.bench.report import markdown_table, versions
@@ -38,18 +38,18 @@ PRODUCTS = {
 TOKENS = (1, 64, 128, 256, 2048)
 BATCHES = ((1, 128), (8, 128), (64, 128), (256, 128), (64, 1024))
 FEW = (
-    FixedTile(m=64, n=64, k=64, warps=4, stages=6),
-    FixedTile(m=64, n=128, k=64, warps=4, stages=4),
-    FixedTile(m=64, n=128, k=64, warps=4, stages=6),
-    FixedTile(m=64, n=128, k=128, warps=4, stages=3),
-    FixedTile(m=64, n=64, k=128, warps=4, stages=4),
+    FixedOrderTile(m=64, n=64, k=64, warps=4, stages=6),
+    FixedOrderTile(m=64, n=128, k=64, warps=4, stages=4),
+    FixedOrderTile(m=64, n=128, k=64, warps=4, stages=6),
+    FixedOrderTile(m=64, n=128, k=128, warps=4, stages=3),
+    FixedOrderTile(m=64, n=64, k=128, warps=4, stages=4),
 )
 MANY = (
-    FixedTile(m=64, n=128, k=64, warps=4, stages=4),
-    FixedTile(m=128, n=128, k=64, warps=4, stages=4),
-    FixedTile(m=128, n=128, k=64, warps=8, stages=3),
-    FixedTile(m=128, n=256, k=64, warps=8, stages=3),
-    FixedTile(m=128, n=64, k=64, warps=4, stages=4),
+    FixedOrderTile(m=64, n=128, k=64, warps=4, stages=4),
+    FixedOrderTile(m=128, n=128, k=64, warps=4, stages=4),
+    FixedOrderTile(m=128, n=128, k=64, warps=8, stages=3),
+    FixedOrderTile(m=128, n=256, k=64, warps=8, stages=3),
+    FixedOrderTile(m=128, n=64, k=64, warps=4, stages=4),
 )
 
 
@@ -96,7 +96,7 @@ def _product(
     for tile in {chosen: None, **dict.fromkeys(FEW if tokens <= 64 else MANY)}:
         if activation and tile.n == 256:
             continue
-        runs = [fixed(Product(weight_OI=w, activation=activation), tile=tile) for w in weights]
+        runs = [fixed(Gemm(weight_OI=w, activation=activation), tile=tile) for w in weights]
         label = f"{tile.m}x{tile.n}x{tile.k} w{tile.warps} s{tile.stages}"
         try:
             us = each_us([lambda run=run: run(x, y) for run in runs])

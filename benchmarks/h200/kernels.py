@@ -1,7 +1,7 @@
 """The Triton kernels on one GPU: right, how fast, how far from the floor. `python -m benchmarks.h200.kernels OUT
 [PART ...]`
 
-Parts: check, small, attention, products, chain (all, in this order). Writes OUT/kernels.json and OUT/products.json
+Parts: check, small, attention, gemms, chain (all, in this order). Writes OUT/kernels.json and OUT/gemms.json
 (the table that ships, headrace/back/kernels/linear/tables). An H200 takes about three minutes, most of it compiling.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.h200 import attention, chain, correct, products
+from benchmarks.h200 import attention, chain, correct, gemms
 from benchmarks.h200.timing import read_rate
 from headrace.back.kernels.gated_act import triton_gated_act
 from headrace.back.kernels.gated_act.op import GatedActProblem
@@ -25,6 +25,7 @@ from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.gumbel import triton_gumbel
 from headrace.back.kernels.gumbel.op import GumbelProblem
 from headrace.back.kernels.linear import table
+from headrace.back.kernels.linear.triton_small import gemm_device_of
 from headrace.back.kernels.qk_rope_write import triton_qk_rope_write
 from headrace.back.kernels.qk_rope_write.op import QKRopeWriteProblem
 from headrace.back.kernels.rms_norm import triton_rms_norm
@@ -91,7 +92,7 @@ def small() -> list[dict[str, Any]]:
 def main() -> None:
     """See the module."""
     out = Path(sys.argv[1])
-    parts = sys.argv[2:] or ["check", "small", "attention", "products", "chain"]
+    parts = sys.argv[2:] or ["check", "small", "attention", "gemms", "chain"]
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     rate = read_rate()
     report["read_bytes_per_s"] = rate
@@ -125,14 +126,15 @@ def _run(part: str, rate: float, out: Path) -> object:
         return {
             "decode": attention.decode(rate),
             "prefill": attention.prefill(),
-            "codes": attention.codes(rate),
+            "quantized": attention.quantized(rate),
             "shared": attention.shared(),
         }
-    if part == "products":
-        print("compiled", products.compile_all(), flush=True)
-        found, rows = products.sweep(rate)
-        table.write(out / "products.json", report_name(), found)
-        table.write(table.user_file(report_name()), report_name(), found)
+    if part == "gemms":
+        print("compiled", gemms.compile_all(), flush=True)
+        found, rows = gemms.sweep(rate)
+        here = gemm_device_of(torch.device("cuda", 0))
+        table.write(out / "gemms.json", here, found)
+        table.write(table.user_file(here), here, found)
         return rows
     assert part == "chain", part
     return [row for model in chain.MODELS for row in chain.Step(model).report(rate, SIZES)]

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from benchmarks.h200.products import MODELS
+from benchmarks.h200.gemms import MODELS
 from headrace.back.kernels.linear.tune import loaded_us
 
 MOST, ROOM = 10, 64 << 20

@@ -14,6 +14,7 @@ from headrace.bench.report import markdown_table
 
 HERE = Path(__file__).resolve().parent
 MARK = "<!-- made by benchmarks.h200.report -->"
+END = "<!-- end of what benchmarks.h200.report made -->"
 SHAPES = ("qwen3-8b", "qwen3-0.6b")
 # decode step ms, prefill tok/s, 512 requests output tok/s: vLLM 0.26, the same loads on the same machine
 PEER_STEPS = {
@@ -92,16 +93,16 @@ def devices_table() -> str:
     return markdown_table((SHAPES[0], *found), rows)
 
 
-def coded_table() -> str:
-    """A KV cache of fp8 codes."""
-    plain, coded = load("offline", SHAPES[0]), load("offline", f"{SHAPES[0]}-fp8")
+def quantized_table() -> str:
+    """A quantized KV cache (fp8)."""
+    plain, quantized = load("offline", SHAPES[0]), load("offline", f"{SHAPES[0]}-fp8")
     rows: list[tuple[object, ...]] = [
         (f"decode step {a['batch']} x {a['prompt']}, ms", a["step_ms"], b["step_ms"])
-        for a, b in zip(plain["steps"], coded["steps"], strict=True)
+        for a, b in zip(plain["steps"], quantized["steps"], strict=True)
     ]
     rows += [
         (f"prefill {a['batch']} x {a['prompt']}, tok/s", f"{a['tok_s']:,.0f}", f"{b['tok_s']:,.0f}")
-        for a, b in zip(plain["prefill"], coded["prefill"], strict=True)
+        for a, b in zip(plain["prefill"], quantized["prefill"], strict=True)
     ]
     return markdown_table((SHAPES[0], "bfloat16", "--kv-dtype fp8"), rows)
 
@@ -145,7 +146,7 @@ def server_table() -> str:
     return markdown_table(("shape", "users", *names, "1.15 x"), rows)
 
 
-def drawn_table() -> str:
+def sampled_table() -> str:
     """Decode steps by sampling, where measured."""
     rows = [
         (shape, row["batch"], row["sampling"], row["step_ms"])
@@ -175,10 +176,11 @@ def start_lines() -> str:
 
 def main() -> None:
     readme = HERE / "README.md"
-    head = readme.read_text().split(MARK)[0].rstrip()
+    head, rest = readme.read_text().split(MARK)
+    notes = rest.split(END)[1]
     versions = load("offline", SHAPES[0])["versions"]
     parts = [
-        head,
+        head.rstrip(),
         MARK,
         f"One NVIDIA H200; {', '.join(f'{k} {v}' for k, v in versions.items())}; bfloat16.",
         "## Decode steps",
@@ -188,17 +190,17 @@ def main() -> None:
         "## Several devices",
         devices_table(),
         "The sums alone: [all_reduce.md](all_reduce.md).",
-        "## KV cache of codes",
-        coded_table(),
+        "## Quantized KV cache",
+        quantized_table(),
         "## Server",
         "1024 random tokens in (+-50 %), 128 out, after one uncounted request per user.",
         server_table(),
         "## Random rows",
-        drawn_table(),
+        sampled_table(),
         "## Start and idle time",
         start_lines(),
     ]
-    readme.write_text("\n\n".join(parts) + "\n")
+    readme.write_text("\n\n".join([*parts, END]) + notes)
 
 
 if __name__ == "__main__":

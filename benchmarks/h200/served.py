@@ -27,7 +27,7 @@ from benchmarks.h200.server import start, stop
 from benchmarks.h200.shapes import write_model
 from benchmarks.h200.where import FIRST
 from headrace.bench.report import markdown_table
-from headrace.bench.serve import Load, run_load
+from headrace.bench.serve import LoadSpec, run_load
 
 LAUNCHED_IDLE_US = 1000.0
 Kernel = tuple[float, float, str]
@@ -107,8 +107,8 @@ def main() -> None:
             load = {"base_url": base, "endpoint": "completions", "token_ids": 150_000}
             load |= {"output_tokens": 128, "input_words": 1024, "spread": 0.5}
             load |= {"concurrency": given.users}
-            run_load(Load(**load, num_requests=given.users))
-            more = Load(**load, num_requests=given.users * 4, seed=given.users)
+            run_load(LoadSpec(**load, num_requests=given.users))
+            more = LoadSpec(**load, num_requests=given.users * 4, seed=given.users)
             users = threading.Thread(target=run_load, args=(more,))
             users.start()
             time.sleep(given.after_s)

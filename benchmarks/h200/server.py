@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.h200.shapes import write_model
 from headrace.bench.report import markdown_table, versions
-from headrace.bench.serve import Load, run_load
+from headrace.bench.serve import LoadSpec, run_load
 from headrace.bench.startup import free_port, wait_ready
 
 # out tok/s, TTFT p50 ms, ITL p99 ms: vLLM 0.26 with the same load
@@ -70,8 +70,8 @@ def measure(base: str, shape: str, users: int) -> dict[str, Any]:
     """One closed loop, after one that is not counted with one request per user."""
     load = {"base_url": base, "endpoint": "completions", "token_ids": 150_000, "output_tokens": 128}
     load |= {"input_words": 1024, "spread": 0.5, "concurrency": users, "timeout_s": 120.0}
-    run_load(Load(**load, num_requests=users, seed=0))
-    found = run_load(Load(**load, num_requests=users * ROUNDS, seed=users))
+    run_load(LoadSpec(**load, num_requests=users, seed=0))
+    found = run_load(LoadSpec(**load, num_requests=users * ROUNDS, seed=users))
     peer = PEER[shape].get(users, (None, None, None))
     return {
         "shape": shape,

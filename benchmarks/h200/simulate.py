@@ -1,6 +1,6 @@
 """A closed loop of users in simulated time: what a budget of tokens or a bound on prompts does, without a device.
 
-    python -m benchmarks.h200.simulate --shape qwen3-8b --users 256 [--budget 1792] [--stretch 3]
+    python -m benchmarks.h200.simulate --shape qwen3-8b --users 256 [--budget 1792] [--max-slowdown 2 --bends]
 
 The real scheduler plans the load of benchmarks/h200/server.py; a step takes what one H200 was measured to take for its
 tokens (STEP_MS) and for the KV of its decodes. The host is free, but for TURN_S between an answer and its user's next
@@ -70,7 +70,7 @@ class Step:
     def result(self, timeout_s: float | None = None) -> StepResult:
         """See Pending: it is over then."""
         self.clock.now_s = max(self.clock.now_s, self.due_s)
-        tokens = np.where(self.plan.sample, 5, -1).astype(np.int32)
+        tokens = np.where(self.plan.sample, 5, -1).astype(np.int32)[:, None]
         return StepResult(step=self.plan.step, tokens=tokens)
 
 
@@ -104,7 +104,7 @@ class Loop:
         self._due: list[tuple[float, int]] = []
         self._next = self._ended = 0
         self.asked: dict[int, float] = {}
-        self.told: dict[int, list[float]] = {}
+        self.times: dict[int, list[float]] = {}
 
     def run(self, requests: int) -> None:
         """All of them, to the last answer."""
@@ -132,17 +132,24 @@ class Loop:
 
     def _read(self, batch: TokenBatch, end: int) -> None:
         for number in batch.ids.tolist():
-            self.told.setdefault(number, []).append(self._clock.now_s)
+            self.times.setdefault(number, []).append(self._clock.now_s)
         for _ in batch.finished:
             self._ended += 1
             if self._next < end:
                 self._ask(self._clock.now_s + TURN_S)
 
 
-def simulate(shape: str, users: int, budget: int, stretch: float | None) -> list[object]:
+def simulate(
+    shape: str, users: int, budget: int, max_slowdown: float | None, bends: bool
+) -> list[object]:
     """A row of the table; one round before it is not counted, as in the measurement."""
     spec = make_spec(running=256, context=1536, steps=200)
-    scheduler = SchedulerSpec(max_step_tokens=budget, max_running=256, decode_stretch=stretch)
+    scheduler = SchedulerSpec(
+        max_step_tokens=budget,
+        max_running=256,
+        max_decode_slowdown=max_slowdown,
+        slowdown_bends=bends,
+    )
     kv = msgspec.structs.replace(spec.kv, prefix_caching=False, num_blocks=40_000)
     spec = msgspec.structs.replace(spec, scheduler=scheduler, kv=kv)
     clock = Clock()
@@ -151,9 +158,9 @@ def simulate(shape: str, users: int, budget: int, stretch: float | None) -> list
     loop.run(users)
     began_s, met = clock.now_s, users
     loop.run(users * ROUNDS)
-    told = [times for number, times in loop.told.items() if number >= met]
-    first = [loop.told[number][0] - asked for number, asked in loop.asked.items() if number >= met]
-    gaps = 1e3 * np.concatenate([np.diff(times) for times in told])
+    token_times = [times for number, times in loop.times.items() if number >= met]
+    first = [loop.times[number][0] - asked for number, asked in loop.asked.items() if number >= met]
+    gaps = 1e3 * np.concatenate([np.diff(times) for times in token_times])
     sizes = Buckets(max_rows=256, max_tokens=budget, groups=1)
     mixed = [(s, t, sizes.of(tokens=t, rows=r)) for s, t, r in device.steps if t > r]
     seen, new = set(), 0
@@ -163,7 +170,7 @@ def simulate(shape: str, users: int, budget: int, stretch: float | None) -> list
     padded = sum(bucket.tokens for _, _, bucket in mixed) / sum(t for _, t, _ in mixed) - 1
     rate = users * ROUNDS * OUTPUT / (clock.now_s - began_s)
     return [
-        *(shape, users, budget, stretch or "none", f"{rate:,.0f}"),
+        *(shape, users, budget, max_slowdown or "none", f"{rate:,.0f}"),
         f"{1e3 * np.median(first):.0f}",
         f"{np.median(gaps):.1f} / {np.percentile(gaps, 99):.1f}",
         *(f"{100 * padded:.1f} %", new),
@@ -176,12 +183,14 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--users", default="256", help="such as 16,64,256")
     parser.add_argument("--budget", type=int)
-    parser.add_argument("--stretch", type=float)
+    parser.add_argument("--max-slowdown", type=float)
+    parser.add_argument("--bends", action="store_true")
     given = parser.parse_args()
     budget = given.budget or BUDGET[given.shape]
-    header = ("shape", "users", "budget", "stretch", "out tok/s", "TTFT p50 ms")
+    header = ("shape", "users", "budget", "max_slowdown", "out tok/s", "TTFT p50 ms")
     rows = [
-        simulate(given.shape, int(users), budget, given.stretch) for users in given.users.split(",")
+        simulate(given.shape, int(users), budget, given.max_slowdown, given.bends)
+        for users in given.users.split(",")
     ]
     print(markdown_table([*header, "ITL p50 / p99 ms", "padded", "new sizes"], rows))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.h200.products import MODELS
+from benchmarks.h200.gemms import MODELS
 from benchmarks.h200.shapes import BYTES_PER_S, FLOPS
 from benchmarks.h200.where import Clocks
 from headrace.back.kernels.triton.timing import graph_of, replay_us

@@ -154,12 +154,12 @@ def mixed(engine: OfflineEngine, clocks: Clocks, tokens: int, users: int) -> dic
         begin = time.perf_counter()
         for _ in range(40):
             engine.core.step(wait=True)
-            if flights := engine.core._flights:
-                sizes.append((flights[-1][0].num_decodes, flights[-1][0].num_prefill_tokens))
+            if in_flight := engine.core._in_flight_steps:
+                sizes.append((in_flight[-1][0].num_decodes, in_flight[-1][0].num_prefill_tokens))
         row["unprofiled_us"] = (time.perf_counter() - begin) / 40 * 1e6
     row["decodes"], row["prefill"] = (float(np.mean(column)) for column in zip(*sizes, strict=True))
     row |= exclusive(recorded(engine, 12))
-    engine.core.abort(list(engine.core.requests))
+    engine.core.abort([request.id for request in engine.core.requests])
     while engine.core.has_work:
         engine.core.step(wait=True)
     return row
@@ -168,14 +168,14 @@ def mixed(engine: OfflineEngine, clocks: Clocks, tokens: int, users: int) -> dic
 def offline(engine: OfflineEngine, clocks: Clocks) -> dict[str, Any]:
     """Seconds of the steps of `offline.offline`'s load: with prompts, and by how many rows decode."""
     rng, row, steps = np.random.default_rng(0), {}, []
-    pace = engine.core.scheduler.pace
+    prefill_budget = engine.core.scheduler.prefill_budget
 
     def landed(submitted_at: float, now: float, *, decodes: int, prefill_tokens: int) -> None:
         steps.append((now, decodes, prefill_tokens))
 
     inputs, outputs = (draw_lengths(rng, mean, 0.6, 512).tolist() for mean in (1024, 320))
     requests = [engine.request(rng, i, o, 0.0) for i, o in zip(inputs, outputs, strict=True)]
-    with patch.object(pace, "landed", landed), clocks.sampled(row):
+    with patch.object(prefill_budget, "observe", landed), clocks.sampled(row):
         trace = engine.run(requests)
     seen = np.array(steps)
     ms = 1e3 * np.diff(seen[:, 0], prepend=trace.start_s)

@@ -20,14 +20,14 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
+from benchmarks.h200.gemms import MODELS
 from benchmarks.h200.offline import make_engine, prefill
-from benchmarks.h200.products import MODELS
 from benchmarks.h200.shapes import write_model
 from benchmarks.h200.where import Clocks
 from headrace.back.kernels.linear import table
-from headrace.back.kernels.linear.table import Measured, ProductPlan
-from headrace.back.kernels.linear.triton_small import Product, launcher
-from headrace.back.kernels.linear.tune import LARGE, Trial, candidates, loaded_us
+from headrace.back.kernels.linear.table import GemmPlan, Measured
+from headrace.back.kernels.linear.triton_small import Gemm, gemm_device_of, launcher
+from headrace.back.kernels.linear.tune import LARGE, GemmTrial, candidates, loaded_us
 from headrace.bench.latency import latency
 
 SHAPES = {
@@ -37,19 +37,19 @@ SHAPES = {
 }
 
 
-def error_of(trial: Trial, plan: ProductPlan, tokens: int) -> float:
+def error_of(trial: GemmTrial, plan: GemmPlan, tokens: int) -> float:
     """Relative distance from the product in float32."""
     weight, x = trial.weights[0], trial.x[:tokens]
     y = torch.full((tokens, len(weight) // 2), float("nan"), device=x.device, dtype=x.dtype)
-    launcher(Product(weight_OI=weight, activation="silu"), plan, tokens)(x, y)
+    launcher(Gemm(weight_OI=weight, activation="silu"), plan, tokens)(x, y)
     gate, up = (x.float() @ weight.float().t()).chunk(2, dim=1)
     expected = F.silu(gate) * up
     return float((y.float() - expected).norm() / expected.norm())
 
 
-def measured(trial: Trial, tokens: int, clocks: Clocks) -> tuple[list[dict[str, Any]], Any]:
+def measured(trial: GemmTrial, tokens: int, clocks: Clocks) -> tuple[list[dict[str, Any]], Any]:
     """A row for the library and one for each candidate, and the plan to keep."""
-    chains: list[tuple[ProductPlan | None, Any]] = [(None, trial.library(tokens))]
+    chains: list[tuple[GemmPlan | None, Any]] = [(None, trial.library(tokens))]
     chains += [(plan, trial.ours(plan, tokens)) for plan in candidates(trial.shape, tokens)]
     rows = []
     for plan, calls in chains:
@@ -69,7 +69,7 @@ def measured(trial: Trial, tokens: int, clocks: Clocks) -> tuple[list[dict[str, 
 def steps(turns: int) -> Iterator[dict[str, Any]]:
     """Steps of 8B by engines one after the other, with the plans that ship and with the library from 65 tokens on: a
     row for each engine."""
-    ours = table.measured(torch.cuda.get_device_name())
+    ours = table.measured(gemm_device_of(torch.device("cuda", 0)))
     library = {key: plans | dict.fromkeys(LARGE) for key, plans in ours.items()}
     for turn in range(2 * turns):
         name, of = (("ours", ours), ("library", library))[turn % 2]
@@ -100,7 +100,7 @@ def products(out: Path) -> None:
     clocks = Clocks()
     found: Measured = {}
     for name, shape in SHAPES.items():
-        trial = Trial(shape, torch.bfloat16)
+        trial = GemmTrial(shape, torch.bfloat16)
         plans = found.setdefault(shape.key, {})
         for tokens in trial.sizes:
             rows, plans[tokens] = measured(trial, tokens, clocks)
@@ -114,7 +114,7 @@ def products(out: Path) -> None:
             print(f"{name} {tokens}: " + "; ".join(cells), flush=True)
         del trial
         torch.cuda.empty_cache()
-    table.write(out / "wide.json", torch.cuda.get_device_name(), found)
+    table.write(out / "wide.json", gemm_device_of(torch.device("cuda", 0)), found)
 
 
 def main() -> None:

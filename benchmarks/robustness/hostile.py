@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.front.server.openapi import ApiRoute
-from headrace.front.server.table import plane_table, table
+from headrace.front.server.table import admin_routes, table
 
 JSON = {"Content-Type": "application/json"}
 SAID = [{"role": "user", "content": "fox"}]
@@ -136,7 +136,7 @@ def routes() -> dict[str, ApiRoute]:
 
 def plane_routes() -> dict[str, ApiRoute]:
     """Every row of the administrative plane, which has a listener of its own."""
-    return _rows(plane_table())
+    return _rows(admin_routes())
 
 
 def _rows(found: list[ApiRoute]) -> dict[str, ApiRoute]:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from headrace.base.errors import Unauthorized
-from headrace.front.server.auth import Gatekeeper
+from headrace.front.server.http.auth import ApiKeyAuthenticator
 
 KEY = b"sk-0123456789abcdefghijklmnopqrs"  # 32 bytes
 BOUND = 4.5
@@ -36,7 +36,7 @@ def scope_of(key: bytes) -> dict[str, Any]:
     return {"path": "/v1/models", "headers": [(b"authorization", b"Bearer " + key)]}
 
 
-def refuse(gate: Gatekeeper, scope: dict[str, Any]) -> None:
+def refuse(gate: ApiKeyAuthenticator, scope: dict[str, Any]) -> None:
     try:
         gate.tenant(scope)
     except Unauthorized:
@@ -97,7 +97,13 @@ def worst_t(found: dict[int, list[float]]) -> float:
 
 def run(keys: int, seed: int) -> dict[str, Any]:
     digests = tuple(hashlib.sha256(key).hexdigest() for key in (KEY, b"another key"))
-    gate = Gatekeeper(api_key_digests=digests, admin_key_digest=None, public_metrics=False)
+    gate = ApiKeyAuthenticator(
+        api_key_digests=digests,
+        admin_key_digest=None,
+        public_metrics=False,
+        admin=frozenset(),
+        admin_reads=frozenset(),
+    )
 
     def ours(key: bytes) -> Callable[[], None]:
         scope = scope_of(key)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.robustness.responses_loop --turns 40 [--write]
 
-HTTP as coding agents use it sends the whole history with each turn (store: false); with stored state it sends what is
+HTTP as layout agents use it sends the whole history with each turn (store: false); with stored state it sends what is
 new and the id of the turn before, as the WebSocket does, whose connection remembers by itself. The null executor
 answers, so that only the way to the engine and back is measured. The ways take turns, so that they share what else the
 machine does.

@@ -1,7 +1,7 @@
-"""Whole decode steps by how the products of a layer are computed: `python -m benchmarks.h200.product_tables`.
+"""Whole decode steps by how the products of a layer are computed: `python -m benchmarks.h200.gemm_tables`.
 
 A product alone, in a chain of its like, does not tell what it costs between a norm and an attention: the table that
-ships (headrace/back/kernels/linear/tables) was chosen by these steps among the finalists of `benchmarks.h200.products`.
+ships (headrace/back/kernels/linear/tables) was chosen by these steps among the finalists of `benchmarks.h200.gemms`.
 Kernels compile beside each other first. An H200 takes half a minute for a model.
 """
 
@@ -14,7 +14,8 @@ import torch
 
 from benchmarks.h200 import chain
 from headrace.back.kernels.linear import table
-from headrace.back.kernels.linear.table import Measured, ProductPlan
+from headrace.back.kernels.linear.table import GemmPlan, Measured
+from headrace.back.kernels.linear.triton_small import gemm_device_of
 from headrace.back.kernels.triton.ahead import compiling
 
 ROWS = {"8B": (2, 8, 16, 32), "0.6B": (2, 8, 32)}
@@ -30,14 +31,14 @@ def streamed(base: Measured, plain: tuple[int, int], gated: tuple[int, int]) -> 
         if shape.startswith(f"{chain.VOCABULARY}x"):
             continue
         k, stages = gated if shape.endswith("+act") else plain
-        plan = ProductPlan(kernel="stream", n=64, k=k, warps=4, stages=stages)
+        plan = GemmPlan(kernel="stream", n=64, k=k, warps=4, stages=stages)
         plans |= dict.fromkeys((2, 4, 8, 16, 32), plan)
     return found
 
 
 def main() -> None:
     """See the module."""
-    base = table.measured(torch.cuda.get_device_name())
+    base = table.measured(gemm_device_of(torch.device("cuda", 0)))
     tables = {"shipped": base} | {f"stream {one}": streamed(base, *one) for one in STREAMS}
     for model in chain.MODELS:
         step = chain.Step(model)

@@ -1,8 +1,8 @@
-"""The weight products of one decode step of a 0.6B model (benchmarks/models/qwen3-0.6b), beside plain reading.
+"""The weight gemms of one decode step of a 0.6B model (benchmarks/models/qwen3-0.6b), beside plain reading.
 
-    PYTHONPATH=. python benchmarks/cpu/products.py --threads 2 [--precisions int8,int4] [--rows 1,8,32]
+    PYTHONPATH=. python benchmarks/cpu/gemms.py --threads 2 [--precisions int8,int4] [--rows 1,8,32]
 
-Every product of all layers runs once per round, in the order of the model: nothing is found in a cache. Cells
+Every gemm of all layers runs once per round, in the order of the model: nothing is found in a cache. Cells
 are milliseconds of a step, medians over rounds; `read` is a plain read of the packed bytes by the same threads
 in the same rounds.
 """
@@ -18,15 +18,16 @@ import torch
 from headrace.back.kernels.linear import native as plain
 from headrace.back.kernels.linear.op import LinearProblem
 from headrace.back.kernels.linear_blocks import native as blocks
-from headrace.back.kernels.linear_blocks.layout import CODINGS, BlockWeight, empty_segment
+from headrace.back.kernels.linear_blocks.layout import LAYOUTS, BlockWeight, empty_segment
 from headrace.back.kernels.linear_blocks.op import LinearBlocksProblem
 from headrace.back.kernels.linear_quant import native as quant
 from headrace.back.kernels.linear_quant.layout import empty
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
 from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.back.kernels.probe.native import reader
+from headrace.back.parallel.bundle import FP8, INT8
 from headrace.back.platforms import huge_pages
-from headrace.back.quant.online import coding_of
+from headrace.back.quant.online import layout_of
 from headrace.back.quant.scheme import SCHEMES
 
 LAYERS = 28
@@ -35,26 +36,26 @@ HEAD = (1024, 151936)
 
 
 def weight(library, precision, inputs, outputs):
-    """(product, tensor of its bytes) with a weight of its own: "bf16", a scheme of back/quant or a block coding."""
+    """(gemm, tensor of its bytes) with a weight of its own: "bf16", a scheme of back/quant or a block layout."""
     facts = {"device": "cpu", "dtype": torch.bfloat16, "inputs": inputs}
     if precision == "bf16":
         data = huge_pages.kept((outputs, inputs), torch.bfloat16).fill_(0.01)
         return plain.bind_with(library, LinearProblem(**facts, outputs=outputs), data, None), data
     scheme = SCHEMES.get(precision)
-    coding = CODINGS[precision] if scheme is None else coding_of(scheme)
-    if coding is None:
-        packed = empty(outputs, inputs, "fp8" if scheme.floating else "int8")
+    layout = LAYOUTS[precision] if scheme is None else layout_of(scheme)
+    if layout is None:
+        packed = empty(outputs, inputs, FP8 if scheme.floating else INT8)
         packed.panels.fill_(60)
-        problem = LinearQuantProblem(**facts, outputs=outputs, coding=packed.coding)
+        problem = LinearQuantProblem(**facts, outputs=outputs, form=packed.form)
         return quant.bind_with(library, problem, packed, None), packed.panels
-    segment = empty_segment(coding, outputs, inputs)
+    segment = empty_segment(layout, outputs, inputs)
     segment.panels.fill_(60)
-    asked = LinearBlocksProblem(**facts, kinds=((coding.name, outputs),))
+    asked = LinearBlocksProblem(**facts, kinds=((layout.name, outputs),))
     return blocks.bind_with(library, asked, BlockWeight(inputs, (segment,)), None), segment.panels
 
 
 def step(library, precision):
-    """(name, inputs, product, bytes) of every product of a step."""
+    """(name, inputs, gemm, bytes) of every gemm of a step."""
     shapes = [(name, *shape) for _ in range(LAYERS) for name, shape in SHAPES.items()] + [
         ("head", *HEAD)
     ]
@@ -64,16 +65,16 @@ def step(library, precision):
     ]
 
 
-def measure(products, rows, seconds, read):
-    """name -> median milliseconds of a step; `read` reads each weight just after all products ran."""
-    x = {inputs: torch.randn(rows, inputs).bfloat16() for _, inputs, _, _ in products}
+def measure(gemms, rows, seconds, read):
+    """name -> median milliseconds of a step; `read` reads each weight just after all gemms ran."""
+    x = {inputs: torch.randn(rows, inputs).bfloat16() for _, inputs, _, _ in gemms}
     taken: dict[str, list[float]] = {}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(taken["all"]) < 4:
         spent: dict[str, float] = {}
-        for name, inputs, product, _ in products:
+        for name, inputs, gemm, _ in gemms:
             start = time.perf_counter()
-            product(x[inputs])
+            gemm(x[inputs])
             spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
         spent["all"] = sum(spent.values())
         start = time.perf_counter()
@@ -86,7 +87,7 @@ def measure(products, rows, seconds, read):
 
 
 def alone(library, precision, rows, seconds):
-    """Shape -> microseconds of one product on one thread, by that thread's own clock: what a busy machine leaves
+    """Shape -> microseconds of one gemm on one thread, by that thread's own clock: what a busy machine leaves
     of a figure; the 10th percentile."""
     taken = {}
     for name, (inputs, outputs) in SHAPES.items():
@@ -94,9 +95,9 @@ def alone(library, precision, rows, seconds):
         made = [weight(library, precision, inputs, outputs) for _ in range(count)]
         x, times, end = torch.randn(rows, inputs).bfloat16(), [], time.perf_counter() + seconds
         while time.perf_counter() < end or len(times) < 2 * count:
-            for product, _ in made:
+            for gemm, _ in made:
                 start = time.thread_time()
-                product(x)
+                gemm(x)
                 times.append((time.thread_time() - start) * 1e6)
         taken[name] = sorted(times)[len(times) // 10]
     return taken
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--precisions", default="bf16,int8,int4")
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument(
-        "--alone", action="store_true", help="single products, one thread, its own time"
+        "--alone", action="store_true", help="single gemms, one thread, its own time"
     )
     own = parser.parse_args()
     library = load()
@@ -134,11 +135,11 @@ def main() -> None:
     print("| precision | rows | " + " | ".join(names) + " | GB | GB/s | share of reading |")
     print("| --- " * (len(names) + 5) + "|")
     for precision in own.precisions.split(","):
-        products = step(library, precision)
-        num_bytes = sum(data.nbytes for *_, data in products)
-        read = [reader(library, data) for *_, data in products]
+        gemms = step(library, precision)
+        num_bytes = sum(data.nbytes for *_, data in gemms)
+        read = [reader(library, data) for *_, data in gemms]
         for rows in map(int, own.rows.split(",")):
-            spent = measure(products, rows, own.seconds, read)
+            spent = measure(gemms, rows, own.seconds, read)
             cells = " | ".join(f"{spent[name]:.2f}" for name in names)
             print(f"| {precision} | {rows} | {cells} | {num_bytes / 1e9:.3f} | {num_bytes / spent['all'] / 1e6:.1f} "
                   f"| {spent['read'] / spent['all']:.0%} |", flush=True)  # fmt: skip

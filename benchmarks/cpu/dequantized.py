@@ -1,7 +1,7 @@
-"""Many rows by block-quantized weights, one thread: as int8 codes, and as they are by widened weights; from how many
-rows on the latter is faster, per coding.
+"""Many rows by block-quantized weights, one thread: quantized to int8, and as they are by
+dequantized weights; from how many rows on the latter is faster, per layout.
 
-    PYTHONPATH=. python benchmarks/cpu/widened.py [--only int4-g32,Q4_K] [--seconds 1]
+    PYTHONPATH=. python benchmarks/cpu/dequantized.py [--only int4-g32,Q4_K] [--seconds 1]
 
 Microseconds of the thread's own time, the two in turn over four weights: the 10th percentile of each, and the ratio.
 """
@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from measure import row, setup
 
-from headrace.back.kernels.linear_blocks import native, native_widened, op
+from headrace.back.kernels.linear_blocks import native, native_dequantized, op
 
 SHAPE = (1024, 4096)  # inputs, outputs
 ROWS = (32, 48, 64, 128, 512)
@@ -37,18 +37,18 @@ def main() -> None:
     """Prints a table."""
     library, given = setup(__doc__)
     inputs, outputs = SHAPE
-    row("coding", *(f"{rows} rows" for rows in ROWS))
+    row("layout", *(f"{rows} rows" for rows in ROWS))
     row(*["---"] * (1 + len(ROWS)))
     for name in (given.only or NAMES).split(","):
         asked = op.LinearBlocksProblem(
             device="cpu", dtype=torch.bfloat16, inputs=inputs, kinds=((name, outputs),)
         )
         weights = [op.random_weight(asked, torch.Generator().manual_seed(i)) for i in range(4)]
-        widened = replace(asked, plain_from=1)
+        dequantized = replace(asked, plain_from=1)
         pairs = [
             (
                 native.bind_with(library, asked, weight, None),
-                native_widened.bind_with(library, widened, weight, None),
+                native_dequantized.bind_with(library, dequantized, weight, None),
             )
             for weight in weights
         ]

@@ -7,18 +7,18 @@ from dataclasses import asdict
 
 import torch
 
-from headrace.back.kernels.linear.table import Measured, ProductPlan
-from headrace.back.kernels.linear.tune import SWEEPS, Shape, Trial, candidates
+from headrace.back.kernels.linear.table import GemmPlan, Measured
+from headrace.back.kernels.linear.tune import SWEEPS, GemmShape, GemmTrial, candidates
 
 
-def of_model(width: int, heads: int, kv_heads: int, inner: int) -> dict[str, Shape]:
+def of_model(width: int, heads: int, kv_heads: int, inner: int) -> dict[str, GemmShape]:
     """The products of one layer, and of the head; head_dim is 128."""
     return {
-        "qkv": Shape(outputs=(heads + 2 * kv_heads) * 128, inputs=width, norm=True),
-        "o": Shape(outputs=width, inputs=heads * 128, add=True),
-        "gate_up": Shape(outputs=2 * inner, inputs=width, norm=True, gated=True),
-        "down": Shape(outputs=width, inputs=inner, add=True),
-        "head": Shape(outputs=151936, inputs=width),
+        "qkv": GemmShape(outputs=(heads + 2 * kv_heads) * 128, inputs=width, norm=True),
+        "o": GemmShape(outputs=width, inputs=heads * 128, add=True),
+        "gate_up": GemmShape(outputs=2 * inner, inputs=width, norm=True, gated=True),
+        "down": GemmShape(outputs=width, inputs=inner, add=True),
+        "head": GemmShape(outputs=151936, inputs=width),
     }
 
 
@@ -28,14 +28,14 @@ SHAPES = {
 }
 
 
-def floor_us(shape: Shape, tokens: int, rate: float) -> float:
+def floor_us(shape: GemmShape, tokens: int, rate: float) -> float:
     """Microseconds to move weight, x and y once."""
     return 2e6 * (shape.outputs * shape.inputs + tokens * (shape.inputs + shape.outputs)) / rate
 
 
-def _compile(task: tuple[Shape, int, list[ProductPlan]]) -> int:
+def _compile(task: tuple[GemmShape, int, list[GemmPlan]]) -> int:
     shape, tokens, plans = task
-    trial, done = Trial(shape, torch.bfloat16, count=1), 0
+    trial, done = GemmTrial(shape, torch.bfloat16, count=1), 0
     for plan in plans:
         try:
             trial.ours(plan, tokens)[0]()
@@ -62,7 +62,7 @@ def sweep(rate: float) -> tuple[Measured, list[dict[str, object]]]:
     table: Measured = {}
     rows = []
     for name, shape in SHAPES.items():
-        trial = Trial(shape, torch.bfloat16)
+        trial = GemmTrial(shape, torch.bfloat16)
         for swept, sizes in SWEEPS.items():
             tried = trial.tried(swept)
             for tokens in sizes:

@@ -1,12 +1,14 @@
-"""How much one has to read to follow a request: `python -m benchmarks.path_lines [--json | --files | --write]`.
+"""How much one has to read to follow a request: `python -m benchmarks.request_path [--json | --files | --write]`.
 
 Serves the bundled model in one process (real HTTP, real sockets, real model) and traces one streamed chat. On the path
-is every statement of headrace that runs between the HTTP body and the last chunk, and the signature of every function
-entered; blank lines, comments and docstrings are not counted, nor are branches that a plain chat does not take. Of
-the wire types, whose fields are read by generated code, and of the template's process, which is not traced, whole
-definitions count (`NAMED`). The first request is not traced: start-up and first use are no part of the path. Fifteen
-later ones are, and what runs in each of them counts: timers (heartbeats, watchdogs, polls) that went off meanwhile
-are no part of it either. The C++ of the kernels is not counted.
+is every statement of headrace that runs between the HTTP body and the last chunk, and every function entered, as one;
+branches that a plain chat does not take are not. Statements are counted, not lines, and what is packed into one counts
+as what it holds: an assignment of a tuple of values its parts, a call with a splatted literal its arguments, a walrus
+as an assignment of its own, a call behind `and` or `or` as a statement of its own. Of the wire types, whose
+fields are read by generated code, and of the template's process, which is not traced, whole definitions count
+(`NAMED`). The first request is not traced: start-up and first use are no part of the path. Fifteen later ones are, and
+what runs in each of them counts: timers (heartbeats, watchdogs, polls) that went off meanwhile are no part of it. The
+C++ of the kernels is not counted.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "headrace"
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
-LIMIT = 3000
+MAX_STATEMENTS, MAX_FILES = 3300, 70
 TRACED = 15
 
-# (stop, files or folders of headrace/). A file belongs to the first stop that names it.
-STOPS = (
+# (stage, files or folders of headrace/). A file belongs to the first stage that names it.
+STAGES = (
     ("HTTP body -> internal request", ("front/server",)),
     (
         "messages -> prompt -> tokens",
@@ -48,7 +50,10 @@ STOPS = (
     ("rows -> batch -> attention plan", ("back/runner",)),
     ("forward", ("back/models", "back/layers", "back/attention", "back/kernels")),
     ("sample", ("back/sampling",)),
-    ("update, finish, free", ("core/landing.py", "core/outbox.py", "core/request.py")),
+    (
+        "update, finish, free",
+        ("core/output_processor.py", "core/output_buffer.py", "core/request.py"),
+    ),
     ("tokens -> text -> events", ("front/client", "front/text")),
     ("everywhere", ("base", "core")),
 )
@@ -57,7 +62,7 @@ NAMED = {
     "base/wire/request.py": ("EngineRequest", "Finished", "TokenBatch"),
     "base/wire/step.py": ("RowStart", "StepPlan", "StepResult"),
     "front/client/events.py": ("Generation", "Started", "Delta", "Ended"),
-    "front/server/openai/schema.py": ("Common", "ChatRequest"),
+    "front/server/conversation/request.py": ("Common", "ChatRequest"),
     "front/text/template_worker.py": ("answer", "_render", "serve", "compiled"),
 }
 
@@ -74,7 +79,7 @@ Tracer = Callable[[FrameType, str, object], object]
 
 
 class Count(NamedTuple):
-    """Lines of code on the path, in the functions it enters, and all lines of the file."""
+    """Statements on the path, in the functions it enters, and in the whole file."""
 
     path: int
     functions: int
@@ -126,11 +131,11 @@ class Recorder:
 
     def _count(self, name: str) -> Count:
         source = Source(PACKAGE / name)
-        full = str(PACKAGE / name)
+        entered = self._calls[str(PACKAGE / name)]
         named = source.definitions(NAMED.get(name, ()))
-        path = source.statements(self._seen[full], self._calls[full]) | named
-        functions = source.functions(self._calls[full]) | named
-        return Count(len(path & source.code), len(functions & source.code), len(source.texts))
+        path = source.executed(self._seen[str(PACKAGE / name)], entered) | named
+        functions = source.functions(entered) | named
+        return Count(weight(path), weight(functions), weight(source.statements))
 
 
 def _common(earlier: dict[str, set[int]], now: dict[str, set[int]]) -> dict[str, set[int]]:
@@ -139,40 +144,76 @@ def _common(earlier: dict[str, set[int]], now: dict[str, set[int]]) -> dict[str,
 
 
 class Source:
-    """The lines of one file. `code`: neither blank, nor comment, nor docstring."""
+    """The statements of one file, docstrings left out."""
 
     def __init__(self, path: Path) -> None:
-        self.texts = path.read_text().splitlines()
         self._tree = ast.parse(path.read_text())
-        self.code = {
-            i for i, t in enumerate(self.texts, 1) if t.strip() and not t.lstrip().startswith("#")
+        self.statements = _statements(self._tree)
+
+    def executed(self, lines: set[int], entered: set[int]) -> set[ast.stmt]:
+        """The statements (of compound ones the head) that ran at least in part, and the functions entered."""
+        return {
+            node
+            for node in self.statements
+            if (
+                min(_extent(node)) in entered
+                if isinstance(node, FUNCTIONS)
+                else _head(node) & lines
+            )
+            and not isinstance(node, ast.ClassDef)
         }
-        for node in ast.walk(self._tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                self.code -= _extent(node)
 
-    def statements(self, ran: set[int], entered: set[int]) -> set[int]:
-        """The whole statements (of compound ones the head) that ran in part; signatures of what was entered."""
-        found: set[int] = set()
-        for node in ast.walk(self._tree):
-            if isinstance(node, FUNCTIONS):
-                if _extent(node) and min(_extent(node)) in entered:
-                    found |= _head(node)
-            elif isinstance(node, ast.stmt) and not isinstance(node, ast.ClassDef):
-                found |= lines if (lines := _head(node)) & ran else set()
-        return found
+    def functions(self, entered: set[int]) -> set[ast.stmt]:
+        """All statements of the functions that were entered."""
+        nodes = (node for node in self.statements if isinstance(node, FUNCTIONS))
+        return set().union(*(_statements(node) for node in nodes if min(_extent(node)) in entered))
 
-    def functions(self, entered: set[int]) -> set[int]:
-        """All lines of the functions that were entered."""
-        nodes = (node for node in ast.walk(self._tree) if isinstance(node, FUNCTIONS))
-        found = [lines for node in nodes if min(lines := _extent(node)) in entered]
-        return set().union(*found)
+    def definitions(self, names: tuple[str, ...]) -> set[ast.stmt]:
+        """All statements of these classes and functions of the module."""
+        nodes = [node for node in self._tree.body if isinstance(node, (*FUNCTIONS, ast.ClassDef))]
+        by_name = {node.name: _statements(node) for node in nodes}
+        return set().union(*(by_name[name] for name in names))
 
-    def definitions(self, names: tuple[str, ...]) -> set[int]:
-        """All lines of these classes and functions of the module."""
-        nodes = [n for n in self._tree.body if isinstance(n, (*FUNCTIONS, ast.ClassDef))]
-        found = {node.name: _extent(node) for node in nodes}
-        return set().union(*(found[name] for name in names))
+
+def _statements(tree: ast.AST) -> set[ast.stmt]:
+    return {
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt)
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    }
+
+
+def weight(statements: set[ast.stmt]) -> int:
+    """How many statements these are, with what is packed into one counted by its parts."""
+    return sum(1 + _packed(node) for node in statements)
+
+
+def _packed(statement: ast.stmt) -> int:
+    """What a statement holds beyond one: parts of a tuple assigned, splatted arguments, walruses, a call that an `and`
+    makes conditional."""
+    more = 0
+    value = getattr(statement, "value", None)
+    if isinstance(value, ast.Tuple) and isinstance(statement, ast.Assign):
+        more += len(value.elts) - 1 if isinstance(statement.targets[0], ast.Tuple) else 0
+    if isinstance(value, ast.BoolOp):
+        more += sum(isinstance(operand, ast.Call) for operand in value.values[1:])
+    for node in _expressions(statement):
+        if isinstance(node, ast.NamedExpr):
+            more += 1
+        elif isinstance(node, ast.Starred) and isinstance(node.value, (ast.Tuple, ast.List)):
+            more += len(node.value.elts)
+        elif isinstance(node, ast.Call):
+            literals = [word.value for word in node.keywords if word.arg is None]
+            more += sum(len(value.keys) for value in literals if isinstance(value, ast.Dict))
+    return more
+
+
+def _expressions(statement: ast.stmt) -> Iterator[ast.AST]:
+    """What belongs to a statement itself and not to those in its body."""
+    for child in ast.iter_child_nodes(statement):
+        if not isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+            yield from ast.walk(child)
 
 
 def _extent(node: ast.stmt) -> set[int]:
@@ -182,7 +223,7 @@ def _extent(node: ast.stmt) -> set[int]:
 
 
 def _head(node: ast.stmt) -> set[int]:
-    """A simple statement, or a compound one up to its body."""
+    """The lines of a simple statement, or of a compound one up to its body."""
     body = getattr(node, "body", getattr(node, "cases", None))
     if not body:
         return _extent(node)
@@ -202,6 +243,25 @@ async def _ask(port: int) -> None:
     writer.close()
 
 
+async def _until_ready(port: int) -> None:
+    """The API may listen before the core has said hello."""
+    line = b""
+    while b" 200 " not in line:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health/ready HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        line = await reader.readline()
+        writer.close()
+
+
+def _wait_ready(api: socket.socket) -> None:
+    """Reads reports, of which heartbeats come first, until the API process is ready."""
+    reports = b""
+    while b'"ready":true' not in reports:
+        received = api.recv(4096)
+        assert received, f"the API did not become ready: {reports!r}"
+        reports += received
+
+
 async def _measure(recorder: Recorder) -> None:
     from headrace.back.executor.choose import make_executor
     from headrace.base.config.tree import Options
@@ -210,7 +270,7 @@ async def _measure(recorder: Recorder) -> None:
     from headrace.launch.api_process import ApiSpec
     from headrace.launch.core_process import CoreLoop, Watchdog
     from headrace.launch.facts import resolve_options
-    from headrace.launch.fronts import Fronts
+    from headrace.launch.frontend_connections import FrontendConnections
     from headrace.launch.topology import RuntimeFolder
 
     resolved = resolve_options(Options())
@@ -218,8 +278,11 @@ async def _measure(recorder: Recorder) -> None:
     core_status, core_parent = socket.socketpair()
     api_status, api_parent = socket.socketpair()
     core = EngineCore(resolved.engine, make_executor(resolved.engine))
-    fronts = Fronts(folder.socket_path(0), core.hello(), core_status)
-    loop = CoreLoop(core, fronts, Watchdog(300.0, core_status))
+    frontends = FrontendConnections(folder.socket_path(0), core.hello(), core_status)
+    watchdog = Watchdog(
+        300.0, core_status, slow_after_s=lambda: 300.0, on_slow=lambda seconds: None
+    )
+    loop = CoreLoop(core, frontends, watchdog)
     threading.Thread(target=loop.run, daemon=True).start()
     listener = socket.create_server(("127.0.0.1", 0))
     spec = ApiSpec(
@@ -229,8 +292,9 @@ async def _measure(recorder: Recorder) -> None:
         heartbeat_timeout_s=30.0,
     )
     server = asyncio.ensure_future(serve(spec, listener, api_status))
-    assert await asyncio.to_thread(api_parent.recv, 4096), "the API did not become ready"
+    await asyncio.to_thread(_wait_ready, api_parent)
     port = listener.getsockname()[1]
+    await _until_ready(port)
     await _ask(port)
     for _ in range(TRACED):
         with recorder.once_more():
@@ -241,55 +305,53 @@ async def _measure(recorder: Recorder) -> None:
     core_parent.detach()  # the core's threads end with this process
 
 
-def by_stop(counts: dict[str, Count]) -> list[tuple[str, dict[str, Count]]]:
-    """Each stop with its files."""
-    stops: list[tuple[str, dict[str, Count]]] = [(stop, {}) for stop, _ in STOPS]
+def by_stage(counts: dict[str, Count]) -> list[tuple[str, dict[str, Count]]]:
+    """Each stage with its files."""
+    stages: list[tuple[str, dict[str, Count]]] = [(stage, {}) for stage, _ in STAGES]
     for name, count in counts.items():
-        place = next(
-            i for i, (_, rooms) in enumerate(STOPS) if any(name.startswith(room) for room in rooms)
-        )
-        stops[place][1][name] = count
-    return stops
+        place = next(i for i, (_, prefixes) in enumerate(STAGES) if name.startswith(prefixes))
+        stages[place][1][name] = count
+    return stages
 
 
-def table(stops: list[tuple[str, dict[str, Count]]]) -> str:
+def table(stages: list[tuple[str, dict[str, Count]]]) -> str:
     """The table of docs/ARCHITECTURE.md."""
-    rows = ["| stop | files, the longest way first | lines |", "|---|---|---|"]
-    for number, (stop, files) in enumerate(stops, start=1):
+    rows = ["| stage | files, the largest part first | statements |", "|---|---|---|"]
+    for number, (stage, files) in enumerate(stages, start=1):
         names = sorted(files, key=lambda name: -files[name].path)
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        rows.append(f"| {number} {stop} | {shown} | {sum(c.path for c in files.values())} |")
-    every = [count for _, files in stops for count in files.values()]
+        rows.append(f"| {number} {stage} | {shown} | {sum(c.path for c in files.values())} |")
+    every = [count for _, files in stages for count in files.values()]
     path, functions = sum(c.path for c in every), sum(c.functions for c in every)
     rows.append(f"| | {len(every)} files; the functions entered hold {functions:,} | {path:,} |")
     return "\n".join(rows)
 
 
-def write(stops: list[tuple[str, dict[str, Count]]]) -> None:
+def write(stages: list[tuple[str, dict[str, Count]]]) -> None:
     """Puts the table into its place on the page."""
     page = PAGE.read_text()
-    assert "| stop |" in page, "the table is gone from the page"
-    fresh = re.sub(r"\| stop \|.*?\n\n", lambda _: table(stops) + "\n\n", page, flags=re.DOTALL)
+    assert "| stage |" in page, "the table is gone from the page"
+    fresh = re.sub(r"\| stage \|.*?\n\n", lambda _: table(stages) + "\n\n", page, flags=re.DOTALL)
     PAGE.write_text(fresh)
 
 
 def main() -> None:
     """Measures, prints, and ends the process with all its threads."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="stop -> file -> lines")
+    parser.add_argument("--json", action="store_true", help="stage -> file -> statements")
     parser.add_argument("--files", action="store_true", help="every file")
     parser.add_argument("--write", action="store_true", help="into docs/ARCHITECTURE.md")
-    given = parser.parse_args()
+    args = parser.parse_args()
     recorder = Recorder()
     recorder.install()
     asyncio.run(_measure(recorder))
     sys.settrace(None)
-    stops = by_stop(recorder.counts())
-    if given.write:
-        write(stops)
-    print(json.dumps(dict(stops)) if given.json else table(stops))
-    if given.files:
-        for _, files in stops:
+    stages = by_stage(recorder.counts())
+    if args.write:
+        write(stages)
+    print(json.dumps(dict(stages)) if args.json else table(stages))
+    if args.files:
+        for _, files in stages:
             for name, count in files.items():
                 print(f"{count.path:5} of {count.functions:4} of {count.file:4}  {name}")
     sys.stdout.flush()
