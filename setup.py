@@ -1,12 +1,14 @@
-"""Builds the native CPU kernels into the package. Everything else about the package stands in pyproject.toml.
+"""Puts into the package what is not Python: native CPU kernels and the demo model. All else stands in pyproject.toml.
 
-Without a C++ compiler the package installs without them: the CPU then uses PyTorch's ops, and the decisions printed at
-start say so. torch is not needed here and must not become a build requirement (an isolated build would fetch it).
+Without a C++ compiler the package installs without kernels: the CPU then uses PyTorch's ops, and the
+decisions printed at start say so. torch is not needed here and must not become a build requirement
+(an isolated build would fetch it).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 NATIVE = Path("headrace/back/kernels/native")
+DEMO_MODEL = ROOT / "demo" / "model"
 
 
 def native_builder():
@@ -28,19 +31,31 @@ def native_builder():
     return module
 
 
-class BuildWithKernels(build_py):
-    """Copies the Python files, then compiles the kernels beside them."""
+class BuildWithData(build_py):
+    """Copies the Python files, then the demo model and the compiled kernels beside them."""
 
     def run(self):
         super().run()
         if self.editable_mode:
-            return  # `make` builds them in place, again whenever a source has changed
+            return  # a checkout holds the model, and `make` builds the kernels in place
+        package = Path(self.build_lib).resolve() / "headrace"
+        shutil.copytree(DEMO_MODEL, package / "demo_model", dirs_exist_ok=True)
+        for older in (package.parent / NATIVE).glob("*.so"):
+            older.unlink()
         builder = native_builder()
-        folder = Path(self.build_lib).resolve() / NATIVE
         try:
-            self.announce(f"native kernels: {builder.build(folder=folder)}", level=3)
+            shutil.copy2(self._library(builder), package.parent / NATIVE)
         except builder.StartError as error:
             self.warn(f"installing without native CPU kernels: {error.message}")
+
+    def _library(self, builder):
+        """The library of all instruction sets: that of the checkout if there is one. Its objects stay behind."""
+        built = builder.library_path(builder.find_compiler(), ROOT / NATIVE)
+        if built.exists():
+            return built
+        scratch = Path(self.get_finalized_command("build").build_base).resolve() / "native"
+        scratch.mkdir(parents=True, exist_ok=True)
+        return builder.build(folder=scratch)
 
 
 class NativeDistribution(Distribution):
@@ -59,5 +74,5 @@ class PlatformWheel(bdist_wheel):
 
 setup(
     distclass=NativeDistribution,
-    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_py": BuildWithData, "bdist_wheel": PlatformWheel},
 )
