@@ -44,7 +44,7 @@ from headrace.back.runner.steps import (
     StepResources,
     StepTensors,
 )
-from headrace.back.runner.verification import DraftVerification
+from headrace.back.runner.verification import DraftVerification, done_in_step
 from headrace.back.sampling.in_step import MOST_WORDS, AskedRows, InStepSampling, StepSamples
 from headrace.back.sampling.sampler import Argmax
 from headrace.back.sampling.top_candidates import SamplerInput
@@ -328,8 +328,8 @@ class BucketSteps:
         is_sampled = shape.needs == "argmax" or isinstance(shape.needs, InStepSampling)
         if shape.verifies:
             bucket = replace(bucket, verifies=True, commits=is_sampled)
-        small = bucket.decode or bucket.verifies or shape.needs == InStepSampling()
-        if small and shape.needs not in self._lacks:
+        in_step = bucket.verifies or done_in_step(shape.needs, decodes=bucket.decode)
+        if in_step and shape.needs not in self._lacks:
             bucket = replace(bucket, sampler_input=shape.needs)
         if shape.every and not bucket.decode and not bucket.verifies:
             bucket = replace(bucket, every=True)

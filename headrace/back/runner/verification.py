@@ -34,6 +34,12 @@ def without_drafts(plan: StepPlan) -> StepPlan:
     return replace(plan, num_tokens=plan.num_tokens - plan.drafts, drafts=NO_DRAFTS)
 
 
+def done_in_step(needs: SamplerInput, *, decodes: bool) -> bool:
+    """Whether a step does what its rows need of the sampler. Beside prompts it only samples: every
+    other form would be one more recording of every mixed size, and is left to the host."""
+    return decodes or needs == InStepSampling()
+
+
 def check_groups(groups: Sequence[KVGroup]) -> None:
     """A recurrent state is that of one position: it does not go back to the last draft that
     stands."""
@@ -80,13 +86,16 @@ class DraftVerification:
 
     def begin(self, plan: StepPlan, needs: SamplerInput) -> StepPlan:
         """The plan as it can be run, its rows having taken what it starts. On a GPU only what a
-        step samples itself can be verified; what the host samples needs its positions too."""
+        step samples itself can be verified; what the host samples needs its exact positions,
+        which the noise of a sample depends on."""
         if self._on_host:
             return self._propose(self._exact(plan))
         if not isinstance(needs, InStepSampling) and needs != "argmax":
             return self._exact(without_drafts(plan))
         if isinstance(needs, InStepSampling) and needs.words:
-            return without_drafts(plan)
+            plan = without_drafts(plan)
+            decodes = max(plan.num_tokens.tolist()) == 1
+            return plan if done_in_step(needs, decodes=decodes) else self._exact(plan)
         return plan
 
     def propose(self, row_R: torch.Tensor, query_start_R1: torch.Tensor) -> None:

@@ -1,0 +1,80 @@
+"""Plans of steps whose rows have drafts in flight (SPC-02): where they begin is known to the device alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.back.kernels.step_inputs.op import StepInputsProblem, StepTables
+from headrace.back.runner.verification import DraftVerification
+from headrace.back.sampling.in_step import InStepSampling
+from headrace.back.sampling.top_candidates import SamplerInput
+from headrace.back.speculative.ngram import NgramDrafter
+from headrace.base.config.resolved import SpeculationSpec
+from headrace.base.wire.step import NO_DRAFTS, StepPlan
+
+NONE = np.zeros(0, np.int32)
+ROWS, BOUNDS, LENGTHS = [2, 0], [30, 41], [25, 39]
+"""Two rows that decode: the greatest positions at which they may begin, and the tokens they have."""
+
+
+def verification(*, on_host: bool) -> DraftVerification:
+    length_M = torch.zeros(4, dtype=torch.int32)
+    length_M[ROWS] = torch.tensor(LENGTHS, dtype=torch.int32)
+    tables = StepTables(
+        tokens_MC=torch.zeros((4, 64), dtype=torch.int32),
+        blocks_GMB=torch.zeros((1, 4, 4), dtype=torch.int32),
+        length_M=length_M,
+    )
+    problem = StepInputsProblem(device="cpu", block_tokens=16, max_rows=3, speculates=True)
+    spec = SpeculationSpec(method="ngram", num_tokens=3, max_rows=4)
+    drafter = NgramDrafter(spec, torch.device("cpu"))
+    return DraftVerification(drafter, problem, tables, on_host=on_host)
+
+
+def plan_of(*, prompt: bool, drafts: bool) -> StepPlan:
+    """The two rows, and a chunk of five tokens of a third if there is a prompt."""
+    rows = [*ROWS, 1] if prompt else ROWS
+    tokens = [1, 1, 5] if prompt else [4, 4] if drafts else [1, 1]
+    columns = {"rows": rows, "num_tokens": tokens, "num_computed": [*BOUNDS, 0][: len(rows)]}
+    return StepPlan(
+        step=1,
+        ends=NONE,
+        starts=[],
+        block_group=NONE,
+        block_row=NONE,
+        block_index=NONE,
+        block_id=NONE,
+        sample=np.ones(len(rows), bool),
+        drafts=np.array([3, 3], np.int32) if drafts else NO_DRAFTS,
+        **{name: np.array(values, np.int32) for name, values in columns.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("needs", "prompt", "exact", "drafts"),
+    [
+        ("argmax", False, False, True),
+        (InStepSampling(), False, False, True),
+        (InStepSampling(), True, False, False),
+        (InStepSampling(penalties=8), False, False, False),
+        (InStepSampling(alternatives=5), False, False, False),
+        # Beside prompts the host samples these, and the noise depends on the exact position.
+        (InStepSampling(penalties=8), True, True, False),
+        (InStepSampling(alternatives=5), True, True, False),
+        ("logits", False, True, False),
+        ("logits", True, True, False),
+        ("top_candidates", False, True, False),
+    ],
+)
+def test_what_the_host_samples_has_exact_positions(
+    needs: SamplerInput, prompt: bool, exact: bool, drafts: bool
+) -> None:
+    plan = plan_of(prompt=prompt, drafts=not prompt)
+    begun = verification(on_host=False).begin(plan, needs)
+    begins = [length - 1 for length in LENGTHS] if exact else BOUNDS
+    assert begun.num_computed[:2].tolist() == begins
+    assert begun.drafts.tolist() == ([3, 3] if drafts else [])
+    tokens = [4, 4] if drafts else [1, 1]
+    assert begun.num_tokens.tolist() == [*tokens, 5][: len(begun.rows)]
