@@ -17,7 +17,7 @@ PUBLIC = ["/health", "/health/live", "/health/ready", "/health/startup", "/ping"
 GUARDED = [
     *("/v1/models", "/v1/models/tiny", "/v1/requests", "/v1/requests/x", "/version", "/load"),
     *("/metrics", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
-    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/x"),
+    *("/v2/chat", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/x"),
     *("/v1/responses/input_tokens", "/v1/responses/compact", "/v1/responses/x/cancel"),
     *("/v1/responses/x/input_items", "/docs", "/openapi.json", "/v2/anything"),
 ]

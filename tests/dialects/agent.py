@@ -24,7 +24,7 @@ def carry_out(name: str, arguments: dict[str, Any]) -> str:
     return json.dumps(result)
 
 
-def _functions() -> list[dict[str, Any]]:
+def functions() -> list[dict[str, Any]]:
     return [dict(tool.tool["function"]) for tool in TOOLS.values()]
 
 
@@ -32,10 +32,10 @@ def for_messages() -> Any:
     """The tools as the Anthropic dialect has them."""
     return [
         {"name": f["name"], "description": f["description"], "input_schema": f["parameters"]}
-        for f in _functions()
+        for f in functions()
     ]
 
 
 def for_responses() -> Any:
     """The tools as the Responses dialect has them."""
-    return [{"type": "function", **function} for function in _functions()]
+    return [{"type": "function", **function} for function in functions()]

@@ -51,6 +51,7 @@ def test_its_schemas_are_valid_and_every_reference_leads_somewhere(document: Any
 SAID: Any = [{"role": "user", "content": "x"}]
 BODIES: list[tuple[str, Any]] = [
     ("/v1/chat/completions", {"model": "m", "messages": SAID}),
+    ("/v2/chat", {"max_tokens": 5, "messages": SAID}),
     ("/v1/messages", {"max_tokens": 5, "messages": SAID, "tools": agent.for_messages()}),
     ("/v1/responses", {"model": "m", "input": "x", "tools": agent.for_responses()}),
     ("/v1/responses", {"input": SAID, "reasoning": {"effort": "low"}}),

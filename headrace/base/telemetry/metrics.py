@@ -62,7 +62,16 @@ STATUSES = (
 ROUTES = (
     *("/v1/models", "/v1/models/{id}", "/v1/completions", "/v1/chat/completions"),
     "/v1/chat/completions/batch",
-    *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank"),
+    *(
+        "/v1/embeddings",
+        "/v2/embed",
+        "/v2/chat",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+    ),
     *("/v1/rerank", "/v2/rerank", "/generative_scoring"),
     *("/tokenize", "/detokenize", "/health", "/health/live", "/health/ready", "/health/startup"),
     "/health/generate",

@@ -21,6 +21,9 @@ from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from headrace.front.server.batches import routes as batches
+from headrace.front.server.cohere import routes as cohere
+from headrace.front.server.cohere.failures import SHAPE as COHERE
+from headrace.front.server.cohere.schema import CohereChatRequest
 from headrace.front.server.conversation.context import LineRoute, RequestContext, context_of
 from headrace.front.server.conversation.generation import GenerateRequest
 from headrace.front.server.conversation.prompts import TokenizeRequest
@@ -81,6 +84,7 @@ def _generation() -> list[ApiRoute]:
         _posts("/v1/completions", completions.post_completions, CompletionRequest, queued=True),
         _posts("/v1/messages", anthropic.post_messages, MessagesRequest, queued=True),
         _posts("/v1/messages/count_tokens", anthropic.post_count_tokens, CountTokensRequest),
+        _posts("/v2/chat", cohere.post_chat, CohereChatRequest, queued=True),
         _posts(
             "/v1/responses", responses.post_responses, ResponsesRequest, sockets=True, queued=True
         ),
@@ -349,6 +353,8 @@ def shape_of(scope: Scope) -> ErrorFormat:
     path = scope["path"]
     if path.startswith("/v1/messages"):
         return ANTHROPIC
+    if path == "/v2/chat":
+        return COHERE
     named = any(name == b"anthropic-version" for name, _ in scope["headers"])
     return ANTHROPIC if named and path.startswith("/v1/models") else OPENAI
 

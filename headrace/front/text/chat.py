@@ -24,7 +24,7 @@ from headrace.front.text.tokenizer import Tokenizer
 # Arguments that clients send whatever the model is; a template that does not read one is not
 # changed by it.
 COMMON_ARGUMENTS = frozenset(
-    ["enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "verbosity", "documents"]
+    ["enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "verbosity"]
 )
 _BREAKS_CALLS = re.compile(r'["\\\x00-\x1f\x7f]')
 # Names that are never arguments: the renderer's own variables, and options of other renderers.

@@ -1,0 +1,1 @@
+"""Cohere's chat dialect: POST /v2/chat."""
