@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.back.kernels.native.cpu_graph import CpuGraph
+from headrace.back.kernels.native.library import CpuGraph
 from headrace.base.config.options import CommandLine
 from headrace.bench.offline import OfflineEngine
 from headrace.bench.report import markdown_table

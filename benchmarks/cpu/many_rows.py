@@ -20,8 +20,7 @@ from measure import row
 from headrace.back.kernels.gated_act.native import ACTIVATIONS
 from headrace.back.kernels.linear_quant import native, op
 from headrace.back.kernels.linear_quant.rows import quantize_rows
-from headrace.back.kernels.native.library import NativeLibrary, load
-from headrace.back.kernels.native.wrap import DTYPES
+from headrace.back.kernels.native.library import DTYPES, NativeLibrary, load
 
 # inputs, outputs of the 0.6B shape and of the bundled model; gate_up with its activation
 SHAPES = {

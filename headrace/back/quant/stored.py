@@ -22,7 +22,7 @@ from headrace.back.kernels.linear_blocks.layout import (
     empty_segment,
 )
 from headrace.back.kernels.linear_blocks.native import MAX_SEGMENTS, pack_rows
-from headrace.back.kernels.native.wrap import loaded
+from headrace.back.kernels.native.library import loaded
 from headrace.back.parallel.bundle import CutGroup, Dim, Member
 from headrace.back.parallel.param import Copy, Param, StoredRows, copies, cut_error
 from headrace.base.errors import CheckpointError

@@ -1,5 +1,5 @@
 """Steps on a CPU: each is of exactly its own size, and decodes of a few rows are recorded as graphs
-of native calls (kernels/native/cpu_graph.py) and replayed by one call. A prompt's arithmetic dwarfs
+of native calls (kernels/native/library.py) and replayed by one call. A prompt's arithmetic dwarfs
 the host's work: such steps are called.
 """
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.kernels.native.cpu_graph import Arena, CpuGraph, Recorder, unowned
-from headrace.back.kernels.native.library import NativeLibrary
+from headrace.back.kernels.native.library import Arena, CpuGraph, NativeLibrary, Recorder, unowned
 from headrace.back.runner.buckets import Bucket
 from headrace.back.runner.steps import PassedEvent, StepEvent, StepTensors
 from headrace.base.config.resolved import Decision

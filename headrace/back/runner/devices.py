@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from headrace.back.kernels.native.wrap import loaded, unsupported
+from headrace.back.kernels.native.library import loaded, unsupported
 from headrace.back.runner.buckets import Buckets, BucketSteps, Replay, SizesFactory
 from headrace.back.runner.cpu_graphs import CpuGraphs, ExactSizes
 from headrace.back.runner.cuda_graphs import CudaGraphs

@@ -5,7 +5,7 @@ import torch
 
 from headrace.back.kernels.linear.native import KERNEL, bind_with
 from headrace.back.kernels.linear.op import OP, LinearProblem
-from headrace.back.kernels.native.wrap import unsupported
+from headrace.back.kernels.native.library import unsupported
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

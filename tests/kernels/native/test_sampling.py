@@ -9,7 +9,7 @@ from headrace.back.kernels.greedy import native as greedy
 from headrace.back.kernels.greedy import op as greedy_op
 from headrace.back.kernels.gumbel import native as gumbel
 from headrace.back.kernels.gumbel import op as gumbel_op
-from headrace.back.kernels.native.wrap import loaded
+from headrace.back.kernels.native.library import loaded
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 GREEDY = greedy_op.GreedyProblem(device="cpu")

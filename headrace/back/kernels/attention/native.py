@@ -13,8 +13,16 @@ import torch
 from headrace.back.kernels.attention.op import AttentionFunction, AttentionProblem, Plan, check_lse
 from headrace.back.kernels.kv_write.native import QUANTIZATION_IDS
 from headrace.back.kernels.kv_write.quantized import SCALE_BYTES
-from headrace.back.kernels.native.library import FLOAT, INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.native.library import (
+    DTYPES,
+    FLOAT,
+    INT32,
+    INT64,
+    POINTER,
+    NativeLibrary,
+    loaded,
+    unsupported,
+)
 from headrace.back.kernels.op import Kernel
 
 MAX_HEAD_DIM = 256
@@ -43,7 +51,8 @@ def bind_with(
     def attention(
         q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
     ) -> torch.Tensor:
-        check_lse(lse_TH, q_THD)
+        if lse_TH is not None:
+            check_lse(lse_TH, q_THD)
         assert q_THD.dtype == problem.dtype and kv.dtype == cache_dtype, (q_THD.dtype, kv.dtype)
         num_blocks, _, kv_heads, block_tokens, _ = kv.shape
         assert kv.stride()[3:] == (width, 1) and q_THD.stride(2) == 1, (kv.stride(),)

@@ -93,11 +93,10 @@ class AttentionFunction(Protocol):
         ...
 
 
-def check_lse(lse_TH: torch.Tensor | None, q_THD: torch.Tensor) -> None:
+def check_lse(lse_TH: torch.Tensor, q_THD: torch.Tensor) -> None:
     """Asserts that the log-sum-exps of these queries fit in `lse_TH`."""
-    if lse_TH is not None:
-        assert lse_TH.shape == q_THD.shape[:2] and lse_TH.dtype == torch.float32, lse_TH.shape
-        assert lse_TH.is_contiguous() and lse_TH.device == q_THD.device, lse_TH.stride()
+    assert lse_TH.shape == q_THD.shape[:2] and lse_TH.dtype == torch.float32, lse_TH.shape
+    assert lse_TH.is_contiguous() and lse_TH.device == q_THD.device, lse_TH.stride()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,7 +174,8 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
         assert q_THD.dtype == problem.dtype and kv.dtype == cached, (q_THD.dtype, kv.dtype)
         assert kv.stride()[3:] == (width, 1) and q_THD.stride(2) == 1, (kv.stride(),)
         assert plan.block_table_RB.stride(1) == 1 or plan.block_table_RB.shape[1] == 1
-        check_lse(lse_TH, q_THD)
+        if lse_TH is not None:
+            check_lse(lse_TH, q_THD)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         few = few_queries_tiles(problem, plan)
         decode(q_THD, kv, plan, out_THD, lse_TH, few)

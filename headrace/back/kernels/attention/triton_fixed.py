@@ -282,7 +282,8 @@ def bind(
     def attention(
         q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
     ) -> torch.Tensor:
-        check_lse(lse_TH, q_THD)
+        if lse_TH is not None:
+            check_lse(lse_TH, q_THD)
         assert q_THD.dtype == kv.dtype == problem.dtype, (q_THD.dtype, kv.dtype)
         assert kv.stride()[3:] == (problem.head_dim, 1) and q_THD.stride(2) == 1, (kv.stride(),)
         assert plan.block_table_RB.stride(1) == 1 or plan.block_table_RB.shape[1] == 1

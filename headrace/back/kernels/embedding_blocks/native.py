@@ -6,8 +6,15 @@ import torch
 
 from headrace.back.kernels.embedding_blocks.op import Embedding, EmbeddingBlocksProblem
 from headrace.back.kernels.linear_blocks.layout import LAYOUTS, BlockWeight
-from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.native.library import (
+    DTYPES,
+    INT32,
+    INT64,
+    POINTER,
+    NativeLibrary,
+    loaded,
+    unsupported,
+)
 from headrace.back.kernels.op import Kernel
 
 _ARGUMENTS = (*(POINTER,) * 3, *(INT64,) * 4, INT32)

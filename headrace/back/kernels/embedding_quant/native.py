@@ -6,8 +6,15 @@ import torch
 
 from headrace.back.kernels.embedding_quant.op import Embedding, EmbeddingQuantProblem
 from headrace.back.kernels.linear_quant.layout import PackedWeight
-from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.native.library import (
+    DTYPES,
+    INT32,
+    INT64,
+    POINTER,
+    NativeLibrary,
+    loaded,
+    unsupported,
+)
 from headrace.back.kernels.op import Kernel
 from headrace.back.parallel.bundle import INT8
 

@@ -11,8 +11,15 @@ import torch
 
 from headrace.back.kernels.fused_linear.op import FusedLinear, FusedLinearProblem
 from headrace.back.kernels.gated_act.native import ACTIVATIONS
-from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.native.library import (
+    DTYPES,
+    INT32,
+    INT64,
+    POINTER,
+    NativeLibrary,
+    loaded,
+    unsupported,
+)
 from headrace.back.kernels.op import Kernel
 
 UNIT = 16

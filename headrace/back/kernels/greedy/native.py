@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.greedy.op import Greedy
-from headrace.back.kernels.native.library import INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import loaded, unsupported
+from headrace.back.kernels.native.library import INT64, POINTER, NativeLibrary, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.gumbel.op import Gumbel
-from headrace.back.kernels.native.library import INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import loaded, unsupported
+from headrace.back.kernels.native.library import INT64, POINTER, NativeLibrary, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
 

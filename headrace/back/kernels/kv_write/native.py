@@ -7,8 +7,15 @@ import torch
 
 from headrace.back.kernels.kv_write.op import KVWrite, KVWriteProblem
 from headrace.back.kernels.kv_write.quantized import SCALE_BYTES
-from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.native.library import (
+    DTYPES,
+    INT32,
+    INT64,
+    POINTER,
+    NativeLibrary,
+    loaded,
+    unsupported,
+)
 from headrace.back.kernels.op import Kernel
 
 MAX_QUANTIZED_HEAD = 256

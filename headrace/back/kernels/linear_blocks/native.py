@@ -17,8 +17,15 @@ from headrace.back.kernels.gated_act.native import ACTIVATIONS
 from headrace.back.kernels.linear_blocks.layout import LAYOUTS, PANEL, BlockWeight, Segment
 from headrace.back.kernels.linear_blocks.op import Linear, LinearBlocksProblem
 from headrace.back.kernels.linear_quant.rows import QuantizedRows, checked, padded_inputs
-from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.native.library import (
+    DTYPES,
+    INT32,
+    INT64,
+    POINTER,
+    NativeLibrary,
+    loaded,
+    unsupported,
+)
 from headrace.back.kernels.op import Kernel
 
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, *(INT32,) * 3)

@@ -15,8 +15,7 @@ import torch
 from headrace.back.kernels.linear_blocks import native
 from headrace.back.kernels.linear_blocks.layout import BlockWeight
 from headrace.back.kernels.linear_blocks.op import Linear, LinearBlocksProblem, is_plain
-from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import loaded
+from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary, loaded
 from headrace.back.kernels.op import Kernel
 
 NAME = "linear_blocks_widened"

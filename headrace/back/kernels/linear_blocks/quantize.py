@@ -6,8 +6,15 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.linear_blocks.layout import Segment
-from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.native.library import (
+    DTYPES,
+    INT32,
+    INT64,
+    POINTER,
+    NativeLibrary,
+    loaded,
+    unsupported,
+)
 
 
 def quantize_with(library: NativeLibrary, weight_OI: torch.Tensor, segment: Segment) -> None:

@@ -12,8 +12,15 @@ from headrace.back.kernels.gated_act.native import ACTIVATIONS
 from headrace.back.kernels.linear_quant.layout import PANEL, PackedWeight
 from headrace.back.kernels.linear_quant.op import Linear, LinearQuantProblem
 from headrace.back.kernels.linear_quant.rows import QuantizedRows, checked, padded_inputs
-from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.native.library import (
+    DTYPES,
+    INT32,
+    INT64,
+    POINTER,
+    NativeLibrary,
+    loaded,
+    unsupported,
+)
 from headrace.back.kernels.op import Kernel
 from headrace.back.parallel.bundle import FP8, INT8
 

@@ -16,8 +16,15 @@ from headrace.back.kernels.linear_quant import native as linear_quant
 from headrace.back.kernels.linear_quant.layout import PackedWeight
 from headrace.back.kernels.linear_quant.op import LinearQuantProblem
 from headrace.back.kernels.linear_top.op import MAX_COUNT, LinearTop, LinearTopProblem, Weight
-from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.native.library import (
+    DTYPES,
+    INT32,
+    INT64,
+    POINTER,
+    NativeLibrary,
+    loaded,
+    unsupported,
+)
 from headrace.back.kernels.op import Kernel
 from headrace.back.parallel.bundle import INT8
 

@@ -9,8 +9,15 @@ from headrace.back.kernels.merge_attention.op import (
     MergeAttentionProblem,
     check_operands,
 )
-from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.native.library import (
+    DTYPES,
+    INT32,
+    INT64,
+    POINTER,
+    NativeLibrary,
+    loaded,
+    unsupported,
+)
 from headrace.back.kernels.op import Kernel
 
 _ARGUMENTS = (*(POINTER,) * 4, INT64, INT64, INT32)

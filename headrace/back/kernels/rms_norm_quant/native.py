@@ -5,8 +5,16 @@ from __future__ import annotations
 import torch
 
 from headrace.back.kernels.linear_quant.rows import TILE, QuantizedRows, padded_inputs
-from headrace.back.kernels.native.library import FLOAT, INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.native.library import (
+    DTYPES,
+    FLOAT,
+    INT32,
+    INT64,
+    POINTER,
+    NativeLibrary,
+    loaded,
+    unsupported,
+)
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.rms_norm_quant.op import QuantizedNorm, RMSNormQuantProblem
 

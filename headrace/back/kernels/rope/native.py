@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary
-from headrace.back.kernels.native.wrap import DTYPES, loaded, unsupported
+from headrace.back.kernels.native.library import (
+    DTYPES,
+    INT32,
+    INT64,
+    POINTER,
+    NativeLibrary,
+    loaded,
+    unsupported,
+)
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.rope.op import Rope, RopeProblem
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -73,12 +74,12 @@ class StepInputsProblem:
     max_rows: int
     speculates: bool = False
 
-    @property
+    @cached_property
     def section(self) -> int:
         """P: words of one section of the message."""
         return self.max_rows + 8
 
-    @property
+    @cached_property
     def updates_at(self) -> int:
         """Where the updates begin."""
         return HEADER + 4 * self.section

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.back.kernels.native.wrap import unsupported
+from headrace.back.kernels.native.library import unsupported
 from headrace.back.models.load.dummy import DummyWeights
 from headrace.back.models.load.fill import check, fill
 from headrace.back.models.load.gguf import GGUFSource
