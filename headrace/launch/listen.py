@@ -22,8 +22,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 def reserve(host: str, port: int) -> socket.socket:
     """Holds a port (of the loopback interface, beside a socket file) for processes that bind it
-    together; nothing is taken from it here."""
-    return _bound("127.0.0.1" if host.startswith("unix:") else host, port, socket.SO_REUSEPORT)
+    together; nothing is taken from it here. A port that another server shares among its processes
+    is refused: SO_REUSEPORT alone would join them."""
+    host = "127.0.0.1" if host.startswith("unix:") else host
+    _bound(host, port, socket.SO_REUSEADDR).close()
+    return _bound(host, port, socket.SO_REUSEPORT)
 
 
 def _bound(host: str, port: int, option: int) -> socket.socket:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +37,8 @@ def address_of(served: Served) -> str:
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     options = ("--threads", "1", "--grpc-port", "0", "--api-keys", f"{KEY},{OTHER}")
-    with serving(None, *options, "--admin-key", ADMIN, "--api-servers", "2") as found:
+    more = ("--admin-key", ADMIN, "--api-servers", "2", "--tokenizer-info")
+    with serving(None, *options, *more) as found:
         yield found
         assert found.stop() == 0
 
@@ -243,6 +246,16 @@ def test_keys_open_over_grpc_what_they_open_over_http(channel: grpc.Channel) -> 
             {"tokenized": {"input_ids": [10**8]}},
             Code.INVALID_ARGUMENT,
         ),
+        *(
+            (
+                engine.SERVICE,
+                "Generate",
+                {**prompt, "sampling_params": {"truncate_prompt_tokens": keep}},
+                Code.INVALID_ARGUMENT,
+            )
+            for prompt in ({"text": "x"}, {"tokenized": {"input_ids": [5, 6]}})
+            for keep in (-2, -(2**31), 0)
+        ),
         (engine.SERVICE, "Embed", {}, Code.INVALID_ARGUMENT),
     ],
 )
@@ -305,8 +318,32 @@ def test_calls_are_counted(served: Served, channel: grpc.Channel) -> None:
     assert float(line.split()[-1]) >= 1
 
 
+@pytest.mark.parametrize(("keep", "num_prompt"), [(-1, 3), (2, 2)])
+def test_a_prompt_is_cut_to_its_last_tokens(
+    channel: grpc.Channel, keep: int, num_prompt: int
+) -> None:
+    """-1: to what the model can hold."""
+    stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+    sampling = vllm_engine_pb2.SamplingParams(max_tokens=1, truncate_prompt_tokens=keep)
+    tokenized = vllm_engine_pb2.TokenizedInput(input_ids=[5, 6, 7])
+    asked = vllm_engine_pb2.GenerateRequest(tokenized=tokenized, sampling_params=sampling)
+    (whole,) = stub.Generate(asked, metadata=keyed(KEY))
+    assert whole.complete.prompt_tokens == num_prompt
+
+
+def test_the_port_of_another_server_is_refused_at_start(served: Served) -> None:
+    """Not shared with it: half of the calls would reach the wrong server."""
+    port = address_of(served).rpartition(":")[2]
+    for command in ("serve", "render"):
+        words = [sys.executable, "-m", "headrace", command, "--port", "0", "--grpc-port", port]
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 2, ended
+        assert f"127.0.0.1:{port}" in ended.stderr and "Traceback" not in ended.stderr
+
+
 def test_the_servers_own_end_can_be_asked_for() -> None:
     with serving(None, "--threads", "1", "--grpc-port", "0", "--admin-key", ADMIN) as served:
         with grpc.insecure_channel(address_of(served)) as channel:
+            assert refusal(channel, engine.SERVICE, "GetTokenizer") is Code.NOT_FOUND
             call(channel, control.SERVICE, "Shutdown", ADMIN)
         assert served.process.wait(60) == 0

@@ -479,8 +479,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_info: Annotated[
         bool,
         Meta(
-            description="Answer /tokenizer_info: special tokens, chat template and formats of answers, to whoever has "
-            "a key."
+            description="Answer /tokenizer_info and GetTokenizer of gRPC: special tokens, chat template and formats "
+            "of answers, to whoever has a key."
         ),
     ] = False
     public_metrics: Annotated[bool, Meta(description="Answer /metrics without a key.")] = True

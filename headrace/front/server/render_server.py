@@ -81,7 +81,7 @@ async def serve_texts(
     if grpc_address is not None:
         from headrace.front.server.grpc.service import RENDERING, start_grpc
 
-        remote = await start_grpc(services, grpc_address, RENDERING)
+        remote = await start_grpc(services, grpc_address, RENDERING, shares_port=False)
         port = remote.port
     serving = asyncio.ensure_future(server._serve([listener]))
     announce(port)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from headrace import __version__
-from headrace.base.errors import HeadraceError, InvalidRequest, Unsupported
+from headrace.base.errors import HeadraceError, InvalidRequest, NotFound, Unsupported
 from headrace.front.client.events import Delta, Ended, ScoredToken
 from headrace.front.server.administration import operations
 from headrace.front.server.conversation.context import RequestContext
@@ -34,6 +34,7 @@ from headrace.front.server.conversation.pooling import (
     pooled,
 )
 from headrace.front.server.conversation.request import parse
+from headrace.front.server.conversation.resolved import Truncation
 from headrace.front.server.grpc.inference import ids_of
 from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService
 from headrace.front.server.grpc.wire import Protocol
@@ -208,13 +209,13 @@ async def _request_of(context: RequestContext, fields: Fields) -> GenerateReques
     sampling = fields.get("sampling_params", {})
     keep = sampling.get("truncate_prompt_tokens")
     if "text" in fields:
-        ids = await ids_of(context, fields["text"], truncates=bool(keep))
+        ids = await ids_of(context, fields["text"], truncates=keep is not None)
     else:
         ids = fields.get("tokenized", {}).get("input_ids", [])
-    if keep == -1:
-        keep = context.services.text.max_model_len - 1
+    if keep is not None:
+        ids = Truncation(keep=keep)(ids, max_model_len=context.services.text.max_model_len)
     document = {
-        "token_ids": ids[-keep:] if keep else ids,
+        "token_ids": ids,
         "sampling_params": _sampling(sampling, room=_room(context, len(ids))),
         "request_id": fields.get("request_id"),
     }
@@ -419,7 +420,10 @@ def _load(rank: int, core: dict[str, Any]) -> Fields:
 
 
 async def tokenizer(context: RequestContext, fields: Fields) -> AsyncGenerator[Fields, None]:
-    """GetTokenizer: the tokenizer's files as a zip, and its digest in the last chunk."""
+    """GetTokenizer: the tokenizer's files as a zip, and its digest in the last chunk. Under the
+    switch of GET /tokenizer_info."""
+    if not context.services.server.tokenizer_info:
+        raise NotFound("GetTokenizer is off on this server; --tokenizer-info turns it on")
     folder = Path(context.services.text.tokenizer_path)
     if not folder.is_dir():
         raise Unsupported("the tokenizer of a GGUF file has no files of its own")

@@ -64,14 +64,18 @@ class GrpcServer:
 
 
 async def start_grpc(
-    services: Services, address: str, offered: Sequence[RpcService] = SERVING
+    services: Services,
+    address: str,
+    offered: Sequence[RpcService] = SERVING,
+    *,
+    shares_port: bool = True,
 ) -> GrpcServer:
-    """A server that takes calls at `address` (port 0 takes a free one). Several processes may share
-    a port."""
+    """A server that takes calls at `address` (port 0 takes a free one). `shares_port`: other
+    processes may take calls there too, as those of one `headrace serve` do."""
     server = aio.server(
         options=[
             ("grpc.max_receive_message_length", services.server.max_body_bytes),
-            ("grpc.so_reuseport", 1),
+            ("grpc.so_reuseport", int(shares_port)),
             ("grpc.max_concurrent_streams", MAX_CONCURRENT),
         ],
         maximum_concurrent_rpcs=MAX_CONCURRENT,
