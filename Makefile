@@ -31,11 +31,11 @@ LEG    := .venv-leg-$(PY)-$(subst ==,-,$(subst >=,-,$(TORCH)))
 SERIAL := $$(grep -rl "mark.serial" tests --include="test_*.py")
 SOURCES := $(wildcard headrace/back/kernels/*/*.cpp headrace/back/kernels/*/*.h headrace/back/kernels/native/build.py)
 
-.PHONY: serve test lint types unit slow lowest leg test-gpu bench-cpu plots docs native clean help
+.PHONY: serve test lint types unit slow lowest leg test-gpu bench-cpu plots docs protos native clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
-	@echo "targets: serve test lint types unit slow lowest leg test-gpu bench-cpu plots docs native clean"
+	@echo "targets: serve test lint types unit slow lowest leg test-gpu bench-cpu plots docs protos native clean"
 
 $(BIN)/python:
 	@echo "==> making $(VENV) with $(PYTHON)"
@@ -138,6 +138,12 @@ bench-cpu: $(HERE)
 # Draws the pictures of benchmarks/ from benchmarks/figures.json.
 plots: $(RUN)
 	@$(BIN)/python -m benchmarks.plots
+
+# The messages and services of gRPC, from their .proto files.
+PROTOS := headrace/front/server/grpc/protos
+protos: $(DEV)
+	@$(BIN)/python -m grpc_tools.protoc -I $(PROTOS) --include_imports \
+	  --descriptor_set_out=$(PROTOS)/protocols.binpb $(PROTOS)/*.proto
 
 docs: $(RUN)
 	@$(BIN)/python -m headrace.cli.docs docs

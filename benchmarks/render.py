@@ -22,7 +22,7 @@ import httpx
 import psutil
 
 from headrace.bench.report import markdown_table, versions
-from headrace.front.server.grpc.messages import CLASSES, SERVICE
+from headrace.front.server.grpc.render import SERVICE
 
 PLACE = Path(__file__).with_suffix(".md")
 CHAT = {
@@ -69,13 +69,13 @@ def over_http(url: str) -> Callable[[], int]:
 def over_grpc(address: str) -> Callable[[], int]:
     """The same over gRPC."""
     channel = grpc.insecure_channel(address)
-    request = CLASSES["RenderChatRequest"]()
+    request = SERVICE.request("RenderChat")()
     for one in CHAT["messages"]:
         request.messages.append(json.dumps(one))
     render = channel.unary_unary(
-        f"/{SERVICE}/RenderChat",
+        f"/{SERVICE.full_name}/RenderChat",
         request_serializer=lambda message: message.SerializeToString(),
-        response_deserializer=CLASSES["Rendered"].FromString,
+        response_deserializer=SERVICE.response("RenderChat").FromString,
     )
     return lambda: len(render(request).token_ids)
 

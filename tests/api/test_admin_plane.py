@@ -404,8 +404,7 @@ def test_read_only_holds_for_every_way_to_ask(model: Path) -> None:
         service = control.SERVICE
         with grpc.insecure_channel(address) as channel:
             for method, allowed in (("IsPaused", True), ("Shutdown", False), ("Sleep", False)):
-                asked = service.message(f"{method}Request")
-                told = service.message(f"{method}Response")
+                asked, told = service.request(method), service.response(method)
                 stub = channel.unary_unary(
                     f"/{service.full_name}/{method}",
                     request_serializer=asked.SerializeToString,

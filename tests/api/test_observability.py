@@ -316,12 +316,12 @@ def test_a_call_over_grpc_has_its_callers_trace(served: Served, collector: Any) 
     """OBS-01: the traceparent of the metadata; a call that is cancelled is a client that left."""
     address = next(line.split()[-1] for line in served.lines if "serves gRPC" in line)
     service = inference.SERVICE
-    asked = service.message("GenerateRequest")
+    asked = service.request("GenerateStream")
     with grpc.insecure_channel(address) as channel:
         stub = channel.unary_stream(
             f"/{service.full_name}/GenerateStream",
             request_serializer=asked.SerializeToString,
-            response_deserializer=service.message("GenerateResponse").FromString,
+            response_deserializer=service.response("GenerateStream").FromString,
         )
         for trace, tokens in (("8" * 32, 3), ("9" * 32, 1500)):
             given = asked(text="fox", stopping={"max_new_tokens": tokens, "ignore_eos": True})

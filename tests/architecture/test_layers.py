@@ -62,7 +62,6 @@ LARGER = {  # lines at most, and why the file is one idea; the list and its numb
     "core/scheduler/scheduler.py": (450, "what runs in a step"),
     "front/client/llm.py": (410, "the synchronous public API"),
     "front/server/conversation/request.py": (550, "a request resolved once, field by field"),
-    "front/server/grpc/engine.py": (470, "one binding of every call of a .proto file"),
     "launch/resolve.py": (550, "one decision after another, each with its reason"),
 }
 NO_TORCH = ("base", "front", "core")

@@ -54,15 +54,15 @@ def keyed(key: str) -> list[tuple[str, str]]:
 
 
 def call(channel: grpc.Channel, service: Any, method: str, key: str = KEY, **given: Any) -> Any:
-    """A call by the tables; a stream as a list."""
-    taken, told, streams = service.protocol.services[service.name][method]
+    """A call by the .proto files; a stream as a list."""
+    asked, streams = service.request(method), service.described[method].server_streaming
     make = channel.unary_stream if streams else channel.unary_unary
     stub = make(
         f"/{service.full_name}/{method}",
-        request_serializer=service.message(taken).SerializeToString,
-        response_deserializer=service.message(told).FromString,
+        request_serializer=asked.SerializeToString,
+        response_deserializer=service.response(method).FromString,
     )
-    found = stub(service.message(taken)(**given), metadata=keyed(key), timeout=60)
+    found = stub(asked(**given), metadata=keyed(key), timeout=60)
     return list(found) if streams else found
 
 
@@ -90,7 +90,7 @@ def test_every_method_of_the_tables_is_served_counted_and_guarded_as_its_route(
 ) -> None:
     names = set()
     for service in SERVING:
-        assert set(service.methods) == set(service.protocol.services[service.name])
+        assert set(service.methods) == set(service.described)
         names |= set(service.methods)
     assert names == set(GRPC_METHODS)
 
@@ -302,7 +302,7 @@ def test_health_follows_readiness_and_reflection_tells_the_tables(channel: grpc.
         assert stub.Check(asked, timeout=60).status == health_pb2.HealthCheckResponse.SERVING
         assert service.full_name in told.get_services()
         file = told.FindFileContainingSymbol(service.full_name)
-        assert file.package == service.protocol.package
+        assert file.package == service.full_name.rpartition(".")[0]
 
 
 def test_calls_are_counted(served: Served, channel: grpc.Channel) -> None:

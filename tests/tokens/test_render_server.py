@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from headrace.front.server.grpc.messages import CLASSES, PACKAGE, SERVICE
+from headrace.front.server.grpc.render import SERVICE
 from tests.api.serving import NO_TLS, Served
 from tests.stopwatch import Stopwatch
 from tests.tokens.conftest import Renderer
@@ -155,11 +155,10 @@ def channel(renderer: Renderer) -> Iterator[grpc.Channel]:
 
 
 def call(channel: grpc.Channel, method: str, message: Any) -> Any:
-    answer = "Rendered" if method == "RenderChat" else f"{method}Response"
     stub = channel.unary_unary(
-        f"/{SERVICE}/{method}",
+        f"/{SERVICE.full_name}/{method}",
         request_serializer=type(message).SerializeToString,
-        response_deserializer=CLASSES[answer].FromString,
+        response_deserializer=SERVICE.response(method).FromString,
     )
     return stub(message, timeout=60)
 
@@ -171,7 +170,7 @@ def test_grpc_renders_what_http_renders(
     fields = {k: [json.dumps(v) for v in chat[k]] for k in ("messages", "tools") if k in chat}
     if "chat_template_kwargs" in chat:
         fields["chat_template_kwargs"] = json.dumps(chat["chat_template_kwargs"])
-    message = CLASSES["RenderChatRequest"](
+    message = SERVICE.request("RenderChat")(
         **fields, sampling=json.dumps({"max_tokens": 7}), return_prompt_text=True
     )
     found = call(channel, "RenderChat", message)
@@ -184,36 +183,36 @@ def test_grpc_renders_what_http_renders(
 
 
 def test_grpc_tokenizes_there_and_back(channel: grpc.Channel) -> None:
-    ids = call(channel, "Tokenize", CLASSES["TokenizeRequest"](prompt="naïve 水")).token_ids
-    text = call(channel, "Detokenize", CLASSES["DetokenizeRequest"](token_ids=ids)).text
+    ids = call(channel, "Tokenize", SERVICE.request("Tokenize")(prompt="naïve 水")).token_ids
+    text = call(channel, "Detokenize", SERVICE.request("Detokenize")(token_ids=ids)).text
     assert text == "naïve 水"
-    both = CLASSES["RenderCompletionRequest"](prompts=["a", "b c"])
+    both = SERVICE.request("RenderCompletion")(prompts=["a", "b c"])
     assert len(call(channel, "RenderCompletion", both).prompts) == 2
-    assert call(channel, "HealthCheck", CLASSES["HealthCheckRequest"]()).status == "ok"
+    assert call(channel, "HealthCheck", SERVICE.request("HealthCheck")()).status == "ok"
 
 
 @pytest.mark.parametrize(
     ("method", "message", "code"),
     [
-        ("RenderChat", CLASSES["RenderChatRequest"](), grpc.StatusCode.INVALID_ARGUMENT),
+        ("RenderChat", SERVICE.request("RenderChat")(), grpc.StatusCode.INVALID_ARGUMENT),
         (
             "RenderChat",
-            CLASSES["RenderChatRequest"](messages=["{"]),
+            SERVICE.request("RenderChat")(messages=["{"]),
             grpc.StatusCode.INVALID_ARGUMENT,
         ),
         (
             "Detokenize",
-            CLASSES["DetokenizeRequest"](token_ids=[10**8]),
+            SERVICE.request("Detokenize")(token_ids=[10**8]),
             grpc.StatusCode.INVALID_ARGUMENT,
         ),
         (
             "Tokenize",
-            CLASSES["TokenizeRequest"](prompt="x", model="other"),
+            SERVICE.request("Tokenize")(prompt="x", model="other"),
             grpc.StatusCode.NOT_FOUND,
         ),
         (
             "RenderChat",
-            CLASSES["RenderChatRequest"](
+            SERVICE.request("RenderChat")(
                 messages=[json.dumps({"role": "user", "content": "x"})], chat_template="{{ 1 }}"
             ),
             grpc.StatusCode.PERMISSION_DENIED,
@@ -230,11 +229,11 @@ def test_grpc_refuses_with_the_code_that_says_why(
 
 def test_grpc_has_health_and_reflection(channel: grpc.Channel) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
-    status = stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60).status
+    status = stub.Check(health_pb2.HealthCheckRequest(service=SERVICE.full_name), timeout=60).status
     assert status == health_pb2.HealthCheckResponse.SERVING
     told = ProtoReflectionDescriptorDatabase(channel)
-    assert SERVICE in told.get_services()
-    file = told.FindFileContainingSymbol(f"{PACKAGE}.RenderChatRequest")
+    assert SERVICE.full_name in told.get_services()
+    file = told.FindFileContainingSymbol("headrace.render.v1.RenderChatRequest")
     assert any(message.name == "Rendered" for message in file.message_type)
 
 
@@ -249,11 +248,11 @@ def test_keys_guard_grpc_as_they_guard_http() -> None:
         try:
             with grpc.insecure_channel(address) as channel:
                 stub = channel.unary_unary(
-                    f"/{SERVICE}/Tokenize",
-                    request_serializer=CLASSES["TokenizeRequest"].SerializeToString,
-                    response_deserializer=CLASSES["TokenizeResponse"].FromString,
+                    f"/{SERVICE.full_name}/Tokenize",
+                    request_serializer=SERVICE.request("Tokenize").SerializeToString,
+                    response_deserializer=SERVICE.response("Tokenize").FromString,
                 )
-                message = CLASSES["TokenizeRequest"](prompt="x")
+                message = SERVICE.request("Tokenize")(prompt="x")
                 for key, code in (("", "UNAUTHENTICATED"), ("Bearer wrong", "UNAUTHENTICATED")):
                     metadata = [("authorization", key)] if key else []
                     with pytest.raises(grpc.RpcError) as caught:

@@ -14,89 +14,7 @@ from headrace.front.server.administration.named import AbortRequest
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.request import parse
 from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService, Unary
-from headrace.front.server.grpc.wire import Protocol
 
-_EMPTY = (
-    *("GetServerInfo", "GetModelInfo", "Shutdown", "ListLoras", "GetKvEventSources"),
-    *("ResumeGeneration", "IsPaused", "IsSleeping", "StartWeightUpdate", "StartDraftWeightUpdate"),
-    "GetWeightVersion",
-)
-_SILENT = (
-    *("Shutdown", "Abort", "PauseGeneration", "ResumeGeneration", "Sleep", "WakeUp"),
-    *("InitWeightTransferEngine", "StartWeightUpdate", "StartDraftWeightUpdate"),
-    *("UpdateWeights", "FinishWeightUpdate", "UpdateWeightVersion"),
-)
-_METHODS = {
-    "GetServerInfo": "ServerInfo",
-    "GetModelInfo": "ModelInfo",
-    **{
-        name: f"{name}Response"
-        for name in (
-            *("Shutdown", "Abort", "LoadLora", "UnloadLora", "ListLoras", "GetKvEventSources"),
-            *("PauseGeneration", "ResumeGeneration", "IsPaused", "Sleep", "WakeUp", "IsSleeping"),
-            *("InitWeightTransferEngine", "StartWeightUpdate", "StartDraftWeightUpdate"),
-            *("UpdateWeights", "FinishWeightUpdate", "UpdateWeightVersion", "GetWeightVersion"),
-        )
-    },
-}
-CONTROL = Protocol(
-    file="control.proto",
-    package="vllm",
-    enums={
-        "PauseMode": [f"PAUSE_MODE_{name}" for name in ("UNSPECIFIED", "ABORT", "WAIT", "KEEP")]
-    },
-    messages={
-        **{f"{name}Request": "" for name in _EMPTY},
-        **{f"{name}Response": "" for name in _SILENT},
-        "ServerInfo": (
-            "engine_version:string=1 api_version:string=2 instance_id:string=3 "
-            "parallelism:ParallelismInfo=4 max_model_len:uint32=5 kv_block_size:uint32=6 "
-            "total_kv_blocks:uint64=7 max_running_requests:uint64=8 max_batched_tokens:uint64=9 "
-            "max_loras:uint32=10 rl_capabilities:RlCapabilities=11 "
-            "effective_attention_block_size:uint64?=14"
-        ),
-        "RlCapabilities": (
-            "weight_transfer_enabled:bool=1 weight_transfer_backend:string=2 "
-            "sleep_mode_enabled:bool=3 draft_weight_updates_enabled:bool=4"
-        ),
-        "ParallelismInfo": (
-            "tensor_parallel_size:uint32=1 pipeline_parallel_size:uint32=2 "
-            "data_parallel_size:uint32=3 data_parallel_rank:uint32=4 "
-            "decode_context_parallel_size:uint32=5 world_size:uint64=6 "
-            "data_parallel_size_local:uint32=7"
-        ),
-        "ModelInfo": (
-            "model_id:string=1 served_model_name:string=2 served_model_aliases:string*=3 "
-            "supports_text_input:bool=20 supports_token_ids_input:bool=21 supports_lora:bool=22 "
-            "supports_multimodal:bool=23 reasoning_parser:string=24 tool_call_parser:string=25"
-        ),
-        "AbortRequest": "request_ids:string*=1",
-        "LoraAdapter": "lora_id:int64=1 lora_name:string=2 source_path:string=3",
-        "LoadLoraRequest": "lora_name:string=1 source_path:string=2",
-        "LoadLoraResponse": "adapter:LoraAdapter=1",
-        "UnloadLoraRequest": "lora_name:string=1",
-        "UnloadLoraResponse": "adapter:LoraAdapter=1",
-        "ListLorasResponse": "adapters:LoraAdapter*=1",
-        "PauseGenerationRequest": "mode:PauseMode=1 clear_cache:bool?=2",
-        "IsPausedResponse": "paused:bool=1",
-        "SleepRequest": "level:uint32?=1 mode:PauseMode=2",
-        "WakeUpRequest": "tags:string*=1",
-        "IsSleepingResponse": "sleeping:bool=1",
-        "InitWeightTransferEngineRequest": "init_info_json:bytes=1",
-        "UpdateWeightsRequest": "update_info_json:bytes=1",
-        "FinishWeightUpdateRequest": "weight_version:string?=1",
-        "UpdateWeightVersionRequest": "weight_version:string=1",
-        "GetWeightVersionResponse": "weight_version:string=1",
-        "KvEventSource": "transport:string=1 endpoint:string=2",
-        "GetKvEventSourcesResponse": "sources:KvEventSource*=1",
-    },
-    services={
-        "Control": {
-            name: (f"{name}Request", answer_type, False) for name, answer_type in _METHODS.items()
-        }
-    },
-)
-CONTROL.register()
 _MODES = ("abort", "abort", "wait", "keep")
 
 
@@ -215,8 +133,7 @@ def _refusing(words: str) -> Unary:
 
 _NO_LORA, _NO_TRANSFER = _refusing(operations.NO_LORA), _refusing(operations.NO_TRANSFER)
 SERVICE = RpcService(
-    protocol=CONTROL,
-    name="Control",
+    full_name="vllm.Control",
     methods={
         "GetServerInfo": Rpc(route="/server_info", unary=server_info),
         "GetModelInfo": Rpc(route="/server_info", unary=model_info),

@@ -37,7 +37,6 @@ from headrace.front.server.conversation.request import parse
 from headrace.front.server.conversation.resolved import Truncation
 from headrace.front.server.grpc.inference import ids_of
 from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService
-from headrace.front.server.grpc.wire import Protocol
 
 CHUNK_BYTES = 1 << 20
 TOKENIZER_FILES = (
@@ -45,122 +44,6 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "config.json"),
     "generation_config.json",
 )
-COMMON = Protocol(
-    file="common.proto",
-    package="smg.grpc.common",
-    messages={
-        "GetTokenizerRequest": "",
-        "GetTokenizerChunk": "data:bytes=1 sha256:string=2",
-        "SubscribeKvEventsRequest": (
-            "start_sequence_number:uint64=1 load_records_before_first_batch:bool=2"
-        ),
-        "KvEventBatch": "sequence_number:uint64=1 timestamp:double=2",
-        "FlushCacheRequest": "timeout_s:float=1",
-        "FlushCacheResponse": "success:bool=1 message:string=2",
-        "StartProfileRequest": "output_dir:string?=1 start_step:int32?=2 num_steps:int32?=3",
-        "StopProfileRequest": "",
-        "ProfileResponse": "success:bool=1 message:string=2",
-    },
-)
-COMMON.register()
-ENGINE = Protocol(
-    file="vllm_engine.proto",
-    package="vllm.grpc.engine",
-    imports=(COMMON,),
-    messages={
-        "SamplingParams": (
-            "temperature:float?=1 top_p:float=2 top_k:uint32=3 min_p:float=4 "
-            "frequency_penalty:float=5 presence_penalty:float=6 repetition_penalty:float=7 "
-            "max_tokens:uint32?=8 min_tokens:uint32=9 stop:string*=10 stop_token_ids:uint32*=11 "
-            "skip_special_tokens:bool=12 spaces_between_special_tokens:bool=13 ignore_eos:bool=14 "
-            "n:uint32=15 json_schema:string/constraint=16 regex:string/constraint=17 "
-            "grammar:string/constraint=18 structural_tag:string/constraint=19 "
-            "json_object:bool/constraint=20 choice:ChoiceConstraint/constraint=21 "
-            "logprobs:int32?=22 prompt_logprobs:int32?=23 seed:int32?=24 "
-            "include_stop_str_in_output:bool=25 logit_bias:int32>float=26 "
-            "truncate_prompt_tokens:int32?=27 grammar_from_first_token:bool=28"
-        ),
-        "ChoiceConstraint": "choices:string*=1",
-        "TokenizedInput": "original_text:string=1 input_ids:uint32*=2",
-        "GenerateRequest": (
-            "request_id:string=1 tokenized:TokenizedInput/input=2 text:string/input=3 "
-            "sampling_params:SamplingParams=4 stream:bool=5 kv_transfer_params:bytes=6 "
-            "mm_inputs:bytes=7 kv_transfer_params_json:string?=8 data_parallel_rank:int32?=9 "
-            "media_refs:bytes=10 extra_mm_inputs:bytes*=11"
-        ),
-        "OutputLogProbs": "token_logprobs:float*=1 token_ids:uint32*=2 top_logprobs:TopLogProbs*=3",
-        "InputLogProbs": (
-            "token_logprobs:InputTokenLogProb*=1 token_ids:uint32*=2 top_logprobs:TopLogProbs*=3"
-        ),
-        "InputTokenLogProb": "value:float?=1",
-        "TopLogProbs": "values:float*=1 token_ids:uint32*=2",
-        "GenerateResponse": (
-            "chunk:GenerateStreamChunk/response=1 complete:GenerateComplete/response=2"
-        ),
-        "GenerateStreamChunk": (
-            "token_ids:uint32*=1 prompt_tokens:uint32=2 completion_tokens:uint32=3 "
-            "cached_tokens:uint32=4 output_logprobs:OutputLogProbs=5 "
-            "input_logprobs:InputLogProbs=6 "
-            "index:uint32=7"
-        ),
-        "GenerateComplete": (
-            "output_ids:uint32*=1 finish_reason:string=2 prompt_tokens:uint32=3 "
-            "completion_tokens:uint32=4 cached_tokens:uint32=5 output_logprobs:OutputLogProbs=6 "
-            "input_logprobs:InputLogProbs=7 index:uint32=8 matched_token_id:uint32/matched_stop=10 "
-            "matched_stop_str:string/matched_stop=11"
-        ),
-        "EmbedRequest": "request_id:string=1 tokenized:TokenizedInput=2",
-        "EmbedResponse": "embedding:float*=1 prompt_tokens:uint32=2 embedding_dim:uint32=3",
-        "HealthCheckRequest": "",
-        "HealthCheckResponse": "healthy:bool=1 message:string=2",
-        "AbortRequest": "request_ids:string*=1",
-        "AbortResponse": "",
-        "GetModelInfoRequest": "",
-        "GetModelInfoResponse": (
-            "model_path:string=1 is_generation:bool=2 max_context_length:uint32=3 "
-            "vocab_size:uint32=4 supports_vision:bool=5 served_model_name:string=6 "
-            "tokenizer_path:string=7 model_type:string=8 architectures:string*=9 "
-            "eos_token_ids:int32*=10 pad_token_id:int32=11 bos_token_id:int32=12 "
-            "max_req_input_len:int32=13 default_sampling_params_json:string=14"
-        ),
-        "GetServerInfoRequest": "",
-        "GetServerInfoResponse": (
-            "active_requests:uint32=1 is_paused:bool=2 last_receive_timestamp:double=3 "
-            "uptime_seconds:double=4 server_type:string=5 data_parallel_size:int32=9 "
-            "kv_cache_dtype:string=11 block_size:int32=12 model_dtype:string=14 "
-            "max_num_seqs:int32=20 engine_reasoning_parser:string=23 "
-            "constrained_decoding_start:string=24"
-        ),
-        "GetLoadsRequest": "dp_rank:int32?=1 include:string*=2",
-        "GetLoadsResponse": (
-            "timestamp:string=1 version:string=2 dp_rank_count:int32=3 loads:SchedulerLoad*=4"
-        ),
-        "SchedulerLoad": (
-            "dp_rank:int32=1 num_running_reqs:int32=2 num_waiting_reqs:int32=3 "
-            "num_total_reqs:int32=4 num_used_tokens:int32=5 max_total_num_tokens:int32=6 "
-            "token_usage:double=7 gen_throughput:double=8 cache_hit_rate:double=9 "
-            "utilization:double=10 max_running_requests:int32=11 "
-            "num_waiting_uncached_tokens:int32=12"
-        ),
-    },
-    services={
-        "VllmEngine": {
-            "Generate": ("GenerateRequest", "GenerateResponse", True),
-            "Embed": ("EmbedRequest", "EmbedResponse", False),
-            "HealthCheck": ("HealthCheckRequest", "HealthCheckResponse", False),
-            "FlushCache": ("FlushCacheRequest", "FlushCacheResponse", False),
-            "StartProfile": ("StartProfileRequest", "ProfileResponse", False),
-            "StopProfile": ("StopProfileRequest", "ProfileResponse", False),
-            "Abort": ("AbortRequest", "AbortResponse", False),
-            "GetModelInfo": ("GetModelInfoRequest", "GetModelInfoResponse", False),
-            "GetServerInfo": ("GetServerInfoRequest", "GetServerInfoResponse", False),
-            "GetLoads": ("GetLoadsRequest", "GetLoadsResponse", False),
-            "GetTokenizer": ("GetTokenizerRequest", "GetTokenizerChunk", True),
-            "SubscribeKvEvents": ("SubscribeKvEventsRequest", "KvEventBatch", True),
-        }
-    },
-)
-ENGINE.register()
 _PLAIN = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
@@ -453,8 +336,7 @@ async def kv_events(context: RequestContext, fields: Fields) -> AsyncGenerator[F
 
 
 SERVICE = RpcService(
-    protocol=ENGINE,
-    name="VllmEngine",
+    full_name="vllm.grpc.engine.VllmEngine",
     methods={
         "Generate": Rpc(route="/inference/v1/generate", stream=generate),
         "Embed": Rpc(route="/v1/embeddings", unary=embed),

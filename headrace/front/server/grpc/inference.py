@@ -16,75 +16,10 @@ from headrace.front.server.conversation.fold import logprob
 from headrace.front.server.conversation.generation import GenerateRequest, begin_generate
 from headrace.front.server.conversation.request import parse
 from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService
-from headrace.front.server.grpc.wire import Protocol
 
 NEW_TOKENS = 20
 """How many tokens are generated where a request does not say (the protocol's own number)."""
 _REASONS = {"length": 1, "stop": 2, "abort": 3}
-INFERENCE = Protocol(
-    file="inference.proto",
-    package="vllm",
-    enums={"FinishReason": ("NOT_FINISHED", "LENGTH", "STOP", "ABORTED")},
-    messages={
-        "GenerateRequest": (
-            "request_id:string=1 model:string=2 text:string/prompt=3 token_ids:TokenIds/prompt=4 "
-            "temperature:float?=5 sampling:RandomSampling=6 decoding:DecodingParameters=7 "
-            "stopping:StoppingCriteria=8 response:ResponseOptions=9 kv:KVCacheParameters=10 "
-            "truncate_prompt_tokens:uint32=11 priority:int32=12 session_id:string?=13 "
-            "media:bytes*=14 lora_name:string=15"
-        ),
-        "RandomSampling": (
-            "num_sequences:uint32=1 top_k:uint32=2 top_p:float=3 min_p:float=4 seed:int64?=5"
-        ),
-        "DecodingParameters": (
-            "presence_penalty:float=1 frequency_penalty:float=2 repetition_penalty:float=3 "
-            "logit_bias:uint32>float=4 allowed_token_ids:uint32*=5 json:string/structured_output=6 "
-            "regex:string/structured_output=7 choice:StringChoices/structured_output=8 "
-            "grammar:string/structured_output=9 json_object:bool/structured_output=10 "
-            "structural_tag:string/structured_output=11"
-        ),
-        "StringChoices": "choices:string*=1",
-        "StoppingCriteria": (
-            "max_new_tokens:uint32=1 min_new_tokens:uint32=2 stop_token_ids:uint32*=3 "
-            "stop_strings:string*=4 include_stop_strings:bool=5 ignore_eos:bool=6"
-        ),
-        "ResponseOptions": (
-            "prompt_token_ids:bool=1 prompt_logprobs:bool=2 prompt_candidates:CandidateTokens?=3 "
-            "output_text:bool?=4 output_token_ids:bool=5 output_logprobs:bool=6 "
-            "output_candidates:CandidateTokens?=7 skip_special_tokens:bool?=8"
-        ),
-        "KVCacheParameters": (
-            "bypass_prefix_cache:bool=1 cache_salt:string=2 kv_transfer_params:bytes=3 "
-            "ec_transfer_params:bytes=4"
-        ),
-        "CandidateTokens": "top_n:uint32/select=1 token_ids:TokenIds/select=2 all:bool/select=3",
-        "GenerateResponse": "prompt_info:PromptInfo?=1 outputs:SequenceOutput=2",
-        "SequenceOutput": (
-            "index:uint32=1 text:string=2 num_tokens:uint32=3 token_ids:uint32*=4 "
-            "logprobs:float*=5 ranks:uint32*=6 candidate_tokens:CandidateTokenInfo*=7 "
-            "finish_info:FinishInfo?=8"
-        ),
-        "PromptInfo": (
-            "num_prompt_tokens:uint32=1 token_ids:uint32*=2 logprobs:float*=3 ranks:uint32*=4 "
-            "candidate_tokens:CandidateTokenInfo*=5"
-        ),
-        "FinishInfo": (
-            "num_output_tokens:uint32=1 finish_reason:FinishReason=2 "
-            "stop_token_id:uint32/stop_reason=3 eos_token_id:uint32/stop_reason=4 "
-            "stop_string:string/stop_reason=5"
-        ),
-        "CandidateTokenInfo": "tokens:TokenInfo*=1",
-        "TokenInfo": "id:uint32=1 logprob:float=2 rank:uint32=3",
-        "TokenIds": "ids:uint32*=1",
-    },
-    services={
-        "Inference": {
-            "Generate": ("GenerateRequest", "GenerateResponse", False),
-            "GenerateStream": ("GenerateRequest", "GenerateResponse", True),
-        }
-    },
-)
-INFERENCE.register()
 _KINDS = ("json", "regex", "grammar", "json_object", "structural_tag")
 
 
@@ -267,8 +202,7 @@ def scored(scores: list[ScoredToken] | list[ScoredToken | None]) -> Fields:
 
 
 SERVICE = RpcService(
-    protocol=INFERENCE,
-    name="Inference",
+    full_name="vllm.Inference",
     methods={
         "Generate": Rpc(route="/inference/v1/generate", unary=generate),
         "GenerateStream": Rpc(route="/inference/v1/generate", stream=generate_stream),

@@ -11,7 +11,6 @@ from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.prompts import TokenizeRequest
 from headrace.front.server.conversation.rendering import render_chat, render_completion
 from headrace.front.server.conversation.request import parse
-from headrace.front.server.grpc.messages import RENDER
 from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService
 
 
@@ -69,11 +68,16 @@ async def health(context: RequestContext, fields: Fields) -> Fields:
 
 
 SERVICE = RpcService(
-    protocol=RENDER,
-    name="RenderService",
+    full_name="headrace.render.v1.RenderService",
     methods={
-        "RenderChat": Rpc(route="/v1/chat/completions/render", unary=chat),
-        "RenderCompletion": Rpc(route="/v1/completions/render", unary=completion),
+        "RenderChat": Rpc(
+            route="/v1/chat/completions/render",
+            unary=chat,
+            json=("messages", "tools", "chat_template_kwargs", "sampling"),
+        ),
+        "RenderCompletion": Rpc(
+            route="/v1/completions/render", unary=completion, json=("sampling",)
+        ),
         "Tokenize": Rpc(route="/tokenize", unary=tokenize),
         "Detokenize": Rpc(route="/detokenize", unary=detokenize),
         "HealthCheck": Rpc(route="/version", unary=health),

@@ -22,8 +22,7 @@ from headrace.base.errors import ConfigError, Unavailable, Unsupported
 from headrace.front.server.administration.operations import api_authenticator
 from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.grpc import control, engine, inference, render
-from headrace.front.server.grpc.rpc import Rpc, RpcService
-from headrace.front.server.grpc.wire import POOL, fields_of
+from headrace.front.server.grpc.rpc import POOL, Rpc, RpcService, fields_of
 from headrace.front.server.http.auth import PROBES, ApiKeyAuthenticator
 from headrace.front.server.http.failures import Failure, failure_of
 from headrace.front.server.http.ids import request_id
@@ -118,19 +117,17 @@ def _handlers(
     services: Services, authenticator: ApiKeyAuthenticator, service: RpcService
 ) -> grpc.GenericRpcHandler:
     rpcs = {}
-    methods = service.protocol.services[service.name]
-    for name, (taken, answer_type, streams) in methods.items():
-        rpc = service.methods[name]
+    for name, rpc in service.methods.items():
         path = f"{service.full_name}/{name}"
-        asked, answer = service.message(taken), service.message(answer_type)
+        call = _Calls(services, authenticator, rpc, path, service.response(name))
+        streams = service.described[name].server_streaming
         make = (
             grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
         )
-        call = _Calls(services, authenticator, service, rpc, path, answer)
         rpcs[name] = make(
             call.stream if streams else call.unary,
-            request_deserializer=asked.FromString,
-            response_serializer=answer.SerializeToString,
+            request_deserializer=service.request(name).FromString,
+            response_serializer=service.response(name).SerializeToString,
         )
     return grpc.method_handlers_generic_handler(service.full_name, rpcs)
 
@@ -142,14 +139,12 @@ class _Calls:
         self,
         services: Services,
         authenticator: ApiKeyAuthenticator,
-        service: RpcService,
         rpc: Rpc,
         path: str,
         answer: Any,
     ) -> None:
         self._services = services
         self._authenticator = authenticator
-        self._lines = service.protocol.messages
         self._rpc = rpc
         self._path = path
         self._answer = answer
@@ -158,14 +153,14 @@ class _Calls:
         """One answer."""
         assert self._rpc.unary is not None
         async with self._request_context(call) as context:
-            fields = fields_of(message, self._lines)
+            fields = fields_of(message, json=self._rpc.json)
             return self._answer(**await self._rpc.unary(context, fields))
 
     async def stream(self, message: Any, call: Any) -> AsyncGenerator[Any, None]:
         """Answers as they come; a client that leaves ends what runs for it."""
         assert self._rpc.stream is not None
         async with self._request_context(call) as context:
-            fields = fields_of(message, self._lines)
+            fields = fields_of(message, json=self._rpc.json)
             async with contextlib.aclosing(self._rpc.stream(context, fields)) as answers:
                 async for one in answers:
                     yield self._answer(**one)
