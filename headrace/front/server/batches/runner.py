@@ -9,21 +9,30 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.base.errors import HeadraceError, TooLarge
+from headrace.base.errors import HeadraceError, NotFound, TooLarge
 from headrace.front.server.batches.lines import answered_ids, check_lines, run_lines
 from headrace.front.server.conversation.context import Services
-from headrace.front.server.state.batches import BatchStore, Counts, LineError, StoredBatch
+from headrace.front.server.state.batches import (
+    OVER,
+    BatchStore,
+    Counts,
+    LineError,
+    Status,
+    StoredBatch,
+)
 from headrace.front.server.state.files import FileInfo, FileStore, new_file_id
 
 POLL_S = 0.5
 BATCHES_AT_ONCE = 2
 LINES_AT_ONCE = 16
+_HANDED_OVER = {"output": "output_file_id", "errors": "error_file_id"}
 log = logging.getLogger(__name__)
 
 
@@ -69,19 +78,29 @@ class BatchRunner:
         del self._running[ident]
 
     async def _one(self, batch: StoredBatch) -> None:
+        """Runs a batch as far as it is not. What is known of it is read under its lock: since it
+        was listed, another run may have ended it."""
         with self._batches.lock(batch) as mine:
             if not mine:
                 await asyncio.sleep(POLL_S)
                 return
-            batch = self._batches.get(batch.id, batch.owner)
+            try:
+                batch = self._batches.get(batch.id, batch.owner)
+            except NotFound:
+                return
+            if batch.status in OVER:
+                return
+            if batch.ends_as is not None:
+                self._hand_over(batch)
+                return
             try:
                 await self._through(batch)
             except HeadraceError as error:
                 log.warning("batch %s failed: %s", batch.id, error.message)
-                self._fail(batch, error.message)
+                await self._fail(batch, error.message)
             except Exception:
                 log.exception("batch %s failed", batch.id)
-                self._fail(batch, "internal error")
+                await self._fail(batch, "internal error")
 
     async def _through(self, batch: StoredBatch) -> None:
         info = self._files.get(batch.input_file_id, batch.owner)
@@ -99,19 +118,19 @@ class BatchRunner:
             batch = batch.now("in_progress", counts=Counts(total=total))
             self._batches.put(batch)
         try:
-            batch = await self._answers(batch, info)
+            await self._answers(batch, info)
         except Stopped:
             if self._services.draining:
                 return  # the next start goes on
-            batch = self._counted(batch)
-            status = "cancelled" if self._batches.asked_cancel(batch) else "expired"
-            self._finish(batch, status)
+            cancelled = self._batches.asked_cancel(batch)
+            await self._finish(batch, "cancelled" if cancelled else "expired")
             return
-        self._finish(batch.now("finalizing"), "completed")
+        await self._finish(batch, "completed")
 
-    async def _answers(self, batch: StoredBatch, info: FileInfo) -> StoredBatch:
+    async def _answers(self, batch: StoredBatch, info: FileInfo) -> None:
         output, errors = (self._batches.path(batch, name) for name in ("output", "errors"))
-        completed, failed = answered_ids(output), answered_ids(errors)
+        completed = await _to_the_end(answered_ids, output)
+        failed = await _to_the_end(answered_ids, errors)
         counts = Counts(total=batch.counts.total, completed=len(completed), failed=len(failed))
         with (
             self._files.open(info) as file,
@@ -143,12 +162,13 @@ class BatchRunner:
                     if time.monotonic() - written > POLL_S:
                         written = time.monotonic()
                         self._batches.put(msgspec.structs.replace(batch, counts=counts))
-        return msgspec.structs.replace(batch, counts=counts)
 
-    def _fail(self, batch: StoredBatch, message: str) -> None:
+    async def _fail(self, batch: StoredBatch, message: str) -> None:
+        """Ends a batch whose run failed. `batch` is as the run began: how many lines there are may
+        have been written down since."""
         wrong = LineError(code="batch_failed", line=0, message=message)
-        counted = self._counted(batch)
-        self._finish(msgspec.structs.replace(counted, errors=[wrong]), "failed")
+        batch = self._batches.get(batch.id, batch.owner)
+        await self._finish(batch, "failed", errors=[wrong])
 
     def _stop(self, batch: StoredBatch) -> bool:
         return (
@@ -157,34 +177,54 @@ class BatchRunner:
             or self._batches.asked_cancel(batch)
         )
 
-    def _counted(self, batch: StoredBatch) -> StoredBatch:
-        done = [answered_ids(self._batches.path(batch, name)) for name in ("output", "errors")]
-        counts = Counts(total=batch.counts.total, completed=len(done[0]), failed=len(done[1]))
-        return msgspec.structs.replace(batch, counts=counts)
+    async def _finish(self, batch: StoredBatch, status: Status, **changes: Any) -> None:
+        """Ends the batch: first it is written down how, and under which ids its files will be
+        found, so that whoever takes it up after a death in between ends it the same way."""
+        numbers = {}
+        for name, field in _HANDED_OVER.items():
+            answers = await _to_the_end(answered_ids, self._batches.path(batch, name))
+            numbers[name] = len(answers)
+            changes[field] = new_file_id() if answers else None
+        counts = Counts(
+            total=batch.counts.total, completed=numbers["output"], failed=numbers["errors"]
+        )
+        ending = batch.now("finalizing", ends_as=status, counts=counts, **changes)
+        self._batches.put(ending)
+        self._hand_over(ending)
 
-    def _finish(self, batch: StoredBatch, status: Any) -> None:
-        """Hands the answers over as files of the owner; the batch is over then."""
-        changes = {}
-        for name, field in (("output", "output_file_id"), ("errors", "error_file_id")):
-            path = self._batches.path(batch, name)
-            if path.exists() and path.stat().st_size:
-                changes[field] = self._adopted(path, batch, name)
-            else:
+    def _hand_over(self, batch: StoredBatch) -> None:
+        """The answers become files of the owner, as far as they are not yet; the batch is over
+        then."""
+        assert batch.ends_as is not None, f"{batch.id} has not ended"
+        for name, field in _HANDED_OVER.items():
+            path, ident = self._batches.path(batch, name), getattr(batch, field)
+            if ident is None:
                 path.unlink(missing_ok=True)
-        self._batches.put(batch.now(status, **changes))
+            elif not self._files.has(ident):
+                self._files.adopt(path, _adopted(batch, name, ident))
+        self._batches.put(batch.now(batch.ends_as))
         self._batches.path(batch, "cancel").unlink(missing_ok=True)
 
-    def _adopted(self, path: Path, batch: StoredBatch, name: str) -> str:
-        info = FileInfo(
-            id=new_file_id(),
-            owner=batch.owner,
-            filename=f"{batch.id}_{name}.jsonl",
-            purpose="batch_output",
-            bytes=path.stat().st_size,
-            created_at=int(time.time()),
-        )
-        self._files.adopt(path, info)
-        return info.id
+
+def _adopted(batch: StoredBatch, name: str, ident: str) -> FileInfo:
+    return FileInfo(
+        id=ident,
+        owner=batch.owner,
+        filename=f"{batch.id}_{name}.jsonl",
+        purpose="batch_output",
+        created_at=int(time.time()),
+    )
+
+
+async def _to_the_end(read: Callable[[Path], set[str]], path: Path) -> set[str]:
+    """Reads in a thread. Who is cancelled meanwhile waits for it: it may cut the file, which needs
+    the batch's lock."""
+    reading = asyncio.ensure_future(asyncio.to_thread(read, path))
+    try:
+        return await asyncio.shield(reading)
+    except asyncio.CancelledError:
+        await asyncio.wait({reading})
+        raise
 
 
 async def _watched(answers: Any, stop: Any) -> Any:

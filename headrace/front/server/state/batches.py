@@ -65,7 +65,8 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a batch; times in seconds of the epoch."""
+    """The state of a batch; times in seconds of the epoch. `ends_as`: its status once its files
+    are handed over, under the ids that stand here already."""
 
     id: str
     owner: str
@@ -75,6 +76,7 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     expires_at: int
     status: Status = "validating"
+    ends_as: Status | None = None
     errors: list[LineError] = []
     counts: Counts = Counts()
     output_file_id: str | None = None
@@ -107,8 +109,8 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
             "input_file_id": self.input_file_id,
             "completion_window": self.completion_window,
             "status": self.status,
-            "output_file_id": self.output_file_id,
-            "error_file_id": self.error_file_id,
+            "output_file_id": self.output_file_id if self.status in OVER else None,
+            "error_file_id": self.error_file_id if self.status in OVER else None,
             "created_at": self.created_at,
             "expires_at": self.expires_at,
             **{f"{name}_at": self.times.get(f"{name}_at") for name in moments},

@@ -40,7 +40,7 @@ class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
     owner: str
     filename: str
     purpose: str
-    bytes: int
+    bytes: int = 0
     created_at: int
     expires_at: int | None = None
 
@@ -127,10 +127,19 @@ class FileStore:
                     part.unlink()
         return min(self.max_bytes - total, self.max_bytes // 2 - mine)
 
-    def adopt(self, path: Path, info: FileInfo) -> None:
-        """Takes a complete file in, from the same file system."""
-        path.replace(self._folder / f"{info.id}.data")
+    def has(self, ident: str) -> bool:
+        """Whether there is a file with this id of ours."""
+        return (self._folder / f"{ident}.json").exists()
+
+    def adopt(self, path: Path, info: FileInfo) -> FileInfo:
+        """Takes a complete file in, from the same file system; what is known of it, now with its
+        size. After a death in the middle it may be done again."""
+        data = self._folder / f"{info.id}.data"
+        if path.exists():
+            path.replace(data)
+        info = msgspec.structs.replace(info, bytes=data.stat().st_size)
         write_whole(self._folder / f"{info.id}.json", info)
+        return info
 
     def _all(self) -> Iterator[FileInfo]:
         for entry in self._folder.glob("file-*.json"):
@@ -184,12 +193,10 @@ class Upload:
             owner=self._owner,
             filename=filename,
             purpose=purpose,
-            bytes=self._size,
             created_at=now,
             expires_at=None if expires_s is None else now + expires_s,
         )
-        self._store.adopt(self._path, info)
-        return info
+        return self._store.adopt(self._path, info)
 
     def cancel(self) -> None:
         """Forgets what has come."""
