@@ -40,7 +40,7 @@ def kernels(library: NativeLibrary, beside: str, threads: int):
         dll = ctypes.CDLL(path)
         dll.hr_cpu_isas()  # asks the system for the tiles
         dll.hr_pool_resize(threads, None)
-        kernel = getattr(dll, f"hr_linear_quant_codes_{library.isa}")
+        kernel = getattr(dll, f"hr_linear_quant_int8_rows_{library.isa}")
         kernel.argtypes, kernel.restype = native._QUANTIZED_ARGUMENTS, ctypes.c_int32
         found.append(kernel)
     return found

@@ -73,7 +73,7 @@ BANNED = (
     Ban("keeper", "authenticator", part=True),
     Ban("spoken", "chat output", part=True),
     Ban("wish", "a noun of its own (ScoreRequest)", part=True),
-    Ban("plane", "admin API", part=True),
+    Ban("plane", "admin API", part=True, under=("front/", "launch/", "base/", "core/", "cli/")),
     Ban("seat", "managed process", part=True),
     Ban("beat", "heartbeat", part=True),
     Ban("fronts", "frontend connections", part=True),
@@ -138,6 +138,17 @@ def modules() -> list[tuple[Path, str, ast.Module]]:
     return [(path, path.relative_to(PACKAGE).as_posix(), tree) for path, _, tree in sources()]
 
 
+CPP_COMMENT_OR_TEXT = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:[^"\\\n]|\\.)*"', re.DOTALL)
+CPP_NAME = re.compile(r"\b[A-Za-z_]\w*\b")
+
+
+def cpp_names(text: str) -> Iterator[tuple[str, int]]:
+    """Every name in C++ source, with its line; not those in comments and texts."""
+    code = CPP_COMMENT_OR_TEXT.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for number, line in enumerate(code.splitlines(), start=1):
+        yield from ((name, number) for name in CPP_NAME.findall(line))
+
+
 def prose(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line number and full line of every comment and docstring."""
     lines = path.read_text().splitlines()
@@ -170,6 +181,24 @@ def test_names_are_the_terms_of_the_field() -> None:
         if isinstance(node, ast.ClassDef) and node.name in BANNED_CLASSES
     ]
     assert wrong == []
+
+
+def test_names_in_cpp_are_the_terms_of_the_field() -> None:
+    paths = [*PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h")]
+    assert paths
+    places = {path: path.relative_to(PACKAGE).as_posix() for path in sorted(paths)}
+    wrong = {
+        f"headrace/{place}:{line} {name}: {instead}"
+        for path, place in places.items()
+        for name, line in [(path.stem, 1), *cpp_names(path.read_text())]
+        if (instead := objection(name, place))
+    }
+    assert wrong == set()
+
+
+def test_names_of_cpp_are_read_without_comments_and_texts() -> None:
+    text = 'int codes; // made\n/* found\n*/ f("told", widened_panel);'
+    assert [*cpp_names(text)] == [("int", 1), ("codes", 1), ("f", 3), ("widened_panel", 3)]
 
 
 def test_a_public_class_name_is_used_once() -> None:

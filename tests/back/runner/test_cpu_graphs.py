@@ -197,14 +197,14 @@ def test_tokens_are_the_same_where_norms_quantize_for_the_gemms(options, monkeyp
     coded = engine(*options)
     names = {name for kept in _graphs_after(coded, lengths) for name in kept.graph.names}
     product = "linear_quant" if options[1] == "int8" else "linear_blocks"
-    assert {"rms_norm_codes", f"{product}_codes", f"{product}_top"} <= names
+    assert {"rms_norm_quantized", f"{product}_int8_rows", f"{product}_top"} <= names
     found = answers(coded, lengths)
     coded.close()
     monkeypatch.setattr(norm.RMSNorm, "quantize_output", lambda self, group, below=None: False)
     plain = engine(*options)
     assert answers(plain, lengths) == found
     names = {name for kept in _graphs_after(plain, lengths) for name in kept.graph.names}
-    assert "rms_norm" in names and "rms_norm_codes" not in names
+    assert "rms_norm" in names and "rms_norm_quantized" not in names
     plain.close()
 
 
@@ -212,7 +212,7 @@ def test_fp8_products_read_plain_rows():
     running = engine("--quantization", "fp8")
     names = {n for kept in _graphs_after(running, [(9, 12, 0.0)]) for n in kept.graph.names}
     assert {"rms_norm", "linear_fp8", "linear_fp8_top", "embedding_fp8"} <= names
-    assert not names & {"rms_norm_codes", "gated_act"}
+    assert not names & {"rms_norm_quantized", "gated_act"}
     running.close()
 
 

@@ -25,7 +25,7 @@ MEASURED = {
     "linear_gated": 272_481,
     "linear_quant": 153_056,
     "linear_top": 268_979,
-    "rms_norm_codes": 23_134,
+    "rms_norm_quantized": 23_134,
     "0": 210_243,  # Q8_0
     "1": 146_353,  # Q4_0
     "7": 174_901,  # Q4_K

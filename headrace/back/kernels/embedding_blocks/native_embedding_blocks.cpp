@@ -1,4 +1,4 @@
-// x[T,E] = rows ids[T] of a block-quantized table in panels (linear_blocks/layout.py), widened and rounded once.
+// x[T,E] = rows ids[T] of a block-quantized table in panels (linear_blocks/layout.py), dequantized and rounded once.
 
 #include "../native/block_panels.h"
 
@@ -12,7 +12,7 @@ struct Lookup {
 };
 
 template <class C>
-HR_INLINE int32_t code_at(const uint8_t* planes, int64_t o, int k) {
+HR_INLINE int32_t value_at(const uint8_t* planes, int64_t o, int k) {
   constexpr int base = C::bits == 3 ? 2 : C::bits == 5 || C::bits == 6 ? 4 : C::bits;
   const int s = k / 4, per_plane = 8 / base, shift = s % per_plane * base;
   int32_t code = planes[s / per_plane * kPlane + o * 4 + k % 4] >> shift & ((1 << base) - 1);
@@ -31,7 +31,7 @@ HR_INLINE float scale_at(const uint8_t* p) {
 
 // In the order of operations of the format's own definition: code * scale - minimum, in float32.
 template <class C, class Y>
-void widen_row(const uint8_t* panel, int64_t o, Y* x, int64_t E) {
+void dequantize_row(const uint8_t* panel, int64_t o, Y* x, int64_t E) {
   constexpr int parts = C::sub < 32 ? 32 / C::sub : 1;
   for (; E > 0; E -= C::block, panel += super_bytes<C>()) {
     const float d = scale_at<typename C::Scale>(panel + o * 2);
@@ -45,7 +45,7 @@ void widen_row(const uint8_t* panel, int64_t o, Y* x, int64_t E) {
           scale *= float(int8_t(group[h * kPanel + o]));
           if (C::minimum) minimum *= float(int8_t(group[(parts + h) * kPanel + o]));
         }
-        const float value = float(code_at<C>(group + scale_bytes<C>(), o, k)) * scale;
+        const float value = float(value_at<C>(group + scale_bytes<C>(), o, k)) * scale;
         put(x, C::minimum ? value - minimum : value);
       }
   }
@@ -57,7 +57,7 @@ void look_up_row(void* context, int64_t t) {
   with_coding(p.coding, [&](auto coding) {
     using C = decltype(coding);
     const uint8_t* panel = p.panels + p.ids[t] / kPanel * ceil_div(p.E, int64_t(C::block)) * super_bytes<C>();
-    widen_row<C>(panel, p.ids[t] % kPanel, static_cast<Y*>(p.x) + t * p.E, p.E);
+    dequantize_row<C>(panel, p.ids[t] % kPanel, static_cast<Y*>(p.x) + t * p.E, p.E);
   });
 }
 

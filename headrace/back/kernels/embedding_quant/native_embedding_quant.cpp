@@ -1,4 +1,4 @@
-// x[T,E] = code * scale of rows ids[T] of a packed table (linear_quant/layout.py). A row lies in 4-byte pieces 256 bytes
+// x[T,E] = code * scale of rows ids[T] of a packed table (linear_quant/layout.py). A row lies in 4-byte words 256 bytes
 // apart: a few hundred cache lines per token, some microseconds beside the milliseconds of its step.
 
 #include "../native/fp8.h"
@@ -15,7 +15,7 @@ struct Lookup {
 };
 
 template <class Y>
-HR_INLINE void widen(const uint8_t* panel, int64_t column, Y* x, int64_t E) {
+HR_INLINE void dequantize(const uint8_t* panel, int64_t column, Y* x, int64_t E) {
   float scale;
   __builtin_memcpy(&scale, panel + column * 4, 4);
   const uint8_t* w = panel + kPanel * 4 + column * 4;
@@ -23,7 +23,7 @@ HR_INLINE void widen(const uint8_t* panel, int64_t column, Y* x, int64_t E) {
 }
 
 template <class Y>
-HR_INLINE void widen_fp8(const uint8_t* panel, int64_t column, Y* x, int64_t E) {
+HR_INLINE void dequantize_fp8(const uint8_t* panel, int64_t column, Y* x, int64_t E) {
   float scale;
   __builtin_memcpy(&scale, panel + column * 4, 4);
   const uint8_t* w = panel + kPanel * 4 + fp8_place(column);
@@ -36,8 +36,8 @@ void rows(void* context, int64_t t) {
   const Lookup& p = *static_cast<const Lookup*>(context);
   const uint8_t* panel = p.table + p.ids[t] / kPanel * p.panel_bytes;
   Y* x = static_cast<Y*>(p.x) + t * p.E;
-  if (FP8) widen_fp8(panel, p.ids[t] % kPanel, x, p.E);
-  else widen(panel, p.ids[t] % kPanel, x, p.E);
+  if (FP8) dequantize_fp8(panel, p.ids[t] % kPanel, x, p.E);
+  else dequantize(panel, p.ids[t] % kPanel, x, p.E);
 }
 
 template <class Y, bool FP8>

@@ -1,4 +1,4 @@
-// Draws from softmax(logits / temperature): the argmax of z - log(exponential noise), the noise a function of (key, id).
+// Samples from softmax(logits / temperature): the argmax of z - log(exponential noise), the noise a function of (key, id).
 //
 // Two logarithms per token would cost 6 ms a row of 150 thousand. Since -log(-log1p(-u)) <= -log(u) <= (leading zeros of
 // u's bits + 1) ln 2, a token whose z plus that bound stays below the best score so far needs none; past the first few
@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int64_t kColumns = 16 * 1024;  // of one chunk
-constexpr int kBlock = 256;              // tokens whose noise is made at a time
+constexpr int kBlock = 256;              // tokens whose noise is computed at a time
 constexpr double kLn2 = 0.69314718055994531;
 constexpr double kSlack = 1e-9;  // above the rounding of the bound, below anything that costs
 

@@ -97,7 +97,7 @@ def _bind_quantized_rows(
     weight: BlockWeight,
     bias_O: torch.Tensor | None,
 ) -> Linear:
-    kernel = library.bind("linear_blocks_codes", *_QUANTIZED_ARGUMENTS)
+    kernel = library.bind("linear_blocks_int8_rows", *_QUANTIZED_ARGUMENTS)
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     out = torch.float32 if problem.wide else problem.dtype
     table, padded = segment_table(weight), padded_inputs(problem.inputs, weight.x_group)

@@ -2,8 +2,8 @@
 they are.
 
 Few rows take the kernel of native.py. Many pay the dequantizing of the weights once and leave out
-what costs it most: as codes, the sums of every 16 or 32 inputs leave the matrix tiles
-(native_linear_blocks_widened.cpp). T tokens, I inputs, O outputs.
+what costs it most: as int8, the sums of every 16 or 32 inputs leave the matrix tiles
+(native_linear_blocks_dequantized.cpp). T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace.back.kernels.linear_blocks.op import Linear, LinearBlocksProblem, 
 from headrace.back.kernels.native.library import INT32, INT64, POINTER, NativeLibrary, loaded
 from headrace.back.kernels.op import Kernel
 
-NAME = "linear_blocks_widened"
+NAME = "linear_blocks_dequantized"
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 5, *(INT32,) * 2)
 
 

@@ -1,12 +1,12 @@
 // y[M,N] = x[M,K] w[N,K]^T + bias[N] where w is block-quantized (block_panels.h) and x becomes int8 here, 32 inputs at a time,
-// unless the norm before has left it so (linear_blocks_codes).
+// unless the norm before has left it so (linear_blocks_int8_rows).
 //
 // The loop is that of linear_quant: rows of x to int8 once, then each thread takes panels of 64 outputs, one stream of
 // bytes. A weight may be put together from segments of several codings (query and key in one, value in another): all read
 // the same int8 rows, in one call. Lanes are outputs, so a result is one fixed chain of operations whatever is beside it.
 
 #include "../native/amx_blocks.h"
-#include "../native/block_product.h"
+#include "../native/block_gemm.h"
 
 namespace {
 
@@ -20,7 +20,8 @@ constexpr int64_t kTileRows = 6;
 constexpr int64_t kTileRowBlock = kRows;
 #endif
 
-// The sum of the products of steps FROM .. TO of a group, on top of `dot`, which takes the codes' offset out.
+// The sum of the products of steps FROM .. TO of a group, on top of `dot`, which takes out the offset of the quantized
+// values.
 template <class C, int FROM, int TO>
 HR_INLINE I dot_steps(I dot, const I (&b)[8], const int8_t* x) {
   HR_UNROLL for (int s = FROM; s < TO; ++s)
@@ -39,7 +40,7 @@ HR_INLINE void fetch_ahead(const uint8_t* group, int j) {
 
 // MB rows against kVectors vectors of outputs, from `column` of the panel on. `fetch`: the panel comes from memory.
 template <class C, int MB>
-void tile(const Product& p, const uint8_t* panel, int64_t column, int64_t m, bool fetch, float* results) {
+void tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t m, bool fetch, float* results) {
   constexpr int parts = C::sub < 32 ? 32 / C::sub : 1;
   constexpr int32_t offset = C::wide ? kOffset8 : C::offset;
   F acc[MB][kVectors] = {};
@@ -72,9 +73,9 @@ void tile(const Product& p, const uint8_t* panel, int64_t column, int64_t m, boo
         }
         HR_UNROLL for (int q = 0; q < C::x_group / 32; ++q) {
           I b[8];
-          load_codes<C>(group + q * group_bytes<C>() + scale_bytes<C>(), at, b);
+          load_quantized<C>(group + q * group_bytes<C>() + scale_bytes<C>(), at, b);
           HR_UNROLL for (int i = 0; i < MB; ++i) {
-            const int8_t* x = p.codes + (m + i) * p.stride + g * C::x_group + q * 32;
+            const int8_t* x = p.quantized + (m + i) * p.stride + g * C::x_group + q * 32;
             if constexpr (parts == 1) dot[i][0] = dot_steps<C, 0, 8>(dot[i][0], b, x);
             else {
               dot[i][0] = dot_steps<C, 0, 4>(dot[i][0], b, x);
@@ -105,7 +106,7 @@ void tile(const Product& p, const uint8_t* panel, int64_t column, int64_t m, boo
 
 // One panel against rows [m, m + rows), at most kRows.
 template <class C>
-HR_INLINE void rows_panel(const Product& p, const uint8_t* panel, int64_t left, int64_t m, int64_t rows, float* results) {
+HR_INLINE void rows_panel(const Gemm& p, const uint8_t* panel, int64_t left, int64_t m, int64_t rows, float* results) {
   for (int64_t column = 0; column < kPanel && column < left; column += kVectors * kLanes) {
     if (kRows >= 4 && rows == 4) tile<C, kRows >= 4 ? 4 : 1>(p, panel, column, m, m == 0, results);
     if (kRows >= 3 && rows == 3) tile<C, kRows >= 3 ? 3 : 1>(p, panel, column, m, m == 0, results);
@@ -123,7 +124,7 @@ struct Workspace {
 };
 
 // Rows [m, m + rows), at most p.tile_rows, of one panel's results.
-void panel_results(const Product& p, const Place& at, int64_t m, int64_t rows, [[maybe_unused]] Workspace& space,
+void panel_results(const Gemm& p, const Place& at, int64_t m, int64_t rows, [[maybe_unused]] Workspace& space,
                    float* results) {
   with_coding(at.segment->coding, [&](auto coding) {
     using C = decltype(coding);
@@ -136,7 +137,7 @@ void panel_results(const Product& p, const Place& at, int64_t m, int64_t rows, [
 }
 
 // Panel `at` (and with an activation the one that it gates) against rows [row, stop).
-void product_panel(const Product& p, const Place& at, int64_t row, int64_t stop, Workspace& space) {
+void gemm_panel(const Gemm& p, const Place& at, int64_t row, int64_t stop, Workspace& space) {
   const int64_t n = at.n + at.panel * kPanel;
   for (int64_t m = row; m < stop;) {
     const int64_t rows = ceil_div(stop - m, ceil_div(stop - m, p.tile_rows));
@@ -151,14 +152,14 @@ void product_panel(const Product& p, const Place& at, int64_t row, int64_t stop,
   }
 }
 
-void product_task(void* context, int64_t task) {
-  Product p = *static_cast<const Product*>(context);
-  const int64_t piece = task / p.row_blocks, row = task % p.row_blocks * p.row_block;
+void gemm_task(void* context, int64_t task) {
+  Gemm p = *static_cast<const Gemm*>(context);
+  const int64_t chunk = task / p.row_blocks, row = task % p.row_blocks * p.row_block;
   Workspace* space = static_cast<Workspace*>(hr_scratch(sizeof(Workspace), 1));
   if (space == nullptr) __builtin_trap();
   int64_t s = 0, n = 0;
-  for (; piece >= p.first_task[s + 1]; ++s) n += p.segments[s].outputs;
-  const int64_t from = (piece - p.first_task[s]) * p.panels_per_task;
+  for (; chunk >= p.first_task[s + 1]; ++s) n += p.segments[s].outputs;
+  const int64_t from = (chunk - p.first_task[s]) * p.panels_per_task;
   const int64_t most = larger<int64_t>(smaller(p.segments[s].outputs, p.results - n), 0);
   const int64_t to = smaller(from + p.panels_per_task, ceil_div(most, kPanel));
   if (p.top != nullptr) {
@@ -166,7 +167,7 @@ void product_task(void* context, int64_t task) {
     if (p.y == nullptr) __builtin_trap();
   }
   for (int64_t j = from; j < to; ++j)
-    product_panel(p, {p.segments + s, j, n}, row, smaller(p.M, row + p.row_block), *space);
+    gemm_panel(p, {p.segments + s, j, n}, row, smaller(p.M, row + p.row_block), *space);
 #if defined(HR_AMX)
   if (p.M >= kTileRows) tiles_release();
 #endif
@@ -178,17 +179,17 @@ void product_task(void* context, int64_t task) {
 // One chunk of rows of x to int8, in groups of p.x_group; inputs beyond K are 0.
 template <class T>
 void quantize_rows(void* context, int64_t i) {
-  const Product& p = *static_cast<const Product*>(context);
+  const Gemm& p = *static_cast<const Gemm*>(context);
   const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.M);
   for (int64_t m = i * p.rows_per_chunk; m < end; ++m) {
     const T* x = static_cast<const T*>(p.source) + m * p.source_stride;
-    quantize_groups(x, p.K, p.x_group, const_cast<int8_t*>(p.codes) + m * p.stride,
+    quantize_groups(x, p.K, p.x_group, const_cast<int8_t*>(p.quantized) + m * p.stride,
                     const_cast<float*>(p.scales) + m * p.groups, const_cast<int32_t*>(p.sums) + m * p.groups * 2);
   }
 }
 
-// The product with the rows of codes at p.codes.
-int32_t multiply(Product& p) {
+// The GEMM with the quantized rows at p.quantized.
+int32_t multiply(Gemm& p) {
   int64_t first_task[kMostSegments + 1] = {};
   p.first_task = first_task;
   p.row_block = kRowBlock, p.tile_rows = kRows;
@@ -204,25 +205,25 @@ int32_t multiply(Product& p) {
     first_task[s + 1] = first_task[s] + ceil_div(ceil_div(outputs, kPanel), p.panels_per_task);
   }
   if (p.top != nullptr && first_task[p.num_segments] != p.top->chunks) return HR_BAD_SHAPE;
-  hr_parallel(product_task, &p, first_task[p.num_segments] * p.row_blocks);
+  hr_parallel(gemm_task, &p, first_task[p.num_segments] * p.row_blocks);
   return HR_OK;
 }
 
 template <class T>
-int32_t run(Product& p) {
-  p.stride = codes_stride(p.groups * p.x_group);
-  const int64_t codes = p.M * p.stride, facts = ceil_div(p.M * p.groups, int64_t(16)) * 64;
-  char* scratch = static_cast<char*>(hr_scratch(codes + 3 * facts));
+int32_t run(Gemm& p) {
+  p.stride = quantized_stride(p.groups * p.x_group);
+  const int64_t quantized = p.M * p.stride, facts = ceil_div(p.M * p.groups, int64_t(16)) * 64;
+  char* scratch = static_cast<char*>(hr_scratch(quantized + 3 * facts));
   if (scratch == nullptr) return HR_NO_MEMORY;
-  p.codes = reinterpret_cast<int8_t*>(scratch);
-  p.scales = reinterpret_cast<float*>(scratch + codes);
-  p.sums = reinterpret_cast<int32_t*>(scratch + codes + facts);
+  p.quantized = reinterpret_cast<int8_t*>(scratch);
+  p.scales = reinterpret_cast<float*>(scratch + quantized);
+  p.sums = reinterpret_cast<int32_t*>(scratch + quantized + facts);
   p.rows_per_chunk = larger<int64_t>(1, 32 * 1024 / p.K);
   hr_parallel(quantize_rows<T>, &p, ceil_div(p.M, p.rows_per_chunk));
   return multiply(p);
 }
 
-int32_t run_as(Product& p, int32_t dtype) {
+int32_t run_as(Gemm& p, int32_t dtype) {
   if (dtype == HR_BF16) return run<bf16>(p);
   if (dtype == HR_F16) return run<fp16>(p);
   if (dtype == HR_F32) return run<float>(p);
@@ -237,7 +238,7 @@ int32_t run_as(Product& p, int32_t dtype) {
 HR_PUBLIC int32_t HR_EXPORT(linear_blocks)(const void* x, const Segment* segments, const void* bias, void* y, int64_t M,
                                            int64_t K, int64_t x_stride, int64_t y_stride, int64_t num_segments,
                                            int32_t activation, int32_t dtype, int32_t y_dtype) {
-  Product p{};
+  Gemm p{};
   const int32_t status = take_weight(p, segments, num_segments, K, activation, bias);
   if (status != HR_OK || M < 0) return M < 0 ? int32_t(HR_BAD_SHAPE) : status;
   if (y_dtype != dtype && (y_dtype != HR_F32 || bias != nullptr)) return HR_BAD_DTYPE;
@@ -247,23 +248,23 @@ HR_PUBLIC int32_t HR_EXPORT(linear_blocks)(const void* x, const Segment* segment
 }
 HR_REPLAYABLE(linear_blocks)
 
-// The same with rows that are int8 already: codes [M, stride], zeros from K to whole groups; scales [M, groups] and sums of
-// codes [M, groups, 2] (quantize_groups). bias has the type of y.
-HR_PUBLIC int32_t HR_EXPORT(linear_blocks_codes)(const int8_t* codes, const float* scales, const int32_t* sums,
-                                                 const Segment* segments, const void* bias, void* y, int64_t M, int64_t K,
-                                                 int64_t codes_stride, int64_t y_stride, int64_t num_segments,
-                                                 int32_t activation, int32_t y_dtype) {
-  Product p{};
+// The same with rows that are int8 already: quantized [M, stride], zeros from K to whole groups; scales [M, groups] and
+// sums of quantized values [M, groups, 2] (quantize_groups). bias has the type of y.
+HR_PUBLIC int32_t HR_EXPORT(linear_blocks_int8_rows)(const int8_t* quantized, const float* scales, const int32_t* sums,
+                                                     const Segment* segments, const void* bias, void* y, int64_t M, int64_t K,
+                                                     int64_t quantized_stride, int64_t y_stride, int64_t num_segments,
+                                                     int32_t activation, int32_t y_dtype) {
+  Gemm p{};
   const int32_t status = take_weight(p, segments, num_segments, K, activation, bias);
   if (status != HR_OK) return status;
-  if (M < 0 || codes_stride < p.groups * p.x_group) return HR_BAD_SHAPE;
+  if (M < 0 || quantized_stride < p.groups * p.x_group) return HR_BAD_SHAPE;
   if (y_dtype < HR_F32 || y_dtype > HR_F16) return HR_BAD_DTYPE;
   if (M == 0) return HR_OK;
-  p.codes = codes, p.scales = scales, p.sums = sums, p.stride = codes_stride;
+  p.quantized = quantized, p.scales = scales, p.sums = sums, p.stride = quantized_stride;
   p.y = y, p.M = M, p.y_stride = y_stride, p.dtype = y_dtype;
   return multiply(p);
 }
-HR_REPLAYABLE(linear_blocks_codes)
+HR_REPLAYABLE(linear_blocks_int8_rows)
 
 // The `count` best of the results that `linear_blocks` would give in float32: outputs and values [M, count], best first.
 HR_PUBLIC int32_t HR_EXPORT(linear_blocks_top)(const void* x, const Segment* segments, int64_t* ids, float* values,
@@ -271,7 +272,7 @@ HR_PUBLIC int32_t HR_EXPORT(linear_blocks_top)(const void* x, const Segment* seg
                                                int64_t count, int32_t dtype) {
   const int64_t bytes = dtype == HR_F32 ? 4 : 2;
   for (int64_t m = 0; m < M; m += kTopRows) {
-    Product p{};
+    Gemm p{};
     int32_t status = take_weight(p, segments, num_segments, K, -1, nullptr);
     if (status != HR_OK) return status;
     if (count < 1 || count > p.outputs) return HR_BAD_SHAPE;

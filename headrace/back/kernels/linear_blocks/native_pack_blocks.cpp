@@ -7,9 +7,9 @@
 
 namespace {
 
-// One group of 32 inputs, taken apart: codes as the panels store them, and the second-level scales of its parts.
+// One group of 32 inputs, taken apart: values as the panels store them, and the second-level scales of its parts.
 struct Group {
-  uint8_t codes[32];
+  uint8_t quantized[32];
   uint8_t scale[2], minimum[2];
 };
 
@@ -19,14 +19,14 @@ HR_INLINE uint16_t half_at(const uint8_t* p) {
   return v;
 }
 
-HR_INLINE void nibbles(const uint8_t* q, uint8_t* codes) {
-  for (int k = 0; k < 16; ++k) codes[k] = q[k] & 15, codes[16 + k] = q[k] >> 4;
+HR_INLINE void nibbles(const uint8_t* q, uint8_t* quantized) {
+  for (int k = 0; k < 16; ++k) quantized[k] = q[k] & 15, quantized[16 + k] = q[k] >> 4;
 }
 
-HR_INLINE void fifth_bits(const uint8_t* q, uint8_t* codes) {
+HR_INLINE void fifth_bits(const uint8_t* q, uint8_t* quantized) {
   uint32_t bits;
   __builtin_memcpy(&bits, q, 4);
-  for (int k = 0; k < 32; ++k) codes[k] |= uint8_t((bits >> k & 1) << 4);
+  for (int k = 0; k < 32; ++k) quantized[k] |= uint8_t((bits >> k & 1) << 4);
 }
 
 // The 6-bit scales and minima of Q4_K and Q5_K: 12 bytes for 8 groups.
@@ -65,26 +65,26 @@ HR_INLINE void read_header(const uint8_t* p, uint16_t& d, uint16_t& minimum, IQ4
 
 // Group g of the block at p.
 HR_INLINE void read_group(const uint8_t* p, int, Group& group, Q8_0) {
-  for (int k = 0; k < 32; ++k) group.codes[k] = p[2 + k] ^ 0x80;
+  for (int k = 0; k < 32; ++k) group.quantized[k] = p[2 + k] ^ 0x80;
 }
-HR_INLINE void read_group(const uint8_t* p, int, Group& group, Q4_0) { nibbles(p + 2, group.codes); }
-HR_INLINE void read_group(const uint8_t* p, int, Group& group, Q4_1) { nibbles(p + 4, group.codes); }
+HR_INLINE void read_group(const uint8_t* p, int, Group& group, Q4_0) { nibbles(p + 2, group.quantized); }
+HR_INLINE void read_group(const uint8_t* p, int, Group& group, Q4_1) { nibbles(p + 4, group.quantized); }
 HR_INLINE void read_group(const uint8_t* p, int, Group& group, Q5_0) {
-  nibbles(p + 6, group.codes);
-  fifth_bits(p + 2, group.codes);
+  nibbles(p + 6, group.quantized);
+  fifth_bits(p + 2, group.quantized);
 }
 HR_INLINE void read_group(const uint8_t* p, int, Group& group, Q5_1) {
-  nibbles(p + 8, group.codes);
-  fifth_bits(p + 4, group.codes);
+  nibbles(p + 8, group.quantized);
+  fifth_bits(p + 4, group.quantized);
 }
 HR_INLINE void read_group(const uint8_t* p, int g, Group& group, Q2_K) {
   const uint8_t* q = p + 16 + g / 4 * 32;
-  for (int k = 0; k < 32; ++k) group.codes[k] = q[k] >> (g % 4 * 2) & 3;
+  for (int k = 0; k < 32; ++k) group.quantized[k] = q[k] >> (g % 4 * 2) & 3;
   for (int h = 0; h < 2; ++h) group.scale[h] = p[2 * g + h] & 15, group.minimum[h] = p[2 * g + h] >> 4;
 }
 HR_INLINE void read_group(const uint8_t* p, int g, Group& group, Q3_K) {
   const uint8_t *q = p + 32 + g / 4 * 32, *s = p + 96;
-  for (int k = 0; k < 32; ++k) group.codes[k] = uint8_t((q[k] >> (g % 4 * 2) & 3) | (p[k] >> g & 1) << 2);
+  for (int k = 0; k < 32; ++k) group.quantized[k] = uint8_t((q[k] >> (g % 4 * 2) & 3) | (p[k] >> g & 1) << 2);
   for (int h = 0; h < 2; ++h) {
     const int i = 2 * g + h, low = s[i % 8] >> (i / 8 * 4) & 15, high = s[8 + i % 4] >> (i / 4 * 2) & 3;
     group.scale[h] = uint8_t((low | high << 4) - 32);
@@ -92,33 +92,34 @@ HR_INLINE void read_group(const uint8_t* p, int g, Group& group, Q3_K) {
 }
 HR_INLINE void read_group(const uint8_t* p, int g, Group& group, Q4_K) {
   const uint8_t* q = p + 16 + g / 2 * 32;
-  for (int k = 0; k < 32; ++k) group.codes[k] = q[k] >> (g % 2 * 4) & 15;
+  for (int k = 0; k < 32; ++k) group.quantized[k] = q[k] >> (g % 2 * 4) & 15;
   six_bits(p + 4, g, group);
 }
 HR_INLINE void read_group(const uint8_t* p, int g, Group& group, Q5_K) {
   const uint8_t *q = p + 48 + g / 2 * 32, *high = p + 16;
-  for (int k = 0; k < 32; ++k) group.codes[k] = uint8_t((q[k] >> (g % 2 * 4) & 15) | (high[k] >> g & 1) << 4);
+  for (int k = 0; k < 32; ++k) group.quantized[k] = uint8_t((q[k] >> (g % 2 * 4) & 15) | (high[k] >> g & 1) << 4);
   six_bits(p + 4, g, group);
 }
 HR_INLINE void read_group(const uint8_t* p, int g, Group& group, Q6_K) {
   const uint8_t *q = p + g / 4 * 64 + g % 2 * 32, *high = p + 128 + g / 4 * 32;
   for (int k = 0; k < 32; ++k)
-    group.codes[k] = uint8_t((q[k] >> (g % 4 / 2 * 4) & 15) | (high[k] >> (g % 4 * 2) & 3) << 4);
+    group.quantized[k] = uint8_t((q[k] >> (g % 4 / 2 * 4) & 15) | (high[k] >> (g % 4 * 2) & 3) << 4);
   for (int h = 0; h < 2; ++h) group.scale[h] = p[192 + 2 * g + h];
 }
-HR_INLINE void read_group(const uint8_t* p, int, Group& group, IQ4_NL) { nibbles(p + 2, group.codes); }
+HR_INLINE void read_group(const uint8_t* p, int, Group& group, IQ4_NL) { nibbles(p + 2, group.quantized); }
 HR_INLINE void read_group(const uint8_t* p, int g, Group& group, IQ4_XS) {
-  nibbles(p + 8 + g * 16, group.codes);
+  nibbles(p + 8 + g * 16, group.quantized);
   const int low = p[4 + g / 2] >> (g % 2 * 4) & 15, high = p[2 + g / 4] >> (g % 4 * 2) & 3;
   group.scale[0] = uint8_t((low | high << 4) - 32);
 }
 
-// Writes the codes into the planes of one output (`w`: its word in the first plane). The inverse of load_codes.
+// Writes the quantized values into the planes of one output (`w`: its word in the first plane). The inverse of
+// load_quantized.
 template <class C>
-HR_INLINE void write_codes(const uint8_t* codes, uint8_t* w) {
+HR_INLINE void write_quantized(const uint8_t* quantized, uint8_t* w) {
   constexpr int base = C::bits == 3 ? 2 : C::bits == 5 || C::bits == 6 ? 4 : C::bits;
   uint32_t step[8];
-  __builtin_memcpy(step, codes, 32);
+  __builtin_memcpy(step, quantized, 32);
   auto put_word = [&](int plane, uint32_t word) { __builtin_memcpy(w + plane * kPlane, &word, 4); };
   if (base == 8)
     for (int s = 0; s < 8; ++s) put_word(s, step[s]);
@@ -172,7 +173,7 @@ HR_INLINE bool pack_row(const Packing& p, const uint8_t* source, uint8_t* panel,
         to[h * kPanel + o] = group.scale[h];
         if (C::minimum) to[(parts + h) * kPanel + o] = group.minimum[h];
       }
-      write_codes<C>(group.codes, to + scale_bytes<C>() + o * 4);
+      write_quantized<C>(group.quantized, to + scale_bytes<C>() + o * 4);
     }
   }
   return good;

@@ -24,9 +24,10 @@ HR_INLINE float first_of_size(const float* v, float top) {
   return top;
 }
 
-// One output of a block: `count` inputs at w, scale and minimum at their places, codes to `codes` with the coding's offset.
+// One output of a block: `count` inputs at w, scale and minimum at their places, the results to
+// `quantized` with the coding's offset.
 template <class C, class T>
-HR_INLINE void block_codes(const T* w, int64_t count, int64_t column, uint8_t* block, uint8_t* codes) {
+HR_INLINE void block_quantized(const T* w, int64_t count, int64_t column, uint8_t* block, uint8_t* quantized) {
   alignas(64) float v[C::block];
   I most{};
   F least{}, greatest{};
@@ -54,22 +55,22 @@ HR_INLINE void block_codes(const T* w, int64_t count, int64_t column, uint8_t* b
     F x = load(v + k);
     if constexpr (C::minimum) x += shift;
     const I code = good ? round_int(x * inverse) : I{};
-    store_codes(reinterpret_cast<int8_t*>(codes) + k, clamped(code, first, last) + C::offset);
+    store_quantized(reinterpret_cast<int8_t*>(quantized) + k, clamped(code, first, last) + C::offset);
   }
-  for (int64_t k = count; k < C::block; ++k) codes[k] = C::offset;  // code 0
+  for (int64_t k = count; k < C::block; ++k) quantized[k] = C::offset;  // 0
 }
 
-// The 32 codes of one output to their places in the planes of a group.
+// The 32 quantized values of one output to their places in the planes of a group.
 template <class C>
-HR_INLINE void put_codes(const uint8_t* codes, int64_t column, uint8_t* planes) {
+HR_INLINE void put_quantized(const uint8_t* quantized, int64_t column, uint8_t* planes) {
   if (C::bits == 8) {
-    for (int64_t s = 0; s < 8; ++s) __builtin_memcpy(planes + s * kPlane + column * 4, codes + 4 * s, 4);
+    for (int64_t s = 0; s < 8; ++s) __builtin_memcpy(planes + s * kPlane + column * 4, quantized + 4 * s, 4);
     return;
   }
   for (int64_t r = 0; r < 4; ++r) {
     uint32_t low, high;
-    __builtin_memcpy(&low, codes + 8 * r, 4);
-    __builtin_memcpy(&high, codes + 8 * r + 4, 4);
+    __builtin_memcpy(&low, quantized + 8 * r, 4);
+    __builtin_memcpy(&high, quantized + 8 * r + 4, 4);
     low |= high << 4;
     __builtin_memcpy(planes + r * kPlane + column * 4, &low, 4);
   }
@@ -86,10 +87,10 @@ void panel_of(void* context, int64_t j) {
     const T* w = static_cast<const T*>(p.w) + (j * kPanel + column) * p.stride;
     for (int64_t i = 0; i < blocks; ++i) {
       uint8_t* block = panel + i * super_bytes<C>();
-      uint8_t codes[C::block];
-      block_codes<C>(w + i * C::block, smaller<int64_t>(C::block, p.K - i * C::block), column, block, codes);
+      uint8_t quantized[C::block];
+      block_quantized<C>(w + i * C::block, smaller<int64_t>(C::block, p.K - i * C::block), column, block, quantized);
       for (int64_t g = 0; g < C::block / 32; ++g)
-        put_codes<C>(codes + g * 32, column, block + header_bytes<C>() + g * group_bytes<C>());
+        put_quantized<C>(quantized + g * 32, column, block + header_bytes<C>() + g * group_bytes<C>());
     }
   }
 }

@@ -71,7 +71,7 @@ def _bind_quantized_rows(
     weight: PackedWeight,
     bias_O: torch.Tensor | None,
 ) -> Linear:
-    kernel = library.bind("linear_quant_codes", *_QUANTIZED_ARGUMENTS)
+    kernel = library.bind("linear_quant_int8_rows", *_QUANTIZED_ARGUMENTS)
     inputs, outputs = problem.inputs, problem.outputs
     activation = -1 if problem.activation is None else ACTIVATIONS[problem.activation]
     panels, out = weight.panels, torch.float32 if problem.wide else problem.dtype

@@ -1,13 +1,13 @@
 // y[M,N] = x[M,K] w[N,K]^T + bias[N] with packed e4m3 weights (layout.py) and plain activations.
 //
-// Codes are widened in registers to bf16, which holds them exactly (fp8.h), and multiplied by rows of bf16, or, where there
-// is no instruction for that and with rows of another type, of float32. The scale of an output multiplies its finished sum.
-// As for int8 weights a panel of 64 outputs is one stream of bytes, lanes are outputs, and a result is one chain of
-// operations whatever the rows beside it.
+// Weights are dequantized in registers to bf16, which holds them exactly (fp8.h), and multiplied by rows of bf16, or, where
+// there is no instruction for that and with rows of another type, of float32. The scale of an output multiplies its
+// finished sum. As for int8 weights a panel of 64 outputs is one stream of bytes, lanes are outputs, and a result is one
+// chain of operations whatever the rows beside it.
 //
 // With matrix tiles 32 inputs of a panel become the right operand of four tiles in the first-level cache, for a single row
-// too: a tile's sums are rounded in another order than the vector instruction's. For many rows 512 inputs are widened, and
-// all rows go by before the next ones.
+// too: a tile's sums are rounded in another order than the vector instruction's. For many rows 512 inputs are dequantized,
+// and all rows go by before the next ones.
 
 #include "../native/amx_rows.h"
 #include "../native/fp8.h"
@@ -15,18 +15,18 @@
 
 namespace {
 
-constexpr int64_t kStepBytes = kPanel * 4;  // 4 codes of 64 outputs
+constexpr int64_t kStepBytes = kPanel * 4;  // 4 weights of 64 outputs
 constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 512;
 constexpr int64_t kPadded = 32;  // x has zeros up to a multiple of it: the inputs of a tile
 constexpr int64_t kFetched = 16 * kStepBytes;        // how far ahead
-// Rows of x per tile of kVectors vectors of sums: as many as leave registers for what is widened.
+// Rows of x per tile of kVectors vectors of sums: as many as leave registers for what is dequantized.
 constexpr int kRows = kRegisters == 32 ? 4 : 2;
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define HR_BF16_DOT 1
 #endif
 
-struct Product {
+struct Gemm {
   const char* x;  // [M, x_stride bytes]: bf16 or float32, padded with zeros
   int64_t x_stride;
   const uint8_t* w;
@@ -57,7 +57,7 @@ HR_INLINE F add_pair(F acc, const bf16* x, U w) {
 
 // MB rows against kVectors vectors of outputs, from `column` of the panel on.
 template <class X, int MB>
-HR_INLINE void tile(const Product& p, const uint8_t* panel, int64_t column, int64_t m, bool fetch, float* results) {
+HR_INLINE void tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t m, bool fetch, float* results) {
   F acc[MB][kVectors] = {};
   const X* x[MB];
   HR_UNROLL for (int i = 0; i < MB; ++i) x[i] = reinterpret_cast<const X*>(p.x + (m + i) * p.x_stride);
@@ -66,7 +66,7 @@ HR_INLINE void tile(const Product& p, const uint8_t* panel, int64_t column, int6
     if (fetch) HR_UNROLL for (int j = 0; j < kVectors; ++j) __builtin_prefetch(w + kFetched + j * sizeof(U), 0, 3);
     HR_UNROLL for (int j = 0; j < kVectors; ++j) {
       U first, second;
-      widen_pairs(w + j * sizeof(U), first, second);
+      dequantize_pairs(w + j * sizeof(U), first, second);
       HR_UNROLL for (int i = 0; i < MB; ++i) acc[i][j] = add_pair(acc[i][j], x[i] + k, first);
       HR_UNROLL for (int i = 0; i < MB; ++i) acc[i][j] = add_pair(acc[i][j], x[i] + k + 2, second);
     }
@@ -82,7 +82,7 @@ HR_INLINE void tile(const Product& p, const uint8_t* panel, int64_t column, int6
 
 // results[rows][64]: rows [m, m + rows) against one panel.
 template <class X>
-HR_INLINE void vector_rows(const Product& p, const uint8_t* panel, int64_t m, int64_t rows, float* results) {
+HR_INLINE void vector_rows(const Gemm& p, const uint8_t* panel, int64_t m, int64_t rows, float* results) {
   const int64_t end = m + rows;
   for (bool fetch = true; m < end; fetch = false) {
     const int64_t count = ceil_div(end - m, ceil_div(end - m, int64_t(kRows)));
@@ -98,16 +98,16 @@ HR_INLINE void vector_rows(const Product& p, const uint8_t* panel, int64_t m, in
 
 #if defined(HR_AMX)
 constexpr int64_t kTileSteps = kPadded / 4;  // of 4 inputs in one tile
-constexpr int64_t kBlockTiles = 16;          // of inputs that are widened at once for many rows
+constexpr int64_t kBlockTiles = 16;          // of inputs that are dequantized at once for many rows
 constexpr int64_t kTilesFetched = 64 * kStepBytes;  // how far ahead, into the second-level cache
 
 // 32 inputs of 16 TILES outputs, of which `steps` of 4 inputs are there, as tiles [16 pairs of inputs][16 outputs].
 template <int TILES>
-HR_INLINE void widen_tiles(const uint8_t* w, int64_t steps, bool fetch, char* to) {
+HR_INLINE void dequantize_tiles(const uint8_t* w, int64_t steps, bool fetch, char* to) {
   for (int64_t s = 0; s < kTileSteps; ++s, w += kStepBytes, to += 128) {
     HR_UNROLL for (int t = 0; t < TILES; ++t) {
       U first{}, second{};
-      if (s < steps) widen_pairs(w + t * 64, first, second);
+      if (s < steps) dequantize_pairs(w + t * 64, first, second);
       if (fetch) __builtin_prefetch(w + kTilesFetched + t * 64, 0, 2);
       __builtin_memcpy(to + t * kTileBytes, &first, 64);
       __builtin_memcpy(to + t * kTileBytes + 64, &second, 64);
@@ -115,18 +115,18 @@ HR_INLINE void widen_tiles(const uint8_t* w, int64_t steps, bool fetch, char* to
   }
 }
 
-// At most 32 rows: each stretch of 32 inputs is widened, multiplied and forgotten.
+// At most 32 rows: each stretch of 32 inputs is dequantized, multiplied and forgotten.
 template <bool TWO>
-HR_INLINE void few_rows(const Product& p, const uint8_t* panel, int64_t m, float* results) {
-  alignas(64) char tiles[2][4 * kTileBytes];  // widened into the one while the other is read
+HR_INLINE void few_rows(const Gemm& p, const uint8_t* panel, int64_t m, float* results) {
+  alignas(64) char tiles[2][4 * kTileBytes];  // dequantized into the one while the other is read
   const int64_t steps = ceil_div(p.K, int64_t(4));
   for (int64_t column = 0; column < kPanel; column += TWO ? 32 : 64) {
     const uint8_t* w = panel + kPanel * 4 + column * 4;
     const char* x = p.x + m * p.x_stride;
     zero_tiles();
     for (int64_t s = 0, turn = 0; s < steps; s += kTileSteps, turn ^= 1, w += kTileSteps * kStepBytes, x += 64) {
-      if (s + kTileSteps <= steps) widen_tiles<TWO ? 2 : 4>(w, kTileSteps, true, tiles[turn]);
-      else widen_tiles<TWO ? 2 : 4>(w, steps - s, false, tiles[turn]);
+      if (s + kTileSteps <= steps) dequantize_tiles<TWO ? 2 : 4>(w, kTileSteps, true, tiles[turn]);
+      else dequantize_tiles<TWO ? 2 : 4>(w, steps - s, false, tiles[turn]);
       const TileRows rows{x, p.x_stride, kTile * p.x_stride, 64};
       step_tiles<TWO>(rows, tiles[turn]);
     }
@@ -134,13 +134,13 @@ HR_INLINE void few_rows(const Product& p, const uint8_t* panel, int64_t m, float
   }
 }
 
-HR_INLINE void many_rows(const Product& p, const uint8_t* panel, int64_t m, int64_t rows, char* tiles, float* results) {
+HR_INLINE void many_rows(const Gemm& p, const uint8_t* panel, int64_t m, int64_t rows, char* tiles, float* results) {
   const int64_t steps = ceil_div(p.K, int64_t(4)), all = ceil_div(steps, kTileSteps);
   for (int64_t t = 0; t < all; t += kBlockTiles) {
     const int64_t count = smaller(all - t, kBlockTiles);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t s = (t + i) * kTileSteps;
-      widen_tiles<4>(panel + kPanel * 4 + s * kStepBytes, steps - s, true, tiles + i * 4 * kTileBytes);
+      dequantize_tiles<4>(panel + kPanel * 4 + s * kStepBytes, steps - s, true, tiles + i * 4 * kTileBytes);
     }
     int64_t shaped = 0;
     for (int64_t i = 0; i < rows; i += 2 * kTile) {
@@ -154,8 +154,8 @@ HR_INLINE void many_rows(const Product& p, const uint8_t* panel, int64_t m, int6
   }
 }
 
-// The same by matrix tiles. `tiles`: memory for what is widened.
-HR_INLINE void tile_rows(const Product& p, const uint8_t* panel, int64_t m, int64_t rows, char* tiles, float* results) {
+// The same by matrix tiles. `tiles`: memory for what is dequantized.
+HR_INLINE void tile_rows(const Gemm& p, const uint8_t* panel, int64_t m, int64_t rows, char* tiles, float* results) {
   if (rows > 2 * kTile) many_rows(p, panel, m, rows, tiles, results);
   else if (rows > kTile) few_rows<true>(p, panel, m, results);
   else few_rows<false>(p, panel, m, results);
@@ -174,19 +174,19 @@ constexpr bool kTiles =
     false;
 #endif
 
-// results[rows][64]. `widened`: memory of this thread.
+// results[rows][64]. `dequantized`: memory of this thread.
 template <class X>
-HR_INLINE void panel_results(const Product& p, const uint8_t* panel, int64_t m, int64_t rows,
-                             [[maybe_unused]] char* widened, float* results) {
+HR_INLINE void panel_results(const Gemm& p, const uint8_t* panel, int64_t m, int64_t rows,
+                             [[maybe_unused]] char* dequantized, float* results) {
 #if defined(HR_AMX)
-  if constexpr (kTiles<X>) return tile_rows(p, panel, m, rows, widened, results);
+  if constexpr (kTiles<X>) return tile_rows(p, panel, m, rows, dequantized, results);
 #endif
   vector_rows<X>(p, panel, m, rows, results);
 }
 
 template <class X, class Y>
 void panels_chunk(void* context, int64_t i) {
-  Product p = *static_cast<const Product*>(context);
+  Gemm p = *static_cast<const Gemm*>(context);
   const int64_t first = i / p.row_blocks * p.panels_per_chunk, row = i % p.row_blocks * kRowBlock;
   const int64_t end = smaller(first + p.panels_per_chunk, p.panels), rows = smaller(p.M - row, kRowBlock);
   if (p.top != nullptr) {
@@ -194,18 +194,18 @@ void panels_chunk(void* context, int64_t i) {
     if (p.y == nullptr) __builtin_trap();
   }
   // Whole tiles of rows are stored.
-  const int64_t results_bytes = ceil_div(rows, int64_t(32)) * 32 * kPanel * 4, widened_bytes = kTiles<X> ? 64 * 1024 : 0;
-  char* memory = static_cast<char*>(hr_scratch(2 * results_bytes + widened_bytes, 1));
+  const int64_t results_bytes = ceil_div(rows, int64_t(32)) * 32 * kPanel * 4, dequantized_bytes = kTiles<X> ? 64 * 1024 : 0;
+  char* memory = static_cast<char*>(hr_scratch(2 * results_bytes + dequantized_bytes, 1));
   if (memory == nullptr) __builtin_trap();
   float* results = reinterpret_cast<float*>(memory);
   float* ups = reinterpret_cast<float*>(memory + results_bytes);
-  char* widened = memory + 2 * results_bytes;
+  char* dequantized = memory + 2 * results_bytes;
 #if defined(HR_AMX)
   if (kTiles<X>) tile_shapes(smaller<int64_t>(rows, 2 * kTile));
 #endif
   for (int64_t j = first; j < end; ++j) {
-    panel_results<X>(p, p.w + j * p.panel_bytes, row, rows, widened, results);
-    if (p.activation >= 0) panel_results<X>(p, p.w + (j + p.panels) * p.panel_bytes, row, rows, widened, ups);
+    panel_results<X>(p, p.w + j * p.panel_bytes, row, rows, dequantized, results);
+    if (p.activation >= 0) panel_results<X>(p, p.w + (j + p.panels) * p.panel_bytes, row, rows, dequantized, ups);
     put_panel<Y>(p, j, row, rows, results, ups);
   }
 #if defined(HR_AMX)
@@ -224,7 +224,7 @@ HR_INLINE void copy_values(const T* from, int64_t count, float* to) {
 // One chunk of rows of x into the scratch memory.
 template <class T, class X>
 void copy_chunk(void* context, int64_t i) {
-  const Product& p = *static_cast<const Product*>(context);
+  const Gemm& p = *static_cast<const Gemm*>(context);
   const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.M);
   for (int64_t m = i * p.rows_per_chunk; m < end; ++m) {
     X* to = reinterpret_cast<X*>(const_cast<char*>(p.x) + m * p.x_stride);
@@ -234,7 +234,7 @@ void copy_chunk(void* context, int64_t i) {
 }
 
 template <class T, class X, class Y>
-int32_t multiply(Product& p) {
+int32_t multiply(Gemm& p) {
   // A line more than the values take: rows a power of two apart would meet in the same few sets of a cache.
   p.x_stride = padded_bytes<X>(p.K) + 64;
   p.x = static_cast<const char*>(hr_scratch(p.M * p.x_stride));
@@ -253,28 +253,28 @@ int32_t multiply(Product& p) {
 }
 
 template <class T, class Y>
-int32_t run(Product& p) { return multiply<T, float, Y>(p); }
+int32_t run(Gemm& p) { return multiply<T, float, Y>(p); }
 #if defined(HR_BF16_DOT)
 template <>
-int32_t run<bf16, bf16>(Product& p) { return multiply<bf16, bf16, bf16>(p); }
+int32_t run<bf16, bf16>(Gemm& p) { return multiply<bf16, bf16, bf16>(p); }
 template <>
-int32_t run<bf16, float>(Product& p) { return multiply<bf16, bf16, float>(p); }
+int32_t run<bf16, float>(Gemm& p) { return multiply<bf16, bf16, float>(p); }
 #endif
 
 struct Run {
   template <class T, class Y>
-  static int32_t of(Product& p) { return run<T, Y>(p); }
+  static int32_t of(Gemm& p) { return run<T, Y>(p); }
 };
 
 }  // namespace
 
-// As `linear_quant`, with panels of e4m3 codes.
+// As `linear_quant`, with panels of e4m3 values.
 HR_PUBLIC int32_t HR_EXPORT(linear_fp8)(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N,
                                         int64_t K, int64_t x_stride, int64_t y_stride, int32_t activation, int32_t dtype,
                                         int32_t y_dtype) {
   if (!sound(M, N, K, activation, bias)) return HR_BAD_SHAPE;
   if (M == 0 || N == 0) return HR_OK;
-  Product p{};
+  Gemm p{};
   p.w = static_cast<const uint8_t*>(w), p.bias = bias, p.y = y, p.source = x;
   p.M = M, p.N = N, p.K = K, p.activation = activation, p.y_stride = y_stride, p.source_stride = x_stride;
   return run_typed<Run>(p, dtype, y_dtype);
@@ -285,7 +285,7 @@ HR_REPLAYABLE(linear_fp8)
 HR_PUBLIC int32_t HR_EXPORT(linear_fp8_top)(const void* x, const void* w, int64_t* ids, float* values, int64_t M,
                                             int64_t N, int64_t K, int64_t x_stride, int64_t count, int32_t dtype) {
   if (!sound(M, N, K, -1, nullptr)) return HR_BAD_SHAPE;
-  Product p{};
+  Gemm p{};
   p.w = static_cast<const uint8_t*>(w), p.source = x;
   p.M = M, p.N = N, p.K = K, p.activation = -1, p.source_stride = x_stride;
   return run_top<Run>(p, ids, values, count, dtype);

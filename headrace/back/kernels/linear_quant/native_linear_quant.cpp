@@ -1,11 +1,11 @@
 // y[M,N] = x[M,K] w[N,K]^T + bias[N] with packed int8 weights (layout.py) and int8 activations.
 //
-// Rows of x become int8 first, with one scale per row, unless the norm before has left them so (linear_quant_codes). Then
-// each thread takes panels of 64 outputs: a panel is one stream of bytes, read from memory once and, for more rows than
-// a tile holds, again from the second-level cache; so the same loop serves one row and a whole prompt. Lanes are outputs:
-// there is no sum over lanes, and a result is one fixed chain of operations whatever the rows beside it.
+// Rows of x become int8 first, with one scale per row, unless the norm before has left them so (linear_quant_int8_rows).
+// Then each thread takes panels of 64 outputs: a panel is one stream of bytes, read from memory once and, for more rows
+// than a tile holds, again from the second-level cache; so the same loop serves one row and a whole prompt. Lanes are
+// outputs: there is no sum over lanes, and a result is one fixed chain of operations whatever the rows beside it.
 //
-// Weight codes are stored with an offset (+128) because the dot product instruction multiplies unsigned by signed;
+// Weights are stored with an offset (+128) because the dot product instruction multiplies unsigned by signed;
 // the accumulator starts at -offset * sum(x), which takes it out again exactly.
 
 #include "../native/amx_rows.h"
@@ -14,19 +14,19 @@
 
 namespace {
 
-constexpr int64_t kStepBytes = kPanel * 4;                         // 4 codes of 64 outputs
+constexpr int64_t kStepBytes = kPanel * 4;                         // 4 weights of 64 outputs
 constexpr int64_t kChunkBytes = 96 * 1024, kRowBlock = 192;
 // Rows of x per tile of kVectors vectors of outputs: as many accumulators as the registers hold.
 constexpr int kRows = kRegisters == 32 ? 6 : 2;
 
 struct Quantized {
-  const int8_t* codes;   // [M, stride]
+  const int8_t* quantized;   // [M, stride]
   const float* scales;   // [M]
-  const int32_t* sums;   // of codes: [M]
+  const int32_t* sums;   // of quantized values: [M]
   int64_t stride;
 };
 
-struct Product {
+struct Gemm {
   Quantized x;
   const uint8_t* w;
   const void* bias;
@@ -42,11 +42,11 @@ struct Product {
 
 // MB rows against kVectors vectors of outputs, from `column` of the panel on.
 template <int MB>
-HR_INLINE void tile(const Product& p, const uint8_t* panel, int64_t column, int64_t m, bool fetch, float* results) {
+HR_INLINE void tile(const Gemm& p, const uint8_t* panel, int64_t column, int64_t m, bool fetch, float* results) {
   I acc[MB][kVectors];
   const int8_t* x[MB];
   HR_UNROLL for (int i = 0; i < MB; ++i) {
-    x[i] = p.x.codes + (m + i) * p.x.stride;
+    x[i] = p.x.quantized + (m + i) * p.x.stride;
     HR_UNROLL for (int j = 0; j < kVectors; ++j) acc[i][j] = I{} - kOffset8 * p.x.sums[m + i];
   }
   const uint8_t* w = panel + kPanel * 4 + column * 4;
@@ -70,14 +70,14 @@ HR_INLINE void tile(const Product& p, const uint8_t* panel, int64_t column, int6
 }
 
 #if defined(HR_AMX)
-// Matrix tiles, from so many rows of x on. The sums of products of codes are exact and what follows is the same chain of
-// operations as in the tiles above: the same bits. Left operand: 16 rows of x codes; right: 16 steps of 16 outputs.
+// Matrix tiles, from so many rows of x on. The sums of products are exact and what follows is the same chain of
+// operations as in the tiles above: the same bits. Left operand: 16 rows of quantized x; right: 16 steps of 16 outputs.
 //
 // A block of rows is multiplied over all inputs at once: parts of sums, of stretches of inputs that stay in the first-level
 // cache, cost as much to store and load as that cache saves. The sums leave by vectors while tiles multiply the next block.
 constexpr int64_t kTileRows = 8, kTileInputs = 64, kBlockRows = 2 * kTile;
 constexpr int64_t kTileStep = 16 * kStepBytes;  // bytes of 64 inputs of a panel
-constexpr int64_t kCachedCodes = 1024 * 1024;   // bytes of x that stay in the second-level cache
+constexpr int64_t kCachedBytes = 1024 * 1024;   // bytes of x that stay in the second-level cache
 
 // The sums [rows][64] of a block of rows with a panel, and with the one it gates.
 struct Leaving {
@@ -86,7 +86,7 @@ struct Leaving {
 };
 
 // One row of sums with panel j, as results.
-HR_INLINE void scale_sums(const Product& p, int64_t j, int64_t m, const int32_t* sums, F (&v)[kVectors]) {
+HR_INLINE void scale_sums(const Gemm& p, int64_t j, int64_t m, const int32_t* sums, F (&v)[kVectors]) {
   const float* scales = reinterpret_cast<const float*>(p.w + j * p.panel_bytes);
   for (int c = 0; c < kVectors; ++c) {
     const I dot = load_raw<I>(sums + c * kLanes) - kOffset8 * p.x.sums[m];
@@ -95,7 +95,7 @@ HR_INLINE void scale_sums(const Product& p, int64_t j, int64_t m, const int32_t*
 }
 
 template <class Y>
-__attribute__((noinline)) void put_next(const Product& p, Leaving& from) {
+__attribute__((noinline)) void put_next(const Gemm& p, Leaving& from) {
   const int64_t i = from.left++, m = from.m + i;
   F v[kVectors], ups[kVectors] = {};
   scale_sums(p, from.panel, m, from.sums[0] + i * kPanel, v);
@@ -111,10 +111,10 @@ HR_INLINE void step_tiles(const int8_t* x, int64_t x_stride, const uint8_t* w) {
 
 // The sums of a block of at most 16 rows, or (TWO) 32, with a panel. `meanwhile`: done at each step of 64 inputs.
 template <bool TWO, class Function>
-HR_INLINE void block_sums(const Product& p, const uint8_t* panel, int64_t m, bool fetch, int32_t* sums, Function meanwhile) {
+HR_INLINE void block_sums(const Gemm& p, const uint8_t* panel, int64_t m, bool fetch, int32_t* sums, Function meanwhile) {
   alignas(64) uint8_t last[kTileStep];
   const int64_t whole = p.K / kTileInputs, left = ceil_div(p.K % kTileInputs, int64_t(4));
-  const int8_t* x = p.x.codes + m * p.x.stride;
+  const int8_t* x = p.x.quantized + m * p.x.stride;
   const uint8_t* w = panel + kPanel * 4;
   if (left > 0) {
     __builtin_memcpy(last, w + whole * kTileStep, size_t(left * kStepBytes));
@@ -135,7 +135,7 @@ HR_INLINE void block_sums(const Product& p, const uint8_t* panel, int64_t m, boo
 
 // Rows [row, stop) of panels first .. end.
 template <class Y>
-void tile_panels(const Product& p, int64_t first, int64_t end, int64_t row, int64_t stop) {
+void tile_panels(const Gemm& p, int64_t first, int64_t end, int64_t row, int64_t stop) {
   Leaving blocks[2];
   int64_t turn = 0, shaped = 0;
   for (int64_t j = first; j < end; ++j)
@@ -161,15 +161,15 @@ void tile_panels(const Product& p, int64_t first, int64_t end, int64_t row, int6
 }
 
 // Rows of x that a chunk multiplies: as many as stay in the second-level cache, but several chunks for each thread.
-HR_INLINE int64_t tile_row_block(const Product& p) {
-  const int64_t fit = kCachedCodes / p.x.stride, share = p.M * p.panels / (4 * p.threads);
+HR_INLINE int64_t tile_row_block(const Gemm& p) {
+  const int64_t fit = kCachedBytes / p.x.stride, share = p.M * p.panels / (4 * p.threads);
   const int64_t most = larger(smaller(fit, share) / kBlockRows, int64_t(2)) * kBlockRows;
   return ceil_div(ceil_div(p.M, ceil_div(p.M, most)), kBlockRows) * kBlockRows;
 }
 #endif
 
 // Rows [m, m + rows) of one panel's results; rows is at most kRows.
-HR_INLINE void panel_results(const Product& p, const uint8_t* panel, int64_t m, int64_t rows, bool fetch, float* results) {
+HR_INLINE void panel_results(const Gemm& p, const uint8_t* panel, int64_t m, int64_t rows, bool fetch, float* results) {
   constexpr int most = kRows;
   for (int64_t column = 0; column < kPanel; column += kVectors * kLanes) {
     if (most >= 6 && rows == 6) tile<most >= 6 ? 6 : 1>(p, panel, column, m, fetch, results);
@@ -183,7 +183,7 @@ HR_INLINE void panel_results(const Product& p, const uint8_t* panel, int64_t m, 
 
 // Rows [row, stop) of panels first .. end.
 template <class Y>
-void vector_panels(const Product& p, int64_t first, int64_t end, int64_t row, int64_t stop) {
+void vector_panels(const Gemm& p, int64_t first, int64_t end, int64_t row, int64_t stop) {
   alignas(64) float results[2][kRows * kPanel];
   for (int64_t j = first; j < end; ++j)
     for (int64_t m = row; m < stop;) {
@@ -200,7 +200,7 @@ void vector_panels(const Product& p, int64_t first, int64_t end, int64_t row, in
 // each: the neighbouring lines of y that two of them write would be fetched by both.
 template <class Y>
 void panels_chunk(void* context, int64_t i) {
-  Product p = *static_cast<const Product*>(context);
+  Gemm p = *static_cast<const Gemm*>(context);
   const int64_t chunks = ceil_div(p.panels, p.panels_per_chunk), part = i % chunks % p.threads;
   const int64_t chunk = part * (chunks / p.threads) + smaller(part, chunks % p.threads) + i % chunks / p.threads;
   const int64_t first = chunk * p.panels_per_chunk, row = i / chunks * p.row_block;
@@ -221,18 +221,18 @@ void panels_chunk(void* context, int64_t i) {
 // One chunk of rows of x, quantized into the scratch memory.
 template <class T>
 void quantize_chunk(void* context, int64_t i) {
-  const Product& p = *static_cast<const Product*>(context);
+  const Gemm& p = *static_cast<const Gemm*>(context);
   const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.M);
   for (int64_t m = i * p.rows_per_chunk; m < end; ++m) {
     const T* x = static_cast<const T*>(p.source) + m * p.source_stride;
-    quantize_row(x, p.K, const_cast<int8_t*>(p.x.codes) + m * p.x.stride, const_cast<float*>(p.x.scales) + m,
+    quantize_row(x, p.K, const_cast<int8_t*>(p.x.quantized) + m * p.x.stride, const_cast<float*>(p.x.scales) + m,
                  const_cast<int32_t*>(p.x.sums) + m);
   }
 }
 
-// The product with the rows of codes at p.x.
+// The GEMM with the quantized rows at p.x.
 template <class Y>
-int32_t multiply(Product& p) {
+int32_t multiply(Gemm& p) {
   // With an activation a chunk does panels of the first half, and those that they gate.
   if (p.activation >= 0) p.N /= 2;
   p.panels = ceil_div(p.N, kPanel);
@@ -248,14 +248,14 @@ int32_t multiply(Product& p) {
 }
 
 template <class T, class Y>
-int32_t run(Product& p) {
-  p.x.stride = codes_stride(p.K);
-  const int64_t codes = p.M * p.x.stride, facts = ceil_div(p.M, int64_t(16)) * 64;
-  char* scratch = static_cast<char*>(hr_scratch(codes + 2 * facts));
+int32_t run(Gemm& p) {
+  p.x.stride = quantized_stride(p.K);
+  const int64_t quantized = p.M * p.x.stride, facts = ceil_div(p.M, int64_t(16)) * 64;
+  char* scratch = static_cast<char*>(hr_scratch(quantized + 2 * facts));
   if (scratch == nullptr) return HR_NO_MEMORY;
-  p.x.codes = reinterpret_cast<int8_t*>(scratch);
-  p.x.scales = reinterpret_cast<float*>(scratch + codes);
-  p.x.sums = reinterpret_cast<int32_t*>(scratch + codes + facts);
+  p.x.quantized = reinterpret_cast<int8_t*>(scratch);
+  p.x.scales = reinterpret_cast<float*>(scratch + quantized);
+  p.x.sums = reinterpret_cast<int32_t*>(scratch + quantized + facts);
   p.rows_per_chunk = larger<int64_t>(1, 32 * 1024 / p.K);
   hr_parallel(quantize_chunk<T>, &p, ceil_div(p.M, p.rows_per_chunk));
   return multiply<Y>(p);
@@ -263,7 +263,7 @@ int32_t run(Product& p) {
 
 struct Run {
   template <class T, class Y>
-  static int32_t of(Product& p) { return run<T, Y>(p); }
+  static int32_t of(Gemm& p) { return run<T, Y>(p); }
 };
 
 // 255 * 127 * K must stay below 2^31.
@@ -281,22 +281,23 @@ HR_PUBLIC int32_t HR_EXPORT(linear_quant)(const void* x, const void* w, const vo
                                           int32_t dtype, int32_t y_dtype) {
   if (!fits(M, N, K, activation, bias)) return HR_BAD_SHAPE;
   if (M == 0 || N == 0) return HR_OK;
-  Product p{};
+  Gemm p{};
   p.w = static_cast<const uint8_t*>(w), p.bias = bias, p.y = y, p.source = x;
   p.M = M, p.N = N, p.K = K, p.activation = activation, p.y_stride = y_stride, p.source_stride = x_stride;
   return run_typed<Run>(p, dtype, y_dtype);
 }
 HR_REPLAYABLE(linear_quant)
 
-// The same with rows that are int8 already: codes [M, stride], zeros from K to a multiple of 64; scales and sums of codes [M].
-HR_PUBLIC int32_t HR_EXPORT(linear_quant_codes)(const int8_t* codes, const float* scales, const int32_t* sums, const void* w,
-                                                const void* bias, void* y, int64_t M, int64_t N, int64_t K,
-                                                int64_t codes_stride, int64_t y_stride, int32_t activation,
-                                                int32_t y_dtype) {
-  if (!fits(M, N, K, activation, bias) || codes_stride < ceil_div(K, int64_t(64)) * 64) return HR_BAD_SHAPE;
+// The same with rows that are int8 already: quantized [M, stride], zeros from K to a multiple of 64; scales [M] and
+// sums of quantized values [M].
+HR_PUBLIC int32_t HR_EXPORT(linear_quant_int8_rows)(const int8_t* quantized, const float* scales, const int32_t* sums, const void* w,
+                                                    const void* bias, void* y, int64_t M, int64_t N, int64_t K,
+                                                    int64_t quantized_stride, int64_t y_stride, int32_t activation,
+                                                    int32_t y_dtype) {
+  if (!fits(M, N, K, activation, bias) || quantized_stride < ceil_div(K, int64_t(64)) * 64) return HR_BAD_SHAPE;
   if (M == 0 || N == 0) return HR_OK;
-  Product p{};
-  p.x = {codes, scales, sums, codes_stride};
+  Gemm p{};
+  p.x = {quantized, scales, sums, quantized_stride};
   p.w = static_cast<const uint8_t*>(w), p.bias = bias, p.y = y;
   p.M = M, p.N = N, p.K = K, p.activation = activation, p.y_stride = y_stride;
   if (y_dtype == HR_BF16) return multiply<bf16>(p);
@@ -304,13 +305,13 @@ HR_PUBLIC int32_t HR_EXPORT(linear_quant_codes)(const int8_t* codes, const float
   if (y_dtype == HR_F32) return multiply<float>(p);
   return HR_BAD_DTYPE;
 }
-HR_REPLAYABLE(linear_quant_codes)
+HR_REPLAYABLE(linear_quant_int8_rows)
 
 // The `count` best of the results that `linear_quant` would give in float32: outputs and values [M, count], best first.
 HR_PUBLIC int32_t HR_EXPORT(linear_quant_top)(const void* x, const void* w, int64_t* ids, float* values, int64_t M,
                                               int64_t N, int64_t K, int64_t x_stride, int64_t count, int32_t dtype) {
   if (!fits(M, N, K, -1, nullptr)) return HR_BAD_SHAPE;
-  Product p{};
+  Gemm p{};
   p.w = static_cast<const uint8_t*>(w), p.source = x;
   p.M = M, p.N = N, p.K = K, p.activation = -1, p.source_stride = x_stride;
   return run_top<Run>(p, ids, values, count, dtype);

@@ -34,9 +34,9 @@ HR_INLINE void row8(const T* w, int64_t K, int64_t column, uint8_t* panel) {
   for (int64_t k = 0; k < K; k += kLanes) {
     F v = k + kLanes <= K ? load(w + k) : load_part(w + k, K - k);
     if (!good) v = F{};
-    int8_t codes[kLanes];
-    store_codes(codes, clamped(round_int(v * inverse), -127, 127) + 128);
-    for (int i = 0; i < kLanes && k + i < K; i += 4) __builtin_memcpy(to + (k + i) / 4 * kStepBytes, codes + i, 4);
+    int8_t quantized[kLanes];
+    store_quantized(quantized, clamped(round_int(v * inverse), -127, 127) + 128);
+    for (int i = 0; i < kLanes && k + i < K; i += 4) __builtin_memcpy(to + (k + i) / 4 * kStepBytes, quantized + i, 4);
   }
 }
 
@@ -51,9 +51,9 @@ HR_INLINE void row_fp8(const T* w, int64_t K, int64_t column, uint8_t* panel) {
   for (int64_t k = 0; k < K; k += kLanes) {
     F v = k + kLanes <= K ? load(w + k) : load_part(w + k, K - k);
     v = good ? vmax(splat(-kMostFp8), vmin(splat(kMostFp8), v * inverse)) : F{};
-    const U codes = to_fp8(v);
+    const U quantized = to_fp8(v);
     for (int i = 0; i < kLanes && k + i < K; i += 2) {
-      const uint8_t pair[] = {uint8_t(codes[i]), uint8_t(codes[i + 1])};
+      const uint8_t pair[] = {uint8_t(quantized[i]), uint8_t(quantized[i + 1])};
       __builtin_memcpy(to + (k + i) / 4 * kStepBytes + (k + i) % 4 * 4, pair, 2);
     }
   }

@@ -1,12 +1,13 @@
 // Products with block-quantized weights by matrix tiles, for several rows of x.
 //
-// A panel of 64 outputs goes by in stretches of inputs. Of a stretch the codes become signed bytes and the scales floats, in
-// the first-level cache and once for all rows; then every 16 rows of x meet it: the tiles give the exact sums of products of
-// codes, part by part, and the same chain of operations as for a single row turns them into floats: the same bits.
+// A panel of 64 outputs goes by in stretches of inputs. Of a stretch the weights become signed bytes and the scales floats,
+// in the first-level cache and once for all rows; then every 16 rows of x meet it: the tiles give the exact sums of
+// products of quantized values, part by part, and the same chain of operations as for a single row turns them into floats:
+// the same bits.
 #pragma once
 
 #include "amx.h"
-#include "block_product.h"
+#include "block_gemm.h"
 
 #if defined(HR_AMX)
 
@@ -21,17 +22,17 @@ struct Stretch {
 };
 
 struct TileBuffers {
-  alignas(64) uint8_t codes[128 * kPanel];     // [steps of 4 inputs][64 outputs][4]
+  alignas(64) uint8_t quantized[128 * kPanel];     // [steps of 4 inputs][64 outputs][4]
   alignas(64) float scales[4][kPanel];         // of each part
   alignas(64) float minima[4][kPanel];
   alignas(64) int32_t sums[4 * 4 * 256];       // [parts][64 outputs / 16][16 rows][16]
 };
 
-HR_INLINE I signed_bytes(I codes, int offset) {
-  return (I)_mm512_sub_epi8((__m512i)codes, _mm512_set1_epi8(char(offset)));
+HR_INLINE I signed_bytes(I quantized, int offset) {
+  return (I)_mm512_sub_epi8((__m512i)quantized, _mm512_set1_epi8(char(offset)));
 }
 
-// Codes and scales of `parts` parts of a panel from input k on.
+// Quantized values and scales of `parts` parts of a panel from input k on.
 template <class C>
 HR_INLINE void unpack_stretch(const uint8_t* panel, int64_t k, int64_t parts, TileBuffers& to) {
   for (int64_t at = 0; at < parts * C::sub; at += 32) {
@@ -39,10 +40,10 @@ HR_INLINE void unpack_stretch(const uint8_t* panel, int64_t k, int64_t parts, Ti
     const uint8_t* group = super + header_bytes<C>() + (k + at) % C::block / 32 * group_bytes<C>();
     HR_UNROLL for (int j = 0; j < 4; ++j) {
       I b[8];
-      load_codes<C>(group + scale_bytes<C>(), j * kLanes, b);
+      load_quantized<C>(group + scale_bytes<C>(), j * kLanes, b);
       HR_UNROLL for (int s = 0; s < 8; ++s) {
         const I code = C::wide ? signed_bytes(b[s], 128) : C::offset ? signed_bytes(b[s], C::offset) : b[s];
-        __builtin_memcpy(to.codes + (at / 4 + s) * kPlane + j * 64, &code, 64);
+        __builtin_memcpy(to.quantized + (at / 4 + s) * kPlane + j * 64, &code, 64);
       }
     }
     constexpr int64_t mine = C::sub < 32 ? 32 / C::sub : 1;
@@ -82,7 +83,7 @@ HR_INLINE void tile_sums(const int8_t* x, int64_t stride, const uint8_t* w, int3
 
 // Adds the sums of a stretch from input k on, times their scales, to the results of rows [m, m + rows).
 template <class C>
-HR_INLINE void add_sums(const Product& p, const TileBuffers& from, int64_t k, int64_t parts, int64_t m, int64_t rows,
+HR_INLINE void add_sums(const Gemm& p, const TileBuffers& from, int64_t k, int64_t parts, int64_t m, int64_t rows,
                         float* results) {
   for (int64_t i = 0; i < rows; ++i, results += kPanel) {
     F acc[4];
@@ -111,7 +112,7 @@ HR_INLINE void fetch_part(const uint8_t* panel, int64_t part) {
 
 // One panel against rows [row, stop), at most kTileRowBlock.
 template <class C>
-void tile_panel(const Product& p, const uint8_t* panel, int64_t row, int64_t stop, TileBuffers& buffers, float* results) {
+void tile_panel(const Gemm& p, const uint8_t* panel, int64_t row, int64_t stop, TileBuffers& buffers, float* results) {
   using S = Stretch<C>;
   const int64_t inputs = ceil_div(p.K, int64_t(C::block)) * C::block;
   const int64_t each = ceil_div(stop - row, ceil_div(stop - row, kTile));
@@ -124,7 +125,7 @@ void tile_panel(const Product& p, const uint8_t* panel, int64_t row, int64_t sto
       if (rows != shaped) block_tile_shapes(rows, S::depth), shaped = rows;
       for (int64_t h = 0; h < parts; ++h) {
         if (m == 0) fetch_part<C>(panel, k / C::sub + h);
-        tile_sums<C>(p.codes + m * p.stride + k + h * C::sub, p.stride, buffers.codes + h * C::sub / 4 * kPlane,
+        tile_sums<C>(p.quantized + m * p.stride + k + h * C::sub, p.stride, buffers.quantized + h * C::sub / 4 * kPlane,
                      buffers.sums + h * 4 * 256);
       }
       add_sums<C>(p, buffers, k, parts, m, rows, results + (m - row) * kPanel);

@@ -1,5 +1,6 @@
-// Rows of bf16 against panels of 64 outputs by matrix tiles, where the panel's weights were widened to bf16: what products
-// with coded weights share. A tile of weights is 16 pairs of inputs by 16 outputs; the sums are [rows][64] floats.
+// Rows of bf16 against panels of 64 outputs by matrix tiles, where the panel's weights were dequantized to bf16: what
+// products with quantized weights share. A tile of weights is 16 pairs of inputs by 16 outputs; the sums are [rows][64]
+// floats.
 #pragma once
 
 #include "amx.h"

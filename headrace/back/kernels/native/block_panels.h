@@ -7,8 +7,8 @@ namespace {
 
 constexpr int64_t kPanel = 64, kPlane = kPanel * 4;  // one plane: a 32-bit word of each output
 
-// One way to code a weight. `wide`: codes are whole bytes, stored plus 128, or levels of a table. A scale (and minimum) of
-// type `Scale` belongs to `block` inputs; in two-level codings `sub` inputs have a multiplier of it.
+// One way to quantize a weight. `wide`: values are whole bytes, stored plus 128, or levels of a table. A scale (and
+// minimum) of type `Scale` belongs to `block` inputs; in two-level codings `sub` inputs have a multiplier of it.
 template <int NUMBER, int BLOCK, int SUB, int BITS, int OFFSET, bool MINIMUM, bool TWO_LEVEL, bool TABLE = false,
           class SCALE = fp16>
 struct Coding {
@@ -30,7 +30,7 @@ using Q5_K = Coding<8, 256, 32, 5, 0, true, true>;
 using Q6_K = Coding<9, 256, 16, 6, 32, false, true>;
 using IQ4_NL = Coding<10, 32, 32, 4, 128, false, false, true>;
 using IQ4_XS = Coding<11, 256, 32, 4, 128, false, true, true>;
-// Made while a plain checkpoint loads: a group of inputs with a bfloat16 scale, and a minimum where codes are asymmetric.
+// Made while a plain checkpoint loads: a group of inputs with a bfloat16 scale, and a minimum where values are asymmetric.
 template <int NUMBER, int GROUP>
 using Int8 = Coding<NUMBER, GROUP, GROUP, 8, 128, false, false, false, bf16>;
 template <int NUMBER, int GROUP>
@@ -96,18 +96,18 @@ constexpr int64_t super_bytes() { return header_bytes<C>() + C::block / 32 * gro
 // The levels of table codings (-127, -104, ... 113), plus 128.
 alignas(16) constexpr uint8_t kLevels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
-HR_INLINE I look_up(I codes) {
+HR_INLINE I look_up(I quantized) {
 #if defined(__AVX512BW__)
   const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)));
-  return (I)_mm512_shuffle_epi8(table, (__m512i)codes);
+  return (I)_mm512_shuffle_epi8(table, (__m512i)quantized);
 #elif defined(__AVX2__)
   const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)));
-  return (I)_mm256_shuffle_epi8(table, (__m256i)codes);
+  return (I)_mm256_shuffle_epi8(table, (__m256i)quantized);
 #elif defined(__aarch64__)
-  return (I)vqtbl1q_u8(vld1q_u8(kLevels), (uint8x16_t)codes);
+  return (I)vqtbl1q_u8(vld1q_u8(kLevels), (uint8x16_t)quantized);
 #else
   uint8_t bytes[sizeof(I)];
-  __builtin_memcpy(bytes, &codes, sizeof codes);
+  __builtin_memcpy(bytes, &quantized, sizeof quantized);
   for (uint8_t& byte : bytes) byte = kLevels[byte & 15];
   I levels;
   __builtin_memcpy(&levels, bytes, sizeof levels);
@@ -118,9 +118,9 @@ HR_INLINE I look_up(I codes) {
 // kLanes int8 as floats.
 HR_INLINE F small_floats(const uint8_t* p) { return load(reinterpret_cast<const int8_t*>(p)); }
 
-// The unsigned codes of a group of 32 inputs, of kLanes outputs from `column` on: b[s] holds inputs 4 s .. 4 s + 3.
+// The unsigned values of a group of 32 inputs, of kLanes outputs from `column` on: b[s] holds inputs 4 s .. 4 s + 3.
 template <class C>
-HR_INLINE void load_codes(const uint8_t* planes, int64_t column, I (&b)[8]) {
+HR_INLINE void load_quantized(const uint8_t* planes, int64_t column, I (&b)[8]) {
   const uint8_t* w = planes + column * 4;
   constexpr int base = C::bits == 3 ? 2 : C::bits == 5 || C::bits == 6 ? 4 : C::bits;
   if constexpr (base == 8) {

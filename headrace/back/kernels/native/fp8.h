@@ -2,7 +2,7 @@
 // There is no infinity; all ones would be NaN, which no code here is.
 //
 // All of them are bf16 numbers too. As such the upper byte is the sign and 60 plus the upper three bits of the exponent, and
-// the lower one begins with the code's lower four bits; but codes below 8 are denormal, and the numbers they stand for are
+// the lower one begins with the code's lower four bits; but bytes below 8 are denormal, and the numbers they stand for are
 // normal in bf16: their bytes come from a table. (Moving the exponent by a product, as `load` does for floats, would not do:
 // products of bf16 take denormals for 0.)
 #pragma once
@@ -21,7 +21,7 @@ constexpr bool kIsFp8<fp8> = true;
 
 constexpr float kMostFp8 = 448.0f;
 
-// kLanes codes as floats, exactly: exponent and mantissa where a float has them, 120 exponents too low.
+// kLanes e4m3 values as floats, exactly: exponent and mantissa where a float has them, 120 exponents too low.
 HR_INLINE F load(const fp8* p) {
 #if defined(__AVX512F__)
   const U code = (U)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -42,15 +42,15 @@ HR_INLINE float to_float(fp8 x) {
   return x.bits & 0x80 ? -(size * 0x1p120f) : size * 0x1p120f;
 }
 
-// The bytes of bf16 numbers of codes 0 .. 15.
+// The bytes of bf16 numbers of the bytes 0 .. 15.
 alignas(16) constexpr uint8_t kUpperFp8[16] = {0, 59, 59, 59, 60, 60, 60, 60, 60, 60, 60, 60, 60, 60, 60, 60};
 alignas(16) constexpr uint8_t kLowerFp8[16] = {0,    0,    0x80, 0xc0, 0,    0x20, 0x40, 0x60,
                                                0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0};
 
 #if defined(__GFNI__) && defined(__AVX512BW__)
-// 64 codes' upper and lower bytes. Of normal codes each bit is one of the code's, or its inverse: a product of bits. Denormal
-// ones are rare (below 1/28,000 of an output's largest weight), so they have a branch.
-HR_INLINE void widen_bytes(__m512i code, __m512i& upper, __m512i& lower) {
+// The upper and lower bytes of 64 values. Of normal ones each bit is one of the code's, or its inverse: a product of bits.
+// Denormal ones are rare (below 1/28,000 of an output's largest weight), so they have a branch.
+HR_INLINE void dequantize_bytes(__m512i code, __m512i& upper, __m512i& lower) {
   // A byte of these is the bit of the code that becomes a bit of the result, the highest one's first (in the lowest byte);
   // the four in the middle are the exponent's highest bit, inverted by the constant.
   upper = _mm512_gf2p8affine_epi64_epi8(code, _mm512_set1_epi64(0x1020404040404080), 0x3c);
@@ -72,10 +72,10 @@ HR_INLINE void widen_bytes(__m512i code, __m512i& upper, __m512i& lower) {
 HR_INLINE int64_t fp8_place(int64_t column) { return column / 4 * 16 + column % 4 * 2; }
 
 // sizeof(U) bytes of such weights as pairs of bf16, one output in a lane.
-HR_INLINE void widen_pairs(const uint8_t* p, U& first, U& second) {
+HR_INLINE void dequantize_pairs(const uint8_t* p, U& first, U& second) {
 #if defined(__GFNI__) && defined(__AVX512BW__)
   __m512i upper, lower;
-  widen_bytes(_mm512_loadu_si512(p), upper, lower);
+  dequantize_bytes(_mm512_loadu_si512(p), upper, lower);
   first = (U)_mm512_unpacklo_epi8(lower, upper), second = (U)_mm512_unpackhi_epi8(lower, upper);
 #elif defined(__AVX512BW__)
   const __m512i code = _mm512_loadu_si512(p), tail = _mm512_and_si512(code, _mm512_set1_epi8(15));
@@ -112,10 +112,10 @@ HR_INLINE void widen_pairs(const uint8_t* p, U& first, U& second) {
   for (int i = 0; i < kLanes; ++i) {
     uint32_t pair[2];
     for (int j = 0; j < 2; ++j) {
-      const uint8_t* codes = p + i / 4 * 16 + j * 8 + i % 4 * 2;
+      const uint8_t* quantized = p + i / 4 * 16 + j * 8 + i % 4 * 2;
       uint32_t bits[2];
       for (int k = 0; k < 2; ++k) {
-        const float value = to_float(fp8{codes[k]});
+        const float value = to_float(fp8{quantized[k]});
         __builtin_memcpy(&bits[k], &value, 4);
       }
       pair[j] = bits[0] >> 16 | bits[1];
@@ -125,7 +125,7 @@ HR_INLINE void widen_pairs(const uint8_t* p, U& first, U& second) {
 #endif
 }
 
-// Floats of at most 448 as codes: to nearest, ties to even.
+// Floats of at most 448 as e4m3 values: to nearest, ties to even.
 HR_INLINE U to_fp8(F v) {
   const U bits = (U)v, size = bits & 0x7fffffff;
   const U normal = (size + 0x7ffff + (size >> 20 & 1) - 0x3c000000) >> 20;
@@ -133,9 +133,9 @@ HR_INLINE U to_fp8(F v) {
   return ((I)size < 0x3c800000 ? denormal : normal) | (bits >> 24 & 0x80);
 }
 
-// count values as codes of their largest, and the scale; a NaN or Inf makes it NaN. Writes whole vectors.
+// count values in units of their largest, and the scale; a NaN or Inf makes it NaN. Writes whole vectors.
 template <class T>
-HR_INLINE void quantize_fp8(const T* x, int64_t count, fp8* codes, float* scale) {
+HR_INLINE void quantize_fp8(const T* x, int64_t count, fp8* quantized, float* scale) {
   F most{};
   I finite = most == 0.0f;
   for (int64_t k = 0; k < count; k += kLanes) {
@@ -155,7 +155,7 @@ HR_INLINE void quantize_fp8(const T* x, int64_t count, fp8* codes, float* scale)
     const U code = to_fp8(v);
     typedef uint8_t B __attribute__((vector_size(kLanes)));
     const B bytes = __builtin_convertvector(code, B);
-    __builtin_memcpy(codes + k, &bytes, sizeof bytes);
+    __builtin_memcpy(quantized + k, &bytes, sizeof bytes);
   }
 }
 

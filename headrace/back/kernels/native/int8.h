@@ -21,8 +21,8 @@ HR_INLINE I round_int(F x) {
 #endif
 }
 
-// Sixteen codes, or as many as fit a vector, to memory.
-HR_INLINE void store_codes(int8_t* to, I code) {
+// Sixteen int8 values, or as many as fit a vector, to memory.
+HR_INLINE void store_quantized(int8_t* to, I code) {
 #if defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)code));
 #else
@@ -63,10 +63,10 @@ HR_INLINE float size_of(int32_t bits) {
   return size;
 }
 
-// count values as codes, zeros up to `padded` (at least 16). sums: of the first 16 codes, and of the others. A NaN or Inf makes
-// the scale NaN: the row (the group) is lost, no other.
+// count values as int8, zeros up to `padded` (at least 16). sums: of the first 16 quantized values, and of the others. A
+// NaN or Inf makes the scale NaN: the row (the group) is lost, no other.
 template <class T>
-HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* codes, float* scale, int32_t* sums) {
+HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* quantized, float* scale, int32_t* sums) {
   const int64_t whole = count / kLanes * kLanes;
   I most{};
   for (int64_t k = 0; k < whole; k += kLanes) most = vmax(most, size_bits(load(x + k)));
@@ -78,37 +78,38 @@ HR_INLINE void quantize(const T* x, int64_t count, int64_t padded, int8_t* codes
   I first{}, rest{};
   auto put = [&](int64_t k, F v) {
     const I code = good ? round_int(v * inverse) : I{};
-    store_codes(codes + k, code);
+    store_quantized(quantized + k, code);
     if (k < 16) first += code;
     else rest += code;
   };
   for (int64_t k = 0; k < whole; k += kLanes) put(k, load(x + k));
   int64_t k = whole;
   if (k < count) put(k, load_part(x + k, count - k)), k += kLanes;
-  for (; k < padded; k += kLanes) store_codes(codes + k, I{});
+  for (; k < padded; k += kLanes) store_quantized(quantized + k, I{});
   sums[0] = sum(first), sums[1] = sum(rest);
 }
 
 // A row of `width` values in groups of `group` inputs, each with a scale; inputs beyond the last are 0. Two sums per group: of
-// the codes of its first 16 inputs, and of the others.
+// the quantized values of its first 16 inputs, and of the others.
 template <class T>
-HR_INLINE void quantize_groups(const T* x, int64_t width, int64_t group, int8_t* codes, float* scales, int32_t* sums) {
-  for (int64_t k = 0; k < width; k += group, codes += group, ++scales, sums += 2) {
-    if (group == 32 && width - k >= 32) quantize(x + k, 32, 32, codes, scales, sums);  // the usual one, without loops
-    else quantize(x + k, smaller(width - k, group), group, codes, scales, sums);
+HR_INLINE void quantize_groups(const T* x, int64_t width, int64_t group, int8_t* quantized, float* scales, int32_t* sums) {
+  for (int64_t k = 0; k < width; k += group, quantized += group, ++scales, sums += 2) {
+    if (group == 32 && width - k >= 32) quantize(x + k, 32, 32, quantized, scales, sums);  // the usual one, without loops
+    else quantize(x + k, smaller(width - k, group), group, quantized, scales, sums);
   }
 }
 
-// A row with one scale and one sum; codes up to a whole tile of inputs are 0.
+// A row with one scale and one sum; quantized values up to a whole tile of inputs are 0.
 template <class T>
-HR_INLINE void quantize_row(const T* x, int64_t width, int8_t* codes, float* scale, int32_t* sum) {
+HR_INLINE void quantize_row(const T* x, int64_t width, int8_t* quantized, float* scale, int32_t* sum) {
   int32_t sums[2];
-  quantize(x, width, ceil_div(width, int64_t(64)) * 64, codes, scale, sums);
+  quantize(x, width, ceil_div(width, int64_t(64)) * 64, quantized, scale, sums);
   *sum = sums[0] + sums[1];
 }
 
-// Bytes from row to row of codes: rows a power of two apart would share the sets of the first-level cache, so one line more.
-HR_INLINE int64_t codes_stride(int64_t inputs) { return ceil_div(inputs, int64_t(64)) * 64 + 64; }
+// Bytes from row to row of int8 values: rows a power of two apart would share the sets of the first-level cache, so one
+// line more.
+HR_INLINE int64_t quantized_stride(int64_t inputs) { return ceil_div(inputs, int64_t(64)) * 64 + 64; }
 
 HR_INLINE I broadcast(const int8_t* four) {
   int32_t v;
@@ -117,7 +118,7 @@ HR_INLINE I broadcast(const int8_t* four) {
 }
 
 // acc[lane] += the sum over 4 bytes of w (unsigned) * x (signed). Small: w is below 16. Where the instruction set has no
-// such product, int8 codes are turned signed first and need no compensation (kOffset8 is 0).
+// such product, int8 values are turned signed first and need no compensation (kOffset8 is 0).
 #if defined(__AVX512VNNI__)
 constexpr int32_t kOffset8 = 128;
 HR_INLINE I dot8(I acc, I w, I x) { return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x); }

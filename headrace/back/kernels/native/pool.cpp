@@ -246,7 +246,7 @@ static bool may_use_tiles() {
 
 // Bit i set: this CPU and operating system run instruction set i of build.py's ISAS.
 HR_PUBLIC uint32_t hr_cpu_isas() {
-  uint32_t found = 1;
+  uint32_t isas = 1;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -254,16 +254,16 @@ HR_PUBLIC uint32_t hr_cpu_isas() {
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool dot = v4 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-  if (v3) found |= 2;
-  if (v4) found |= 4;
-  if (dot) found |= 8;
-  if (dot && may_use_tiles()) found |= 16;
+  if (v3) isas |= 2;
+  if (v4) isas |= 4;
+  if (dot) isas |= 8;
+  if (dot && may_use_tiles()) isas |= 16;
 #elif defined(__aarch64__) && defined(__linux__)
-  const bool products = getauxval(AT_HWCAP) & 1ul << 20, bf16 = getauxval(AT_HWCAP2) & 1ul << 14;  // ASIMDDP, BF16
-  if (products) found |= 32;
-  if (products && bf16) found |= 64;
+  const bool dot_product = getauxval(AT_HWCAP) & 1ul << 20, bf16 = getauxval(AT_HWCAP2) & 1ul << 14;  // ASIMDDP, BF16
+  if (dot_product) isas |= 32;
+  if (dot_product && bf16) isas |= 64;
 #endif
-  return found;
+  return isas;
 }
 
 // One kernel call of a recorded step.

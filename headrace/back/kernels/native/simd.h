@@ -22,7 +22,8 @@
 #define HR_INLINE static inline __attribute__((always_inline))
 #define HR_UNROLL _Pragma("GCC unroll 32")
 
-// Beside kernel `name`: the same with its arguments in 8-byte slots, in order, as a recorded step holds them (tape.py).
+// Beside kernel `name`: the same with its arguments in 8-byte slots, in order, as a recorded step holds them
+// (cpu_graph.py).
 #define HR_REPLAYABLE(name) \
   HR_PUBLIC int32_t HR_JOIN(hr_slots_##name, HR_ISA)(const uint64_t* slots) { return from_slots(HR_EXPORT(name), slots); }
 

@@ -1,5 +1,5 @@
 // y = x / sqrt(mean(x^2) + eps) * w over rows of E values; optionally x is first added into a residual, and y, rounded to its
-// type as ever, becomes int8 codes before it leaves the first-level cache (rms_norm_codes).
+// type as ever, becomes int8 before it leaves the first-level cache (rms_norm_quantized).
 
 #include "../native/int8.h"
 
@@ -14,11 +14,11 @@ struct Norm {
   void* y;
   int64_t rows, inner, width, outer_stride, inner_stride, residual_stride, rows_per_chunk;
   float eps;
-  // Of rms_norm_codes, which writes no y:
-  int8_t* codes;
+  // Of rms_norm_quantized, which writes no y:
+  int8_t* quantized;
   float* scales;
   int32_t* sums;
-  int64_t codes_stride, group;  // group 0: one scale a row
+  int64_t quantized_stride, group;  // group 0: one scale a row
 };
 
 template <class T>
@@ -95,7 +95,7 @@ void chunk(void* context, int64_t i) {
 }
 
 template <class T>
-void codes_chunk(void* context, int64_t i) {
+void quantized_chunk(void* context, int64_t i) {
   const Norm& p = *static_cast<const Norm*>(context);
   const int64_t end = smaller((i + 1) * p.rows_per_chunk, p.rows), groups = p.group > 0 ? ceil_div(p.width, p.group) : 1;
   T* y = static_cast<T*>(hr_scratch(kRows * p.width * int64_t(sizeof(T)), 1));
@@ -105,10 +105,10 @@ void codes_chunk(void* context, int64_t i) {
     if (count == kRows) norm_from<T, kRows>(p, row, y, p.width);
     else norm_from<T, 1>(p, row, y, p.width);
     for (int r = 0; r < count; ++r, ++row) {
-      int8_t* codes = p.codes + row * p.codes_stride;
+      int8_t* quantized = p.quantized + row * p.quantized_stride;
       const T* from = y + r * p.width;
-      if (p.group > 0) quantize_groups(from, p.width, p.group, codes, p.scales + row * groups, p.sums + row * groups * 2);
-      else quantize_row(from, p.width, codes, p.scales + row, p.sums + row);
+      if (p.group > 0) quantize_groups(from, p.width, p.group, quantized, p.scales + row * groups, p.sums + row * groups * 2);
+      else quantize_row(from, p.width, quantized, p.scales + row, p.sums + row);
     }
   }
 }
@@ -132,23 +132,23 @@ HR_PUBLIC int32_t HR_EXPORT(rms_norm)(const void* x, void* residual, const float
 }
 HR_REPLAYABLE(rms_norm)
 
-// The same as rows of codes, as products with quantized weights read them: codes [rows, codes_stride], of which the inputs up
-// to whole groups (group 0: up to a multiple of 64) are written; scales [rows, groups]; sums [rows, groups, 2] (group 0:
+// The same as int8 rows, as GEMMs with quantized weights read them: quantized [rows, quantized_stride], of which the inputs
+// up to whole groups (group 0: up to a multiple of 64) are written; scales [rows, groups]; sums [rows, groups, 2] (group 0:
 // [rows]), see quantize_groups. x: row r at r * x_stride elements.
-HR_PUBLIC int32_t HR_EXPORT(rms_norm_codes)(const void* x, void* residual, const float* weight, int8_t* codes, float* scales,
-                                            int32_t* sums, int64_t rows, int64_t width, int64_t x_stride,
-                                            int64_t residual_stride, int64_t codes_stride, int64_t group, float eps,
-                                            int32_t dtype) {
+HR_PUBLIC int32_t HR_EXPORT(rms_norm_quantized)(const void* x, void* residual, const float* weight, int8_t* quantized, float* scales,
+                                                int32_t* sums, int64_t rows, int64_t width, int64_t x_stride,
+                                                int64_t residual_stride, int64_t quantized_stride, int64_t group, float eps,
+                                                int32_t dtype) {
   if (rows < 0 || width < 1 || group < 0 || group % 32) return HR_BAD_SHAPE;
   const int64_t unit = group > 0 ? group : 64;
-  if (codes_stride < ceil_div(width, unit) * unit) return HR_BAD_SHAPE;
+  if (quantized_stride < ceil_div(width, unit) * unit) return HR_BAD_SHAPE;
   Norm p{x, residual, weight, nullptr, rows, 1, width, x_stride, 0, residual_stride, ceil_div(kChunkElements, width), eps,
-         codes, scales, sums, codes_stride, group};
+         quantized, scales, sums, quantized_stride, group};
   const int64_t chunks = ceil_div(rows, p.rows_per_chunk);
-  if (dtype == HR_BF16) hr_parallel(codes_chunk<bf16>, &p, chunks);
-  else if (dtype == HR_F16) hr_parallel(codes_chunk<fp16>, &p, chunks);
-  else if (dtype == HR_F32) hr_parallel(codes_chunk<float>, &p, chunks);
+  if (dtype == HR_BF16) hr_parallel(quantized_chunk<bf16>, &p, chunks);
+  else if (dtype == HR_F16) hr_parallel(quantized_chunk<fp16>, &p, chunks);
+  else if (dtype == HR_F32) hr_parallel(quantized_chunk<float>, &p, chunks);
   else return HR_BAD_DTYPE;
   return HR_OK;
 }
-HR_REPLAYABLE(rms_norm_codes)
+HR_REPLAYABLE(rms_norm_quantized)

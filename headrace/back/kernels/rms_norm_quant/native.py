@@ -1,4 +1,4 @@
-"""Root mean square norm to rows of codes by the native kernel (rms_norm/native_rms_norm.cpp)."""
+"""Root mean square norm to int8 rows by the native kernel (rms_norm/native_rms_norm.cpp)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bind_with(
     library: NativeLibrary, problem: RMSNormQuantProblem, weight_E: torch.Tensor
 ) -> QuantizedNorm:
     """The kernel of one library."""
-    kernel = library.bind("rms_norm_codes", *_ARGUMENTS)
+    kernel = library.bind("rms_norm_quantized", *_ARGUMENTS)
     assert weight_E.dtype == torch.float32 and weight_E.shape == (problem.width,), weight_E.shape
     weight_E = weight_E.contiguous()
     group, width, eps, code = problem.group, problem.width, problem.eps, DTYPES[problem.dtype]

@@ -66,9 +66,9 @@ bool failed = false;
 
 template <class Function>
 Function kernel(const char* name) {
-  void* found = dlsym(library, ("hr_" + std::string(name) + "_" + isa).c_str());
-  if (found == nullptr) printf("%s: missing in %s\n", name, isa.c_str()), exit(2);
-  return reinterpret_cast<Function>(found);
+  void* symbol = dlsym(library, ("hr_" + std::string(name) + "_" + isa).c_str());
+  if (symbol == nullptr) printf("%s: missing in %s\n", name, isa.c_str()), exit(2);
+  return reinterpret_cast<Function>(symbol);
 }
 
 void compare(const char* what, int detail, const vector<float>& ours, const vector<double>& exact, double bound) {
@@ -119,7 +119,8 @@ void check_fp8(int type, int64_t M, int64_t N, int64_t K, bool compared) {
   compare("linear_fp8", type, y, exact, 2e-6);
 }
 
-// Whole numbers up to 127, which is the largest of each row of x and of each output: codes without rounding, exact results.
+// Whole numbers up to 127, which is the largest of each row of x and of each output: quantized values without rounding,
+// exact results.
 void check_int8(int type, int64_t M, int64_t N, int64_t K, bool compared) {
   const auto whole = [&](int64_t i) { return i % K == 0 ? 127.0f : float(int(next() % 255) - 127); };
   vector<float> x(size_t(M * K)), w(size_t(N * K)), y(size_t(M * N), NAN);
@@ -261,7 +262,7 @@ using Gated = int32_t (*)(const void*, const void*, void*, int64_t, int64_t, int
                           int32_t);
 using Top = int32_t (*)(const void*, const void*, int64_t*, float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                         int32_t);
-using NormCodes = int32_t (*)(const void*, void*, const float*, int8_t*, float*, int32_t*, int64_t, int64_t, int64_t,
+using NormQuantized = int32_t (*)(const void*, void*, const float*, int8_t*, float*, int32_t*, int64_t, int64_t, int64_t,
                               int64_t, int64_t, int64_t, float, int32_t);
 
 }  // namespace
@@ -289,12 +290,12 @@ int main(int argc, char** argv) {
         return kernel<Top>("linear_top")(x.bytes.data(), w.bytes.data(), &best, y.data(), 1, N, K, K, K, 1, BF16);
       return kernel<Gated>("linear_gated")(x.bytes.data(), w.bytes.data(), y.data(), 1, N, K, K, K, N, 0, BF16);
     }
-    if (name == "rms_norm_codes") {
+    if (name == "rms_norm_quantized") {
       Values x(K, BF16);
       vector<float> weight(size_t(K), 1), scales(size_t(K / 32), 0);
-      vector<int8_t> codes(size_t(K + 64), 0);
+      vector<int8_t> quantized(size_t(K + 64), 0);
       vector<int32_t> sums(size_t(K / 16), 0);
-      return kernel<NormCodes>("rms_norm_codes")(x.bytes.data(), nullptr, weight.data(), codes.data(), scales.data(),
+      return kernel<NormQuantized>("rms_norm_quantized")(x.bytes.data(), nullptr, weight.data(), quantized.data(), scales.data(),
                                                  sums.data(), 1, K, K, 0, K + 64, 32, 1e-6f, BF16);
     }
     if (name == "attention") return check_attention(BF16, 0, 512, false), 0;
