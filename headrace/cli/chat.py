@@ -19,7 +19,7 @@ from headrace.cli.sampling_flags import add_sampling_flags, sampling_of
 from headrace.cli.session import EngineSession, open_session
 from headrace.front.client.chat_output import ChatOutput
 from headrace.front.client.events import Delta, Ended
-from headrace.front.text.parsing.parts import Content, Part, Reasoning
+from headrace.front.text.parsing.engine import Content, Part, Reasoning
 
 HELP = """/new      forget the conversation
 /system T  start again with the system prompt T

@@ -10,7 +10,7 @@ from headrace.base.config.tree import Options
 from headrace.front.client.chat_output import ChatOutputParser
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.text.chat import ChatTemplate
-from headrace.front.text.tokenizer import check_vocabulary
+from headrace.front.text.tokenizer_files import check_vocabulary
 from headrace.launch.local import start_local
 
 

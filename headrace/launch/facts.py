@@ -12,7 +12,7 @@ from headrace.base.config.resolved import Decision, Resolved, ServerSpec, TextSp
 from headrace.base.config.tree import Options, ServerOptions
 from headrace.base.errors import ConfigError, MissingDependency
 from headrace.base.optional import available
-from headrace.front.text.tokenizer import read_facts
+from headrace.front.text.tokenizer_files import read_facts
 from headrace.launch.chooser import Chooser
 from headrace.launch.locate import locate
 from headrace.launch.model_facts import ModelFacts, read_model_facts

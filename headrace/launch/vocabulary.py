@@ -8,7 +8,8 @@ from functools import lru_cache
 
 from headrace.base.config.resolved import ModelSpec
 from headrace.base.wire.grammar import Vocabulary
-from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
+from headrace.front.text.tokenizer import Tokenizer
+from headrace.front.text.tokenizer_files import load_tokenizer
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from headrace.base.wire.params import RowSampling, StopRules
 from headrace.base.wire.request import EngineRequest
 from headrace.core.core import EngineCore
 from headrace.core.grammar.hook import GrammarHook
-from headrace.front.text.tokenizer import load_tokenizer
+from headrace.front.text.tokenizer_files import load_tokenizer
 from headrace.launch.facts import resolve_options
 from headrace.launch.vocabulary import encoder_of, vocabulary_of
 

@@ -29,8 +29,7 @@ from headrace.front.client.events import (
     Started,
 )
 from headrace.front.client.inputs import RequestBounds
-from headrace.front.text.detokenizer import Detokenizer
-from headrace.front.text.tokenizer import Tokenizer
+from headrace.front.text.tokenizer import Detokenizer, Tokenizer
 
 MIN_DEADLINE_S = 1e-6
 """What is left of a deadline that has passed: enough to be refused by the core, with its words."""

@@ -37,7 +37,8 @@ from headrace.front.client.inputs import InputChecker, RequestBounds
 from headrace.front.client.limits import Limits
 from headrace.front.client.outputs import ChoiceState
 from headrace.front.client.stream import CoreHandle, GenerationStream
-from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
+from headrace.front.text.tokenizer import Tokenizer
+from headrace.front.text.tokenizer_files import load_tokenizer
 
 # From this length on, further answers wait for the first one's prompt, to find its blocks in the
 # prefix cache.

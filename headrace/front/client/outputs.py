@@ -25,9 +25,8 @@ from headrace.front.client.events import (
     ScoredToken,
     TokenScore,
 )
-from headrace.front.text.detokenizer import Detokenizer
 from headrace.front.text.stop_strings import StopMatch, StopStrings
-from headrace.front.text.tokenizer import Tokenizer
+from headrace.front.text.tokenizer import Detokenizer, Tokenizer
 
 _COPIED = (
     "num_cached",

@@ -47,8 +47,9 @@ from headrace.front.server.state.sealing import Sealer, secret_in
 from headrace.front.server.table import line_routes
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.parsing.parser import AnswerFormat
-from headrace.front.text.template_pool import TemplateLimits, TemplatePool
-from headrace.front.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from headrace.front.text.templates import TemplateLimits, TemplatePool
+from headrace.front.text.tokenizer import Tokenizer
+from headrace.front.text.tokenizer_files import check_vocabulary, load_tokenizer
 from headrace.launch.api_process import ApiSpec, send_heartbeats
 from headrace.launch.topology import DRAIN_SIGNAL, Report, report, tie_to_parent
 

@@ -17,7 +17,7 @@ from headrace.front.client.events import Events, Generation
 from headrace.front.server.app import make_app
 from headrace.front.server.conversation.context import Services
 from headrace.front.server.process import http_server, services_over
-from headrace.front.text.tokenizer import load_tokenizer
+from headrace.front.text.tokenizer_files import load_tokenizer
 
 _WHY = "this server renders and tokenizes; it runs no model"
 

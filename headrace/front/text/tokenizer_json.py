@@ -1,7 +1,7 @@
 """tokenizer.json, through the `tokenizers` library.
 
 Three instances share one file: the vocabulary as it is; one that knows no control token, for
-ordinary text; and one in which every control token is spelled in the private way of `guard.py`, for
+ordinary text; and one in which every control token is spelled in the private way of `Guard`, for
 rendered templates. Renaming the tokens, and not switching their recognition off, also keeps
 vocabularies apart that would find a control token by merging.
 """
@@ -17,8 +17,8 @@ from typing import Any
 import tokenizers
 
 from headrace.base.errors import CheckpointError
-from headrace.front.text.guard import Guard, neutral
-from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts, read_facts
+from headrace.front.text.tokenizer import Guard, Tokenizer, TokenizerFacts, neutral
+from headrace.front.text.tokenizer_files import read_facts
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 # Non-special added tokens that a template uses as markup (<think>, <tool_call>, [INST], ◁think▷,

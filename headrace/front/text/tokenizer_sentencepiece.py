@@ -9,8 +9,16 @@ from pathlib import Path
 
 from headrace.base.errors import CheckpointError
 from headrace.base.optional import require
-from headrace.front.text.guard import BREAK, CLOSE, OPEN, Guard, neutral
-from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts, read_facts
+from headrace.front.text.tokenizer import (
+    BREAK,
+    CLOSE,
+    OPEN,
+    Guard,
+    Tokenizer,
+    TokenizerFacts,
+    neutral,
+)
+from headrace.front.text.tokenizer_files import read_facts
 
 _SPELLING = re.compile(f"{OPEN}(\\d+){CLOSE}")
 

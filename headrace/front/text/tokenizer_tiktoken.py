@@ -16,8 +16,8 @@ from pathlib import Path
 
 from headrace.base.errors import CheckpointError
 from headrace.base.optional import require
-from headrace.front.text.guard import CLOSE, OPEN, Guard, neutral
-from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts, read_facts
+from headrace.front.text.tokenizer import CLOSE, OPEN, Guard, Tokenizer, TokenizerFacts, neutral
+from headrace.front.text.tokenizer_files import read_facts
 from headrace.front.text.tokenizer_sentencepiece import encode_between
 
 _PATTERN = (

@@ -21,8 +21,9 @@ from headrace.base.wire.step import KVGroup
 from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.hook import GrammarHook
 from headrace.core.ports import Encode
-from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part
-from headrace.front.text.tokenizer import Tokenizer, load_tokenizer
+from headrace.front.text.parsing.engine import CallArguments, CallBegin, Content, Part
+from headrace.front.text.tokenizer import Tokenizer
+from headrace.front.text.tokenizer_files import load_tokenizer
 from headrace.launch.vocabulary import vocabulary_of
 from tests.core.harness import FULL, Driver, make_request, make_spec
 

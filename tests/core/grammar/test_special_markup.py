@@ -14,11 +14,11 @@ from tokenizers import Tokenizer as Library
 
 from headrace.base.wire.grammar import Node
 from headrace.core.grammar.hook import GrammarHook
+from headrace.front.text.parsing.engine import Part
 from headrace.front.text.parsing.families import TOOL_FAMILIES, ToolFamily
 from headrace.front.text.parsing.parser import AnswerFormat, schemas_of
-from headrace.front.text.parsing.parts import Part
 from headrace.front.text.structure.tools import required_calls, strict_calls
-from headrace.front.text.tokenizer import load_tokenizer
+from headrace.front.text.tokenizer_files import load_tokenizer
 from headrace.launch.vocabulary import vocabulary_of
 from tests.core.grammar.constrained import (
     BACKENDS,

@@ -10,7 +10,7 @@ import pytest
 from headrace.base.config.resolved import TextSpec
 from headrace.base.wire.params import SamplingParams
 from headrace.front.client.chat_output import ChatOutput, ChatOutputParser
-from headrace.front.text.tokenizer import load_tokenizer
+from headrace.front.text.tokenizer_files import load_tokenizer
 
 DEMO = Path(__file__).parents[3] / "demo" / "model"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}}}}}

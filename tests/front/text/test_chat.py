@@ -6,8 +6,8 @@ import pytest
 import headrace
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.front.text.chat import ChatTemplate
-from headrace.front.text.template_pool import TemplateLimits, TemplatePool
-from headrace.front.text.tokenizer import load_tokenizer
+from headrace.front.text.templates import TemplateLimits, TemplatePool
+from headrace.front.text.tokenizer_files import load_tokenizer
 from tests.front.text import vocabularies
 
 KINDS = [vocabularies.byte_level, vocabularies.byte_fallback, vocabularies.unigram]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.front.text.detokenizer import Detokenizer
+from headrace.front.text.tokenizer import Detokenizer
 from tests.front.text import vocabularies
 from tests.spent import assert_linear
 

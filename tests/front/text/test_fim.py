@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.text.fim import MARKERS, Markers, between
-from headrace.front.text.tokenizer import load_tokenizer
+from headrace.front.text.tokenizer_files import load_tokenizer
 
 
 def vocabulary(tmp_path, markers: Markers | None):

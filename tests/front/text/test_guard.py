@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.front.text.guard import BREAK, CLOSE, OPEN, Guard
+from headrace.front.text.tokenizer import BREAK, CLOSE, OPEN, Guard
 from tests.front.text import vocabularies
 
 GUARD = Guard(vocabularies.SPECIAL, vocabularies.MARKUP)

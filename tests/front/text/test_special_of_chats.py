@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.front.text.tokenizer import load_tokenizer
+from headrace.front.text.tokenizer_files import load_tokenizer
 
 MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import CheckpointError, ContextTooLong, InvalidRequest
-from headrace.front.text.tokenizer import check_vocabulary, load_tokenizer
+from headrace.front.text.tokenizer_files import check_vocabulary, load_tokenizer
 from tests.front.text import vocabularies
 
 KINDS = [vocabularies.byte_level, vocabularies.byte_fallback, vocabularies.unigram]

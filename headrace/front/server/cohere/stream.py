@@ -17,7 +17,7 @@ from headrace.front.client.events import Delta, Ended, Event, Events, ScoredToke
 from headrace.front.server.conversation.fold import logprob
 from headrace.front.server.conversation.parsed import parts_of
 from headrace.front.server.http.sse import DONE, Chunks
-from headrace.front.text.parsing.parts import (
+from headrace.front.text.parsing.engine import (
     CallArguments,
     CallBegin,
     CallEnd,

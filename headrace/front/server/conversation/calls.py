@@ -25,7 +25,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.front.client.events import Events
 from headrace.front.server.conversation.parsed import ParsedDelta, ParsedEnded
 from headrace.front.server.conversation.request import ChatRequest, FunctionName
-from headrace.front.text.parsing.parts import CallArguments, CallBegin, CallEnd, Part
+from headrace.front.text.parsing.engine import CallArguments, CallBegin, CallEnd, Part
 
 CUSTOM_ARGUMENT = "input"
 

@@ -35,7 +35,7 @@ from headrace.front.server.state.responses import ResponseStore
 from headrace.front.server.state.sealing import SECRET_BYTES, Sealer
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.parsing.parser import AnswerFormat
-from headrace.front.text.template_pool import TemplatePool
+from headrace.front.text.templates import TemplatePool
 from headrace.front.text.tokenizer import Tokenizer
 
 

@@ -27,7 +27,7 @@ from headrace.front.client.events import (
 )
 from headrace.front.server.conversation.calls import CustomBegin, FunctionBegin, FunctionEnded
 from headrace.front.server.conversation.parsed import ParsedDelta, ParsedEnded
-from headrace.front.text.parsing.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from headrace.front.text.parsing.engine import CallArguments, CallBegin, Content, Part, Reasoning
 
 
 class Spans(Protocol):

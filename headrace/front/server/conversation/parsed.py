@@ -13,9 +13,9 @@ import msgspec
 from msgspec.structs import asdict
 
 from headrace.front.client.events import Delta, Ended, Event, Events, Started
-from headrace.front.text.parsing.counting import ReasoningTokens
+from headrace.front.text.parsing.engine import Content, Part, Reasoning, joined
 from headrace.front.text.parsing.parser import OutputParser
-from headrace.front.text.parsing.parts import Content, Part, Reasoning, joined
+from headrace.front.text.parsing.reasoning import ReasoningTokens
 
 
 class ParsedDelta(Delta, frozen=True, kw_only=True):

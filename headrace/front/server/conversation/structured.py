@@ -14,9 +14,9 @@ from headrace.base.errors import InvalidRequest
 from headrace.base.wire.grammar import Either, Json, Literal, Node, ReasoningRule, Sequence
 from headrace.base.wire.params import StructuredOutputs
 from headrace.front.server.conversation.request import ChatRequest, Common
+from headrace.front.text.parsing.engine import unmarked
 from headrace.front.text.parsing.families import tool_family
 from headrace.front.text.parsing.parser import AnswerFormat, OutputParser, schemas_of
-from headrace.front.text.parsing.parts import unmarked
 from headrace.front.text.parsing.reasoning import ReasoningTags
 from headrace.front.text.structure.requested import node_of
 from headrace.front.text.structure.tools import required_calls, strict_calls

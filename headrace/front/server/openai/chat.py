@@ -49,7 +49,7 @@ from headrace.front.server.conversation.resolved import (
 )
 from headrace.front.server.http.ids import completion_id
 from headrace.front.server.http.sse import DONE, Chunks
-from headrace.front.text.parsing.parts import (
+from headrace.front.text.parsing.engine import (
     CallArguments,
     CallBegin,
     CallEnd,

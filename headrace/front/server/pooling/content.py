@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.server.pooling.schema import PoolingContent
-from headrace.front.text.chat_messages import parts_text
+from headrace.front.text.chat import parts_text
 
 
 def text_of(content: str | PoolingContent, field: str) -> str:

@@ -23,7 +23,7 @@ from headrace.front.server.responses.document import usage
 from headrace.front.server.responses.items import item_id
 from headrace.front.server.responses.run import PURPOSE, recall_from, translate
 from headrace.front.server.responses.schema import parse_prompt
-from headrace.front.text.parsing.parts import Content
+from headrace.front.text.parsing.engine import Content
 
 MAX_SUMMARY_TOKENS = 2048
 ASK = (

@@ -23,7 +23,7 @@ from headrace.front.server.http.sse import Chunks, padding
 from headrace.front.server.responses.document import ResponseReply, error_of, new_response, usage
 from headrace.front.server.responses.items import item_id
 from headrace.front.server.responses.schema import Json
-from headrace.front.text.parsing.parts import (
+from headrace.front.text.parsing.engine import (
     CallArguments,
     CallBegin,
     CallEnd,

@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.front.text.parsing.engine import Tags, literal, skip_space
+from headrace.front.text.parsing.engine import Sink, Tags, literal, skip_space
 from headrace.front.text.parsing.json_calls import MAX_NAME_CHARS
 from headrace.front.text.parsing.literals import json_of_bare, json_of_python, quoted
-from headrace.front.text.parsing.parts import Sink
 from headrace.front.text.parsing.reader import CallReader
 
 _NAME = re.compile(r"[\w.\-]*")

@@ -14,11 +14,10 @@ from collections.abc import Collection
 
 import msgspec
 
-from headrace.front.text.parsing.engine import Engine, Tags, literal, skip_space
+from headrace.front.text.parsing.engine import Content, Engine, Tags, literal, skip_space
 from headrace.front.text.parsing.json_calls import MAX_NAME_CHARS
 from headrace.front.text.parsing.json_text import JsonValue
 from headrace.front.text.parsing.messages import Kind, Messages
-from headrace.front.text.parsing.parts import Content
 
 MAX_HEADER_CHARS = 1024
 _RECIPIENT = re.compile(r"to=([^\s<\ufdd1]+)")

@@ -15,9 +15,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from headrace.front.text.parsing.engine import Outside, skip_space
+from headrace.front.text.parsing.engine import Outside, Sink, skip_space
 from headrace.front.text.parsing.json_text import JsonString, JsonValue
-from headrace.front.text.parsing.parts import Sink
 
 MAX_NAME_CHARS = 256
 _SCALAR_END = re.compile(r"[,}\]\s]")

@@ -1,9 +1,9 @@
 """Tells structural tokens from text that spells them.
 
 Where a tag of the model's format is a control token of its vocabulary, only the token is structure.
-Its piece is put between two of Unicode's noncharacters (guard.py), which no other piece may hold,
-and the family's tags are spelled the same way. So the grammars stay grammars over text, and a model
-that quotes what a user typed makes no call.
+Its piece is put between two of Unicode's noncharacters (tokenizer.py), which no other piece may
+hold, and the family's tags are spelled the same way. So the grammars stay grammars over text, and a
+model that quotes what a user typed makes no call.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.front.text.guard import CLOSE, OPEN, neutral
-from headrace.front.text.tokenizer import Pieces, Tokenizer
+from headrace.front.text.tokenizer import CLOSE, OPEN, Pieces, Tokenizer, neutral
 
 S = TypeVar("S", bound=msgspec.Struct)
 Mark = Callable[[re.Match[str]], str]

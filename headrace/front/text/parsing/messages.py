@@ -6,8 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from enum import Enum
 
-from headrace.front.text.parsing.engine import Engine, Modes
-from headrace.front.text.parsing.parts import Content, Reasoning
+from headrace.front.text.parsing.engine import Content, Engine, Modes, Reasoning
 
 
 class Kind(Enum):

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.front.text.parsing.engine import Tags, literal, skip_space
+from headrace.front.text.parsing.engine import Sink, Tags, literal, skip_space
 from headrace.front.text.parsing.json_calls import MAX_NAME_CHARS, JsonCalls, JsonKeys, Outcome
 from headrace.front.text.parsing.json_text import JsonValue
-from headrace.front.text.parsing.parts import Sink
 from headrace.front.text.parsing.reader import CallReader
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.front.text.parsing.engine import Tags, literal, only
+from headrace.front.text.parsing.engine import Sink, Tags, literal, only, unmarked
 from headrace.front.text.parsing.json_calls import MAX_NAME_CHARS
 from headrace.front.text.parsing.literals import quoted
-from headrace.front.text.parsing.parts import Sink, unmarked
 from headrace.front.text.parsing.reader import CallReader
 from headrace.front.text.parsing.xml_parameters import Schemas, as_json, is_text
 

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.front.text.parsing.blocks import Blocks, BlockTags
 from headrace.front.text.parsing.call_syntax import CallSyntax, SyntaxCalls
-from headrace.front.text.parsing.engine import Engine, Plain, State
+from headrace.front.text.parsing.engine import Content, Engine, Part, Plain, Sink, State
 from headrace.front.text.parsing.families import (
     BareTags,
     ReasoningFamily,
@@ -27,7 +27,6 @@ from headrace.front.text.parsing.marks import Marking
 from headrace.front.text.parsing.messages import Messages
 from headrace.front.text.parsing.named_json import NamedJson, NamedTags
 from headrace.front.text.parsing.nested_tags import NestedCalls, NestedTags
-from headrace.front.text.parsing.parts import Content, Part, Sink
 from headrace.front.text.parsing.reader import CallReader
 from headrace.front.text.parsing.reasoning import ReasoningState, ReasoningTags
 from headrace.front.text.parsing.tagged_json import BareJson, JsonTags, TaggedJson

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.front.text.parsing.engine import Modes, Outside, Tags
-from headrace.front.text.parsing.parts import Sink
+from headrace.front.text.parsing.engine import Modes, Outside, Sink, Tags
 
 
 class CallReader(Modes):

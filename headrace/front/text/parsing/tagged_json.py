@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.front.text.parsing.engine import Modes, Outside, literal, skip_space
+from headrace.front.text.parsing.engine import Modes, Outside, Sink, literal, skip_space
 from headrace.front.text.parsing.json_calls import JsonCalls, JsonKeys, Outcome
-from headrace.front.text.parsing.parts import Sink
 from headrace.front.text.parsing.reader import CallReader
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.front.text.parsing.engine import Tags, literal, only, skip_space
+from headrace.front.text.parsing.engine import Sink, Tags, literal, only, skip_space
 from headrace.front.text.parsing.json_calls import MAX_NAME_CHARS
 from headrace.front.text.parsing.literals import quoted
-from headrace.front.text.parsing.parts import Sink
 from headrace.front.text.parsing.reader import CallReader
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}

@@ -28,11 +28,11 @@ from headrace.base.wire.grammar import (
     Until,
 )
 from headrace.base.wire.grammar import Sequence as InTurn
-from headrace.front.text.guard import CLOSE, OPEN
-from headrace.front.text.parsing.parts import unmarked
+from headrace.front.text.parsing.engine import unmarked
 from headrace.front.text.parsing.writing import CallWriting, json_type
 from headrace.front.text.parsing.xml_parameters import is_text
 from headrace.front.text.structure.schema import checked_schema
+from headrace.front.text.tokenizer import CLOSE, OPEN
 
 MAX_CALLS = 64
 _BEHIND_TRIGGER = re.compile(r'\n|\[?\{"|\{name\}')

@@ -20,7 +20,7 @@ from headrace.front.server.responses.document import ResponseReply
 from headrace.front.server.responses.schema import ResponsesRequest
 from headrace.front.server.responses.stream import TERMINAL, ResponseStream
 from headrace.front.server.responses.tools import offered
-from headrace.front.text.parsing.parts import (
+from headrace.front.text.parsing.engine import (
     CallArguments,
     CallBegin,
     CallEnd,

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.front.text.parsing.families import reasoning_family, tool_family
-from headrace.front.text.parsing.parser import OutputParser
-from headrace.front.text.parsing.parts import (
+from headrace.front.text.parsing.engine import (
     CallArguments,
     CallBegin,
     CallEnd,
@@ -20,6 +18,8 @@ from headrace.front.text.parsing.parts import (
     Reasoning,
     joined,
 )
+from headrace.front.text.parsing.families import reasoning_family, tool_family
+from headrace.front.text.parsing.parser import OutputParser
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "f": {

@@ -15,7 +15,7 @@ from headrace.front.text.parsing.families import (
     reasoning_family,
     tool_family,
 )
-from headrace.front.text.tokenizer import read_facts
+from headrace.front.text.tokenizer_files import read_facts
 from headrace.launch.locate import bundled_model
 
 # What the families' own templates say of calls and of reasoning, in short, with the model_type where it matters.

@@ -15,10 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from headrace.front.client.events import Delta, Ended
 from headrace.front.server.conversation.parsed import ParsedAnswer, ParsedDelta, ParsedEnded
-from headrace.front.text.detokenizer import Detokenizer
+from headrace.front.text.parsing.engine import joined
 from headrace.front.text.parsing.parser import AnswerFormat
-from headrace.front.text.parsing.parts import joined
-from headrace.front.text.tokenizer import TokenizerFacts
+from headrace.front.text.tokenizer import Detokenizer, TokenizerFacts
 from headrace.front.text.tokenizer_json import JsonTokenizer
 from tests.front.text.parsing.golden import SCHEMAS, meaning
 

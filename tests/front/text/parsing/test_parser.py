@@ -21,8 +21,8 @@ from benchmarks.robustness.parsers import (
     own_thought,
     thought,
 )
+from headrace.front.text.parsing.engine import CallArguments, CallBegin, CallEnd, Content
 from headrace.front.text.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES, tool_family
-from headrace.front.text.parsing.parts import CallArguments, CallBegin, CallEnd, Content
 from headrace.front.text.parsing.writing import write_calls
 from tests.covering import first_of_each
 from tests.front.text.parsing.golden import GOLDEN, SCHEMAS, Golden, meaning, parse, parser_of

@@ -18,12 +18,11 @@ from tokenizers import Tokenizer as Library
 from benchmarks.robustness.parsers import MESSAGES, own_calls, own_thought
 from headrace.front.client.events import Delta, Ended
 from headrace.front.server.conversation.parsed import ParsedAnswer, ParsedDelta, ParsedEnded
-from headrace.front.text.detokenizer import Detokenizer
+from headrace.front.text.parsing.engine import CallArguments, CallBegin, CallEnd, Part, joined
 from headrace.front.text.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES
 from headrace.front.text.parsing.parser import AnswerFormat
-from headrace.front.text.parsing.parts import CallArguments, CallBegin, CallEnd, Part, joined
 from headrace.front.text.parsing.writing import write_calls
-from headrace.front.text.tokenizer import TokenizerFacts
+from headrace.front.text.tokenizer import Detokenizer, TokenizerFacts
 from headrace.front.text.tokenizer_json import JsonTokenizer
 from tests.front.text.parsing.golden import SCHEMAS, meaning, parse, parser_of
 from tests.front.text.parsing.test_parser import cut
