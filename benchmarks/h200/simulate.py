@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.h200.shapes import BYTES_PER_S
 from benchmarks.host_cost import make_spec
 from headrace.back.executor.null import NullExecutor
-from headrace.back.runner.buckets import Buckets
+from headrace.back.runner.sizes import Buckets
 from headrace.base.config.resolved import EngineSpec, SchedulerSpec
 from headrace.base.wire.params import RowSampling, StopRules
 from headrace.base.wire.request import EngineRequest, TokenBatch

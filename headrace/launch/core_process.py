@@ -92,12 +92,12 @@ class CoreLoop:
             self._handle(message)
         if not core.has_work:
             return
-        self._watchdog.begin()
+        self._watchdog.since = time.monotonic()
         try:
             output = core.step(wait=True, before_update=self._abort_early)
         except EngineError as error:
             self._fail(error)
-        self._watchdog.end()
+        self._watchdog.since = None
         if core.failing != self._announced.failing:
             self._announce(core.hello())
         self._send(output)

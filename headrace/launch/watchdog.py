@@ -23,8 +23,9 @@ class Watchdog:
 
     Heartbeats come from this thread: they say that the process runs, however long a step takes.
     `on_slow` is called once for a step that has taken `slow_after_s()` and is not done, with its
-    seconds, and again with None when it is done; after `timeout_s` the process ends. `begin` and
-    `end` are plain stores: they cost the loop nothing.
+    seconds, and again with None when it is done; after `timeout_s` the process ends. `since` is
+    when the step that runs began (time.monotonic), None between steps: the loop sets it, which
+    costs it nothing.
     """
 
     def __init__(
@@ -39,17 +40,9 @@ class Watchdog:
         self._status = status
         self._slow_after_s = slow_after_s
         self._on_slow = on_slow
-        self._since: float | None = None
+        self.since: float | None = None
         self._slow_since: float | None = None
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def begin(self) -> None:
-        """A step starts."""
-        self._since = time.monotonic()
-
-    def end(self) -> None:
-        """The step is over."""
-        self._since = None
 
     def report(self, message: Report) -> None:
         """Sends a report to the parent."""
@@ -57,7 +50,7 @@ class Watchdog:
 
     def look(self, now: float) -> None:
         """Compares the step that runs with its bounds."""
-        since = self._since
+        since = self.since
         if self._slow_since is not None and since != self._slow_since:
             self._slow_since = None
             self._on_slow(None)

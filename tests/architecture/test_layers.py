@@ -54,7 +54,7 @@ LARGER = {  # lines at most, and why the file is one idea; the list and its numb
     "back/kernels/op.py": (450, "what an op, a kernel and a choice are"),
     "back/kernels/sample/triton_truncate.py": (460, "one kernel and its passes"),
     "back/models/transformers.py": (430, "the fallback: one adapter over one library"),
-    "back/runner/buckets.py": (600, "sizes of recorded steps: choice, padding and their inputs"),
+    "back/runner/buckets.py": (480, "a recorded step: its tensors, its message and its parts"),
     "back/runner/memory.py": (450, "one measurement of what a device has left"),
     "base/config/hf.py": (420, "config.json: the reader with every kind of value, its refusals"),
     "base/config/tree.py": (550, "the tree of options: one field after another"),

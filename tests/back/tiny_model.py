@@ -91,7 +91,7 @@ class TinyModel:
             if layer == len(self.kv_forms) - 1 and batch.last_token_batch is not None:
                 at_N, batch = batch.logits_at_N, batch.last_token_batch
                 q, x_TE = q[at_N], x_TE[at_N]
-            x_TE = x_TE + self._attend(layer, q, batch.plan_of(layer), kv)
+            x_TE = x_TE + self._attend(layer, q, batch.plans[batch.group_of_layer[layer]], kv)
         return x_TE / x_TE.norm(dim=-1, keepdim=True) * 4
 
     argmax = None
@@ -108,7 +108,7 @@ class TinyModel:
     def _query(self, layer: int, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Queries; keys and values are in the cache."""
         q, k, v = (x_TE @ w.T for w in self.qkv[layer])
-        plan, kv = batch.plan_of(layer), batch.kv[layer]
+        plan, kv = batch.plans[batch.group_of_layer[layer]], batch.kv[layer]
         tokens = kv.shape[3]
         block, offset = plan.slot_T // tokens, plan.slot_T % tokens
         kv[block, 0, :, offset] = k.view(-1, HEADS, HEAD_DIM)

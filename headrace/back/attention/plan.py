@@ -5,7 +5,7 @@ Shapes: T query tokens of the step, R rows in it, B blocks of the longest row. R
 query token come first (`num_decodes` of them). Host copies (numpy) spare kernels a device-to-host
 read.
 
-A step that may be replayed from a graph (runner/graphs.py) has no host copies: its tensors are
+A step that may be replayed from a graph (runner/buckets.py) has no host copies: its tensors are
 static and padded to a bucket, and the numbers beside them are the bucket's, not the step's. Padding
 rows have no query and no KV, padding tokens write to slot 0; table entries past a row's length are
 stale.
@@ -95,7 +95,3 @@ class Batch:
     segments_T: torch.Tensor | None = None
     probe: AttentionProbe | None = None
     last_token_batch: Batch | None = None
-
-    def plan_of(self, layer: int) -> AttentionPlan:
-        """The attention plan of the layer's KV group."""
-        return self.plans[self.group_of_layer[layer]]

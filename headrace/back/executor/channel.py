@@ -23,7 +23,7 @@ class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     """The first message to a worker. `rendezvous`: a fresh file through which the ranks find each
     other.
 
-    `loader`: see worker.build_resident.
+    `loader`: see resident.build_resident.
     """
 
     rank: int

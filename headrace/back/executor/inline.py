@@ -15,9 +15,16 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+import numpy as np
+import torch
+
 from headrace.back.executor.profiler import Profiler
-from headrace.back.executor.resident import Resident
-from headrace.back.executor.worker import DEFAULT_LOADER, StepThreads, build_resident, set_threads
+from headrace.back.executor.resident import (
+    DEFAULT_LOADER,
+    Resident,
+    build_resident,
+    set_threads,
+)
 from headrace.back.runner.results import LaunchedStep
 from headrace.back.runner.runner import AwaitDeferred
 from headrace.base.config.resolved import EngineSpec
@@ -58,6 +65,35 @@ class InlinePending:
             raise self._failed(self._step, error) from error
 
 
+class StepThreads:
+    """How many threads torch's own ops get in a step.
+
+    Where the matrix products are native, what is left to torch is small, and OpenMP's barrier waits
+    for every thread: with one core taken by another process a copy of 37k logits took 12 ms on two
+    threads and 0.02 ms on one. Torch gets its threads back for steps whose logits are so many that
+    they pay (penalties, sorts and the like).
+    """
+
+    LARGE = 1 << 22
+
+    def __init__(self, threads: int, facts: WorkerFacts) -> None:
+        chosen_kernels = [
+            chosen for field, _, chosen, _ in facts.decisions if "kernel.linear" in field
+        ]
+        self._native = bool(chosen_kernels) and set(chosen_kernels) == {"native"}
+        self._width = facts.logits_width
+        self._threads = threads
+        self._now: int | None = None
+
+    def fit(self, plan: StepPlan) -> None:
+        """Before each step, on the thread that runs it."""
+        large = np.count_nonzero(plan.sample) * self._width >= self.LARGE
+        wanted = self._threads if large or not self._native else 1
+        if wanted != self._now:
+            self._now = wanted
+            torch.set_num_threads(wanted)
+
+
 Launch = Callable[[StepPlan, AwaitDeferred], LaunchedStep]
 
 
@@ -69,7 +105,7 @@ def _no_launch(plan: StepPlan, await_deferred: AwaitDeferred) -> LaunchedStep:
 class InlineExecutor:
     """Loads the model and runs steps on one thread of this process.
 
-    `loader`: see worker.build_resident.
+    `loader`: see resident.build_resident.
     """
 
     def __init__(self, spec: EngineSpec, *, loader: str = DEFAULT_LOADER) -> None:

@@ -117,7 +117,7 @@ class WorkerProcess:
 
 
 class ProcessExecutor:
-    """Runs steps on worker processes. `loader`: see worker.build_resident."""
+    """Runs steps on worker processes. `loader`: see resident.build_resident."""
 
     def __init__(self, spec: EngineSpec, *, loader: str = LOADER) -> None:
         self._lock = threading.Lock()

@@ -1,17 +1,39 @@
-"""One rank's loaded model and the runner over it, which may be given up and made again without a
-load."""
+"""One rank's loaded model and the runner over it: how they are built on its device, and how they
+are given up and made again without a load."""
 
 from __future__ import annotations
 
 import gc
+import logging
+import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from headrace.back.executor.host_copy import HostCopy
+from headrace.back.kernels.all_reduce.op import with_sums
+from headrace.back.kernels.native.library import use_threads
+from headrace.back.kernels.op import DeferredChecks, SelfCheckFailed
 from headrace.back.models.protocol import CausalModel
-from headrace.back.platforms import huge_pages
+from headrace.back.models.registry import DTYPES
+from headrace.back.parallel.mesh import Mesh
+from headrace.back.platforms import code_pages, huge_pages
+from headrace.back.platforms.detect import detect
+from headrace.back.platforms.facts import freest
+from headrace.back.platforms.placement import interleave
 from headrace.back.runner.runner import Runner
+from headrace.back.sampling.sampler import choose_kernels
+from headrace.base.affinity import set_affinity
+from headrace.base.config.resolved import DeviceSpec, EngineSpec
+from headrace.base.errors import ConfigError, StartError
+from headrace.base.registry import Registry
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+DEFAULT_LOADER = "headrace.back.models.load:load_model"
 
 
 class Resident:
@@ -65,3 +87,109 @@ class Resident:
             torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for every stream there was
             torch.cuda.empty_cache()
         huge_pages.trim()
+
+
+def build_resident(
+    spec: EngineSpec, loader: str = DEFAULT_LOADER, mesh: Mesh | None = None
+) -> Resident:
+    """Loads the model and builds the runner on this rank's device.
+
+    `loader` is "module:attribute" of a function with the signature of
+    `back.models.load.load_model`.
+    """
+    load_model: Any = Registry("model loader", {"model": loader}).load("model")
+    mesh = mesh or Mesh()
+    began = time.perf_counter()
+    device = choose_device(spec.device.device, mesh)
+    mesh, summing = with_sums(mesh, device, DTYPES[spec.model.dtype])
+    ready_s = time.perf_counter() - began
+    try:
+
+        def build(checks: DeferredChecks | None = None) -> Resident:
+            model, report = load_model(
+                spec.model, mesh=mesh, device=device, block_tokens=spec.kv.block_tokens
+            )
+            if checks is not None:
+                choose_kernels(device)
+            load_s = time.perf_counter() - began - ready_s
+            again = partial(
+                Runner,
+                spec,
+                model,
+                device=device,
+                weight_bytes=report.weight_bytes,
+                decisions=(*report.decisions, *summing),
+            )
+            runner = again(start_s={"device": ready_s, "load": load_s}, checks=checks)
+            return Resident(model, device, runner, again)
+
+        resident = checked(build) if device.type == "cuda" else build()
+        if device.type == "cpu":
+            code_pages.let_go("libtorch")
+        return resident
+    except torch.OutOfMemoryError as error:
+        raise _too_small(error, device) from error
+
+
+MOST_DEFERRED_BUILDS = 3
+
+
+def checked(build: Callable[[DeferredChecks | None], T]) -> T:
+    """Builds on a GPU, with all self-checks deferred until their kernels have been compiled, beside
+    each other and beside those of the steps, and before any step runs. If one fails, or if building
+    ends early because of a kernel that the checks find, it builds again without that kernel, at
+    last with each check made at once: then every choice is of what was left, the reference at the
+    least."""
+    for _ in range(MOST_DEFERRED_BUILDS):
+        checks = DeferredChecks()
+        try:
+            with checks:
+                return build(checks)
+        except SelfCheckFailed:
+            log.warning("a kernel's self-check failed: the model is loaded again without it")
+        except (StartError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            try:
+                checks.run()
+            except SelfCheckFailed:
+                log.warning("%s: the model is loaded again without a kernel that fails", error)
+            else:
+                raise
+    return build(None)
+
+
+def choose_device(kind: str, mesh: Mesh) -> torch.device:
+    """This rank's device, ready for use: of several GPUs a lone worker takes the one with the most
+    free memory."""
+    if kind != "cuda":
+        return torch.device(kind)
+    index = mesh.tp.rank
+    if mesh.tp.size == 1:
+        count = torch.cuda.device_count()
+        uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+        index = freest(detect(), uuids)
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize(device)
+    return device
+
+
+def _too_small(error: torch.OutOfMemoryError, device: torch.device) -> ConfigError:
+    free, total = torch.cuda.mem_get_info(device)
+    return ConfigError(
+        f"{device} is too small: of {total / 2**30:.1f} GiB {free / 2**30:.1f} GiB are left ({error}). Lower "
+        "--max-step-tokens or --max-model-len, or use --tensor-parallel 2",
+        field="gpu_memory",
+    )
+
+
+def set_threads(device: DeviceSpec) -> None:
+    """Gives torch, for work started from the calling thread, and this process's native kernels
+    their threads; the calling thread and those keep to the CPUs they are given, and take memory
+    from all NUMA nodes they are given."""
+    set_affinity(device.cpus)
+    if device.nodes:
+        interleave(device.nodes)
+    torch.set_num_threads(device.threads)
+    use_threads(device.threads, device.cpus or None)

@@ -106,7 +106,8 @@ class Attention:
 
     def queries(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q_THD, normed and rotated; keys and values are in the cache."""
-        plan, kv = batch.plan_of(self._layer), batch.kv[self._layer]
+        plan = batch.plans[batch.group_of_layer[self._layer]]
+        kv = batch.kv[self._layer]
         qkv_TC = self._qkv.project(x_TE)
         if self._fused is not None:
             table_PR = self._rope.table_PR if self._rope else batch.positions_T[:0]
@@ -121,7 +122,8 @@ class Attention:
         self, q_THD: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
     ) -> torch.Tensor | Partial | None:
         """y_TE, to be added to the residual; None if that was done."""
-        plan, kv = batch.plan_of(self._layer), batch.kv[self._layer]
+        plan = batch.plans[batch.group_of_layer[self._layer]]
+        kv = batch.kv[self._layer]
         return self._out.project_into(self._attend(q_THD, kv, plan).flatten(1), residual_TE)
 
     def _separately(

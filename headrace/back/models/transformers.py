@@ -246,7 +246,7 @@ def _attention(
     if value_dim < head_dim:
         v_TKD = F.pad(v_TKD, (0, head_dim - value_dim))
     write, attend = step.kernels[layer]
-    plan: AttentionPlan = step.batch.plan_of(layer)
+    plan: AttentionPlan = step.batch.plans[step.batch.group_of_layer[layer]]
     kv = step.batch.kv[layer]
     write(k_TKD, v_TKD, kv, plan.slot_T)
     return attend(q_THD.contiguous(), kv, plan)[None, :, :, :value_dim], None

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from headrace.back.kernels.native.library import Arena, CpuGraph, NativeLibrary, Recorder, unowned
-from headrace.back.runner.buckets import Bucket
-from headrace.back.runner.steps import PassedEvent, StepEvent, StepTensors
+from headrace.back.runner.results import PassedEvent, StepEvent
+from headrace.back.runner.sizes import Bucket
+from headrace.back.runner.steps import StepTensors
 from headrace.base.config.resolved import Decision
 
 MOST_ROWS = 64

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.runner.buckets import Bucket
-from headrace.back.runner.steps import DeviceEvent, StepEvent, StepTensors, recorded
+from headrace.back.runner.results import DeviceEvent, StepEvent, recorded
+from headrace.back.runner.sizes import Bucket
+from headrace.back.runner.steps import StepTensors
 from headrace.base.config.resolved import Decision
 
 MOST_GRAPHS = 192

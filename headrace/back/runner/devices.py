@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 
 from headrace.back.kernels.native.library import loaded, unsupported
-from headrace.back.runner.buckets import Buckets, BucketSteps, Replay, SizesFactory
+from headrace.back.runner.batch import Rows
+from headrace.back.runner.buckets import BucketSteps, Replay
 from headrace.back.runner.cpu_graphs import CpuGraphs, ExactSizes
 from headrace.back.runner.cuda_graphs import CudaGraphs
 from headrace.back.runner.memory import Profile
-from headrace.back.runner.requests import Rows
+from headrace.back.runner.sizes import Buckets, SizesFactory
 from headrace.back.runner.steps import ExactSteps, StepResources, Steps
 from headrace.back.speculative import DRAFTERS
 from headrace.base.config.resolved import EngineSpec, max_forward_tokens

@@ -88,33 +88,28 @@ class _Row:
 
 
 class Pooler:
-    """The rows that are pooled."""
+    """Pools the `rows` that ask for it."""
 
     def __init__(self, classify: Classify, projection: Projection | None = None) -> None:
         self._classify = classify
         self._projection = projection
-        self._rows: dict[int, _Row] = {}
-
-    @property
-    def idle(self) -> bool:
-        """Whether no row is pooled."""
-        return not self._rows
+        self.rows: dict[int, _Row] = {}
 
     def start(self, start: RowStart) -> None:
         """A request takes a row."""
         if start.pooling is not None:
-            self._rows[start.row] = _Row(start.pooling, start.num_prompt)
+            self.rows[start.row] = _Row(start.pooling, start.num_prompt)
 
     def end(self, rows: np.ndarray) -> None:
         """The rows are given back."""
         for row in rows.tolist():
-            self._rows.pop(row, None)
+            self.rows.pop(row, None)
 
     def pool(self, shape: StepShape, hidden_TE: torch.Tensor) -> list[Vectors]:
         """What the step gives: one entry of each kind there is."""
         taken: dict[_Kind, list[tuple[int, int, torch.Tensor]]] = {kind: [] for kind in _Kind}
         for index, row in enumerate(shape.rows.tolist()):
-            owner = self._rows.get(row)
+            owner = self.rows.get(row)
             if owner is None:
                 continue
             begin, end = shape.query_start[index : index + 2].tolist()

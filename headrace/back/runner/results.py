@@ -1,5 +1,5 @@
-"""A step that was launched, and its result: read on the host once the device has passed the step's
-moment.
+"""A step that was launched, the event behind it on the device, and its result: read on the host
+once the device has passed the event.
 
 Nothing here waits before `result` is called, and that may be on another thread than the one that
 launches steps.
@@ -10,19 +10,66 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
+from typing import Protocol
 
 import numpy as np
+import torch
 
 from headrace.back.kernels.step_verify.op import UNDRAFTED
 from headrace.back.runner.batch import StepShape
 from headrace.back.runner.capture import CapturedWeights
 from headrace.back.runner.pooler import Vectors
-from headrace.back.runner.steps import PassedEvent, StepEvent
 from headrace.back.sampling.logprobs import SampledLogprobs
 from headrace.back.sampling.prompt_logprobs import Scored
 from headrace.back.sampling.sampled import failures
 from headrace.base.errors import HeadraceError, to_wire
 from headrace.base.wire.step import NO_DRAFTS, RowLogprobs, StepPlan, StepResult
+
+
+class StepEvent(Protocol):
+    """A point in the device's work."""
+
+    def done(self) -> bool:
+        """Whether the device has passed it."""
+        ...
+
+    def wait(self) -> None:
+        """Returns once the device has passed it; EngineDead if the device has failed."""
+        ...
+
+
+class PassedEvent:
+    """A moment that has passed: what was asked for is computed when the call returns."""
+
+    def done(self) -> bool:
+        """Yes."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class DeviceEvent:
+    """The point at which events were recorded."""
+
+    def __init__(self, events: tuple[torch.cuda.Event, ...]) -> None:
+        self._events = events
+
+    def done(self) -> bool:
+        """See StepEvent."""
+        return all(event.query() for event in self._events)
+
+    def wait(self) -> None:
+        """See StepEvent. A device that hangs is for the process's watchdog to notice."""
+        for event in self._events:
+            event.synchronize()
+
+
+def recorded() -> torch.cuda.Event:
+    """An event recorded on the current stream."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 @dataclass(frozen=True, kw_only=True)

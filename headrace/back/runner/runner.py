@@ -259,14 +259,14 @@ class Runner:
         if not plan.rows.size:
             self._steps.rows.apply(plan)
             return LaunchedStep(plan=plan)
-        every = all_hidden or not (self._prompts.idle and self._pooler.idle)
+        every = all_hidden or bool(self._prompts.rows or self._pooler.rows)
         needs = "logits" if plan.deferred else self._sampler.needs(plan.rows[plan.sample])
         plan = self._steps.begin(plan, needs)
         shape = dataclasses.replace(shape_of(plan), needs=needs, every=every)
         probe = capture_of(self._captured, shape) if self._captured else None
         outputs = self._steps.run(plan, shape, probe=probe)
         prompts, refused = (
-            ([], {}) if self._prompts.idle else self._score_prompts(shape, outputs.out.hidden_TE)
+            self._score_prompts(shape, outputs.out.hidden_TE) if self._prompts.rows else ([], {})
         )
         if shape.sampled.size:
             sampled = self._sample(plan, shape, outputs, await_deferred)
@@ -280,7 +280,7 @@ class Runner:
             shape=shape,
             sampled=sampled,
             prompts=prompts,
-            pooled=() if self._pooler.idle else self._pooler.pool(shape, outputs.out.hidden_TE),
+            pooled=self._pooler.pool(shape, outputs.out.hidden_TE) if self._pooler.rows else (),
             captured=() if probe is None else probe.weights,
             refused=refused,
             lost=self._lost.append,
@@ -290,9 +290,9 @@ class Runner:
         if plan.ends.size:
             self._state.end(plan.ends)
             self._sampler.end(plan.ends)
-            if not self._prompts.idle:
+            if self._prompts.rows:
                 self._prompts.end(plan.ends)
-            if not self._pooler.idle:
+            if self._pooler.rows:
                 self._pooler.end(plan.ends)
             if self._captured:
                 forget_rows(self._captured, plan.ends)

@@ -22,37 +22,14 @@ from headrace.back.attention.plan import AttentionProbe
 from headrace.back.kernels.greedy.op import Greedy
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.models.protocol import CausalModel
-from headrace.back.runner.batch import StepShape, build_batch
-from headrace.back.runner.requests import Rows
+from headrace.back.runner.batch import Rows, StepShape, build_batch
+from headrace.back.runner.results import DeviceEvent, PassedEvent, StepEvent, recorded
 from headrace.back.runner.states.state import ModelState
 from headrace.back.sampling.in_step import StepSampler, StepSamples
 from headrace.back.sampling.sampler import Argmax
 from headrace.back.sampling.top_candidates import SamplerInput, TopCandidates
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan
-
-
-class StepEvent(Protocol):
-    """A point in the device's work."""
-
-    def done(self) -> bool:
-        """Whether the device has passed it."""
-        ...
-
-    def wait(self) -> None:
-        """Returns once the device has passed it; EngineDead if the device has failed."""
-        ...
-
-
-class PassedEvent:
-    """A moment that has passed: what was asked for is computed when the call returns."""
-
-    def done(self) -> bool:
-        """Yes."""
-        return True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,26 +234,3 @@ class ExactSteps:
         if self._resources.device.type == "cpu":
             return PassedEvent()
         return DeviceEvent((recorded(),))
-
-
-class DeviceEvent:
-    """The point at which events were recorded."""
-
-    def __init__(self, events: tuple[torch.cuda.Event, ...]) -> None:
-        self._events = events
-
-    def done(self) -> bool:
-        """See StepEvent."""
-        return all(event.query() for event in self._events)
-
-    def wait(self) -> None:
-        """See StepEvent. A device that hangs is for the process's watchdog to notice."""
-        for event in self._events:
-            event.synchronize()
-
-
-def recorded() -> torch.cuda.Event:
-    """An event recorded on the current stream."""
-    event = torch.cuda.Event()
-    event.record()
-    return event

@@ -3,8 +3,7 @@ the host stands.
 
 A plan says how many drafts each row may have and, for rows with drafts in flight, only the greatest
 position at which they may begin. On a GPU the host launches it as it is: kernels read the lengths.
-A
-CPU is its own device: by the time a step begins the one before has run, so that the plan is made
+A CPU is its own device: by the time a step begins the one before has run, so that the plan is made
 exact, the drafts are proposed, and a step in which nothing was proposed is a plain one.
 """
 
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_inputs.op import StepInputsProblem, StepTables
 from headrace.back.kernels.step_verify.op import OP as VERIFY
+from headrace.back.runner.batch import done_in_step
 from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.back.speculative.drafter import Drafter
@@ -32,12 +32,6 @@ def without_drafts(plan: StepPlan) -> StepPlan:
     if not plan.drafts.size:
         return plan
     return replace(plan, num_tokens=plan.num_tokens - plan.drafts, drafts=NO_DRAFTS)
-
-
-def done_in_step(needs: SamplerInput, *, decodes: bool) -> bool:
-    """Whether a step does what its rows need of the sampler. Beside prompts it only samples: every
-    other form would be one more recording of every mixed size, and is left to the host."""
-    return decodes or needs == InStepSampling()
 
 
 def check_groups(groups: Sequence[KVGroup]) -> None:

@@ -54,23 +54,18 @@ class Scored:
 
 
 class PromptScorer:
-    """The rows whose prompts are being scored."""
+    """Scores the prompts of the `rows` that ask for it: what each wants, or why it is refused."""
 
     def __init__(self, *, logits_width: int, device: torch.device) -> None:
         self._device = device
         self._width = logits_width
         self._step = max(1, CHUNK // logits_width)
-        self._rows: dict[int, _Asked] = {}
-        self._refused: dict[int, InvalidRequest] = {}
-
-    @property
-    def idle(self) -> bool:
-        """Whether no row asks for anything."""
-        return not self._rows and not self._refused
+        self.rows: dict[int, _Asked | InvalidRequest] = {}
 
     def refusal(self, row: int) -> InvalidRequest | None:
         """Why this row's prompt is not scored: it asks for too much, and its request fails."""
-        return self._refused.get(row)
+        asked = self.rows.get(row)
+        return asked if isinstance(asked, InvalidRequest) else None
 
     def start(self, start: RowStart) -> None:
         """A request takes a row."""
@@ -80,13 +75,13 @@ class PromptScorer:
         alternatives = self._width if s.prompt_logprobs < 0 else s.prompt_logprobs
         columns = 1 + min(alternatives, self._width) + len(s.logprob_ids)
         if start.num_prompt * columns > LARGEST:
-            self._refused[start.row] = InvalidRequest(
+            self.rows[start.row] = InvalidRequest(
                 f"prompt_logprobs asks for {columns} scores at each of {start.num_prompt} prompt tokens, "
                 f"{start.num_prompt * columns} in all; at most {LARGEST} are made: ask for fewer alternatives",
                 field="prompt_logprobs",
             )
         else:
-            self._rows[start.row] = _Asked(
+            self.rows[start.row] = _Asked(
                 prompt=start.tokens.astype(np.int64),
                 alternatives=s.prompt_logprobs,
                 named=s.logprob_ids,
@@ -95,8 +90,7 @@ class PromptScorer:
     def end(self, rows: np.ndarray) -> None:
         """The rows are given back."""
         for row in rows.tolist():
-            self._rows.pop(row, None)
-            self._refused.pop(row, None)
+            self.rows.pop(row, None)
 
     def score(
         self,
@@ -111,12 +105,12 @@ class PromptScorer:
 
         hidden_QE: the chunk's hidden states, whose positions start at `first`.
         """
-        asked = self._rows.get(row)
-        if asked is None:
+        asked = self.rows.get(row)
+        if not isinstance(asked, _Asked):
             return None
         targets = asked.prompt[first + 1 : first + 1 + hidden_QE.shape[0]]
         if not targets.size:
-            del self._rows[row]
+            del self.rows[row]
             return None
         parts = []
         for start in range(0, targets.size, self._step):

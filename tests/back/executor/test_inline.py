@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from headrace.back.executor.inline import InlineExecutor
+from headrace.back.executor.inline import InlineExecutor, StepThreads
 from headrace.base.errors import EngineDead
+from headrace.base.wire.step import StepPlan, WorkerFacts
 from tests.back.driver import Driver, greedy_reference
 from tests.back.tiny_model import TinyModel, tiny_spec
 
@@ -95,3 +98,45 @@ def test_close_lets_the_running_step_end_and_answers_the_queued_ones() -> None:
             assert "closed" in error.message
             outcomes.append("closed")
     assert outcomes == sorted(outcomes, reverse=True) and outcomes[-1] == "closed"
+
+
+def facts(**decisions: str) -> WorkerFacts:
+    return WorkerFacts(
+        num_blocks=2,
+        block_tokens=16,
+        groups=(),
+        logits_width=100_000,
+        max_rows=64,
+        max_model_len=16,
+        decisions=[(f"kernel.{op}", "auto", kernel, "") for op, kernel in decisions.items()],
+    )
+
+
+def plan_of(rows: int) -> StepPlan:
+    none = np.zeros(0, np.int32)
+    fields: dict[str, Any] = dict.fromkeys(StepPlan.__struct_fields__, none)
+    sample = np.ones(rows, np.bool_)
+    return StepPlan(**{**fields, "step": 1, "starts": [], "hook_payloads": {}, "sample": sample})
+
+
+@pytest.mark.parametrize(
+    "decisions, small, large",
+    [
+        ({"linear": "native", "rope": "torch"}, 1, 2),
+        ({"linear": "torch"}, 2, 2),
+        ({"linear": "native", "linear_quant": "torch"}, 2, 2),
+        ({}, 2, 2),
+    ],
+)
+def test_torch_gets_threads_where_its_ops_are_large_or_the_products_are_its_own(
+    decisions: dict[str, str], small: int, large: int
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        threads = StepThreads(2, facts(**decisions))
+        threads.fit(plan_of(1))
+        assert torch.get_num_threads() == small
+        threads.fit(plan_of(64))
+        assert torch.get_num_threads() == large
+    finally:
+        torch.set_num_threads(before)

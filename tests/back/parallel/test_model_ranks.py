@@ -20,7 +20,7 @@ import torch
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.models.load import load_model
 from headrace.back.parallel.mesh import Mesh
-from headrace.back.runner.requests import Rows
+from headrace.back.runner.batch import Rows
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.steps import ExactSteps, StepResources
 from headrace.base.config.resolved import EngineSpec

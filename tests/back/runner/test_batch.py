@@ -8,9 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.back.runner import devices
-from headrace.back.runner.batch import build_batch, shape_of
+from headrace.back.runner.batch import GrowingTable, Rows, build_batch, shape_of
 from headrace.back.runner.buckets import BucketSteps
-from headrace.back.runner.requests import GrowingTable, Rows
 from headrace.back.runner.runner import Runner
 from tests.back.driver import Driver
 from tests.back.tiny_model import TinyModel, tiny_spec

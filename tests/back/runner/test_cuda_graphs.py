@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headrace.back.kernels.upload import to_device, to_host
-from headrace.back.runner.buckets import Bucket
 from headrace.back.runner.cuda_graphs import CudaGraphs
+from headrace.back.runner.sizes import Bucket
 from headrace.back.runner.steps import StepTensors
 
 pytestmark = [

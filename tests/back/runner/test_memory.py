@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from headrace.back.attention.forms import CacheForm, HeadsForm, LatentForm, StateForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.upload import to_device
+from headrace.back.runner.batch import GrowingTable
 from headrace.back.runner.memory import (
     ALIGNMENT,
     GRAPH_BYTES,
@@ -29,7 +30,6 @@ from headrace.back.runner.memory import (
     least_blocks,
     slab_of,
 )
-from headrace.back.runner.requests import GrowingTable
 from headrace.back.runner.runner import Runner
 from headrace.back.sampling import device_rows, penalties
 from headrace.back.sampling.sampler import Sampler

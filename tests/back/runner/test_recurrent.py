@@ -18,11 +18,11 @@ from headrace.back.attention.forms import CacheForm, HeadsForm, StateForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.gated_scan.op import OP as GATED_SCAN
 from headrace.back.kernels.gated_scan.op import GatedScanProblem, ScanRows
+from headrace.back.runner.batch import Rows
 from headrace.back.runner.devices import bucket_steps, make_steps
-from headrace.back.runner.requests import Rows
-from headrace.back.runner.results import LaunchedStep
+from headrace.back.runner.results import LaunchedStep, PassedEvent
 from headrace.back.runner.runner import Runner
-from headrace.back.runner.steps import ExactSteps, PassedEvent
+from headrace.back.runner.steps import ExactSteps
 from headrace.base.config.resolved import SpeculationSpec
 from headrace.base.errors import ConfigError
 from headrace.base.wire.request import EngineRequest
@@ -75,7 +75,7 @@ class RecurrentModel(TinyModel):
             x_TE = x_TE + y_TE.tanh() @ self.outs[i]
             if self.attends and i == 0:
                 q = self._query(0, x_TE, batch)
-                x_TE = x_TE + self._attend(0, q, batch.plan_of(0), batch.kv[0])
+                x_TE = x_TE + self._attend(0, q, batch.plans[batch.group_of_layer[0]], batch.kv[0])
         return x_TE if batch.last_token_batch is None else x_TE[batch.logits_at_N]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:

@@ -12,10 +12,11 @@ import torch
 
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.linear_top.op import NUM_CANDIDATES
-from headrace.back.runner.buckets import Bucket
 from headrace.back.runner.devices import StepsFactory, bucket_steps, make_steps
+from headrace.back.runner.results import PassedEvent, StepEvent
 from headrace.back.runner.runner import Runner
-from headrace.back.runner.steps import PassedEvent, StepEvent, StepResources, Steps, StepTensors
+from headrace.back.runner.sizes import Bucket
+from headrace.back.runner.steps import StepResources, Steps, StepTensors
 from headrace.back.sampling import prompt_logprobs
 from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.sampler import Sampler

@@ -1,4 +1,4 @@
-"""What every worker sets up before it loads a model."""
+"""What every worker sets up before it loads a model, and how the model is built on a GPU."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from headrace.back.executor.worker import StepThreads, checked, set_threads
+from headrace.back.executor.resident import checked, set_threads
 from headrace.back.kernels.native.build import build
 from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.back.kernels.op import DeferredChecks, Kernel, Op, Sample, SelfCheckFailed
 from headrace.base.config.resolved import DeviceSpec
-from headrace.base.wire.step import StepPlan, WorkerFacts
 
 
 def test_torch_and_the_native_kernels_get_the_workers_threads() -> None:
@@ -32,48 +30,6 @@ def test_torch_and_the_native_kernels_get_the_workers_threads() -> None:
     set_threads(DeviceSpec(device="cpu", executor="inline", threads=1))
     assert torch.get_num_threads() == built.threads == 1
     torch.set_num_threads(before)
-
-
-def facts(**decisions: str) -> WorkerFacts:
-    return WorkerFacts(
-        num_blocks=2,
-        block_tokens=16,
-        groups=(),
-        logits_width=100_000,
-        max_rows=64,
-        max_model_len=16,
-        decisions=[(f"kernel.{op}", "auto", kernel, "") for op, kernel in decisions.items()],
-    )
-
-
-def plan_of(rows: int) -> StepPlan:
-    none = np.zeros(0, np.int32)
-    fields: dict[str, Any] = dict.fromkeys(StepPlan.__struct_fields__, none)
-    sample = np.ones(rows, np.bool_)
-    return StepPlan(**{**fields, "step": 1, "starts": [], "hook_payloads": {}, "sample": sample})
-
-
-@pytest.mark.parametrize(
-    "decisions, small, large",
-    [
-        ({"linear": "native", "rope": "torch"}, 1, 2),
-        ({"linear": "torch"}, 2, 2),
-        ({"linear": "native", "linear_quant": "torch"}, 2, 2),
-        ({}, 2, 2),
-    ],
-)
-def test_torch_gets_threads_where_its_ops_are_large_or_the_products_are_its_own(
-    decisions: dict[str, str], small: int, large: int
-) -> None:
-    before = torch.get_num_threads()
-    try:
-        threads = StepThreads(2, facts(**decisions))
-        threads.fit(plan_of(1))
-        assert torch.get_num_threads() == small
-        threads.fit(plan_of(64))
-        assert torch.get_num_threads() == large
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs affinity")
