@@ -148,7 +148,7 @@ class Op(Generic[P]):
         self._outputs = outputs
         self._choices: dict[tuple[P, bool], KernelChoice[P]] = {}
         self._failures: dict[tuple[Kernel[P], P], str] = {}
-        self._skipped: dict[tuple[Kernel[P], P], list[tuple[str, str]]] = {}
+        self._skipped: dict[tuple[Kernel[P], P], dict[str, str]] = {}
 
     def choose(self, problem: P, *, invariant: bool = False) -> KernelChoice[P]:
         """The best kernel that supports the problem and agrees with the reference, of the
@@ -196,13 +196,17 @@ class Op(Generic[P]):
         for bind, make_sample in calls:
             self._reason(lambda bind=bind, make=make_sample: bool(self._run(bind, make())), 1)
 
-    def record(self, kernel: Kernel[P], problem: P, failures: list[tuple[str, str]]) -> None:
-        """Keeps what a check has shown, for choices to come."""
+    def record(self, kernel: Kernel[P], problem: P, failures: list[tuple[str, str]]) -> bool:
+        """Keeps what a check has shown, for choices to come; whether the kernel goes on without a
+        plan that it had before, and so by plans that may not have been checked."""
+        skipped = self._skipped.setdefault((kernel, problem), {})
+        before = len(skipped)
         for plan, reason in failures:
             if plan:
-                self._skipped.setdefault((kernel, problem), []).append((plan, reason))
+                skipped.setdefault(plan, reason)
             else:
                 self._failures[kernel, problem] = reason
+        return len(skipped) > before and (kernel, problem) not in self._failures
 
     def forget(self, problem: P) -> None:
         """Drops the choices made for a problem; failures stay known."""
@@ -241,7 +245,7 @@ class Op(Generic[P]):
         for target in self.kernels:
             kernel, reason = self._consider(target, problem, invariant=invariant)
             if kernel is not None:
-                for plan, why in self._skipped.get((kernel, problem), ()):
+                for plan, why in self._skipped.get((kernel, problem), {}).items():
                     rejected.append((f"{kernel.name} {plan}", why))
                 return KernelChoice(
                     self.name, problem, kernel, kernel.note(problem), tuple(rejected)
@@ -275,7 +279,8 @@ class Op(Generic[P]):
         if _deferred is not None:
             _deferred.append((self, kernel, problem))
             return kernel, ""
-        self.record(kernel, problem, self.failures(kernel, problem))
+        while self.record(kernel, problem, self.failures(kernel, problem)):
+            pass  # what takes the place of a plan is checked too
         release_scratch()
         return (None, self._failures[key]) if key in self._failures else (kernel, "")
 

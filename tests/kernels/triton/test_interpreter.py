@@ -16,6 +16,7 @@ pytestmark = pytest.mark.long
 
 FILES = (
     "kernels",
+    "attention_plans",
     "sample",
     "token_scores",
     "sampling",

@@ -64,6 +64,16 @@ def _streams(problem: AttentionProblem) -> tuple[tuple[int, Streams], ...]:
     return STREAMS if problem.quantized is None else QUANTIZED_STREAMS
 
 
+def _streams_for(problem: AttentionProblem, rows: int) -> tuple[int, Streams]:
+    return next((most, streams) for most, streams in _streams(problem) if rows <= most)
+
+
+def plan_name(problem: AttentionProblem, rows: int) -> str:
+    """What the self-check calls the streams of a step of so many rows."""
+    most, _ = _streams_for(problem, rows)
+    return f"decode by TMA, up to {most} rows" if most < 1 << 30 else "decode by TMA, many rows"
+
+
 def heads_of(problem: AttentionProblem, streams: Streams) -> int:
     """KV heads of a tile: as many beside each other as there are rows for, and as are wanted."""
     heads = streams.rows // problem.block_tokens
@@ -103,7 +113,7 @@ def bind_decode(problem: AttentionProblem) -> Decode:
         lse_TH: torch.Tensor | None,
         common: PrefixResults,
     ) -> None:
-        streams = next(one for most, one in _streams(problem) if len(plan.kv_len_R) <= most)
+        _, streams = _streams_for(problem, len(plan.kv_len_R))
         if streams not in bound:
             bound[streams] = _bound(problem, streams)
         bound[streams](q_THD, kv, plan, out_THD, lse_TH, common)

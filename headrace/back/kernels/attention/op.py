@@ -199,18 +199,21 @@ def _steps(problem: AttentionProblem) -> list[list[tuple[int, int]]]:
 
 
 def _sample(problem: AttentionProblem) -> Sample:
-    steps = _steps(problem)
     plans = [
         sample_plan(
             rows, block_tokens=problem.block_tokens, window=problem.window, device=problem.device
         )
-        for rows in steps
+        for rows in _steps(problem)
     ]
+    return sample_of(problem, [plan for plan, _ in plans], max(blocks for _, blocks in plans))
+
+
+def sample_of(problem: AttentionProblem, plans: list[SamplePlan], num_blocks: int) -> Sample:
+    """Inputs of a step for each plan, over one cache of so many blocks, the null block NaN."""
     generator = sample_generator()
     new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
-    tokens = [sum(queries for queries, _ in rows) for rows in steps]
+    tokens = [int(plan.host_query_start[-1]) for plan in plans]
     q_THD = random_tensor(max(tokens), problem.heads, problem.head_dim, **new)
-    num_blocks = max(blocks for _, blocks in plans)
     shape = (num_blocks, problem.kv_heads, problem.block_tokens, problem.head_dim)
     if problem.quantized:
         kv = random_quantized_cache(shape, generator=generator, device=problem.device)
@@ -220,7 +223,7 @@ def _sample(problem: AttentionProblem) -> Sample:
         kv[0] = float("nan")
     sinks_H = torch.linspace(-1.0, 2.0, problem.heads, device=problem.device)
     arguments, *further = (
-        (q_THD[:count], kv, plan) for count, (plan, _) in zip(tokens, plans, strict=True)
+        (q_THD[:count], kv, plan) for count, plan in zip(tokens, plans, strict=True)
     )
     return Sample(
         problem=problem,

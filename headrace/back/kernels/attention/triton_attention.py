@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import triton
 
-from headrace.back.kernels.attention import cascade, hopper, hopper_decode
+from headrace.back.kernels.attention import cascade, hopper, hopper_decode, triton_plans
 from headrace.back.kernels.attention.op import AttentionFunction, AttentionProblem, Plan, check_lse
 from headrace.back.kernels.attention.triton_decode import (
     SPLIT_FIELDS,
@@ -26,7 +27,7 @@ from headrace.back.kernels.attention.triton_decode import (
 from headrace.back.kernels.attention.triton_lists import Launch, Tiles, lists, numbers, row_bucket
 from headrace.back.kernels.attention.triton_prefill import prefill_kernel
 from headrace.back.kernels.kv_write.quantized import SCALE_BYTES, typed
-from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.room import LARGEST, shared_bytes
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
@@ -114,6 +115,22 @@ def few_queries_tiles(problem: AttentionProblem, plan: Plan) -> Tiles | None:
     return tiles if tiles.m // group >= plan.max_query_len else None
 
 
+def decode_name(tiles: Tiles) -> str:
+    """What the self-check calls the decode kernel with these tiles."""
+    return (
+        f"decode in tiles of {tiles.m} x {tiles.n}, {tiles.num_warps} warps and"
+        f" {tiles.num_stages} stages"
+    )
+
+
+def tiles_for(problem: AttentionProblem, rows: int, without: frozenset[str]) -> tuple[Tiles, bool]:
+    """The decode kernel's, and whether they are the smallest, in the place of tiles that failed."""
+    tiles = decode_tiles(problem, rows)
+    if decode_name(tiles) not in without:
+        return tiles, False
+    return replace(tiles, n=16, num_warps=4, num_stages=1), True
+
+
 def prefill_tiles(problem: AttentionProblem) -> Tiles:
     """Those of `_prefill_tiles` that fit."""
     return fitted(_prefill_tiles(problem), problem)
@@ -144,8 +161,14 @@ def _prefill_tiles(problem: AttentionProblem) -> Tiles:
     return Tiles(m=max(least, 128), n=128, num_warps=8, num_stages=3)
 
 
-def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> AttentionFunction:
-    """The kernels for one layer's heads."""
+def bind(
+    problem: AttentionProblem,
+    sinks_H: torch.Tensor | None = None,
+    *,
+    besides: frozenset[str] = frozenset(),
+) -> AttentionFunction:
+    """The kernels for one layer's heads, without the plans that have failed and those `besides`."""
+    without = triton_plans.skipped(problem) | besides
     assert (sinks_H is not None) == problem.sinks, problem
     group = problem.heads // problem.kv_heads
     shared = {
@@ -164,9 +187,10 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
     }
     cached = torch.int8 if problem.quantized else problem.dtype
     width = problem.head_dim + (SCALE_BYTES if problem.quantized else 0)
-    decode = _bind_decode(problem, shared, sinks_H)
+    decode = _bind_decode(problem, shared, sinks_H, without)
     prefill = _bind_prefill(problem, shared, sinks_H)
-    prefill_hopper = _bind_hopper(problem)
+    prefill_hopper = None if triton_plans.PREFILL_TMA in without else _bind_hopper(problem)
+    with_few = triton_plans.FEW_QUERIES not in without
 
     def attention(
         q_THD: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
@@ -177,7 +201,7 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
         if lse_TH is not None:
             check_lse(lse_TH, q_THD)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        few = few_queries_tiles(problem, plan)
+        few = few_queries_tiles(problem, plan) if with_few else None
         decode(q_THD, kv, plan, out_THD, lse_TH, few)
         if plan.max_query_len > 1 and few is None:
             run = prefill_hopper if prefill_hopper is not None and kv.is_contiguous() else prefill
@@ -188,13 +212,17 @@ def bind(problem: AttentionProblem, sinks_H: torch.Tensor | None = None) -> Atte
 
 
 def _bind_decode(
-    problem: AttentionProblem, shared: dict[str, int | bool | str], sinks_H: torch.Tensor | None
+    problem: AttentionProblem,
+    shared: dict[str, int | bool | str],
+    sinks_H: torch.Tensor | None,
+    without: frozenset[str],
 ) -> DecodeLaunch:
     kv_heads = problem.kv_heads
     group, depth = problem.heads // kv_heads, power_of_two(problem.head_dim, least=16)
 
     prefix = cascade.bind_prefix(problem, shared, prefill_tiles(problem))
     stream = hopper_decode.bind_decode(problem) if hopper_decode.unfit(problem) is None else None
+    with_prefix = triton_plans.PREFIX not in without
 
     def make(
         plan: Plan, most: int, wanted: int, joins: torch.Tensor | None, sizes: dict[str, int]
@@ -207,6 +235,11 @@ def _bind_decode(
         )  # fmt: skip
         return splits
 
+    def streams(plan: Plan, kv: torch.Tensor) -> bool:
+        if stream is None or not hopper_decode.serves(plan, kv):
+            return False
+        return hopper_decode.plan_name(problem, len(plan.kv_len_R)) not in without
+
     def decode(
         q_THD: torch.Tensor,
         kv: torch.Tensor,
@@ -216,15 +249,16 @@ def _bind_decode(
         few: Tiles | None,
     ) -> None:
         num_rows, device = len(plan.kv_len_R), q_THD.device
-        common = prefix(q_THD, kv, plan) if cascade.serves(problem, plan) else cascade.NONE
+        shares = with_prefix and cascade.serves(problem, plan)
+        common = prefix(q_THD, kv, plan) if shares else cascade.NONE
         least = 1
-        if stream is not None and few is None and hopper_decode.serves(plan, kv):
+        if stream is not None and few is None and streams(plan, kv):
             stream(q_THD, kv, plan, out_THD, lse_TH, common)
             if plan.max_query_len == 1:
                 return
             least = 2
         assert num_rows * kv_heads <= COUNTERS, (num_rows, kv_heads)
-        tiles = few or decode_tiles(problem, num_rows)
+        tiles = few or tiles_for(problem, num_rows, without)[0]
         sizes = {
             "MAX_QUERIES": tiles.m // group,
             "MIN_QUERIES": least,
@@ -304,4 +338,55 @@ def _supports(problem: AttentionProblem) -> str | None:
     )
 
 
-KERNEL = Kernel(name="triton", supports=_supports, bind=bind)
+CHECKED_ROWS = (1, hopper_decode.LEAST_ROWS - 1, FEW_ROWS, 40, 200, 300)
+"""Rows of the steps of decodes that plans are looked for in: all tiles, and all sizes of lists."""
+CHECKED_STREAMS = (hopper_decode.LEAST_ROWS, cascade.LEAST_ROWS, 200)
+"""The same of Hopper's kernel; the last two are enough to look for shared prefixes."""
+
+
+def plans(problem: AttentionProblem) -> list[PlanCheck]:
+    """Each plan that some step takes, by itself: decodes, shared prefixes, few queries a row,
+    prompts on Hopper; last prompts beside decodes by what is left."""
+    without = triton_plans.skipped(problem)
+    check = partial(triton_plans.check, problem, bind=bind)
+    streams = {} if hopper_decode.unfit(problem) else _stream_names(problem)
+    checks = [*_decode_checks(problem, streams)]
+    if problem.causal and problem.window is None and triton_plans.PREFIX not in without:
+        for rows in CHECKED_STREAMS[1 : 3 if streams else 2]:
+            shared = triton_plans.decodes(rows, prefix_tokens=triton_plans.SHARED_TOKENS)
+            checks.append(check(triton_plans.PREFIX, shared))
+    if triton_plans.FEW_QUERIES not in without:
+        checks.append(check(triton_plans.FEW_QUERIES, triton_plans.few_queries(problem)))
+    if not hopper.unfit(problem) and triton_plans.PREFILL_TMA not in without:
+        alone = triton_plans.prompts(problem, decodes=0)
+        checks.append(check(triton_plans.PREFILL_TMA, alone))
+    mixed = triton_plans.prompts(problem, decodes=hopper_decode.LEAST_ROWS if streams else 2)
+    return [*checks, check(triton_plans.PROMPTS, mixed, needed=True)]
+
+
+def _stream_names(problem: AttentionProblem) -> dict[int, str]:
+    """The plans of Hopper's decode kernel that are left, by rows of a step to check them with."""
+    names = {rows: hopper_decode.plan_name(problem, rows) for rows in CHECKED_STREAMS}
+    without = triton_plans.skipped(problem)
+    return {rows: name for rows, name in names.items() if name not in without}
+
+
+def _decode_checks(problem: AttentionProblem, streams: dict[int, str]) -> list[PlanCheck]:
+    """Decodes by Hopper's kernel where it serves them, by the generic one elsewhere: with each of
+    its tiles, and each size that the kernel of its list is compiled for."""
+    by_itself = partial(bind, besides=frozenset((triton_plans.PREFIX,)))
+    check = partial(triton_plans.check, problem, bind=by_itself)
+    checks = {(name, 0): check(name, triton_plans.decodes(rows)) for rows, name in streams.items()}
+    for rows in CHECKED_ROWS:
+        is_streamed = rows >= hopper_decode.LEAST_ROWS
+        if is_streamed and (hopper_decode.plan_name(problem, rows), 0) in checks:
+            continue
+        tiles, is_last = tiles_for(problem, rows, triton_plans.skipped(problem))
+        name = decode_name(tiles)
+        checks.setdefault(
+            (name, row_bucket(rows)), check(name, triton_plans.decodes(rows), needed=is_last)
+        )
+    return list(checks.values())
+
+
+KERNEL = Kernel(name="triton", supports=_supports, bind=bind, plans=plans)

@@ -23,15 +23,17 @@ H query heads, K KV heads, D head_dim, N positions of a tile, R rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
+from headrace.back.kernels.attention import triton_plans
 from headrace.back.kernels.attention.op import AttentionFunction, AttentionProblem, Plan, check_lse
 from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
 from headrace.back.kernels.attention.triton_softmax import divisor, store_lse
-from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.room import shared_bytes
 from headrace.back.kernels.triton.wrap import (
@@ -261,6 +263,10 @@ def decode_tile(problem: AttentionProblem) -> FixedAttentionTile | None:
     return replace(tile_of(problem), m=16, warps=2, stages=2)
 
 
+def _small_tile(problem: AttentionProblem) -> FixedAttentionTile | None:
+    return None if DECODES in triton_plans.skipped(problem) else decode_tile(problem)
+
+
 def bind(
     problem: AttentionProblem,
     sinks_H: torch.Tensor | None = None,
@@ -271,7 +277,7 @@ def bind(
     assert (sinks_H is not None) == problem.sinks, problem
     kv_heads, depth = problem.kv_heads, power_of_two(problem.head_dim, least=16)
     usual = tile or tile_of(problem)
-    of_decodes = usual if tile is not None else decode_tile(problem) or usual
+    of_decodes = tile or _small_tile(problem) or usual
     constants = {
         "KV_HEADS": kv_heads, "GROUP": problem.heads // kv_heads, "SPLIT_TOKENS": SPLIT_TOKENS,
         "MAX_SPLITS": MAX_SPLITS, "HEAD_DIM": problem.head_dim, "D": depth,
@@ -319,4 +325,19 @@ def _supports(problem: AttentionProblem) -> str | None:
     return unsupported(problem.device, problem.dtype)
 
 
-KERNEL = Kernel(name="triton fixed order", supports=_supports, bind=bind, invariant=True)
+DECODES = "decodes in the small tile"
+
+
+def plans(problem: AttentionProblem) -> list[PlanCheck]:
+    """Decodes, by the tile of their own if there is one, and prompts beside them."""
+    check = partial(triton_plans.check, problem, bind=bind)
+    checks = []
+    if _small_tile(problem) is not None:
+        checks.append(check(DECODES, triton_plans.decodes(3)))
+    mixed = triton_plans.prompts(problem, decodes=2)
+    return [*checks, check(triton_plans.PROMPTS, mixed, needed=True)]
+
+
+KERNEL = Kernel(
+    name="triton fixed order", supports=_supports, bind=bind, plans=plans, invariant=True
+)
