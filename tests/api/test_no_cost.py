@@ -24,14 +24,14 @@ from headrace.base.wire.request import EngineRequest
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.limits import Limits
 from headrace.front.server.app import make_app
-from headrace.front.server.http.tracing import Tracer
+from headrace.front.server.conversation.tracing import Tracer
 from headrace.front.server.process import services_over
 from headrace.launch.facts import resolve_options
 from tests.api.lines import LineCounter, Lines, more
 from tests.front.client.scripted_core import Follow, ScriptedCore, spell
 
 ROOT = Path(__file__).resolve().parents[2]
-TRACING = "front/server/http/tracing.py"
+TRACING = "front/server/conversation/tracing.py"
 FEW, MANY = 4, 40
 ANSWERS = 3
 
@@ -135,6 +135,6 @@ async def test_tracing_is_a_matter_of_requests_and_never_of_tokens(
     few, many = added
     assert few == many
     few.pop(TRACING)
-    allowed = ("app", "conversation/context", "conversation/metering", "http/timing")
+    allowed = ("app", "conversation/context", "conversation/stages")
     assert few.keys() <= {f"front/server/{name}.py" for name in allowed}
     assert sum(sum(lines.values()) for lines in few.values()) <= 10, few

@@ -1,7 +1,7 @@
 """What a chat's answer says: reasoning, content and tool calls, for `LLM.chat` and the terminal.
 
-The parsers are those of the served dialects (front/server/parsed.py), which also count and stream
-the same parts."""
+The parsers are those of the served dialects (front/server/conversation/stages.py), which also count
+and stream the same parts."""
 
 from __future__ import annotations
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.base.errors import OverloadError, RateLimited, Unavailable
+from headrace.base.errors import InvalidRequest, OverloadError, RateLimited, Unavailable
 from headrace.base.telemetry.metrics import template_of
 from headrace.front.server.administration.api import AdminAuthenticator
 from headrace.front.server.administration.operations import api_authenticator
 from headrace.front.server.conversation.context import SCOPE_KEY, RequestContext, Services
+from headrace.front.server.http.auth import ID_HEADERS, client_label, request_id
 from headrace.front.server.http.failures import Failure, failure_of
-from headrace.front.server.http.ids import ID_HEADERS, client_label, request_id
-from headrace.front.server.http.limits import TIMEOUT_HEADER, header_timeout_s
 from headrace.front.server.http.sse import ClientGone, SlowReader
 from headrace.front.server.responses import websocket
 from headrace.front.server.sockets import SocketShell
@@ -32,6 +32,8 @@ DISCARD_S = 2.0
 TIMING_HEADER = b"x-headrace-timing"
 """A request with this header is told where its time went: Server-Timing, or a comment at the end of
 a stream."""
+TIMEOUT_HEADER = "x-request-timeout-s"
+MAX_TIMEOUT_S = 86400
 log = logging.getLogger(__name__)
 
 
@@ -91,7 +93,7 @@ class Shell:
             self._refuse_while_draining(scope)
             context.tells_timing = TIMING_HEADER in wire.headers
             context.begin_trace(scope)
-            context.timeout_s = header_timeout_s(wire.headers.get(TIMEOUT_HEADER.encode()))
+            context.timeout_s = _header_timeout_s(wire.headers.get(TIMEOUT_HEADER.encode()))
             await self.inner(scope, wire.receive, wire.send)
         except (ClientGone, ClientDisconnect) as gone:
             wire.status = 499
@@ -125,6 +127,23 @@ class Shell:
         elif self.services.ready:
             reason = "queue_full"
         self.services.metrics.add("headrace_rejections_total", reason=reason)
+
+
+def _header_timeout_s(value: bytes | None) -> float | None:
+    """The deadline in an X-Request-Timeout-S header: seconds, above 0 and at most a day."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        shown = value[:50].decode("ascii", "replace")
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER}: {shown!r} given; allowed: seconds above 0, at most {MAX_TIMEOUT_S}",
+            field=TIMEOUT_HEADER,
+        )
+    return seconds
 
 
 class _Wire:

@@ -34,11 +34,11 @@ from headrace.front.client.events import EngineClient
 from headrace.front.client.limits import Limits
 from headrace.front.server.app import make_admin_app, make_app
 from headrace.front.server.batches.runner import BatchRunner
-from headrace.front.server.conversation.context import KeyShares, Services
-from headrace.front.server.conversation.resolved import stream_interval_of
+from headrace.front.server.conversation.context import Services, stream_interval_of
+from headrace.front.server.conversation.tracing import Tracer
+from headrace.front.server.http.auth import KeyShares
 from headrace.front.server.http.event_loop import watch_event_loop
 from headrace.front.server.http.protocol import ConnectionLimits, guarded_protocol
-from headrace.front.server.http.tracing import Tracer
 from headrace.front.server.state.batches import BatchStore
 from headrace.front.server.state.database import open_database
 from headrace.front.server.state.files import FileStore, private_folder

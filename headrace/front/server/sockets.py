@@ -16,9 +16,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from headrace.base.errors import Forbidden, HeadraceError, NotFound, Unavailable
 from headrace.front.server.conversation.context import RequestContext, Services
-from headrace.front.server.http.auth import ApiKeyAuthenticator, is_loopback
+from headrace.front.server.http.auth import ID_HEADERS, ApiKeyAuthenticator, is_loopback, request_id
 from headrace.front.server.http.failures import failure_of
-from headrace.front.server.http.ids import ID_HEADERS, request_id
 
 LEAVE_S = 2.0
 Session = Callable[[RequestContext, WebSocket], Awaitable[None]]

@@ -12,8 +12,9 @@ from headrace.base.errors import InvalidRequest, ModelNotFound
 from headrace.front.server.anthropic import conversation as messages
 from headrace.front.server.anthropic import stream as messages_stream
 from headrace.front.server.anthropic.schema import parse_messages
+from headrace.front.server.conversation.context import ServedModel
 from headrace.front.server.conversation.request import ChatRequest, parse
-from headrace.front.server.conversation.resolved import AS_CHAT, Conversation, ServedModel
+from headrace.front.server.conversation.resolved import AS_CHAT, Conversation
 from headrace.front.server.openai import chat
 from headrace.front.server.responses import conversation as responses
 from headrace.front.server.responses import stream as responses_stream

@@ -15,8 +15,13 @@ from typing import Any
 from headrace.base.config.resolved import ServerSpec
 from headrace.base.errors import Forbidden, HeadraceError, InvalidRequest
 from headrace.front.server.conversation.context import RequestContext
-from headrace.front.server.http.auth import ADMIN_TENANT, ApiKeyAuthenticator
-from headrace.front.server.http.ids import is_ours, own_id, request_id
+from headrace.front.server.http.auth import (
+    ADMIN_TENANT,
+    ApiKeyAuthenticator,
+    is_ours,
+    own_id,
+    request_id,
+)
 
 ADMIN = frozenset(
     {

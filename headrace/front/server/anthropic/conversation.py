@@ -14,12 +14,8 @@ import orjson
 from headrace.base.errors import InvalidRequest
 from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest, Thinking
 from headrace.front.server.anthropic.tools import changed, to_choice, to_tools
-from headrace.front.server.conversation.resolved import (
-    Conversation,
-    ServedModel,
-    TranslatedRequest,
-    resolved,
-)
+from headrace.front.server.conversation.context import ServedModel
+from headrace.front.server.conversation.resolved import Conversation, TranslatedRequest, resolved
 
 Unseal = Callable[[str], str | None]
 CHANGES = ("tool_addition", "tool_removal")

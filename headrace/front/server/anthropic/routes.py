@@ -23,7 +23,7 @@ from headrace.front.server.conversation.resolved import (
     as_sent,
     prompt_source,
 )
-from headrace.front.server.http.ids import message_id
+from headrace.front.server.http.auth import message_id
 from headrace.front.server.http.paging import number_of
 
 THINKING = "thinking"

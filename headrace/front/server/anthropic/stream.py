@@ -16,7 +16,7 @@ import orjson
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, Events, Started
 from headrace.front.server.anthropic.arguments import ToolInput
-from headrace.front.server.conversation.parsed import ParsedEnded, parts_of
+from headrace.front.server.conversation.stages import ParsedEnded, parts_of
 from headrace.front.server.http.sse import Chunks
 from headrace.front.text.parsing.engine import (
     CallArguments,

@@ -20,8 +20,8 @@ from starlette.responses import Response
 from headrace.base.errors import EngineError, HeadraceError, InvalidRequest, OverloadError
 from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.conversation.request import parse
+from headrace.front.server.http.auth import request_id
 from headrace.front.server.http.failures import failure_of
-from headrace.front.server.http.ids import request_id
 from headrace.front.server.http.limits import parse_json
 from headrace.front.server.state.batches import LineError
 

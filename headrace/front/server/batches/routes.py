@@ -17,8 +17,8 @@ from headrace.front.server.batches.lines import ENDPOINTS
 from headrace.front.server.batches.upload import receive_file
 from headrace.front.server.conversation.context import RequestContext, json_response
 from headrace.front.server.conversation.request import parse
+from headrace.front.server.http.limits import Name
 from headrace.front.server.http.paging import number_of
-from headrace.front.server.http.validation import Name
 from headrace.front.server.state.batches import OVER, BatchStore, StoredBatch, new_batch_id
 from headrace.front.server.state.files import FileInfo, FileStore
 

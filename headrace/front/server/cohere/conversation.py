@@ -12,12 +12,8 @@ import orjson
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.server.cohere.schema import CohereChatRequest
-from headrace.front.server.conversation.resolved import (
-    Conversation,
-    ServedModel,
-    TranslatedRequest,
-    resolved,
-)
+from headrace.front.server.conversation.context import ServedModel
+from headrace.front.server.conversation.resolved import Conversation, TranslatedRequest, resolved
 
 _NAMES = {
     "stop": "stop_sequences",

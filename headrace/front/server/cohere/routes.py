@@ -12,7 +12,7 @@ from headrace.front.server.cohere.schema import parse_chat
 from headrace.front.server.cohere.stream import CohereStream, to_answer, to_chunks
 from headrace.front.server.conversation.context import RequestContext, json_response
 from headrace.front.server.conversation.pipeline import begin, streamed
-from headrace.front.server.http.ids import completion_id
+from headrace.front.server.http.auth import completion_id
 
 
 async def post_chat(context: RequestContext, document: Any) -> Response:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.http.validation import Count, Name, typed
+from headrace.front.server.http.limits import Count, Name, typed
 
 
 class CitationOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import orjson
 from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, Events, ScoredToken, Started
 from headrace.front.server.conversation.fold import logprob
-from headrace.front.server.conversation.parsed import parts_of
+from headrace.front.server.conversation.stages import parts_of
 from headrace.front.server.http.sse import DONE, Chunks
 from headrace.front.text.parsing.engine import (
     CallArguments,

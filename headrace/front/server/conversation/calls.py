@@ -2,12 +2,12 @@
 functions, custom tools (one text argument, of which the client sees the text alone), and
 `functions` / `function_call`, as tools were called before.
 
-Every route that takes a chat goes through here: what generates, what renders, what turns ids back
-into an answer. The input of a custom tool goes out whole: it is a text inside JSON, and known once
-the JSON is. A regular expression for it is held to, as a strict function's schema is; a Lark
-grammar is told in words, for no schema can say it of a text inside JSON. In the history a call
-under the old names has no id; it gets its place as one, in the nine digits that every template
-takes."""
+Every route that takes a chat that has any goes through here (`resolved.called`): what generates,
+what renders, what turns ids back into an answer. The input of a custom tool goes out whole: it is a
+text inside JSON, and known once the JSON is. A regular expression for it is held to, as a strict
+function's schema is; a Lark grammar is told in words, for no schema can say it of a text inside
+JSON. In the history a call under the old names has no id; it gets its place as one, in the nine
+digits that every template takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,8 +22,8 @@ import orjson
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.client.events import Events
-from headrace.front.server.conversation.parsed import ParsedDelta, ParsedEnded
 from headrace.front.server.conversation.request import ChatRequest, FunctionName
+from headrace.front.server.conversation.stages import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.engine import CallArguments, CallBegin, CallEnd, Part
 
 CUSTOM_ARGUMENT = "input"
@@ -206,9 +205,6 @@ class _Held:
         return [] if call is None else [CustomInput(call, read(text))]
 
 
-_CALLS = frozenset({"function_call", "tool_calls"})
-
-
 SENT_AS = {"tools": "functions", "tool_choice": "function_call"}
 """What the fields of the request with tools are called in the request as it was sent."""
 
@@ -223,12 +219,6 @@ class FunctionArguments(CallArguments, frozen=True):
 
 class FunctionEnded(ParsedEnded, frozen=True, kw_only=True):
     """The end of a choice that may have called a function."""
-
-
-def without_calls(request: ChatRequest) -> bool:
-    """Whether neither tools nor calls stand in the request, under old names or new ones."""
-    said = any(_CALLS & m.keys() or m.get("role") == "function" for m in request.messages)
-    return not (said or request.tools or request.functions or request.function_call)
 
 
 def with_tools(request: ChatRequest) -> ChatRequest:
@@ -314,26 +304,3 @@ def _marked(part: Part) -> Part:
     if isinstance(part, CallBegin):
         return FunctionBegin(part.index, part.id, part.name)
     return FunctionArguments(part.index, part.text) if isinstance(part, CallArguments) else part
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallKinds:
-    """The kinds in which a client sent its tools. `custom`: the names of custom tools; `functions`:
-    under the old names."""
-
-    custom: frozenset[str] = frozenset()
-    functions: bool = False
-
-    def as_sent(self, events: Events) -> Events:
-        """The events with their calls as the client knows them."""
-        if self.functions:
-            events = as_function_calls(events)
-        return customized(events, self.custom) if self.custom else events
-
-
-def called(request: ChatRequest) -> tuple[ChatRequest, CallKinds]:
-    """The chat as one with functions alone; InvalidRequest for tools that are none."""
-    if without_calls(request):
-        return request, CallKinds()
-    converted, custom = with_functions(with_tools(request))
-    return converted, CallKinds(custom=custom, functions=bool(request.functions))

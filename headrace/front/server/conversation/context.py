@@ -2,33 +2,44 @@
 
 `Services` lives as long as the process, `RequestContext` as long as one request and its answer
 (streams included): what a handler enters into `context.held` is given back when the last byte is
-out or the client has left."""
+out or the client has left.
+
+Where the request's time went is told on demand in the answer and, when it took long, in one log
+line (`Timeline`). The parts follow each other and add up to the whole:
+
+    front      reading, checking, template, tokenizing, until the engine has it
+    queue      waiting in the engine until first scheduled; `grammar`: what of it a grammar took
+    prefill    from then to the first token (all of it for pooled requests)
+    decode     from the first token to the last, preemptions included
+    delivery   detokenizing, parsing, and waiting for the client to read
+
+A stop string ends an answer in the front, where the engine's own times are not known: its queue is
+in `prefill`."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
 from headrace.base.config.resolved import ServerSpec, TextSpec
-from headrace.base.errors import DeadlineExceeded, RateLimited
+from headrace.base.errors import DeadlineExceeded, ModelNotFound
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.admission_retry import RetryingEngine
-from headrace.front.client.events import EngineClient
-from headrace.front.server.conversation.resolved import ServedModel, StreamInterval
+from headrace.front.client.events import Ended, EngineClient
+from headrace.front.server.http.auth import KeyShares
 from headrace.front.server.http.failures import OPENAI, ErrorFormat
-from headrace.front.server.http.timing import Timeline, log_slow
-from headrace.front.server.http.tracing import RequestTrace, Tracer
 from headrace.front.server.state.batches import BatchStore
 from headrace.front.server.state.files import FileStore
 from headrace.front.server.state.responses import ResponseStore
@@ -38,58 +49,45 @@ from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.templates import TemplatePool
 from headrace.front.text.tokenizer import Tokenizer
 
-
-class KeyShares:
-    """What each tenant has in flight in this process: requests, tokens (prompts and what may follow
-    them) and bytes of bodies. A bound of None does not bind. Invariant: no tenant is kept at
-    zero."""
-
-    def __init__(
-        self, requests: int, *, tokens: int | None = None, bytes: int | None = None
-    ) -> None:
-        self._limits = {"requests": requests, "tokens": tokens, "bytes": bytes}
-        self._in_flight = {unit: Counter[str]() for unit in self._limits}
-
-    @classmethod
-    def of(cls, server: ServerSpec) -> KeyShares:
-        """This process's part of the server's bounds: connections spread over its processes."""
-
-        def part(limit: int) -> int:
-            return max(1, limit // server.api_servers)
-
-        tokens, bytes = server.max_tokens_per_key, server.max_bytes_per_key
-        return cls(
-            part(server.max_requests_per_key),
-            tokens=None if tokens is None else part(tokens),
-            bytes=None if bytes is None else part(bytes),
-        )
-
-    @property
-    def total(self) -> int:
-        """Requests in flight, all tenants."""
-        return self._in_flight["requests"].total()
-
-    @contextmanager
-    def hold(self, tenant: str, unit: str = "requests", amount: int = 1) -> Iterator[None]:
-        """Takes so much of the tenant's share; RateLimited where it is not left."""
-        limit, in_flight = self._limits[unit], self._in_flight[unit]
-        if limit is not None and in_flight[tenant] + amount > limit:
-            what = f"{limit} {unit} in flight, its limit"
-            if amount > 1:
-                what = (
-                    f"{in_flight[tenant]} {unit} in flight and asks for {amount}; {limit} allowed"
-                )
-            raise RateLimited(f"this key has {what}; wait for one to end", retry_after_s=1.0)
-        in_flight[tenant] += amount
-        try:
-            yield
-        finally:
-            in_flight[tenant] -= amount
-            if not in_flight[tenant]:
-                del in_flight[tenant]
+if TYPE_CHECKING:
+    from headrace.front.server.conversation.tracing import RequestTrace, Tracer
 
 
 SCOPE_KEY = "headrace.context"
+log = logging.getLogger("headrace.requests")
+
+
+class StreamInterval(msgspec.Struct, frozen=True):
+    """How much a delta must hold to go out; None: that bound is never reached."""
+
+    tokens: int | None
+    seconds: float | None
+
+
+def stream_interval_of(tokens: int | None, milliseconds: float | None) -> StreamInterval | None:
+    """The interval of these options; None where neither is given."""
+    if tokens is None and milliseconds is None:
+        return None
+    return StreamInterval(tokens, None if milliseconds is None else milliseconds / 1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """What resolving a request needs to know of this server."""
+
+    names: Sequence[str]
+    generation_defaults: Mapping[str, float | int]
+    max_n: int
+    max_model_len: int
+
+    def name_of(self, asked: str | None) -> str:
+        """The name to answer with; ModelNotFound lists the names that are served."""
+        if asked is None or asked in self.names:
+            return asked or self.names[0]
+        raise ModelNotFound(
+            f"model: {asked[:200]!r} is not served; available: {', '.join(self.names)}",
+            field="model",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +166,76 @@ class Services:
         """Whether a load balancer should send requests here."""
         gone = self.leaving or self.draining
         return self.warm and self.engine.ready and self.engine.alive and not gone
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, seconds by part, and what explains them."""
+
+    front_s: float
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    delivery_s: float
+    end: Ended
+    num_prompt: int
+
+    @property
+    def total_s(self) -> float:
+        """From the arrival to the end of the answer."""
+        return self.front_s + self.queue_s + self.prefill_s + self.decode_s + self.delivery_s
+
+    def document(self) -> dict[str, object]:
+        """Milliseconds by part, and the counts."""
+        parts = ("front", "queue", "prefill", "decode", "delivery", "total")
+        document: dict[str, object] = {
+            f"{part}_ms": round(1e3 * getattr(self, f"{part}_s"), 3) for part in parts
+        }
+        for name in ("reason", "num_cached", "num_output", "num_preemptions"):
+            document[name] = getattr(self.end, name)
+        document["grammar_ms"] = round(1e3 * self.end.hook_wait_s, 3)
+        return document | {"num_prompt": self.num_prompt}
+
+    def server_timing(self) -> str:
+        """The value of a Server-Timing header (W3C)."""
+        parts = ("front", "queue", "prefill", "decode", "delivery", "total")
+        entries = [f"{part};dur={1e3 * getattr(self, f'{part}_s'):.3f}" for part in parts]
+        entries += [
+            f'preemptions;desc="{self.end.num_preemptions}"',
+            f'cached;desc="{self.end.num_cached}"',
+            f'grammar;desc="{1e3 * self.end.hook_wait_s:.3f}"',
+        ]
+        return ", ".join(entries)
+
+
+def timeline(
+    end: Ended, arrival: float, handed: float, first: float | None, now: float, *, num_prompt: int
+) -> Timeline:
+    """From the monotonic times of arrival, hand-over, first token seen and end, and what the engine
+    told."""
+    total, front = now - arrival, handed - arrival
+    if end.total_s is not None:
+        queue = end.scheduled_s or 0.0
+        prefill = (end.total_s if end.first_token_s is None else end.first_token_s) - queue
+        decode = end.total_s - queue - prefill
+    else:
+        queue = 0.0
+        prefill = (now if first is None else first) - handed
+        decode = 0.0 if first is None else now - first
+    return Timeline(
+        front_s=front,
+        queue_s=queue,
+        prefill_s=prefill,
+        decode_s=decode,
+        delivery_s=max(0.0, total - front - queue - prefill - decode),
+        end=end,
+        num_prompt=num_prompt,
+    )
+
+
+def log_slow(where: Timeline, request_id: str, *, after_s: float | None) -> None:
+    """One structured line for a request that took longer than `after_s` (None: never)."""
+    if after_s is not None and where.total_s >= after_s:
+        log.info("%s", orjson.dumps({"request": request_id, **where.document()}).decode())
 
 
 @dataclass(kw_only=True)

@@ -26,12 +26,12 @@ from headrace.front.client.events import (
     TokenScore,
 )
 from headrace.front.server.conversation.calls import CustomBegin, FunctionBegin, FunctionEnded
-from headrace.front.server.conversation.parsed import ParsedDelta, ParsedEnded
+from headrace.front.server.conversation.stages import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.engine import CallArguments, CallBegin, Content, Part, Reasoning
 
 
 class Spans(Protocol):
-    """[begin, end) of each token in the text of all; see tokens/told.py."""
+    """[begin, end) of each token in the text of all, as prompts.spans gives it."""
 
     def __call__(self, ids: list[int], /, *, continues: bool) -> list[tuple[int, int]]: ...
 

@@ -15,14 +15,14 @@ from headrace.base.errors import InvalidRequest
 from headrace.front.client.events import Events
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.fold import Spans
-from headrace.front.server.conversation.parsed import without_reasoning
 from headrace.front.server.conversation.pipeline import generate, parsers
 from headrace.front.server.conversation.prompts import spans
 from headrace.front.server.conversation.request import Common, StreamOptions, parse, sampling_params
 from headrace.front.server.conversation.resolved import Conversation, run_options
+from headrace.front.server.conversation.stages import without_reasoning
 from headrace.front.server.conversation.structured import plain_structure
-from headrace.front.server.http.ids import completion_id, own_id
-from headrace.front.server.http.validation import Count, Name, TokenId
+from headrace.front.server.http.auth import completion_id, own_id
+from headrace.front.server.http.limits import Count, Name, TokenId
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from headrace.base.wire.params import SamplingParams
 from headrace.front.client.admission_retry import run_admitted
 from headrace.front.client.events import Delta, Ended, Generation
 from headrace.front.server.conversation.context import RequestContext
-from headrace.front.server.conversation.metering import measured
-from headrace.front.server.http.ids import completion_id
+from headrace.front.server.conversation.stages import measured
+from headrace.front.server.http.auth import completion_id
 
 MAX_NAMED = 128
 

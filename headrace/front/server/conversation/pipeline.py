@@ -7,26 +7,28 @@ generation."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import aclosing
 
 from starlette.responses import Response
 
 from headrace.base.errors import Forbidden
 from headrace.base.wire.params import SamplingParams
-from headrace.front.client.events import Delta, Ended, Events, Generation
+from headrace.front.client.events import Events, Generation
 from headrace.front.server.conversation.context import RequestContext
-from headrace.front.server.conversation.metering import measured
-from headrace.front.server.conversation.parsed import ParsedAnswer, parsed, without_reasoning
 from headrace.front.server.conversation.resolved import (
     AS_CHAT,
     Conversation,
     PromptSource,
     RunOptions,
     SentNames,
-    StreamInterval,
     as_sent,
+)
+from headrace.front.server.conversation.stages import (
+    ParsedAnswer,
+    coalesced,
+    measured,
+    parsed,
+    without_reasoning,
 )
 from headrace.front.server.conversation.structured import (
     FREE,
@@ -178,56 +180,3 @@ async def streamed(
         shape=shape,
         last_comment=context.timing_comment if context.tells_timing else None,
     )
-
-
-class _Choice:
-    """What waits of one choice. `since`: when its last delta went out; None: none has."""
-
-    def __init__(self) -> None:
-        self.waiting: Delta | None = None
-        self.since: float | None = None
-
-    def add(self, delta: Delta) -> None:
-        held = self.waiting
-        if held is None:
-            self.waiting = delta
-            return
-        scores = [*(held.scores or []), *(delta.scores or [])]
-        self.waiting = Delta(
-            index=delta.index,
-            text=held.text + delta.text,
-            token_ids=[*held.token_ids, *delta.token_ids],
-            scores=scores or None,
-        )
-
-    def due(self, interval: StreamInterval, now: float) -> bool:
-        assert self.waiting is not None
-        if self.since is None:
-            return True
-        enough = interval.tokens is not None and len(self.waiting.token_ids) >= interval.tokens
-        return enough or (interval.seconds is not None and now - self.since >= interval.seconds)
-
-    def take(self, now: float) -> list[Delta]:
-        deltas = [] if self.waiting is None else [self.waiting]
-        self.waiting, self.since = None, now
-        return deltas
-
-
-async def coalesced(
-    events: Events, interval: StreamInterval, *, clock: Callable[[], float] = time.monotonic
-) -> Events:
-    """The events with deltas joined. Closing it closes `events`."""
-    choices: dict[int, _Choice] = {}
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, Delta):
-                choice = choices.setdefault(event.index, _Choice())
-                choice.add(event)
-                if choice.due(interval, now := clock()):
-                    for delta in choice.take(now):
-                        yield delta
-                continue
-            if isinstance(event, Ended) and event.index in choices:
-                for delta in choices[event.index].take(clock()):
-                    yield delta
-            yield event

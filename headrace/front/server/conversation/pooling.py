@@ -25,8 +25,8 @@ from headrace.front.client.pooling import (
     pooling_generation,
 )
 from headrace.front.server.conversation.context import RequestContext
-from headrace.front.server.conversation.metering import measured
-from headrace.front.server.http.ids import completion_id
+from headrace.front.server.conversation.stages import measured
+from headrace.front.server.http.auth import completion_id
 
 MAX_TEXTS = 2048
 

@@ -13,7 +13,7 @@ from headrace.base.errors import InvalidRequest
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.request import CompletionRequest
 from headrace.front.server.conversation.resolved import truncation_of
-from headrace.front.server.http.validation import Name, typed
+from headrace.front.server.http.limits import Name, typed
 from headrace.front.text.fim import between
 from headrace.front.text.tokenizer import Tokenizer
 

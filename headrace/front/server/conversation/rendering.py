@@ -10,7 +10,6 @@ import msgspec
 
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.params import SamplingParams
-from headrace.front.server.conversation.calls import called
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.generation import TokenSampling
 from headrace.front.server.conversation.pipeline import prompt_ids
@@ -27,9 +26,9 @@ from headrace.front.server.conversation.request import (
     completion_params,
     parse,
 )
-from headrace.front.server.conversation.resolved import TranslatedRequest, as_sent, resolved
+from headrace.front.server.conversation.resolved import TranslatedRequest, as_sent, called, resolved
 from headrace.front.server.conversation.structured import AnswerForm, narrowed, structure_of
-from headrace.front.server.http.ids import completion_id
+from headrace.front.server.http.auth import completion_id
 
 CONTEXT = (
     *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_effort"),

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.params import BOUNDS, RepetitionDetection, SamplingParams, StructuredOutputs
-from headrace.front.server.http.validation import Count, Name, R, TokenId, typed
+from headrace.front.server.http.limits import Count, Name, R, TokenId, typed
 
 _SENT_AS_IS = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
@@ -213,7 +213,7 @@ class FunctionName(msgspec.Struct, frozen=True, kw_only=True):
 class ChatRequest(Common, frozen=True, kw_only=True):
     """POST /v1/chat/completions. Messages are checked by the chat template's own types.
 
-    `functions` and `function_call` are the names that tools had before (legacy.py).
+    `functions` and `function_call` are the names that tools had before (calls.py).
     """
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]

@@ -16,9 +16,21 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.errors import InvalidRequest, ModelNotFound, RequestError
+from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.params import SamplingParams
-from headrace.front.server.conversation.calls import SENT_AS, CallKinds, called
+from headrace.front.client.events import Events
+from headrace.front.server.conversation.calls import (
+    SENT_AS,
+    as_function_calls,
+    customized,
+    with_functions,
+    with_tools,
+)
+from headrace.front.server.conversation.context import (
+    ServedModel,
+    StreamInterval,
+    stream_interval_of,
+)
 from headrace.front.server.conversation.request import (
     ChatRequest,
     Common,
@@ -161,37 +173,36 @@ def prompt_source(request: ChatRequest) -> PromptSource:
     )
 
 
+_CALLS = frozenset({"function_call", "tool_calls"})
+
+
+def without_calls(request: ChatRequest) -> bool:
+    """Whether neither tools nor calls stand in the request, under old names or new ones."""
+    said = any(_CALLS & m.keys() or m.get("role") == "function" for m in request.messages)
+    return not (said or request.tools or request.functions or request.function_call)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """What resolving a request needs to know of this server."""
+class CallKinds:
+    """The kinds in which a client sent its tools. `custom`: the names of custom tools; `functions`:
+    under the old names."""
 
-    names: Sequence[str]
-    generation_defaults: Mapping[str, float | int]
-    max_n: int
-    max_model_len: int
+    custom: frozenset[str] = frozenset()
+    functions: bool = False
 
-    def name_of(self, asked: str | None) -> str:
-        """The name to answer with; ModelNotFound lists the names that are served."""
-        if asked is None or asked in self.names:
-            return asked or self.names[0]
-        raise ModelNotFound(
-            f"model: {asked[:200]!r} is not served; available: {', '.join(self.names)}",
-            field="model",
-        )
+    def as_sent(self, events: Events) -> Events:
+        """The events with their calls as the client knows them."""
+        if self.functions:
+            events = as_function_calls(events)
+        return customized(events, self.custom) if self.custom else events
 
 
-class StreamInterval(msgspec.Struct, frozen=True):
-    """How much a delta must hold to go out; None: that bound is never reached."""
-
-    tokens: int | None
-    seconds: float | None
-
-
-def stream_interval_of(tokens: int | None, milliseconds: float | None) -> StreamInterval | None:
-    """The interval of these options; None where neither is given."""
-    if tokens is None and milliseconds is None:
-        return None
-    return StreamInterval(tokens, None if milliseconds is None else milliseconds / 1000)
+def called(request: ChatRequest) -> tuple[ChatRequest, CallKinds]:
+    """The chat as one with functions alone; InvalidRequest for tools that are none."""
+    if without_calls(request):
+        return request, CallKinds()
+    converted, custom = with_functions(with_tools(request))
+    return converted, CallKinds(custom=custom, functions=bool(request.functions))
 
 
 _MESSAGE = re.compile(r"messages\[(\d+)\][^:]*")

@@ -31,7 +31,7 @@ from headrace.front.server.decisions.schema import (
     Score,
     SystemOneRequest,
 )
-from headrace.front.server.http.validation import typed
+from headrace.front.server.http.limits import typed
 
 ChatOf = Callable[[RequestContext, str | list[Json]], TranslatedRequest]
 Handler = Callable[[RequestContext, Any], Awaitable[Response]]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headrace.front.server.http.validation import Name
+from headrace.front.server.http.limits import Name
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255

@@ -23,9 +23,8 @@ from headrace.front.server.administration.operations import api_authenticator
 from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.grpc import control, engine, inference, render
 from headrace.front.server.grpc.rpc import POOL, Rpc, RpcService, fields_of
-from headrace.front.server.http.auth import PROBES, ApiKeyAuthenticator
+from headrace.front.server.http.auth import PROBES, ApiKeyAuthenticator, request_id
 from headrace.front.server.http.failures import Failure, failure_of
-from headrace.front.server.http.ids import request_id
 
 _CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,

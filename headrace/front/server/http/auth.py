@@ -4,18 +4,28 @@ request.
 Default-deny: a path is public only if it equals an entry of the public list byte for byte, so no
 mutation of a path (double slashes, dots, escapes, letter case) can turn a guarded route into a
 public one. Keys are compared as SHA-256 digests in constant time. The admin API has a key of its
-own, and each key opens its own part only."""
+own, and each key opens its own part only.
+
+The ids of requests and answers are made here too: they are random, so that knowing one is the
+permission to ask about what it names. What a client sends as an id is at most a label. What a key
+has in flight is counted by `KeyShares`."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import ipaddress
+import re
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from starlette.types import Scope
 
-from headrace.base.errors import Forbidden, NotFound, Unauthorized
+from headrace.base.config.resolved import ServerSpec
+from headrace.base.errors import Forbidden, NotFound, RateLimited, Unauthorized
 from headrace.base.telemetry.metrics import OTHER, template_of
 
 PROBES = frozenset(
@@ -125,3 +135,108 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+class KeyShares:
+    """What each tenant has in flight in this process: requests, tokens (prompts and what may follow
+    them) and bytes of bodies. A bound of None does not bind. Invariant: no tenant is kept at
+    zero."""
+
+    def __init__(
+        self, requests: int, *, tokens: int | None = None, bytes: int | None = None
+    ) -> None:
+        self._limits = {"requests": requests, "tokens": tokens, "bytes": bytes}
+        self._in_flight = {unit: Counter[str]() for unit in self._limits}
+
+    @classmethod
+    def of(cls, server: ServerSpec) -> KeyShares:
+        """This process's part of the server's bounds: connections spread over its processes."""
+
+        def part(limit: int) -> int:
+            return max(1, limit // server.api_servers)
+
+        tokens, bytes = server.max_tokens_per_key, server.max_bytes_per_key
+        return cls(
+            part(server.max_requests_per_key),
+            tokens=None if tokens is None else part(tokens),
+            bytes=None if bytes is None else part(bytes),
+        )
+
+    @property
+    def total(self) -> int:
+        """Requests in flight, all tenants."""
+        return self._in_flight["requests"].total()
+
+    @contextmanager
+    def hold(self, tenant: str, unit: str = "requests", amount: int = 1) -> Iterator[None]:
+        """Takes so much of the tenant's share; RateLimited where it is not left."""
+        limit, in_flight = self._limits[unit], self._in_flight[unit]
+        if limit is not None and in_flight[tenant] + amount > limit:
+            what = f"{limit} {unit} in flight, its limit"
+            if amount > 1:
+                what = (
+                    f"{in_flight[tenant]} {unit} in flight and asks for {amount}; {limit} allowed"
+                )
+            raise RateLimited(f"this key has {what}; wait for one to end", retry_after_s=1.0)
+        in_flight[tenant] += amount
+        try:
+            yield
+        finally:
+            in_flight[tenant] -= amount
+            if not in_flight[tenant]:
+                del in_flight[tenant]
+
+
+_LABEL = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+ID_HEADERS = (b"x-request-id", b"request-id")
+"""What the clients of each vendor read."""
+
+
+_OURS = re.compile(r"[a-z]+[-_][0-9a-f]{32}(-\d{1,6})?")
+RESPONSE_PREFIX, CONVERSATION_PREFIX = "resp_", "conv_"
+
+
+def request_id() -> str:
+    """The id of one HTTP context, sent back as x-request-id and request-id."""
+    return "req-" + secrets.token_hex(16)
+
+
+def completion_id(kind: str) -> str:
+    """The public id of one generation: `chatcmpl-...` or `cmpl-...`."""
+    return f"{kind}-{secrets.token_hex(16)}"
+
+
+def own_id(tenant: str, asked: str) -> str:
+    """The public id of a generation that its client wants to name by an id of its own: nobody else
+    can tell it, and the same name of another tenant is another id."""
+    return "gen-" + hashlib.sha256(f"{tenant}\0{asked}".encode()).hexdigest()[:32]
+
+
+def client_label(value: bytes | None) -> str | None:
+    """A client's X-Request-Id if it is well formed (1 to 128 harmless characters), else None."""
+    if value is None or _LABEL.fullmatch(value) is None:
+        return None
+    return value.decode("ascii")
+
+
+def message_id() -> str:
+    """The public id of one message of the Anthropic dialect."""
+    return "msg_" + secrets.token_hex(16)
+
+
+def response_id() -> str:
+    """The public id of one response; the ids of its items are made from it."""
+    return RESPONSE_PREFIX + secrets.token_hex(16)
+
+
+def conversation_id() -> str:
+    """The public id of one conversation of the Responses dialect."""
+    return CONVERSATION_PREFIX + secrets.token_hex(16)
+
+
+def is_ours(ident: str) -> bool:
+    """Whether an id has the form of those made here: random, so that knowing it is the permission
+    to ask about what it names."""
+    return _OURS.fullmatch(ident) is not None

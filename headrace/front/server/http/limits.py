@@ -6,33 +6,43 @@ While one body is parsed the running streams of the process wait, so the work is
 and number of its objects and arrays are counted in what is left of the text outside its strings,
 before any of them is made; the decoder is strict about UTF-8, numbers and surrogates; doubled keys
 show as entries that are missing afterwards. 100,000 numbers take 2 ms (a walk over them: 18 ms).
-Only a small body that is refused is read a second time, slowly, to say why."""
+Only a small body that is refused is read a second time, slowly, to say why.
+
+A document becomes a typed struct (`typed`): msgspec checks types and bounds, and a breach is an
+InvalidRequest that names the field, the value and what is allowed. Unknown fields are ignored."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
+import re
 import zlib
 from collections import Counter
-from typing import Any, NoReturn, Protocol
+from itertools import islice
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from starlette.requests import Request
 
 from headrace.base.errors import InvalidRequest, RequestError, TooLarge, UnsupportedMedia
 from headrace.base.optional import available, require
 
+log = logging.getLogger(__name__)
 THREAD_BYTES = 256 * 1024  # from here on a body is parsed in a thread (some 2 ms)
-
-
-TIMEOUT_HEADER = "x-request-timeout-s"
-
-
-MAX_TIMEOUT_S = 86400
-
-
 MAX_GZIP_MEMBERS = 64
 
 
@@ -175,40 +185,13 @@ def _too_large(max_bytes: int) -> TooLarge:
     return TooLarge(f"the body is larger than {max_bytes} bytes (counted after decompression)")
 
 
-def header_timeout_s(value: bytes | None) -> float | None:
-    """The deadline in an X-Request-Timeout-S header: seconds, above 0 and at most a day."""
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= MAX_TIMEOUT_S:
-        shown = value[:50].decode("ascii", "replace")
-        raise InvalidRequest(
-            f"{TIMEOUT_HEADER}: {shown!r} given; allowed: seconds above 0, at most {MAX_TIMEOUT_S}",
-            field=TIMEOUT_HEADER,
-        )
-    return seconds
-
-
 MAX_JSON_DEPTH = 64
-
-
 MAX_JSON_CONTAINERS = 131_072
 """Objects and arrays of one body: each takes 64 to 300 bytes once it is made, and two of its own in
 the body."""
-
-
 EXPLAINED_BYTES = 64 * 1024
-
-
 _QUOTE = ord('"')
-
-
 _NO_MARKS = bytes(set(range(256)) - set(b'[]{}":'))
-
-
 _STEP = np.zeros(256, np.int8)
 
 
@@ -289,3 +272,103 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise InvalidRequest(f"the body is not valid JSON: {name} is not a JSON number")
+
+
+Name = Annotated[str, Meta(max_length=256)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+MAX_SHOWN_CHARS = 200
+MAX_ENTRIES_TRIED = 4096
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+def typed(document: Any, kind: type[R]) -> R:
+    """A request of any dialect: the document with its types and bounds checked; unknown fields are
+    ignored."""
+    if not isinstance(document, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    if log.isEnabledFor(logging.DEBUG):
+        ignored = sorted(document.keys() - set(kind.__struct_fields__))
+        log.debug("fields that are not known are ignored: %s", [name[:64] for name in ignored[:32]])
+    try:
+        return msgspec.convert(document, kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), document, kind) from None
+
+
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
+_PLACE = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
+
+
+def _named(message: str, document: dict[str, Any], kind: type[msgspec.Struct]) -> InvalidRequest:
+    match = _WHERE.match(message)
+    assert match is not None
+    what, path = match["what"], (match["path"] or "").removeprefix("$")
+    if (entry := _wrong_entry(document, path, kind)) is not None:
+        return entry
+    missing = _MISSING.search(what)
+    if missing:
+        field = f"{path.removeprefix('.')}.{missing['name']}".strip(".")
+        return InvalidRequest(f"{field}: this field is required", field=field)
+    field = path.removeprefix(".").replace("[...]", "")
+    allowed = what[:1].lower() + what[1:]
+    if what.startswith("Invalid enum value") and (words := _words(kind, path)):
+        allowed = f"allowed: {', '.join(map(repr, words))}"
+    return InvalidRequest(f"{field}: {allowed}; got {_shown(document, path)}", field=field)
+
+
+def _words(kind: Any, path: str) -> list[Any]:
+    """What a field of fixed words may be."""
+    forms = [kind]
+    for name, _ in _PLACE.findall(path):
+        forms = [part for form in forms for part in _parts(form)]
+        if name:
+            structs = [form for form in forms if name in getattr(form, "__struct_fields__", ())]
+            forms = [get_type_hints(form, include_extras=True)[name] for form in structs]
+    fixed = [part for form in forms for part in _parts(form) if get_origin(part) is Literal]
+    return list(dict.fromkeys(word for form in fixed for word in get_args(form)))
+
+
+def _parts(form: Any) -> list[Any]:
+    """A type, and those that it is put together from."""
+    inner = [] if get_origin(form) is Literal else get_args(form)
+    return [form, *(part for each in inner for part in _parts(each))]
+
+
+def _wrong_entry(
+    document: dict[str, Any], path: str, kind: type[msgspec.Struct]
+) -> InvalidRequest | None:
+    """The error of the one entry of an object field that is wrong, which msgspec does not name."""
+    field = path.removeprefix(".").removesuffix("[...]")
+    entries = document.get(field)
+    if not isinstance(entries, dict) or field not in kind.__struct_fields__:
+        return None
+    form = get_type_hints(kind, include_extras=True)[field]
+    for key, value in islice(entries.items(), MAX_ENTRIES_TRIED):
+        try:
+            msgspec.convert({key: value}, form)
+        except msgspec.ValidationError as error:
+            at = f"{field}[{key[:64]!r}]"
+            match = _WHERE.match(str(error))
+            what = match["what"] if match is not None else str(error)
+            what = what[:1].lower() + what[1:]
+            return InvalidRequest(f"{at}: {what}; got {_shown(value, '')}", field=field)
+    return None
+
+
+def _shown(document: Any, path: str) -> str:
+    """The value at `path`, as JSON, cut to 200 characters; a container only by its kind and
+    size."""
+    value = document
+    for name, index in _PLACE.findall(path):
+        if isinstance(value, dict) and name:
+            value = value.get(name)
+        elif isinstance(value, list) and index and int(index) < len(value):
+            value = value[int(index)]
+    if isinstance(value, dict | list):
+        return f"{'an object' if isinstance(value, dict) else 'an array'} with {len(value)} entries"
+    if isinstance(value, float) and math.isinf(value):
+        return f"a number {'below -' if value < 0 else 'above '}1.8e308"
+    text = msgspec.json.encode(value).decode() if not isinstance(value, int) else str(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."

@@ -20,8 +20,8 @@ from headrace.base.errors import (
     Unavailable,
 )
 from headrace.base.telemetry.metrics import Metrics
+from headrace.front.server.http.auth import request_id
 from headrace.front.server.http.failures import failure_of
-from headrace.front.server.http.ids import request_id
 from headrace.front.server.http.sse import ABORT_KEY
 
 MAX_HEADERS = 64

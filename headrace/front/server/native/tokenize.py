@@ -11,13 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.base.errors import NotFound
-from headrace.front.server.conversation.calls import called
 from headrace.front.server.conversation.context import RequestContext, json_response
 from headrace.front.server.conversation.pipeline import prompt_ids
 from headrace.front.server.conversation.prompts import TokenizeRequest
 from headrace.front.server.conversation.request import ChatRequest, parse
-from headrace.front.server.conversation.resolved import prompt_source
-from headrace.front.server.http.validation import Name, TokenId
+from headrace.front.server.conversation.resolved import called, prompt_source
+from headrace.front.server.http.limits import Name, TokenId
 
 THREAD_TOKENS = 4096
 """From this many tokens on a text is made in a thread, so that running streams go on meanwhile."""

@@ -17,10 +17,10 @@ from headrace.base.errors import InvalidRequest
 from headrace.front.client.admission_retry import RetryingEngine
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.fold import Fold, usage
-from headrace.front.server.conversation.metering import joined
 from headrace.front.server.conversation.prompts import MAX_CHOICES
 from headrace.front.server.conversation.request import ChatRequest, numbered, parse
-from headrace.front.server.http.ids import completion_id
+from headrace.front.server.conversation.stages import joined
+from headrace.front.server.http.auth import completion_id
 from headrace.front.server.openai import chat
 from headrace.front.server.openai.chat import answered, to_conversation
 

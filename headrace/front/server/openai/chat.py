@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: request to generation, events to chunks, events to the full answer.
 
 The chunk of a plain delta is the hot path: everything but the text is encoded once per choice
-(budget: 3 us a chunk). Reasoning and tool calls are parsed before (conversation/parsed.py); here
+(budget: 3 us a chunk). Reasoning and tool calls are parsed before (conversation/stages.py); here
 they only get their shape."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.front.server.conversation.calls import (
     FunctionArguments,
     FunctionBegin,
 )
-from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.context import RequestContext, ServedModel
 from headrace.front.server.conversation.fold import (
     Fold,
     FoldedCall,
@@ -37,17 +37,12 @@ from headrace.front.server.conversation.fold import (
     stop_reason,
     usage,
 )
-from headrace.front.server.conversation.parsed import ParsedDelta
 from headrace.front.server.conversation.pipeline import begin, streamed
 from headrace.front.server.conversation.prompts import spans
 from headrace.front.server.conversation.request import ChatRequest, parse
-from headrace.front.server.conversation.resolved import (
-    AnswerFields,
-    Conversation,
-    ServedModel,
-    resolved,
-)
-from headrace.front.server.http.ids import completion_id
+from headrace.front.server.conversation.resolved import AnswerFields, Conversation, resolved
+from headrace.front.server.conversation.stages import ParsedDelta
+from headrace.front.server.http.auth import completion_id
 from headrace.front.server.http.sse import DONE, Chunks
 from headrace.front.text.parsing.engine import (
     CallArguments,

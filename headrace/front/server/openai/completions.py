@@ -32,13 +32,13 @@ from headrace.front.server.conversation.fold import (
     stop_reason,
     usage,
 )
-from headrace.front.server.conversation.metering import joined
 from headrace.front.server.conversation.pipeline import generate, streamed
 from headrace.front.server.conversation.prompts import Prompt, prompt_of, prompts_of, spans
 from headrace.front.server.conversation.request import CompletionRequest, completion_params, parse
 from headrace.front.server.conversation.resolved import answer_fields, run_options
+from headrace.front.server.conversation.stages import joined
 from headrace.front.server.conversation.structured import plain_structure
-from headrace.front.server.http.ids import completion_id
+from headrace.front.server.http.auth import completion_id
 from headrace.front.server.http.sse import DONE, Chunks
 
 _PLAIN_END = b',"logprobs":null,"finish_reason":null}]'

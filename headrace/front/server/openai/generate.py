@@ -32,7 +32,7 @@ from headrace.front.server.conversation.generation import (
 from headrace.front.server.conversation.pipeline import streamed
 from headrace.front.server.conversation.request import ChatRequest, parse
 from headrace.front.server.conversation.resolved import as_sent
-from headrace.front.server.http.ids import completion_id
+from headrace.front.server.http.auth import completion_id
 from headrace.front.server.http.sse import DONE, Chunks
 from headrace.front.server.openai import chat
 

@@ -29,8 +29,6 @@ from headrace.front.client.events import (
 from headrace.front.client.outputs import ChoiceState
 from headrace.front.server.conversation.context import RequestContext, json_response
 from headrace.front.server.conversation.generation import MAX_TOKENS
-from headrace.front.server.conversation.metering import joined
-from headrace.front.server.conversation.parsed import parsed, without_reasoning
 from headrace.front.server.conversation.pipeline import parsers, prompt_ids
 from headrace.front.server.conversation.prompts import prompt_of, prompts_of, spans
 from headrace.front.server.conversation.rendering import (
@@ -40,8 +38,9 @@ from headrace.front.server.conversation.rendering import (
 )
 from headrace.front.server.conversation.request import ChatRequest, CompletionRequest, parse
 from headrace.front.server.conversation.resolved import as_sent
-from headrace.front.server.http.ids import completion_id
-from headrace.front.server.http.validation import Count, TokenId
+from headrace.front.server.conversation.stages import joined, parsed, without_reasoning
+from headrace.front.server.http.auth import completion_id
+from headrace.front.server.http.limits import Count, TokenId
 from headrace.front.server.openai import chat, completions
 from headrace.front.text.tokenizer import Tokenizer
 

@@ -28,7 +28,7 @@ from headrace.front.server.conversation.pooling import (
 )
 from headrace.front.server.conversation.request import ChatRequest, numbered, parse
 from headrace.front.server.conversation.resolved import prompt_source
-from headrace.front.server.http.ids import completion_id
+from headrace.front.server.http.auth import completion_id
 from headrace.front.server.pooling.content import texts_of
 from headrace.front.server.pooling.schema import (
     ClassifyRequest,

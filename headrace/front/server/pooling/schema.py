@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.front.server.conversation.pooling import MAX_TEXTS
-from headrace.front.server.http.validation import Name, TokenId
+from headrace.front.server.http.limits import Name, TokenId
 from headrace.front.server.pooling.vectors import NumberType
 
 

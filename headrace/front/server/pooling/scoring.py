@@ -28,7 +28,7 @@ from headrace.front.server.conversation.pooling import (
     usage_of,
 )
 from headrace.front.server.conversation.request import parse
-from headrace.front.server.http.ids import completion_id
+from headrace.front.server.http.auth import completion_id
 from headrace.front.server.pooling.content import text_of, texts_of
 from headrace.front.server.pooling.judge import judged
 from headrace.front.server.pooling.late import Sides

@@ -16,8 +16,8 @@ import orjson
 
 from headrace.base.errors import NotFound, Unavailable
 from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.http.auth import RESPONSE_PREFIX
 from headrace.front.server.http.failures import OPENAI, failure_of
-from headrace.front.server.http.ids import RESPONSE_PREFIX
 from headrace.front.server.http.sse import Chunks
 from headrace.front.server.responses.run import Prepared, run, store
 from headrace.front.server.responses.schema import Json

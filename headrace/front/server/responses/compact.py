@@ -15,10 +15,10 @@ from starlette.responses import Response
 from headrace.base.errors import InvalidRequest
 from headrace.front.client.events import Delta, Ended, Started
 from headrace.front.server.conversation.context import RequestContext, json_response
-from headrace.front.server.conversation.parsed import parts_of
 from headrace.front.server.conversation.pipeline import begin
 from headrace.front.server.conversation.resolved import TranslatedRequest, resolved
-from headrace.front.server.http.ids import response_id
+from headrace.front.server.conversation.stages import parts_of
+from headrace.front.server.http.auth import response_id
 from headrace.front.server.responses.document import usage
 from headrace.front.server.responses.items import item_id
 from headrace.front.server.responses.run import PURPOSE, recall_from, translate

@@ -6,12 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.conversation.resolved import (
-    Conversation,
-    ServedModel,
-    TranslatedRequest,
-    resolved,
-)
+from headrace.front.server.conversation.context import ServedModel
+from headrace.front.server.conversation.resolved import Conversation, TranslatedRequest, resolved
 from headrace.front.server.responses.items import ItemMessages, Unseal
 from headrace.front.server.responses.schema import (
     LOGPROBS,

@@ -17,9 +17,9 @@ from starlette.responses import Response
 
 from headrace.base.errors import ContextTooLong, InvalidRequest, NotFound
 from headrace.front.server.conversation.context import RequestContext, json_response
-from headrace.front.server.http.ids import CONVERSATION_PREFIX, conversation_id, response_id
+from headrace.front.server.http.auth import CONVERSATION_PREFIX, conversation_id, response_id
+from headrace.front.server.http.limits import typed
 from headrace.front.server.http.paging import page_of
-from headrace.front.server.http.validation import typed
 from headrace.front.server.responses.items import ItemMessages, with_ids
 from headrace.front.server.responses.schema import (
     MAX_ITEMS,

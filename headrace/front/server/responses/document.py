@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.front.client.events import Ended
-from headrace.front.server.conversation.parsed import ParsedEnded
+from headrace.front.server.conversation.stages import ParsedEnded
 from headrace.front.server.http.failures import Failure
 from headrace.front.server.responses.schema import (
     ENCRYPTED,

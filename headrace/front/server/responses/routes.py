@@ -14,8 +14,8 @@ from headrace.front.server.conversation.context import RequestContext, json_resp
 from headrace.front.server.conversation.pipeline import prompt_ids, streamed
 from headrace.front.server.conversation.rendering import rendered_translated
 from headrace.front.server.conversation.resolved import TranslatedRequest, as_sent, prompt_source
+from headrace.front.server.http.auth import RESPONSE_PREFIX, response_id
 from headrace.front.server.http.failures import OPENAI, ErrorFormat, Failure, failure_of
-from headrace.front.server.http.ids import RESPONSE_PREFIX, response_id
 from headrace.front.server.http.paging import number_of, page_of
 from headrace.front.server.http.sse import Chunks
 from headrace.front.server.responses import background

@@ -24,7 +24,7 @@ from headrace.front.server.conversation.resolved import (
     TranslatedRequest,
     as_sent,
 )
-from headrace.front.server.http.ids import RESPONSE_PREFIX, response_id
+from headrace.front.server.http.auth import RESPONSE_PREFIX, response_id
 from headrace.front.server.responses import conversations
 from headrace.front.server.responses.conversation import to_conversation, to_request
 from headrace.front.server.responses.document import ResponseReply

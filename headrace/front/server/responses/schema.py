@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.server.conversation.request import Effort
-from headrace.front.server.http.validation import Count, Name, typed
+from headrace.front.server.http.limits import Count, Name, typed
 
 MAX_ITEMS = 4096
 MAX_ADDED = 20

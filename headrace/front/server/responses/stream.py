@@ -17,7 +17,7 @@ from headrace.base.errors import Unavailable
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started
 from headrace.front.server.conversation.calls import custom_input, cut_input
 from headrace.front.server.conversation.fold import chat_logprobs
-from headrace.front.server.conversation.parsed import parts_of
+from headrace.front.server.conversation.stages import parts_of
 from headrace.front.server.http.failures import Failure
 from headrace.front.server.http.sse import Chunks, padding
 from headrace.front.server.responses.document import ResponseReply, error_of, new_response, usage

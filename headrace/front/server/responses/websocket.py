@@ -21,8 +21,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from headrace.base.errors import HeadraceError, InvalidRequest, RateLimited
 from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.http.auth import request_id
 from headrace.front.server.http.failures import Failure, failure_of
-from headrace.front.server.http.ids import request_id
 from headrace.front.server.http.limits import parse_json
 from headrace.front.server.http.sse import STALL_S
 from headrace.front.server.responses.run import Prepared, prepare, recall_from, run, store

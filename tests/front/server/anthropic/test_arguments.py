@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from headrace.front.client.events import Event, Started
 from headrace.front.server.anthropic.arguments import INVALID, ToolInput
 from headrace.front.server.anthropic.stream import MessageReply, to_answer, to_chunks
-from headrace.front.server.conversation.parsed import ParsedDelta, ParsedEnded
+from headrace.front.server.conversation.stages import ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.engine import CallArguments, CallBegin, CallEnd
 from tests.spent import assert_linear
 

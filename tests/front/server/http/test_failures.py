@@ -5,8 +5,8 @@ import json
 import pytest
 
 from headrace.base.errors import Conflict, InvalidRequest, Unavailable
+from headrace.front.server.http.auth import client_label
 from headrace.front.server.http.failures import clean, failure_of
-from headrace.front.server.http.ids import client_label
 
 
 @pytest.mark.parametrize(

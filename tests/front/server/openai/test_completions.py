@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.front.client.events import Delta, Ended, Event, PromptScored, Started
-from headrace.front.server.conversation.metering import joined
 from headrace.front.server.conversation.prompts import Prompt
 from headrace.front.server.conversation.request import CompletionRequest, parse
+from headrace.front.server.conversation.stages import joined
 from headrace.front.server.http.sse import DONE
 from headrace.front.server.openai.completions import CompletionReply, to_chunks
 

@@ -15,7 +15,7 @@ from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Start
 from headrace.front.server.anthropic.stream import MessageReply, MessageStream
 from headrace.front.server.conversation.calls import custom_input, cut_input
 from headrace.front.server.conversation.fold import finish_reason
-from headrace.front.server.conversation.parsed import ParsedDelta, ParsedEnded
+from headrace.front.server.conversation.stages import ParsedDelta, ParsedEnded
 from headrace.front.server.responses.document import ResponseReply
 from headrace.front.server.responses.schema import ResponsesRequest
 from headrace.front.server.responses.stream import TERMINAL, ResponseStream

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.front.client.events import Delta, Ended
-from headrace.front.server.conversation.parsed import ParsedAnswer, ParsedEnded
+from headrace.front.server.conversation.stages import ParsedAnswer, ParsedEnded
 from tests.front.text.parsing.golden import parser_of
 
 ACCENT = "é".encode()

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from headrace.front.client.events import Delta, Ended
-from headrace.front.server.conversation.parsed import ParsedAnswer, ParsedDelta, ParsedEnded
+from headrace.front.server.conversation.stages import ParsedAnswer, ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.engine import joined
 from headrace.front.text.parsing.parser import AnswerFormat
 from headrace.front.text.tokenizer import Detokenizer, TokenizerFacts

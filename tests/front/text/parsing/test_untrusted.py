@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Library
 
 from benchmarks.robustness.parsers import MESSAGES, own_calls, own_thought
 from headrace.front.client.events import Delta, Ended
-from headrace.front.server.conversation.parsed import ParsedAnswer, ParsedDelta, ParsedEnded
+from headrace.front.server.conversation.stages import ParsedAnswer, ParsedDelta, ParsedEnded
 from headrace.front.text.parsing.engine import CallArguments, CallBegin, CallEnd, Part, joined
 from headrace.front.text.parsing.families import REASONING_FAMILIES, TOOL_FAMILIES
 from headrace.front.text.parsing.parser import AnswerFormat

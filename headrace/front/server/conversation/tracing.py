@@ -20,7 +20,7 @@ from starlette.types import Scope
 from headrace import __version__
 from headrace.base.optional import require
 from headrace.front.client.events import Ended, Generation
-from headrace.front.server.http.timing import Timeline
+from headrace.front.server.conversation.context import Timeline
 
 NS = 1_000_000_000
 

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.base.config.tree import ServerOptions
 from headrace.base.errors import RateLimited
-from headrace.front.server.conversation.context import KeyShares
+from headrace.front.server.http.auth import KeyShares
 from headrace.launch.resolve import server_spec
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.front.client.events import Delta, Ended, Event, ScoredToken, Started, TokenScore
-from headrace.front.server.conversation.pipeline import coalesced
-from headrace.front.server.conversation.resolved import StreamInterval
+from headrace.front.server.conversation.context import StreamInterval
+from headrace.front.server.conversation.stages import coalesced
 
 
 def score(token: int) -> ScoredToken:
