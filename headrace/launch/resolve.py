@@ -23,7 +23,7 @@ from headrace.base.config.resolved import (
     ServerSpec,
     TextSpec,
 )
-from headrace.base.config.tree import Options, ServerOptions
+from headrace.base.config.tree import Options, ServerOptions, ServerSettings
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
 from headrace.front.text.parsing.families import (
@@ -393,46 +393,21 @@ def server_spec(options: ServerOptions) -> ServerSpec:
             )
     if options.admin_key is not None and options.admin_key in options.api_keys:
         raise ConfigError("--admin-key: must differ from every API key")
+    settings = {name: getattr(options, name) for name in ServerSettings.__struct_fields__}
     return ServerSpec(
-        host=options.host,
-        port=options.port,
+        **settings,
         api_key_digests=tuple(digest(key) for key in options.api_keys),
         admin_key_digest=None if options.admin_key is None else digest(options.admin_key),
-        api_servers=options.api_servers,
-        max_body_bytes=parse_bytes(options.max_body_bytes, field="--max-body-bytes"),
-        max_connections=options.max_connections,
-        header_timeout_s=options.header_timeout_s,
-        body_timeout_s=options.body_timeout_s,
-        keepalive_timeout_s=options.keepalive_timeout_s,
-        pre_drain_s=options.pre_drain_s,
-        shutdown_timeout_s=options.shutdown_timeout_s,
-        request_timeout_s=options.request_timeout_s,
-        ping_interval_s=options.ping_interval_s,
-        max_requests_per_key=options.max_requests_per_key,
-        max_tokens_per_key=options.max_tokens_per_key,
-        max_bytes_per_key=_optional_bytes(options.max_bytes_per_key, "--max-bytes-per-key"),
-        max_n=options.max_n,
-        trust_request_chat_template=options.trust_request_chat_template,
-        public_metrics=options.public_metrics,
-        tokenizer_info=options.tokenizer_info,
-        log_level=options.log_level,
         admin_listen=_admin_address(options),
-        admin_readonly=options.admin_readonly,
         profile_dir=_absolute(options.profile_dir),
-        metrics_compat=options.metrics_compat,
-        grpc_port=options.grpc_port,
-        stream_interval=options.stream_interval,
-        stream_interval_ms=options.stream_interval_ms,
-        log_slow_s=options.log_slow_s,
-        otlp_endpoint=_url(options.otlp_endpoint),
-        file_store=options.file_store,
+        max_body_bytes=parse_bytes(options.max_body_bytes, field="--max-body-bytes"),
+        max_bytes_per_key=_optional_bytes(options.max_bytes_per_key, "--max-bytes-per-key"),
         file_store_bytes=parse_bytes(options.file_store_bytes, field="--file-store-bytes"),
         response_store=_response_store(options.response_store),
         response_store_bytes=parse_bytes(
             options.response_store_bytes, field="--response-store-bytes"
         ),
-        response_ttl_s=options.response_ttl_s,
-        max_websockets=options.max_websockets,
+        otlp_endpoint=_url(options.otlp_endpoint),
     )
 
 

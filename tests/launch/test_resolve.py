@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
 import pytest
 
-from headrace.base.config.resolved import Resolved
-from headrace.base.config.tree import Options
+from headrace.base.config.resolved import Resolved, ServerSpec
+from headrace.base.config.tree import Options, ServerOptions, ServerSettings
 from headrace.base.errors import CheckpointError, ConfigError
 from headrace.launch.model_facts import ModelFacts
 from headrace.launch.resolve import resolve
@@ -179,6 +180,22 @@ def test_keys_leave_as_digests_only() -> None:
     text = msgspec.json.encode(found)
     assert b"secret-key" not in text and b"root-key" not in text
     assert len(found.server.api_key_digests[0]) == 64
+
+
+def test_settings_are_stated_once_and_what_is_resolved_has_another_form() -> None:
+    """A field that options and spec both name outside of the settings is typed in one form and
+    travels in another; keys do not travel at all."""
+    settings = set(ServerSettings.__struct_fields__)
+    typed = {f.name: f for f in msgspec.structs.fields(ServerOptions) if f.name not in settings}
+    spec = {f.name: f for f in msgspec.structs.fields(ServerSpec) if f.name not in settings}
+    assert typed.keys() - spec.keys() == {
+        "api_keys", "admin_key", "tool_parser", "reasoning_parser"
+    }  # fmt: skip
+    assert spec.keys() - typed.keys() == {"api_key_digests", "admin_key_digest"}
+    server = {"max_n": 3, "max_body_bytes": "1KiB", "profile_dir": "traces", "admin_listen": "7"}
+    found = resolved(server=server).server
+    assert (found.max_n, found.max_body_bytes) == (3, 1024)
+    assert (found.profile_dir, found.admin_listen) == (os.path.abspath("traces"), "127.0.0.1:7")
 
 
 def test_sampling_defaults_of_the_checkpoint_are_taken_and_the_rest_is_left() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.base.config.tree import ServerSettings
+
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
     """One choice made on the user's behalf: printed at start and by `headrace plan`."""
@@ -222,47 +224,20 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingSpec = PoolingSpec()
 
 
-class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """See ServerOptions; sizes in bytes, keys as SHA-256 hex digests (the keys themselves stay in
-    the parent)."""
+class ServerSpec(ServerSettings, frozen=True, kw_only=True):
+    """The server's settings and what its other options resolve to: sizes in bytes, keys as SHA-256
+    hex digests (the keys themselves stay in the parent)."""
 
-    host: str
-    port: int
     api_key_digests: tuple[str, ...]
     admin_key_digest: str | None
-    api_servers: int
+    admin_listen: str | None
+    profile_dir: str | None
     max_body_bytes: int
-    max_connections: int
-    header_timeout_s: float
-    body_timeout_s: float
-    keepalive_timeout_s: float
-    pre_drain_s: float
-    shutdown_timeout_s: float
-    request_timeout_s: float
-    ping_interval_s: float
-    max_requests_per_key: int
-    max_n: int
-    trust_request_chat_template: bool
-    public_metrics: bool
-    log_level: str
-    tokenizer_info: bool = False
-    admin_listen: str | None = None
-    admin_readonly: bool = False
-    profile_dir: str | None = None
-    metrics_compat: str = "none"
-    grpc_port: int | None = None
-    stream_interval: int | None = None
-    stream_interval_ms: float | None = None
-    log_slow_s: float | None = None
-    otlp_endpoint: str | None = None
-    file_store: str = "none"
-    file_store_bytes: int = 16 << 30
-    response_store: str = "off"
-    response_store_bytes: int = 1 << 30
-    response_ttl_s: float = 2_592_000.0
-    max_websockets: int = 100
-    max_tokens_per_key: int | None = None
-    max_bytes_per_key: int | None = None
+    max_bytes_per_key: int | None
+    file_store_bytes: int
+    response_store: str
+    response_store_bytes: int
+    otlp_endpoint: str | None
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

@@ -311,8 +311,9 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
 
 
-class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The HTTP server."""
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What of the HTTP server is used as it was typed: part of `ServerOptions` and of the resolved
+    `ServerSpec`, which travels to the API processes."""
 
     host: Annotated[
         str,
@@ -324,21 +325,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it."),
     ] = 8000
-    api_keys: Annotated[
-        tuple[str, ...],
-        Meta(description="Keys clients must show; none: no key is asked for (loopback only)."),
-    ] = ()
     grpc_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(
             description="Serve gRPC on this port too; 0 takes a free one and prints it. none: it is off."
-        ),
-    ] = None
-    admin_listen: Annotated[
-        str | None,
-        Meta(
-            description="Serve the admin API (/v1/admin/) apart from the API: PORT on the loopback "
-            "interface, HOST:PORT, or unix:FILE; none: it is off."
         ),
     ] = None
     admin_readonly: Annotated[
@@ -347,20 +337,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Administration answers questions and changes nothing, whichever way it is asked."
         ),
     ] = False
-    profile_dir: Annotated[
-        str | None,
-        Meta(
-            description="Folder for traces of the workers' steps (`headrace admin profile start`, then stop); "
-            "none: profiling is off."
-        ),
-    ] = None
-    admin_key: Annotated[
-        str | None, Meta(description="Key of the administrative routes; none: they are off.")
-    ] = None
     api_servers: Annotated[Processes, Meta(description="API processes that share the port.")] = 1
-    max_body_bytes: Annotated[
-        Bytes, Meta(description="Largest request body, also after decompression.")
-    ] = "32MiB"
     max_connections: Annotated[Positive, Meta(description="Open connections per API process.")] = (
         4096
     )
@@ -421,13 +398,6 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             "more get 429. none: no bound."
         ),
     ] = None
-    max_bytes_per_key: Annotated[
-        str | None,
-        Meta(
-            description="Bytes of one key's bodies that may be in flight (512MiB); more get 429. "
-            "none: no bound."
-        ),
-    ] = None
     max_n: Annotated[Positive, Meta(description="Largest n and best_of.")] = 128
     trust_request_chat_template: Annotated[
         bool,
@@ -435,18 +405,6 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Accept chat_template from requests. Leave off for clients you do not trust."
         ),
     ] = False
-    tool_parser: Annotated[
-        str,
-        Meta(
-            description="Format of tool calls; auto reads it off the chat template, none leaves them in the text."
-        ),
-    ] = "auto"
-    reasoning_parser: Annotated[
-        str,
-        Meta(
-            description="Format of reasoning; auto reads it off the chat template, none leaves it in the text."
-        ),
-    ] = "auto"
     file_store: Annotated[
         str,
         Meta(
@@ -454,22 +412,6 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             "auto: files/ in HEADRACE_CACHE_DIR, none: these routes are off."
         ),
     ] = "auto"
-    file_store_bytes: Annotated[
-        Bytes, Meta(description="Most that all files together may take; half of it for one key.")
-    ] = "16GiB"
-    response_store: Annotated[
-        str,
-        Meta(
-            description="Where /v1/responses keeps what it stores: sqlite (a file in HEADRACE_CACHE_DIR), sqlite:FILE, "
-            "postgresql://..., or off."
-        ),
-    ] = "sqlite"
-    response_store_bytes: Annotated[
-        Bytes,
-        Meta(
-            description="Most that is stored, half of it for one key; what was not used longest goes first."
-        ),
-    ] = "1GiB"
     response_ttl_s: Annotated[
         Seconds, Meta(description="A stored response that is not used this long is forgotten.")
     ] = 2_592_000.0
@@ -494,15 +436,80 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         Seconds | None,
         Meta(description="Log where the time of a request went that took longer, seconds."),
     ] = None
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Log level.")
+    ] = "info"
+
+
+class ServerOptions(ServerSettings, frozen=True, kw_only=True):
+    """The HTTP server. What stands here has another form once it is resolved: sizes in bytes, paths
+    and addresses made whole, digests of keys."""
+
+    api_keys: Annotated[
+        tuple[str, ...],
+        Meta(description="Keys clients must show; none: no key is asked for (loopback only)."),
+    ] = ()
+    admin_key: Annotated[
+        str | None, Meta(description="Key of the administrative routes; none: they are off.")
+    ] = None
+    admin_listen: Annotated[
+        str | None,
+        Meta(
+            description="Serve the admin API (/v1/admin/) apart from the API: PORT on the loopback "
+            "interface, HOST:PORT, or unix:FILE; none: it is off."
+        ),
+    ] = None
+    profile_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder for traces of the workers' steps (`headrace admin profile start`, then stop); "
+            "none: profiling is off."
+        ),
+    ] = None
+    max_body_bytes: Annotated[
+        Bytes, Meta(description="Largest request body, also after decompression.")
+    ] = "32MiB"
+    max_bytes_per_key: Annotated[
+        str | None,
+        Meta(
+            description="Bytes of one key's bodies that may be in flight (512MiB); more get 429. "
+            "none: no bound."
+        ),
+    ] = None
+    tool_parser: Annotated[
+        str,
+        Meta(
+            description="Format of tool calls; auto reads it off the chat template, none leaves them in the text."
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Meta(
+            description="Format of reasoning; auto reads it off the chat template, none leaves it in the text."
+        ),
+    ] = "auto"
+    file_store_bytes: Annotated[
+        Bytes, Meta(description="Most that all files together may take; half of it for one key.")
+    ] = "16GiB"
+    response_store: Annotated[
+        str,
+        Meta(
+            description="Where /v1/responses keeps what it stores: sqlite (a file in HEADRACE_CACHE_DIR), sqlite:FILE, "
+            "postgresql://..., or off."
+        ),
+    ] = "sqlite"
+    response_store_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="Most that is stored, half of it for one key; what was not used longest goes first."
+        ),
+    ] = "1GiB"
     otlp_endpoint: Annotated[
         str | None,
         Meta(
             description="Send OpenTelemetry traces to this OTLP/HTTP URL (http://host:4318/v1/traces)."
         ),
     ] = None
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Log level.")
-    ] = "info"
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
