@@ -125,7 +125,7 @@ class InlineExecutor:
             self._thread.shutdown(wait=False)
             raise
         self._launch: Launch = self._resident.runner.launch
-        self._facts = self._resident.runner.facts
+        self._facts = self._resident.facts
         self._threads = StepThreads(spec.device.threads, self._facts)
 
     @property
@@ -156,8 +156,8 @@ class InlineExecutor:
     def unpark(self) -> None:
         """See Executor."""
         self.check()
-        runner = self._thread.submit(self._resident.unpark).result()
-        self._launch, self._facts = runner.launch, runner.facts
+        self._thread.submit(self._resident.unpark).result()
+        self._launch, self._facts = self._resident.runner.launch, self._resident.facts
 
     def log_level(self, level: str) -> None:
         """See Executor: this process's level is the worker's."""

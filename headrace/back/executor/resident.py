@@ -7,9 +7,10 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from headrace.back.executor.host_copy import HostCopy
@@ -24,11 +25,13 @@ from headrace.back.platforms.detect import detect
 from headrace.back.platforms.facts import freest
 from headrace.back.platforms.placement import interleave
 from headrace.back.runner.runner import Runner
+from headrace.back.runner.start import StartedRunner, start_runner
 from headrace.back.sampling.sampler import choose_kernels
 from headrace.base.affinity import set_affinity
-from headrace.base.config.resolved import DeviceSpec, EngineSpec
+from headrace.base.config.resolved import Decision, DeviceSpec, EngineSpec
 from headrace.base.errors import ConfigError, StartError
 from headrace.base.registry import Registry
+from headrace.base.wire.step import WorkerFacts
 
 log = logging.getLogger(__name__)
 
@@ -36,48 +39,75 @@ T = TypeVar("T")
 DEFAULT_LOADER = "headrace.back.models.load:load_model"
 
 
-class Resident:
-    """`runner` is there unless the model is parked. Its weights are on `device`; parked, in host
-    memory (of a CPU they are there already). All methods are called by the thread that runs the
-    steps."""
+@dataclass(frozen=True, kw_only=True)
+class RankModel:
+    """A model on this rank's device. `load_s`: the seconds of each part of its load."""
 
-    def __init__(
-        self, model: CausalModel, device: torch.device, runner: Runner, again: Callable[[], Runner]
-    ) -> None:
-        self._model: CausalModel | None = model
-        self._device = device
-        self._again: Callable[[], Runner] | None = again
+    spec: EngineSpec
+    model: CausalModel
+    device: torch.device
+    weight_bytes: int
+    decisions: tuple[Decision, ...]
+    load_s: dict[str, float]
+
+    def facts(self, started: StartedRunner) -> WorkerFacts:
+        """What a runner over this model states, with what is known of the model."""
+        facts = started.runner.facts
+        stated = [(d.field, d.requested, d.chosen, d.why) for d in self.decisions]
+        return msgspec.structs.replace(
+            facts,
+            weight_bytes=self.weight_bytes,
+            start_s={**self.load_s, **started.start_s},
+            decisions=[*stated, *facts.decisions],
+        )
+
+
+class Resident:
+    """A loaded model, with a runner over it unless it is parked. Its weights are on the device;
+    parked, in host memory (of a CPU they are there already). All methods are called by the thread
+    that runs the steps."""
+
+    def __init__(self, loaded: RankModel, *, checks: DeferredChecks | None = None) -> None:
+        self._device = loaded.device
+        self._loaded: RankModel | None = loaded
+        self._started: StartedRunner | None = _start(loaded, checks)
         self._copy: HostCopy | None = None
-        self._runner: Runner | None = runner
 
     @property
     def runner(self) -> Runner:
         """What runs the steps."""
-        assert self._runner is not None, "the model is parked"
-        return self._runner
+        assert self._started is not None, "the model is parked"
+        return self._started.runner
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """What this rank states of itself."""
+        assert self._loaded is not None and self._started is not None, "the model is parked"
+        return self._loaded.facts(self._started)
 
     def park(self) -> None:
         """Gives up the KV cache and everything else a runner holds; then the weights leave the
         device."""
+        assert self._loaded is not None, "the model was given up"
         self.runner.release()
-        self._runner = None
+        self._started = None
         gc.collect()
         if self._device.type != "cpu":
-            self._copy = HostCopy(self._model, self._device)
+            self._copy = HostCopy(self._loaded.model, self._device)
         self._let_go()
 
-    def unpark(self) -> Runner:
-        """The runner, made anew over the weights that are back."""
+    def unpark(self) -> None:
+        """The weights come back, and a new runner over them."""
+        assert self._loaded is not None, "the model was given up"
         if self._copy is not None:
             self._copy.back()
             self._copy = None
-        assert self._again is not None, "the model was given up"
-        self._runner = self._again()
-        return self._runner
+        self._loaded = replace(self._loaded, load_s={})
+        self._started = _start(self._loaded, None)
 
     def close(self) -> None:
         """Gives up the model too, for good. Whoever holds this object holds no memory with it."""
-        self._model = self._again = self._copy = self._runner = None
+        self._loaded = self._copy = self._started = None
         gc.collect()
         self._let_go()
 
@@ -87,6 +117,10 @@ class Resident:
             torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for every stream there was
             torch.cuda.empty_cache()
         huge_pages.trim()
+
+
+def _start(loaded: RankModel, checks: DeferredChecks | None) -> StartedRunner:
+    return start_runner(loaded.spec, loaded.model, device=loaded.device, checks=checks)
 
 
 def build_resident(
@@ -112,16 +146,15 @@ def build_resident(
             if checks is not None:
                 choose_kernels(device)
             load_s = time.perf_counter() - began - ready_s
-            again = partial(
-                Runner,
-                spec,
-                model,
+            loaded = RankModel(
+                spec=spec,
+                model=model,
                 device=device,
                 weight_bytes=report.weight_bytes,
                 decisions=(*report.decisions, *summing),
+                load_s={"device": ready_s, "load": load_s},
             )
-            runner = again(start_s={"device": ready_s, "load": load_s}, checks=checks)
-            return Resident(model, device, runner, again)
+            return Resident(loaded, checks=checks)
 
         resident = checked(build) if device.type == "cuda" else build()
         if device.type == "cpu":

@@ -75,13 +75,13 @@ def serve(channel: Channel) -> None:
         assert deferred.step == step, (deferred.step, step)
         return deferred.payloads
 
-    channel.send(TO_CORE.frame(WorkerReady(resident.runner.facts)))
+    channel.send(TO_CORE.frame(WorkerReady(resident.facts)))
     for work in (
         (_read_plans, channel, plans, deferred_inputs),
         (_send_results, channel, launched_steps, begin.rank),
     ):
         threading.Thread(target=work[0], args=work[1:], daemon=True).start()
-    threads = StepThreads(begin.spec.device.threads, resident.runner.facts)
+    threads = StepThreads(begin.spec.device.threads, resident.facts)
     while True:
         plan = plans.get()
         if isinstance(plan, ProfileSteps):
@@ -107,7 +107,8 @@ def _profiled(profiler: Profiler, request: ProfileSteps) -> ProfileReply:
 def _parked(resident: Resident, request: ParkWeights) -> ParkReply:
     try:
         if request.back:
-            return ParkReply(resident.unpark().facts)
+            resident.unpark()
+            return ParkReply(resident.facts)
         resident.park()
     except Exception as error:
         log.exception("the weights could not be moved")

@@ -111,7 +111,7 @@ class BucketSteps:
         drafter: Drafter | None = None,
     ) -> None:
         device = resources.device
-        self._resources, self._replay, self._kv = resources, replay, resources.kv
+        self._resources, self._replay = resources, replay
         shortcuts = {
             "argmax": resources.model.argmax,
             "top_candidates": resources.model.top_candidates,
@@ -182,13 +182,6 @@ class BucketSteps:
     def scope(self) -> AbstractContextManager[object]:
         """See Steps."""
         return self._replay.scope()
-
-    def use_kv(self, kv: tuple[torch.Tensor, ...]) -> None:
-        """See Steps."""
-        self._kv = kv
-        self._exact.use_kv(kv)
-        self._frames.clear()
-        self._replay.follow()
 
     def compiling(self) -> AbstractContextManager[object] | None:
         """See Steps."""
@@ -314,7 +307,7 @@ class BucketSteps:
             positions_T=out.positions_T,
             plans=self._plans(bucket, out, starts_R1, 1 if bucket.decode else bucket.tokens),
             group_of_layer=self._resources.group_of_layer,
-            kv=self._kv,
+            kv=self._resources.kv,
             logits_at_N=out.last_R,
             row_R=self._message.section(0, bucket.rows),
         )

@@ -73,6 +73,11 @@ def bucket_steps(
     )
 
 
+def compiles_kernels(device: torch.device) -> bool:
+    """Whether kernels are compiled when they are needed, and a step's memory must be measured."""
+    return device.type == "cuda"
+
+
 def compiling() -> AbstractContextManager[object]:
     """Kernels are compiled and not launched; see kernels/triton/ahead.py."""
     try:

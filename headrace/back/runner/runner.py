@@ -1,5 +1,5 @@
 """Runs steps on one rank: plan -> rows -> batch -> model -> sampler -> result. Knows no model
-family and no device.
+family and no device; how one comes to be: start.py.
 
 The runner owns what outlives a step: the KV memory, the sampler's state and the model's
 `ModelState`; the rows belong to `Steps`, which says how a step is run on this device. `launch`
@@ -14,41 +14,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 
-from headrace.back.kernels.op import DeferredChecks
 from headrace.back.kernels.upload import to_device, to_host
-from headrace.back.models.load.dense import load_projection
+from headrace.back.layers.pooling import Projection
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import StepShape, shape_of
 from headrace.back.runner.capture import LayersOfRow, capture_of, forget_rows, num_capturable
-from headrace.back.runner.devices import StepsFactory, make_steps, profile_step
-from headrace.back.runner.memory import (
-    KVLayout,
-    KVMemory,
-    count_kv,
-    fit_kv,
-    lay_out,
-    least_blocks,
-    least_bytes,
-)
+from headrace.back.runner.devices import StepsFactory
+from headrace.back.runner.memory import KVCounts, KVLayout, KVMemory
 from headrace.back.runner.pooler import Pooler
 from headrace.back.runner.results import LaunchedStep, SampledTokens
-from headrace.back.runner.states import STATES
-from headrace.back.runner.states.state import ModelState
+from headrace.back.runner.states import StateFactory
 from headrace.back.runner.steps import StepOutputs, StepResources
-from headrace.back.runner.verification import check_groups
-from headrace.back.runner.warmup import run_largest, warm_up
 from headrace.back.sampling.prompt_logprobs import PromptScorer, Scored
 from headrace.back.sampling.sampled import SampledRows
 from headrace.back.sampling.sampler import Sampler
-from headrace.base.config.resolved import Decision, EngineSpec
+from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineError, HeadraceError
 from headrace.base.wire.grammar import GRAMMAR_HOOK, NOTHING
 from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
@@ -69,7 +56,18 @@ def once(await_deferred: AwaitDeferred) -> AwaitDeferred:
     return functools.cache(await_deferred)
 
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerPlan:
+    """What a runner is made of, decided before it is constructed (start.py)."""
+
+    spec: EngineSpec
+    model: CausalModel
+    device: torch.device
+    layout: KVLayout
+    counts: KVCounts
+    projection: Projection | None
+    steps: StepsFactory
+    state: StateFactory
 
 
 class Runner:
@@ -80,33 +78,17 @@ class Runner:
     sampled here; block 0 is never given to a request.
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        model: CausalModel,
-        *,
-        device: torch.device,
-        state: ModelState | None = None,
-        steps: StepsFactory = make_steps,
-        weight_bytes: int = 0,
-        decisions: Sequence[Decision] = (),
-        start_s: dict[str, float] | None = None,
-        checks: DeferredChecks | None = None,
-    ) -> None:
+    def __init__(self, plan: RunnerPlan) -> None:
+        model, device, max_rows = plan.model, plan.device, plan.spec.scheduler.max_running
+        self._plan = plan
         self._model = model
-        layout = lay_out(
-            model.kv_forms, block_tokens=spec.kv.block_tokens, dtype=_DTYPES[spec.model.dtype]
-        )
-        kv = replace(spec.kv, num_blocks=least_blocks(layout)) if spec.kv.fit else spec.kv
-        max_rows = spec.scheduler.max_running
-        self._kv = KVMemory(layout, count_kv(kv, layout, max_rows=max_rows), device=device)
-        self._state = state or STATES[model.state](max_rows, device)
-        self._state.use_memory(self._kv)
+        self._device = device
+        self._kv = KVMemory(plan.layout, plan.counts, device=device)
+        self._state = plan.state(max_rows, device, self._kv)
         self._sampler = Sampler(max_rows=max_rows, logits_width=model.logits_width, device=device)
         self._prompts = PromptScorer(logits_width=model.logits_width, device=device)
-        self._pooler = Pooler(model.classify, load_projection(spec.model, device))
+        self._pooler = Pooler(model.classify, plan.projection)
         self._captured: LayersOfRow = {}
-        self._device = device
         self._lost: deque[np.ndarray] = deque()
         resources = StepResources(
             model=model,
@@ -114,30 +96,30 @@ class Runner:
             greedy=self._sampler.greedy,
             sample=self._sampler.in_step_sampler,
             kv=self._kv.caches,
-            group_of_layer=layout.group_of_cache,
+            group_of_layer=plan.layout.group_of_cache,
             device=device,
         )
-        if spec.speculation is not None:
-            check_groups(layout.groups)
-        self._steps = steps(resources, spec, num_groups=len(layout.groups))
-        spent_s = self._get_ready(spec, layout, checks)
-        self.facts = WorkerFacts(
+        self._steps = plan.steps(resources, plan.spec, num_groups=len(plan.layout.groups))
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """What the runner states of itself, as it is now."""
+        spec, model = self._plan.spec, self._model
+        return WorkerFacts(
             num_blocks=self._kv.counts.num_blocks,
             block_tokens=spec.kv.block_tokens,
             groups=self._kv.groups,
             logits_width=model.logits_width,
-            max_rows=max_rows,
+            max_rows=spec.scheduler.max_running,
             max_model_len=spec.model.max_model_len,
             generates=model.generates,
             capture_layers=num_capturable(model, spec),
             capture_heads=model.attention_heads,
             max_drafts=self._steps.max_drafts,
-            weight_bytes=weight_bytes,
             kv_bytes=self._kv.num_bytes,
-            start_s={**(start_s or {}), **spent_s},
             decisions=[
                 (d.field, d.requested, d.chosen, d.why)
-                for d in (*decisions, *self._sampler.decisions, *self._steps.decisions)
+                for d in (*self._sampler.decisions, *self._steps.decisions)
             ],
         )
 
@@ -166,44 +148,9 @@ class Runner:
         """Whether steps sample the tokens of random rows themselves."""
         return bool(self._steps.common_rows) and self._sampler.device_rows is not None
 
-    def _get_ready(
-        self, spec: EngineSpec, layout: KVLayout, checks: DeferredChecks | None
-    ) -> dict[str, float]:
-        """Compiles, makes the self-checks, sizes the KV cache, warms up; the seconds of each."""
-        width, began = self._model.logits_width, time.perf_counter()
-        if (ahead := self._steps.compiling()) is not None:
-            with ahead:
-                if checks is not None:
-                    checks.compile()
-                warm_up(self, spec, width, self._device, compiling=True)
-        if checks is not None:
-            checks.run()
-        compile_s = time.perf_counter() - began
-        if spec.kv.fit:
-            self._fit(spec, layout)
-        profile_s = time.perf_counter() - began - compile_s
-        warmup_s = warm_up(self, spec, width, self._device)
-        return {"compile": compile_s, "profile": profile_s, "warmup": warmup_s}
-
-    def _fit(self, spec: EngineSpec, layout: KVLayout) -> None:
-        """Runs the largest step, then makes the KV cache of what the device has left."""
-        assert spec.kv.memory_bytes is not None and spec.device.memory_bytes is not None
-        profile = profile_step(
-            self._device,
-            lambda: run_largest(self, spec, self._model.logits_width, self._device),
-        )
-        num_bytes = fit_kv(
-            profile,
-            budget=spec.device.memory_bytes,
-            wanted=spec.kv.memory_bytes,
-            least=least_bytes(layout, max_rows=spec.scheduler.max_running),
-        )
-        counts = count_kv(
-            replace(spec.kv, memory_bytes=num_bytes), layout, max_rows=spec.scheduler.max_running
-        )
-        self._kv = KVMemory(layout, counts, device=self._device)
-        self._state.use_memory(self._kv)
-        self._steps.use_kv(self._kv.caches)
+    def compiling(self) -> AbstractContextManager[object] | None:
+        """See Steps."""
+        return self._steps.compiling()
 
     def release(self) -> None:
         """Gives the KV cache back, whoever still knows of it; nothing may be run afterwards."""

@@ -132,10 +132,6 @@ class Steps(Protocol):
         """All work of the runner happens within it: the stream, where the device has streams."""
         ...
 
-    def use_kv(self, kv: tuple[torch.Tensor, ...]) -> None:
-        """The KV cache from now on; before the first real step."""
-        ...
-
     def compiling(self) -> AbstractContextManager[object] | None:
         """Within it steps compile their kernels, many at a time, and compute nothing; what they
         tell is made up. None: there is nothing to compile."""
@@ -175,7 +171,6 @@ class ExactSteps:
     def __init__(self, resources: StepResources, rows: Rows, why: str = "") -> None:
         self.rows = rows
         self._resources = resources
-        self._kv = resources.kv
         why = why or "the host runs each step itself"
         self.decisions: tuple[Decision, ...] = (
             (Decision("graphs", "auto", "off", why),) if resources.device.type != "cpu" else ()
@@ -184,10 +179,6 @@ class ExactSteps:
     def scope(self) -> AbstractContextManager[object]:
         """See Steps."""
         return nullcontext()
-
-    def use_kv(self, kv: tuple[torch.Tensor, ...]) -> None:
-        """See Steps."""
-        self._kv = kv
 
     def compiling(self) -> None:
         """See Steps."""
@@ -214,7 +205,7 @@ class ExactSteps:
             self.rows.update(plan)
         self.rows.tokens.reserve(shape.max_kv_len + 1)
         batch = build_batch(
-            shape, self.rows, kv=self._kv, group_of_layer=resources.group_of_layer, probe=probe
+            shape, self.rows, kv=resources.kv, group_of_layer=resources.group_of_layer, probe=probe
         )
         batch = resources.state.prepare(batch, row_T=shape.row_T, hook_payloads=plan.hook_payloads)
         resources.state.before(batch)

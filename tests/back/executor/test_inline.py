@@ -53,7 +53,7 @@ def test_a_failed_step_fails_all_later_ones_and_the_next_submit_raises_at_once()
 def test_parked_it_gives_its_cache_back_and_goes_on_with_the_same_weights() -> None:
     """ENG-18, level 1: nothing is loaded again, and nothing that knew an address is used again."""
     executor = InlineExecutor(tiny_spec(), loader=LOADER)
-    model = executor._resident._model
+    model = executor._resident._loaded.model
     for _ in range(2):
         driver = Driver(executor.facts)
         sequence = driver.add([5, 6, 7])
@@ -65,7 +65,7 @@ def test_parked_it_gives_its_cache_back_and_goes_on_with_the_same_weights() -> N
         executor.park()
         assert cache() is None
         executor.unpark()
-        assert executor._resident._model is model
+        assert executor._resident._loaded.model is model
     executor.close()
 
 
@@ -73,7 +73,7 @@ def test_parked_it_gives_its_cache_back_and_goes_on_with_the_same_weights() -> N
 def test_closed_it_holds_no_weights(parked: bool) -> None:
     """BEY-27: whoever still knows the executor keeps no memory with it."""
     executor = InlineExecutor(tiny_spec(), loader=LOADER)
-    model = weakref.ref(executor._resident._model)
+    model = weakref.ref(executor._resident._loaded.model)
     if parked:
         executor.park()
     executor.close()

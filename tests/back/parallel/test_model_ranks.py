@@ -22,6 +22,7 @@ from headrace.back.models.load import load_model
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.runner.batch import Rows
 from headrace.back.runner.runner import Runner
+from headrace.back.runner.start import start_runner
 from headrace.back.runner.steps import ExactSteps, StepResources
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.wire.step import StepPlan, StepResult
@@ -80,7 +81,7 @@ def rank_main(rank: int, folder: str) -> None:
         device=device,
         block_tokens=spec.kv.block_tokens,
     )
-    executor = Ranked(Runner(spec, model, device=device, steps=exact_steps))
+    executor = Ranked(start_runner(spec, model, device=device, steps=exact_steps).runner)
     found = [generate(executor, GREEDY, chunk=6) for _ in range(2)]
     outputs = [[row.outputs for row in rows] for rows in found]
     Path(folder, f"tokens-{rank}").write_text(json.dumps(outputs))

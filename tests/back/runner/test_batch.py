@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.back.runner import devices
 from headrace.back.runner.batch import GrowingTable, Rows, build_batch, shape_of
 from headrace.back.runner.buckets import BucketSteps
-from headrace.back.runner.runner import Runner
+from headrace.back.runner.start import start_runner
 from tests.back.driver import Driver
 from tests.back.tiny_model import TinyModel, tiny_spec
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def test_slots_positions_and_tables_follow_the_rows_at_every_split() -> None:
     """REG-022, against one token at a time."""
     rng = np.random.default_rng(0)
-    runner = Runner(tiny_spec(num_blocks=300), TinyModel((None, 9)), device=CPU)
+    runner = start_runner(tiny_spec(num_blocks=300), TinyModel((None, 9)), device=CPU).runner
     driver = Driver(runner.facts)
     rows = Rows.growing(max_rows=8, num_groups=2, block_tokens=8, device=CPU)
     for _ in range(30):
@@ -106,7 +106,7 @@ def test_the_operations_of_a_decode_step_do_not_grow_with_its_rows(
         def logits(self, hidden):
             return LOGITS[: len(hidden)]
 
-    runner = Runner(spec, Silent(), device=CPU)
+    runner = start_runner(spec, Silent(), device=CPU).runner
     driver = Driver(runner.facts)
     sequences = [driver.add([1, 2]) for _ in range(num_rows)]
     driver.read(runner.execute(driver.plan([(s, 2) for s in sequences])))

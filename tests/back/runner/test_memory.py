@@ -30,7 +30,7 @@ from headrace.back.runner.memory import (
     least_blocks,
     slab_of,
 )
-from headrace.back.runner.runner import Runner
+from headrace.back.runner.start import start_runner
 from headrace.back.sampling import device_rows, penalties
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import KVSpec
@@ -257,7 +257,7 @@ def test_a_device_that_is_too_small_is_told_by_how_much_and_what_would_help() ->
 def test_a_step_without_memory_is_tried_again_and_then_fails_alone() -> None:
     """Out of memory ends the requests of that step, not the engine."""
     model, failures = TinyModel(), [1]
-    runner = Runner(tiny_spec(), model, device=torch.device("cpu"))
+    runner = start_runner(tiny_spec(), model, device=torch.device("cpu")).runner
     driver = Driver(runner.facts)
     forward = model.forward
 
@@ -287,7 +287,7 @@ def test_a_table_that_finds_no_memory_to_grow_fails_its_step_alone(
     """What is prepared before a step's first kernel is tried again as the step is; nothing is taken
     twice by that, and the engine goes on."""
     owner, name = grows
-    runner = Runner(tiny_spec(), TinyModel(), device=torch.device("cpu"))
+    runner = start_runner(tiny_spec(), TinyModel(), device=torch.device("cpu")).runner
     driver, failures, real = Driver(runner.facts), [1], getattr(owner, name)
 
     def full(*arguments: Any) -> Any:
@@ -330,7 +330,7 @@ def test_numbers_of_random_rows_for_which_there_was_no_memory_are_written_at_the
     monkeypatch.setattr(device_rows, "to_device", full)
     found = []
     for times in (0, 1):
-        runner = Runner(tiny_spec(), TinyModel(), device=torch.device("cpu"))
+        runner = start_runner(tiny_spec(), TinyModel(), device=torch.device("cpu")).runner
         driver = Driver(runner.facts)
         row = driver.add([5, 6, 7], RowSampling(temperature=1.0, seed=3))
         failures += [1] * times

@@ -22,6 +22,7 @@ from headrace.back.runner.batch import Rows
 from headrace.back.runner.devices import bucket_steps, make_steps
 from headrace.back.runner.results import LaunchedStep, PassedEvent
 from headrace.back.runner.runner import Runner
+from headrace.back.runner.start import start_runner
 from headrace.back.runner.steps import ExactSteps
 from headrace.base.config.resolved import SpeculationSpec
 from headrace.base.errors import ConfigError
@@ -231,7 +232,7 @@ def test_a_request_gives_what_it_gives_alone(
 ) -> None:
     """Chunks, rows that change hands, snapshots and padding change nothing."""
     model, spec = RecurrentModel(attends=attends), spec_of(prefix_caching=prefix_caching)
-    runner = Runner(spec, model, device=CPU, steps=WAYS[way])
+    runner = start_runner(spec, model, device=CPU, steps=WAYS[way]).runner
     driver = RunnerDriver(runner, spec, max_step_tokens=chunk, max_running=running, overlap=overlap)
     requests = requests_of(chunk)
     for request in requests:
@@ -247,7 +248,7 @@ def test_a_request_gives_what_it_gives_alone(
 
 def test_a_preempted_request_is_computed_again_from_its_last_snapshot() -> None:
     model, spec = RecurrentModel(attends=True), spec_of(num_bytes=14_000)
-    runner = Runner(spec, model, device=CPU)
+    runner = start_runner(spec, model, device=CPU).runner
     driver = RunnerDriver(runner, spec)
     prompts = {id: [(id * 7 + i) % WIDTH for i in range(17)] for id in (1, 2, 3)}
     for id, prompt in prompts.items():
@@ -261,7 +262,7 @@ def test_a_preempted_request_is_computed_again_from_its_last_snapshot() -> None:
 
 def test_the_next_turn_begins_from_a_snapshot() -> None:
     model, spec = RecurrentModel(attends=False), spec_of()
-    runner = Runner(spec, model, device=CPU)
+    runner = start_runner(spec, model, device=CPU).runner
     driver = RunnerDriver(runner, spec)
     prompt = [(7 * i) % WIDTH for i in range(37)]
     for id, length in enumerate((37, 37, 35), start=1):
@@ -273,7 +274,7 @@ def test_the_next_turn_begins_from_a_snapshot() -> None:
 
 def test_a_row_begins_afresh_whatever_its_owner_before_left() -> None:
     model, spec = RecurrentModel(attends=False), spec_of(prefix_caching=False)
-    runner = Runner(spec, model, device=CPU, steps=padded_steps)
+    runner = start_runner(spec, model, device=CPU, steps=padded_steps).runner
     runner._kv.state.fill_(0xFF)  # NaN in every channel
     driver = RunnerDriver(runner, spec)
     driver.add(make_request(1, [5, 6, 7], max_tokens=5))
@@ -284,7 +285,7 @@ def test_a_row_begins_afresh_whatever_its_owner_before_left() -> None:
 def test_a_step_without_memory_is_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ran of it has changed the state of its rows."""
     model, spec, failures = RecurrentModel(attends=False), spec_of(), [1]
-    runner = Runner(spec, model, device=CPU)
+    runner = start_runner(spec, model, device=CPU).runner
     driver = RunnerDriver(runner, spec)
     forward = model.forward
 
@@ -309,7 +310,7 @@ def test_speculation_with_recurrent_layers_is_refused_by_name() -> None:
         spec_of(), speculation=SpeculationSpec(method="ngram", num_tokens=3, max_rows=8)
     )
     with pytest.raises(ConfigError, match="not with recurrent layers"):
-        Runner(spec, RecurrentModel(attends=False), device=CPU)
+        start_runner(spec, RecurrentModel(attends=False), device=CPU)
 
 
 @pytest.mark.gpu
@@ -317,7 +318,7 @@ def test_speculation_with_recurrent_layers_is_refused_by_name() -> None:
 def test_recurrent_state_in_cuda_graphs() -> None:
     device = torch.device("cuda")
     model, spec = RecurrentModel(attends=False, device=device), spec_of()
-    runner = Runner(spec, model, device=device)
+    runner = start_runner(spec, model, device=device).runner
     driver = RunnerDriver(runner, spec, max_step_tokens=24)
     requests = requests_of(1)
     for request in requests:

@@ -16,6 +16,7 @@ from headrace.back.runner.devices import StepsFactory, bucket_steps, make_steps
 from headrace.back.runner.results import PassedEvent, StepEvent
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.sizes import Bucket
+from headrace.back.runner.start import start_runner
 from headrace.back.runner.steps import StepResources, Steps, StepTensors
 from headrace.back.sampling import prompt_logprobs
 from headrace.back.sampling.in_step import InStepSampling
@@ -74,7 +75,7 @@ STEPS: StepsFactory = make_steps
 
 def make(model: TinyModel, **options: int) -> tuple[Runner, Driver]:
     options = {"max_step_tokens": 400, **options}
-    runner = Runner(tiny_spec(**options), model, device=CPU, steps=STEPS)
+    runner = start_runner(tiny_spec(**options), model, device=CPU, steps=STEPS).runner
     return runner, Driver(runner.facts)
 
 
@@ -275,7 +276,7 @@ def test_rows_are_told_the_same_by_steps_that_sample_as_by_the_sampler(
     assert kinds >= {(True, None), (True, 5), (True, 20)}, kinds
     monkeypatch.setattr("headrace.back.runner.runner.Sampler", Sampler)
     spec = tiny_spec(max_step_tokens=400, num_blocks=300)
-    theirs = generate(Runner(spec, model, device=CPU, steps=make_steps))
+    theirs = generate(start_runner(spec, model, device=CPU, steps=make_steps).runner)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.outputs == other.outputs and mine.error is other.error is None
         assert len(mine.logprobs) == len(other.logprobs)

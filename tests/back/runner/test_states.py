@@ -13,8 +13,7 @@ import torch
 
 from headrace.back import runner as runner_package
 from headrace.back.attention.plan import Batch
-from headrace.back.runner.memory import KVMemory
-from headrace.back.runner.runner import Runner
+from headrace.back.runner.start import start_runner
 from headrace.back.runner.states import STATES
 from headrace.base.wire.step import RowStart
 from tests.back.driver import Driver
@@ -32,9 +31,6 @@ class Reversed:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-
-    def use_memory(self, memory: KVMemory) -> None:
-        self.calls.append("memory")
 
     def end(self, rows: np.ndarray) -> None:
         self.calls.append("end")
@@ -73,8 +69,7 @@ class Watched(TinyModel):
 
 def test_a_state_sees_rows_and_steps_in_order_and_what_it_prepares_reaches_the_model() -> None:
     state, model = Reversed(), Watched()
-    runner = Runner(tiny_spec(), model, device=CPU, state=state)
-    assert state.calls[0] == "memory"
+    runner = start_runner(tiny_spec(), model, device=CPU, state=lambda *_: state).runner
     state.calls.clear()
     model.seen.clear()
     driver = Driver(runner.facts)

@@ -4,18 +4,23 @@ about them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
+from headrace.back.runner.memory import KVMemory
 from headrace.back.runner.states.plain import PlainDecoder, PlainEncoder
 from headrace.back.runner.states.recurrent import Recurrent
 from headrace.back.runner.states.segments import Segments
 from headrace.back.runner.states.state import ModelState
 
-STATES: dict[str, Callable[[int, torch.device], ModelState]] = {
-    "plain": lambda max_rows, device: PlainDecoder(),
-    "texts": lambda max_rows, device: PlainEncoder(),
-    "segments": Segments,
-    "recurrent": lambda max_rows, device: Recurrent(),
+StateFactory: TypeAlias = Callable[[int, torch.device, KVMemory], ModelState]
+"""Makes the state of a runner, from its number of rows, its device and its KV memory."""
+
+STATES: dict[str, StateFactory] = {
+    "plain": lambda max_rows, device, memory: PlainDecoder(),
+    "texts": lambda max_rows, device, memory: PlainEncoder(),
+    "segments": lambda max_rows, device, memory: Segments(max_rows, device),
+    "recurrent": lambda max_rows, device, memory: Recurrent(memory),
 }
-"""`CausalModel.state` -> the state's maker, from the number of rows and the device."""
+"""By `CausalModel.state`."""

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import Batch
-from headrace.back.runner.memory import KVMemory
 from headrace.base.wire.step import RowStart
 
 
@@ -21,9 +20,6 @@ class PlainDecoder:
     in_graphs = True
     repeatable = True
     rolls_back = True
-
-    def use_memory(self, memory: KVMemory) -> None:
-        """Attention layers read the caches themselves."""
 
     def end(self, rows: np.ndarray) -> None:
         """Nothing to forget."""

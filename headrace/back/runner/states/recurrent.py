@@ -27,8 +27,7 @@ class Recurrent(PlainDecoder):
     repeatable = False
     rolls_back = False
 
-    def use_memory(self, memory: KVMemory) -> None:
-        """See ModelState."""
+    def __init__(self, memory: KVMemory) -> None:
         assert memory.state is not None and memory.snapshots is not None
         self._state_MZ, self._snapshots_SZ = memory.state, memory.snapshots
         self._block_tokens = memory.block_tokens

@@ -2,7 +2,7 @@
 
 The runner does what every model needs: rows, block tables, batches, sampling. Whatever only some
 models need (positions in several axes, encoder outputs, recurrent state) is kept by a `ModelState`,
-built once beside the model.
+built once beside the KV memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import Batch
-from headrace.back.runner.memory import KVMemory
 from headrace.base.wire.step import RowStart
 
 
@@ -33,10 +32,6 @@ class ModelState(Protocol):
     in_graphs: bool
     repeatable: bool
     rolls_back: bool
-
-    def use_memory(self, memory: KVMemory) -> None:
-        """The caches from now on; before the first real step."""
-        ...
 
     def end(self, rows: np.ndarray) -> None:
         """The rows are given back; called before `start` of the same step."""
