@@ -19,8 +19,7 @@ import numpy as np
 
 from headrace.back.executor.null import NullExecutor, NullPending
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, ModelSpec, SchedulerSpec
-from headrace.base.wire.params import RowSampling, StopRules
-from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.base.wire.step import StepPlan
 from headrace.core.core import EngineCore
 

@@ -25,8 +25,7 @@ import numpy as np
 from headrace.back.executor.choose import make_executor
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import Options, SpeculationOptions
-from headrace.base.wire.params import RowSampling, StopRules
-from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
 from headrace.launch.facts import resolve_options
 

@@ -33,8 +33,7 @@ from headrace.back.executor.choose import make_executor
 from headrace.base.config.resolved import DeviceSpec, EngineSpec
 from headrace.base.config.tree import Options
 from headrace.base.wire.grammar import Constraint, Json, Vocabulary, pack
-from headrace.base.wire.params import RowSampling, StopRules
-from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
 from headrace.core.grammar.backends.guidance import GuidanceBackend
 from headrace.core.grammar.hook import GrammarHook

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from headrace.base.config.resolved import TextSpec
     from headrace.base.config.tree import Options
     from headrace.base.errors import HeadraceError
-    from headrace.base.wire.params import RepetitionDetection, SamplingParams, StructuredOutputs
+    from headrace.base.wire.grammar import StructuredOutputs
+    from headrace.base.wire.request import RepetitionDetection, SamplingParams
     from headrace.front.client.engine import AsyncLLM
     from headrace.front.client.events import Delta, Ended, Generation
     from headrace.front.client.limits import Limits
@@ -32,9 +33,9 @@ _HOMES = {
     "Limits": "headrace.front.client.limits",
     "Options": "headrace.base.config.tree",
     "Output": "headrace.front.client.llm",
-    "RepetitionDetection": "headrace.base.wire.params",
-    "SamplingParams": "headrace.base.wire.params",
-    "StructuredOutputs": "headrace.base.wire.params",
+    "RepetitionDetection": "headrace.base.wire.request",
+    "SamplingParams": "headrace.base.wire.request",
+    "StructuredOutputs": "headrace.base.wire.grammar",
     "TextSpec": "headrace.base.config.resolved",
 }
 

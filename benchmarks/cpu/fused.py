@@ -41,7 +41,7 @@ from headrace.back.kernels.rms_norm_quant.native import bind_with as bind_codes
 from headrace.back.kernels.rms_norm_quant.op import RMSNormQuantProblem
 from headrace.back.sampling.sampled import SampledRows
 from headrace.back.sampling.sampler import Sampler
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart
 
 WIDTH, QKV, INNER, VOCABULARY = 1024, 4096, 3072, 151_936

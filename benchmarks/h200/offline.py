@@ -30,7 +30,7 @@ from headrace.base.config.tree import (
     Options,
     SchedulerOptions,
 )
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.bench.latency import latency
 from headrace.bench.offline import OfflineEngine
 from headrace.bench.report import markdown_table, versions

@@ -22,8 +22,7 @@ from benchmarks.host_cost import make_spec
 from headrace.back.executor.null import NullExecutor
 from headrace.back.runner.sizes import Buckets
 from headrace.base.config.resolved import EngineSpec, SchedulerSpec
-from headrace.base.wire.params import RowSampling, StopRules
-from headrace.base.wire.request import EngineRequest, TokenBatch
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules, TokenBatch
 from headrace.base.wire.step import StepPlan, StepResult
 from headrace.bench.report import markdown_table
 from headrace.core.core import EngineCore

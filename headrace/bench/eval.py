@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.bench.held_out import EvalItem
 from headrace.bench.scoring import score
 from headrace.front.client.events import Delta, EngineClient, Generation

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from headrace.base.errors import ConfigError
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.bench.offline import OfflineEngine, Trace
 
 

@@ -16,8 +16,7 @@ import numpy as np
 from headrace.back.executor.choose import make_executor
 from headrace.base.config.resolved import Resolved
 from headrace.base.errors import EngineError
-from headrace.base.wire.params import RowSampling, StopRules
-from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
 
 

@@ -14,7 +14,7 @@ import msgspec
 from headrace.base.config.options import CommandLine
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
-from headrace.base.wire.params import BOUNDS
+from headrace.base.wire.request import BOUNDS
 from headrace.bench.report import emit, versions
 from headrace.bench.serve import LoadSpec, run_load
 from headrace.bench.sweep import loads_of, parse_points, show_sweep, sweep

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from headrace.base.config.options import CommandLine
-from headrace.base.wire.params import BOUNDS, SamplingParams
+from headrace.base.wire.request import BOUNDS, SamplingParams
 
 MAX_TOKENS = 1 << 24
 MAX_SEED = (1 << 63) - 1

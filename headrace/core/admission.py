@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.errors import ContextTooLong, InvalidRequest, QueueFull, RateLimited
-from headrace.base.wire.params import (
+from headrace.base.wire.request import (
     BOUNDS,
     LOGPROBS_MODES,
     MAX_PATTERN_COUNT,
@@ -23,9 +23,9 @@ from headrace.base.wire.params import (
     POOLINGS,
     ROW_BOUNDS,
     Bound,
+    EngineRequest,
     RowSampling,
 )
-from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import WorkerFacts
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import TOKEN_BYTES

@@ -21,7 +21,7 @@ from headrace.base.wire.request import Call, Reply
 from headrace.core import reports
 from headrace.core.admission import retry_after_s
 from headrace.core.lifecycle import RETRY_S, ExecutorHost, ExecutorLifecycle
-from headrace.core.output_buffer import OutputBuffer
+from headrace.core.output_processor import OutputBuffer
 from headrace.core.reports import Document, EngineView
 from headrace.core.request import Request
 from headrace.core.request_index import RequestIndex

@@ -28,23 +28,19 @@ from headrace.base.errors import (
 from headrace.base.wire.request import Call, EngineRequest, Finished, Hello, Reply
 from headrace.core.admission import QueueLoad, check_policy, check_queue, check_request, check_share
 from headrace.core.control import Control, check_open, pause_is_complete
-from headrace.core.counters import Counters
-from headrace.core.deadlines import Deadlines
 from headrace.core.jump_forward import JumpForward
 from headrace.core.kv.manager import KVManager
 from headrace.core.lifecycle import ExecutorLifecycle
-from headrace.core.output_buffer import CoreOutput, OutputBuffer
-from headrace.core.output_processor import StepOutputProcessor
+from headrace.core.output_processor import CoreOutput, OutputBuffer, StepOutputProcessor
 from headrace.core.ports import AdmissionHook, Executor, ExecutorSource, Pending, StatsSink
 from headrace.core.reports import reason_of
-from headrace.core.request import TOKEN_BYTES, Request, RequestState
-from headrace.core.request_index import RequestIndex
-from headrace.core.rows import RowTable
+from headrace.core.request import TOKEN_BYTES, Request, RequestState, RowTable
+from headrace.core.request_index import Deadlines, RequestIndex
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.plan_builder import InFlightStep
 from headrace.core.scheduler.scheduler import Scheduler
 from headrace.core.scheduler.speculation import speculation_of
-from headrace.core.service_state import PauseMode, ServiceState
+from headrace.core.service_state import Counters, PauseMode, ServiceState
 
 HOOK_POLL_S = 0.002
 LEAST_SLOW_STEP_S = 10.0

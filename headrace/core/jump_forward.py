@@ -15,11 +15,9 @@ from collections.abc import Callable
 import numpy as np
 
 from headrace.base.errors import to_wire
-from headrace.base.wire.params import RowSampling
-from headrace.core.output_buffer import OutputBuffer
-from headrace.core.output_processor import End
-from headrace.core.request import Request, RequestState
-from headrace.core.rows import RowTable
+from headrace.base.wire.request import RowSampling
+from headrace.core.output_processor import End, OutputBuffer
+from headrace.core.request import Request, RequestState, RowTable
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.plan_builder import InFlightStep
 from headrace.core.scheduler.scheduler import Scheduler

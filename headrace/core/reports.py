@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from headrace.core.counters import STEP_TOKENS, Counters
 from headrace.core.kv.manager import KVManager
-from headrace.core.request import NOT_LOOKED_AT, Request
-from headrace.core.rows import RowTable
+from headrace.core.request import NOT_LOOKED_AT, Request, RowTable
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.scheduler import Scheduler
-from headrace.core.service_state import ServiceState
+from headrace.core.service_state import STEP_TOKENS, Counters, ServiceState
 
 Document = dict[str, object]
 

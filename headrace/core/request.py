@@ -1,16 +1,29 @@
-"""One request inside the core: what it asked for, how far it is, and the states it may go through.
+"""One request inside the core: what it asked for, how far it is, and the states it may go through;
+and the running requests as columns.
 
     WAITING -> PREFILL -> DECODE -> FINISHED
        ^          |          |
        `----- PREEMPTED <----'          (every state but FINISHED may go to FINISHED)
 
-Plain data: no closures, no back references, so that a finished request is freed by its reference
-count alone. What changes with every token (positions, limits) lives in `core/rows.py` while the
-request owns a row.
+A `Request` is plain data: no closures, no back references, so that a finished one is freed by its
+reference count alone. What changes with every token (positions, limits) lies in the `RowTable`
+while the request owns a row: numpy columns, so that the steady state (rows that decode) is handled
+a column at a time; only a row at a block boundary, a row that may stop or a row with
+log-probabilities costs Python work. Nothing here grows with the context: of the tokens only the
+newest block is kept per row (`tail`), older ones are flushed to the request.
+
+    position        0 ......... planned-1 | planned ............ length-1
+    KV              computed or in flight | not yet scheduled
+    tokens          0 .............. known-1 | promised by steps in flight
+
+A step that verifies drafts promises as many tokens as it may bring; what it has not brought is
+taken off `num_planned_tokens` and `length` when its result is in, so that both are upper bounds
+meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
@@ -155,3 +168,139 @@ class Request:
             return self.wire.prompt[first:last]
         tail = bytes(self.output[max(first - prompt_end, 0) : last - prompt_end])
         return self.wire.prompt[first:] + tail if first < prompt_end else tail
+
+
+STOP_COLUMNS = 4
+Int32 = npt.NDArray[np.int32]
+Bool = npt.NDArray[np.bool_]
+
+
+class RowTable:
+    """`num_rows` rows; a row's index is its slot in the runner.
+
+    num_planned_tokens   tokens whose KV is computed or in flight
+    length      tokens that exist, the promised one included
+    num_known_tokens     tokens whose value the core knows
+    num_unverified  drafts in flight: by so much the two bounds may be too great
+    limit       length at which the request ends ("length")
+    stop_from   position from which on stop ids count
+    decoding    whether the row decodes (its prompt is computed or in flight)
+    stops       [stop, row]: up to STOP_COLUMNS stop ids, -1 elsewhere; `always`: it has more, so
+    look at every token
+    repeats     row -> what looks at each of its tokens, for the rows that asked for it
+    epoch       changes when the row changes hands; a result for an earlier epoch is void
+    """
+
+    def __init__(self, num_rows: int, block_tokens: int) -> None:
+        self.num_rows = num_rows
+        self.block_tokens = block_tokens
+        self.requests: list[Request | None] = [None] * num_rows
+        self.id = np.zeros(num_rows, np.int64)
+        self.epoch = np.zeros(num_rows, np.int32)
+        self.num_planned_tokens = np.zeros(num_rows, np.int32)
+        self.length = np.zeros(num_rows, np.int32)
+        self.num_known_tokens = np.zeros(num_rows, np.int32)
+        self.num_unverified = np.zeros(num_rows, np.int32)
+        self.limit = np.zeros(num_rows, np.int32)
+        self.stop_from = np.zeros(num_rows, np.int32)
+        self.decoding = np.zeros(num_rows, np.bool_)
+        self.always = np.zeros(num_rows, np.bool_)
+        self.stops = np.full((STOP_COLUMNS, num_rows), -1, np.int32)
+        self.tail = np.zeros((num_rows, block_tokens), np.int32)
+        self.repeats: dict[int, Repeats] = {}
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Rows nobody owns."""
+        return len(self._free)
+
+    def acquire(self, request: Request, *, computed: int) -> int:
+        """Gives the request a row; the KV of its first `computed` tokens is there."""
+        row = self._free.pop()
+        known = request.num_tokens
+        request.row = row
+        self.requests[row] = request
+        self.id[row] = request.id
+        self.num_planned_tokens[row] = computed
+        self.length[row] = self.num_known_tokens[row] = known
+        self.num_unverified[row] = 0
+        self.limit[row] = request.length_limit
+        self.stop_from[row] = request.num_prompt + request.wire.stop.min_tokens
+        self.decoding[row] = False
+        self._set_stops(row, request.wire.stop.stop_ids)
+        if request.repeats is not None:
+            self.repeats[row] = request.repeats
+        begin = known - known % self.block_tokens
+        self.tail[row, : known - begin] = np.frombuffer(request.token_bytes(begin, known), "<i4")
+        return row
+
+    def _set_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        self.always[row] = len(stop_ids) > STOP_COLUMNS
+        self.stops[:, row] = -1
+        if not self.always[row]:
+            self.stops[: len(stop_ids), row] = stop_ids
+
+    def release(self, request: Request) -> int:
+        """Takes the row back; results of steps in flight for it become void."""
+        row = request.row
+        assert self.requests[row] is request, (row, request.id)
+        self.requests[row] = None
+        self.repeats.pop(row, None)
+        self.decoding[row] = False
+        self.epoch[row] += 1
+        self._free.append(row)
+        request.row = -1
+        return row
+
+    def owner(self, row: int) -> Request:
+        """The request that owns a row."""
+        request = self.requests[row]
+        assert request is not None, row
+        return request
+
+    def count_known(self, request: Request) -> int:
+        """Tokens of the request whose value is known."""
+        return int(self.num_known_tokens[request.row]) if request.row >= 0 else request.num_tokens
+
+    def to_decode(self) -> npt.NDArray[np.intp]:
+        """The rows that decode and have not been promised their last token."""
+        return (self.decoding & (self.length < self.limit)).nonzero()[0]
+
+    def least_planned(self, row: int) -> int:
+        """The least position that the row's next query token may have."""
+        return int(self.num_planned_tokens[row] - self.num_unverified[row])
+
+    def settle_drafts(self, rows: Int32, drafts: Int32, accepted: Int32) -> None:
+        """A step that promised so many drafts of each row has brought `accepted` of them."""
+        rejected = drafts - accepted
+        self.num_planned_tokens[rows] -= rejected
+        self.length[rows] -= rejected
+        self.num_unverified[rows] -= drafts
+
+    def flush_blocks(self, requests: Sequence[Request], blocks: Sequence[bytes]) -> None:
+        """The tails of these requests' rows have become full blocks: their outputs move to the
+        requests."""
+        size = self.block_tokens * TOKEN_BYTES
+        for request, block in zip(requests, blocks, strict=True):
+            held = len(request.wire.prompt) + len(request.output)
+            request.output += block[held % size :]
+
+    def append(self, request: Request, tokens: list[int]) -> None:
+        """The row knows these tokens too, beyond those it knew; none is promised. It does not
+        decode until their KV is planned."""
+        self.flush_rest(request)
+        request.output += np.asarray(tokens, "<i4").tobytes()
+        row, known = request.row, request.num_tokens
+        self.num_known_tokens[row] = self.length[row] = known
+        self.decoding[row] = False
+        begin = known - known % self.block_tokens
+        self.tail[row, : known - begin] = np.frombuffer(request.token_bytes(begin, known), "<i4")
+
+    def flush_rest(self, request: Request) -> None:
+        """Moves the outputs that are only in the tail to the request (it is about to lose its
+        row)."""
+        held, known, row = request.num_tokens, int(self.num_known_tokens[request.row]), request.row
+        if held < known:
+            begin = held % self.block_tokens
+            request.output += self.tail[row, begin : begin + known - held].tobytes()

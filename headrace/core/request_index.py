@@ -1,10 +1,12 @@
-"""The requests in flight, by engine id and by the ids people know: the server's label and the id
-the client chose. One public id may stand for several requests (`n`, several prompts)."""
+"""The requests in flight, by engine id, by the ids people know (the server's label and the id the
+client chose), and by deadline. One public id may stand for several requests (`n`, several prompts).
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from headrace.core.request import Request
 
@@ -82,3 +84,38 @@ def _labels(request: Request) -> set[str]:
     if stem and number.isdigit() and len(number) < PROMPT_DIGITS:
         names.add(stem)
     return names - {""}
+
+
+SLACK = 1024  # entries of ended requests that may stay behind
+
+
+class Deadlines:
+    """Pairs (due, request id). An entry may outlive its request; `expired` may return such ids."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def first(self) -> float | None:
+        """The earliest deadline."""
+        return self._heap[0][0] if self._heap else None
+
+    def add(self, due: float, request_id: int) -> None:
+        """Remembers a deadline."""
+        heapq.heappush(self._heap, (due, request_id))
+
+    def forget_ended(self, alive: Container[int], *, num_alive: int) -> None:
+        """Drops the entries of ended requests once they are most of the heap."""
+        if len(self._heap) > 2 * num_alive + SLACK:
+            self._heap = [entry for entry in self._heap if entry[1] in alive]
+            heapq.heapify(self._heap)
+
+    def expired(self, now: float) -> list[int]:
+        """Takes out the requests whose time is over."""
+        ids: list[int] = []
+        while self._heap and self._heap[0][0] <= now:
+            ids.append(heapq.heappop(self._heap)[1])
+        return ids

@@ -1,8 +1,14 @@
-"""Whether requests are taken, new ones begin and steps are planned: pause, drain and sleep of one
-core, as plain state. Operations (control.py, lifecycle.py) change it, the engine core obeys it."""
+"""The state of one core as a whole: paused, draining or asleep, and what it has counted.
+
+Operations (control.py, lifecycle.py) change `ServiceState` and the engine core obeys it: whether
+requests are taken, new ones begin and steps are planned. `Counters` are raw totals since start, and
+the throughput of the last second or two.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 
@@ -62,3 +68,53 @@ class ServiceState:
     def frozen(self) -> bool:
         """Whether nothing may be planned."""
         return self.pause is PauseMode.KEEP or not self.has_executor
+
+
+RATE_WINDOW_S = 1.0
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Greatest step of each bucket but the last, which has no bound."""
+
+
+class Counters:
+    """Totals; `rate` is tokens (prompt and output) per second, smoothed over about RATE_WINDOW_S.
+    `step_tokens`: steps by their tokens, a count for each bucket of STEP_TOKENS."""
+
+    def __init__(self, now: float) -> None:
+        self.steps = 0
+        self.rows = 0
+        self.tokens = 0
+        self.output_tokens = 0
+        self.jump_forward_tokens = 0
+        self.failed_steps = 0
+        self.failed_in_a_row = 0
+        self.refused = 0
+        self.finished: Counter[str] = Counter()
+        self.plan_s = 0.0
+        self.update_s = 0.0
+        self.rate = 0.0
+        self.step_tokens = [0] * (len(STEP_TOKENS) + 1)
+        self._window_start = now
+        self._window_tokens = 0
+
+    def finished_step(self, tokens: int, *, any_failed: bool) -> None:
+        """A step gave so many tokens. One in which rows failed and none gave a token counts as
+        failed; `failed_in_a_row` counts those since the last token."""
+        self.output_tokens += tokens
+        if tokens:
+            self.failed_in_a_row = 0
+        elif any_failed:
+            self.failed_steps += 1
+            self.failed_in_a_row += 1
+
+    def planned(self, now: float, *, rows: int, tokens: int) -> None:
+        """A step was planned."""
+        self.steps += 1
+        self.rows += rows
+        self.tokens += tokens
+        self.step_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
+        self._window_tokens += tokens
+        length = now - self._window_start
+        if length >= RATE_WINDOW_S:
+            latest = self._window_tokens / length
+            self.rate = latest if self.rate == 0.0 else 0.5 * (self.rate + latest)
+            self._window_start, self._window_tokens = now, 0

@@ -42,7 +42,7 @@ from headrace.base.wire.step import WorkerFacts
 from headrace.core.absent import AbsentExecutor
 from headrace.core.core import EngineCore
 from headrace.core.grammar.hook import GrammarHook
-from headrace.core.output_buffer import CoreOutput
+from headrace.core.output_processor import CoreOutput
 from headrace.core.ports import AdmissionHook, Executor
 from headrace.core.service_state import ServiceState
 from headrace.launch.frontend_connections import FrontendConnections, FrontendGone, Incoming

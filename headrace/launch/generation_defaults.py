@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.base.errors import CheckpointError
-from headrace.base.wire.params import BOUNDS, Bound
+from headrace.base.wire.request import BOUNDS, Bound
 
 _DEFAULT_BOUNDS = {
     name: BOUNDS[name]

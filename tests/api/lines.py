@@ -82,8 +82,7 @@ def core_lines(options: dict[str, object], *layers: int) -> Lines:
     """Of one greedy request on the bundled model, after two that were there for what runs once."""
     from headrace.back.executor.choose import make_executor
     from headrace.base.config.tree import Options
-    from headrace.base.wire.params import RowSampling, StopRules
-    from headrace.base.wire.request import EngineRequest
+    from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
     from headrace.core.core import EngineCore
     from headrace.launch.facts import resolve_options
 

@@ -9,8 +9,7 @@ import torch
 
 from headrace.back.attention.plan import AttentionPlan, Batch
 from headrace.back.models.protocol import CausalModel
-from headrace.base.wire.params import RowSampling
-from headrace.base.wire.request import PromptLogprobs
+from headrace.base.wire.request import PromptLogprobs, RowSampling
 from headrace.base.wire.step import RowLogprobs, RowStart, StepPlan, StepResult, WorkerFacts
 
 GREEDY = RowSampling(temperature=0.0)

@@ -22,7 +22,7 @@ from headrace.back.executor.processes import ProcessExecutor
 from headrace.back.sampling.in_step import InStepSampling
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, ModelSpec, SchedulerSpec
 from headrace.base.wire.grammar import GRAMMAR_HOOK, pack_masks
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.core.ports import Executor
 from tests.back.driver import Driver, Sequence
 

@@ -18,8 +18,7 @@ from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, ModelSpec, SchedulerSpec
 from headrace.base.errors import ConfigError
-from headrace.base.wire.params import RowSampling, StopRules
-from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
 from headrace.core.ports import Executor
 

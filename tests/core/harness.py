@@ -18,8 +18,15 @@ from headrace.base.config.resolved import (
     SchedulerSpec,
     SpeculationSpec,
 )
-from headrace.base.wire.params import RowSampling, StopRules
-from headrace.base.wire.request import Call, EngineRequest, Finished, Reply, TokenLogprobs
+from headrace.base.wire.request import (
+    Call,
+    EngineRequest,
+    Finished,
+    Reply,
+    RowSampling,
+    StopRules,
+    TokenLogprobs,
+)
 from headrace.base.wire.step import KVGroup
 from headrace.core.core import EngineCore
 from headrace.core.ports import AdmissionHook

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.base.wire.params import RowSampling, StopRules
-from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.ports import AdmissionHook, AdmissionVerdict
 from tests.core.harness import WIDTH, Driver, make_request, make_spec
 

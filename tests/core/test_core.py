@@ -11,7 +11,7 @@ import pytest
 
 from headrace.back.executor.null import NullBehaviour
 from headrace.base.errors import EngineDead, from_wire
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.core.core import FAILING_STEPS
 from tests.core.harness import EOS, Clock, Driver, make_request, make_spec, window_groups
 

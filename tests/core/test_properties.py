@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.back.executor.null import NullBehaviour
-from headrace.base.wire.params import RowSampling
-from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.request import EngineRequest, RowSampling
 from headrace.base.wire.step import KVGroup
 from headrace.core.ports import AdmissionHook, AdmissionVerdict
 from tests.core.harness import EOS, FULL, Clock, Driver, make_request, make_spec, window_groups

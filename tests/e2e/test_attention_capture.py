@@ -13,8 +13,7 @@ import torch
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
-from headrace.base.wire.params import RowSampling, StopRules
-from headrace.base.wire.request import Captured, EngineRequest
+from headrace.base.wire.request import Captured, EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
 from tests.models.oracle import model_spec, save_oracle
 from tests.models.test_parity import tiny_config

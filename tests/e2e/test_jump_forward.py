@@ -11,8 +11,7 @@ import numpy as np
 from headrace.back.executor.choose import make_executor
 from headrace.base.config.tree import Options
 from headrace.base.wire.grammar import Constraint, Json, pack
-from headrace.base.wire.params import RowSampling, StopRules
-from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
 from headrace.core.grammar.hook import GrammarHook
 from headrace.front.text.tokenizer_files import load_tokenizer

@@ -27,8 +27,7 @@ from headrace.base.config.tree import (
     SchedulerOptions,
 )
 from headrace.base.config.tree import SpeculationOptions as Speculation
-from headrace.base.wire.params import RepetitionDetection, RowSampling, StopRules
-from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.request import EngineRequest, RepetitionDetection, RowSampling, StopRules
 from headrace.core.core import EngineCore
 from headrace.front.text.tokenizer_files import load_tokenizer
 from headrace.launch.facts import resolve_options

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from headrace.base.wire.codec import HEADER, Codec
-from headrace.base.wire.params import RowSampling, StopRules
 from headrace.base.wire.request import (
     PING,
     AbortRequests,
@@ -21,6 +20,8 @@ from headrace.base.wire.request import (
     Finished,
     Hello,
     Reply,
+    RowSampling,
+    StopRules,
     ToCore,
     ToFront,
     TokenBatch,

@@ -16,7 +16,7 @@ import pytest
 
 from headrace.base.config.tree import Options
 from headrace.base.errors import EngineDead
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Delta, Ended, Generation
 from headrace.launch.local import start_local

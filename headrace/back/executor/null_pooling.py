@@ -10,8 +10,7 @@ import numpy as np
 
 from headrace.base.config.resolved import ModelSpec
 from headrace.base.splitmix import U64
-from headrace.base.wire.params import RowPooling
-from headrace.base.wire.request import Pooled
+from headrace.base.wire.request import Pooled, RowPooling
 
 DEFAULT_WIDTH = 16
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import CheckpointError, from_wire
-from headrace.base.wire.params import RowPooling, RowSampling
+from headrace.base.wire.request import RowPooling, RowSampling
 from headrace.base.wire.step import RowStart, StepPlan, StepResult
 
 CPU_TOKENS = 16

@@ -19,7 +19,7 @@ import torch
 
 from headrace.back.kernels.upload import to_device
 from headrace.back.sampling.features import FeatureRows
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart
 
 MAX_EXTRA = 128

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.token_scores.op import MOST
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart
 
 

@@ -88,7 +88,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """See SchedulerOptions; all numbers decided. Without `chunked` a prompt is computed in one step
     (encoders): then `max_step_tokens` is at least the model's context. `slowdown_bends`: see
-    core/scheduler/prefill_budget.py. `slow_step_s` None: by measured steps. `tenant_weights`: by
+    core/scheduler/budget.py. `slow_step_s` None: by measured steps. `tenant_weights`: by
     tenant, which is the digest of a key."""
 
     max_step_tokens: int

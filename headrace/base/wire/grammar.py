@@ -8,7 +8,7 @@ hook's part of a request.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,6 +17,27 @@ import numpy.typing as npt
 GRAMMAR_HOOK = "grammar"
 """Key of a `Constraint` in `EngineRequest.hook_payloads`, and of the masks in a step's deferred
 inputs."""
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the text of an answer must be; exactly one of the first six.
+
+    `json` is a JSON schema (an object or its text), `json_object` any JSON object, `regex` a
+    pattern for the whole text (Rust's syntax), `choice` a list of texts, `grammar` Lark or GBNF,
+    `structural_tag` free text with tagged parts. The others are about JSON: no white space but one
+    space after `,` and `:`; a pattern for white space; objects have no properties but those named
+    unless their schema says so.
+    """
+
+    json: dict[str, Any] | str | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool | None = None
 
 
 class Literal(msgspec.Struct, frozen=True, tag="literal"):

@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import WireError
-from headrace.base.wire.params import RowPooling, RowSampling
-from headrace.base.wire.request import Captured, Pooled, PromptLogprobs
+from headrace.base.wire.request import Captured, Pooled, PromptLogprobs, RowPooling, RowSampling
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):

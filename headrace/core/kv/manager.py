@@ -2,7 +2,7 @@
 computed.
 
 All groups of blocks draw from one pool; what a request's growth takes, each group's kind says
-(kinds/). A request's list of blocks holds 0 (the null block) where its group has given a block
+(kinds.py). A request's list of blocks holds 0 (the null block) where its group has given a block
 back. Recurrent groups take no blocks: snapshots of their state are numbered from pools of their
 own. Decides nothing about who runs.
 """
@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from headrace.base.errors import ContextTooLong
 from headrace.base.wire.step import WorkerFacts
-from headrace.core.kv.groups import capacity_tokens, common_hit, kind_of
-from headrace.core.kv.pool import NULL_BLOCK, BlockPool, KVPool, PrefixHasher
+from headrace.core.kv.kinds import capacity_tokens, common_hit, kind_of
+from headrace.core.kv.pool import NULL_BLOCK, BlockPool, KVPool, PrefixHasher, Snapshots
 from headrace.core.kv.slabs import SlabPool
-from headrace.core.kv.snapshots import Snapshots
 from headrace.core.request import Request
 
 Int32 = npt.NDArray[np.int32]

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from headrace.base.wire.step import RowFeed, RowStart, StepPlan
 from headrace.core.kv.manager import BlockColumns
-from headrace.core.request import Request
-from headrace.core.rows import RowTable
+from headrace.core.request import Request, RowTable
 
 Int32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]

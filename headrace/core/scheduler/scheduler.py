@@ -24,12 +24,15 @@ from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.errors import HeadraceError
 from headrace.base.wire.step import RowFeed, RowStart, StepPlan
 from headrace.core.kv.manager import KVManager
-from headrace.core.request import Request, RequestState
-from headrace.core.rows import RowTable
+from headrace.core.request import Request, RequestState, RowTable
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
-from headrace.core.scheduler.budget import PartialPrefillLimits, StepBudget
+from headrace.core.scheduler.budget import (
+    PartialPrefillLimits,
+    PrefillBudgetModel,
+    SlowdownBound,
+    StepBudget,
+)
 from headrace.core.scheduler.plan_builder import InFlightStep, StepPlanBuilder
-from headrace.core.scheduler.prefill_budget import PrefillBudgetModel, SlowdownBound
 from headrace.core.scheduler.queue import key_of, queue_of
 from headrace.core.scheduler.speculation import Speculation
 from headrace.core.service_state import ServiceState

@@ -22,8 +22,7 @@ import numpy.typing as npt
 from headrace.base.config.resolved import SpeculationSpec
 from headrace.base.wire.step import StepResult, WorkerFacts
 from headrace.core.kv.manager import KVManager
-from headrace.core.request import Request
-from headrace.core.rows import RowTable
+from headrace.core.request import Request, RowTable
 from headrace.core.scheduler.plan_builder import InFlightStep, StepPlanBuilder
 
 Int32 = npt.NDArray[np.int32]

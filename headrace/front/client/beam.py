@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import (
     Delta,
     Ended,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.config.resolved import TextSpec
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Generation
 from headrace.front.text.parsing.engine import CallArguments, CallBegin, Content, Part, Reasoning
 from headrace.front.text.parsing.parser import AnswerFormat, OutputParser, schemas_of

@@ -20,8 +20,7 @@ import msgspec
 from headrace.base import splitmix
 from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import HeadraceError, NotFound, Unavailable
-from headrace.base.wire.params import SamplingParams
-from headrace.base.wire.request import Hello
+from headrace.base.wire.request import Hello, SamplingParams
 from headrace.front.client.admission_retry import left_of
 from headrace.front.client.beam import beam_search
 from headrace.front.client.events import (

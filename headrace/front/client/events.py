@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from headrace.base.wire.grammar import Node, ReasoningRule
-from headrace.base.wire.params import RowPooling, SamplingParams
+from headrace.base.wire.request import RowPooling, SamplingParams
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):

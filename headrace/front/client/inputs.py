@@ -16,22 +16,21 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
-from headrace.base.wire.grammar import GRAMMAR_HOOK, Constraint, pack
-from headrace.base.wire.params import (
+from headrace.base.wire.grammar import GRAMMAR_HOOK, Constraint, StructuredOutputs, pack
+from headrace.base.wire.request import (
     BOUNDS,
     LOGPROBS_MODES,
     MAX_PATTERN_COUNT,
     MAX_PATTERN_TOKENS,
     ROW_BOUNDS,
     Bound,
+    EngineRequest,
     RepetitionDetection,
     RowSampling,
     SamplingNumbers,
     SamplingParams,
     StopRules,
-    StructuredOutputs,
 )
-from headrace.base.wire.request import EngineRequest
 from headrace.front.client.events import Generation
 from headrace.front.client.limits import Limits
 from headrace.front.text.structure.requested import node_of

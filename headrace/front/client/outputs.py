@@ -13,8 +13,15 @@ from typing import Any
 import numpy as np
 
 from headrace.base.errors import HeadraceError, from_wire
-from headrace.base.wire.params import SamplingParams, StopRules
-from headrace.base.wire.request import Captured, Finished, Pooled, PromptLogprobs, TokenLogprobs
+from headrace.base.wire.request import (
+    Captured,
+    Finished,
+    Pooled,
+    PromptLogprobs,
+    SamplingParams,
+    StopRules,
+    TokenLogprobs,
+)
 from headrace.front.client.events import (
     AttentionWeights,
     Delta,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import EngineError, InvalidRequest
-from headrace.base.wire.params import RowPooling, SamplingParams
+from headrace.base.wire.request import RowPooling, SamplingParams
 from headrace.front.client.events import Ended, Events, Generation, PooledPart
 
 Float32 = npt.NDArray[np.float32]

@@ -9,7 +9,7 @@ import pytest
 from headrace.back.executor.choose import make_executor
 from headrace.base.config.resolved import EngineSpec, ModelSpec
 from headrace.base.errors import ConfigError
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.core.ports import Executor
 from tests.back.driver import Driver
 from tests.back.tiny_model import tiny_spec

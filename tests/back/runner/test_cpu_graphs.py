@@ -17,8 +17,7 @@ from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.cpu_graphs import CpuGraphs
 from headrace.back.sampling import sampler
 from headrace.base.config.options import CommandLine
-from headrace.base.wire.params import RowSampling, StopRules
-from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.bench.offline import OfflineEngine
 from headrace.launch.facts import resolve_options
 

@@ -35,7 +35,7 @@ from headrace.back.sampling import device_rows, penalties
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import KVSpec
 from headrace.base.errors import ConfigError
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import KVGroup
 from tests.back.driver import Driver, greedy_reference
 from tests.back.tiny_model import TinyModel, tiny_spec

@@ -23,7 +23,7 @@ from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
 from headrace.base.errors import CheckpointError
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from tests.back.driver import GREEDY, Driver, Sequence, greedy_reference, reference_logits
 from tests.back.tiny_model import TinyModel, tiny_spec
 

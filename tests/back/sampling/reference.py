@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 
 MASK = (1 << 64) - 1
 

@@ -10,7 +10,7 @@ import torch
 from headrace.back.sampling.sampled import failures
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.wire.grammar import NOTHING, MaskBuffer, pack_masks, unpack_masks
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

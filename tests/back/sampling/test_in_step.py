@@ -10,7 +10,7 @@ from headrace.back.sampling.in_step import MOST_WORDS, AskedRows, InStepSampling
 from headrace.back.sampling.sampled import failures
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.errors import InvalidRequest, NonFiniteLogits
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart
 from tests.back.sampling.logprobs import assert_same_logprobs
 

@@ -16,7 +16,7 @@ from headrace.back.sampling.device_rows import DeviceRows
 from headrace.back.sampling.dry import repeats, repeats_dense
 from headrace.back.sampling.features import FeatureRows, RowNumbers
 from headrace.back.sampling.random_rows import RandomRows, sample_random
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from headrace.back.sampling.features import FeatureRows
 from headrace.back.sampling.sampled import failures
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowLogprobs, RowStart
 from tests.back.sampling import reference
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headrace.back.kernels.linear_top.op import NUM_CANDIDATES
 from headrace.back.sampling.sampled import failures
 from headrace.back.sampling.sampler import Sampler
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart
 
 CPU = torch.device("cpu")

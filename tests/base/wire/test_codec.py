@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.wire.codec import HEADER, Codec, cut_frames
-from headrace.base.wire.params import RowSampling, StopRules
-from headrace.base.wire.request import EngineRequest, Finished, ToCore, ToFront, TokenBatch
+from headrace.base.wire.request import (
+    EngineRequest,
+    Finished,
+    RowSampling,
+    StopRules,
+    ToCore,
+    ToFront,
+    TokenBatch,
+)
 from headrace.base.wire.step import RowStart, StepPlan
 
 to_core: Codec[ToCore] = Codec(ToCore)

@@ -15,8 +15,7 @@ import msgspec
 from headrace.back.executor.null import NullBehaviour
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.wire.grammar import Constraint, Node, ReasoningRule, Vocabulary, pack
-from headrace.base.wire.params import RowSampling
-from headrace.base.wire.request import EngineRequest, Finished
+from headrace.base.wire.request import EngineRequest, Finished, RowSampling
 from headrace.base.wire.step import KVGroup
 from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.hook import GrammarHook

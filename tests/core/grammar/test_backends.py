@@ -21,11 +21,11 @@ from headrace.base.wire.grammar import (
     Regex,
     Repeat,
     Sequence,
+    StructuredOutputs,
     Tag,
     Triggered,
     Vocabulary,
 )
-from headrace.base.wire.params import StructuredOutputs
 from headrace.core.grammar.backends import make_backend
 from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.hook import GrammarHook

@@ -23,7 +23,7 @@ from headrace.base.wire.grammar import (
     Triggered,
     Until,
 )
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.hook import GrammarHook
 from headrace.front.text.structure.requested import MAX_CHOICES

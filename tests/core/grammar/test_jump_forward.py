@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.back.executor.null import NullBehaviour
 from headrace.base.wire.grammar import Json, Literal, Node, ReasoningRule, Regex
-from headrace.base.wire.params import RowSampling
-from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.request import EngineRequest, RowSampling
 from headrace.core.grammar.hook import GrammarHook
 from tests.core.grammar.constrained import (
     EOS,

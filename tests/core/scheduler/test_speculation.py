@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.back.executor.null import NullBehaviour
 from headrace.base import splitmix
 from headrace.base.config.resolved import SpeculationSpec
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from tests.core.harness import EOS, FULL, Driver, make_request, make_spec, window_groups
 from tests.core.test_properties import alone, outcome, random_requests
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import DeadlineExceeded, Unavailable
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.admission_retry import RetryingEngine
 from headrace.front.client.events import Ended, Event, Generation, Started
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Generation, Started
 from headrace.front.client.llm import run_one
 from tests.front.client.scripted_core import WIDTH

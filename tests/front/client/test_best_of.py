@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.engine import choice_params, choice_seed
 from headrace.front.client.events import Generation
 from headrace.front.client.llm import run_one

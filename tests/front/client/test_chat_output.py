@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from headrace.base.config.resolved import TextSpec
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.chat_output import ChatOutput, ChatOutputParser
 from headrace.front.text.tokenizer_files import load_tokenizer
 

@@ -14,7 +14,7 @@ from headrace.base.errors import (
     Unavailable,
     WireError,
 )
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.admission_retry import RETRY_S
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import Delta, Ended, Generation, PromptScored, Started

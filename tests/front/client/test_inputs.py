@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Generation
 from headrace.front.client.inputs import InputChecker, RequestBounds
 from headrace.front.client.limits import Limits

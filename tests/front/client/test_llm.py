@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from headrace.base.errors import ConfigError, ContextTooLong, InvalidRequest, Unavailable, WireError
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Generation
 from headrace.front.client.llm import (
     LLM,

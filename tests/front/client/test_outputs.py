@@ -1,8 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.base.wire.params import SamplingParams, StopRules
-from headrace.base.wire.request import Finished
+from headrace.base.wire.request import Finished, SamplingParams, StopRules
 from headrace.front.client.events import Delta, Ended
 from headrace.front.client.outputs import ChoiceState
 from tests.front.text import vocabularies

@@ -29,7 +29,7 @@ from headrace.back.kernels.triton.wrap import interpreted
 from headrace.back.sampling.in_step import AskedRows, InStepSampling, StepSamples
 from headrace.back.sampling.sampled import Sampled
 from headrace.back.sampling.sampler import Sampler
-from headrace.base.wire.params import RowSampling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart
 from tests.back.sampling.logprobs import assert_same_logprobs
 

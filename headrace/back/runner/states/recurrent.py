@@ -4,7 +4,7 @@ behind the other, and snapshots of the same shape.
 Layers read and write `batch.kv[cache]` at `batch.row_R`. What a row begins with follows from the
 step's own numbers, all on the device: at position 0 its state is reset; at the end of block i, if
 entry i of the recurrent group's block table names a snapshot slot, it is loaded from there; else it
-goes on. A chunk that ends with such a block leaves its state in the slot (core/kv/snapshots.py).
+goes on. A chunk that ends with such a block leaves its state in the slot (core/kv/pool.py).
 
 R rows of the step, M rows of the runner, S snapshot slots, Z bytes of a row.
 """

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.admission_retry import run_admitted
 from headrace.front.client.events import Delta, Ended, Generation
 from headrace.front.server.conversation.context import RequestContext

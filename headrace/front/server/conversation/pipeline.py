@@ -12,7 +12,7 @@ from contextlib import aclosing
 from starlette.responses import Response
 
 from headrace.base.errors import Forbidden
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Events, Generation
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.resolved import (

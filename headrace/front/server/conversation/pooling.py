@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.base.config.resolved import PoolingSpec
 from headrace.base.errors import ContextTooLong, InvalidRequest
-from headrace.base.wire.params import RowPooling
+from headrace.base.wire.request import RowPooling
 from headrace.front.client.admission_retry import run_admitted
 from headrace.front.client.pooling import (
     Float32,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.generation import TokenSampling
 from headrace.front.server.conversation.pipeline import prompt_ids

@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest, RequestError
-from headrace.base.wire.params import BOUNDS, RepetitionDetection, SamplingParams, StructuredOutputs
+from headrace.base.wire.grammar import StructuredOutputs
+from headrace.base.wire.request import BOUNDS, RepetitionDetection, SamplingParams
 from headrace.front.server.http.limits import Count, Name, R, TokenId, typed
 
 _SENT_AS_IS = (

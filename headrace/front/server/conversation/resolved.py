@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import InvalidRequest, RequestError
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Events
 from headrace.front.server.conversation.calls import (
     SENT_AS,

@@ -11,8 +11,15 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.grammar import Either, Json, Literal, Node, ReasoningRule, Sequence
-from headrace.base.wire.params import StructuredOutputs
+from headrace.base.wire.grammar import (
+    Either,
+    Json,
+    Literal,
+    Node,
+    ReasoningRule,
+    Sequence,
+    StructuredOutputs,
+)
 from headrace.front.server.conversation.request import ChatRequest, Common
 from headrace.front.text.parsing.engine import unmarked
 from headrace.front.text.parsing.families import tool_family

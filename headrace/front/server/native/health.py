@@ -14,7 +14,7 @@ from starlette.responses import Response
 from headrace import __version__
 from headrace.base.errors import HeadraceError
 from headrace.base.telemetry.vllm_names import vllm_text
-from headrace.base.wire.params import SamplingParams
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Ended, Generation
 from headrace.front.server.conversation.context import RequestContext, Services, json_response
 

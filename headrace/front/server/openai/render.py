@@ -15,8 +15,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.params import SamplingParams, StopRules
-from headrace.base.wire.request import Finished
+from headrace.base.wire.request import Finished, SamplingParams, StopRules
 from headrace.front.client.events import (
     Delta,
     Event,

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.grammar import Ebnf, Either, Json, Lark, Literal, Node, Regex
-from headrace.base.wire.params import StructuredOutputs
+from headrace.base.wire.grammar import (
+    Ebnf,
+    Either,
+    Json,
+    Lark,
+    Literal,
+    Node,
+    Regex,
+    StructuredOutputs,
+)
 from headrace.front.text.structure.regex import ascii_classes
 from headrace.front.text.structure.schema import checked_schema
 from headrace.front.text.structure.structural_tag import structural_tag

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.grammar import Either, Json, Lark, Literal, Regex
-from headrace.base.wire.params import StructuredOutputs
+from headrace.base.wire.grammar import Either, Json, Lark, Literal, Regex, StructuredOutputs
 from headrace.front.text.structure.requested import (
     MAX_CHOICE_CHARS,
     MAX_CHOICES,
