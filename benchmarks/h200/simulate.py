@@ -1,6 +1,6 @@
 """A closed loop of users in simulated time: what a budget of tokens or a bound on prompts does, without a device.
 
-    python -m benchmarks.h200.simulate --shape qwen3-8b --users 256 [--budget 1792] [--max-slowdown 2 --bends]
+    python -m benchmarks.h200.simulate --shape qwen3-8b --users 256 [--budget 1792] [--max-slowdown 2]
 
 The real scheduler plans the load of benchmarks/h200/server.py; a step takes what one H200 was measured to take for its
 tokens (STEP_MS) and for the KV of its decodes. The host is free, but for TURN_S between an answer and its user's next
@@ -138,16 +138,13 @@ class Loop:
                 self._ask(self._clock.now_s + TURN_S)
 
 
-def simulate(
-    shape: str, users: int, budget: int, max_slowdown: float | None, bends: bool
-) -> list[object]:
+def simulate(shape: str, users: int, budget: int, max_slowdown: float | None) -> list[object]:
     """A row of the table; one round before it is not counted, as in the measurement."""
     spec = make_spec(running=256, context=1536, steps=200)
     scheduler = SchedulerSpec(
         max_step_tokens=budget,
         max_running=256,
         max_decode_slowdown=max_slowdown,
-        slowdown_bends=bends,
     )
     kv = msgspec.structs.replace(spec.kv, prefix_caching=False, num_blocks=40_000)
     spec = msgspec.structs.replace(spec, scheduler=scheduler, kv=kv)
@@ -183,12 +180,11 @@ def main() -> None:
     parser.add_argument("--users", default="256", help="such as 16,64,256")
     parser.add_argument("--budget", type=int)
     parser.add_argument("--max-slowdown", type=float)
-    parser.add_argument("--bends", action="store_true")
     given = parser.parse_args()
     budget = given.budget or BUDGET[given.shape]
     header = ("shape", "users", "budget", "max_slowdown", "out tok/s", "TTFT p50 ms")
     rows = [
-        simulate(given.shape, int(users), budget, given.max_slowdown, given.bends)
+        simulate(given.shape, int(users), budget, given.max_slowdown)
         for users in given.users.split(",")
     ]
     print(markdown_table([*header, "ITL p50 / p99 ms", "padded", "new sizes"], rows))

@@ -87,16 +87,14 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """See SchedulerOptions; all numbers decided. Without `chunked` a prompt is computed in one step
-    (encoders): then `max_step_tokens` is at least the model's context. `slowdown_bends`: see
-    core/scheduler/budget.py. `slow_step_s` None: by measured steps. `tenant_weights`: by
-    tenant, which is the digest of a key."""
+    (encoders): then `max_step_tokens` is at least the model's context. `slow_step_s` None:
+    by measured steps. `tenant_weights`: by tenant, which is the digest of a key."""
 
     max_step_tokens: int
     max_running: int
     policy: str = "fcfs"
     inter_prefill_budget: int | None = None
     max_decode_slowdown: float | None = None
-    slowdown_bends: bool = False
     max_partial_prefills: int | None = None
     long_prefill_threshold: int | None = None
     max_long_partial_prefills: int | None = None

@@ -193,7 +193,10 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=1.1, le=1000)] | Auto | None,
         Meta(
             description="While requests decode, prefill may make a step this many times as long as decodes "
-            "alone take (measured). auto: 2 on a CPU, none on CUDA. none: no bound, for throughput."
+            "alone take (measured): shorter gaps between tokens, for some throughput. On one H200, 8B and 16 "
+            "users, 3 instead of none took the 99th percentile of the gaps from 46.7 to 26.8 ms, the output from "
+            "1,950 to 1,920 tokens a second; 0.6B and 256 users lost an eighth of it. auto: 2 on a CPU, none on "
+            "CUDA. none: no bound, for throughput."
         ),
     ] = "auto"
     max_partial_prefills: Annotated[

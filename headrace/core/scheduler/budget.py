@@ -7,12 +7,6 @@ and what a prefill token adds to it. The allowance is what lengthens a step to `
 the first. A prompt is so spread over many steps, which on large models costs less in all: a step of
 few decodes waits for memory, and some prefill beside it is nearly free.
 
-A hard bound would let the queue grow without end once more prompts come than it lets through. A
-bound that bends gives way: prompts may run at HEADROOM times the rate at which they arrive,
-averaged over RATE_S so that a burst is spread, even if decodes slow down further. It gives way
-altogether where that leaves decodes less than LEAST_SHARE of the time, and beside many decodes: a
-prompt that takes longer holds its row longer, and rows are what is scarce then.
-
 Prefill never starves (at least one block joins every step but the probes), and a step without
 decodes is not bounded at all.
 
@@ -23,11 +17,8 @@ leave room for short ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import msgspec
 
 from headrace.base.config.resolved import SchedulerSpec
 from headrace.core.request import Request
@@ -38,17 +29,6 @@ PROBE_STEPS = (
 FORGET = 0.9  # share of its weight that a measurement keeps at the next one
 OUTLIER = 3.0  # a step this many times as long as expected was held up by something else
 FIRST_SHARE = 8  # before anything is measured: this part of the step's budget
-RATE_S = 2.0  # over about so long the arrival of prompts is averaged
-HEADROOM = 1.25  # prompts may run so many times as fast as they arrive
-LEAST_SHARE = 0.2  # of the time for decodes; where prompts leave them less, nothing is bounded
-
-
-class SlowdownBound(msgspec.Struct, frozen=True, kw_only=True):
-    """`slowdown`: how many times as long as decodes alone a step with prompts may take. `few_rows`:
-    beside more decodes than this it does not hold, and it bends below; None: it is hard."""
-
-    slowdown: float
-    few_rows: int | None = None
 
 
 class _Mean:
@@ -72,58 +52,30 @@ class _Mean:
 
 
 class PrefillBudgetModel:
-    """Learns from every finished step and from arrivals. Without `bound` prefill is never
-    bounded."""
+    """Learns from every finished step. `max_slowdown`: how many times as long as decodes alone a
+    step with prompts may take; without it prefill is never bounded."""
 
-    def __init__(self, bound: SlowdownBound | None, *, max_tokens: int, block_tokens: int) -> None:
-        assert bound is None or bound.slowdown > 1.0, bound
-        self._slowdown_bound = bound
+    def __init__(self, max_slowdown: float | None, *, max_tokens: int, block_tokens: int) -> None:
+        assert max_slowdown is None or max_slowdown > 1.0, max_slowdown
+        self._max_slowdown = max_slowdown
         self._max_tokens = max_tokens
         self._least = block_tokens
         self._decode_step = _Mean()
         self._prefill_token = _Mean()
         self._mixed_steps = 0
         self._finished_at = 0.0
-        self._arrived_tokens = 0.0
-        self._arrived_at = 0.0
 
-    def arrived(self, tokens: int, now: float) -> None:
-        """So many prompt tokens have come that must be computed (negative: were found cached)."""
-        age = max(0.0, now - self._arrived_at)
-        self._arrived_tokens = max(0.0, self._arrived_tokens * math.exp(-age / RATE_S) + tokens)
-        self._arrived_at = now
-
-    def _arrival_rate(self, now: float) -> float:
-        """Prompt tokens per second, the newest weighing most."""
-        age = max(0.0, now - self._arrived_at)
-        return self._arrived_tokens * math.exp(-age / RATE_S) / RATE_S
-
-    def allowance(self, decodes: int, *, now: float) -> int:
+    def allowance(self, decodes: int) -> int:
         """Prefill tokens that may join a step with so many rows that decode."""
-        bound = self._slowdown_bound
-        if bound is None or not decodes or self._holds_rows(bound, decodes):
+        if self._max_slowdown is None or not decodes:
             return self._max_tokens
         if self._mixed_steps >= PROBE_STEPS:
             return 0
         decode_s, token_s = self._decode_step.value, self._prefill_token.value
         if decode_s <= 0.0 or token_s <= 0.0:
             return max(self._least, self._max_tokens // FIRST_SHARE)
-        tokens = (bound.slowdown - 1.0) * decode_s / token_s
-        if bound.few_rows is not None:
-            tokens = max(tokens, self._tokens_to_keep_up(now, decode_s, token_s))
+        tokens = (self._max_slowdown - 1.0) * decode_s / token_s
         return self._rounded(min(tokens, self._max_tokens))
-
-    @staticmethod
-    def _holds_rows(bound: SlowdownBound, decodes: int) -> bool:
-        """Whether so many rows decode that the bound does not hold."""
-        return bound.few_rows is not None and decodes > bound.few_rows
-
-    def _tokens_to_keep_up(self, now: float, decode_s: float, token_s: float) -> float:
-        """With n tokens a step takes decode_s + n token_s, in which HEADROOM times the arrivals
-        are n tokens again."""
-        rate = HEADROOM * self._arrival_rate(now)
-        share = 1.0 - rate * token_s
-        return rate * decode_s / share if share > LEAST_SHARE else self._max_tokens
 
     def _rounded(self, tokens: float) -> int:
         """Down to whole blocks and to an eighth of its power of two, so that few sizes of steps
@@ -172,11 +124,11 @@ class StepBudget:
     def __post_init__(self) -> None:
         self.left = self._allowance = self.spec.max_step_tokens
 
-    def spend_decodes(self, count: int, *, now: float) -> None:
+    def spend_decodes(self, count: int) -> None:
         """`count` rows decode."""
         assert count <= self.left, (count, self.left)
         self.left -= count
-        self._allowance = self.prefill_budget.allowance(count, now=now)
+        self._allowance = self.prefill_budget.allowance(count)
 
     def spend_resumed(self, tokens: int) -> None:
         """A row that decodes runs a chunk of tokens."""

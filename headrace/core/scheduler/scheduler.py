@@ -29,7 +29,6 @@ from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.budget import (
     PartialPrefillLimits,
     PrefillBudgetModel,
-    SlowdownBound,
     StepBudget,
 )
 from headrace.core.scheduler.plan_builder import InFlightStep, StepPlanBuilder
@@ -69,7 +68,7 @@ class Scheduler:
         self.queue = queue_of(spec.policy, num_rows=rows.num_rows, weights=spec.tenant_weights)
         self.key = key_of(spec.policy)
         self.prefill_budget = PrefillBudgetModel(
-            _slowdown_bound(spec, rows.num_rows),
+            spec.max_decode_slowdown,
             max_tokens=spec.max_step_tokens,
             block_tokens=kv.block_tokens,
         )
@@ -95,7 +94,6 @@ class Scheduler:
 
     def enqueue(self, request: Request) -> None:
         """A new request waits for its turn."""
-        self.prefill_budget.arrived(request.num_tokens, self._now())
         request.key = self.key(request)
         self.queue.push(request)
 
@@ -182,7 +180,7 @@ class Scheduler:
             rows = self._grow_all(builder, rows, crossing)
             planned = self.rows.num_planned_tokens[rows]
         builder.add_decodes(rows, planned)
-        budget.spend_decodes(len(rows), now=self._now())
+        budget.spend_decodes(len(rows))
         self.queue.charge(rows)
 
     def _affordable(self, rows: Intp, tokens: int) -> Intp:
@@ -420,7 +418,6 @@ class Scheduler:
         if request.scheduled_at is None:
             request.scheduled_at = self._now()
             request.num_cached = computed
-        self.prefill_budget.arrived(-computed, self._now())
         self.queue.started(request)
         self.queue.remove(request)
         request.move(RequestState.PREFILL, now=self._now())
@@ -439,10 +436,3 @@ class Scheduler:
         builder.add_start(start, request)
         builder.add_updates(request, self.kv.attach(request, hit))
         self._prefill(builder, budget, request)
-
-
-def _slowdown_bound(spec: SchedulerSpec, num_rows: int) -> SlowdownBound | None:
-    if spec.max_decode_slowdown is None:
-        return None
-    few_rows = num_rows // 4 if spec.slowdown_bends else None
-    return SlowdownBound(slowdown=spec.max_decode_slowdown, few_rows=few_rows)
