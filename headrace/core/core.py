@@ -233,6 +233,7 @@ class EngineCore:
         self._arrivals += 1
         self.requests.add(request)
         self.scheduler.enqueue(request)
+        self.output_buffer.add_new(request)
         if wire.deadline_s is not None:
             self._deadlines.forget_ended(self.requests, num_alive=len(self.requests))
             self._deadlines.add(now + wire.deadline_s, wire.id)
@@ -302,8 +303,10 @@ class EngineCore:
         self._expire()
         steps = self._in_flight_steps
         launched = False
-        if len(steps) <= self._depth and not self.service.frozen:
-            launched = self._launch()
+        if len(steps) <= self._depth:
+            if not self.service.frozen:
+                launched = self._launch()
+            self.output_buffer.tell_queued()
         if steps and (not launched or len(steps) > self._depth):
             in_flight, pending = steps[0]
             if wait or pending.done():

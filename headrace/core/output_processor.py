@@ -27,7 +27,7 @@ from headrace.base.wire.step import StepResult
 from headrace.core.kv.manager import KVManager
 from headrace.core.ports import Ends
 from headrace.core.repeats import REASON
-from headrace.core.request import TOKEN_BYTES, Bool, Int32, Request, RowTable
+from headrace.core.request import TOKEN_BYTES, Bool, Int32, Request, RequestState, RowTable
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.plan_builder import InFlightStep
 from headrace.core.scheduler.speculation import Speculation
@@ -256,15 +256,16 @@ class OutputBuffer:
 
     def __init__(self) -> None:
         self._batch, self._replies = _nothing(), list[Reply]()
+        self._new: list[Request] = []
 
     def __bool__(self) -> bool:
-        return self._has_tokens or bool(self._replies)
+        return self._has_tokens or bool(self._replies or self._new)
 
     @property
     def _has_tokens(self) -> bool:
         batch = self._batch
-        others = (batch.prompt_logprobs, batch.pooled, batch.captured, batch.cached, batch.finished)
-        return len(batch.ids) > 0 or any(others)
+        scores = batch.prompt_logprobs or batch.pooled or batch.captured or batch.cached
+        return len(batch.ids) > 0 or bool(scores or batch.queued or batch.finished)
 
     def add_tokens(self, ids: Int64, tokens: Int32, logprobs: list[TokenLogprobs | None]) -> None:
         """Tokens, behind those that are there; `logprobs` is empty or parallel to them."""
@@ -298,6 +299,18 @@ class OutputBuffer:
     def add_cached(self, request_id: int, count: int) -> None:
         """How many of its prompt's tokens a request found in the cache."""
         self._batch.cached.append((request_id, count))
+
+    def add_new(self, request: Request) -> None:
+        """A request has come in; `tell_queued` looks whether it waits. What a hook may still refuse
+        is not told of."""
+        if not request.wire.hook_payloads:
+            self._new.append(request)
+
+    def tell_queued(self) -> None:
+        """Tells of the new requests that the plan just made has left waiting."""
+        waiting = [r.id for r in self._new if r.state is RequestState.WAITING]
+        self._batch.queued += waiting
+        self._new.clear()
 
     def add_finished(self, finished: Finished) -> None:
         """The end of a request."""

@@ -190,7 +190,8 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
         (owner.get(i, -1) for i in batch.ids.tolist()), np.int64, len(batch.ids)
     )
     records = (*batch.prompt_logprobs, *batch.pooled, *batch.captured, *batch.cached)
-    concerned = [*(i for i, _ in records), *(end.id for end in batch.finished)]
+    ended = (end.id for end in batch.finished)
+    concerned = [*(i for i, _ in records), *batch.queued, *ended]
     present = {*np.unique(frontends).tolist(), *(owner.get(i, -1) for i in concerned)}
     if len(present) == 1 and -1 not in present:
         return {present.pop(): batch}
@@ -209,6 +210,7 @@ def split(batch: TokenBatch, owner: dict[int, int]) -> dict[int, TokenBatch]:
             pooled=[entry for entry in batch.pooled if owner.get(entry[0]) == frontend],
             captured=[entry for entry in batch.captured if owner.get(entry[0]) == frontend],
             cached=[entry for entry in batch.cached if owner.get(entry[0]) == frontend],
+            queued=[i for i in batch.queued if owner.get(i) == frontend],
             finished=[end for end in batch.finished if owner.get(end.id) == frontend],
         )
         for frontend in sorted(present - {-1})

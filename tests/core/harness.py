@@ -127,6 +127,7 @@ class Driver:
         self.logprobs: dict[int, list[TokenLogprobs | None]] = defaultdict(list)
         self.prompt_scores: dict[int, list[int]] = defaultdict(list)
         self.cached: list[tuple[int, int]] = []
+        self.queued: list[int] = []
         self.finished: dict[int, Finished] = {}
         self.replies: dict[int, Reply] = {}
         self.num_steps = 0
@@ -166,6 +167,7 @@ class Driver:
             return
         batch = output.tokens
         self.cached += batch.cached
+        self.queued += batch.queued
         for i, (id, token) in enumerate(
             zip(batch.ids.tolist(), batch.tokens.tolist(), strict=True)
         ):

@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,7 +14,9 @@ from headrace.back.executor.null import NullBehaviour
 from headrace.base.errors import EngineDead, from_wire
 from headrace.base.wire.request import RowSampling
 from headrace.core.core import FAILING_STEPS
+from headrace.core.service_state import PauseMode
 from tests.core.harness import EOS, Clock, Driver, make_request, make_spec, window_groups
+from tests.core.scheduler.test_scheduler import Shut
 
 BOTH = pytest.mark.parametrize("overlap", [True, False])
 
@@ -466,3 +469,34 @@ def test_a_step_is_slow_by_what_was_measured_or_as_configured() -> None:
     assert driver.core.num_in_flight == 1
     assert driver.core.slow_step_s == pytest.approx(40.0, rel=0.2), "20 times a step of 2 s"
     assert Driver(make_spec(slow_step_s=3.0)).core.slow_step_s == 3.0
+
+
+# who waits is told
+
+
+def test_requests_that_the_plan_leaves_waiting_are_told_of_once() -> None:
+    driver = Driver(make_spec(max_running=1))
+    for id in (1, 2, 3):
+        driver.add(make_request(id, max_tokens=3))
+    assert driver.queued == []
+    driver.step()
+    assert driver.queued == [2, 3]
+    driver.run()
+    assert driver.queued == [2, 3] and driver.finished.keys() == {1, 2, 3}
+
+
+def test_requests_that_a_pause_holds_back_are_told_of() -> None:
+    driver = Driver(make_spec())
+    driver.core.service.pause = PauseMode.KEEP
+    driver.add(make_request(1, max_tokens=3))
+    assert driver.core.has_work
+    driver.step()
+    assert driver.queued == [1] and not driver.core.has_work
+
+
+def test_a_request_that_a_hook_may_still_refuse_is_not_told_of() -> None:
+    driver = Driver(make_spec(max_running=1), hooks=[Shut()])
+    driver.add(make_request(1, max_tokens=3))
+    driver.add(make_request(2, max_tokens=3, hook_payloads={Shut.name: msgspec.Raw(b"\xc0")}))
+    driver.step()
+    assert driver.queued == []

@@ -32,11 +32,13 @@ def test_each_front_gets_its_own_part_of_everything() -> None:
         prompt_logprobs=[(2, scores())],
         pooled=[(1, Pooled(0, np.zeros((1, 2)))), (2, Pooled(0, np.ones((1, 2))))],
         finished=[Finished(id=3, reason="stop")],
+        queued=[2, 1, 9],
     )
     found = split(whole, OWNER)
     assert found.keys() == {10, 20}
     assert found[10].tokens.tolist() == [7, 9] and found[20].tokens.tolist() == [8]
     assert [i for i, _ in found[10].pooled] == [1] and [i for i, _ in found[20].pooled] == [2]
+    assert (found[10].queued, found[20].queued) == ([1], [2])
     assert not found[10].prompt_logprobs and [i for i, _ in found[20].prompt_logprobs] == [2]
     assert [end.id for end in found[10].finished] == [3] and not found[20].finished
 
@@ -44,4 +46,5 @@ def test_each_front_gets_its_own_part_of_everything() -> None:
 def test_what_nobody_owns_any_more_goes_nowhere() -> None:
     whole = batch(ids=np.array([1, 9]), tokens=np.array([7, 8], np.int32))
     assert split(whole, OWNER).keys() == {10}
+    assert split(batch(queued=[9, 3]), OWNER)[10].queued == [3]
     assert split(batch(pooled=[(9, Pooled(0, np.zeros((1, 2))))]), OWNER) == {}

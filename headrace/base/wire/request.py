@@ -342,7 +342,7 @@ class TokenBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag="tokens")
 
     An id may occur several times (speculation). `logprobs` is empty or parallel to `tokens`.
     `cached`: (id, prompt tokens found in the cache), with a request's first token: a stop string
-    may end its answer elsewhere.
+    may end its answer elsewhere. `queued`: requests that nothing refuses any more, and that wait.
     """
 
     ids: np.ndarray
@@ -352,6 +352,7 @@ class TokenBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag="tokens")
     pooled: list[tuple[int, Pooled]] = []
     captured: list[tuple[int, Captured]] = []
     cached: list[tuple[int, int]] = []
+    queued: list[int] = []
     finished: list[Finished] = []
 
 

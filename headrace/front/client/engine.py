@@ -175,7 +175,9 @@ class AsyncLLM:
             self._checker.check(generation, bounds)
         num_prompt, most_bytes = len(generation.prompt_ids), self.limits.max_pending_bytes
         again = partial(self._relaunch, generation, bounds, time.monotonic())
-        stream = GenerationStream(self._least_loaded(), num_prompt, most_bytes, again)
+        stream = GenerationStream(
+            *(self._least_loaded(), num_prompt, most_bytes, again), on_queued=generation.on_queued
+        )
         self._labels.setdefault(generation.label, []).append(stream)
         try:
             at_once = generation.params.n if num_prompt < _SHARED_PROMPT_TOKENS else 1

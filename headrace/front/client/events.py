@@ -7,7 +7,7 @@ exception of `base/errors.py`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -26,6 +26,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     `grammar_field` is what its errors name. `reasoning`: how the model reasons before it answers; a
     grammar holds from behind that on.
 
+    `on_queued` is called when the engine has taken the request in and lets it wait; where it starts
+    at once, or may still be refused, it is not.
+
     With `pooling` nothing is generated (`params.max_tokens` is 0): the events are `Started`,
     `PooledPart`s, `Ended`."""
 
@@ -43,6 +46,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     grammar_field: str = "structured_outputs"
     reasoning: ReasoningRule | None = None
     pooling: RowPooling | None = None
+    on_queued: Callable[[], None] | None = None
 
 
 class TokenScore(msgspec.Struct, frozen=True):

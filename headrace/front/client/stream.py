@@ -44,6 +44,7 @@ class GenerationStream:
     num_prompt: int
     most_bytes: int
     again: Callable[[GenerationStream, int], None]
+    on_queued: Callable[[], None] | None = None
     num_inside: int = 0
     num_cached: int = 0
     waiting: dict[int, asyncio.TimerHandle] = field(default_factory=dict)
@@ -177,7 +178,7 @@ class CoreHandle:
         for request_id, count in batch.cached:
             if (stream := running.get(request_id)) is not None:
                 stream.running[request_id].num_cached = stream.num_cached = count
-        if batch.prompt_logprobs or batch.pooled or batch.captured:
+        if batch.prompt_logprobs or batch.pooled or batch.captured or batch.queued:
             self._take_states(batch)
         tokens: list[int] = batch.tokens.tolist()
         for i, request_id in enumerate(batch.ids.tolist()):
@@ -194,8 +195,12 @@ class CoreHandle:
                     stream.finished(end)
 
     def _take_states(self, batch: TokenBatch) -> None:
-        """What is told of prompts and layers."""
+        """What is told of prompts, layers and the queue."""
         running = self.running
+        for request_id in batch.queued:
+            stream = running.get(request_id)
+            if stream is not None and stream.on_queued is not None:
+                stream.on_queued()
         for request_id, prompt_scores in batch.prompt_logprobs:
             if (stream := running.get(request_id)) is not None:
                 with self._own_failure(stream, request_id):

@@ -246,7 +246,8 @@ class RequestContext:
     `timeline` is there once a generation of it has ended; `tells_timing`: its client asked to be
     told. `client_label`: what the body calls the request, sent back as a header; `sent_id`: what
     its X-Request-Id does. `body_bytes`: its size. `retrying_engine`: the engine of a request of
-    many generations."""
+    many generations. `queued` is set once the engine lets a generation of it
+    wait: from then on it is not refused."""
 
     services: Services
     request_id: str
@@ -261,6 +262,7 @@ class RequestContext:
     timeline: Timeline | None = None
     trace: RequestTrace | None = None
     retrying_engine: RetryingEngine | None = None
+    queued: asyncio.Event = field(default_factory=asyncio.Event)
 
     def timing_comment(self) -> bytes:
         """Where the time went, as a comment in an event stream: parsers pass over it."""

@@ -152,6 +152,7 @@ def generate(
         grammar=structure.grammar,
         grammar_field=structure.field,
         reasoning=structure.reasoning,
+        on_queued=context.queued.set,
     )
     events = (context.retrying_engine or services.engine).generate(generation)
     interval = run.interval or services.interval
@@ -171,12 +172,13 @@ async def streamed(
     `pads`: the chunks come in few sizes, whatever text they hold."""
     chunks = padded(chunks) if pads else chunks
     ping_s = context.services.server.ping_interval_s
-    first = await started(chunks, patience_s=ping_s)
+    first = await started(chunks, context.queued, patience_s=ping_s)
     return EventStream(
         *(first, chunks),
         request_id=context.request_id,
         abandon=context.services.abandon,
         ping_s=ping_s,
+        silent_since=context.arrival,
         shape=shape,
         last_comment=context.timing_comment if context.tells_timing else None,
     )

@@ -8,9 +8,10 @@ is dropped (1.7). A failure after the first byte becomes an error event followed
 never looks like a normal end.
 
 When the status goes out: with the first event, so that what fails before it is answered with its
-own status; but a request that waits longer than `ping_s` gets 200 and a comment then, and another
-one after each silence of `ping_s`, so that no proxy on the way gives up on it (nginx and ALB do
-after 60 s)."""
+own status; or before, once the engine has queued the request: nothing of what a client does wrong
+is found after that, and with its id at hand the client can ask why it waits. A request that waits
+longer than `ping_s` gets 200 then, and a comment, and another one after each silence of `ping_s`,
+so that no proxy on the way gives up on it (nginx and ALB do after 60 s)."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ async def _cancel_when_gone(receive: Receive, work: asyncio.Future[Any]) -> bool
 @dataclass(eq=False)
 class EventStream(Response):
     """A streaming answer: whole encoded events, of which `first` (see `started`) may still be on
-    its way."""
+    its way. `silent_since`: when its client heard last, at first when its request arrived."""
 
     media_type = "text/event-stream"
     status_code = 200
@@ -102,21 +103,21 @@ class EventStream(Response):
     request_id: str = field(kw_only=True)
     abandon: asyncio.Event = field(kw_only=True)
     ping_s: float = field(kw_only=True)
+    silent_since: float = field(kw_only=True)
     shape: ErrorFormat = field(kw_only=True, default=OPENAI)
     last_comment: Callable[[], bytes] | None = field(kw_only=True, default=None)
     raw_headers: list[tuple[bytes, bytes]] = field(init=False, default_factory=_HEADERS.copy)
-    _wrote_at: float = field(init=False, default_factory=time.monotonic)
     _writing: bool = field(init=False, default=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream; every way it can end closes the generator, which aborts what still
         runs."""
-        pings = asyncio.ensure_future(self._ping(send))
         watch = asyncio.ensure_future(self._watch(scope.get(ABORT_KEY, _nothing)))
+        tasks: list[asyncio.Future[Any]] = [watch, self.first]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            if not self.first.done():
-                await self._write(send, self.shape.ping)
+            pings = asyncio.ensure_future(self._ping(send))
+            tasks.append(pings)
             try:
                 await until_gone(receive, self._pump(send), abandon=self.abandon)
             except ClientGone:
@@ -129,7 +130,7 @@ class EventStream(Response):
                 await self._write(send, said)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            await _ended(pings, watch, self.first)
+            await _ended(*tasks)
             await self.rest.aclose()
 
     async def _pump(self, send: Send) -> None:
@@ -140,7 +141,7 @@ class EventStream(Response):
     async def _write(self, send: Send, data: bytes) -> None:
         """Sends once the socket has room; the server holds no more than its own write buffer (64
         KiB) for a slow reader."""
-        self._wrote_at, self._writing = time.monotonic(), True
+        self.silent_since, self._writing = time.monotonic(), True
         await send({"type": "http.response.body", "body": data, "more_body": True})
         self._writing = False
 
@@ -148,7 +149,7 @@ class EventStream(Response):
         """A comment after each silence. Events are written whole, so that it can only stand between
         two of them."""
         while self.ping_s > 0:
-            due_s = self._wrote_at + self.ping_s - time.monotonic()
+            due_s = self.silent_since + self.ping_s - time.monotonic()
             if due_s > 0 or self._writing:
                 await asyncio.sleep(due_s if due_s > 0 else self.ping_s)
             else:
@@ -160,7 +161,7 @@ class EventStream(Response):
         waited_s = 0.0
         while waited_s < STALL_S:
             await asyncio.sleep(STALL_S - waited_s)
-            waited_s = time.monotonic() - self._wrote_at if self._writing else 0.0
+            waited_s = time.monotonic() - self.silent_since if self._writing else 0.0
         abort()
 
 
@@ -174,12 +175,16 @@ def _nothing() -> None:
     pass
 
 
-async def started(events: Chunks, *, patience_s: float) -> asyncio.Future[bytes]:
-    """The first event, waited for `patience_s` (0: as long as it takes): what fails until then gets
-    its own status."""
+async def started(
+    events: Chunks, queued: asyncio.Event, *, patience_s: float
+) -> asyncio.Future[bytes]:
+    """The first event, waited for until `queued` is set, and for `patience_s` at most (0: as long
+    as it takes): what fails until then gets its own status."""
     first: asyncio.Future[bytes] = asyncio.ensure_future(anext(events))
+    waits: asyncio.Future[Any] = asyncio.ensure_future(queued.wait())
+    either = asyncio.FIRST_COMPLETED
     try:
-        await asyncio.wait({first}, timeout=patience_s or None)
+        await asyncio.wait({first, waits}, timeout=patience_s or None, return_when=either)
         if first.done():
             first.result()
         return first
@@ -187,6 +192,8 @@ async def started(events: Chunks, *, patience_s: float) -> asyncio.Future[bytes]
         await _ended(first)
         await events.aclose()
         raise
+    finally:
+        waits.cancel()
 
 
 STEP_BYTES = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -66,14 +67,21 @@ class Source:
 
 
 async def answer(
-    source: Source, border: Border, abandon: asyncio.Event | None = None, *, ping_s: float = 0
+    source: Source,
+    border: Border,
+    abandon: asyncio.Event | None = None,
+    *,
+    ping_s: float = 0,
+    queued: asyncio.Event | None = None,
 ) -> None:
-    first = await started(source.stream, patience_s=ping_s)
+    since = time.monotonic()
+    first = await started(source.stream, queued or asyncio.Event(), patience_s=ping_s)
     stream = EventStream(
         *(first, source.stream),
         request_id="r",
         abandon=abandon or asyncio.Event(),
         ping_s=ping_s,
+        silent_since=since,
     )
     await stream({"type": "http", ABORT_KEY: border.left.set}, border.receive, border.send)
 
@@ -89,7 +97,7 @@ async def test_a_stream_is_its_events_and_ends_the_message() -> None:
 async def test_a_failure_before_the_first_event_raises_so_that_it_gets_a_status() -> None:
     source = Source(Unavailable("full"))
     with pytest.raises(Unavailable):
-        await started(source.stream, patience_s=0)
+        await started(source.stream, asyncio.Event(), patience_s=0)
     assert source.closed
 
 
