@@ -39,7 +39,7 @@ from headrace.back.kernels.rms_norm.native import bind_add_norm_with
 from headrace.back.kernels.rms_norm.op import RMSNormProblem
 from headrace.back.kernels.rms_norm_quant.native import bind_with as bind_codes
 from headrace.back.kernels.rms_norm_quant.op import RMSNormQuantProblem
-from headrace.back.sampling.sampled import SampledRows
+from headrace.back.sampling.features import SampledRows
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart

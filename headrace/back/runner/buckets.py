@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import AttentionPlan, AttentionProbe, Batch
+from headrace.back.kernels.greedy.op import Argmax
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_commit.op import OP as COMMIT
 from headrace.back.kernels.step_inputs.op import (
@@ -45,7 +46,6 @@ from headrace.back.runner.steps import (
 )
 from headrace.back.runner.verification import DraftVerification
 from headrace.back.sampling.in_step import MOST_WORDS, AskedRows, InStepSampling, StepSamples
-from headrace.back.sampling.sampler import Argmax
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.back.speculative.drafter import Drafter
 from headrace.base.config.resolved import Decision

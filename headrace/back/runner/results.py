@@ -19,9 +19,8 @@ from headrace.back.kernels.step_verify.op import UNDRAFTED
 from headrace.back.runner.batch import StepShape
 from headrace.back.runner.capture import CapturedWeights
 from headrace.back.runner.pooler import Vectors
-from headrace.back.sampling.logprobs import SampledLogprobs
-from headrace.back.sampling.prompt_logprobs import Scored
-from headrace.back.sampling.sampled import failures
+from headrace.back.sampling.features import failures
+from headrace.back.sampling.logprobs import SampledLogprobs, Scored
 from headrace.base.errors import HeadraceError, to_wire
 from headrace.base.wire.step import NO_DRAFTS, RowLogprobs, StepPlan, StepResult
 

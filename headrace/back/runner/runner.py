@@ -32,8 +32,8 @@ from headrace.back.runner.pooler import Pooler
 from headrace.back.runner.results import LaunchedStep, SampledTokens
 from headrace.back.runner.states import StateFactory
 from headrace.back.runner.steps import StepOutputs, StepResources
-from headrace.back.sampling.prompt_logprobs import PromptScorer, Scored
-from headrace.back.sampling.sampled import SampledRows
+from headrace.back.sampling.features import SampledRows
+from headrace.back.sampling.logprobs import PromptScorer, Scored
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineError, HeadraceError

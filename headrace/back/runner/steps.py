@@ -19,14 +19,13 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import AttentionProbe
-from headrace.back.kernels.greedy.op import Greedy
+from headrace.back.kernels.greedy.op import Argmax, Greedy
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import Rows, StepShape, build_batch
 from headrace.back.runner.results import DeviceEvent, PassedEvent, StepEvent, recorded
 from headrace.back.runner.states.state import ModelState
 from headrace.back.sampling.in_step import StepSampler, StepSamples
-from headrace.back.sampling.sampler import Argmax
 from headrace.back.sampling.top_candidates import SamplerInput, TopCandidates
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import StepPlan

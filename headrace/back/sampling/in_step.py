@@ -19,19 +19,64 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.back.kernels.greedy.op import Greedy
+from headrace.back.kernels.greedy.op import Argmax, Greedy
+from headrace.back.kernels.op import decisions
+from headrace.back.kernels.sample.op import NUMBERS, OP, SampleProblem, numbers
 from headrace.back.kernels.token_scores.op import MOST, ScoreTable, TokenScores
-from headrace.back.sampling.device_rows import DeviceRows
+from headrace.back.kernels.upload import to_device
+from headrace.back.sampling.features import RowNumbers, Use
 from headrace.back.sampling.logprobs import Scores
 from headrace.back.sampling.penalties import Penalties
+
+
+class DeviceRows:
+    """Op `sample` over the rows' table. The row after the last is nobody's, and greedy."""
+
+    def __init__(self, host: RowNumbers, device: torch.device) -> None:
+        choice = OP.choose(SampleProblem(device=device.type))
+        self.decisions = decisions((choice,))
+        self._sample = choice.bind()
+        self._host = host
+        self._device = device
+        self._rows = torch.zeros((len(host.use) + 1, NUMBERS), dtype=torch.int64, device=device)
+        self._stale: set[int] = set()
+
+    def start(self, row: int) -> None:
+        """The row's numbers have changed."""
+        self._stale.add(row)
+
+    def refresh(self) -> None:
+        """Writes the numbers that have changed, where the device's work stands."""
+        if not self._stale:
+            return
+        rows, host = np.array(sorted(self._stale)), self._host
+        random = (host.use[rows] & Use.RANDOM) != 0
+        table = numbers(
+            heat=np.where(random, host.temperature[rows], 0.0),
+            seed=host.seed[rows],
+            top_k=host.top_k[rows],
+            top_p=host.top_p[rows],
+            min_p=host.min_p[rows],
+        )
+        self._rows.index_copy_(0, to_device(rows, self._device), to_device(table, self._device))
+        self._stale.clear()  # not before: the device may have had no memory for the copies
+
+    def sample_random(
+        self,
+        logits_KV: torch.Tensor,
+        argmax: Argmax,
+        row_K: torch.Tensor,
+        position_K: torch.Tensor,
+    ) -> Argmax:
+        """See the op; all tensors are on the device."""
+        return self._sample(logits_KV, argmax, self._rows, row_K, position_K)
+
 
 ALTERNATIVES = (5, MOST)
 """Alternatives that steps report: each number is a recording of its own."""
 SCORES = 3
 """Where in a reported row the scores begin."""
 MOST_WORDS = SCORES + ScoreTable.words(1 + MOST)
-
-Argmax = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,25 @@
 """Samples tokens for the rows that are not greedy: temperature, truncation, noise, argmax.
 
 K rows, V vocabulary, C candidates. Rows without truncation take noise over the whole vocabulary;
-truncated rows only over the candidates that truncation can keep (candidates.py) wherever that is
-proven to be the same.
+truncated rows only over the candidates that truncation can keep wherever that is proven to be the
+same.
+
+Candidates are found without sorting the vocabulary. A cut is chosen so that surely k tokens reach
+it: the k-th greatest of the maxima of V/16 disjoint sets of 16 logits (k sets hold one such token
+each). Every token that reaches the cut is a candidate, ties included, so that what truncation keeps
+is the same as over the whole row, if that is `proven`:
+
+    top_k      at least k tokens reach the cut
+    top_p      the candidates hold probability p or more
+    min_p      the cut lies below the least logit that min_p keeps
+
+Counting candidates reads them back to the host, hence on the CPU only; elsewhere whole rows are
+truncated.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,13 +29,57 @@ from headrace.back.kernels.gumbel.op import Gumbel
 from headrace.back.kernels.nucleus.op import OP as NUCLEUS
 from headrace.back.kernels.nucleus.op import NucleusProblem
 from headrace.back.kernels.upload import to_device
-from headrace.back.sampling.candidates import Candidates, most_candidates, select
 from headrace.back.sampling.features import TRUNCATES, FeatureRows, RowNumbers, Use
-from headrace.back.sampling.min_p import keep_min_p_
-from headrace.back.sampling.top_k import keep_top_k_
-from headrace.back.sampling.top_p import keep_top_p_
-from headrace.back.sampling.typical_p import keep_typical_p_
-from headrace.back.sampling.xtc import exclude_top_
+from headrace.back.sampling.truncation import (
+    exclude_top_,
+    keep_min_p_,
+    keep_top_k_,
+    keep_top_p_,
+    keep_typical_p_,
+)
+
+SET = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """ids int64 [K, C], rising in each row, 0 in the padding; z float64 [K, C] = logit /
+    temperature, -Inf in the padding; cut_K1 float64: every token of the row with z >= cut is
+    here."""
+
+    ids_KC: torch.Tensor
+    z_KC: torch.Tensor
+    cut_K1: torch.Tensor
+
+
+def most_candidates(width: int) -> int:
+    """The greatest k that is worth selecting: half the number of sets."""
+    return width // SET // 2
+
+
+def select(logits_KV: torch.Tensor, *, k_K: np.ndarray, temperature_K1: torch.Tensor) -> Candidates:
+    """The candidates of CPU logits float32 [K, V]: at least k_K[i] of row i, or all its finite
+    ones."""
+    num_rows, width = logits_KV.shape
+    whole = width // SET * SET
+    maxima = logits_KV[:, :whole].unflatten(1, (SET, -1)).amax(1)
+    best_KC = maxima.topk(int(k_K.max()), dim=1).values
+    cut_K1 = best_KC.gather(1, torch.from_numpy(k_K - 1)[:, None])
+    lowest = torch.finfo(logits_KV.dtype).min
+    reaches = (logits_KV >= cut_K1.clamp(min=lowest)).numpy()
+    row_M, id_M = np.divmod(np.flatnonzero(reaches), width)
+    counts = np.bincount(row_M, minlength=num_rows)
+    place_M = np.arange(row_M.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    shape = (num_rows, max(1, int(counts.max())))
+    ids, z = np.zeros(shape, np.int64), np.full(shape, -np.inf)
+    ids[row_M, place_M] = id_M
+    z[row_M, place_M] = logits_KV.numpy()[row_M, id_M]
+    return Candidates(
+        ids_KC=torch.from_numpy(ids),
+        z_KC=torch.from_numpy(z).div_(temperature_K1),
+        cut_K1=cut_K1 / temperature_K1,
+    )
+
 
 ASKED = (64, 1024)
 """Candidates asked for where top_p or min_p truncates: at the usual p the first are enough, if not

@@ -5,15 +5,15 @@
     2  raw logprobs          logprobs, named ids          logprobs.py (processed ones: after 10, by
        random_rows.truncated)
     3  penalties             repetition, presence, ...    penalties.py
-    4  logit bias            logit_bias                   bias.py
+    4  logit bias            logit_bias                   logit_masks.py
     5  DRY                   dry_multiplier > 0           dry.py
-    6  masks                 allowed ids, min_tokens,     allowed.py min_tokens.py bad_words.py
-                             bad words, grammar           grammar_mask.py (comes with the step)
+    6  masks                 allowed ids, min_tokens,     logit_masks.py
+                             bad words, grammar           (comes with the step)
     7  argmax                temperature 0                op greedy
     8  temperature           the others                   random_rows.py; on a device op sample
-       (device_rows.py) does 8 to 11
-    9  top_k, typical_p, top_p, min_p                     top_k.py typical_p.py top_p.py min_p.py
-   10  XTC                   xtc_probability > 0          xtc.py
+       (in_step.py) does 8 to 11
+    9  top_k, typical_p, top_p, min_p                     truncation.py
+   10  XTC                   xtc_probability > 0          truncation.py
    11  noise and argmax      the others                   op gumbel, random_rows.py
 
 Penalties come before the bias, so that a bias of +-100 stays what the user wrote; masks come last,
@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.greedy.op import OP as GREEDY
-from headrace.back.kernels.greedy.op import GreedyProblem
+from headrace.back.kernels.greedy.op import Argmax, GreedyProblem
 from headrace.back.kernels.gumbel.op import OP as GUMBEL
 from headrace.back.kernels.gumbel.op import GumbelProblem
 from headrace.back.kernels.nucleus.op import OP as NUCLEUS
@@ -52,10 +52,6 @@ from headrace.back.kernels.sample.op import SampleProblem
 from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
 from headrace.back.kernels.token_scores.op import TokenScoresProblem
 from headrace.back.kernels.upload import to_device
-from headrace.back.sampling.allowed import AllowedIds
-from headrace.back.sampling.bad_words import BadWords
-from headrace.back.sampling.bias import LogitBias
-from headrace.back.sampling.device_rows import DeviceRows
 from headrace.back.sampling.dry import Dry
 from headrace.back.sampling.features import (
     BEYOND,
@@ -65,16 +61,21 @@ from headrace.back.sampling.features import (
     FeatureRows,
     LogitFeature,
     RowNumbers,
+    Sampled,
     Use,
     alternatives,
 )
-from headrace.back.sampling.grammar_mask import GrammarMask
-from headrace.back.sampling.in_step import ALTERNATIVES, InStepSampler, InStepSampling
+from headrace.back.sampling.in_step import ALTERNATIVES, DeviceRows, InStepSampler, InStepSampling
+from headrace.back.sampling.logit_masks import (
+    AllowedIds,
+    BadWords,
+    GrammarMask,
+    LogitBias,
+    MinTokens,
+)
 from headrace.back.sampling.logprobs import SampledLogprobs, Scores, score
-from headrace.back.sampling.min_tokens import MinTokens
 from headrace.back.sampling.penalties import Penalties
 from headrace.back.sampling.random_rows import sample_random, truncated
-from headrace.back.sampling.sampled import Sampled
 from headrace.back.sampling.top_candidates import (
     SamplerInput,
     TopCandidates,
@@ -366,10 +367,6 @@ class Sampler:
                 if named
             },
         )
-
-
-Argmax = tuple[torch.Tensor, torch.Tensor]
-"""The best token of each row, int64 [N], and its logit, float32 [N]: see kernels/greedy."""
 
 
 def _rows(values: torch.Tensor, index: np.ndarray) -> torch.Tensor:

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.linear_top.op import NUM_CANDIDATES
-from headrace.back.sampling.candidates import Candidates
 from headrace.back.sampling.features import SAMPLED_BY_OP, FeatureRows, RowNumbers, Use
 from headrace.back.sampling.in_step import InStepSampling
-from headrace.back.sampling.random_rows import RandomRows
+from headrace.back.sampling.random_rows import Candidates, RandomRows
 
 SamplerInput = Literal["logits", "argmax", "top_candidates"] | InStepSampling
 """What a step leaves for the sampler: whole rows of logits, the argmax, each row's NUM_CANDIDATES

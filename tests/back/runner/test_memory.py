@@ -31,7 +31,7 @@ from headrace.back.runner.memory import (
     slab_of,
 )
 from headrace.back.runner.start import start_runner
-from headrace.back.sampling import device_rows, penalties
+from headrace.back.sampling import in_step, penalties
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import KVSpec
 from headrace.base.errors import ConfigError
@@ -327,7 +327,7 @@ def test_numbers_of_random_rows_for_which_there_was_no_memory_are_written_at_the
             raise torch.OutOfMemoryError("made up")
         return to_device(array, device)
 
-    monkeypatch.setattr(device_rows, "to_device", full)
+    monkeypatch.setattr(in_step, "to_device", full)
     found = []
     for times in (0, 1):
         runner = start_runner(tiny_spec(), TinyModel(), device=torch.device("cpu")).runner

@@ -18,7 +18,7 @@ from headrace.back.runner.runner import Runner
 from headrace.back.runner.sizes import Bucket
 from headrace.back.runner.start import start_runner
 from headrace.back.runner.steps import StepResources, Steps, StepTensors
-from headrace.back.sampling import prompt_logprobs
+from headrace.back.sampling import logprobs as scoring
 from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import Decision, EngineSpec
@@ -342,7 +342,7 @@ def test_prompt_logprobs_beyond_what_is_made_fail_that_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Refused by the number of scores, before one is made; the limit is small here, so that the prompt may be."""
-    monkeypatch.setattr(prompt_logprobs, "LARGEST", 400)
+    monkeypatch.setattr(scoring, "LARGEST", 400)
     model = TinyModel()
     runner, driver = make(model)
     width = runner.facts.logits_width

@@ -27,7 +27,6 @@ class Reversed:
 
     in_graphs = False
     repeatable = True
-    rolls_back = False
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -50,9 +49,6 @@ class Reversed:
     def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
         self.calls.append("after")
         assert hidden_TE.shape[0] == batch.positions_T.shape[0]
-
-    def commit(self, batch: Batch, accepted_R: torch.Tensor) -> None:
-        raise AssertionError("nothing was drafted")
 
 
 class Watched(TinyModel):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.back.sampling.features import failures
 from headrace.back.sampling.in_step import MOST_WORDS, AskedRows, InStepSampling, StepSamples
-from headrace.back.sampling.sampled import failures
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.errors import InvalidRequest, NonFiniteLogits
 from headrace.base.wire.request import RowSampling

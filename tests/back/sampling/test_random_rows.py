@@ -12,9 +12,9 @@ from headrace.back.kernels.gumbel import native, race
 from headrace.back.kernels.gumbel.op import GumbelProblem, bind_reference
 from headrace.back.kernels.native.build import build
 from headrace.back.kernels.native.library import NativeLibrary
-from headrace.back.sampling.device_rows import DeviceRows
 from headrace.back.sampling.dry import repeats, repeats_dense
 from headrace.back.sampling.features import FeatureRows, RowNumbers
+from headrace.back.sampling.in_step import DeviceRows
 from headrace.back.sampling.random_rows import RandomRows, sample_random
 from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart

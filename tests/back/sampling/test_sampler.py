@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.back.sampling.features import FeatureRows
-from headrace.back.sampling.sampled import failures
+from headrace.back.sampling.features import FeatureRows, failures
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
 from headrace.base.wire.request import RowSampling

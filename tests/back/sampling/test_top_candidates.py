@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.back.kernels.linear_top.op import NUM_CANDIDATES
-from headrace.back.sampling.sampled import failures
+from headrace.back.sampling.features import failures
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart

@@ -26,8 +26,8 @@ from headrace.back.kernels.penalties import triton_penalties
 from headrace.back.kernels.sample.op import OP as SAMPLE
 from headrace.back.kernels.token_scores.op import OP as TOKEN_SCORES
 from headrace.back.kernels.triton.wrap import interpreted
+from headrace.back.sampling.features import Sampled
 from headrace.back.sampling.in_step import AskedRows, InStepSampling, StepSamples
-from headrace.back.sampling.sampled import Sampled
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.back.kernels.greedy.op import Greedy
+from headrace.back.kernels.greedy.op import Argmax, Greedy
 from headrace.back.kernels.native.library import INT64, POINTER, NativeLibrary, loaded, unsupported
 from headrace.back.kernels.op import Kernel
 
@@ -13,7 +13,7 @@ def bind_with(library: NativeLibrary) -> Greedy:
     """The kernel of one library."""
     kernel = library.bind("greedy", *(POINTER,) * 3, *(INT64,) * 3)
 
-    def greedy(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def greedy(logits_NV: torch.Tensor) -> Argmax:
         assert logits_NV.dtype == torch.float32 and logits_NV.stride(1) == 1, logits_NV.stride()
         rows, width = logits_NV.shape
         token_N = torch.empty(rows, dtype=torch.int64)

@@ -15,7 +15,9 @@ import torch
 
 from headrace.back.kernels.op import Kernel, Op, Sample, random_tensor, sample_generator
 
-Greedy = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Argmax = tuple[torch.Tensor, torch.Tensor]
+"""The best token of each row, int64 [N], and its logit, float32 [N]."""
+Greedy = Callable[[torch.Tensor], Argmax]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ def bind_reference(problem: GreedyProblem) -> Greedy:
     """numpy's argmax on the CPU (same rule, 10 times as fast as torch's at 150 thousand columns),
     else torch's."""
 
-    def greedy(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def greedy(logits_NV: torch.Tensor) -> Argmax:
         if logits_NV.device.type == "cpu":
             token_N = torch.from_numpy(logits_NV.numpy().argmax(axis=1))
         else:

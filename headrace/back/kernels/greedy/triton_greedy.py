@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.greedy.op import Greedy, GreedyProblem
+from headrace.back.kernels.greedy.op import Argmax, Greedy, GreedyProblem
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import (
@@ -71,7 +71,7 @@ def greedy_kernel(
 def bind(problem: GreedyProblem) -> Greedy:
     """The kernel."""
 
-    def greedy(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def greedy(logits_NV: torch.Tensor) -> Argmax:
         assert logits_NV.dtype in DTYPES and logits_NV.stride(1) == 1, logits_NV.stride()
         (rows, width), device = logits_NV.shape, logits_NV.device
         assert rows <= COUNTERS, rows

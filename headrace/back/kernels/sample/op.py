@@ -24,13 +24,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from headrace.back.kernels.greedy.op import Argmax
 from headrace.back.kernels.gumbel import noise
 from headrace.back.kernels.op import Kernel, Op, Sample, random_tensor, sample_generator
 from headrace.base import splitmix
 
 NUMBERS = 5
 HEAT, SEED, TOP_K, TOP_P, LOG_MIN_P = range(NUMBERS)
-Argmax = tuple[torch.Tensor, torch.Tensor]
 RandomRows = Callable[[torch.Tensor, Argmax, torch.Tensor, torch.Tensor, torch.Tensor], Argmax]
 
 

@@ -19,7 +19,6 @@ class PlainDecoder:
 
     in_graphs = True
     repeatable = True
-    rolls_back = True
 
     def end(self, rows: np.ndarray) -> None:
         """Nothing to forget."""
@@ -38,9 +37,6 @@ class PlainDecoder:
 
     def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
         """Nothing to save."""
-
-    def commit(self, batch: Batch, accepted_R: torch.Tensor) -> None:
-        """Nothing to undo."""
 
 
 class PlainEncoder(PlainDecoder):

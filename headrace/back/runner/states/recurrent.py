@@ -21,11 +21,9 @@ from headrace.back.runner.states.plain import PlainDecoder
 class Recurrent(PlainDecoder):
     """The ModelState of models with recurrent layers.
 
-    A step that ran in part has changed its rows' state, so that none is run twice; and tokens that
-    were run cannot be given up."""
+    A step that ran in part has changed its rows' state, so that none is run twice."""
 
     repeatable = False
-    rolls_back = False
 
     def __init__(self, memory: KVMemory) -> None:
         assert memory.state is not None and memory.snapshots is not None
@@ -52,10 +50,6 @@ class Recurrent(PlainDecoder):
         plan, row_R = self._rows(batch)
         slot_R = self._slots(plan, plan.kv_len_R)
         self._snapshots_SZ.index_copy_(0, slot_R, self._state_MZ.index_select(0, row_R))
-
-    def commit(self, batch: Batch, accepted_R: torch.Tensor) -> None:
-        """Refused where the engine starts: speculation with recurrent layers."""
-        raise AssertionError("speculation with recurrent layers")
 
     def _rows(self, batch: Batch) -> tuple[AttentionPlan, torch.Tensor]:
         assert batch.row_R is not None

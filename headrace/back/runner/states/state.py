@@ -22,16 +22,14 @@ class ModelState(Protocol):
     written here.
 
     in_graphs    a step needs nothing of this state from the host, so that it may be replayed from a
-                 graph: `prepare` is then called for exact steps alone. `before`, `after` and
-                 `commit` are work of the device on static tensors; they are recorded with the step
+                 graph: `prepare` is then called for exact steps alone. `before` and `after` are
+                 work of the device on static tensors; they are recorded with the step
     repeatable   a step that failed for lack of memory may be run again: it leaves nothing behind
                  that its repetition would read
-    rolls_back   `commit` can give up tokens that were run and not accepted
     """
 
     in_graphs: bool
     repeatable: bool
-    rolls_back: bool
 
     def end(self, rows: np.ndarray) -> None:
         """The rows are given back; called before `start` of the same step."""
@@ -54,9 +52,4 @@ class ModelState(Protocol):
 
     def after(self, batch: Batch, hidden_TE: torch.Tensor) -> None:
         """Behind the forward pass: what is kept of each row."""
-        ...
-
-    def commit(self, batch: Batch, accepted_R: torch.Tensor) -> None:
-        """Of each row's query tokens the first `accepted_R` int32 [R] stand; what the others have
-        done is undone. Called only where `rolls_back`, in steps that verify drafts."""
         ...

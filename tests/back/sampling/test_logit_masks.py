@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.back.sampling.sampled import failures
+from headrace.back.sampling.features import failures
 from headrace.back.sampling.sampler import Sampler
 from headrace.base.wire.grammar import NOTHING, MaskBuffer, pack_masks, unpack_masks
 from headrace.base.wire.request import RowSampling
