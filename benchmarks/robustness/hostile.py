@@ -67,6 +67,9 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/v1/admin/drain": {"mode": "abort"},
     "/v1/admin/reload_model": {"mode": "abort"},
     "/v1/admin/sleep": {"level": 1},
+    "/v1/admin/wake": {"tags": ["weights"]},
+    "/v1/admin/reset_prefix_cache": {"reset_running_requests": False},
+    "/v1/admin/abort": {"request_ids": ["x"]},
     "/v1/admin/profile": {"action": "stop"},
     "/v1/admin/log_level": {"level": "info"},
     "/v1/batches": {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
@@ -135,8 +138,10 @@ def routes() -> dict[str, ApiRoute]:
 
 
 def plane_routes() -> dict[str, ApiRoute]:
-    """Every row of the administrative plane, which has a listener of its own."""
-    return _rows(admin_routes())
+    """Every row of the admin API, which has a listener of its own, but the one that ends the server."""
+    rows = _rows(admin_routes())
+    del rows["POST /v1/admin/shutdown"]
+    return rows
 
 
 def _rows(found: list[ApiRoute]) -> dict[str, ApiRoute]:

@@ -1,4 +1,5 @@
-"""`headrace admin COMMAND`: asks a server's admin API (`headrace serve --admin-listen`).
+"""`headrace admin OPERATION`: asks a server's admin API (`headrace serve --admin-listen`). The
+operations and their options are those of the server's table.
 
 The address comes from --address or HEADRACE_ADMIN, the key from HEADRACE_ADMIN_KEY: keys do not
 belong on command lines. Prints the answer as JSON; the exit status is 1 if it was refused.
@@ -12,49 +13,63 @@ import json
 import socket
 import sys
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from headrace.base import env
 from headrace.base.errors import ConfigError, HeadraceError
+from headrace.front.server.administration.operations import OPERATIONS, PREFIX, Operation
+from headrace.front.server.administration.parameters import Parameter, parameters_of
 
-READS = ("health", "models", "config", "queue", "ledger")
-CHANGES = (
-    "pause",
-    "drain",
-    "resume",
-    "reload_model",
-    "sleep",
-    "wake",
-    "reset_prefix_cache",
-    "profile",
-)
 TIMEOUT_S = 3600.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """`headrace admin
-    health|models|config|queue|ledger|pause|drain|resume|reload_model|sleep|wake|...`."""
-    parser = argparse.ArgumentParser(
-        prog="headrace admin", description="Ask or change a running server (--admin-listen)."
-    )
-    parser.add_argument("command", choices=(*READS, *CHANGES, "log_level"))
-    parser.add_argument("action", nargs="?", choices=("start", "stop"), help="profile: which")
-    parser.add_argument("--address", help="PORT, HOST:PORT or unix:FILE; default: HEADRACE_ADMIN")
-    parser.add_argument("--mode", choices=("abort", "wait", "keep"), help="pause, drain, reload")
-    parser.add_argument("--model", help="reload_model: folder or GGUF file with the new weights")
-    parser.add_argument("--level", help="sleep: 1 or 2; log_level: debug, info, warning, error")
-    arguments = parser.parse_args(argv)
-    body: dict[str, object] = {}
-    for name in ("action", "mode", "model", "level"):
-        if getattr(arguments, name) is not None:
-            body[name] = getattr(arguments, name)
-    if arguments.command == "sleep" and (arguments.level or "").isdecimal():
-        body["level"] = int(arguments.level)
-    method = "GET" if arguments.command in READS else "POST"
-    status, answer = ask(
-        _address(arguments.address), method, f"/v1/admin/{arguments.command}", body
-    )
+    """`headrace admin health|models|config|queue|pause|drain|resume|reload_model|sleep|...`."""
+    arguments = parser().parse_args(argv)
+    operation: Operation = arguments.operation
+    fields = {
+        parameter.name: getattr(arguments, parameter.name)
+        for parameter in parameters_of(operation.parameters)
+        if getattr(arguments, parameter.name) is not None
+    }
+    ids = {name: quote(str(value), safe="") for name, value in fields.items()}
+    path = f"{PREFIX}/{(operation.path or operation.name).format(**ids)}"
+    status, answer = ask(_address(arguments.address), operation.method, path, fields)
     print(json.dumps(answer, indent=2, ensure_ascii=False))
     return 0 if status < 400 else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """A command for each operation: fields that it needs are words, the others options."""
+    whole = argparse.ArgumentParser(
+        prog="headrace admin", description="Ask or change a running server (--admin-listen)."
+    )
+    commands = whole.add_subparsers(metavar="OPERATION", required=True)
+    for operation in OPERATIONS:
+        summary = operation.doc.partition(". ")[0].rstrip(".")
+        command = commands.add_parser(operation.name, help=summary, description=operation.doc)
+        command.set_defaults(operation=operation)
+        command.add_argument(
+            "--address", help="PORT, HOST:PORT or unix:FILE; default: HEADRACE_ADMIN"
+        )
+        for parameter in parameters_of(operation.parameters):
+            _add(command, parameter)
+    return whole
+
+
+def _add(command: argparse.ArgumentParser, parameter: Parameter) -> None:
+    """The option of a field; what is not given is left to the server's default."""
+    name = parameter.name if parameter.required else "--" + parameter.name.replace("_", "-")
+    if parameter.kind is bool:
+        command.add_argument(name, action=argparse.BooleanOptionalAction, help=parameter.doc)
+        return
+    command.add_argument(
+        name,
+        type=int if parameter.kind is int else str,
+        choices=parameter.choices or None,
+        nargs="+" if parameter.kind is list else None,
+        help=parameter.doc,
+    )
 
 
 def _address(requested: str | None) -> str:

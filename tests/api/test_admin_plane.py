@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.base.errors import ConfigError
 from headrace.cli import admin
-from headrace.front.server.administration.operations import ADMIN, READS
+from headrace.front.server.administration.named import ADMIN, READS
 from headrace.front.server.grpc import control
 from tests.api.serving import NO_TLS, Served, eventually, serving
 
@@ -295,7 +295,7 @@ def test_a_core_that_dies_asleep_comes_back_asleep_and_wakes(level: int) -> None
         (core,) = served.cores
         loaded = core.memory_info().rss
         told = client.post("/sleep", json={"level": level}).json()
-        assert told == {"status": "asleep", "level": level}
+        assert told == {"status": "sleeping", "level": level}
         if level == 2:
             assert core.memory_info().rss < loaded - WEIGHT_BYTES / 2, "BEY-27"
         _kill_and_wait(served)
@@ -442,8 +442,8 @@ def test_the_command_speaks_over_a_unix_socket(tmp_path: Path) -> None:
         assert served.get("/health").status_code == 200
         assert ask("resume").returncode == 0
         assert ask("reload_model", "--model", "/nowhere").returncode == 1
-        assert ask("log_level", "--level", "debug").returncode == 0
-        assert ask("sleep", "--level", "deep").returncode == 1
+        assert ask("log_level", "debug").returncode == 0
+        assert ask("sleep", "--level", "deep").returncode == 2
 
 
 def test_an_address_that_is_none_is_refused_by_its_option() -> None:

@@ -30,7 +30,7 @@ from benchmarks.robustness.hostile import (
     posted,
     routes,
 )
-from headrace.front.server.administration.operations import ADMIN as ADMINISTRATION
+from headrace.front.server.administration.named import ADMIN as ADMINISTRATION
 from headrace.front.server.openapi import ApiRoute
 from headrace.front.server.table import PUBLIC
 from tests.api.model_folder import write_model_folder

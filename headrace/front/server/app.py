@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.errors import InvalidRequest, OverloadError, RateLimited, Unavailable
 from headrace.base.telemetry.metrics import template_of
-from headrace.front.server.administration.api import AdminAuthenticator
-from headrace.front.server.administration.operations import api_authenticator
+from headrace.front.server.administration.api import AdminAuthenticator, api_authenticator
 from headrace.front.server.conversation.context import SCOPE_KEY, RequestContext, Services
 from headrace.front.server.http.auth import ID_HEADERS, client_label, request_id
 from headrace.front.server.http.failures import Failure, failure_of

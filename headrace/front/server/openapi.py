@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace import __version__
-from headrace.front.server.administration.operations import ADMIN
+from headrace.front.server.administration.named import ADMIN
 from headrace.front.server.conversation.context import RequestContext, json_response
 
 Json = dict[str, Any]

@@ -15,8 +15,9 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from headrace.front.server import invocations, openapi
-from headrace.front.server.administration import api as admin_api
-from headrace.front.server.administration import named as admin
+from headrace.front.server.administration import api as admin
+from headrace.front.server.administration import named
+from headrace.front.server.administration.operations import OPERATIONS, PREFIX
 from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest
@@ -24,7 +25,12 @@ from headrace.front.server.batches import routes as batches
 from headrace.front.server.cohere import routes as cohere
 from headrace.front.server.cohere.failures import SHAPE as COHERE
 from headrace.front.server.cohere.schema import CohereChatRequest
-from headrace.front.server.conversation.context import LineRoute, RequestContext, context_of
+from headrace.front.server.conversation.context import (
+    LineRoute,
+    RequestContext,
+    context_of,
+    json_response,
+)
 from headrace.front.server.conversation.generation import GenerateRequest
 from headrace.front.server.conversation.prompts import TokenizeRequest
 from headrace.front.server.conversation.request import ChatRequest, CompletionRequest
@@ -147,7 +153,7 @@ def _tokens() -> list[ApiRoute]:
     """Tokens in, tokens out."""
     return [
         _posts("/inference/v1/generate", generate.post_generate, GenerateRequest, queued=True),
-        _posts("/inference/v1/abort_requests", admin.post_abort_own, admin.AbortRequest),
+        _posts("/inference/v1/abort_requests", requests.post_abort, requests.AbortRequest),
         _posts("/v1/chat/completions/render", render.post_render_chat, ChatRequest),
         _posts("/v1/chat/completions/derender", render.post_derender_chat, DerenderRequest),
         _posts("/v1/messages/render", anthropic.post_render_messages, MessagesRequest),
@@ -186,24 +192,8 @@ def _other_routes() -> list[ApiRoute]:
         _route("/load", health.get_load),
         _route("/metrics", health.get_metrics),
         *(_route(path, webui.get_page) for path in PAGES),
-        _route("/pause", admin.post_pause, "POST"),
-        _route("/resume", admin.post_resume, "POST"),
-        _route("/is_paused", admin.get_is_paused),
-        _route("/sleep", admin.post_sleep, "POST"),
-        _route("/wake_up", admin.post_wake_up, "POST"),
-        _route("/is_sleeping", admin.get_is_sleeping),
-        _route("/reset_prefix_cache", admin.post_reset_prefix_cache, "POST"),
-        _route("/reset_mm_cache", admin.post_reset_media, "POST"),
-        _route("/reset_encoder_cache", admin.post_reset_media, "POST"),
-        _route("/start_profile", admin.post_start_profile, "POST"),
-        _route("/stop_profile", admin.post_stop_profile, "POST"),
-        _route("/server_info", admin.get_server_info),
-        _posts("/abort_requests", admin.post_abort, admin.AbortRequest),
-        _posts("/collective_rpc", admin.post_collective_rpc, admin.CollectiveRequest),
-        _route("/get_world_size", admin.get_world_size),
-        _route("/is_scaling_elastic_ep", admin.get_is_scaling, "GET", "POST"),
-        _route("/kv_event_sources", admin.get_kv_event_sources),
-        *(_route(path, admin.refusing(path), "GET", "POST") for path in admin.REFUSED),
+        *(_administers(route) for route in named.NAMED),
+        *(_route(path, admin.refusing(path), "GET", "POST") for path in named.REFUSED),
     ]
 
 
@@ -221,24 +211,17 @@ def line_routes() -> dict[str, LineRoute]:
 
 
 def admin_routes() -> list[ApiRoute]:
-    """The administrative admin_api."""
-    at = admin_api.PREFIX
+    """The admin API: a route for each operation."""
     return [
-        _route(f"{at}/health", admin_api.get_health),
-        _route(f"{at}/models", admin_api.get_models),
-        _route(f"{at}/config", admin_api.get_config),
-        _route(f"{at}/queue", admin_api.get_queue),
-        _route(f"{at}/ledger", admin_api.get_ledger),
-        _route(f"{at}/requests/{{id}}", requests.get_request),
-        _changes(f"{at}/pause", admin_api.post_pause, admin_api.PauseRequest),
-        _changes(f"{at}/drain", admin_api.post_pause, admin_api.PauseRequest),
-        _changes(f"{at}/resume", admin_api.post_resume),
-        _changes(f"{at}/reload_model", admin_api.post_reload, admin_api.ReloadRequest),
-        _changes(f"{at}/sleep", admin_api.post_sleep, admin_api.SleepRequest),
-        _changes(f"{at}/wake", admin_api.post_wake),
-        _changes(f"{at}/reset_prefix_cache", admin_api.post_reset),
-        _changes(f"{at}/profile", admin_api.post_profile, admin_api.ProfileRequest),
-        _changes(f"{at}/log_level", admin_api.post_log_level, admin_api.LogLevelRequest),
+        _administers(
+            named.NamedRoute(
+                path=f"{PREFIX}/{operation.path or operation.name}",
+                operation=operation,
+                reads=operation.parameters,
+                has_body=operation.changes,
+            )
+        )
+        for operation in OPERATIONS
     ]
 
 
@@ -282,20 +265,25 @@ def _posts(
     return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies, sockets=sockets)
 
 
-def _changes(path: str, handler: Writer, *bodies: type[msgspec.Struct]) -> ApiRoute:
-    """A change on the admin API: its fields stand in a JSON body, or in the query where there is no
-    body."""
+def _administers(route: named.NamedRoute) -> ApiRoute:
+    """A route of an operation: its fields stand in the query, the path, or a JSON body."""
+    operation = route.operation
 
     async def endpoint(request: Request) -> Response:
+        context = context_of(request)
         headers = request.headers
-        if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
-            document: object = {n: _plain(value) for n, value in request.query_params.items()}
-        else:
-            document = await _document(request)
-        return await _handled(request, handler, document)
+        is_empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        body: object = {} if is_empty else await _document(request)
+        fields = admin.fields_of(request, body, route.reads, route.fixed)
+        work = admin.answer(context, operation, fields)
+        document = await until_gone(request.receive, work, abandon=context.services.abandon)
+        # A health check by status: what it tells of a dead engine is no success.
+        status = 503 if document.get("status") == "unavailable" else 200
+        return json_response(route.answer(document), status=status)
 
-    doc = handler.__doc__ or ""
-    return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies)
+    bodies = (route.reads,) if route.has_body and route.reads.__struct_fields__ else ()
+    methods = route.methods or (operation.method,)
+    return ApiRoute(route.path, endpoint, methods=methods, doc=operation.doc, bodies=bodies)
 
 
 async def _document(request: Request) -> object:
@@ -314,13 +302,6 @@ async def _handled(request: Request, handler: Writer, document: object) -> Respo
         request.receive, handler(context, document), abandon=context.services.abandon
     )
     return response
-
-
-def _plain(text: str) -> str | int | bool:
-    """A field of a query as JSON would have it."""
-    if text in ("true", "false"):
-        return text == "true"
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else text
 
 
 def _posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> ApiRoute:

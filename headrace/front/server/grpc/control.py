@@ -9,10 +9,10 @@ from typing import Any
 
 from headrace import __version__
 from headrace.base.errors import InvalidRequest, Unsupported
-from headrace.front.server.administration import operations
-from headrace.front.server.administration.named import AbortRequest
+from headrace.front.server.administration.api import answer
+from headrace.front.server.administration.named import NO_LORA, NO_TRANSFER
+from headrace.front.server.administration.operations import OPERATIONS, num_workers
 from headrace.front.server.conversation.context import RequestContext
-from headrace.front.server.conversation.request import parse
 from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService, Unary
 
 _MODES = ("abort", "abort", "wait", "keep")
@@ -23,7 +23,7 @@ async def server_info(context: RequestContext, fields: Fields) -> Fields:
     services = context.services
     engine: Any = services.config["engine"]
     statuses: list[Any] = await services.engine.call("status")
-    tensor, world = engine["device"]["tensor_parallel"], operations.world_size(context)
+    tensor, world = engine["device"]["tensor_parallel"], num_workers(context)
     return {
         "engine_version": __version__,
         "api_version": "vllm.Control",
@@ -59,61 +59,63 @@ async def model_info(context: RequestContext, fields: Fields) -> Fields:
     }
 
 
-async def shutdown(context: RequestContext, fields: Fields) -> Fields:
-    """Shutdown: as SIGTERM, within --shutdown-timeout-s. Accepted, not complete."""
-    context.services.shut_down()
-    return {}
-
-
 async def abort(context: RequestContext, fields: Fields) -> Fields:
-    """Abort."""
-    body = parse(fields, AbortRequest)
-    if body.request_ids is None:
+    """Abort: those with these ids; never all."""
+    if "request_ids" not in fields:
         raise InvalidRequest("request_ids: a list of ids is needed", field="request_ids")
-    await operations.abort(context, body.request_ids, tenant=None)
-    return {}
+    return await _done("abort", context, fields)
 
 
 async def pause(context: RequestContext, fields: Fields) -> Fields:
     """PauseGeneration."""
-    clear = fields.get("clear_cache", True)
-    await operations.pause(context, _mode(fields), clear_cache=clear)
-    return {}
+    return await _done("pause", context, {**fields, "mode": _mode(fields)})
 
 
 async def resume(context: RequestContext, fields: Fields) -> Fields:
     """ResumeGeneration."""
-    await operations.resume(context)
-    return {}
+    return await _done("resume", context, {})
 
 
 async def is_paused(context: RequestContext, fields: Fields) -> Fields:
     """IsPaused."""
-    return {"paused": await operations.is_paused(context)}
+    return {"paused": (await _asked("is_paused", context, {}))["is_paused"]}
 
 
 async def sleep(context: RequestContext, fields: Fields) -> Fields:
     """Sleep."""
-    level = fields.get("level", 1)
-    if level not in (0, 1, 2):
-        raise InvalidRequest(f"level: {level} given; allowed: 0, 1, 2", field="level")
-    await operations.sleep(context, level, _mode(fields))
-    return {}
+    return await _done("sleep", context, {**fields, "mode": _mode(fields)})
 
 
 async def wake(context: RequestContext, fields: Fields) -> Fields:
     """WakeUp."""
-    await operations.wake(context, fields.get("tags", ()))
-    return {}
+    return await _done("wake", context, fields)
 
 
 async def is_sleeping(context: RequestContext, fields: Fields) -> Fields:
     """IsSleeping."""
-    return {"sleeping": await operations.is_sleeping(context)}
+    return {"sleeping": (await _asked("is_sleeping", context, {}))["is_sleeping"]}
+
+
+async def shutdown(context: RequestContext, fields: Fields) -> Fields:
+    """Shutdown: accepted, not complete."""
+    return await _done("shutdown", context, {})
 
 
 async def nothing(context: RequestContext, fields: Fields) -> Fields:
     """An empty list."""
+    return {}
+
+
+_OPERATIONS = {operation.name: operation for operation in OPERATIONS}
+
+
+async def _asked(name: str, context: RequestContext, fields: Fields) -> Fields:
+    return await answer(context, _OPERATIONS[name], fields)
+
+
+async def _done(name: str, context: RequestContext, fields: Fields) -> Fields:
+    """Of a method whose answer has no fields."""
+    await _asked(name, context, fields)
     return {}
 
 
@@ -131,7 +133,7 @@ def _refusing(words: str) -> Unary:
     return method
 
 
-_NO_LORA, _NO_TRANSFER = _refusing(operations.NO_LORA), _refusing(operations.NO_TRANSFER)
+_NO_LORA, _NO_TRANSFER = _refusing(NO_LORA), _refusing(NO_TRANSFER)
 SERVICE = RpcService(
     full_name="vllm.Control",
     methods={

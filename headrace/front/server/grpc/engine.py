@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,6 +23,7 @@ from headrace import __version__
 from headrace.base.errors import HeadraceError, InvalidRequest, NotFound, Unsupported
 from headrace.front.client.events import Delta, Ended, ScoredToken
 from headrace.front.server.administration import operations
+from headrace.front.server.administration.parameters import ProfileParameters, ResetParameters
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.fold import Fold, logprob
 from headrace.front.server.conversation.generation import GenerateRequest, begin_generate
@@ -198,7 +199,8 @@ async def health(context: RequestContext, fields: Fields) -> Fields:
 
 async def flush(context: RequestContext, fields: Fields) -> Fields:
     """FlushCache: prefixes that no running request holds."""
-    return {"success": await operations.reset_prefix_cache(context), "message": ""}
+    document = await operations.reset_prefix_cache(context, ResetParameters())
+    return {**document, "message": ""}
 
 
 async def start_profile(context: RequestContext, fields: Fields) -> Fields:
@@ -206,25 +208,26 @@ async def start_profile(context: RequestContext, fields: Fields) -> Fields:
     for name in ("output_dir", "start_step", "num_steps"):
         if name in fields:
             raise Unsupported(f"{name}: not accepted by this server", field=name)
-    return await _profiled(context, start=True)
+    return await _profiled(context, "start")
 
 
 async def stop_profile(context: RequestContext, fields: Fields) -> Fields:
     """StopProfile."""
-    return await _profiled(context, start=False)
+    return await _profiled(context, "stop")
 
 
-async def _profiled(context: RequestContext, *, start: bool) -> Fields:
+async def _profiled(context: RequestContext, action: Literal["start", "stop"]) -> Fields:
+    asked = ProfileParameters(action=action)
     try:
-        places = await operations.profile(context, start=start)
+        document = await operations.profile(context, asked)
     except HeadraceError as error:
         return {"success": False, "message": error.message}
-    return {"success": True, "message": " ".join(Path(place).name for place in places)}
+    return {"success": True, "message": " ".join(Path(one).name for one in document["places"])}
 
 
 async def abort(context: RequestContext, fields: Fields) -> Fields:
     """Abort: requests of the key that asks, under the ids it gave them."""
-    await operations.abort(context, fields.get("request_ids", []), tenant=context.tenant)
+    await operations.aborted(context, fields.get("request_ids", []), tenant=context.tenant)
     return {}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.base.errors import InvalidRequest, Unsupported
 from headrace.front.client.events import Delta, Ended, PromptScored, ScoredToken, Started
-from headrace.front.server.administration import operations
+from headrace.front.server.administration.named import NO_LORA
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.fold import logprob
 from headrace.front.server.conversation.generation import GenerateRequest, begin_generate
@@ -70,7 +70,7 @@ async def request_of(context: RequestContext, fields: Fields) -> GenerateRequest
     if fields.get("media"):
         raise Unsupported("media: not accepted by this model")
     if fields.get("lora_name"):
-        raise Unsupported(f"lora_name: {operations.NO_LORA}")
+        raise Unsupported(f"lora_name: {NO_LORA}")
     kv = fields.get("kv", {})
     for name in ("kv_transfer_params", "ec_transfer_params"):
         if kv.get(name):

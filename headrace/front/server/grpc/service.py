@@ -19,9 +19,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from headrace.base.errors import ConfigError, Unavailable, Unsupported
-from headrace.front.server.administration.operations import api_authenticator
+from headrace.front.server.administration.api import api_authenticator
 from headrace.front.server.conversation.context import RequestContext, Services
-from headrace.front.server.grpc import control, engine, inference, render
+from headrace.front.server.grpc import admin, control, engine, inference, render
 from headrace.front.server.grpc.rpc import POOL, Rpc, RpcService, fields_of
 from headrace.front.server.http.auth import PROBES, ApiKeyAuthenticator, request_id
 from headrace.front.server.http.failures import Failure, failure_of
@@ -39,7 +39,7 @@ _CODES = {
 }
 MAX_CONCURRENT = 256
 HEALTH_S = 0.25
-SERVING = (render.SERVICE, inference.SERVICE, engine.SERVICE, control.SERVICE)
+SERVING = (render.SERVICE, inference.SERVICE, engine.SERVICE, control.SERVICE, admin.SERVICE)
 """What a server with a model serves."""
 RENDERING = (render.SERVICE,)
 """What a server of texts serves; what needs a model is UNIMPLEMENTED."""

@@ -14,6 +14,11 @@ from headrace.base.config.tree import ServerOptions
 from headrace.base.errors import Conflict, NotFound
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.server.administration import operations
+from headrace.front.server.administration.parameters import (
+    NoParameters,
+    PauseParameters,
+    RequestsParameters,
+)
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.http.auth import ADMIN_TENANT
 from headrace.front.server.native import health
@@ -21,6 +26,8 @@ from headrace.front.server.openai import models
 from headrace.front.server.process import services_over
 from headrace.launch.resolve import server_spec
 from tests.front.client.test_engine import generation, run_one
+
+NONE = NoParameters()
 
 
 @contextmanager
@@ -42,7 +49,7 @@ async def test_a_pause_that_fails_on_one_replica_is_undone_on_all(connect: Any) 
     async with connect(cores=2) as (llm, cores):
         cores[1].failing.add("pause")
         with over(llm) as context, pytest.raises(Conflict):
-            await operations.pause(context, "keep", clear_cache=False)
+            await operations.pause(context, PauseParameters(mode="keep", clear_cache=False))
         for core in cores:
             pause, undo = [call for call in core.calls if call.operation != "ping"][-2:]
             assert (pause.operation, undo.operation) == ("pause", "undo_pause")
@@ -53,18 +60,18 @@ async def test_paused_is_what_holds_requests_back(connect: Any) -> None:
     async with connect(cores=2) as (llm, cores):
         cores[0].replies["is_paused"], cores[1].replies["is_paused"] = PAUSED, RUNNING
         with over(llm) as context:
-            assert await operations.is_paused(context)
+            assert (await operations.is_paused(context, NONE))["is_paused"]
             cores[0].replies["is_paused"] = RUNNING
-            assert not await operations.is_paused(context)
+            assert not (await operations.is_paused(context, NONE))["is_paused"]
             cores[0].failing.add("is_paused")
-            assert not await operations.is_paused(context), "one that answers tells"
+            assert not (await operations.is_paused(context, NONE))["is_paused"], "one tells"
 
 
 async def test_a_resume_reaches_the_others_where_one_fails(connect: Any) -> None:
     async with connect(cores=2) as (llm, cores):
         cores[0].failing.add("resume")
         with over(llm) as context, pytest.raises(Conflict):
-            await operations.resume(context)
+            await operations.resume(context, NONE)
         assert "resume" in [call.operation for call in cores[1].calls]
 
 
@@ -123,8 +130,10 @@ async def test_a_client_asks_for_its_own_requests_and_an_operator_for_all(connec
         await core.until(lambda: len(core.requests) == 1)
         for tenant, ident in (("a", "mine"), (ADMIN_TENANT, "mine"), ("b", own.label)):
             with over(llm, tenant) as context:
-                assert (await operations.explain(context, ident))["requests"]
+                assert (await operations.requests(context, RequestsParameters(id=ident)))[
+                    "requests"
+                ]
         with over(llm, "b") as context, pytest.raises(NotFound):
-            await operations.explain(context, "mine")
+            await operations.requests(context, RequestsParameters(id="mine"))
         core.flow.set()
         await task
