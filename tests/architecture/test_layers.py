@@ -212,6 +212,7 @@ def families() -> set[str]:
         "build",
         "transformers",
         "attention_hook",
+        "latent",
     }
     return {p.stem for p in (PACKAGE / "back" / "models").glob("*.py")} - shared
 

@@ -15,19 +15,20 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from headrace.back.attention.forms import HeadsForm
+from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import AttentionPlan, Batch
-from headrace.back.kernels.kv_write.quantized import values_and_scales
 from headrace.back.models.protocol import CausalModel
 
 Schedule = list[list[tuple[int, int]]]
 
 
-def _poisoned(shape: tuple[int, ...], dtype: torch.dtype, layer: HeadsForm) -> torch.Tensor:
-    if not layer.quantized:
-        return torch.full(shape, float("nan"), dtype=dtype)
-    kv = torch.full(shape, 77, dtype=torch.int8)
-    values_and_scales(kv.view(-1, *shape[-4:]))[1].fill_(float("nan"))
+def _poisoned(
+    form: CacheForm, num_blocks: int, *, block_tokens: int, dtype: torch.dtype
+) -> torch.Tensor:
+    stored = form.storage_dtype(dtype)
+    value = 77 if stored is torch.int8 else float("nan")
+    kv = torch.full((num_blocks, *form.block_shape(block_tokens)), value, dtype=stored)
+    form.floats(kv).fill_(float("nan"))
     return kv
 
 
@@ -50,10 +51,8 @@ class PagedRun:
         random.Random(5).shuffle(self.free)
         self.tables = np.zeros((len(self.windows), len(rows), longest), np.int32)
         self.kv = tuple(
-            _poisoned(
-                (num_blocks, 2, layer.kv_heads, block_tokens, layer.token_width), dtype, layer
-            )
-            for layer in model.kv_forms
+            _poisoned(form, num_blocks, block_tokens=block_tokens, dtype=dtype)
+            for form in model.kv_forms
         )
 
     def step(self, chunks: list[tuple[int, int]], *, last: bool = False) -> list[torch.Tensor]:
@@ -125,8 +124,11 @@ class PagedRun:
                         self.free.append(block)
                         for layer, owner in enumerate(self.group_of_layer):
                             if owner == group:
-                                kv = self.kv[layer][block]
-                                kv.copy_(_poisoned(kv.shape, kv.dtype, self.model.kv_forms[layer]))
+                                self._poison(layer, block)
+
+    def _poison(self, layer: int, block: int) -> None:
+        form, kv = self.model.kv_forms[layer], self.kv[layer]
+        kv[block] = _poisoned(form, 1, block_tokens=self.block_tokens, dtype=kv.dtype)[0]
 
 
 def _one_query_each(plan: AttentionPlan) -> AttentionPlan:

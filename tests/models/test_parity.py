@@ -40,6 +40,16 @@ LLAMA3 = {
 }
 
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+}
+
+
 def longrope(original: int) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
@@ -112,6 +122,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.5,
         },
     ),
+    "minicpm3": ("MiniCPM3", LATENT),
+    "minicpm3-direct-queries": (
+        "MiniCPM3",
+        {**LATENT, "q_lora_rank": None, "v_head_dim": 8, "scale_depth": None},
+    ),
+    "minicpm3-yarn-biased": (
+        "MiniCPM3",
+        {**LATENT, **rope(**YARN, mscale=0.8, mscale_all_dim=0.5), "attention_bias": True},
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "smollm3-window": (
         "SmolLM3",
@@ -167,6 +186,7 @@ def test_last_tokens_alone_have_the_logits_of_transformers(case: str, tmp_path: 
         "phi3",
         "olmo2",
         "granite",
+        "minicpm3",
         "smollm3",
     ],
 )

@@ -1,5 +1,5 @@
 """Two and four ranks over gloo give the logits of one: merged and separate projections, biases, replicated
-KV heads, an odd vocabulary, norms over all heads, tied heads."""
+KV heads, an odd vocabulary, norms over all heads, tied heads, latents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models.paged import random_rows, teacher_forced
 from tests.models.tensor_parallel_rank import LENGTHS
 from tests.models.test_parity import CASES, compare, tiny_config
 
-NAMES = ("llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "one-kv-head")
+NAMES = ("llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "minicpm3", "one-kv-head")
 
 
 def configuration(name: str, count: int) -> Any:

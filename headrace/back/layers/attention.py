@@ -6,11 +6,11 @@ T tokens, E hidden size, H query heads, K KV heads, D head_dim; H and K are this
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from headrace.back.attention.forms import HeadsForm
+from headrace.back.attention.forms import CacheForm, HeadsForm
 from headrace.back.attention.plan import AttentionPlan, Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
@@ -51,12 +51,53 @@ class AttentionSpec:
     unit_offset: bool = False
     merged: str | None = None
 
+    def build(
+        self, scope: Scope, layer: int, *, norm: RMSNorm | None = None, adds: bool = False
+    ) -> Attention:
+        """The layer. `norm`, `adds`: see Attention."""
+        return Attention(scope / "self_attn", layer, self, norm=norm, adds=adds)
+
+
+class SelfAttentionSpec(Protocol):
+    """What a decoder layer's attention is made of: AttentionSpec, LatentAttentionSpec."""
+
+    def build(
+        self, scope: Scope, layer: int, *, norm: RMSNorm | None = None, adds: bool = False
+    ) -> SelfAttention:
+        """The attention of layer number `layer`, whose scope it is."""
+        ...
+
+
+class SelfAttention(Protocol):
+    """The face of every attention over the KV cache. See Attention.
+
+    kv_forms   its caches
+    probed     whether a batch's probe sees its queries
+    """
+
+    @property
+    def kv_forms(self) -> tuple[CacheForm, ...]: ...
+
+    @property
+    def norms(self) -> bool: ...
+
+    @property
+    def probed(self) -> bool: ...
+
+    def queries(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor: ...
+
+    def attend_into(
+        self, q_THD: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
+    ) -> torch.Tensor | Partial | None: ...
+
 
 class Attention:
     """x_TE -> y_TE: projects, norms, rotates, writes the step's KV, attends, projects back.
 
     `norm` stands before it: if `norms`, x is what goes into that norm. `adds`: y goes into the
     residual as it is."""
+
+    probed = True
 
     def __init__(
         self,
@@ -88,9 +129,9 @@ class Attention:
         scope.on_finish(self._finish)
 
     @property
-    def kv_form(self) -> HeadsForm:
+    def kv_forms(self) -> tuple[CacheForm, ...]:
         """What this layer keeps in the KV cache."""
-        return HeadsForm(
+        form = HeadsForm(
             cache=self._layer,
             kv_heads=self._kv_heads,
             head_dim=self._spec.head_dim,
@@ -98,6 +139,7 @@ class Attention:
             span=self._spec.window,
             quantized=self._scope.kv_quantized,
         )
+        return (form,)
 
     @property
     def norms(self) -> bool:

@@ -238,10 +238,14 @@ def _yarn_attention(values: ConfigReader, factor: float) -> float:
         return stated
     mscale = values.float("mscale", None)
     mscale_all = values.float("mscale_all_dim", None)
-    logarithm = 0.1 * math.log(factor)
     if mscale and mscale_all:
-        return (mscale * logarithm + 1) / (mscale_all * logarithm + 1)
-    return logarithm + 1
+        return yarn_factor(factor, mscale) / yarn_factor(factor, mscale_all)
+    return yarn_factor(factor)
+
+
+def yarn_factor(factor: float, weight: float = 1.0) -> float:
+    """What a stretch by `factor` multiplies queries and keys by (YaRN, section 3.4)."""
+    return weight * 0.1 * math.log(factor) + 1.0
 
 
 def _longrope(scaling: _Scaling) -> tuple[torch.Tensor, float]:

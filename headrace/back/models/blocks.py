@@ -15,7 +15,7 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
-from headrace.back.layers.attention import Attention, AttentionSpec
+from headrace.back.layers.attention import SelfAttentionSpec
 from headrace.back.layers.classifier import Classifier, Dense
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.logits import LogitsHead, TopOf
@@ -71,7 +71,7 @@ class LayerSpec:
     residual.
     """
 
-    attention: AttentionSpec
+    attention: SelfAttentionSpec
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
@@ -110,12 +110,8 @@ class DecoderLayer:
 
         self.before_attention = norm(spec.before_attention)
         plain = spec.branch_scale == 1.0
-        self.attention = Attention(
-            scope / "self_attn",
-            index,
-            spec.attention,
-            norm=self.before_attention,
-            adds=plain and spec.after_attention is None,
+        self.attention = spec.attention.build(
+            scope, index, norm=self.before_attention, adds=plain and spec.after_attention is None
         )
         self.after_attention = norm(spec.after_attention)
         self.before_mlp = norm(spec.before_mlp)
@@ -198,8 +194,10 @@ class Decoder:
         self._head = self._logits_head(scope, spec) if self.generates else None
         self._classifier = classifier_of(scope, sizes.width)
         self.kv_forms: tuple[CacheForm, ...] = tuple(
-            layer.attention.kv_form for layer in self._layers
+            form for layer in self._layers for form in layer.attention.kv_forms
         )
+        if not all(layer.attention.probed for layer in self._layers):
+            self.attention_heads = 0
         tied = (rf"{spec.head}\.weight",) if sizes.tied or not self.generates else ()
         self.weights = WeightPlan(
             params=tuple(self._ledger.params), ignored=(*IGNORED, *tied, *spec.ignored)

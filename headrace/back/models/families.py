@@ -22,6 +22,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "Olmo2ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
+    "MiniCPM3ForCausalLM": "minicpm3",
     "BertForMaskedLM": "bert",
     "RobertaForMaskedLM": "roberta",
     "XLMRobertaForMaskedLM": "roberta",

@@ -12,6 +12,9 @@ from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.greedy import op as greedy
 from headrace.back.kernels.gumbel import op as gumbel
+from headrace.back.kernels.head_linear import op as head_linear
+from headrace.back.kernels.latent_attention import op as latent_attention
+from headrace.back.kernels.latent_write import op as latent_write
 from headrace.back.kernels.linear.table import GemmPlan
 from headrace.back.kernels.linear.triton_fixed import fixed
 from headrace.back.kernels.linear.triton_small import Gemm, launcher
@@ -127,6 +130,17 @@ def _fixed_decodes() -> object:
     return bind(problem, tile=tile)(*attention.OP.sample(problem).arguments)
 
 
+def _latent_attention() -> object:
+    """DeepSeek's sizes, with log-sum-exps."""
+    from headrace.back.kernels.latent_attention import triton_latent
+
+    problem = latent_attention.LatentAttentionProblem(
+        device="cpu", dtype=BF16, heads=16, rank=512, rotary=64, block_tokens=16, scale=0.1
+    )
+    q_THW, kv, plan = latent_attention.OP.sample(problem).arguments
+    return triton_latent.bind(problem)(q_THW, kv, plan, torch.empty(q_THW.shape[:2]))
+
+
 def _shared() -> object:
     """A step that looks for shared prefixes, with all the kernels that takes."""
     from headrace.back.kernels.attention import cascade
@@ -191,6 +205,11 @@ SPECULATIVE = step_inputs.StepInputsProblem(
 )
 NGRAM = ngram_draft.NgramDraftProblem(device="cpu", min_match=2, max_match=4)
 
+LATENT_WRITE = latent_write.LatentWriteProblem(
+    device="cpu", dtype=BF16, heads=16, nope=128, rank=512, rotary=64, block_tokens=16, eps=1e-6
+)
+ABSORB = head_linear.HeadLinearProblem(device="cpu", dtype=BF16, heads=16, inputs=128, outputs=512)
+
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("attention 32/8x128", _call(attention.OP, _ATTENTION, _attention(32, 8, 128))),
     ("attention fp32", _call(attention.OP, _ATTENTION, _attention(4, 2, 64, FP32))),
@@ -225,6 +244,12 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         ),
     ),
     ("attention shared", _shared),
+    ("latent_attention", _latent_attention),
+    (
+        "latent_write",
+        _call(latent_write.OP, "latent_write.triton_latent_write:KERNEL", LATENT_WRITE),
+    ),
+    ("head_linear", _call(head_linear.OP, "head_linear.triton_head_linear:KERNEL", ABSORB)),
     ("attention 80", _call(attention.OP, _ATTENTION, _attention(32, 32, 80))),
     ("qk_rope_write norm", _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6))),
     (

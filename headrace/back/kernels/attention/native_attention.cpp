@@ -148,15 +148,15 @@ HR_INLINE void mix_columns(const Attention& p, const Task& task, int64_t kv_head
                            const float* weights, const float* factors, int64_t d, float* sums) {
   F acc[MB][NV];
   HR_UNROLL for (int m = 0; m < MB; ++m)
-    HR_UNROLL for (int n = 0; n < NV; ++n) acc[m][n] = load(sums + m * kMaxHead + d + n * kLanes) * factors[m];
+    HR_UNROLL for (int n = 0; n < NV; ++n) acc[m][n] = load(sums + m * sums_stride(p) + d + n * kLanes) * factors[m];
   for (int64_t j = 0; j < count;) {
     const int64_t run = smaller(count - j, p.block_tokens - (low + j) % p.block_tokens);
     const T* v = kv_at<T>(p, task.row, kv_head, low + j, 1) + d;
-    add_values<T, MB, NV, Part>(v, run, p.head_dim, weights + j, p.head_dim - d, acc);
+    add_values<T, MB, NV, Part>(v, run, p.head_dim, weights + j, p.value_dim - d, acc);
     j += run;
   }
   HR_UNROLL for (int m = 0; m < MB; ++m)
-    HR_UNROLL for (int n = 0; n < NV; ++n) store(sums + m * kMaxHead + d + n * kLanes, acc[m][n]);
+    HR_UNROLL for (int n = 0; n < NV; ++n) store(sums + m * sums_stride(p) + d + n * kLanes, acc[m][n]);
 }
 
 template <class T, int MB>
@@ -164,11 +164,11 @@ HR_INLINE void mix(const Attention& p, const Task& task, int64_t kv_head, int64_
                    const float* factors, float* sums) {
   constexpr int NV = kValueVectors;
   int64_t d = 0;
-  for (; d + NV * kLanes <= p.head_dim; d += NV * kLanes)
+  for (; d + NV * kLanes <= p.value_dim; d += NV * kLanes)
     mix_columns<T, MB, NV, false>(p, task, kv_head, low, count, weights, factors, d, sums);
-  for (; d + kLanes <= p.head_dim; d += kLanes)
+  for (; d + kLanes <= p.value_dim; d += kLanes)
     mix_columns<T, MB, 1, false>(p, task, kv_head, low, count, weights, factors, d, sums);
-  if (d < p.head_dim) mix_columns<T, MB, 1, true>(p, task, kv_head, low, count, weights, factors, d, sums);
+  if (d < p.value_dim) mix_columns<T, MB, 1, true>(p, task, kv_head, low, count, weights, factors, d, sums);
 }
 
 template <class T>
@@ -177,10 +177,10 @@ HR_INLINE void mix_all(const Attention& p, const Task& task, int64_t kv_head, in
   for (int64_t m = 0; m < rows; m += 4) {
     const float* w = weights + m * kTokens;
     switch (smaller<int64_t>(rows - m, 4)) {
-      case 4: mix<T, 4>(p, task, kv_head, low, count, w, factors + m, sums + m * kMaxHead); break;
-      case 3: mix<T, 3>(p, task, kv_head, low, count, w, factors + m, sums + m * kMaxHead); break;
-      case 2: mix<T, 2>(p, task, kv_head, low, count, w, factors + m, sums + m * kMaxHead); break;
-      default: mix<T, 1>(p, task, kv_head, low, count, w, factors + m, sums + m * kMaxHead);
+      case 4: mix<T, 4>(p, task, kv_head, low, count, w, factors + m, sums + m * sums_stride(p)); break;
+      case 3: mix<T, 3>(p, task, kv_head, low, count, w, factors + m, sums + m * sums_stride(p)); break;
+      case 2: mix<T, 2>(p, task, kv_head, low, count, w, factors + m, sums + m * sums_stride(p)); break;
+      default: mix<T, 1>(p, task, kv_head, low, count, w, factors + m, sums + m * sums_stride(p));
     }
   }
 }
@@ -200,36 +200,37 @@ HR_INLINE void fill_queries(const Attention& p, const Task& task, char* panels) 
 template <class T>
 HR_INLINE void finish(const Attention& p, const Task& task, const float* max, const float* total, const float* sums) {
   for (int64_t m = 0; m < int64_t(task.tokens) * task.heads; ++m) {
-    const float* from = sums + m * kMaxHead;
+    const float* from = sums + m * sums_stride(p);
     if (task.part != kWholeRow) {
       float* to = part_at(p, task, m);
       to[0] = max[m], to[1] = total[m];
-      __builtin_memcpy(to + 2, from, size_t(p.head_dim) * sizeof(float));
+      __builtin_memcpy(to + 2, from, size_t(p.value_dim) * sizeof(float));
       continue;
     }
     const int64_t token = p.query_start[task.row] + task.token + m / task.heads;
     const int64_t head = task.head + m % task.heads;
     const float by = divisor(p, total[m]);
     store_lse(p, token, head, max[m], total[m]);
-    T* to = static_cast<T*>(p.out) + (token * p.heads + head) * p.head_dim;
-    for (int64_t d = 0; d < p.head_dim; d += kLanes)
-      store_part(to + d, load(from + d) / by, smaller<int64_t>(p.head_dim - d, kLanes));
+    T* to = static_cast<T*>(p.out) + (token * p.heads + head) * p.value_dim;
+    for (int64_t d = 0; d < p.value_dim; d += kLanes)
+      store_part(to + d, load(from + d) / by, smaller<int64_t>(p.value_dim - d, kLanes));
   }
 }
 
-template <class T, class S>
+// Most: the largest head_dim there is room for.
+template <class T, class S, int Most>
 void attend(void* context, int64_t i) {
   const Attention& p = *static_cast<const Attention*>(context);
   const Task& task = p.tasks[i];
   const int64_t rows = int64_t(task.tokens) * task.heads, kv_head = task.head / (p.heads / p.kv_heads);
-  alignas(64) char panels[kRows * kMaxHead * sizeof(float)];
-  alignas(64) float sums[kRows * kMaxHead];
+  alignas(64) char panels[kRows * Most * sizeof(float)];
+  alignas(64) float sums[kRows * Most];
   alignas(64) float scores[kRows * kTokens];
   float max[kRows], total[kRows], factors[kRows];
   fill_queries<T>(p, task, panels);
   for (int64_t m = 0; m < rows; ++m) {
     begin_row(p, task, m, max[m], total[m]);
-    for (int64_t d = 0; d < p.head_dim; d += kLanes) store(sums + m * kMaxHead + d, F{});
+    for (int64_t d = 0; d < p.value_dim; d += kLanes) store(sums + m * sums_stride(p) + d, F{});
   }
   for (int64_t low = task.low; low < task.high; low += kTokens) {
     const int64_t count = smaller<int64_t>(kTokens, task.high - low);
@@ -270,21 +271,21 @@ void merge(void* context, int64_t i) {
   float top = -__builtin_inff(), total = 0;
   for (int64_t j = 0; j < job.count; ++j) top = larger(parts[j * job.part_stride], top);
   const float base = top == -__builtin_inff() ? 0.0f : top;
-  alignas(64) float sums[kMaxHead + kLanes] = {};
+  alignas(64) float sums[kMaxLatent + kLanes] = {};
   for (int64_t j = 0; j < job.count; ++j) {
     const float* part = parts + j * job.part_stride;
     const float factor = vexp(splat(part[0] - base))[0];
     total += factor * part[1];
-    for (int64_t d = 0; d < p.head_dim; d += kLanes) {
-      F v = load_part(part + 2 + d, smaller<int64_t>(p.head_dim - d, kLanes));
+    for (int64_t d = 0; d < p.value_dim; d += kLanes) {
+      F v = load_part(part + 2 + d, smaller<int64_t>(p.value_dim - d, kLanes));
       store(sums + d, fma(v, factor, load(sums + d)));
     }
   }
   store_lse(p, job.token, job.head, top, total);
   const float by = divisor(p, total);
-  T* to = static_cast<T*>(p.out) + (job.token * p.heads + job.head) * p.head_dim;
-  for (int64_t d = 0; d < p.head_dim; d += kLanes)
-    store_part(to + d, load(sums + d) / by, smaller<int64_t>(p.head_dim - d, kLanes));
+  T* to = static_cast<T*>(p.out) + (job.token * p.heads + job.head) * p.value_dim;
+  for (int64_t d = 0; d < p.value_dim; d += kLanes)
+    store_part(to + d, load(sums + d) / by, smaller<int64_t>(p.value_dim - d, kLanes));
 }
 
 // The tasks of all rows, written to the arrays; with null arrays only counted. A plan of two passes keeps the hot path
@@ -441,10 +442,10 @@ HR_INLINE bool sound(const Attention& p, int64_t num_blocks, int64_t num_tokens)
   return true;
 }
 
-template <class T, class S = T>
+template <class T, class S = T, int Most = kMaxHead>
 int32_t run(Attention& p) {
 #if defined(HR_AMX)
-  if constexpr (kIsBf16<T>) if (fits_tiles<S>(p)) p.prefill_rows = rows_per_task(p);
+  if constexpr (kIsBf16<T> && Most == kMaxHead) if (fits_tiles<S>(p)) p.prefill_rows = rows_per_task(p);
 #endif
   const Counts n = plan(p, nullptr, nullptr, nullptr);
   const int64_t bytes = n.merges * int64_t(sizeof(Merge)) + p.rows * int64_t(sizeof(RowParts)) +
@@ -457,14 +458,22 @@ int32_t run(Attention& p) {
   p.parts = reinterpret_cast<float*>(tasks + n.tasks);
   p.tasks = tasks, p.row_parts = row_parts;
   plan(p, tasks, merges, row_parts);
-  HrTask task = attend<T, S>;
+  HrTask task = attend<T, S, Most>;
 #if defined(HR_AMX)
-  if constexpr (kIsBf16<T>) if (fits_tiles<S>(p)) task = attend_anyhow<S, attend<T, S>>;
+  if constexpr (kIsBf16<T> && Most == kMaxHead) if (fits_tiles<S>(p)) task = attend_anyhow<S, attend<T, S, Most>>;
 #endif
   hr_parallel(task, &p, n.tasks);
   Merges all{&p, merges};
   hr_parallel(merge<T>, &all, n.merges);
   return HR_OK;
+}
+
+// Values that are the beginning of the keys, one KV head.
+int32_t run_latent(Attention& p, int32_t dtype) {
+  if (dtype == HR_BF16) return run<bf16, bf16, kMaxLatent>(p);
+  if (dtype == HR_F16) return run<fp16, fp16, kMaxLatent>(p);
+  if (dtype == HR_F32) return run<float, float, kMaxLatent>(p);
+  return HR_BAD_DTYPE;
 }
 
 template <class S>
@@ -494,7 +503,7 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
   if (head_dim < 1 || head_dim > kMaxHead || kv_heads < 1 || heads < 1 || heads % kv_heads || block_tokens < 1)
     return HR_BAD_SHAPE;
   Attention p{q, kv, out, query_start, kv_len, block_table, sinks, lse, rows, table_stride, heads, kv_heads, head_dim,
-              block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
+              head_dim, block_tokens, q_token_stride, q_head_stride, block_stride, value_offset, head_stride,
               window > 0 ? window : INT32_MAX, scale, softcap, kRows, (mode & 8) == 0, (mode & 4) != 0, nullptr, nullptr, nullptr};
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
   const int32_t form = mode & 3;
@@ -507,3 +516,21 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
   return HR_BAD_DTYPE;
 }
 HR_REPLAYABLE(attention)
+
+// Latent attention: one KV head for all query heads, whose values are the first value_dim elements of its keys.
+// q [num_tokens, heads, head_dim], contiguous; out [num_tokens, heads, value_dim]; lse as above. kv: block b, token t at
+// b * block_stride + t * head_dim. mode: 4 for results that do not depend on how many queries of a row are computed together.
+HR_PUBLIC int32_t HR_EXPORT(latent_attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
+                                              const int32_t* kv_len, const int32_t* block_table, float* lse, int64_t rows,
+                                              int64_t table_stride, int64_t num_tokens, int64_t num_blocks, int64_t heads,
+                                              int64_t head_dim, int64_t value_dim, int64_t block_tokens,
+                                              int64_t block_stride, float scale, int32_t dtype, int32_t mode) {
+  if (head_dim < 1 || head_dim > kMaxLatent || value_dim < 1 || value_dim > head_dim || heads < 1 || block_tokens < 1)
+    return HR_BAD_SHAPE;
+  Attention p{q, kv, out, query_start, kv_len, block_table, nullptr, lse, rows, table_stride, heads, 1, head_dim, value_dim,
+              block_tokens, heads * head_dim, head_dim, block_stride, 0, 0, INT32_MAX, scale, 0, kRows, true, (mode & 4) != 0,
+              nullptr, nullptr, nullptr};
+  if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
+  return run_latent(p, dtype);
+}
+HR_REPLAYABLE(latent_attention)

@@ -118,7 +118,7 @@ def _start(sinks, o_query_head, m_m, M: tl.constexpr, D: tl.constexpr, SINKS: tl
 
 
 @triton.jit
-def _merge(b_max, b_sum, b_acc, n_max, n_sum, n_acc):
+def merge_results(b_max, b_sum, b_acc, n_max, n_sum, n_acc):
     """Two results as one; the left one may be empty (maximum -Inf)."""
     b_higher = tl.maximum(b_max, n_max)
     b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
@@ -192,7 +192,7 @@ def fixed_kernel(
                 tl.minimum(split * SPLIT_TOKENS + SPLIT_TOKENS, end), b_position, scale, softcap,
                 block_stride, kind_stride, M, N, HEAD_DIM, D, BLOCK_TOKENS, WINDOW, SOFTCAP,
             )  # fmt: skip
-            b_max, b_sum, b_acc = _merge(b_max, b_sum, b_acc, n_max, n_sum, n_acc)
+            b_max, b_sum, b_acc = merge_results(b_max, b_sum, b_acc, n_max, n_sum, n_acc)
 
         is_done = splits == 0
         if is_cut:
@@ -221,7 +221,7 @@ def fixed_kernel(
                         p_one + o_m[:, None] * D + o_d[None, :], mask=m_m[:, None], other=0.0,
                         cache_modifier=".cg",
                     )  # fmt: skip
-                    b_max, b_sum, b_acc = _merge(b_max, b_sum, b_acc, n_max, n_sum, n_acc)
+                    b_max, b_sum, b_acc = merge_results(b_max, b_sum, b_acc, n_max, n_sum, n_acc)
         if is_done:
             p_out = out + o_token * out_token_stride + o_query_head * HEAD_DIM
             b_out = (b_acc / divisor(b_sum, CAUSAL)[:, None]).to(out.dtype.element_ty)

@@ -7,7 +7,8 @@ namespace {
 
 constexpr int kRows = 32;        // query rows of a tile
 constexpr int kTokens = 64;      // KV tokens of a tile
-constexpr int kMaxHead = 256;    // largest head_dim
+constexpr int kMaxHead = 256;    // largest head_dim of heads with values of their own
+constexpr int kMaxLatent = 640;  // largest head_dim where values are the beginning of the keys
 constexpr int64_t kSplit = 256;  // KV tokens per part of a row with few queries
 constexpr int64_t kFewQueries = 16;  // queries of such a row at most
 
@@ -17,7 +18,7 @@ struct Attention {
   const int32_t *query_start, *kv_len, *block_table;
   const float* sinks;  // a score per query head, or null
   float* lse;          // [tokens, heads] log-sum-exp of each query's scores, or null
-  int64_t rows, table_stride, heads, kv_heads, head_dim, block_tokens;
+  int64_t rows, table_stride, heads, kv_heads, head_dim, value_dim, block_tokens;
   int64_t q_token_stride, q_head_stride, block_stride, value_offset, head_stride;
   int64_t window;  // positions a query sees, itself included
   float scale, softcap;
@@ -92,7 +93,9 @@ HR_INLINE void store_lse(const Attention& p, int64_t token, int64_t head, float 
   if (p.lse) p.lse[token * p.heads + head] = max + __builtin_logf(total);
 }
 
-HR_INLINE int64_t part_floats(const Attention& p) { return p.head_dim + 2; }
+HR_INLINE int64_t part_floats(const Attention& p) { return p.value_dim + 2; }
+// Floats between the sums of a task's query rows.
+HR_INLINE int64_t sums_stride(const Attention& p) { return ceil_div(p.value_dim, kLanes) * kLanes; }
 // Where a task leaves the unmerged result of its query row m.
 HR_INLINE float* part_at(const Attention& p, const Task& task, int64_t m) {
   const int64_t token = m / task.heads;

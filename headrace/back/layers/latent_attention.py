@@ -1,0 +1,163 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1) over a cache of latents.
+
+Keys and values of all heads come from one latent per token; the cache holds that alone, beside a
+rotated key that the heads share. Attention runs in the absorbed form: a head's key weight is
+applied to its query, its value weight to its result, so that all heads read the latent itself.
+
+T tokens, E hidden size, H query heads of this rank, C rank of the latent, R rotary dimensions, W =
+C + R, D = nope + R, V value dimensions of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.attention.forms import CacheForm, LatentForm
+from headrace.back.attention.plan import Batch
+from headrace.back.kernels.head_linear.op import OP as HEAD_LINEAR
+from headrace.back.kernels.head_linear.op import HeadLinearProblem
+from headrace.back.kernels.latent_attention.op import OP as LATENT_ATTENTION
+from headrace.back.kernels.latent_attention.op import LatentAttentionProblem
+from headrace.back.kernels.latent_write.op import OP as LATENT_WRITE
+from headrace.back.kernels.latent_write.op import LatentWriteProblem
+from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.norm import RMSNorm
+from headrace.back.layers.rope import Rope, RopeSpec
+from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.collectives import Partial
+from headrace.back.parallel.shard import Part, Shard, local_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionSpec:
+    """One layer's attention, in global sizes.
+
+    q_rank     rank of the queries' own down-projection; None: they are projected directly
+    nope       dimensions of a query head that are not rotated
+    values     dimensions of a head's value
+    """
+
+    width: int
+    heads: int
+    q_rank: int | None
+    rank: int
+    nope: int
+    values: int
+    scale: float
+    rope: RopeSpec
+    eps: float = 1e-6
+    down_bias: bool = False
+    out_bias: bool = False
+
+    def build(
+        self, scope: Scope, layer: int, *, norm: RMSNorm | None = None, adds: bool = False
+    ) -> LatentAttention:
+        """The layer. See AttentionSpec."""
+        return LatentAttention(scope / "self_attn", layer, self, norm=norm, adds=adds)
+
+
+class LatentAttention:
+    """x_TE -> y_TE. See layers/attention.py: Attention, whose face it has."""
+
+    probed = False
+
+    def __init__(
+        self,
+        scope: Scope,
+        layer: int,
+        spec: LatentAttentionSpec,
+        *,
+        norm: RMSNorm | None = None,
+        adds: bool = False,
+    ) -> None:
+        rotary = spec.rope.rotary_dim
+        self._layer, self._spec, self._scope = layer, spec, scope
+        q_size = spec.heads * (spec.nope + rotary)
+        queries = Part("q_proj", q_size, spec.heads)
+        self._heads = local_units(queries, scope.mesh.tp)
+        latent = Part("kv_a_proj_with_mqa", spec.rank + rotary, 1)
+        first = queries if spec.q_rank is None else Part("q_a_proj", spec.q_rank, 1)
+        # One GEMM for both down-projections: a small batch reads x once.
+        self._down = ColumnLinear(
+            scope, spec.width, (first, latent), bias=spec.down_bias, norm=norm
+        )
+        self._q_norm: RMSNorm | None = None
+        self._q_up: ColumnLinear | None = None
+        if spec.q_rank is not None:
+            self._q_norm = RMSNorm(scope / "q_a_layernorm", spec.q_rank, eps=spec.eps)
+            up = Part("q_b_proj", q_size, spec.heads)
+            self._q_up = ColumnLinear(scope, spec.q_rank, (up,), norm=self._q_norm)
+        self._kv_norm = RMSNorm(scope / "kv_a_layernorm", spec.rank, eps=spec.eps)
+        heads = Part("kv_b_proj", spec.heads * (spec.nope + spec.values), spec.heads)
+        self._kv_up = scope.param(
+            "kv_b_proj.weight",
+            (heads.size, spec.rank),
+            shard=Shard(axis="tp", dim=0, parts=(heads,)),
+        )
+        values = Part("o_proj", spec.heads * spec.values, spec.heads)
+        self._out = RowLinear(scope / "o_proj", values, spec.width, bias=spec.out_bias, adds=adds)
+        self._rope = Rope(scope, spec.rope)
+        self._absorb = self._expand = self._write = self._attend = not_loaded
+        scope.on_finish(self._finish)
+
+    @property
+    def kv_forms(self) -> tuple[CacheForm, ...]:
+        """What this layer keeps in the KV cache."""
+        width = self._spec.rank + self._spec.rope.rotary_dim
+        return (LatentForm(cache=self._layer, width=width),)
+
+    @property
+    def norms(self) -> bool:
+        """Whether the norm before is part of it."""
+        return self._down.norms
+
+    def queries(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """q_THW, absorbed and rotated; the latents are in the cache."""
+        spec, kv = self._spec, batch.kv[self._layer]
+        plan = batch.plans[batch.group_of_layer[self._layer]]
+        down_TX = self._down.project(x_TE)
+        q_TX, latent_TW = down_TX.split_with_sizes(self._down.sizes, dim=1)
+        if self._q_up is not None:
+            q_TX = self._queries_up(q_TX)
+        q_THD = q_TX.unflatten(1, (self._heads, -1))
+        q_THW = x_TE.new_empty((x_TE.shape[0], self._heads, latent_TW.shape[1]))
+        self._write(
+            q_THD, latent_TW, batch.positions_T, self._rope.table_PR, kv, plan.slot_T, q_THW
+        )
+        self._absorb(q_THD[..., : spec.nope], q_THW[..., : spec.rank])
+        return q_THW
+
+    def attend_into(
+        self, q_THW: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
+    ) -> torch.Tensor | Partial | None:
+        """y_TE, to be added to the residual; None if that was done."""
+        plan = batch.plans[batch.group_of_layer[self._layer]]
+        latent_THC = self._attend(q_THW, batch.kv[self._layer], plan)
+        y_THV = q_THW.new_empty((q_THW.shape[0], self._heads, self._spec.values))
+        self._expand(latent_THC, y_THV)
+        return self._out.project_into(y_THV.flatten(1), residual_TE)
+
+    def _queries_up(self, q_TX: torch.Tensor) -> torch.Tensor:
+        assert self._q_up is not None and self._q_norm is not None
+        return self._q_up.project(q_TX if self._q_up.norms else self._q_norm.norm(q_TX))
+
+    def _finish(self) -> None:
+        spec, scope, rope = self._spec, self._scope, self._spec.rope
+        facts = {"device": scope.kind, "dtype": scope.dtype, "heads": self._heads}
+        weight_HXC = self._kv_up.take().unflatten(0, (self._heads, spec.nope + spec.values))
+        key_HNC, value_HVC = weight_HXC.split_with_sizes((spec.nope, spec.values), dim=1)
+        absorb = HeadLinearProblem(**facts, inputs=spec.nope, outputs=spec.rank)
+        expand = HeadLinearProblem(**facts, inputs=spec.rank, outputs=spec.values)
+        self._absorb = scope.bind(HEAD_LINEAR, absorb, key_HNC.transpose(1, 2).contiguous())
+        self._expand = scope.bind(HEAD_LINEAR, expand, value_HVC.contiguous())
+        cache = {"rank": spec.rank, "rotary": rope.rotary_dim, "block_tokens": scope.block_tokens}
+        self._write = scope.bind(
+            LATENT_WRITE,
+            LatentWriteProblem(**facts, **cache, nope=spec.nope, eps=spec.eps, layout=rope.layout),
+            self._kv_norm.weight_E,
+        )
+        self._attend = scope.bind(
+            LATENT_ATTENTION, LatentAttentionProblem(**facts, **cache, scale=spec.scale)
+        )
