@@ -95,7 +95,7 @@ def fill(model: LoadableModel, folder: Path) -> None:
             for copy in copies(param):
                 source = checkpoint.get_slice(copy.name)
                 assert tuple(source.get_shape()) == copy.shape, copy.name
-                param.tensor[copy.target] = source[copy.source].to(param.dtype)
+                param.target(copy).copy_(source[copy.source])
 
 
 def oracle_logits(oracle: Any, rows: list[list[int]]) -> list[torch.Tensor]:

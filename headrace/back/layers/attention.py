@@ -19,11 +19,79 @@ from headrace.back.kernels.kv_write.op import KVWriteProblem
 from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
 from headrace.back.layers.linear import ColumnLinear, RowLinear
-from headrace.back.layers.norm import RMSNorm, SplitRMSNorm
+from headrace.back.layers.norm import (
+    RMS,
+    HeadsLayerNorm,
+    LayerNorm,
+    NormSpec,
+    RMSNorm,
+    SplitRMSNorm,
+)
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.shard import Part, local_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKNorm:
+    """The norms of queries and keys.
+
+    over        "head": each head, all with one weight; "heads": each head with a weight of its own
+                (a layer norm without bias); "width": all heads together (root mean square)
+    names       the two modules
+    listed      "heads" alone: the checkpoint has a tensor for each head, under this name
+    after_rope  it comes behind the rotation, not before it
+    """
+
+    norm: NormSpec = RMS
+    eps: float
+    over: str = "head"
+    names: tuple[str, str] = ("q_norm", "k_norm")
+    listed: str | None = None
+    after_rope: bool = False
+
+    def build(self, scope: Scope, part: Part) -> HeadNorm:
+        """The norm of one projection, split over the ranks like `part`; x is [T, H, D], or [T, W]
+        for "width"."""
+        if self.over == "heads":
+            return HeadsLayerNorm(scope, part, eps=self.eps, listed=self.listed)
+        if self.over == "width":
+            return SplitRMSNorm(scope, part, eps=self.eps)
+        return self.norm.build(scope, part.size // part.units, eps=self.eps)
+
+
+HeadNorm = RMSNorm | LayerNorm | SplitRMSNorm | HeadsLayerNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionNames:
+    """Where the tensors of an attention lie in its layer. `merged`: the one that holds query, key
+    and value, if they are one there; `by_group`: KV head by KV head, its queries before its key and
+    value. `transposed`: weights are stored as [inputs, outputs]."""
+
+    module: str = "self_attn"
+    query: str = "q_proj"
+    key: str = "k_proj"
+    value: str = "v_proj"
+    merged: str | None = None
+    by_group: bool = False
+    out: str = "o_proj"
+    transposed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScale:
+    """Queries at position p are multiplied by 1 + beta * log(1 + floor(p / length)), so that the
+    softmax of long contexts stays sharp (Llama 4, "attention temperature")."""
+
+    beta: float
+    length: int
+
+    def table(self, max_positions: int) -> torch.Tensor:
+        """The factors of all positions, float32."""
+        passed = torch.arange(max_positions, dtype=torch.float32).div_(self.length).floor_()
+        return 1 + self.beta * torch.log1p(passed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +100,7 @@ class AttentionSpec:
 
     window     tokens a query sees, itself included; None: all before it
     rope       None: no position embedding (NoPE layers)
-    qk_norm    None, "head" (over each head, Qwen3) or "width" (over all heads together, OLMo 2)
-    merged     name of the checkpoint tensor that holds query, key and value, if they are one there
+    clip       queries, keys and values are cut to this magnitude as they come out of the projection
     """
 
     width: int
@@ -46,16 +113,16 @@ class AttentionSpec:
     softcap: float | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: str | None = None
-    qk_norm_eps: float = 1e-6
-    unit_offset: bool = False
-    merged: str | None = None
+    qk_norm: QKNorm | None = None
+    clip: float | None = None
+    query_scale: QueryScale | None = None
+    names: AttentionNames = AttentionNames()
 
     def build(
         self, scope: Scope, layer: int, *, norm: RMSNorm | None = None, adds: bool = False
     ) -> Attention:
         """The layer. `norm`, `adds`: see Attention."""
-        return Attention(scope / "self_attn", layer, self, norm=norm, adds=adds)
+        return Attention(scope, layer, self, norm=norm, adds=adds)
 
 
 class SelfAttentionSpec(Protocol):
@@ -94,8 +161,8 @@ class SelfAttention(Protocol):
 class Attention:
     """x_TE -> y_TE: projects, norms, rotates, writes the step's KV, attends, projects back.
 
-    `norm` stands before it: if `norms`, x is what goes into that norm. `adds`: y goes into the
-    residual as it is."""
+    `scope` is the layer's. `norm` stands before it: if `norms`, x is what goes into that norm.
+    `adds`: y goes into the residual as it is."""
 
     probed = True
 
@@ -108,9 +175,10 @@ class Attention:
         norm: RMSNorm | None = None,
         adds: bool = False,
     ) -> None:
-        q = Part("q_proj", spec.heads * spec.head_dim, spec.heads)
-        k = Part("k_proj", spec.kv_heads * spec.head_dim, spec.kv_heads)
-        v = Part("v_proj", spec.kv_heads * spec.head_dim, spec.kv_heads)
+        names, scope = spec.names, scope / spec.names.module
+        q = Part(names.query, spec.heads * spec.head_dim, spec.heads)
+        k = Part(names.key, spec.kv_heads * spec.head_dim, spec.kv_heads)
+        v = Part(names.value, spec.kv_heads * spec.head_dim, spec.kv_heads)
         self._layer = layer
         self._spec = spec
         self._scope = scope
@@ -118,13 +186,33 @@ class Attention:
         self._kv_heads = local_units(k, scope.mesh.tp)
         self._split = [self._heads, self._kv_heads, self._kv_heads]
         self._qkv = ColumnLinear(
-            scope, spec.width, (q, k, v), bias=spec.qkv_bias, merged=spec.merged, norm=norm
+            scope,
+            spec.width,
+            (q, k, v),
+            bias=spec.qkv_bias,
+            merged=names.merged,
+            groups=spec.kv_heads if names.by_group else 1,
+            transposed=names.transposed,
+            norm=norm,
         )
-        self._out = RowLinear(scope / "o_proj", q, spec.width, bias=spec.out_bias, adds=adds)
-        self._q_norm = self._norm(scope / "q_norm", q)
-        self._k_norm = self._norm(scope / "k_norm", k)
+        self._out = RowLinear(
+            scope / names.out,
+            q,
+            spec.width,
+            bias=spec.out_bias,
+            adds=adds,
+            transposed=names.transposed,
+        )
+        self._qk_norms: tuple[HeadNorm, HeadNorm] | None = None
+        if spec.qk_norm is not None:
+            of_q, of_k = spec.qk_norm.names
+            self._qk_norms = (
+                spec.qk_norm.build(scope / of_q, q),
+                spec.qk_norm.build(scope / of_k, k),
+            )
         self._rope = Rope(scope, spec.rope) if spec.rope else None
         self._attend = self._write = not_loaded
+        self._query_scale_P: torch.Tensor | None = None
         self._fused: QKRopeWrite | None = None
         scope.on_finish(self._finish)
 
@@ -156,6 +244,8 @@ class Attention:
             q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, plan.slot_T)
         else:
             q_THD = self._separately(qkv_TC, batch, plan, kv)
+        if self._query_scale_P is not None:
+            q_THD = q_THD * self._query_scale_P[batch.positions_T, None, None]
         if batch.probe is not None:
             batch.probe.see(self._layer, self._problem, q_THD, kv, plan)
         return q_THD
@@ -173,24 +263,30 @@ class Attention:
     ) -> torch.Tensor:
         """Norm, rotation and KV write by an op each; returns q_THD."""
         shape = (qkv_TC.shape[0], -1, self._spec.head_dim)
+        if self._spec.clip is not None:
+            qkv_TC.clamp_(-self._spec.clip, self._spec.clip)
         q_THD, k_TKD, v_TKD = qkv_TC.view(shape).split_with_sizes(self._split, dim=1)
-        if self._spec.qk_norm == "head":
-            q_THD, k_TKD = self._q_norm.norm(q_THD), self._k_norm.norm(k_TKD)
-        elif self._spec.qk_norm == "width":
-            q_THD = self._q_norm.norm(q_THD.flatten(1)).view(shape)
-            k_TKD = self._k_norm.norm(k_TKD.flatten(1)).view(shape)
+        after_rope = self._spec.qk_norm is not None and self._spec.qk_norm.after_rope
+        if not after_rope:
+            q_THD, k_TKD = self._normed(q_THD, k_TKD)
         if self._rope is not None:
             self._rope.rotate(q_THD, k_TKD, batch.positions_T, self._rope.table_PR)
+        if after_rope:
+            q_THD, k_TKD = self._normed(q_THD, k_TKD)
         self._write(k_TKD, v_TKD, kv, plan.slot_T)
         return q_THD
 
-    def _norm(self, scope: Scope, part: Part) -> RMSNorm | SplitRMSNorm | None:
-        spec = self._spec
-        if spec.qk_norm == "head":
-            return RMSNorm(scope, spec.head_dim, eps=spec.qk_norm_eps, unit_offset=spec.unit_offset)
-        if spec.qk_norm == "width":
-            return SplitRMSNorm(scope, part, eps=spec.qk_norm_eps)
-        return None
+    def _normed(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._qk_norms is None:
+            return q_THD, k_TKD
+        assert self._spec.qk_norm is not None
+        of_q, of_k = self._qk_norms
+        if self._spec.qk_norm.over != "width":
+            return of_q.norm(q_THD), of_k.norm(k_TKD)
+        q_TW, k_TW = of_q.norm(q_THD.flatten(1)), of_k.norm(k_TKD.flatten(1))
+        return q_TW.view(q_THD.shape), k_TW.view(k_TKD.shape)
 
     def _finish(self) -> None:
         spec, scope = self._spec, self._scope
@@ -201,6 +297,12 @@ class Attention:
             "head_dim": spec.head_dim,
             "block_tokens": scope.block_tokens,
         }
+        if spec.query_scale is not None:
+            tables = scope.ledger.tables
+            if spec.query_scale not in tables:
+                table_P = spec.query_scale.table(scope.max_positions)
+                tables[spec.query_scale] = table_P.to(scope.dtype).to(scope.device)
+            self._query_scale_P = tables[spec.query_scale]
         self._fused = self._bind_fused(shape)
         if self._fused is None:
             self._write = scope.bind(
@@ -218,17 +320,21 @@ class Attention:
 
     def _bind_fused(self, shape: dict[str, Any]) -> QKRopeWrite | None:
         """Norm, rotation and KV write in one kernel, if there is one for this layer."""
-        spec, rope = self._spec, self._spec.rope
-        if spec.qk_norm == "width":
+        rope, qk_norm = self._spec.rope, self._spec.qk_norm
+        weights: list[torch.Tensor | None] = [None, None]
+        if qk_norm is not None:
+            fusible = [norm for norm in self._qk_norms or () if isinstance(norm, RMSNorm)]
+            if len(fusible) != len(weights) or qk_norm.after_rope:
+                return None
+            weights = [norm.weight_E for norm in fusible]
+        if self._spec.clip is not None:
             return None
-        normed = spec.qk_norm == "head"
         problem = QKRopeWriteProblem(
             **shape,
             heads=self._heads,
             rotary_dim=rope.rotary_dim if rope else 0,
             layout=rope.layout if rope else "half",
-            eps=spec.qk_norm_eps if normed else None,
+            eps=qk_norm.eps if qk_norm is not None else None,
             quantized=self._scope.kv_quantized,
         )
-        weights = [norm.weight_E if normed else None for norm in (self._q_norm, self._k_norm)]
         return self._scope.bind_fused(QK_ROPE_WRITE, problem, *weights)

@@ -60,3 +60,12 @@ class Classifier:
         if self._norm is not None:
             hidden_NE = self._norm.norm(hidden_NE)
         return self._last.project(hidden_NE).float()
+
+
+def classifier_of(scope: Scope, width: int) -> Classifier | None:
+    """The head of a decoder that classifies: one GEMM, without bias where it judges whole texts."""
+    head = scope.head
+    if head.kind not in ("sequence", "token"):
+        return None
+    bias = head.kind == "token"
+    return Classifier(Dense(scope / "score", width, head.num_labels, bias=bias))

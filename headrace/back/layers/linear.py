@@ -8,7 +8,7 @@ outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -34,8 +34,10 @@ class ColumnLinear:
     """x_TI -> y_TO with the outputs of all `parts` side by side, each split over the ranks.
 
     `scope` is that of the layer around it: a part is the checkpoint tensor `scope / part.name`,
-    unless `merged` names the one tensor that holds all parts. `sizes` are the local widths of the
-    parts. `project` is the GEMM.
+    unless `merged` names the one tensor that holds all parts: one after the other, or, with
+    `groups`, the first group's share of each part, then the next group's. `transposed`: the
+    checkpoint holds weights as [inputs, outputs]. `sizes` are the local widths of the parts.
+    `project` is the GEMM.
 
     `norm` and `activation` are what the layer around it puts before and behind the GEMM. Where a
     kernel does all in one, `project` does: `activates` and `norms` tell, and if it `norms`, x is
@@ -50,6 +52,8 @@ class ColumnLinear:
         *,
         bias: bool = False,
         merged: str | None = None,
+        groups: int = 1,
+        transposed: bool = False,
         norm: RMSNorm | None = None,
         activation: str | None = None,
     ) -> None:
@@ -61,24 +65,53 @@ class ColumnLinear:
         self._norm = norm if scope.mesh.tp.size == 1 else None
         self._activation = activation
         self._inputs = inputs
-        self._parts = (Part(merged, sum(part.size for part in parts), 1),) if merged else parts
+        self._parts = parts
+        self._merged = merged
+        self._groups = groups
+        self._transposed = transposed
         self._weight = scope.quantized(self._param("weight", (inputs,), shard))
         self._bias = self._param("bias", (), shard) if bias else None
         scope.on_finish(self._finish)
 
     def _param(self, leaf: str, rest: tuple[int, ...], shard: Shard) -> Param:
-        pieces, offset = [], 0
-        for part in self._parts:
-            name = self._scope.name(f"{part.name}.{leaf}")
-            pieces.append(WeightPiece(name=name, shape=(part.size, *rest), offset=offset))
-            offset += part.size
+        outputs = sum(part.size for part in self._parts)
+        named = self._merged or "+".join(part.name for part in self._parts)
         return self._scope.param(
-            "+".join(part.name for part in self._parts) + f".{leaf}",
-            (offset, *rest),
-            pieces=tuple(pieces),
+            f"{named}.{leaf}",
+            (outputs, *rest),
+            pieces=tuple(self._pieces(leaf, rest, outputs)),
             shard=shard,
             init="normal" if leaf == "weight" else "zeros",
         )
+
+    def _pieces(self, leaf: str, rest: tuple[int, ...], outputs: int) -> Iterator[WeightPiece]:
+        turned = self._transposed and leaf == "weight"
+
+        def piece(
+            name: str, size: int, *, offset: int = 0, rows: tuple[int, int] | None = None
+        ) -> WeightPiece:
+            return WeightPiece(
+                name=self._scope.name(f"{name}.{leaf}"),
+                shape=(*rest, size) if turned else (size, *rest),
+                offset=offset,
+                rows=rows,
+                transposed=turned,
+            )
+
+        if self._merged is not None and self._groups == 1:
+            yield piece(self._merged, outputs)
+            return
+        offset = before = 0
+        for part in self._parts:
+            if self._merged is None:
+                yield piece(part.name, part.size, offset=offset)
+            else:
+                size, group = part.size // self._groups, outputs // self._groups
+                for i in range(self._groups):
+                    rows = (i * group + before, size)
+                    yield piece(self._merged, outputs, offset=offset + i * size, rows=rows)
+                before += size
+            offset += part.size
 
     def _finish(self) -> None:
         bias, weight = self._bias.take() if self._bias else None, self._weight.take()
@@ -107,7 +140,14 @@ class RowLinear:
     """
 
     def __init__(
-        self, scope: Scope, part: Part, outputs: int, *, bias: bool = False, adds: bool = False
+        self,
+        scope: Scope,
+        part: Part,
+        outputs: int,
+        *,
+        bias: bool = False,
+        adds: bool = False,
+        transposed: bool = False,
     ) -> None:
         self.project: Linear = not_loaded
         self._into: FusedLinear | None = None
@@ -115,7 +155,12 @@ class RowLinear:
         self._adds = adds
         self._scope = scope
         shard = Shard(axis="tp", dim=1, parts=(part,))
-        self._weight = scope.quantized(scope.param("weight", (outputs, part.size), shard=shard))
+        name, shape = scope.name("weight"), (part.size, outputs)
+        turned = (WeightPiece(name=name, shape=shape, transposed=True),)
+        weight = scope.param(
+            "weight", (outputs, part.size), shard=shard, pieces=turned if transposed else None
+        )
+        self._weight = scope.quantized(weight)
         self._bias = scope.param("bias", (outputs,), init="zeros") if bias else None
         scope.on_finish(self._finish)
 

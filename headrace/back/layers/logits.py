@@ -23,7 +23,7 @@ TopOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class LogitsHead:
-    """hidden_NE -> logits_NV in float32: scale * (W hidden), then c * tanh(logits / c) with
+    """hidden_NE -> logits_NV in float32: scale * (W hidden + b), then c * tanh(logits / c) with
     `softcap` c (Gemma 2).
 
     `argmax`: hidden_NE -> what op greedy gives for these logits, of which no whole rows are written
@@ -44,6 +44,7 @@ class LogitsHead:
         width: int,
         *,
         tied: TokenEmbedding | None = None,
+        bias: bool = False,
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> None:
@@ -61,6 +62,7 @@ class LogitsHead:
             if tied
             else scope.quantized(scope.param("weight", (vocabulary, width), shard=shard))
         )
+        self._bias = scope.param("bias", (vocabulary,), shard=shard, init="zeros") if bias else None
         scope.on_finish(self._finish)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
@@ -95,8 +97,9 @@ class LogitsHead:
         else:
             assert self._tied is not None and self._tied.weight_VE is not None
             weight_VE, shared = self._tied.weight_VE, True
-        self._project = bind_linear(self._scope, weight_VE, None, shared=shared, wide=True)
-        plain = self._scale == 1.0 and self._softcap is None
+        bias_V = None if self._bias is None else self._bias.take()
+        self._project = bind_linear(self._scope, weight_VE, bias_V, shared=shared, wide=True)
+        plain = self._scale == 1.0 and self._softcap is None and bias_V is None
         if plain and self._scope.kind == "cpu":
             self.argmax = self._bind_argmax(weight_VE, shared=shared)
             self.top_candidates = self._bind_top_candidates(

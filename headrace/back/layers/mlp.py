@@ -1,5 +1,6 @@
-"""The feed-forward part of a decoder layer: what a layer asks of it, and the gated MLP,
-down(act(gate(x)) * up(x)). Experts are another kind behind the same face."""
+"""The feed-forward part of a decoder layer: what a layer asks of it, the gated MLP,
+down(act(gate(x)) * up(x)), and the plain one, down(act(up(x))). Experts are another kind behind the
+same face."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
+from headrace.back.kernels.activation.op import OP as ACTIVATION
+from headrace.back.kernels.activation.op import Activation, ActivationProblem
 from headrace.back.kernels.gated_act.op import OP, GatedAct, GatedActProblem
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMSNorm
@@ -139,3 +143,114 @@ class GatedMLP:
             activation=self._activation,
         )
         self._act = self._scope.bind(OP, problem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainMLPSpec:
+    """An MLP without a gate. `transposed`: weights are stored as [inputs, outputs]."""
+
+    name: str = "mlp"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    bias: bool = False
+    transposed: bool = False
+
+    def build(
+        self,
+        scope: Scope,
+        *,
+        width: int,
+        inner: int,
+        activation: str,
+        norm: RMSNorm | None,
+        adds: bool,
+    ) -> FeedForward:
+        """See FeedForwardSpec."""
+        scope = scope / self.name
+        act = PARAMETRIC.get(activation, ElementwiseActivation)(scope, activation)
+        return PlainMLP(scope, self, act, width=width, inner=inner, norm=norm, adds=adds)
+
+
+class PlainMLP:
+    """x_TE -> y_TE. `norm` and `adds` as of GatedMLP."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        spec: PlainMLPSpec,
+        activation: ElementwiseActivation | Xielu,
+        *,
+        width: int,
+        inner: int,
+        norm: RMSNorm | None = None,
+        adds: bool = False,
+    ) -> None:
+        part = Part(spec.up, inner, inner)
+        self._up = ColumnLinear(
+            scope, width, (part,), bias=spec.bias, transposed=spec.transposed, norm=norm
+        )
+        self._down = RowLinear(
+            scope / spec.down, part, width, bias=spec.bias, adds=adds, transposed=spec.transposed
+        )
+        self._activation = activation
+
+    @property
+    def norms(self) -> bool:
+        """Whether the norm before is part of it."""
+        return self._up.norms
+
+    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return self._down.project(self._activation.apply(self._up.project(x_TE)))
+
+    def forward_into(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor
+    ) -> torch.Tensor | Partial | None:
+        """y_TE, to be added to the residual; None if that was done."""
+        inner_TI = self._activation.apply(self._up.project(x_TE))
+        return self._down.project_into(inner_TI, residual_TE)
+
+
+class ElementwiseActivation:
+    """x_TI -> y_TI by op activation."""
+
+    def __init__(self, scope: Scope, activation: str) -> None:
+        self.apply: Activation = not_loaded
+        self._scope = scope
+        self._problem = ActivationProblem(
+            device=scope.kind, dtype=scope.dtype, activation=activation
+        )
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        self.apply = self._scope.bind(ACTIVATION, self._problem)
+
+
+class Xielu:
+    """xIELU (Huang and Schlag 2024, equations 5 and 6): a parabola for positive x, expm1 with its
+    own slope for others. The checkpoint holds what softplus turns into the two slopes, and beta and
+    eps beside them."""
+
+    def __init__(self, scope: Scope, activation: str) -> None:
+        scope, names = scope / "act_fn", ("alpha_p", "alpha_n")
+        self._slopes = [scope.param(name, (1,), init="zeros") for name in names]
+        self._beta = scope.param("beta", (), init="ones")
+        self._eps = scope.param("eps", (), init="zeros")
+        self._values: tuple[torch.Tensor, ...] = ()
+        scope.on_finish(self._finish)
+
+    def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """y_TI."""
+        above, below, beta, eps = self._values
+        x = x_TI.float()
+        negative = (torch.expm1(torch.minimum(x, eps)) - x) * below
+        return (torch.where(x > 0, above * x * x, negative) + beta * x).to(x_TI.dtype)
+
+    def _finish(self) -> None:
+        above, below = (F.softplus(slope.take().float()) for slope in self._slopes)
+        beta, eps = self._beta.take().float(), self._eps.take().float()
+        self._values = above, below + beta, beta, eps
+
+
+PARAMETRIC: dict[str, type[Xielu]] = {"xielu": Xielu}
+"""Activations with parameters of their own."""

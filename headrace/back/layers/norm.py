@@ -1,17 +1,91 @@
-"""Root mean square norms (weights in float32, Gemma's 1 added once at load), and encoders' layer
-norm."""
+"""Norms: their kind (`NormSpec`) and their place in a layer (`NormPlacement`) as data, root mean
+square and layer norms.
+
+Weights are float32, a stored offset of 1 is added once at load.
+"""
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from dataclasses import dataclass, replace
 
+import torch
+
+from headrace.back.kernels.layer_norm.op import ADD_OP as ADD_LAYER_NORM
+from headrace.back.kernels.layer_norm.op import OP as LAYER_NORM
+from headrace.back.kernels.layer_norm.op import LayerNormProblem
 from headrace.back.kernels.rms_norm.op import ADD_OP, OP, AddNorm, Norm, RMSNormProblem
 from headrace.back.kernels.rms_norm_quant.op import OP as QUANT_OP
 from headrace.back.kernels.rms_norm_quant.op import RMSNormQuantProblem
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial, all_reduce
+from headrace.back.parallel.param import WeightPiece
 from headrace.back.parallel.shard import Part, Shard, local_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """A kind of norm as data of the layer it stands in; `build` makes it on this rank.
+
+    layer        a layer norm: it takes the mean away (else the root mean square alone)
+    bias         a layer norm adds one
+    unit_offset  the checkpoint holds w - 1
+    weighted     False: neither weight nor bias
+    """
+
+    layer: bool = False
+    bias: bool = False
+    unit_offset: bool = False
+    weighted: bool = True
+
+    def build(self, scope: Scope, width: int, *, eps: float) -> RMSNorm | LayerNorm:
+        """The norm whose tensors are `scope / "weight"` and "bias"."""
+        if not self.layer:
+            return RMSNorm(scope, width, eps=eps, unit_offset=self.unit_offset)
+        return LayerNorm(
+            scope,
+            width,
+            eps=eps,
+            bias=self.bias,
+            unit_offset=self.unit_offset,
+            weighted=self.weighted,
+        )
+
+
+RMS = NormSpec()
+RMS_UNIT_OFFSET = NormSpec(unit_offset=True)
+LAYER = NormSpec(layer=True, bias=True)
+LAYER_NO_BIAS = NormSpec(layer=True)
+LAYER_UNIT_OFFSET = NormSpec(layer=True, bias=True, unit_offset=True)
+LAYER_NO_WEIGHT = NormSpec(layer=True, weighted=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormPlacement:
+    """Where a layer's norms stand: checkpoint names within the layer; None: there is no such norm.
+
+    Every branch is: norm before, attention or MLP, norm after, added to the residual. `parallel`:
+    both branches read the residual that the layer begins with, and the MLP the norm before the
+    attention if it has none of its own."""
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+    parallel: bool = False
+
+
+PRE = NormPlacement(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+POST = NormPlacement(
+    after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"
+)
+SANDWICH = NormPlacement(
+    before_attention="input_layernorm",
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+PARALLEL = NormPlacement(before_attention="input_layernorm", parallel=True)
+PARALLEL_TWO_NORMS = replace(PRE, parallel=True)
 
 
 class RMSNorm:
@@ -32,6 +106,11 @@ class RMSNorm:
         self._problem = RMSNormProblem(device=scope.kind, dtype=scope.dtype, width=width, eps=eps)
         self._weight = scope.param("weight", (width,), init="zeros" if unit_offset else "ones")
         scope.on_finish(self._finish)
+
+    @property
+    def fusible(self) -> RMSNorm:
+        """The norm, where a GEMM behind it may do it in one."""
+        return self
 
     def _finish(self) -> None:
         self.weight_E = self._weight.take().float() + self._offset
@@ -104,21 +183,79 @@ class SplitRMSNorm:
 
 class LayerNorm:
     """`norm(x)`: (x - mean) / sqrt(variance + eps) * w + b over the last dimension (Ba et al.
-    2016)."""
+    2016); `add_norm` and `sum_norm` as of RMSNorm."""
 
-    def __init__(self, scope: Scope, width: int, *, eps: float, bias: bool = True) -> None:
-        self._eps = eps
-        self._width = width
-        self._weight_E = torch.empty(0)
-        self._bias_E: torch.Tensor | None = None
-        self._weight = scope.param("weight", (width,), init="ones")
-        self._bias = scope.param("bias", (width,), init="zeros") if bias else None
+    fusible = None
+    """No GEMM does it."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        width: int,
+        *,
+        eps: float,
+        bias: bool = True,
+        unit_offset: bool = False,
+        weighted: bool = True,
+    ) -> None:
+        self.norm: Norm = not_loaded
+        self.add_norm: AddNorm = not_loaded
+        self._scope = scope
+        self._offset = 1.0 if unit_offset else 0.0
+        self._problem = LayerNormProblem(
+            device=scope.kind, dtype=scope.dtype, width=width, eps=eps, bias=bias and weighted
+        )
+        init = "zeros" if unit_offset else "ones"
+        self._weight = scope.param("weight", (width,), init=init) if weighted else None
+        self._bias = scope.param("bias", (width,), init="zeros") if self._problem.bias else None
         scope.on_finish(self._finish)
 
-    def norm(self, x: torch.Tensor) -> torch.Tensor:
-        """See the class."""
-        return F.layer_norm(x, (self._width,), self._weight_E, self._bias_E, self._eps)
+    def sum_norm(self, partial: Partial, residual_TE: torch.Tensor) -> torch.Tensor:
+        """Adds the sum of the ranks' shares into the residual and norms that."""
+        return self.add_norm(partial.total(), residual_TE)
 
     def _finish(self) -> None:
-        self._weight_E = self._weight.take()
-        self._bias_E = None if self._bias is None else self._bias.take()
+        if self._weight is None:
+            weight_E = torch.ones(self._problem.width, device=self._scope.device)
+        else:
+            weight_E = self._weight.take().float() + self._offset
+        weights = weight_E[None], None if self._bias is None else self._bias.take().float()
+        self.norm = self._scope.bind(LAYER_NORM, self._problem, *weights)
+        self.add_norm = self._scope.bind(ADD_LAYER_NORM, self._problem, *weights)
+
+
+class HeadsLayerNorm:
+    """A layer norm without bias over each head, each with a weight of its own: x_THD -> y_THD.
+    `part`: how the heads are split over the ranks. The weights are one checkpoint tensor [H, D],
+    or a tensor [D] for each head, `listed` under that name with its number in it."""
+
+    def __init__(self, scope: Scope, part: Part, *, eps: float, listed: str | None = None) -> None:
+        heads, width = part.units, part.size // part.units
+        rows = Part(part.name, heads, heads)
+        pieces = None
+        if listed is not None:
+            names = [scope.name(f"{listed}.{head}.weight") for head in range(heads)]
+            pieces = tuple(
+                WeightPiece(name=name, shape=(width,), offset=head * width)
+                for head, name in enumerate(names)
+            )
+        self.norm: Norm = not_loaded
+        self._scope = scope
+        self._width = width
+        self._eps = eps
+        shape = (heads, width) if pieces is None else (heads * width,)
+        shard = Shard(axis="tp", dim=0, parts=(rows if pieces is None else part,))
+        self._weight = scope.param("weight", shape, pieces=pieces, shard=shard, init="ones")
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        weight_HD = self._weight.take().float().view(-1, self._width)
+        problem = LayerNormProblem(
+            device=self._scope.kind,
+            dtype=self._scope.dtype,
+            width=self._width,
+            eps=self._eps,
+            bias=False,
+            heads=weight_HD.shape[0],
+        )
+        self.norm = self._scope.bind(LAYER_NORM, problem, weight_HD, None)

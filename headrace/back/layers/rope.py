@@ -92,20 +92,25 @@ def read_rope(
     layer_type: str | None = None,
     theta: float | None = None,
     default_theta: float = 10_000.0,
+    default_share: float = 1.0,
+    keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+    layout: str = "half",
     renamed: Mapping[str, str] = OLD_NAMES,
 ) -> RopeSpec:
     """The rope of a configuration, in either spelling: `rope_parameters` (flat, or per layer type),
     or `rope_scaling` beside `rope_theta` and `partial_rotary_factor`.
 
     `theta` overrides the base frequency of the second spelling, whose scaling is then left out
-    (Gemma 3's local layers). `renamed` maps old names of kinds.
+    (Gemma 3's local layers). `default_share` of a head is rotated where nothing is said; `keys` are
+    what the second spelling calls base frequency and share; `layout`: see op rope. `renamed` maps
+    old names of kinds.
     """
     values = _rope_section(config, layer_type, scaled=theta is None)
-    top = config.float("rope_theta", default_theta, ge=1.0) if theta is None else theta
+    top = config.float(keys[0], default_theta, ge=1.0) if theta is None else theta
     base = values.float("rope_theta", top, ge=1.0)
     partial = values.float(
         "partial_rotary_factor",
-        config.float("partial_rotary_factor", 1.0, ge=0.0, le=1.0),
+        config.float(keys[1], default_share, ge=0.0, le=1.0),
         ge=0.0,
         le=1.0,
     )
@@ -129,6 +134,7 @@ def read_rope(
         head_dim=head_dim,
         frequencies=tuple(frequencies.tolist()),
         attention_factor=attention_factor,
+        layout=layout,
         decision=_decision(kind, scaling),
     )
 
@@ -138,7 +144,7 @@ def _decision(kind: str, scaling: _Scaling) -> str:
     if kind == "longrope":
         passes = scaling.max_positions > scaling.original_positions
         return f"{'long' if passes else 'short'} factors: {longest}"
-    if kind == "dynamic":
+    if kind == "dynamic" and "alpha" not in scaling.values:
         return f"one base for all lengths: {longest}"
     return ""
 
@@ -199,7 +205,12 @@ def _linear(scaling: _Scaling) -> tuple[torch.Tensor, float]:
 
 
 def _dynamic(scaling: _Scaling) -> tuple[torch.Tensor, float]:
-    """The base grows with the longest sequence allowed, beyond the trained length."""
+    """The base grows with the longest sequence allowed, beyond the trained length; with `alpha`
+    (Hunyuan) by that alone."""
+    alpha = scaling.values.float("alpha", None, ge=1.0)
+    if alpha is not None:
+        base = scaling.base * alpha ** (scaling.rotary_dim / (scaling.rotary_dim - 2))
+        return 1.0 / base**scaling.exponents, 1.0
     factor = scaling.values.float("factor", ge=1.0)
     ratio = max(scaling.max_positions, scaling.trained_positions) / scaling.trained_positions
     stretch = factor * ratio - (factor - 1)

@@ -140,7 +140,7 @@ class Scope:
         return param
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and shape:
             return huge_pages.kept(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
 

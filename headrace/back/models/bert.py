@@ -14,13 +14,13 @@ import torch.nn.functional as F
 
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.classifier import Classifier, Dense
+from headrace.back.layers.mlp import ElementwiseActivation, PlainMLP, PlainMLPSpec
 from headrace.back.layers.norm import LayerNorm
 from headrace.back.layers.scope import Scope
 from headrace.back.models.encoder import (
     Encoder,
     EncoderLayer,
     EncoderSizes,
-    PlainMLP,
     SpanAttentionLayer,
     read_encoder_sizes,
 )
@@ -32,6 +32,7 @@ IGNORED = (
     r"lm_head\..*",
     r"linear\.weight",  # ColBERT's projection, which load/dense.py reads
 )
+MLP = PlainMLPSpec(up="intermediate.dense", down="output.dense", bias=True)
 POOLER = r"(.*\.)?pooler\..*"
 
 
@@ -90,7 +91,13 @@ def _layer(scope: Scope, sizes: EncoderSizes) -> EncoderLayer:
             attention, sizes, names=("self.query", "self.key", "self.value"), out="output.dense"
         ),
         after_attention=norm(attention / "output"),
-        mlp=PlainMLP(scope / "intermediate", scope / "output", sizes),
+        mlp=PlainMLP(
+            scope,
+            MLP,
+            ElementwiseActivation(scope, sizes.activation),
+            width=sizes.width,
+            inner=sizes.inner,
+        ),
         after_mlp=norm(scope / "output"),
     )
 

@@ -1,9 +1,9 @@
 """The dense decoder that most families share: embedding, layers, norm, head, and the plain keys of
 config.json.
 
-A family file reads its own config, states what differs (`LayerSpec` per layer, `DecoderSpec` for
-the rest) and names its tensors; the forward pass is here once. T tokens, E hidden size, N tokens
-whose logits are wanted.
+A family file reads its own config, states what differs (`LayerSpec` per layer, with a row of the
+placements of norms; `DecoderSpec` for the rest) and names its tensors; the forward pass is here
+once. T tokens, E hidden size, N tokens whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import SelfAttentionSpec
-from headrace.back.layers.classifier import Classifier, Dense
+from headrace.back.layers.classifier import classifier_of
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.logits import LogitsHead, TopOf
 from headrace.back.layers.mlp import FeedForwardSpec, GatedMLPSpec
-from headrace.back.layers.norm import RMSNorm
+from headrace.back.layers.norm import PRE, RMS, LayerNorm, NormPlacement, NormSpec, RMSNorm
 from headrace.back.layers.scope import Scope
 from headrace.back.models.weights import WeightPlan
 from headrace.back.parallel.collectives import Partial
-from headrace.base.config.hf import ConfigReader
+from headrace.base.config.hf import REQUIRED, ConfigReader
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import CheckpointError
 
@@ -37,10 +37,13 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+PLAIN_ACTIVATIONS = {**ACTIVATIONS, "relu2": "relu2", "xielu": "xielu"}
+"""Of MLPs without a gate."""
 GATED_MLP = GatedMLPSpec()
 Branch = torch.Tensor | Partial | None
 """What a layer leaves to be added to the residual: nothing, a tensor, or this rank's share of a
 sum."""
+BlockNorm = RMSNorm | LayerNorm
 Stream = tuple[Branch, torch.Tensor]
 """And the residual [T, E]."""
 IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached")
@@ -64,35 +67,42 @@ class DecoderSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer. Norm names are checkpoint names within the layer; None: there is no such
-    norm.
-
-    Every branch is: norm before, attention or MLP, norm after, times `branch_scale`, added to the
-    residual.
-    """
+    """One decoder layer. `branch_scale`: what each branch is multiplied with behind its last
+    norm."""
 
     attention: SelfAttentionSpec
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
+    placement: NormPlacement = PRE
     feed_forward: FeedForwardSpec = GATED_MLP
     branch_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecoderNames:
+    """Where a decoder lies in its checkpoint: all but the output head below `prefix`. `positions`:
+    the table of learned positions, None: there is none."""
+
+    prefix: str = "model"
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    layers: str = "layers"
+    norm: str = "norm"
+    head: str = "lm_head"
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A whole decoder. `prefix` is where the decoder lies in the checkpoint, `head` the output
-    head's module."""
+    """A whole decoder. `norm` is the kind of all norms of the residual. `positions`: rows of the
+    table of learned positions, if it has a name."""
 
     sizes: DecoderSizes
     layers: tuple[LayerSpec, ...]
-    unit_offset: bool = False
+    norm: NormSpec = RMS
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float | None = None
-    prefix: str = "model"
-    head: str = "lm_head"
+    logits_bias: bool = False
+    positions: int = 0
+    names: DecoderNames = DecoderNames()
     ignored: tuple[str, ...] = ()
 
 
@@ -100,37 +110,46 @@ class DecoderLayer:
     """Adds its two branches to the residual stream. See LayerSpec."""
 
     def __init__(self, scope: Scope, index: int, spec: LayerSpec, decoder: DecoderSpec) -> None:
-        sizes = decoder.sizes
+        sizes, place = decoder.sizes, spec.placement
 
-        def norm(name: str | None) -> RMSNorm | None:
+        def norm(name: str | None) -> BlockNorm | None:
             if name is None:
                 return None
-            offset = decoder.unit_offset
-            return RMSNorm(scope / name, sizes.width, eps=sizes.eps, unit_offset=offset)
+            return decoder.norm.build(scope / name, sizes.width, eps=sizes.eps)
 
-        self.before_attention = norm(spec.before_attention)
+        self.before_attention = norm(place.before_attention)
         plain = spec.branch_scale == 1.0
+        self.parallel = place.parallel
         self.attention = spec.attention.build(
-            scope, index, norm=self.before_attention, adds=plain and spec.after_attention is None
+            scope,
+            index,
+            norm=self._fusible(self.before_attention),
+            adds=plain and place.after_attention is None,
         )
-        self.after_attention = norm(spec.after_attention)
-        self.before_mlp = norm(spec.before_mlp)
+        self.after_attention = norm(place.after_attention)
+        self.before_mlp = norm(place.before_mlp)
         self.mlp = spec.feed_forward.build(
             scope,
             width=sizes.width,
             inner=sizes.inner,
             activation=sizes.activation,
-            norm=self.before_mlp,
-            adds=plain and spec.after_mlp is None,
+            norm=self._fusible(self.before_mlp),
+            adds=plain and place.after_mlp is None,
         )
-        self.after_mlp = norm(spec.after_mlp)
+        self.after_mlp = norm(place.after_mlp)
         self.branch_scale = spec.branch_scale
+
+    def _fusible(self, norm: BlockNorm | None) -> RMSNorm | None:
+        """The norm, where the GEMM behind it may do it: not where both branches read the same."""
+        return None if norm is None or self.parallel else norm.fusible
 
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
         """Adds the branch of the layer before to the residual, in place, and leaves its own MLP
         branch, to be added by whoever comes next: so each addition is fused with the norm after it,
         or with the GEMM before it. The last layer goes on with `batch.last_token_batch`."""
         branch_TE, residual_TE = stream
+        if self.parallel:
+            return self._forward_parallel(branch_TE, residual_TE, batch, last=last)
         norm = None if self.attention.norms else self.before_attention
         x_TE = _add_norm(norm, branch_TE, residual_TE)
         q_THD = self.attention.queries(x_TE, batch)
@@ -143,7 +162,23 @@ class DecoderLayer:
         x_TE = _add_norm(norm, branch_TE, residual_TE)
         return self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE)), residual_TE
 
-    def _after(self, norm: RMSNorm | None, branch_TE: Branch) -> Branch:
+    def _forward_parallel(
+        self, branch_TE: Branch, residual_TE: torch.Tensor, batch: Batch, *, last: bool
+    ) -> Stream:
+        """Whatever reads the residual comes before what adds to it."""
+        x_TE = _add_norm(self.before_attention, branch_TE, residual_TE)
+        q_THD = self.attention.queries(x_TE, batch)
+        if last and batch.last_token_batch is not None:
+            at_N, batch = batch.logits_at_N, batch.last_token_batch
+            q_THD, residual_TE = q_THD.index_select(0, at_N), residual_TE.index_select(0, at_N)
+            x_TE = x_TE.index_select(0, at_N)
+        if self.before_mlp is not None:
+            x_TE = self.before_mlp.norm(residual_TE)
+        mlp_TE = self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE))
+        branch_TE = self.attention.attend_into(q_THD, residual_TE, batch)
+        return _sum(self._after(self.after_attention, branch_TE), mlp_TE), residual_TE
+
+    def _after(self, norm: BlockNorm | None, branch_TE: Branch) -> Branch:
         if branch_TE is None or isinstance(branch_TE, Partial):  # goes into the residual as it is
             return branch_TE
         if norm is not None:
@@ -153,7 +188,20 @@ class DecoderLayer:
         return branch_TE
 
 
-def _add_norm(norm: RMSNorm | None, branch_TE: Branch, residual_TE: torch.Tensor) -> torch.Tensor:
+def _sum(one_TE: Branch, other_TE: Branch) -> Branch:
+    """Two branches as one; the ranks' shares of both are summed together."""
+    if one_TE is None or other_TE is None:
+        return other_TE if one_TE is None else one_TE
+    if isinstance(one_TE, Partial) and isinstance(other_TE, Partial):
+        return Partial(one_TE.share + other_TE.share, one_TE.axis)
+    first_TE, second_TE = (
+        branch_TE.total() if isinstance(branch_TE, Partial) else branch_TE
+        for branch_TE in (one_TE, other_TE)
+    )
+    return first_TE + second_TE
+
+
+def _add_norm(norm: BlockNorm | None, branch_TE: Branch, residual_TE: torch.Tensor) -> torch.Tensor:
     if branch_TE is None:
         return residual_TE if norm is None else norm.norm(residual_TE)
     if isinstance(branch_TE, Partial):
@@ -171,26 +219,28 @@ class Decoder:
     state = "plain"
 
     def __init__(self, scope: Scope, spec: DecoderSpec) -> None:
-        inside = scope / spec.prefix if spec.prefix and not scope.head.bare else scope
-        sizes = spec.sizes
+        names, sizes = spec.names, spec.sizes
+        inside = scope if scope.head.bare else scope / names.prefix
         self.logits_width = sizes.vocabulary
         self.generates = scope.head.kind == "lm"
         self.attention_heads = sizes.heads
         self._ledger = scope.ledger
         self._embedding = TokenEmbedding(
-            inside / "embed_tokens",
+            inside / names.embedding,
             sizes.vocabulary,
             sizes.width,
             scale=spec.embedding_scale,
             tied=sizes.tied and self.generates,
         )
+        self._positions = None
+        if names.positions is not None:
+            table = inside / names.positions
+            self._positions = TokenEmbedding(table, spec.positions, sizes.width)
         self._layers = [
-            DecoderLayer(inside / "layers" / str(index), index, layer, spec)
+            DecoderLayer(inside / names.layers / str(index), index, layer, spec)
             for index, layer in enumerate(spec.layers)
         ]
-        self._norm = RMSNorm(
-            inside / "norm", sizes.width, eps=sizes.eps, unit_offset=spec.unit_offset
-        )
+        self._norm = spec.norm.build(inside / names.norm, sizes.width, eps=sizes.eps)
         self._head = self._logits_head(scope, spec) if self.generates else None
         self._classifier = classifier_of(scope, sizes.width)
         self.kv_forms: tuple[CacheForm, ...] = tuple(
@@ -198,19 +248,22 @@ class Decoder:
         )
         if not all(layer.attention.probed for layer in self._layers):
             self.attention_heads = 0
-        tied = (rf"{spec.head}\.weight",) if sizes.tied or not self.generates else ()
+        tied = (rf"{names.head}\.(weight|bias)",) if sizes.tied or not self.generates else ()
         self.weights = WeightPlan(
-            params=tuple(self._ledger.params), ignored=(*IGNORED, *tied, *spec.ignored)
+            params=tuple(self._ledger.params),
+            ignored=(*IGNORED, *tied, *spec.ignored),
+            prefix=names.prefix,
         )
         self.decisions: tuple[Decision, ...] = ()
         self.host_kernels: tuple[str, ...] = ()
 
     def _logits_head(self, scope: Scope, spec: DecoderSpec) -> LogitsHead:
         return LogitsHead(
-            scope / spec.head,
+            scope / spec.names.head,
             spec.sizes.vocabulary,
             spec.sizes.width,
             tied=self._embedding if spec.sizes.tied else None,
+            bias=spec.logits_bias,
             scale=spec.logits_scale,
             softcap=spec.logits_softcap,
         )
@@ -223,7 +276,8 @@ class Decoder:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See CausalModel."""
-        stream: Stream = None, self._embedding.lookup(batch.token_ids_T)
+        branch_TE = self._positions.lookup(batch.positions_T) if self._positions else None
+        stream: Stream = branch_TE, self._embedding.lookup(batch.token_ids_T)
         for layer in self._layers:
             stream = layer.forward(stream, batch, last=layer is self._layers[-1])
         return _add_norm(self._norm, *stream)
@@ -249,16 +303,10 @@ class Decoder:
         return self._classifier.logits(hidden_NE)
 
 
-def classifier_of(scope: Scope, width: int) -> Classifier | None:
-    """The head of a decoder that classifies: one GEMM, without bias where it judges whole texts."""
-    head = scope.head
-    if head.kind not in ("sequence", "token"):
-        return None
-    bias = head.kind == "token"
-    return Classifier(Dense(scope / "score", width, head.num_labels, bias=bias))
-
-
 BuildFamily = Callable[[Scope, ConfigReader], Decoder]
+EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+"""What a norm's epsilon is called besides `rms_norm_eps`."""
+INNER = ("n_inner", "ffn_hidden_size")
 
 
 def read_sizes(
@@ -266,13 +314,16 @@ def read_sizes(
     *,
     activation: tuple[str, ...] = ("hidden_act", "hidden_activation"),
     default_activation: str = "silu",
+    gated: bool = True,
     eps: float = 1e-6,
     tied: bool = False,
+    kv_heads: int | None = None,
 ) -> DecoderSizes:
-    """The common sizes, checked against each other. `eps` and `tied` are the family's defaults."""
-    width = config.int("hidden_size", ge=1)
-    heads = config.int("num_attention_heads", ge=1)
-    kv_heads = config.int("num_key_value_heads", heads, ge=1)
+    """The common sizes, checked against each other. `eps` and `tied` are the family's defaults,
+    `kv_heads` those of a family with a key of its own."""
+    width = config.int("hidden_size", aliases=("n_embd",), ge=1)
+    heads = config.int("num_attention_heads", aliases=("n_head",), ge=1)
+    kv_heads = kv_heads or config.int("num_key_value_heads", heads, ge=1)
     if heads % kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     head_dim = config.int("head_dim", None, ge=1)
@@ -281,21 +332,25 @@ def read_sizes(
     return DecoderSizes(
         vocabulary=config.int("vocab_size", ge=1),
         width=width,
-        inner=config.int("intermediate_size", ge=1),
-        layers=config.int("num_hidden_layers", ge=1),
+        inner=config.int(
+            "intermediate_size", 4 * width if not gated else REQUIRED, aliases=INNER, ge=1
+        ),
+        layers=config.int("num_hidden_layers", aliases=("n_layer",), ge=1),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim or width // heads,
-        eps=config.float("rms_norm_eps", eps, ge=0.0),
-        activation=read_activation(config, activation, default_activation),
+        eps=config.float("rms_norm_eps", eps, aliases=EPS, ge=0.0),
+        activation=read_activation(config, activation, default_activation, gated=gated),
         tied=config.bool("tie_word_embeddings", tied),
     )
 
 
-def read_activation(config: ConfigReader, keys: tuple[str, ...], default: str) -> str:
-    """The gated activation, by the first of `keys` that is there."""
-    named = config.choice(keys[0], ACTIVATIONS, default, aliases=keys[1:])
-    return ACTIVATIONS[named]
+def read_activation(
+    config: ConfigReader, keys: tuple[str, ...], default: str, *, gated: bool = True
+) -> str:
+    """The activation, by the first of `keys` that is there."""
+    known = ACTIVATIONS if gated else PLAIN_ACTIVATIONS
+    return known[config.choice(keys[0], known, default, aliases=keys[1:])]
 
 
 def read_windows(

@@ -15,12 +15,11 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
-from headrace.back.kernels.gated_act.op import ACTIVATIONS
 from headrace.back.kernels.span_attention.op import OP as SPAN_ATTENTION
 from headrace.back.kernels.span_attention.op import SpanAttentionProblem
 from headrace.back.layers.classifier import Classifier
 from headrace.back.layers.linear import ColumnLinear, RowLinear
-from headrace.back.layers.mlp import GatedMLP
+from headrace.back.layers.mlp import GatedMLP, PlainMLP
 from headrace.back.layers.norm import LayerNorm
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
@@ -101,20 +100,6 @@ class SpanAttentionLayer:
             window=self._window,
         )
         self._attend = self._scope.bind(SPAN_ATTENTION, problem)
-
-
-class PlainMLP:
-    """x_TE -> y_TE: out(act(inner(x))), both with bias."""
-
-    def __init__(self, inner: Scope, out: Scope, sizes: EncoderSizes) -> None:
-        part = Part("dense", sizes.inner, sizes.inner)
-        self._inner = ColumnLinear(inner, sizes.width, (part,), bias=True)
-        self._out = RowLinear(out / "dense", part, sizes.width, bias=True)
-        self._activation = ACTIVATIONS[sizes.activation]
-
-    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """See the class."""
-        return self._out.project(self._activation(self._inner.project(x_TE)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.norm import RMS_UNIT_OFFSET, SANDWICH
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
@@ -18,12 +19,6 @@ from headrace.back.models.blocks import (
     read_windows,
 )
 from headrace.base.config.hf import ConfigReader
-
-NORMS = {
-    "after_attention": "post_attention_layernorm",
-    "before_mlp": "pre_feedforward_layernorm",
-    "after_mlp": "post_feedforward_layernorm",
-}
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
@@ -46,7 +41,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         "out_bias": bias,
     }
     layers = tuple(
-        LayerSpec(attention=AttentionSpec(**attention, window=window), **NORMS)
+        LayerSpec(attention=AttentionSpec(**attention, window=window), placement=SANDWICH)
         for window in windows
     )
     return Decoder(
@@ -54,7 +49,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         DecoderSpec(
             sizes=sizes,
             layers=layers,
-            unit_offset=True,
+            norm=RMS_UNIT_OFFSET,
             embedding_scale=embedding_scale(sizes.width, scope.dtype),
             logits_softcap=soft_cap(config, "final_logit_softcapping", 30.0),
         ),

@@ -4,7 +4,8 @@ text_config and another prefix."""
 
 from __future__ import annotations
 
-from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.attention import AttentionSpec, QKNorm
+from headrace.back.layers.norm import RMS_UNIT_OFFSET, SANDWICH
 from headrace.back.layers.rope import RopeSpec, read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
@@ -14,7 +15,7 @@ from headrace.back.models.blocks import (
     plain_attention,
     read_windows,
 )
-from headrace.back.models.gemma2 import NORMS, embedding_scale, gemma_sizes
+from headrace.back.models.gemma2 import embedding_scale, gemma_sizes
 from headrace.base.config.hf import ConfigReader
 
 
@@ -37,15 +38,13 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         "softcap": config.float("attn_logit_softcapping", None, ge=1e-6),
         "qkv_bias": bias,
         "out_bias": bias,
-        "qk_norm": "head",
-        "qk_norm_eps": sizes.eps,
-        "unit_offset": True,
+        "qk_norm": QKNorm(norm=RMS_UNIT_OFFSET, eps=sizes.eps),
     }
     local, whole = _ropes(scope, config, sizes.head_dim)
     layers = tuple(
         LayerSpec(
             attention=AttentionSpec(**attention, window=window, rope=local if window else whole),
-            **NORMS,
+            placement=SANDWICH,
         )
         for window in windows
     )
@@ -54,7 +53,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         DecoderSpec(
             sizes=sizes,
             layers=layers,
-            unit_offset=True,
+            norm=RMS_UNIT_OFFSET,
             embedding_scale=embedding_scale(sizes.width, scope.dtype),
             logits_softcap=config.float("final_logit_softcapping", None, ge=1e-6),
         ),

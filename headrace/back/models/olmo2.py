@@ -3,7 +3,8 @@ key heads."""
 
 from __future__ import annotations
 
-from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.attention import AttentionSpec, QKNorm
+from headrace.back.layers.norm import POST
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
@@ -20,12 +21,8 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
             qkv_bias=bias,
             out_bias=bias,
-            qk_norm="width",
-            qk_norm_eps=sizes.eps,
+            qk_norm=QKNorm(over="width", eps=sizes.eps),
         ),
-        before_attention=None,
-        after_attention="post_attention_layernorm",
-        before_mlp=None,
-        after_mlp="post_feedforward_layernorm",
+        placement=POST,
     )
     return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))

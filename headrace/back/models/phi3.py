@@ -3,7 +3,7 @@ longrope."""
 
 from __future__ import annotations
 
-from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.attention import AttentionNames, AttentionSpec
 from headrace.back.layers.mlp import GatedMLPSpec
 from headrace.back.layers.rope import OLD_NAMES, read_rope
 from headrace.back.layers.scope import Scope
@@ -25,7 +25,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             **plain_attention(sizes),
             rope=rope,
             window=config.int("sliding_window", None, ge=1),
-            merged="qkv_proj",
+            names=AttentionNames(merged="qkv_proj"),
         ),
         feed_forward=GatedMLPSpec(merged="gate_up_proj"),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
@@ -29,8 +29,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
                 window=window,
                 qkv_bias=bias,
                 out_bias=bias,
-                qk_norm="head",
-                qk_norm_eps=sizes.eps,
+                qk_norm=QKNorm(eps=sizes.eps),
             )
         )
         for window in qwen_windows(config, sizes.layers)

@@ -8,7 +8,7 @@ rectangles to copy; the loader needs no more. Names are those of the checkpoint 
     model = build_model(spec, mesh=mesh, device=device, block_tokens=16)
     for param in model.weights.params:
         for copy in copies(param):
-            param.tensor[copy.target].copy_(checkpoint[copy.name][copy.source])
+            param.target(copy).copy_(checkpoint[copy.name][copy.source])
     model.finish_load()               # layers pack their weights and drop the plain ones
 """
 
@@ -26,8 +26,9 @@ class WeightPlan:
     """All parameters of a model, and the checkpoint names that may be there without being wanted.
 
     `ignored` are regular expressions that match whole names (rotary inv_freq buffers, a tied
-    lm_head ...).
+    lm_head ...). `prefix`: below it lies all but the head, unless the checkpoint is bare.
     """
 
     params: tuple[Param, ...]
     ignored: tuple[str, ...] = ()
+    prefix: str = ""

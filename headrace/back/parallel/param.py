@@ -23,13 +23,28 @@ class WeightPiece:
     """A checkpoint tensor that fills rows `offset .. offset + shape[dim]` of dimension `dim` of a
     parameter.
 
-    `shape` is the tensor's whole shape in the checkpoint.
+    `shape` is the tensor's whole shape in the checkpoint. `rows`: it fills them with a part of
+    itself, (first, number) along `dim`. `transposed`: the checkpoint holds the matrix with its
+    dimensions exchanged; `dim` and `rows` are those of the parameter.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int = 0
     offset: int = 0
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+    @property
+    def source(self) -> list[slice]:
+        """What of the tensor it takes, in the order of the parameter's dimensions."""
+        whole = [
+            slice(0, size) for size in (reversed(self.shape) if self.transposed else self.shape)
+        ]
+        if self.rows is not None:
+            first, count = self.rows
+            whole[self.dim] = slice(first, first + count)
+        return whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +96,8 @@ class Param:
         """Where a copy goes: a view of the tensor, or of a member."""
         tensor = self.members[copy.member] if copy.member else self.tensor
         assert tensor is not None, f"{self.name} was taken before"
-        return tensor[copy.target]
+        view = tensor[copy.target]
+        return view.t() if copy.transposed else view
 
     def take_members(self) -> dict[str, torch.Tensor]:
         """The loaded tensors of a bundle, which the parameter gives up."""
@@ -105,13 +121,14 @@ class Param:
 @dataclass(frozen=True, kw_only=True)
 class Copy:
     """Copy `checkpoint[name][source]` to `param.tensor[target]`, or to that of `member`; both
-    rectangles have the same shape."""
+    rectangles have the same shape, or exchanged dimensions if it is `transposed`."""
 
     name: str
     shape: tuple[int, ...]
     source: tuple[slice, ...]
     target: tuple[slice | int, ...]
     member: str = ""
+    transposed: bool = False
 
 
 def copies(param: Param) -> Iterator[Copy]:
@@ -183,29 +200,31 @@ def _piece_copies(param: Param, piece: WeightPiece) -> Iterator[Copy]:
     if not piece.shape:
         yield Copy(name=piece.name, shape=(), source=(), target=())
         return
-    whole = [slice(0, size) for size in piece.shape]
+    source = piece.source
+    target = [slice(0, part.stop - part.start) for part in source]
+    target[piece.dim] = slice(piece.offset, piece.offset + target[piece.dim].stop)
     if param.shard is None:
-        target = list(whole)
-        target[piece.dim] = slice(piece.offset, piece.offset + piece.shape[piece.dim])
-        yield Copy(name=piece.name, shape=piece.shape, source=tuple(whole), target=tuple(target))
+        yield _copy(piece, source, target)
         return
+    split = param.shard.dim
     for span in param.spans:
-        copy = _span_copy(param.shard.dim, piece, span, whole)
-        if copy is not None:
-            yield copy
+        start = max(span.start, target[split].start)
+        stop = min(span.start + span.size, target[split].stop)
+        if start >= stop:
+            continue
+        first, local = source[split].start - target[split].start, span.local - span.start
+        yield _copy(
+            piece,
+            [*source[:split], slice(first + start, first + stop), *source[split + 1 :]],
+            [*target[:split], slice(local + start, local + stop), *target[split + 1 :]],
+        )
 
 
-def _span_copy(split: int, piece: WeightPiece, span: Span, whole: list[slice]) -> Copy | None:
-    """The part of `piece` that falls into `span` of the split dimension."""
-    offset = piece.offset if piece.dim == split else 0
-    start = max(span.start, offset)
-    stop = min(span.start + span.size, offset + piece.shape[split])
-    if start >= stop:
-        return None
-    source, target = list(whole), list(whole)
-    if piece.dim != split:
-        target[piece.dim] = slice(piece.offset, piece.offset + piece.shape[piece.dim])
-    source[split] = slice(start - offset, stop - offset)
-    local = span.local + start - span.start
-    target[split] = slice(local, local + stop - start)
-    return Copy(name=piece.name, shape=piece.shape, source=tuple(source), target=tuple(target))
+def _copy(piece: WeightPiece, source: list[slice], target: list[slice]) -> Copy:
+    return Copy(
+        name=piece.name,
+        shape=piece.shape,
+        source=tuple(reversed(source) if piece.transposed else source),
+        target=tuple(target),
+        transposed=piece.transposed,
+    )

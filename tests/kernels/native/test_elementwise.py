@@ -3,10 +3,14 @@
 import pytest
 import torch
 
+from headrace.back.kernels.activation import native as activation_native
+from headrace.back.kernels.activation import op as activation_op
 from headrace.back.kernels.gated_act import native as gated_act
 from headrace.back.kernels.gated_act import op as gated_act_op
 from headrace.back.kernels.kv_write import native as kv_write
 from headrace.back.kernels.kv_write import op as kv_write_op
+from headrace.back.kernels.layer_norm import native as layer_norm
+from headrace.back.kernels.layer_norm import op as layer_norm_op
 from headrace.back.kernels.native.library import NativeError
 from headrace.back.kernels.rms_norm import native as rms_norm
 from headrace.back.kernels.rms_norm import op as rms_norm_op
@@ -66,6 +70,62 @@ def test_norm_of_zeros_large_values_and_nan(library, dtype):
     y = rms_norm.bind_norm_with(library, problem, weight)(x.to(dtype))
     assert not y[0].any() and y[2].isnan().all()
     assert_close(y[1], torch.ones(33).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("heads", [1, 5])
+def test_layer_norm_equals_the_reference(library, dtype, width, bias, heads):
+    problem = layer_norm_op.LayerNormProblem(
+        device="cpu", dtype=dtype, width=width, eps=1e-5, bias=bias, heads=heads
+    )
+    weights = (
+        values(heads, width, dtype=torch.float32, seed=1),
+        values(width, dtype=torch.float32, seed=2) if bias else None,
+    )
+    ours = layer_norm.bind_norm_with(library, problem, *weights)
+    theirs = layer_norm_op.bind_norm(problem, *weights)
+    x = 3 + values(7, 5, width, dtype=dtype)
+    for view in (x, x[::2], x[:0], *((x[0], x[0, 0], x[:, 1:3]) if heads == 1 else ())):
+        assert_normed(ours(view), theirs(view))
+    if heads == 1:
+        mine, other = x[:, 0].clone(), x[:, 0].clone()
+        y = layer_norm.bind_add_norm_with(library, problem, *weights)(x[:, 1], mine)
+        assert_normed(y, layer_norm_op.bind_add_norm(problem, *weights)(x[:, 1], other))
+        assert torch.equal(mine, other)
+
+
+def assert_normed(ours, expected):
+    """Values that the mean is taken from lose what it has in common with them."""
+    assert ours.dtype == expected.dtype and ours.shape == expected.shape
+    torch.testing.assert_close(ours, expected, rtol=BOUND[ours.dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_of_equal_and_large_values_and_nan(library, dtype):
+    problem = layer_norm_op.LayerNormProblem(
+        device="cpu", dtype=dtype, width=33, eps=1e-5, bias=False
+    )
+    x = torch.full((3, 33), 100.0)
+    x[1] = torch.arange(33) + 1000  # a mean of squares less a squared mean would lose the variance
+    x[2, 5] = float("nan")
+    y = layer_norm.bind_norm_with(library, problem, torch.ones(1, 33), None)(x.to(dtype))
+    expected = layer_norm_op.bind_norm(problem, torch.ones(1, 33), None)(x.to(dtype).double())
+    assert not y[0].any() and y[2].isnan().all()
+    torch.testing.assert_close(y[1].double(), expected[1], rtol=BOUND[dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", activation_native.ACTIVATIONS)
+@pytest.mark.parametrize("width", [1, 40, 9001])
+def test_activation_equals_the_reference(library, dtype, activation, width):
+    problem = activation_op.ActivationProblem(device="cpu", dtype=dtype, activation=activation)
+    x = 6 * values(3, width, dtype=dtype)
+    x[0, 0], x[1, 0], x[2, 0] = float("nan"), 100.0, -100.0
+    ours = activation_native.bind_with(library, problem)(x)
+    theirs = activation_op.bind_reference(problem)(x)
+    torch.testing.assert_close(ours, theirs, rtol=BOUND[dtype], atol=5e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 
+from headrace.back.kernels.activation import op as activation
 from headrace.back.kernels.all_reduce.triton_all_reduce import PeerSums
 from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.gated_act import op as gated_act
@@ -15,6 +16,7 @@ from headrace.back.kernels.gumbel import op as gumbel
 from headrace.back.kernels.head_linear import op as head_linear
 from headrace.back.kernels.latent_attention import op as latent_attention
 from headrace.back.kernels.latent_write import op as latent_write
+from headrace.back.kernels.layer_norm import op as layer_norm
 from headrace.back.kernels.linear.table import GemmPlan
 from headrace.back.kernels.linear.triton_fixed import fixed
 from headrace.back.kernels.linear.triton_small import Gemm, launcher
@@ -160,6 +162,12 @@ def _norm(width: int) -> object:
     return rms_norm.RMSNormProblem(device="cpu", dtype=BF16, width=width, eps=1e-6)
 
 
+def _layer_norm(width: int, heads: int = 1) -> object:
+    return layer_norm.LayerNormProblem(
+        device="cpu", dtype=BF16, width=width, eps=1e-6, bias=heads == 1, heads=heads
+    )
+
+
 def _product(plan: GemmPlan, tokens: int, **more: object) -> Callable[[], object]:
     """A product of 4096 inputs and 512 results, with all there is around it."""
     gated = bool(more.get("activation"))
@@ -188,6 +196,7 @@ _ATTENTION = "attention.triton_attention:KERNEL"
 _FIXED_ATTENTION = "attention.triton_fixed:KERNEL"
 _QK = "qk_rope_write.triton_qk_rope_write:KERNEL"
 _NORM = "rms_norm.triton_rms_norm:"
+_LAYER_NORM = "layer_norm.triton_layer_norm:"
 GEMV = GemmPlan(kernel="gemv", n=2, k=2048, warps=8)
 SKINNY = GemmPlan(kernel="skinny", n=32, k=128, warps=4, stages=4, prefetch=2)
 SPLIT = GemmPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=4)
@@ -278,6 +287,19 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             ),
         )
         for activation in ("silu", "gelu", "gelu_tanh", "relu")
+    ),
+    ("layer_norm", _call(layer_norm.OP, _LAYER_NORM + "KERNEL", _layer_norm(128, heads=8))),
+    ("add_layer_norm", _call(layer_norm.ADD_OP, _LAYER_NORM + "ADD_KERNEL", _layer_norm(5120))),
+    *(
+        (
+            f"activation {name}",
+            _call(
+                activation.OP,
+                "activation.triton_activation:KERNEL",
+                activation.ActivationProblem(device="cpu", dtype=BF16, activation=name),
+            ),
+        )
+        for name in ("gelu_tanh", "relu2")
     ),
     ("greedy", _call(greedy.OP, "greedy.triton_greedy:KERNEL", greedy.GreedyProblem(device="cpu"))),
     ("gumbel", _call(gumbel.OP, "gumbel.triton_gumbel:KERNEL", gumbel.GumbelProblem(device="cpu"))),

@@ -10,6 +10,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from headrace.back.kernels.activation import op as activation_op
+from headrace.back.kernels.activation import triton_activation
 from headrace.back.kernels.attention import op as attention
 from headrace.back.kernels.attention import triton_attention
 from headrace.back.kernels.fused_linear import op as fused_linear
@@ -20,6 +22,8 @@ from headrace.back.kernels.greedy import op as greedy
 from headrace.back.kernels.greedy import triton_greedy
 from headrace.back.kernels.gumbel import op as gumbel
 from headrace.back.kernels.gumbel import triton_gumbel
+from headrace.back.kernels.layer_norm import op as layer_norm
+from headrace.back.kernels.layer_norm import triton_layer_norm
 from headrace.back.kernels.linear.table import GemmPlan
 from headrace.back.kernels.linear.triton_small import Gemm, launcher
 from headrace.back.kernels.merge_attention import triton_merge_attention
@@ -249,6 +253,37 @@ def test_norms_equal_the_reference(dtype, width):
     y = triton_rms_norm.bind_add_norm(problem, weight)(x[0], left)
     assert close(y, rms_norm.bind_add_norm(problem, weight)(x[0], right), dtype)
     assert close(left, right, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width, heads, bias", [(3, 1, True), (40, 4, False), (1000, 1, False)])
+def test_layer_norms_equal_the_reference(dtype, width, heads, bias):
+    problem = layer_norm.LayerNormProblem(
+        device=DEVICE, dtype=dtype, width=width, eps=1e-6, bias=bias, heads=heads
+    )
+    weights = random(heads, width), random(width, seed=3) if bias else None
+    x, residual = (2 + random(6, 4, width, seed=seed).to(dtype) for seed in (1, 2))
+    ours = triton_layer_norm.bind_norm(problem, *weights)
+    theirs = layer_norm.bind_norm(problem, *weights)
+    for view in (x, x[::2], *((x[:, 1:3], x[0], x[0, 0]) if heads == 1 else ())):
+        assert close(ours(view), theirs(view), dtype)
+    if heads == 1:
+        left, right = residual[0].clone(), residual[0].clone()
+        y = triton_layer_norm.bind_add_norm(problem, *weights)(x[0], left)
+        assert close(y, layer_norm.bind_add_norm(problem, *weights)(x[0], right), dtype)
+        assert close(left, right, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", triton_activation.ACTIVATIONS)
+def test_activation_equals_the_reference(dtype, activation):
+    problem = activation_op.ActivationProblem(device=DEVICE, dtype=dtype, activation=activation)
+    x = 4 * random(3, 1100).to(dtype)
+    x[1, 7] = NAN
+    ours = triton_activation.bind(problem)(x)
+    theirs = activation_op.bind_reference(problem)(x)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert close(ours.nan_to_num(), theirs.nan_to_num(), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

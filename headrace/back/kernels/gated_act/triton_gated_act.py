@@ -27,6 +27,8 @@ def activate(b_x, ACTIVATION: tl.constexpr):
         b_x = b_x * tl.sigmoid(2.0 * b_inner)  # (1 + tanh a) / 2 = sigmoid 2a
     else:
         b_x = tl.where(b_x < 0.0, 0.0, b_x)  # a NaN stays one
+        if ACTIVATION == "relu2":
+            b_x = b_x * b_x
     return b_x
 
 

@@ -1,11 +1,11 @@
-// The activations of gated MLPs.
+// The activations of MLPs.
 #pragma once
 
 #include "simd.h"
 
 namespace {
 
-enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
+enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4 };
 
 // erf(x) by Abramowitz & Stegun 7.1.26; absolute error below 2e-7.
 HR_INLINE F verf(F x) {
@@ -24,7 +24,8 @@ HR_INLINE F activate(F x) {
   if (A == SILU) return x * vsigmoid(x);
   if (A == GELU) return 0.5f * x * (1.0f + verf(x * 0.70710678118654752f));
   if (A == GELU_TANH) return 0.5f * x * (1.0f + vtanh(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-  return select(x < 0.0f, F{}, x);
+  const F rectified = select(x < 0.0f, F{}, x);
+  return A == RELU2 ? rectified * rectified : rectified;
 }
 
 // act(gate) * up; the activation is the same for a whole call.

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 
 from headrace.back.kernels.native.library import unsupported
@@ -26,6 +27,7 @@ from headrace.back.models.load.safetensors import SafetensorsSource
 from headrace.back.models.load.source import Source
 from headrace.back.models.protocol import LoadableModel
 from headrace.back.models.registry import DTYPES, build_model
+from headrace.back.models.weights import WeightPlan
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.quant.stored import Stored
 from headrace.base.config.resolved import Decision, ModelSpec
@@ -73,8 +75,11 @@ def load_model(
     CheckpointError."""
     report = LoadReport()
 
-    def build(where: torch.device, stored: Stored | None = None) -> LoadableModel:
-        return build_model(spec, mesh=mesh, device=where, block_tokens=block_tokens, stored=stored)
+    def build(
+        where: torch.device, stored: Stored | None = None, *, bare: bool = spec.bare
+    ) -> LoadableModel:
+        named = msgspec.structs.replace(spec, bare=bare)
+        return build_model(named, mesh=mesh, device=where, block_tokens=block_tokens, stored=stored)
 
     if spec.format == "dummy":
         with report.phase("build"):
@@ -92,7 +97,7 @@ def load_model(
 
 def _load(
     spec: ModelSpec,
-    build: Callable[[torch.device, Stored], LoadableModel],
+    build: Callable[..., LoadableModel],
     device: torch.device,
     options: LoadOptions,
     report: LoadReport,
@@ -104,14 +109,27 @@ def _load(
     with closing(source):
         stored, why = stored_blocks(spec, source, device)
         with report.phase("check"):
-            check(build(torch.device("meta"), stored).weights, source)
+            meta = torch.device("meta")
+            plan = build(meta, stored).weights
+            bare = spec.bare or lacks_prefix(plan, source)
+            check(build(meta, stored, bare=True).weights if bare else plan, source)
         with report.phase("build"):
-            model = build(device, stored)
+            model = build(device, stored, bare=bare)
         if why:
             report.decisions += (_kept(model, source, why),)
         with report.phase("weights"):
             fill(model.weights, source, scan_finite=options.scan_finite)
     return model
+
+
+def lacks_prefix(plan: WeightPlan, source: Source) -> bool:
+    """Whether the checkpoint names its tensors as that of a base model alone would, whatever head
+    its config names (the first GPT-2 files)."""
+    prefix, names = f"{plan.prefix}.", source.entries.keys()
+    if not plan.prefix or any(name.startswith(prefix) for name in names):
+        return False
+    pieces = (piece.name for param in plan.params for piece in param.pieces)
+    return any(name.removeprefix(prefix) in names for name in pieces)
 
 
 def stored_blocks(spec: ModelSpec, source: Source, device: torch.device) -> tuple[Stored, str]:

@@ -40,7 +40,7 @@ class DummyWeights:
         else:
             assert param.init == "normal", param
             for copy in copies(param):
-                self._fill(param.tensor[copy.target], copy, param.init_scale)
+                self._fill(param.target(copy), copy, param.init_scale)
 
     def _fill(self, target: torch.Tensor, copy: Copy, scale: float) -> None:
         pool = self._pool(target.dtype, target.device, scale)

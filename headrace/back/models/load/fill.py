@@ -45,8 +45,8 @@ def check(plan: WeightPlan, source: Source) -> None:
         for name, shape, _ in _wanted(param)
         if name not in source.entries
     ]
-    _add(problems, missing, "missing")
-    _add(problems, list(_misfits(plan, source)), "not what the model needs")
+    _add(problems, list(dict.fromkeys(missing)), "missing")
+    _add(problems, list(dict.fromkeys(_misfits(plan, source))), "not what the model needs")
     _add(problems, list(_extras(plan, source)), "unknown to the model")
     if problems:
         raise CheckpointError(f"{source.where}: " + "; ".join(problems))
