@@ -30,6 +30,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 LENGTHS = (37, 22, 51, 9)
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -136,6 +137,57 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 14},
     ),
+    "phi": ("Phi", {}),
+    "phi-qk-norm": ("Phi", {"qk_layernorm": True, "num_key_value_heads": 6}),
+    "gemma": ("Gemma", {"head_dim": 8}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True, **rope(partial_rotary_factor=0.25)}),
+    "stablelm-parallel": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 12}),
+    "nemotron": ("Nemotron", {}),
+    "arcee": ("Arcee", {}),
+    "cohere": ("Cohere", {"logit_scale": 0.3}),
+    "cohere-qk-norm": ("Cohere", {"use_qk_norm": True}),
+    "cohere2": ("Cohere2", {"sliding_window": 12, "layer_types": MIXED}),
+    "olmo": ("Olmo", {}),
+    "olmo-clipped": ("Olmo", {"clip_qkv": 0.4}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 12,
+            "layer_types": MIXED,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 8}),
+    "glm4": ("Glm4", {"head_dim": 8}),
+    "exaone4": ("Exaone4", {"sliding_window": 12, "layer_types": MIXED}),
+    "exaone4-full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "seed_oss": ("SeedOss", {"head_dim": 8, "attention_out_bias": True}),
+    "apertus": ("Apertus", rope(**LLAMA3)),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 8, "use_bias": True}),
+    "helium": ("Helium", {"head_dim": 8}),
+    "hunyuan_v1": ("HunYuanDenseV1", {"head_dim": 8}),
+    "hunyuan_v1-alpha": (
+        "HunYuanDenseV1",
+        {"head_dim": 8, **rope(rope_type="dynamic", alpha=50.0, factor=1.0)},
+    ),
+    "gpt2": ("GPT2", {"n_inner": 80, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gpt_neox-serial": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False}),
+    "falcon": ("Falcon", {"ffn_hidden_size": 80}),
+    "falcon-grouped": (
+        "Falcon",
+        {"ffn_hidden_size": 80, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon-serial": (
+        "Falcon",
+        {"ffn_hidden_size": 80, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 12, "layer_types": MIXED}),
+    "ministral3": ("Ministral3", {"head_dim": 8, **rope(**YARN, llama_4_scaling_beta=0.4)}),
 }
 
 

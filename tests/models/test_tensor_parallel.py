@@ -1,5 +1,6 @@
 """Two and four ranks over gloo give the logits of one: merged and separate projections, biases, replicated
-KV heads, an odd vocabulary, norms over all heads, tied heads, latents."""
+KV heads, an odd vocabulary, norms over all heads, tied heads, latents, a norm for each head, branches side by side,
+weights stored as [inputs, outputs], query, key and value group by group."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from tests.models.paged import random_rows, teacher_forced
 from tests.models.tensor_parallel_rank import LENGTHS
 from tests.models.test_parity import CASES, compare, tiny_config
 
-NAMES = ("llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "minicpm3", "one-kv-head")
+NAMES = (
+    "llama-biased-tied", "qwen2", "phi3", "olmo2", "gemma2", "minicpm3", "one-kv-head",
+    "cohere-qk-norm", "gpt2", "falcon-grouped", "phi",
+)  # fmt: skip
 
 
 def configuration(name: str, count: int) -> Any:
@@ -28,7 +32,7 @@ def configuration(name: str, count: int) -> Any:
         count == 4
     ):  # heads of half the size, so that they can be divided; KV heads are held twice or four times
         config.num_attention_heads *= 2
-        if getattr(config, "head_dim", None):
+        if config.to_dict().get("head_dim"):
             config.head_dim //= 2
     return config
 

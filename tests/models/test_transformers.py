@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -14,6 +15,7 @@ from headrace.back.attention.plan import Batch
 from headrace.back.models.load import load_model
 from headrace.back.models.transformers import TransformersModel
 from headrace.back.parallel.mesh import Axis, Mesh
+from headrace.base.config.resolved import ModelSpec
 from headrace.base.errors import CheckpointError, ConfigError
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, oracle_logits, save_oracle
 from tests.models.paged import random_rows, teacher_forced
@@ -52,6 +54,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def fallback(folder: Path, **changes: Any) -> ModelSpec:
+    """The checkpoint as it runs with --family transformers."""
+    return msgspec.structs.replace(model_spec(folder, **changes), family="transformers")
+
+
 def config(case: str) -> Any:
     name, changes = CASES[case]
     return getattr(transformers, f"{name}Config")(**(SIZES | changes))
@@ -63,8 +70,7 @@ def test_another_family_equals_transformers_through_paged_attention(
 ) -> None:
     oracle = save_oracle(config(case), tmp_path)
     rows = random_rows(SIZES["vocab_size"], LENGTHS)
-    spec = model_spec(tmp_path)
-    assert spec.family == "transformers"
+    spec = fallback(tmp_path)
     ours = load_ours(spec)
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)
@@ -72,7 +78,7 @@ def test_another_family_equals_transformers_through_paged_attention(
 
 def test_the_choice_is_a_decision_with_the_class_and_the_measured_error(tmp_path: Path) -> None:
     save_oracle(config("stablelm"), tmp_path)
-    decision = load_ours(model_spec(tmp_path)).decisions[0]
+    decision = load_ours(fallback(tmp_path)).decisions[0]
     assert (decision.field, decision.chosen) == ("model.family", "transformers")
     assert "StableLmForCausalLM" in decision.why
 
@@ -80,10 +86,8 @@ def test_the_choice_is_a_decision_with_the_class_and_the_measured_error(tmp_path
 def test_a_known_family_can_be_forced_through_the_fallback(tmp_path: Path) -> None:
     oracle = save_oracle(tiny_config("mistral-window"), tmp_path)
     rows = random_rows(SIZES["vocab_size"], LENGTHS)
-    spec = model_spec(tmp_path)
-    import msgspec
-
-    ours = load_ours(msgspec.structs.replace(spec, family="transformers"))
+    spec = fallback(tmp_path)
+    ours = load_ours(spec)
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, oracle_logits(oracle, rows), 1e-4)
     assert {form.span for form in ours.kv_forms} == {11}
@@ -94,7 +98,7 @@ def test_the_loader_fills_split_and_scalar_weights(case: str, tmp_path: Path) ->
     oracle = save_oracle(config(case), tmp_path)
     rows = random_rows(SIZES["vocab_size"], (9, 14))
     ours, _ = load_model(
-        model_spec(tmp_path),
+        fallback(tmp_path),
         mesh=Mesh(),
         device=torch.device("cpu"),
         block_tokens=BLOCK_TOKENS,
@@ -109,7 +113,7 @@ def test_recurrent_layers_are_refused_with_the_count(tmp_path: Path) -> None:
         tmp_path,
     )
     with pytest.raises(CheckpointError, match="0 of its 2 layers use attention"):
-        load_ours(model_spec(tmp_path))
+        load_ours(fallback(tmp_path))
 
 
 def test_position_biases_are_refused_or_caught(tmp_path: Path) -> None:
@@ -117,12 +121,12 @@ def test_position_biases_are_refused_or_caught(tmp_path: Path) -> None:
         transformers.BloomConfig(vocab_size=97, hidden_size=48, n_layer=2, n_head=6), tmp_path
     )
     with pytest.raises(CheckpointError, match="cannot run"):
-        load_ours(model_spec(tmp_path))
+        load_ours(fallback(tmp_path))
 
 
 def test_bfloat16_routing_that_tips_over_is_no_reason_to_refuse(tmp_path: Path) -> None:
     save_oracle(config("mixtral"), tmp_path)
-    assert load_ours(model_spec(tmp_path, dtype="bfloat16")).decisions[0].chosen == "transformers"
+    assert load_ours(fallback(tmp_path, dtype="bfloat16")).decisions[0].chosen == "transformers"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -138,24 +142,24 @@ def test_a_model_whose_positions_are_lost_is_caught_by_the_check(
 
     monkeypatch.setattr(TransformersModel, "forward", lost)
     with pytest.raises(CheckpointError, match="its logits differ"):
-        load_ours(model_spec(tmp_path, dtype=dtype))
+        load_ours(fallback(tmp_path, dtype=dtype))
 
 
 def test_code_from_the_checkpoint_is_refused_by_key(tmp_path: Path) -> None:
     save_oracle(config("stablelm"), tmp_path)
     with pytest.raises(CheckpointError) as caught:
-        load_ours(model_spec(tmp_path, auto_map={"AutoModelForCausalLM": "evil.Model"}))
+        load_ours(fallback(tmp_path, auto_map={"AutoModelForCausalLM": "evil.Model"}))
     assert caught.value.field == "auto_map"
 
 
 def test_an_unknown_model_type_is_refused_by_name(tmp_path: Path) -> None:
     save_oracle(config("stablelm"), tmp_path)
     with pytest.raises(CheckpointError, match="'warp_drive'"):
-        load_ours(model_spec(tmp_path, model_type="warp_drive"))
+        load_ours(fallback(tmp_path, model_type="warp_drive"))
 
 
 def test_several_ranks_are_refused(tmp_path: Path) -> None:
     save_oracle(config("stablelm"), tmp_path)
     group: Any = object()
     with pytest.raises(ConfigError, match="tensor_parallel 2"):
-        load_ours(model_spec(tmp_path), mesh=Mesh(tp=Axis(size=2, group=group)))
+        load_ours(fallback(tmp_path), mesh=Mesh(tp=Axis(size=2, group=group)))

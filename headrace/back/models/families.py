@@ -14,15 +14,38 @@ FALLBACK = "transformers"
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "ministral",
+    "Ministral3ForCausalLM": "ministral3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "PhiForCausalLM": "phi",
     "Phi3ForCausalLM": "phi3",
+    "OlmoForCausalLM": "olmo",
     "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
     "MiniCPM3ForCausalLM": "minicpm3",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "NemotronForCausalLM": "nemotron",
+    "ArceeForCausalLM": "arcee",
+    "CohereForCausalLM": "cohere",
+    "Cohere2ForCausalLM": "cohere2",
+    "GlmForCausalLM": "glm",
+    "Glm4ForCausalLM": "glm4",
+    "Exaone4ForCausalLM": "exaone4",
+    "SeedOssForCausalLM": "seed_oss",
+    "ApertusForCausalLM": "apertus",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "HeliumForCausalLM": "helium",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "FalconForCausalLM": "falcon",
     "BertForMaskedLM": "bert",
     "RobertaForMaskedLM": "roberta",
     "XLMRobertaForMaskedLM": "roberta",
@@ -36,16 +59,18 @@ config states."""
 COLBERT = "HF_ColBERT"
 """BERT below a projection of every token (Khattab and Zaharia 2020), in one file as its authors
 store it."""
-CAUSAL, MASKED = "ForCausalLM", "ForMaskedLM"
+CAUSAL, MASKED, LM_HEAD = "ForCausalLM", "ForMaskedLM", "LMHeadModel"
 _HEADS = {
     CAUSAL: "lm",
+    LM_HEAD: "lm",
     MASKED: "none",
     "ForSequenceClassification": "sequence",
     "ForTokenClassification": "token",
     "Model": "none",
 }
 _BASES = {
-    name.removesuffix(CAUSAL).removesuffix(MASKED): family for name, family in ARCHITECTURES.items()
+    name.removesuffix(CAUSAL).removesuffix(MASKED).removesuffix(LM_HEAD): family
+    for name, family in ARCHITECTURES.items()
 }
 
 

@@ -6,16 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 
 from headrace.back.models.load import load_model
+from headrace.back.models.protocol import LoadableModel
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.resolved import ModelSpec
 from headrace.base.errors import CheckpointError
 from tests.back.models.load.checkpoints import save, spec_of_folder, tiny_model
+from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits
+from tests.models.paged import teacher_forced
 
 
-def load(spec: ModelSpec) -> object:
-    return load_model(spec, mesh=Mesh(), device=torch.device("cpu"), block_tokens=16)
+def load(spec: ModelSpec, *, block_tokens: int = 16) -> LoadableModel:
+    cpu = torch.device("cpu")
+    return load_model(spec, mesh=Mesh(), device=cpu, block_tokens=block_tokens)[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "transformers"])
@@ -25,6 +31,20 @@ def test_a_folder_loads_into_its_family_and_into_the_fallback(family: str, tmp_p
     assert model.logits_width == 96 and len(model.kv_forms) == 2
     assert set(report.seconds) == {"open", "check", "build", "weights", "pack"}
     assert report.decisions and report.weight_bytes > 0
+
+
+def test_files_of_a_base_model_load_whatever_head_their_config_names(tmp_path: Path) -> None:
+    """The first GPT-2 files: no prefix, and the masks among the weights."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    oracle = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    oracle.save_pretrained(tmp_path)
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(2)}
+    save_file({**oracle.transformer.state_dict(), **masks}, tmp_path / "model.safetensors")
+    model = load(model_spec(tmp_path, max_model_len=64), block_tokens=BLOCK_TOKENS)
+    row = list(range(11))
+    ours = teacher_forced(model, [row], block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    torch.testing.assert_close(ours, oracle_logits(oracle, [row]), rtol=1e-4, atol=1e-4)
 
 
 def test_a_fault_is_found_for_the_fallback_too(tmp_path: Path) -> None:

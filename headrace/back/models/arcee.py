@@ -1,0 +1,22 @@
+"""Arcee (AFM): Llama's decoder with a squared ReLU without a gate."""
+
+from __future__ import annotations
+
+from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.mlp import PlainMLPSpec
+from headrace.back.layers.rope import read_rope
+from headrace.back.layers.scope import Scope
+from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
+from headrace.base.config.hf import ConfigReader
+
+
+def build(scope: Scope, config: ConfigReader) -> Decoder:
+    """ArceeForCausalLM."""
+    sizes = read_sizes(config, gated=False, default_activation="relu2", eps=1e-5)
+    bias = config.bool("attention_bias", False)
+    rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
+    layer = LayerSpec(
+        attention=AttentionSpec(**plain_attention(sizes), rope=rope, qkv_bias=bias, out_bias=bias),
+        feed_forward=PlainMLPSpec(bias=config.bool("mlp_bias", False)),
+    )
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))

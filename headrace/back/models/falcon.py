@@ -1,0 +1,69 @@
+"""Falcon: layer norms, both branches side by side behind one norm or a norm each, few KV heads,
+query, key and value in one tensor group by group. Those with ALiBi are refused."""
+
+from __future__ import annotations
+
+from headrace.back.layers.attention import AttentionNames, AttentionSpec
+from headrace.back.layers.mlp import PlainMLPSpec
+from headrace.back.layers.norm import LAYER, PARALLEL, PRE, NormPlacement
+from headrace.back.layers.rope import read_rope
+from headrace.back.layers.scope import Scope
+from headrace.back.models.blocks import (
+    Decoder,
+    DecoderNames,
+    DecoderSpec,
+    LayerSpec,
+    plain_attention,
+    read_sizes,
+)
+from headrace.base.config.hf import ConfigReader
+
+NAMES = DecoderNames(prefix="transformer", embedding="word_embeddings", layers="h", norm="ln_f")
+ATTENTION = AttentionNames(
+    module="self_attention", merged="query_key_value", by_group=True, out="dense"
+)
+TWO_NORMS = NormPlacement(before_attention="ln_attn", before_mlp="ln_mlp", parallel=True)
+
+
+def build(scope: Scope, config: ConfigReader) -> Decoder:
+    """FalconForCausalLM."""
+    if config.bool("alibi", False):
+        raise config.wrong("alibi", "false: position biases are not built")
+    grouped = config.bool("new_decoder_architecture", False)
+    heads = config.int("num_attention_heads", aliases=("n_head",), ge=1)
+    if grouped:
+        kv_heads = config.int("num_kv_heads", heads, aliases=("n_head_kv",), ge=1)
+    else:
+        kv_heads = 1 if config.bool("multi_query", True) else heads
+    sizes = read_sizes(
+        config,
+        activation=("activation",),
+        gated=False,
+        default_activation="gelu",
+        eps=1e-5,
+        tied=True,
+        kv_heads=kv_heads,
+    )
+    bias = config.bool("bias", False)
+    layer = LayerSpec(
+        attention=AttentionSpec(
+            **plain_attention(sizes),
+            rope=read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions),
+            qkv_bias=bias,
+            out_bias=bias,
+            names=ATTENTION,
+        ),
+        placement=_placement(config, grouped=grouped),
+        feed_forward=PlainMLPSpec(up="dense_h_to_4h", down="dense_4h_to_h", bias=bias),
+    )
+    return Decoder(
+        scope,
+        DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers, norm=LAYER, names=NAMES),
+    )
+
+
+def _placement(config: ConfigReader, *, grouped: bool) -> NormPlacement:
+    if not config.bool("parallel_attn", True):
+        return PRE
+    norms = config.int("num_ln_in_parallel_attn", 2 if grouped else 1, ge=1, le=2)
+    return TWO_NORMS if norms == 2 else PARALLEL

@@ -1,0 +1,29 @@
+"""Helium 1: Llama's decoder, neighbouring dimensions rotated in pairs."""
+
+from __future__ import annotations
+
+from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.mlp import GatedMLPSpec
+from headrace.back.layers.rope import read_rope
+from headrace.back.layers.scope import Scope
+from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
+from headrace.base.config.hf import ConfigReader
+
+
+def build(scope: Scope, config: ConfigReader) -> Decoder:
+    """HeliumForCausalLM."""
+    sizes = read_sizes(config, eps=1e-8)
+    rope = read_rope(
+        config,
+        head_dim=sizes.head_dim,
+        max_positions=scope.max_positions,
+        default_theta=100_000.0,
+        layout="pairs",
+    )
+    layer = LayerSpec(
+        attention=AttentionSpec(
+            **plain_attention(sizes), rope=rope, qkv_bias=config.bool("attention_bias", False)
+        ),
+        feed_forward=GatedMLPSpec(bias=config.bool("mlp_bias", False)),
+    )
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=(layer,) * sizes.layers))
