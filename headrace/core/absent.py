@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from headrace.base.errors import EngineDead
-from headrace.base.wire.step import StepPlan, WorkerFacts
+from headrace.base.wire.step import RecordedGraphs, StepPlan, WorkerFacts
 
 
 class AbsentExecutor:
@@ -29,6 +29,10 @@ class AbsentExecutor:
 
     def log_level(self, level: str) -> None:
         """There is nobody to tell."""
+
+    def record_graph(self) -> RecordedGraphs:
+        """There is nothing to record."""
+        return RecordedGraphs()
 
     def park(self) -> None:
         """There is nothing to give back."""

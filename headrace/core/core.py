@@ -94,6 +94,7 @@ class EngineCore:
         self._in_flight_steps: deque[tuple[InFlightStep, Pending]] = deque()
         self._depth = 1 if self.spec.overlap else 0
         self._deadlines = Deadlines()
+        self.graphs = executor.facts.graphs
         self._arrivals = 0
         self._stalled_at: float | None = None
 
@@ -151,6 +152,7 @@ class EngineCore:
         that the new executor could never run ends with the reason."""
         waiting = list(self.scheduler.queue)
         self._model = self._model_on(executor)
+        self.graphs = executor.facts.graphs
         for request in waiting:
             request.chain.clear()
             request.chain_start = b""

@@ -25,6 +25,7 @@ from headrace.base.errors import (
     Unavailable,
 )
 from headrace.base.wire.request import Call
+from headrace.base.wire.step import RecordedGraphs
 from headrace.core.ports import Executor, ExecutorSource
 from headrace.core.service_state import DROPPED, KEPT, ServiceState
 
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 class ExecutorHost(Protocol):
     """What reload, sleep and wake need of the engine core."""
+
+    graphs: RecordedGraphs
 
     @property
     def service(self) -> ServiceState:
@@ -68,6 +71,15 @@ class ExecutorHost(Protocol):
     def refuse_all(self, error: HeadraceError) -> None:
         """Ends everything with this error."""
         ...
+
+
+def record_graph(host: ExecutorHost) -> bool:
+    """While nothing runs: the workers record at most one graph of a step that traffic takes.
+    Whether there is another one."""
+    if host.service.asleep or host.service.lost:
+        return False
+    host.graphs = host.executor.record_graph()
+    return host.graphs.more
 
 
 class ExecutorLifecycle:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from headrace.base.errors import HeadraceError
 from headrace.base.wire.grammar import Node
 from headrace.base.wire.request import EngineRequest
-from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
+from headrace.base.wire.step import RecordedGraphs, StepPlan, StepResult, WorkerFacts
 
 
 class Pending(Protocol):
@@ -62,6 +62,11 @@ class Executor(Protocol):
     def profile(self, folder: str | None) -> list[str]:
         """Starts tracing the workers' steps (a folder), or stops and writes the traces (None); the
         folder, or the files. Conflict if it runs already, or does not."""
+        ...
+
+    def record_graph(self) -> RecordedGraphs:
+        """Nothing is in flight: the workers record at most one graph of a step that traffic takes;
+        what is recorded then."""
         ...
 
     def log_level(self, level: str) -> None:

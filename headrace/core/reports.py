@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
+from headrace.base.wire.step import RecordedGraphs
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import NOT_LOOKED_AT, Request, RowTable
 from headrace.core.scheduler.admission_hooks import AdmissionHooks
@@ -18,6 +19,8 @@ Document = dict[str, object]
 
 class EngineView(Protocol):
     """What reports read of the engine core."""
+
+    graphs: RecordedGraphs
 
     @property
     def service(self) -> ServiceState:
@@ -160,6 +163,8 @@ def metrics(engine: EngineView) -> Document:
         "prefix_hit_tokens": kv.num_hits,
         "evictions": kv.pool.num_evictions,
         "refused": counters.refused,
+        "graphs": engine.graphs.count,
+        "graph_bytes": engine.graphs.num_bytes,
         "held_by_hooks": engine.hooks.num_held,
         "finished": dict(counters.finished),
         "step_tokens": _by_bound(counters.step_tokens),

@@ -1,5 +1,4 @@
-"""The process of one engine core: `python -m headrace.launch.core_process --spec FILE --socket
-PATH`.
+"""The process of one engine core (`python -m headrace.launch.core_process`).
 
 The main thread runs `EngineCore.step`; an IO thread (`FrontendConnections`) accepts the API
 processes on a 0600 Unix socket, reads their frames and writes what their sockets did not take at
@@ -26,7 +25,6 @@ import numpy as np
 from headrace.back.executor.choose import make_executor
 from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import EngineSpec
-from headrace.base.config.tree import ModelOptions
 from headrace.base.errors import ConfigError, EngineError, StartError
 from headrace.base.process_age import process_age_s
 from headrace.base.telemetry import log as logs
@@ -38,22 +36,23 @@ from headrace.base.wire.request import (
     Reply,
     TokenBatch,
 )
-from headrace.base.wire.step import WorkerFacts
 from headrace.core.absent import AbsentExecutor
 from headrace.core.core import EngineCore
 from headrace.core.grammar.hook import GrammarHook
+from headrace.core.lifecycle import record_graph
 from headrace.core.output_processor import CoreOutput
-from headrace.core.ports import AdmissionHook, Executor
+from headrace.core.ports import AdmissionHook
 from headrace.core.service_state import ServiceState
 from headrace.launch.frontend_connections import FrontendConnections, FrontendGone, Incoming
-from headrace.launch.locate import locate
-from headrace.launch.model_facts import read_model_facts
 from headrace.launch.topology import Report, report, tie_to_parent
 from headrace.launch.vocabulary import encoder_of, vocabulary_of
 from headrace.launch.watchdog import Watchdog
+from headrace.launch.weights_source import WeightsSource
 
 log = logging.getLogger(__name__)
 FLUSH_S = 1.0
+RECORD_AFTER_S = 0.2
+"""So long nothing must have come before a graph is recorded that nobody waits for."""
 FAILED_EXIT = 71
 
 
@@ -75,6 +74,7 @@ class CoreLoop:
         self._call_number = 0
         self._unhandled: list[Incoming] = []
         self._announced = core.hello()
+        self._may_record = True
 
     def run(self) -> None:
         """Serves until the process ends."""
@@ -86,12 +86,15 @@ class CoreLoop:
         results."""
         core = self._core
         idle = not (self._unhandled or core.has_work)
-        messages = self._unhandled + self._frontends.take(block=idle, at_most_s=core.idle_s)
+        messages = self._unhandled + self._frontends.take(block=idle, at_most_s=self._wait_s())
         self._unhandled = []
         for message in messages:
             self._handle(message)
         if not core.has_work:
+            if idle and self._may_record and not messages:
+                self._record_graph()
             return
+        self._may_record = True
         self._watchdog.since = time.monotonic()
         try:
             output = core.step(wait=True, before_update=self._abort_early)
@@ -101,6 +104,22 @@ class CoreLoop:
         if core.failing != self._announced.failing:
             self._announce(core.hello())
         self._send(output)
+
+    def _wait_s(self) -> float | None:
+        """How long an idle core waits for a message: until a timer, or until it may record."""
+        due = self._core.idle_s
+        if not self._may_record:
+            return due
+        return RECORD_AFTER_S if due is None else min(due, RECORD_AFTER_S)
+
+    def _record_graph(self) -> None:
+        """One at a time: a request that comes meanwhile waits for one at most."""
+        self._watchdog.since = time.monotonic()
+        try:
+            self._may_record = record_graph(self._core)
+        except EngineError as error:
+            self._fail(error)
+        self._watchdog.since = None
 
     def _fail(self, error: EngineError) -> NoReturn:
         """A step failed as a whole: fails all requests and ends this process for a restart."""
@@ -253,7 +272,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
         spec = msgspec.json.decode(Path(spec_path).read_bytes(), type=EngineSpec)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"the engine's specification cannot be read: {error}") from None
-    source = Weights(spec, Path(spec_path))
+    source = WeightsSource(spec, Path(spec_path))
     executor = AbsentExecutor(source.resting()) if rest.asleep else make_executor(spec)
     set_affinity(spec.device.other_cpus)  # the loop leaves the kernels' cores alone
     parts |= executor.facts.start_s
@@ -268,6 +287,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
     memory = {
         "weight_bytes": facts.weight_bytes,
         "kv_bytes": facts.kv_bytes,
+        "graph_bytes": facts.graphs.num_bytes,
         "kv_blocks": facts.num_blocks,
         "kv_tokens": facts.num_blocks * facts.block_tokens,
     }
@@ -288,82 +308,6 @@ def _announce_slow(core: EngineCore, frontends: FrontendConnections, seconds: fl
         why = f"a step has taken {seconds:.0f} s and is not done"
         hello = msgspec.structs.replace(hello, failing=why)
     frontends.announce(hello)
-
-
-class Weights:
-    """Implements `core.ports.ExecutorSource`: executors over other weights of the model the engine
-    was started with.
-
-    The spec of the last executor is written back to the spec file, so that a core restarted after a
-    crash loads the same weights. The facts of a sleeping core are written beside it, so that one
-    that died asleep is replaced without loading the weights it had freed.
-    """
-
-    def __init__(self, spec: EngineSpec, spec_path: Path) -> None:
-        self._spec = spec
-        self._spec_path = spec_path
-
-    def check(self, model: str) -> None:
-        """See ExecutorSource."""
-        self._for(model)
-
-    def make(self, model: str) -> Executor:
-        """See ExecutorSource."""
-        spec = self._for(model)
-        executor = make_executor(spec)
-        if spec is not self._spec:
-            self._spec = spec
-            self._write(self._spec_path, spec)
-        return executor
-
-    def rests(self, facts: WorkerFacts) -> None:
-        """See ExecutorSource."""
-        self._write(self._facts_path(), facts)
-
-    def resting(self) -> WorkerFacts:
-        """The facts of the core that slept last."""
-        return msgspec.json.decode(self._facts_path().read_bytes(), type=WorkerFacts)
-
-    def _facts_path(self) -> Path:
-        return self._spec_path.with_suffix(".facts")
-
-    def _write(self, path: Path, what: msgspec.Struct) -> None:
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_bytes(msgspec.json.encode(what))
-        draft.replace(path)
-
-    def _for(self, model: str) -> EngineSpec:
-        if not model:
-            return self._spec
-        current = self._spec.model
-        if current.manifest is not None:
-            raise ConfigError(
-                "model: --manifest verifies the weights the server was started with; restart it to "
-                "load others",
-                field="model",
-            )
-        if current.format == "dummy":
-            raise ConfigError("--load-format dummy: there are no weights to reload", field="model")
-        facts = read_model_facts(locate(ModelOptions(model=model)), family=current.family)
-        config = facts.config
-        differs = [name for name in _SAME if config.get(name) != current.config.get(name)]
-        if differs or facts.logits_width != current.logits_width:
-            named = differs[0] if differs else "vocab_size"
-            raise ConfigError(
-                f"model: {named} is {config.get(named)!r} there and {current.config.get(named)!r} here; "
-                "only weights of the same architecture and sizes can be swapped in",
-                field="model",
-            )
-        swapped = msgspec.structs.replace(
-            current, path=facts.path, format=facts.format, config=facts.config
-        )
-        return msgspec.structs.replace(self._spec, model=swapped)
-
-
-_SAME = (
-    *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "eos_token_id"),
-)
 
 
 def admission_hooks_of(spec: EngineSpec) -> list[AdmissionHook]:

@@ -8,6 +8,8 @@ from typing import cast
 import pytest
 
 from headrace.base.wire.request import AbortRequests, ToFront, TokenBatch
+from headrace.base.wire.step import RecordedGraphs
+from headrace.core.reports import status
 from headrace.launch.core_process import CoreLoop
 from headrace.launch.frontend_connections import FrontendConnections, Incoming
 from headrace.launch.watchdog import Watchdog
@@ -34,9 +36,7 @@ class ScriptedFrontends:
 
 
 class IdleWatchdog:
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
+    since: float | None = None
 
 
 def loop_on(driver: Driver) -> tuple[CoreLoop, ScriptedFrontends]:
@@ -88,3 +88,35 @@ def test_what_arrives_during_a_step_keeps_its_order() -> None:
     ends = [(end.id, end.reason) for batch in frontends.sent for end in batch.finished]
     assert sorted(ends) == [(1, "abort"), (2, "abort"), (3, "length")]
     driver.assert_at_rest()
+
+
+def test_graphs_are_recorded_one_at_a_time_while_nothing_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that a request that comes waits for one recording at most."""
+    driver, recorded = Driver(make_spec()), [0]
+    loop, frontends = loop_on(driver)
+
+    def record() -> RecordedGraphs:
+        recorded[0] += 1
+        return RecordedGraphs(
+            count=recorded[0], num_bytes=recorded[0] << 20, more=recorded[0] % 3 != 0
+        )
+
+    monkeypatch.setattr(driver.core.executor, "record_graph", record)
+    for count in (1, 2):
+        frontends.arrivals.append([])
+        loop.turn()
+        assert recorded == [count]
+    frontends.arrivals.append([(FRONTEND, make_request(1, max_tokens=3))])
+    loop.turn()
+    while driver.core.has_work:
+        loop.turn()
+    assert recorded == [2]
+    for count in (3, 3, 3):
+        frontends.arrivals.append([])
+        loop.turn()
+        assert recorded == [count]
+    figures = driver.core.graphs
+    assert (figures.count, figures.num_bytes) == (3, 3 << 20)
+    assert status(driver.core)["graph_bytes"] == 3 << 20

@@ -16,7 +16,13 @@ import msgspec
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import WireError
 from headrace.base.wire.codec import MAX_FRAME_BYTES, Codec, read_frame
-from headrace.base.wire.step import DeferredInputs, StepPlan, StepResult, WorkerFacts
+from headrace.base.wire.step import (
+    DeferredInputs,
+    RecordedGraphs,
+    StepPlan,
+    StepResult,
+    WorkerFacts,
+)
 
 
 class StartWorker(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
@@ -73,14 +79,27 @@ class ParkReply(msgspec.Struct, frozen=True, tag="parked"):
     error: WireError | None = None
 
 
+class RecordGraph(msgspec.Struct, frozen=True, tag="record"):
+    """At most one graph of a step is recorded. In order with the plans."""
+
+
+class GraphReply(msgspec.Struct, frozen=True, tag="recorded"):
+    """What is recorded then, or why the worker cannot say."""
+
+    graphs: RecordedGraphs = RecordedGraphs()
+    error: WireError | None = None
+
+
 class SetLogLevel(msgspec.Struct, frozen=True, tag="log_level"):
     """What the worker logs from now on."""
 
     level: str
 
 
-ToWorker = StartWorker | StepPlan | DeferredInputs | ProfileSteps | ParkWeights | SetLogLevel
-ToCore = WorkerReady | StepResult | WorkerFailed | ProfileReply | ParkReply
+ToWorker = (
+    StartWorker | StepPlan | DeferredInputs | ProfileSteps | ParkWeights | RecordGraph | SetLogLevel
+)
+ToCore = WorkerReady | StepResult | WorkerFailed | ProfileReply | ParkReply | GraphReply
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
 TO_CORE: Codec[ToCore] = Codec(ToCore)
 

@@ -29,7 +29,13 @@ from headrace.back.runner.results import LaunchedStep
 from headrace.back.runner.runner import AwaitDeferred
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead
-from headrace.base.wire.step import DeferredInputs, StepPlan, StepResult, WorkerFacts
+from headrace.base.wire.step import (
+    DeferredInputs,
+    RecordedGraphs,
+    StepPlan,
+    StepResult,
+    WorkerFacts,
+)
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +152,11 @@ class InlineExecutor:
         """See Executor."""
         self.check()
         return [self._thread.submit(self._profiler.turn, folder).result()]
+
+    def record_graph(self) -> RecordedGraphs:
+        """See Executor."""
+        self.check()
+        return self._thread.submit(self._resident.runner.record_next).result()
 
     def park(self) -> None:
         """See Executor."""

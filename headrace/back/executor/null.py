@@ -3,11 +3,10 @@ are tested on it.
 
 A row's running state is a polynomial hash of all its tokens; the token it samples is a keyed hash
 of (state, position, seed). The state after every token is also written to a fake KV cache, block by
-block and group by group, and a row that
-starts behind a prefix hit reads its state from there: a wrong block table, a block freed too early
-or a stale hit shows as wrong tokens. With `check` every plan is held against its invariants as
-well, and everything a row may attend to is compared with what its tokens say; that costs time in
-proportion to the context and is meant for tests.
+block and group by group, and a row that starts behind a prefix hit reads its state from there: a
+wrong block table, a block freed too early or a stale hit shows as wrong tokens. With `check` every
+plan is held against its invariants as well, and everything a row may attend to is compared with
+what its tokens say; that costs time in proportion to the context and is meant for tests.
 
     state_i = state_(i-1) * B + token_i + 1   (mod 2^64)
 """
@@ -38,6 +37,7 @@ from headrace.base.wire.grammar import GRAMMAR_HOOK, NOTHING, unpack_masks
 from headrace.base.wire.request import Pooled, PromptLogprobs
 from headrace.base.wire.step import (
     KVGroup,
+    RecordedGraphs,
     RowFeed,
     RowLogprobs,
     RowStart,
@@ -165,6 +165,10 @@ class NullExecutor:
     def profile(self, folder: str | None) -> list[str]:
         """See Executor."""
         raise InvalidRequest("the null executor has no workers to profile")
+
+    def record_graph(self) -> RecordedGraphs:
+        """See Executor."""
+        return RecordedGraphs()
 
     def park(self) -> None:
         """See Executor."""

@@ -28,10 +28,12 @@ from headrace.back.executor.channel import (
     TO_CORE,
     TO_WORKER,
     Channel,
+    GraphReply,
     ParkReply,
     ParkWeights,
     ProfileReply,
     ProfileSteps,
+    RecordGraph,
     SetLogLevel,
     StartWorker,
     WorkerFailed,
@@ -41,7 +43,13 @@ from headrace.base import env
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineDead, EngineError, HeadraceError, from_wire
 from headrace.base.telemetry import log as logs
-from headrace.base.wire.step import DeferredInputs, StepPlan, StepResult, WorkerFacts
+from headrace.base.wire.step import (
+    DeferredInputs,
+    RecordedGraphs,
+    StepPlan,
+    StepResult,
+    WorkerFacts,
+)
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +59,9 @@ SEND_TIMEOUT_S = 10.0
 """A worker reads all the time; one that lets a plan wait so long is stopped or stuck."""
 PROFILE_TIMEOUT_S = 120.0
 PARK_TIMEOUT_S = 600.0
+RECORD_TIMEOUT_S = 60.0
 REPLY_POLL_S = 0.2
-R = TypeVar("R", ProfileReply, ParkReply)
+R = TypeVar("R", ProfileReply, ParkReply, GraphReply)
 
 
 class ProcessPending:
@@ -125,6 +134,7 @@ class ProcessExecutor:
         self._failure: EngineDead | None = None
         self._profiled: SimpleQueue[ProfileReply] = SimpleQueue()
         self._parked: SimpleQueue[ParkReply] = SimpleQueue()
+        self._recorded: SimpleQueue[GraphReply] = SimpleQueue()
         self._ended = threading.Event()
         self._folder = Path(
             tempfile.mkdtemp(prefix="headrace-", dir=env.get("HEADRACE_RUNTIME_DIR"))
@@ -174,6 +184,12 @@ class ProcessExecutor:
         self.check()
         self._send(TO_WORKER.frame(ProfileSteps(folder)))
         return sorted(one.place for one in self._all(self._profiled, PROFILE_TIMEOUT_S))
+
+    def record_graph(self) -> RecordedGraphs:
+        """See Executor. Ranks have run the same steps and record the same one."""
+        self.check()
+        self._send(TO_WORKER.frame(RecordGraph()))
+        return graphs_of_all([one.graphs for one in self._all(self._recorded, RECORD_TIMEOUT_S)])
 
     def park(self) -> None:
         """See Executor."""
@@ -247,6 +263,9 @@ class ProcessExecutor:
             if isinstance(message, ParkReply):
                 self._parked.put(message)
                 continue
+            if isinstance(message, GraphReply):
+                self._recorded.put(message)
+                continue
             assert isinstance(message, StepResult), message
             self._finish(message)
         self._fail(f"worker {worker.rank} {worker.ending()}")
@@ -286,4 +305,14 @@ def facts_of_all(facts: list[WorkerFacts]) -> WorkerFacts:
         num_blocks=min(fact.num_blocks for fact in facts),
         weight_bytes=sum(fact.weight_bytes for fact in facts),
         kv_bytes=sum(fact.kv_bytes for fact in facts),
+        graphs=graphs_of_all([fact.graphs for fact in facts]),
+    )
+
+
+def graphs_of_all(graphs: list[RecordedGraphs]) -> RecordedGraphs:
+    """What the workers have recorded as one: the memory of all, and more if each has more."""
+    return RecordedGraphs(
+        count=graphs[0].count,
+        num_bytes=sum(one.num_bytes for one in graphs),
+        more=all(one.more for one in graphs),
     )

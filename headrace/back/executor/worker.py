@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from queue import SimpleQueue
+from typing import TypeAlias
 
 import torch.distributed as dist
 
@@ -21,10 +22,12 @@ from headrace.back.executor.channel import (
     TO_CORE,
     TO_WORKER,
     Channel,
+    GraphReply,
     ParkReply,
     ParkWeights,
     ProfileReply,
     ProfileSteps,
+    RecordGraph,
     SetLogLevel,
     StartWorker,
     WorkerFailed,
@@ -40,6 +43,9 @@ from headrace.base.telemetry import log as logs
 from headrace.base.wire.step import DeferredInputs, StepPlan
 
 log = logging.getLogger(__name__)
+
+Order: TypeAlias = StepPlan | ProfileSteps | ParkWeights | RecordGraph
+"""What is done in the order in which it comes."""
 
 
 def join_mesh(begin: StartWorker) -> Mesh:
@@ -65,7 +71,7 @@ def serve(channel: Channel) -> None:
     except Exception as error:
         log.exception("rank %d could not start", begin.rank)
         return channel.send(TO_CORE.frame(WorkerFailed(None, _start_error(error))))
-    plans: SimpleQueue[StepPlan | ProfileSteps | ParkWeights] = SimpleQueue()
+    plans: SimpleQueue[Order] = SimpleQueue()
     profiler = Profiler(begin.rank)
     deferred_inputs: SimpleQueue[DeferredInputs] = SimpleQueue()
     launched_steps: SimpleQueue[LaunchedStep] = SimpleQueue()
@@ -89,6 +95,9 @@ def serve(channel: Channel) -> None:
             continue
         if isinstance(plan, ParkWeights):
             channel.send(TO_CORE.frame(_parked(resident, plan)))
+            continue
+        if isinstance(plan, RecordGraph):
+            channel.send(TO_CORE.frame(_recorded(resident)))
             continue
         try:
             threads.fit(plan)
@@ -116,6 +125,14 @@ def _parked(resident: Resident, request: ParkWeights) -> ParkReply:
     return ParkReply()
 
 
+def _recorded(resident: Resident) -> GraphReply:
+    try:
+        return GraphReply(resident.runner.record_next())
+    except Exception as error:
+        log.exception("a graph could not be recorded")
+        return GraphReply(error=to_wire(error))
+
+
 def _send_results(channel: Channel, launched_steps: SimpleQueue[LaunchedStep], rank: int) -> None:
     """Waits for the device, step by step, while the next ones are launched; rank 0 tells. Every
     rank reads its results: a row that failed must be cleaned up on all of them."""
@@ -137,7 +154,7 @@ def _fail(channel: Channel, rank: int, step: int, error: Exception) -> None:
 
 def _read_plans(
     channel: Channel,
-    plans: SimpleQueue[StepPlan | ProfileSteps | ParkWeights],
+    plans: SimpleQueue[Order],
     deferred_inputs: SimpleQueue[DeferredInputs],
 ) -> None:
     """Reads ahead, so that the parent never waits to send; ends the process when the parent is
@@ -149,7 +166,7 @@ def _read_plans(
         elif isinstance(message, SetLogLevel):
             logs.set_level(message.level)
         else:
-            assert isinstance(message, StepPlan | ProfileSteps | ParkWeights), message
+            assert isinstance(message, Order), message
             plans.put(message)
     os._exit(0)
 

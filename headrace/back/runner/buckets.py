@@ -13,11 +13,9 @@ slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,6 +34,8 @@ from headrace.back.kernels.step_inputs.op import (
 )
 from headrace.back.kernels.step_inputs.op import OP as INPUTS
 from headrace.back.runner.batch import GrowingTable, Rows, StepShape, done_in_step
+from headrace.back.runner.graph_usage import GraphUsage
+from headrace.back.runner.replay import Replay
 from headrace.back.runner.results import StepEvent
 from headrace.back.runner.sizes import Bucket, Buckets, SizesFactory
 from headrace.back.runner.steps import (
@@ -49,49 +49,13 @@ from headrace.back.sampling.in_step import MOST_WORDS, AskedRows, InStepSampling
 from headrace.back.sampling.top_candidates import SamplerInput
 from headrace.back.speculative.drafter import Drafter
 from headrace.base.config.resolved import Decision
-from headrace.base.wire.step import StepPlan
+from headrace.base.wire.step import RecordedGraphs, StepPlan
 
 RING = 8
 """Slots of messages and results; two steps are in flight at most, so a slot is long free when it is
 used again."""
 MOST_FRAMES = 512
 """Views of the static tensors that are kept, by size."""
-
-
-class Replay(Protocol):
-    """Runs the step of a bucket, by calling it or by replaying what it once did; and knows the
-    device's streams. `on_host`: a step has run when `run` returns."""
-
-    on_host: bool
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """What is recorded, for the table of decisions."""
-        ...
-
-    def scope(self) -> AbstractContextManager[object]:
-        """See Steps."""
-        ...
-
-    def follow(self) -> None:
-        """Whatever runs from now on comes behind what the current stream has been given so far."""
-        ...
-
-    def compiling(self) -> AbstractContextManager[object] | None:
-        """See Steps."""
-        ...
-
-    def run(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> StepTensors:
-        """Runs the bucket's step on the message that was copied last."""
-        ...
-
-    def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies to the host behind what was launched, beside what is launched later."""
-        ...
-
-    def event(self) -> StepEvent:
-        """The point behind everything that was launched and read."""
-        ...
 
 
 class BucketSteps:
@@ -109,6 +73,7 @@ class BucketSteps:
         max_tokens: int,
         max_model_len: int,
         drafter: Drafter | None = None,
+        usage: GraphUsage | None = None,
     ) -> None:
         device = resources.device
         self._resources, self._replay = resources, replay
@@ -154,13 +119,42 @@ class BucketSteps:
         self._sampled_ring = _Ring((max_rows * MOST_WORDS,), device)
         self._static = _Static(max_tokens, self._tables)
         self._frames: dict[Bucket, _Frame] = {}
+        self._usage = usage or GraphUsage()
         replay.follow()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """See Steps."""
         more = () if self._speculation is None else self._speculation.decisions
-        return (*self._chosen, *more, *self._replay.decisions)
+        kept = () if self._usage.decision is None else (self._usage.decision,)
+        return (*self._chosen, *more, *self._replay.decisions, *kept)
+
+    @property
+    def graphs(self) -> RecordedGraphs:
+        """See Steps."""
+        replay = self._replay
+        return RecordedGraphs(
+            count=replay.num_graphs, num_bytes=replay.num_bytes, more=self._next() is not None
+        )
+
+    def record_next(self) -> None:
+        """See Steps. The step runs on a message of padding alone."""
+        self._usage.save()
+        if (bucket := self._next()) is not None:
+            self._message.send_padding(bucket)
+            self._replay.record(bucket, self._step)
+
+    def _next(self) -> Bucket | None:
+        by_use = self._usage.by_use(self.buckets)
+        return next((one for one in by_use if self._can(one) and self._replay.wants(one)), None)
+
+    def _can(self, bucket: Bucket) -> bool:
+        """Whether this model's steps take the bucket's form."""
+        if bucket.verifies and self._speculation is None:
+            return False
+        if isinstance(bucket.sampler_input, InStepSampling):
+            return self._resources.sample is not None
+        return bucket.sampler_input not in self._lacks
 
     def begin(self, plan: StepPlan, needs: SamplerInput) -> StepPlan:
         """See Steps."""
@@ -202,6 +196,8 @@ class BucketSteps:
             bucket = replace(bucket, sampler_input=shape.needs)
         if shape.every and not bucket.decode and not bucket.verifies:
             bucket = replace(bucket, every=True)
+        if plan.step >= 0:
+            self._usage.counts[bucket] += 1
         slot = self._message.send(bucket, plan, shape, self.rows)
         out = self._replay.run(bucket, self._step)
         words = (
@@ -420,6 +416,15 @@ class _Message:
         """The first words of a section on the device."""
         return self.words[HEADER + index * self._problem.section :][:count]
 
+    def send_padding(self, bucket: Bucket) -> None:
+        """A step without rows."""
+        self.slot = slot = (self.slot + 1) % RING
+        words = self._host[slot]
+        words[: self._problem.updates_at] = 0
+        words[4] = slot
+        words[HEADER : HEADER + bucket.rows] = self._problem.max_rows
+        self._copy(self._problem.updates_at)
+
     def send(self, bucket: Bucket, plan: StepPlan, shape: StepShape, rows: Rows) -> int:
         """Packs the step and starts its copy; returns the slot of this step. Updates beyond what
         the bucket holds go by `rows` before it."""
@@ -446,9 +451,12 @@ class _Message:
             pairs = words[self._problem.updates_at : end]
             pairs[0::2] = at + plan.block_index[:updates]
             pairs[1::2] = plan.block_id[:updates]
-        if self._slots is not None:
-            self.words[:end].copy_(self._slots[slot, :end], non_blocking=True)
+        self._copy(end)
         return slot
+
+    def _copy(self, end: int) -> None:
+        if self._slots is not None:
+            self.words[:end].copy_(self._slots[self.slot, :end], non_blocking=True)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

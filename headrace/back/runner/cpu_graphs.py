@@ -66,8 +66,14 @@ class CpuGraphs:
 
     @property
     def num_graphs(self) -> int:
-        """CpuGraphs that are kept."""
+        """See Replay."""
         return len(self._graphs)
+
+    @property
+    def num_bytes(self) -> int:
+        """See Replay: the memory that all share, and each one's list of calls."""
+        lists = sum(recorded.graph.num_bytes for recorded in self._graphs.values())
+        return self._arena.num_bytes + lists
 
     def scope(self) -> AbstractContextManager[object]:
         """See Replay."""
@@ -85,13 +91,21 @@ class CpuGraphs:
         if recorded is not None:
             recorded.graph.replay()
             return recorded.outputs
-        records = (bucket.decode or bucket.verifies) and not self.foreign
-        small = records and bucket.tokens <= MOST_ROWS
+        small = self.wants(bucket)
         if small and bucket in self._seen:
             return self._record(bucket, step)
         if small:
             self._seen.add(bucket)
         return step(bucket)
+
+    def wants(self, bucket: Bucket) -> bool:
+        """See Replay."""
+        small = (bucket.decode or bucket.verifies) and bucket.tokens <= MOST_ROWS
+        return small and not self.foreign and bucket not in self._graphs
+
+    def record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> None:
+        """See Replay. The step runs while it is recorded."""
+        self._record(bucket, step)
 
     def _record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> StepTensors:
         """Runs the step and keeps what it did, unless an operation of torch had a part in it."""

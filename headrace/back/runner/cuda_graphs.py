@@ -55,16 +55,26 @@ class CudaGraphs:
         self._read: torch.cuda.Event | None = None
         self._compiling = False
         self._record_s = 0.0
+        self._num_bytes = 0
 
     @property
     def num_graphs(self) -> int:
-        """CudaGraphs that are kept."""
+        """See Replay."""
         return len(self._graphs)
+
+    @property
+    def num_bytes(self) -> int:
+        """See Replay: what the device had less after each recording than before it. What the pool
+        once took stays in it when a graph goes."""
+        return self._num_bytes
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """See Replay."""
-        recorded = f"{self.num_graphs} graphs recorded in {self._record_s:.2f} s"
+        recorded = (
+            f"{self.num_graphs} graphs recorded in {self._record_s:.2f} s, "
+            f"{self._num_bytes / 2**20:.0f} MiB"
+        )
         later = f"others the second time a size is needed, at most {MOST_GRAPHS}"
         return (Decision("graphs", "auto", recorded, later),)
 
@@ -95,17 +105,29 @@ class CudaGraphs:
             self._seen.add(bucket)
             return step(bucket)
         if recorded is None:
-            recorded = self.record(bucket, step)
+            recorded = self._record(bucket, step)
         else:
             self._graphs.move_to_end(bucket)
         recorded.graph.replay()
         return recorded.outputs
 
-    def record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> _Recorded:
+    def wants(self, bucket: Bucket) -> bool:
+        """See Replay. None goes for one that nobody waits for."""
+        return bucket not in self._graphs and len(self._graphs) < MOST_GRAPHS
+
+    def record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> None:
+        """See Replay. A step that has not run before runs first, which compiles its kernels."""
+        if bucket not in self._seen:
+            self._seen.add(bucket)
+            step(bucket)
+        self._record(bucket, step)
+
+    def _record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> _Recorded:
         """Records a step that has run before; nothing is executed."""
         while len(self._graphs) >= MOST_GRAPHS:
             self._graphs.popitem(last=False)
         graph, begin = torch.cuda.CUDAGraph(), time.perf_counter()
+        free, _ = torch.cuda.mem_get_info(self._stream.device)
         with _no_collection(), torch.cuda.stream(self._recording):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -120,6 +142,8 @@ class CudaGraphs:
         aliases = outputs.aliases(_alias)
         del outputs
         self._graphs[bucket] = _Recorded(graph=graph, outputs=aliases)
+        left, _ = torch.cuda.mem_get_info(self._stream.device)
+        self._num_bytes += max(0, free - left)
         self._record_s += time.perf_counter() - begin
         return self._graphs[bucket]
 

@@ -11,10 +11,12 @@ import torch
 
 from headrace.back.kernels.native.library import loaded, unsupported
 from headrace.back.runner.batch import Rows
-from headrace.back.runner.buckets import BucketSteps, Replay
+from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.cpu_graphs import CpuGraphs, ExactSizes
 from headrace.back.runner.cuda_graphs import CudaGraphs
+from headrace.back.runner.graph_usage import GraphUsage
 from headrace.back.runner.memory import Profile
+from headrace.back.runner.replay import Replay
 from headrace.back.runner.sizes import Buckets, SizesFactory
 from headrace.back.runner.steps import ExactSteps, StepResources, Steps
 from headrace.back.speculative import DRAFTERS
@@ -70,6 +72,7 @@ def bucket_steps(
         max_tokens=max_forward_tokens(spec),
         max_model_len=spec.model.max_model_len,
         drafter=drafter,
+        usage=GraphUsage.of(spec, resources.device),
     )
 
 

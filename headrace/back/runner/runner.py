@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import msgspec
 import numpy as np
 import torch
 
@@ -38,7 +39,7 @@ from headrace.back.sampling.sampler import Sampler
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import EngineError, HeadraceError
 from headrace.base.wire.grammar import GRAMMAR_HOOK, NOTHING
-from headrace.base.wire.step import StepPlan, StepResult, WorkerFacts
+from headrace.base.wire.step import RecordedGraphs, StepPlan, StepResult, WorkerFacts
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Runner:
         self._pooler = Pooler(model.classify, plan.projection)
         self._captured: LayersOfRow = {}
         self._lost: deque[np.ndarray] = deque()
+        self._records_idle = True
         resources = StepResources(
             model=model,
             state=self._state,
@@ -117,6 +119,7 @@ class Runner:
             capture_heads=model.attention_heads,
             max_drafts=self._steps.max_drafts,
             kv_bytes=self._kv.num_bytes,
+            graphs=self._steps.graphs,
             decisions=[
                 (d.field, d.requested, d.chosen, d.why)
                 for d in (*self._sampler.decisions, *self._steps.decisions)
@@ -151,6 +154,20 @@ class Runner:
     def compiling(self) -> AbstractContextManager[object] | None:
         """See Steps."""
         return self._steps.compiling()
+
+    @torch.inference_mode()
+    def record_next(self) -> RecordedGraphs:
+        """Records at most one graph of a step that traffic takes, while nothing is in flight; what
+        is recorded then. It only spares time later: where it fails, it is not tried again."""
+        try:
+            if self._records_idle:
+                with self._steps.scope():
+                    self._steps.record_next()
+        except RuntimeError as error:  # out of memory is one
+            log.warning("no more graphs are recorded while idle: %s", error)
+            self._records_idle = False
+        graphs = self._steps.graphs
+        return msgspec.structs.replace(graphs, more=graphs.more and self._records_idle)
 
     def release(self) -> None:
         """Gives the KV cache back, whoever still knows of it; nothing may be run afterwards."""

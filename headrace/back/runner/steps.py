@@ -28,7 +28,7 @@ from headrace.back.runner.states.state import ModelState
 from headrace.back.sampling.in_step import StepSampler, StepSamples
 from headrace.back.sampling.top_candidates import SamplerInput, TopCandidates
 from headrace.base.config.resolved import Decision
-from headrace.base.wire.step import StepPlan
+from headrace.base.wire.step import RecordedGraphs, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +127,16 @@ class Steps(Protocol):
     max_drafts: int
     """Drafts of a row that a step can verify."""
 
+    @property
+    def graphs(self) -> RecordedGraphs:
+        """What is recorded of steps."""
+        ...
+
+    def record_next(self) -> None:
+        """Records the step that was needed most of those that are not recorded. Nothing is in
+        flight."""
+        ...
+
     def scope(self) -> AbstractContextManager[object]:
         """All work of the runner happens within it: the stream, where the device has streams."""
         ...
@@ -174,6 +184,14 @@ class ExactSteps:
         self.decisions: tuple[Decision, ...] = (
             (Decision("graphs", "auto", "off", why),) if resources.device.type != "cpu" else ()
         )
+
+    @property
+    def graphs(self) -> RecordedGraphs:
+        """See Steps."""
+        return RecordedGraphs()
+
+    def record_next(self) -> None:
+        """See Steps."""
 
     def scope(self) -> AbstractContextManager[object]:
         """See Steps."""

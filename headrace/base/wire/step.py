@@ -36,6 +36,15 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int = 0
 
 
+class RecordedGraphs(msgspec.Struct, frozen=True, kw_only=True):
+    """The graphs of steps that are recorded, and the memory they take, as measured when each was
+    recorded. `more`: another one is worth recording."""
+
+    count: int = 0
+    num_bytes: int = 0
+    more: bool = False
+
+
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers state once they are loaded. Block 0 of each group is the null block and
     belongs to nobody.
@@ -59,6 +68,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_drafts: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
+    graphs: RecordedGraphs = RecordedGraphs()
     start_s: dict[str, float] = {}
     decisions: list[tuple[str, str, str, str]] = []
 

@@ -144,6 +144,7 @@ class RunnerDriver(Driver):
         self.tokens, self.logprobs = defaultdict(list), defaultdict(list)
         self.prompt_scores, self.cached = defaultdict(list), []
         self.finished, self.replies = {}, {}
+        self.queued = []
         self.num_steps = self._calls = 0
 
 
@@ -171,6 +172,10 @@ class Called:
 
     decisions = ()
     on_host = True
+    num_graphs = num_bytes = 0
+
+    def wants(self, bucket: Any) -> bool:
+        return False
 
     def scope(self) -> Any:
         return nullcontext()

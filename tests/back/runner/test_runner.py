@@ -35,6 +35,8 @@ class Calls:
 
     on_host = False
     decisions: tuple[Decision, ...] = ()
+    num_graphs = 0
+    num_bytes = 0
 
     def scope(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -47,6 +49,12 @@ class Calls:
 
     def run(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> StepTensors:
         return step(bucket)
+
+    def wants(self, bucket: Bucket) -> bool:
+        return False
+
+    def record(self, bucket: Bucket, step: Callable[[Bucket], StepTensors]) -> None:
+        raise AssertionError("it wants none")
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)

@@ -282,6 +282,11 @@ class CpuGraph:
     calls: Any
     slots: Any
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the list of calls."""
+        return ctypes.sizeof(self.calls) + ctypes.sizeof(self.slots)
+
     def replay(self) -> None:
         """Runs the calls in order; raises NativeError at the first that refuses."""
         status = ctypes.c_int32()
