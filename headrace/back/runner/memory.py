@@ -7,9 +7,10 @@ what all groups share: it is cut into blocks of one group at a time. There are t
     by position   groups have equally many caches, and the i-th cache of every group lies in tensor
                   i. A slab is one block of any group; the blocks of a cache are neighbours, which
                   TMA descriptors need. A group that is short of caches leaves its part of the last
-                  tensors unused, which the number of caches per group minimises.
+                  tensors unused.
     packed        one tensor; a block holds all caches of its group, and a slab several blocks. For
-                  caches of unequal bytes, of which the first layout would waste more than 2 %.
+                  caches of unequal bytes or numbers, of which the first layout would waste more
+                  than 2 %.
 
 Recurrent state has no blocks: a row of one tensor for each row of the runner, and the last one for
 padding; beside it as many rows for snapshots as a part of the memory allows.
@@ -35,6 +36,9 @@ MAX_GROUPS = 8
 less waste."""
 MAX_WASTE = 0.02
 """The part of a group's memory that unequal sizes may leave unused."""
+MOST_BLOCKS = 128
+"""Blocks of the largest size in a slab, at most; more where the slab is small all the same."""
+SMALL_SLAB = 32 << 20
 ALIGNMENT = 16
 """Bytes: what a TMA descriptor asks of addresses and strides."""
 SNAPSHOT_SHARE = 8
@@ -92,9 +96,10 @@ def lay_out(forms: Sequence[CacheForm], *, block_tokens: int, dtype: torch.dtype
     for form in ordered:
         kinds.setdefault((KIND_ORDER.index(form.kind), form.span or 0), []).append(form.cache)
     states = kinds.pop((KIND_ORDER.index("state"), 0), [])
-    groups, tensor_bytes, places = _by_position(kinds, sizes)
-    if _waste(groups, sizes, tensor_bytes) > MAX_WASTE:
-        groups, tensor_bytes, places = _packed(kinds, sizes)
+    layout = _by_position(kinds, sizes)
+    if _waste(layout) > MAX_WASTE:
+        layout = min(layout, _packed(kinds, sizes), key=_waste)
+    groups, tensor_bytes, places = layout
     if states:
         groups.append(_state_group(states, sizes, places))
     return KVLayout(
@@ -144,13 +149,11 @@ def _group_size(counts: list[int]) -> int:
     return min(sizes, key=lambda size: (groups(size) * size - sum(counts), -size), default=0)
 
 
-def _waste(groups: list[KVGroup], sizes: dict[int, int], tensor_bytes: list[int]) -> float:
-    """The largest part that unequal sizes leave unused in a group's own tensors."""
-    used = [
-        sum(sizes[cache] for cache in group.caches) / sum(tensor_bytes[: len(group.caches)])
-        for group in groups
-    ]
-    return 1.0 - min(used, default=1.0)
+def _waste(layout: Layout) -> float:
+    """The largest part of a slab that blocks of one group leave unused."""
+    groups, tensor_bytes, _ = layout
+    used = [group.blocks_per_slab * group.block_bytes for group in groups]
+    return 1.0 - min(used) / sum(tensor_bytes) if used else 0.0
 
 
 def _packed(kinds: Kinds, sizes: dict[int, int]) -> Layout:
@@ -174,27 +177,35 @@ def slab_of(block_bytes: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     """The bytes of a slab, and how many blocks of each size it is cut into: the smallest that
     wastes at most MAX_WASTE for every size. Cut evenly, so that a block is found by one stride,
     which is a multiple of ALIGNMENT."""
-    sizes = sorted(set(block_bytes), reverse=True)
-    best: tuple[float, int, dict[int, int]] = (math.inf, 0, {})
-    for count in range(1, 129):
-        chosen = {sizes[0]: count}
-        for size in sizes[1:]:
-            high = max(1, int(count * sizes[0] / (1 - MAX_WASTE) / size))
-            low = max(1, int(high * (1 - 2 * MAX_WASTE)), high - 64)
-            options = ({**chosen, size: number} for number in range(low, high + 1))
-            chosen = min(options, key=_cut)
-        best = min(best, (*_cut(chosen), chosen), key=lambda cut: cut[:2])
+    sizes = sorted({size // ALIGNMENT for size in block_bytes}, reverse=True)
+    widest = int(sizes[0] / (1 - MAX_WASTE))
+    best = (math.inf, 0)
+    for count in range(1, max(MOST_BLOCKS, SMALL_SLAB // (sizes[0] * ALIGNMENT)) + 1):
+        for stride in range(sizes[0], widest + 1):
+            slab = count * stride
+            best = min(best, (max(_waste_of(slab, size) for size in sizes), slab))
+            if best[0] <= MAX_WASTE:
+                break
         if best[0] <= MAX_WASTE:
             break
-    return best[1], tuple(best[2][size] for size in block_bytes)
+    slab = best[1]
+    counts = tuple(_blocks_of(slab, size // ALIGNMENT) for size in block_bytes)
+    return slab * ALIGNMENT, counts
 
 
-def _cut(counts: dict[int, int]) -> tuple[float, int]:
-    """The largest waste of the smallest slab that holds so many blocks of each size, and its
-    bytes."""
-    needed = max(count * size for size, count in counts.items())
-    slab = _aligned(needed, ALIGNMENT * math.lcm(*counts.values()))
-    return max(1 - count * size / slab for size, count in counts.items()), slab
+MOST_CUTS = 64
+
+
+def _blocks_of(slab: int, size: int) -> int:
+    """Blocks that a slab is cut into evenly: of the largest numbers that fit the first that divides
+    it, or 1."""
+    most = slab // size
+    numbers = range(most, max(0, most - MOST_CUTS), -1)
+    return next((number for number in numbers if slab % number == 0), 1)
+
+
+def _waste_of(slab: int, size: int) -> float:
+    return 1 - _blocks_of(slab, size) * size / slab
 
 
 def _state_group(
