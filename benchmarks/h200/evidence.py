@@ -117,6 +117,9 @@ HOPPER: dict[str, tuple[str | None, list[tuple[int, int]]]] = {
     "decode_fp8": ("fp8", [(1, 40 * i + 1) for i in range(9)]),
     "prefill": (None, [(150, 400)]),
     "prefill_fp8": ("fp8", [(150, 400)]),
+    # Lengths that fill the last tile of positions: nothing there is to be cleared.
+    "prefill_full_tiles": (None, [(150, 384)]),
+    "prefill_fp8_full_tiles": ("fp8", [(150, 384)]),
 }
 
 
