@@ -24,9 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.attention.triton_quantized import dequantized, scale_pointers
-from headrace.back.kernels.attention.triton_rows import capped, pick
-from headrace.back.kernels.attention.triton_softmax import softmax_weights
+from headrace.back.kernels.attention.triton_rows import pick
+from headrace.back.kernels.attention.triton_softmax import attend_tile
 from headrace.back.kernels.triton.grid import enter, enter_late
 
 ITEM_FIELDS = 6
@@ -198,30 +197,11 @@ def _attend(
     b_sum = tl.zeros([M], tl.float32)
     b_acc = tl.zeros([M, D], tl.float32)
     for start in range(begin, end, N):
-        o_n = start + tl.arange(0, N)
-        m_n = o_n < end
-        b_block = tl.load(p_table + o_n // BLOCK_TOKENS, mask=m_n, other=0).to(tl.int64)
-        p_k = p_head + (b_block * block_stride + o_n % BLOCK_TOKENS * HEAD_DIM)[:, None]
-        p_k = p_k + o_d[None, :]
-        b_k = tl.load(p_k, mask=m_n[:, None] & m_d[None, :], other=0.0)
-        b_v = tl.load(p_k + kind_stride, mask=m_n[:, None] & m_d[None, :], other=0.0)
-        if QUANTIZED:
-            p_scale = scale_pointers(
-                scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS, HEAD_DIM
-            )
-            b_k = dequantized(b_k, b_q.dtype, True, BITS)
-            b_v = dequantized(b_v, b_q.dtype, False, BITS)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        if QUANTIZED:
-            b_s = b_s * tl.load(p_scale, mask=m_n, other=0.0)[None, :]
-        b_s = capped(b_s * scale, softcap, SOFTCAP) * 1.4426950408889634
-        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-        b_p, b_shrink, b_max = softmax_weights(b_s, b_max, 1.0, False)
-        b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
-        b_acc = b_acc * b_shrink[:, None]
-        if QUANTIZED:
-            b_p = b_p * tl.load(p_scale + kind_stride // 4, mask=m_n, other=0.0)[None, :]
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+        b_max, b_sum, b_acc = attend_tile(
+            b_q, b_max, b_sum, b_acc, start, end, b_token, p_table, p_head, scales, i_head,
+            block_stride, kind_stride, head_stride, scale, softcap, N, HEAD_DIM, D, BLOCK_TOKENS, 0,
+            SOFTCAP, QUANTIZED, BITS, False,
+        )  # fmt: skip
     p_mine = partial + (i_item * KV_HEADS + i_head).to(tl.int64) * (M * (D + 2))
     tl.store(p_mine + o_m[:, None] * D + o_d[None, :], b_acc, mask=m_m[:, None])
     tl.store(p_mine + M * D + o_m, b_max, mask=m_m)

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.back.kernels.attention.triton_quantized import dequantized, scale_pointers
-from headrace.back.kernels.attention.triton_rows import capped, pick, row_spans
-from headrace.back.kernels.attention.triton_softmax import divisor, softmax_weights, store_lse
+from headrace.back.kernels.attention.triton_rows import pick, row_spans
+from headrace.back.kernels.attention.triton_softmax import attend_tile, divisor, store_lse
 from headrace.back.kernels.triton.grid import enter
 
 SPLIT_FIELDS = 12
@@ -131,41 +130,12 @@ def decode_kernel(
         if i_split == first_split:
             b_max = tl.load(sinks + o_query_head, mask=m_m, other=0.0) * 1.4426950408889634
             b_sum = b_sum + 1.0
-    scale_log2 = scale * 1.4426950408889634
     for start in range(begin, end, N):
-        o_n = start + tl.arange(0, N)
-        m_n = o_n < end
-        b_block = tl.load(p_table + o_n // BLOCK_TOKENS, mask=m_n, other=0).to(tl.int64)
-        p_k = (
-            p_head
-            + (b_block * block_stride + o_n % BLOCK_TOKENS * HEAD_DIM)[:, None]
-            + o_d[None, :]
-        )
-        b_k = tl.load(p_k, mask=m_n[:, None] & m_d[None, :], other=0.0)
-        b_v = tl.load(p_k + kind_stride, mask=m_n[:, None] & m_d[None, :], other=0.0)
-        if QUANTIZED:
-            p_scale = scale_pointers(
-                scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS, HEAD_DIM
-            )
-            b_k = dequantized(b_k, b_q.dtype, True, BITS)
-            b_v = dequantized(b_v, b_q.dtype, False, BITS)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        if QUANTIZED:
-            b_s = b_s * tl.load(p_scale, mask=m_n, other=0.0)[None, :]
-        if SOFTCAP:
-            b_s = capped(b_s * scale, softcap, SOFTCAP) * 1.4426950408889634
-        else:
-            b_s = b_s * scale_log2
-        seen = m_n[None, :] & (o_n[None, :] <= b_position[:, None])
-        if WINDOW:
-            seen = seen & (o_n[None, :] > b_position[:, None] - WINDOW)
-        b_s = tl.where(seen, b_s, float("-inf"))
-        b_p, b_shrink, b_max = softmax_weights(b_s, b_max, 1.0, True)
-        b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
-        b_acc = b_acc * b_shrink[:, None]
-        if QUANTIZED:
-            b_p = b_p * tl.load(p_scale + kind_stride // 4, mask=m_n, other=0.0)[None, :]
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+        b_max, b_sum, b_acc = attend_tile(
+            b_q, b_max, b_sum, b_acc, start, end, b_position, p_table, p_head, scales, i_head,
+            block_stride, kind_stride, head_stride, scale, softcap, N, HEAD_DIM, D, BLOCK_TOKENS,
+            WINDOW, SOFTCAP, QUANTIZED, BITS, True,
+        )  # fmt: skip
 
     if num_splits == 1 and prefix_splits == 0:
         p_out = out + o_token * out_token_stride + o_query_head * HEAD_DIM

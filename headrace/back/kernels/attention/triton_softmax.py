@@ -11,6 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.back.kernels.attention.triton_quantized import dequantized, scale_pointers
+from headrace.back.kernels.attention.triton_rows import capped
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -43,3 +46,48 @@ def divisor(b_sum, CAUSAL: tl.constexpr):
 def store_lse(p_lse, b_max, b_sum, mask):
     """The natural log-sum-exp of maximum and sum; -Inf where nothing was seen."""
     tl.store(p_lse, (b_max + tl.log2(b_sum)) * 0.6931471805599453, mask=mask)
+
+
+@triton.jit
+def attend_tile(
+    b_q, b_max, b_sum, b_acc, start, end, b_position, p_table, p_head, scales, i_head, block_stride,
+    kind_stride, head_stride, scale, softcap, N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    QUANTIZED: tl.constexpr, BITS: tl.constexpr, HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and weighted values with N positions more, from `start` on and below `end`.
+    HIDDEN: a query sees those up to its `b_position`, and of WINDOW the last; else all."""
+    o_n = start + tl.arange(0, N)
+    o_d = tl.arange(0, D)
+    m_n = o_n < end
+    m_kv = m_n[:, None] & (o_d < HEAD_DIM)[None, :]
+    b_block = tl.load(p_table + o_n // BLOCK_TOKENS, mask=m_n, other=0).to(tl.int64)
+    p_k = p_head + (b_block * block_stride + o_n % BLOCK_TOKENS * HEAD_DIM)[:, None] + o_d[None, :]
+    b_k = tl.load(p_k, mask=m_kv, other=0.0)
+    b_v = tl.load(p_k + kind_stride, mask=m_kv, other=0.0)
+    if QUANTIZED:
+        p_scale = scale_pointers(
+            scales, b_block, i_head, o_n, block_stride, head_stride, BLOCK_TOKENS, HEAD_DIM
+        )
+        b_k = dequantized(b_k, b_q.dtype, True, BITS)
+        b_v = dequantized(b_v, b_q.dtype, False, BITS)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if QUANTIZED:
+        b_s = b_s * tl.load(p_scale, mask=m_n, other=0.0)[None, :]
+    if SOFTCAP:
+        b_s = capped(b_s * scale, softcap, SOFTCAP) * 1.4426950408889634
+    else:
+        b_s = b_s * (scale * 1.4426950408889634)
+    seen = m_n[None, :]
+    if HIDDEN:
+        seen = seen & (o_n[None, :] <= b_position[:, None])
+    if WINDOW:
+        seen = seen & (o_n[None, :] > b_position[:, None] - WINDOW)
+    b_s = tl.where(seen, b_s, float("-inf"))
+    b_p, b_shrink, b_max = softmax_weights(b_s, b_max, 1.0, HIDDEN)
+    b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
+    b_acc = b_acc * b_shrink[:, None]
+    if QUANTIZED:
+        b_p = b_p * tl.load(p_scale + kind_stride // 4, mask=m_n, other=0.0)[None, :]
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+    return b_max, b_sum, b_acc

@@ -9,7 +9,7 @@ import torch
 
 from headrace.back.kernels.fused_linear.op import FusedLinear, FusedLinearProblem, norm_problem
 from headrace.back.kernels.fused_linear.triton_fused_linear import plan_sample
-from headrace.back.kernels.linear.triton_fixed import TILE_TOKENS, fixed
+from headrace.back.kernels.linear.triton_fixed import fixed, tile_checks
 from headrace.back.kernels.linear.triton_small import Gemm, refusal
 from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.rms_norm import triton_rms_norm
@@ -51,12 +51,8 @@ def _supports(problem: FusedLinearProblem) -> str | None:
 
 
 def plans(problem: FusedLinearProblem) -> list[PlanCheck]:
-    """A number of tokens of each tile (`tile_for`), on the whole shape: the inputs' shares follow
-    from it."""
-    return [
-        PlanCheck(name=f"{tokens} tokens", sample=partial(plan_sample, problem, tokens), bind=bind)
-        for tokens in TILE_TOKENS
-    ]
+    """Each tile, on the whole shape."""
+    return tile_checks(partial(plan_sample, problem), bind)
 
 
 KERNEL = Kernel(

@@ -17,14 +17,13 @@ from headrace.back.kernels.fused_linear.op import (
     norm_problem,
 )
 from headrace.back.kernels.gated_act import triton_gated_act
-from headrace.back.kernels.linear.table import GemmPlan, padded, shape_name
+from headrace.back.kernels.linear.table import GemmPlan, padded
 from headrace.back.kernels.linear.triton_small import (
-    LIBRARY_TOKENS,
     Gemm,
     distinct_plans,
     launcher,
+    plan_checks,
     refusal,
-    skip_plan,
     small,
     source_of,
 )
@@ -98,7 +97,6 @@ def _large(
 def plans(problem: FusedLinearProblem) -> list[PlanCheck]:
     """Each plan of our kernels on the whole shape, then the library's GEMM between the kernels of
     the parts."""
-    shape = shape_name(problem.outputs, problem.inputs, gated=problem.activation is not None)
     weight_OI, bias_O, norm_I = _plan_weights(problem)
     several = Gemm(
         weight_OI=weight_OI, bias_O=bias_O, activation=problem.activation or "", add=problem.add
@@ -108,17 +106,7 @@ def plans(problem: FusedLinearProblem) -> list[PlanCheck]:
         one = replace(several, norm_I=norm_I, eps=problem.eps)
         gemms = [several_of for several_of in gemms if several_of[2] > 1]
         gemms += [(one, plan, tokens) for plan, tokens in distinct_plans(one)]
-    checks = [
-        PlanCheck(
-            name=f"{plan.kernel} of {tokens} tokens",
-            sample=partial(plan_sample, problem, tokens),
-            bind=partial(_bind_plan, gemm, plan, tokens),
-            skip=partial(skip_plan, problem.device, shape, plan),
-        )
-        for gemm, plan, tokens in gemms
-    ]
-    many = partial(plan_sample, problem, LIBRARY_TOKENS)
-    return [*checks, PlanCheck(name=f"{LIBRARY_TOKENS} tokens", sample=many, bind=bind)]
+    return plan_checks(gemms, sample=partial(plan_sample, problem), bind_plan=_bind_plan, bind=bind)
 
 
 def _bind_plan(

@@ -13,6 +13,7 @@ T tokens, I inputs, O outputs; tiles of M tokens, N outputs and K inputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +25,7 @@ from headrace.back.kernels.gated_act.triton_gated_act import activate
 from headrace.back.kernels.linear.op import Linear, LinearProblem
 from headrace.back.kernels.linear.triton_linear import plan_sample
 from headrace.back.kernels.linear.triton_small import Gemm, Launch, refusal
-from headrace.back.kernels.op import Kernel, PlanCheck
+from headrace.back.kernels.op import Function, Kernel, PlanCheck, Sample
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.room import fitting_stages
 from headrace.back.kernels.triton.wrap import (
@@ -254,10 +255,15 @@ def _supports(problem: LinearProblem) -> str | None:
 
 
 def plans(problem: LinearProblem) -> list[PlanCheck]:
-    """A number of tokens of each tile (`tile_for`), on the whole shape: the inputs' shares follow
-    from it."""
+    """Each tile, on the whole shape."""
+    return tile_checks(partial(plan_sample, problem), bind)
+
+
+def tile_checks(sample: Callable[[int], Sample], bind: Callable[..., Function]) -> list[PlanCheck]:
+    """A number of tokens of each tile (`tile_for`). `sample`: inputs of so many tokens, of the
+    whole shape, since the inputs' shares follow from it."""
     return [
-        PlanCheck(name=f"{tokens} tokens", sample=partial(plan_sample, problem, tokens), bind=bind)
+        PlanCheck(name=f"{tokens} tokens", sample=partial(sample, tokens), bind=bind)
         for tokens in TILE_TOKENS
     ]
 

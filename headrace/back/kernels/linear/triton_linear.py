@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from headrace.back.kernels.linear.op import Linear, LinearProblem
-from headrace.back.kernels.linear.table import GemmPlan, padded, shape_name
+from headrace.back.kernels.linear.table import GemmPlan, padded
 from headrace.back.kernels.linear.triton_small import (
-    LIBRARY_TOKENS,
     Gemm,
     distinct_plans,
     launcher,
+    plan_checks,
     refusal,
-    skip_plan,
     small,
     source_of,
 )
@@ -52,37 +50,35 @@ def bind(problem: LinearProblem, weight_OI: torch.Tensor, bias_O: torch.Tensor |
 
 def plans(problem: LinearProblem) -> list[PlanCheck]:
     """Each plan of our kernels on the whole shape, then the library's GEMM."""
-    shape = shape_name(problem.outputs, problem.inputs, gated=False)
     weight_OI = scratch_weight(
         problem.outputs, problem.inputs, dtype=problem.dtype, device=problem.device
     )
+    gemm = Gemm(weight_OI=weight_OI)
+    return plan_checks(
+        [(gemm, plan, tokens) for plan, tokens in distinct_plans(gemm)],
+        sample=partial(plan_sample, problem),
+        bind_plan=_bind_plan,
+        bind=bind,
+    )
 
-    def by(plan: GemmPlan, tokens: int) -> Callable[..., Linear]:
-        def bind_plan(
-            _: LinearProblem, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
-        ) -> Linear:
-            run = launcher(Gemm(weight_OI=weight_OI, bias_O=bias_O), plan, padded(tokens))
 
-            def linear(x_TI: torch.Tensor) -> torch.Tensor:
-                y_TO = x_TI.new_empty(len(x_TI), problem.outputs)
-                run(x_TI, y_TO)
-                return y_TO.float() if problem.wide else y_TO
+def _bind_plan(
+    _: Gemm,
+    plan: GemmPlan,
+    tokens: int,
+    problem: LinearProblem,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+) -> Linear:
+    """The layer by one plan."""
+    run = launcher(Gemm(weight_OI=weight_OI, bias_O=bias_O), plan, padded(tokens))
 
-            return linear
+    def linear(x_TI: torch.Tensor) -> torch.Tensor:
+        y_TO = x_TI.new_empty(len(x_TI), problem.outputs)
+        run(x_TI, y_TO)
+        return y_TO.float() if problem.wide else y_TO
 
-        return bind_plan
-
-    checks = [
-        PlanCheck(
-            name=f"{plan.kernel} of {tokens} tokens",
-            sample=partial(plan_sample, problem, tokens),
-            bind=by(plan, tokens),
-            skip=partial(skip_plan, problem.device, shape, plan),
-        )
-        for plan, tokens in distinct_plans(Gemm(weight_OI=weight_OI))
-    ]
-    many = partial(plan_sample, problem, LIBRARY_TOKENS)
-    return [*checks, PlanCheck(name=f"{LIBRARY_TOKENS} tokens", sample=many, bind=bind)]
+    return linear
 
 
 def plan_sample(problem: LinearProblem, tokens: int) -> Sample:

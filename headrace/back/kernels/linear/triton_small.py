@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -18,12 +18,14 @@ from headrace.back.kernels.linear.table import (
     GemmPlan,
     padded,
     plan_for,
+    shape_name,
     skip,
     source,
 )
 from headrace.back.kernels.linear.time_model import GemmDevice, gemm_device
 from headrace.back.kernels.linear.triton_gemv import gemv_kernel
 from headrace.back.kernels.linear.triton_skinny import skinny_kernel
+from headrace.back.kernels.op import Function, PlanCheck, Sample
 from headrace.back.kernels.triton.room import fitting_stages
 from headrace.back.kernels.triton.wrap import (
     COUNTERS,
@@ -147,10 +149,38 @@ def _compiled_tokens(plan: GemmPlan, tokens: int) -> int:
     return max(least[plan.kernel], tokens) if plan.kernel in least else 0
 
 
-def skip_plan(device: str, shape: str, plan: GemmPlan, reason: str) -> None:
+def plan_checks(
+    gemms: list[tuple[Gemm, GemmPlan, int]],
+    *,
+    sample: Callable[[int], Sample],
+    bind_plan: Callable[..., Function],
+    bind: Callable[..., Function],
+) -> list[PlanCheck]:
+    """Each plan of our kernels on the whole shape, then the library's GEMM. `sample`: inputs of so
+    many tokens; `bind_plan` takes a GEMM, a plan and its tokens before what `bind` takes."""
+
+    def skip_of(gemm: Gemm, plan: GemmPlan) -> Callable[[str], None]:
+        gated = bool(gemm.activation)
+        shape = shape_name(*gemm.weight_OI.shape, gated=gated)
+        return partial(skip_plan, gemm.weight_OI.device, shape, plan)
+
+    checks = [
+        PlanCheck(
+            name=f"{plan.kernel} of {tokens} tokens",
+            sample=partial(sample, tokens),
+            bind=partial(bind_plan, gemm, plan, tokens),
+            skip=skip_of(gemm, plan),
+        )
+        for gemm, plan, tokens in gemms
+    ]
+    many = partial(sample, LIBRARY_TOKENS)
+    return [*checks, PlanCheck(name=f"{LIBRARY_TOKENS} tokens", sample=many, bind=bind)]
+
+
+def skip_plan(device: torch.device, shape: str, plan: GemmPlan, reason: str) -> None:
     """Goes on without the plan's kernel for a shape (`shape_name`)."""
     log.warning("GEMM %s goes without %s: %s", shape, plan.kernel, reason)
-    skip(gemm_device_of(torch.device(device)), shape, plan.kernel)
+    skip(gemm_device_of(device), shape, plan.kernel)
 
 
 def launcher(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
