@@ -96,6 +96,17 @@ def test_layer_norm_equals_the_reference(library, dtype, width, bias, heads):
         assert torch.equal(mine, other)
 
 
+def test_a_layer_norm_keeps_its_weights(newest):
+    """A layer drops its own once the kernel is bound."""
+    problem = layer_norm_op.LayerNormProblem(
+        device="cpu", dtype=torch.float32, width=4099, eps=1e-5, bias=True
+    )
+    norm = layer_norm.bind_norm_with(newest, problem, torch.ones(1, 4099), torch.full((4099,), 2.0))
+    others = [torch.full((4099,), 1e9) for _ in range(8)]
+    y = norm(values(2, 4099, dtype=torch.float32))
+    assert others and y.abs().max() < 10
+
+
 def assert_normed(ours, expected):
     """Values that the mean is taken from lose what it has in common with them."""
     assert ours.dtype == expected.dtype and ours.shape == expected.shape

@@ -31,7 +31,7 @@ def bind_norm_with(
     check_weights(problem, weight_HE, bias_E)
     weight_HE, heads = weight_HE.contiguous(), problem.heads
     width, eps, code = problem.width, problem.eps, DTYPES[problem.dtype]
-    bias = None if bias_E is None else bias_E.data_ptr()
+    bias_E = None if bias_E is None else bias_E.contiguous()
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         assert x.shape[-1] == width and x.dtype == problem.dtype, (x.shape, x.dtype)
@@ -42,6 +42,7 @@ def bind_norm_with(
         inner, outer_stride, inner_stride = 1, x.stride(0) if x.dim() > 1 else 0, 0
         if x.dim() == 3:
             inner, inner_stride = max(x.shape[1], 1), x.stride(1)
+        bias = None if bias_E is None else bias_E.data_ptr()
         kernel(
             x.data_ptr(), None, weight_HE.data_ptr(), bias, y.data_ptr(), x.numel() // width, inner,
             heads, width, outer_stride, inner_stride, 0, eps, code,
@@ -60,13 +61,14 @@ def bind_add_norm_with(
     """`add_layer_norm` of one library."""
     kernel = library.bind("layer_norm", *_ARGUMENTS)
     check_weights(problem, weight_HE, bias_E)
-    weight_HE, bias = weight_HE.contiguous(), None if bias_E is None else bias_E.data_ptr()
+    weight_HE, bias_E = weight_HE.contiguous(), None if bias_E is None else bias_E.contiguous()
     width, eps, code = problem.width, problem.eps, DTYPES[problem.dtype]
 
     def add_norm(x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
         assert x_TE.shape == residual_TE.shape and x_TE.dtype == residual_TE.dtype == problem.dtype
         assert x_TE.stride(1) == residual_TE.stride(1) == 1, (x_TE.stride(), residual_TE.stride())
         y_TE = x_TE.new_empty(x_TE.shape)
+        bias = None if bias_E is None else bias_E.data_ptr()
         kernel(
             x_TE.data_ptr(), residual_TE.data_ptr(), weight_HE.data_ptr(), bias, y_TE.data_ptr(),
             x_TE.shape[0], 1, 1, width, x_TE.stride(0), 0, residual_TE.stride(0), eps, code,
