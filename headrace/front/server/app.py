@@ -20,7 +20,7 @@ from headrace.base.telemetry.metrics import template_of
 from headrace.front.server.administration.api import AdminAuthenticator, api_authenticator
 from headrace.front.server.conversation.context import SCOPE_KEY, RequestContext, Services
 from headrace.front.server.http.auth import ID_HEADERS, client_label, request_id
-from headrace.front.server.http.failures import Failure, failure_of
+from headrace.front.server.http.failures import ENDS, Failure, failure_of
 from headrace.front.server.http.sse import ClientGone, SlowReader
 from headrace.front.server.responses import websocket
 from headrace.front.server.sockets import SocketShell
@@ -100,7 +100,9 @@ class Shell:
             metrics.add(
                 "headrace_slow_readers_total" if slow else "headrace_client_disconnects_total"
             )
-        except Exception as error:
+        except ENDS:
+            raise
+        except BaseException as error:
             self._count_rejection(error)
             await wire.fail(failure_of(error, request_id=context.request_id))
         finally:
@@ -115,7 +117,7 @@ class Shell:
         if asked_of_api and self.services.draining and scope["path"] not in PUBLIC | {"/metrics"}:
             raise Unavailable("the server is shutting down", retry_after_s=DRAIN_RETRY_S)
 
-    def _count_rejection(self, error: Exception) -> None:
+    def _count_rejection(self, error: BaseException) -> None:
         if not isinstance(error, OverloadError):
             return
         reason = "unavailable"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.front.text.files import file_text
 from headrace.front.text.templates import LoopRenderer, TemplateLimits, TemplatePool
+from headrace.front.text.threads import TEXT_THREADS
 from headrace.front.text.tokenizer import MARK, Guard, Tokenizer, neutral, unguard
 
 # Arguments that clients send whatever the model is; a template that does not read one is not
@@ -84,12 +86,11 @@ class ChatTemplate:
         """`render`, in a thread where there is much text, so that other requests go on
         meanwhile."""
         if self._names is None or len(msgspec.json.encode([messages, options])) > SHORT_BYTES:
-            return await asyncio.to_thread(self.render, messages, **options)
-        rendered = await self._short.render(*self._prepared(messages, options))
-        rendered = _cut(rendered) if options.get("continue_final_message") else rendered
-        if len(rendered) > SHORT_BYTES:
-            return await asyncio.to_thread(self._encoded, rendered)
-        return self._encoded(rendered)
+            rendered = await asyncio.to_thread(self._render, messages, options)
+        else:
+            rendered = await self._short.render(*self._prepared(messages, options))
+            rendered = _cut(rendered) if options.get("continue_final_message") else rendered
+        return await TEXT_THREADS.run(len(rendered), partial(self._encoded, rendered))
 
     def render_text(self, messages: Messages, **options: Unpack[RenderOptions]) -> str:
         """The prompt as people read it. Do not encode it: it no longer tells users' text from

@@ -19,21 +19,23 @@ text may hold) are used:
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
+from headrace.front.text.threads import TEXT_THREADS
 
 BREAK, OPEN, CLOSE, MARK = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _RESERVED = str.maketrans(dict.fromkeys((BREAK, OPEN, CLOSE, MARK), "\ufffd"))
-_THREAD_CHARS = 8192
+MAX_TEXT_CHARS = 4 << 20
+"""The longest text that is tokenized although the model could not hold it: seconds of work."""
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _Trie: TypeAlias = "dict[str, _Trie]"
 
@@ -133,7 +135,8 @@ class Tokenizer(ABC):
     ) -> list[int]:
         """The ids of a raw prompt. With `max_tokens`, what cannot fit is refused before any work
         ."""
-        self.check_length(text, max_tokens)
+        if max_tokens is not None:
+            self.check_length(text, max_tokens)
         if not add_special_tokens:
             return self._encode_bare(text)
         facts = self.facts
@@ -169,17 +172,31 @@ class Tokenizer(ABC):
         return [*self.encode(first), *rest[:second_tokens]], 0
 
     async def encode_async(
-        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        field: str = "prompt",
     ) -> list[int]:
-        """`encode`, in a thread if the text is long, so that other requests go on meanwhile."""
-        if len(text) < _THREAD_CHARS:
-            return self.encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
-        return await asyncio.to_thread(
-            self.encode, text, add_special_tokens=add_special_tokens, max_tokens=max_tokens
-        )
+        """`encode`, in a thread if the text is long, so that other requests go on meanwhile. What
+        is refused is named by `field`."""
+        self.check_length(text, max_tokens, field=field)
+        encode = partial(self.encode, text, add_special_tokens=add_special_tokens)
+        try:
+            return await TEXT_THREADS.run(len(text), encode)
+        except InvalidRequest as error:
+            message = error.message.removeprefix(f"{error.field}: ")
+            raise InvalidRequest(f"{field}: {message}", field=field) from None
 
     def check_length(self, text: str, max_tokens: int | None, *, field: str = "prompt") -> None:
-        """Refuses a text that has more characters than `max_tokens` tokens can ever stand for."""
+        """Refuses a text that has more characters than `max_tokens` tokens can ever stand for, and
+        without `max_tokens` (the rest will be cut off) one of more than MAX_TEXT_CHARS."""
+        if max_tokens is None and len(text) > MAX_TEXT_CHARS:
+            raise InvalidRequest(
+                f"{field}: a text of {len(text)} characters given; allowed: {MAX_TEXT_CHARS}",
+                field=field,
+            )
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
             raise ContextTooLong(
                 f"{field} is too long: {-(-len(text) // self.longest_token)} tokens > {max_tokens} maximum "

@@ -17,8 +17,13 @@ from typing import Any
 import tokenizers
 
 from headrace.base.errors import CheckpointError
-from headrace.front.text.tokenizer import Guard, Tokenizer, TokenizerFacts, neutral
-from headrace.front.text.tokenizer_files import read_facts
+from headrace.front.text.tokenizer import (
+    Guard,
+    Tokenizer,
+    TokenizerFacts,
+    neutral,
+)
+from headrace.front.text.tokenizer_files import read_facts, refusing_failures
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 # Non-special added tokens that a template uses as markup (<think>, <tool_call>, [INST], ◁think▷,
@@ -69,11 +74,12 @@ class JsonTokenizer(Tokenizer):
         self, first: str, second: str, *, second_tokens: int | None = None
     ) -> tuple[list[int], int]:
         """As the vocabulary's own post-processor joins pairs."""
-        one = self._library.encode(first, add_special_tokens=False)
-        two = self._library.encode(second, add_special_tokens=False)
-        if second_tokens is not None:
-            two.truncate(second_tokens)
-        pair = self._library.post_process(one, two, add_special_tokens=True)
+        with refusing_failures(first + second):
+            one = self._library.encode(first, add_special_tokens=False)
+            two = self._library.encode(second, add_special_tokens=False)
+            if second_tokens is not None:
+                two.truncate(second_tokens)
+            pair = self._library.post_process(one, two, add_special_tokens=True)
         types = pair.type_ids
         return pair.ids, types.index(1) if 1 in types else 0
 
@@ -81,7 +87,7 @@ class JsonTokenizer(Tokenizer):
         return _ids(self._guarded, neutral(text))
 
     def encode_guarded(self, text: str) -> list[int]:
-        return _ids(self._guarded, self.guard.resolve(text))
+        return _ids(self._guarded, self.guard.resolve(text), field="messages")
 
     @cached_property
     def guard(self) -> Guard:
@@ -118,11 +124,16 @@ def load_json(path: str) -> JsonTokenizer:
 
 
 def _ids(
-    library: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
+    library: tokenizers.Tokenizer,
+    text: str,
+    *,
+    add_special_tokens: bool = False,
+    field: str = "prompt",
 ) -> list[int]:
     """The ids of one text. The library lets other threads run only in its batch calls (200,000
     characters hold the interpreter for 65 ms otherwise); the fast one counts no offsets."""
-    (encoding,) = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    with refusing_failures(text, field=field):
+        (encoding,) = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     ids: list[int] = encoding.ids
     return ids
 

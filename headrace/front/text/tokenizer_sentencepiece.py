@@ -18,7 +18,7 @@ from headrace.front.text.tokenizer import (
     TokenizerFacts,
     neutral,
 )
-from headrace.front.text.tokenizer_files import read_facts
+from headrace.front.text.tokenizer_files import read_facts, refusing_failures
 
 _SPELLING = re.compile(f"{OPEN}(\\d+){CLOSE}")
 
@@ -70,7 +70,8 @@ class SentencePieceTokenizer(Tokenizer):
         return self.encode_guarded(neutral(text))
 
     def encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._library.encode(text)
+        with refusing_failures(text):
+            ids: list[int] = self._library.encode(text)
         return ids
 
     def encode_guarded(self, text: str) -> list[int]:

@@ -16,8 +16,15 @@ from pathlib import Path
 
 from headrace.base.errors import CheckpointError
 from headrace.base.optional import require
-from headrace.front.text.tokenizer import CLOSE, OPEN, Guard, Tokenizer, TokenizerFacts, neutral
-from headrace.front.text.tokenizer_files import read_facts
+from headrace.front.text.tokenizer import (
+    CLOSE,
+    OPEN,
+    Guard,
+    Tokenizer,
+    TokenizerFacts,
+    neutral,
+)
+from headrace.front.text.tokenizer_files import read_facts, refusing_failures
 from headrace.front.text.tokenizer_sentencepiece import encode_between
 
 _PATTERN = (
@@ -59,7 +66,8 @@ class TiktokenTokenizer(Tokenizer):
         return self.encode_guarded(neutral(text))
 
     def encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._library.encode_ordinary(text)
+        with refusing_failures(text):
+            ids: list[int] = self._library.encode_ordinary(text)
         return ids
 
     def encode_guarded(self, text: str) -> list[int]:

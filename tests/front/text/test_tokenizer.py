@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import CheckpointError, ContextTooLong, InvalidRequest
+from headrace.front.text.tokenizer import MAX_TEXT_CHARS
 from headrace.front.text.tokenizer_files import check_vocabulary, load_tokenizer
+from headrace.front.text.tokenizer_json import JsonTokenizer
 from tests.front.text import vocabularies
 
 KINDS = [vocabularies.byte_level, vocabularies.byte_fallback, vocabularies.unigram]
@@ -247,3 +249,27 @@ def test_a_tokenizer_of_another_model_is_refused_at_start():
         check_vocabulary(tokenizer, ordinary)
     if specials[-1] > ordinary:
         check_vocabulary(tokenizer, specials[-1])
+
+
+async def test_a_panic_of_the_library_is_a_refusal_of_the_text():
+    """A panic is no Exception: it passed by everybody and was answered by a bare 500."""
+    tokenizer = JsonTokenizer(vocabularies.panicking().to_str(), vocabularies.FACTS)
+    for work in (
+        lambda: tokenizer.encode("hello"),
+        lambda: tokenizer.encode_plain("hello"),
+        lambda: tokenizer.encode_pair("a", "hello"),
+    ):
+        with pytest.raises(InvalidRequest, match=r"gave up on this text of . characters"):
+            work()
+    for text in ("hello", "hello " * 10_000):
+        with pytest.raises(InvalidRequest, match=f"^input: .* {len(text)} characters") as caught:
+            await tokenizer.encode_async(text, field="input")
+        assert caught.value.field == "input"
+
+
+async def test_a_text_that_will_be_cut_is_bounded_too():
+    tokenizer = vocabularies.byte_level()
+    text = "x" * (MAX_TEXT_CHARS + 1)
+    message = f"^text: a text of {len(text)} characters given; allowed: {MAX_TEXT_CHARS}$"
+    with pytest.raises(InvalidRequest, match=message):
+        await tokenizer.encode_async(text, field="text")

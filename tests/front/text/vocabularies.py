@@ -112,3 +112,10 @@ def write_folder(folder: Path, tokenizer: JsonTokenizer, **config: object) -> Pa
     beside = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps({**beside, **config}))
     return folder
+
+
+def panicking() -> Tokenizer:
+    """A tokenizer of the library whose Rust code panics over every text that is not empty."""
+    library = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    library.pre_tokenizer = pre_tokenizers.FixedLength(0)
+    return library

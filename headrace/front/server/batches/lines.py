@@ -21,7 +21,7 @@ from headrace.base.errors import EngineError, HeadraceError, InvalidRequest, Ove
 from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.conversation.request import parse
 from headrace.front.server.http.auth import request_id
-from headrace.front.server.http.failures import failure_of
+from headrace.front.server.http.failures import ENDS, failure_of
 from headrace.front.server.http.limits import parse_json
 from headrace.front.server.state.batches import LineError
 
@@ -132,7 +132,9 @@ async def answer(services: Services, tenant: str, line: Line) -> Answered:
             await asyncio.sleep(RETRY_S * 2**tries)
         except HeadraceError as error:
             return _failed(line, context, error)
-        except Exception as error:
+        except ENDS:
+            raise
+        except BaseException as error:
             return _failed(line, context, error)
 
 
@@ -149,7 +151,7 @@ async def _handled(context: RequestContext, line: Line) -> Response:
         response = await context.services.line_routes[line.url].handler(context, body)
         status = response.status_code
         return response
-    except Exception as error:
+    except BaseException as error:
         status = error.status if isinstance(error, HeadraceError) else 500
         raise
     finally:
@@ -157,7 +159,7 @@ async def _handled(context: RequestContext, line: Line) -> Response:
         context.over(status)
 
 
-def _failed(line: Line, context: RequestContext, error: Exception) -> Answered:
+def _failed(line: Line, context: RequestContext, error: BaseException) -> Answered:
     failure = failure_of(error, request_id=context.request_id)
     errors = context.services.line_routes[line.url].errors
     body = errors.body(failure, context.request_id)

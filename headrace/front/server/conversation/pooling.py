@@ -63,8 +63,9 @@ async def tokenized(
     services = context.services
     most = services.text.max_model_len
     limit = None if truncate is not None else most
-    services.tokenizer.check_length(text, limit, field=field)
-    ids = await services.tokenizer.encode_async(text, add_special_tokens=special)
+    ids = await services.tokenizer.encode_async(
+        text, add_special_tokens=special, max_tokens=limit, field=field
+    )
     return shortened(ids, truncate, most=most, field=field, side=side)
 
 

@@ -4,6 +4,7 @@ each token's span in it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from headrace.front.server.conversation.request import CompletionRequest
 from headrace.front.server.conversation.resolved import truncation_of
 from headrace.front.server.http.limits import Name, typed
 from headrace.front.text.fim import between
+from headrace.front.text.threads import TEXT_THREADS
 from headrace.front.text.tokenizer import Tokenizer
 
 ASKS = ("return_prompt_text", "return_token_offsets", "return_mm_kwargs", "mm_payload")
@@ -35,8 +37,12 @@ def taken_out(document: Any) -> tuple[Any, Asks]:
     return {name: value for name, value in document.items() if name not in ASKS}, asks
 
 
-def prompt_facts(tokenizer: Tokenizer, ids: list[int], asks: Asks) -> dict[str, Any]:
+async def prompt_facts(tokenizer: Tokenizer, ids: list[int], asks: Asks) -> dict[str, Any]:
     """The fields to add to a rendered request."""
+    return await TEXT_THREADS.run(2 * len(ids), partial(_prompt_facts, tokenizer, ids, asks))
+
+
+def _prompt_facts(tokenizer: Tokenizer, ids: list[int], asks: Asks) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if asks.return_prompt_text:
         fields["prompt_text"] = tokenizer.decode(ids, skip_special_tokens=False)

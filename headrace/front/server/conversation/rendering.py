@@ -44,7 +44,7 @@ async def render_chat(context: RequestContext, document: Any) -> dict[str, Any]:
     """The generate request of a chat as it was sent, with what it asks to be told."""
     document, asks = taken_out(document)
     rendered = await rendered_chat(context, parse(document, ChatRequest))
-    return rendered | prompt_facts(context.services.tokenizer, rendered["token_ids"], asks)
+    return rendered | await prompt_facts(context.services.tokenizer, rendered["token_ids"], asks)
 
 
 async def rendered_chat(context: RequestContext, request: ChatRequest) -> dict[str, Any]:
@@ -79,7 +79,7 @@ async def render_completion(context: RequestContext, document: Any) -> list[dict
     document, asks = taken_out(document)
     rendered = await rendered_completion(context, parse(document, CompletionRequest))
     tokenizer = context.services.tokenizer
-    return [one | prompt_facts(tokenizer, one["token_ids"], asks) for one in rendered]
+    return [one | await prompt_facts(tokenizer, one["token_ids"], asks) for one in rendered]
 
 
 async def rendered_completion(

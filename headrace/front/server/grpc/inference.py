@@ -100,8 +100,7 @@ async def ids_of(context: RequestContext, text: str, *, truncates: bool) -> list
     """The ids of a prompt; one that is surely too long is refused before it is tokenized."""
     services = context.services
     limit = None if truncates else services.text.max_model_len
-    services.tokenizer.check_length(text, limit, field="text")
-    return await services.tokenizer.encode_async(text, add_special_tokens=True)
+    return await services.tokenizer.encode_async(text, max_tokens=limit, field="text")
 
 
 def sampling_of(fields: Fields) -> dict[str, Any]:

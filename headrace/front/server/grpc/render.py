@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from headrace.front.server.conversation.prompts import TokenizeRequest
 from headrace.front.server.conversation.rendering import render_chat, render_completion
 from headrace.front.server.conversation.request import parse
 from headrace.front.server.grpc.rpc import Fields, Rpc, RpcService
+from headrace.front.text.threads import TEXT_THREADS
 
 
 async def chat(context: RequestContext, fields: Fields) -> Fields:
@@ -59,7 +61,8 @@ async def detokenize(context: RequestContext, fields: Fields) -> Fields:
     """Detokenize."""
     context.services.model_name(fields.get("model"))
     ids = fields.get("token_ids", [])
-    return {"text": context.services.tokenizer.decode(ids, skip_special_tokens=False)}
+    decode = partial(context.services.tokenizer.decode, ids, skip_special_tokens=False)
+    return {"text": await TEXT_THREADS.run(2 * len(ids), decode)}
 
 
 async def health(context: RequestContext, fields: Fields) -> Fields:

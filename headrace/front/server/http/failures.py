@@ -6,6 +6,7 @@ ours is logged with its traceback under the request id and answered as a bare 50
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import re
@@ -37,6 +38,11 @@ _ROUTES = re.compile(r"/v1/[\w/.-]*")
 
 
 log = logging.getLogger(__name__)
+
+
+ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+"""What is no failure, but ends the task or the process. All else that is raised over a request is
+its failure: a panic of a library in Rust too, which is no Exception."""
 
 
 @dataclass(frozen=True, kw_only=True)

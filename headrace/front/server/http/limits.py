@@ -123,6 +123,11 @@ async def read_json(request: Request, *, max_bytes: int, idle_s: float) -> Any:
     """The JSON document in the body; every breach of a limit is the RequestError that names it."""
     _check_content_type(request)
     body = await _read_body(request, max_bytes=max_bytes, idle_s=idle_s)
+    return await parse_body(body)
+
+
+async def parse_body(body: bytes) -> Any:
+    """`parse_json`, in a thread where there is much of it."""
     if len(body) < THREAD_BYTES:
         return parse_json(body)
     return await asyncio.to_thread(parse_json, body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -17,9 +17,8 @@ from headrace.front.server.conversation.prompts import TokenizeRequest
 from headrace.front.server.conversation.request import ChatRequest, parse
 from headrace.front.server.conversation.resolved import called, prompt_source
 from headrace.front.server.http.limits import Name, TokenId
-
-THREAD_TOKENS = 4096
-"""From this many tokens on a text is made in a thread, so that running streams go on meanwhile."""
+from headrace.front.text.threads import TEXT_THREADS
+from headrace.front.text.tokenizer import Tokenizer
 
 
 class TokenizeChatRequest(ChatRequest, frozen=True, kw_only=True):
@@ -38,6 +37,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 async def post_tokenize(context: RequestContext, document: Any) -> Response:
     """Token ids of a prompt or of messages, with the model's length."""
     services = context.services
+    context.hold_place()
     if isinstance(document, dict) and "messages" in document:
         request = parse(document, TokenizeChatRequest)
         services.model_name(request.model)
@@ -51,7 +51,7 @@ async def post_tokenize(context: RequestContext, document: Any) -> Response:
         ids = await services.tokenizer.encode_async(
             plain.prompt, add_special_tokens=plain.add_special_tokens
         )
-    strings = [services.tokenizer.token_text(i) for i in ids] if with_strings else None
+    strings = await _strings(services.tokenizer, ids) if with_strings else None
     return json_response(
         {
             "count": len(ids),
@@ -66,12 +66,13 @@ async def post_detokenize(context: RequestContext, document: Any) -> Response:
     """The text of ids; an id out of range is refused."""
     request = parse(document, DetokenizeRequest)
     context.services.model_name(request.model)
-    decode = context.services.tokenizer.decode
-    if len(request.tokens) < THREAD_TOKENS:
-        text = decode(request.tokens, skip_special_tokens=False)
-    else:
-        text = await asyncio.to_thread(decode, request.tokens, skip_special_tokens=False)
-    return json_response({"prompt": text})
+    context.hold_place()
+    decode = partial(context.services.tokenizer.decode, request.tokens, skip_special_tokens=False)
+    return json_response({"prompt": await TEXT_THREADS.run(2 * len(request.tokens), decode)})
+
+
+async def _strings(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return await TEXT_THREADS.run(2 * len(ids), lambda: [tokenizer.token_text(i) for i in ids])
 
 
 async def get_tokenizer_info(context: RequestContext, request: Request) -> Response:

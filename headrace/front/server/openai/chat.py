@@ -52,6 +52,7 @@ from headrace.front.text.parsing.engine import (
     Part,
     Reasoning,
 )
+from headrace.front.text.threads import TEXT_THREADS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +231,18 @@ async def to_answer(events: Events, reply: ChatReply) -> bytes:
     async with aclosing(events):
         async for event in events:
             fold.take(event)
+    size = 0
+    if reply.spans is not None:
+        size = 2 * sum(len(choice.token_ids) for choice in fold.choices) + 2 * len(reply.prompt_ids)
+    document = await TEXT_THREADS.run(size, partial(_document, reply, fold))
+    if fold.attention is not None:
+        document["attn_capture_data"] = await asyncio.to_thread(
+            attention_document, fold.attention, reply.fields.attention_dtype
+        )
+    return orjson.dumps(document)
+
+
+def _document(reply: ChatReply, fold: Fold) -> dict[str, Any]:
     document: dict[str, Any] = {
         "id": reply.id,
         "object": "chat.completion",
@@ -242,17 +255,13 @@ async def to_answer(events: Events, reply: ChatReply) -> bytes:
         document["service_tier"] = reply.fields.service_tier
     if fold.prompt_scores is not None and reply.fields.prompt_scores:
         document["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
-    if fold.attention is not None:
-        document["attn_capture_data"] = await asyncio.to_thread(
-            attention_document, fold.attention, reply.fields.attention_dtype
-        )
     if reply.fields.token_ids:
         document["prompt_token_ids"] = reply.prompt_ids
     if reply.prompt_text is not None:
         document["prompt_text"] = reply.prompt_text
     if reply.spans is not None:
         document["prompt_token_offsets"] = reply.spans(reply.prompt_ids, continues=False)
-    return orjson.dumps(document)
+    return document
 
 
 def _message(choice: FoldedChoice) -> dict[str, Any]:

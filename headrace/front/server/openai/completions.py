@@ -40,6 +40,7 @@ from headrace.front.server.conversation.stages import joined
 from headrace.front.server.conversation.structured import plain_structure
 from headrace.front.server.http.auth import completion_id
 from headrace.front.server.http.sse import DONE, Chunks
+from headrace.front.text.threads import TEXT_THREADS
 
 _PLAIN_END = b',"logprobs":null,"finish_reason":null}]'
 """Behind the text of a delta without scores; the end of its choice."""
@@ -241,17 +242,24 @@ async def to_answer(
     async with aclosing(events):
         async for number, event in events:
             folds[number].take(event)
-    choices = [
-        _choice(reply, folds[number], number, sample)
-        for number in range(len(folds))
-        for sample in range(reply.n)
-    ]
+    size = 0
+    if reply.spans is not None:
+        size = 2 * sum(len(choice.token_ids) for fold in folds for choice in fold.choices)
+    choices = await TEXT_THREADS.run(size, partial(_choices, reply, folds))
     for number, fold in enumerate(folds):
         if fold.attention is not None:
             choices[number * reply.n]["attn_capture_data"] = await asyncio.to_thread(
                 attention_document, fold.attention, reply.request.attn_capture_dtype
             )
     return orjson.dumps(_envelope(reply, choices) | {"usage": usage(folds)})
+
+
+def _choices(reply: CompletionReply, folds: list[Fold]) -> list[dict[str, Any]]:
+    return [
+        _choice(reply, folds[number], number, sample)
+        for number in range(len(folds))
+        for sample in range(reply.n)
+    ]
 
 
 def _choice(reply: CompletionReply, fold: Fold, number: int, sample: int) -> dict[str, Any]:

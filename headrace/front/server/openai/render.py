@@ -1,12 +1,14 @@
 """The render and derender routes: render -> generate -> derender is what the direct route does.
 
 Derendering runs the generated ids through the same detokenizer, stop strings, parsers and fold as a
-generation, so that the answers cannot differ."""
+generation, so that the answers cannot differ. All of it is there at once and waits for nothing: it
+runs in a thread where there is much, and ends when its client leaves."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -36,12 +38,19 @@ from headrace.front.server.conversation.rendering import (
     render_completion,
 )
 from headrace.front.server.conversation.request import ChatRequest, CompletionRequest, parse
-from headrace.front.server.conversation.resolved import as_sent
+from headrace.front.server.conversation.resolved import Conversation, as_sent
 from headrace.front.server.conversation.stages import joined, parsed, without_reasoning
 from headrace.front.server.http.auth import completion_id
 from headrace.front.server.http.limits import Count, TokenId
 from headrace.front.server.openai import chat, completions
+from headrace.front.text.threads import INLINE_CHARS, TEXT_THREADS, checkpoint
 from headrace.front.text.tokenizer import Tokenizer
+
+MAX_DERENDERED_TOKENS = 1 << 18
+"""Of all choices together and their scores, where the model's context is not longer."""
+CHARS_PER_TOKEN = 16
+"""A token here is as much work as so many characters to a tokenizer."""
+TOKENS_BETWEEN_CHECKS = 256
 
 
 async def post_render_chat(context: RequestContext, document: Any) -> Response:
@@ -62,20 +71,28 @@ async def post_derender_chat(context: RequestContext, document: Any) -> Response
     )
     services = context.services
     conversation = chat.to_conversation(request, services.served, id=completion_id("chatcmpl"))
-    params = conversation.params
+    context.hold_place()
     with as_sent(conversation.sent):
-        _check(context, body, most=params.n)
+        _check_numbers(context, body, most=conversation.params.n)
         ids = body.token_ids or await prompt_ids(context, conversation.prompt)
-        answers = parsers(context, conversation.form, ids, params)
-    marked = services.answers.pieces is not None
+        answer = await _off_loop(body, partial(_chat_answer, context, conversation, body, ids))
+    return Response(answer, media_type="application/json")
+
+
+async def _chat_answer(
+    context: RequestContext, conversation: Conversation, body: DerenderRequest, ids: list[int]
+) -> bytes:
+    params = conversation.params
+    _check_ids(context, body)
+    answers = parsers(context, conversation.form, ids, params)
+    marked = context.services.answers.pieces is not None
     pieces = answers[0].pieces if answers and marked else None
     events: Events = _events(context, ids, body.response, params, pieces)
     if answers is not None:
         events = conversation.calls.as_sent(parsed(events, answers))
         if not conversation.shows_reasoning:
             events = without_reasoning(events)
-    reply = chat.reply_of(context, conversation, ids)
-    return Response(await chat.to_answer(events, reply), media_type="application/json")
+    return await chat.to_answer(events, chat.reply_of(context, conversation, ids))
 
 
 async def post_derender_completion(context: RequestContext, document: Any) -> Response:
@@ -84,7 +101,8 @@ async def post_derender_completion(context: RequestContext, document: Any) -> Re
     request = msgspec.structs.replace(parse(generated.request, CompletionRequest), stream=None)
     request = msgspec.structs.replace(request, stream_options=None)
     params = completion_sampling(context, request)
-    _check(context, generated, most=params.n)
+    context.hold_place()
+    _check_numbers(context, generated, most=params.n)
     prompts = prompts_of(request)
     if len(prompts) != 1:
         raise InvalidRequest(
@@ -92,7 +110,6 @@ async def post_derender_completion(context: RequestContext, document: Any) -> Re
             field="request.prompt",
         )
     prompt = await prompt_of(context, request, prompts[0])
-    events = _events(context, prompt.ids, generated.response, params)
     reply = completions.CompletionReply(
         id=completion_id("cmpl"),
         created=int(time.time()),
@@ -101,17 +118,51 @@ async def post_derender_completion(context: RequestContext, document: Any) -> Re
         prompts=[prompt],
         spans=partial(spans, context.services.tokenizer) if request.return_token_offsets else None,
     )
-    body = await completions.to_answer(joined([events]), reply)
-    return Response(body, media_type="application/json")
+
+    async def answer() -> bytes:
+        _check_ids(context, generated)
+        events = _events(context, prompt.ids, generated.response, params)
+        return await completions.to_answer(joined([events]), reply)
+
+    return Response(await _off_loop(generated, answer), media_type="application/json")
 
 
-def _check(context: RequestContext, body: DerenderRequest, *, most: int) -> None:
+async def _off_loop(body: DerenderRequest, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
+    """The result of work that waits for nothing; in a thread where there is much of it."""
+    size = CHARS_PER_TOKEN * _num_tokens(body)
+    if size < INLINE_CHARS:
+        return await work()
+    return await TEXT_THREADS.run(size, lambda: asyncio.run(work()))
+
+
+def _num_tokens(body: DerenderRequest) -> int:
+    response = body.response
+    entries = sum(len(c.logprobs.content) for c in response.choices if c.logprobs is not None)
+    ids = sum(len(choice.token_ids) for choice in response.choices)
+    return ids + entries + len(response.prompt_logprobs or ()) + len(body.token_ids or ())
+
+
+def _check_numbers(context: RequestContext, body: DerenderRequest, *, most: int) -> None:
+    """What no generation here can have been is refused before any work is done for it."""
+    length = context.services.text.max_model_len
+    total = max(length, MAX_DERENDERED_TOKENS)
+    sizes = [len(choice.token_ids) for choice in body.response.choices]
+    for field, count, allowed in (
+        ("token_ids", len(body.token_ids or ()), length),
+        ("response.choices.token_ids", max(sizes), length),
+        ("response.choices", _num_tokens(body), total),
+    ):
+        if count > allowed:
+            raise InvalidRequest(f"{field}: {count} tokens given; allowed: {allowed}", field=field)
     indices = [choice.index for choice in body.response.choices]
     if sorted(indices) != list(range(most)):
         raise InvalidRequest(
             f"response.choices: {len(indices)} given; the request asks for {most}, indexed from 0",
             field="response.choices",
         )
+
+
+def _check_ids(context: RequestContext, body: DerenderRequest) -> None:
     check = context.services.tokenizer.check_ids
     check(body.token_ids or (), field="token_ids")
     for scores in body.response.prompt_logprobs or ():
@@ -165,9 +216,11 @@ def _replayed(
         stop=StopRules(max_tokens=len(ids), stop_ids=stop_ids),
         pieces=pieces,
     )
-    for token_id in ids:
+    for number, token_id in enumerate(ids):
         if answer.add_token(token_id, None):
             break
+        if number % TOKENS_BETWEEN_CHECKS == 0:
+            checkpoint()
     answer.finish(Finished(id=0, reason=choice.finish_reason, stop_id=stop_id, num_cached=cached))
     return answer.take(0)
 

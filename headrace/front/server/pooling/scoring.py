@@ -7,8 +7,8 @@ compares the embeddings by cosine (bi-encoder), or their token vectors by MaxSim
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from headrace.front.server.pooling.content import text_of, texts_of
 from headrace.front.server.pooling.judge import judged
 from headrace.front.server.pooling.late import Sides
 from headrace.front.server.pooling.schema import RerankRequest, ScoreRequest, ScoringInput
+from headrace.front.text.threads import TEXT_THREADS
 
 
 async def post_score(context: RequestContext, document: Any) -> Response:
@@ -148,9 +149,8 @@ async def _crossed(
             limit = most if scoring_input.truncate is None else None
             services.tokenizer.check_length(side, limit, field=field)
         cut = scoring_input.document_tokens
-        ids, second_at = await asyncio.to_thread(
-            services.tokenizer.encode_pair, query, text, second_tokens=cut
-        )
+        encode = partial(services.tokenizer.encode_pair, query, text, second_tokens=cut)
+        ids, second_at = await TEXT_THREADS.run(len(query) + len(text), encode)
         inputs.append(
             PoolInput(
                 ids=shortened(

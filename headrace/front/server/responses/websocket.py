@@ -23,7 +23,7 @@ from headrace.base.errors import HeadraceError, InvalidRequest, RateLimited
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.http.auth import request_id
 from headrace.front.server.http.failures import Failure, failure_of
-from headrace.front.server.http.limits import parse_json
+from headrace.front.server.http.limits import parse_body
 from headrace.front.server.http.sse import STALL_S
 from headrace.front.server.responses.run import Prepared, prepare, recall_from, run, store
 from headrace.front.server.responses.schema import Json, parse_response
@@ -142,7 +142,7 @@ class WebSocketSession:
 
     async def _take(self, text: str, named: Json) -> None:
         """One frame of the client; `named` gets its stream_id, for the answer."""
-        document = parse_json(text.encode("utf-8", "surrogatepass"))
+        document = await parse_body(text.encode("utf-8", "surrogatepass"))
         if not isinstance(document, dict):
             raise InvalidRequest("a message must be a JSON object")
         lane = document.get("stream_id")

@@ -17,6 +17,7 @@ from headrace.front.server.process import services_over
 from headrace.front.server.state.batches import BatchStore, StoredBatch, new_batch_id
 from headrace.front.server.state.files import FileInfo, FileStore
 from headrace.launch.resolve import server_spec
+from tests.front.text.vocabularies import panicking
 
 URL = "/v1/chat/completions"
 ROOM = 60_000
@@ -132,6 +133,26 @@ async def test_the_answers_of_a_process_that_died_while_it_handed_them_over_are_
     assert over.status == ("failed" if max_bytes == ROOM else "completed")
     check(files, over, total=100)
     assert over.counts.completed and over.counts.failed
+
+
+async def test_a_panic_over_one_line_is_the_answer_to_this_line(
+    services: Services, tmp_path: Path
+) -> None:
+    """Defect: no Exception, it ended the run, which was taken up again for ever."""
+
+    async def panics(context: RequestContext, body: dict[str, Any]) -> Response:
+        if body["refused"]:
+            panicking().encode("x")
+        return await answer(context, body)
+
+    services.line_routes = {URL: LineRoute(handler=panics)}
+    files, batches = FileStore(tmp_path / "f", max_bytes=2**30), BatchStore(tmp_path / "b")
+    batch = begin(files, batches, lines=20, size=10)
+    await BatchRunner(services, files, batches)._one(batch)
+    over = batches.get(batch.id, batch.owner)
+    assert (over.status, over.counts.completed, over.counts.failed) == ("completed", 18, 2)
+    with files.open(files.get(over.error_file_id or "", batch.owner)) as file:
+        assert {orjson.loads(line)["response"]["status_code"] for line in file} == {500}
 
 
 async def test_a_batch_that_is_gone_is_nobodys(services: Services, tmp_path: Path) -> None:
