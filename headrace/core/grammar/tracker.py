@@ -2,7 +2,9 @@
 
     OPENING     the answer may begin with the tag that opens the reasoning, or with the grammar at
                 once
-    REASONING   anything goes until the closing tag; after the budget only the closing tag does
+    REASONING   anything goes until the closing tag; after the budget only the closing tag does, as
+                its own token where the vocabulary has one: spelled out, the model does not take it
+                for the tag and may write the tag again, into its answer
     GRAMMAR     the matcher says what may follow (line breaks behind the closing tag belong to the
                 tag)
     FREE        nothing is asked any more
@@ -59,6 +61,7 @@ class ConstraintTracker:
         until = () if rule is None or matcher is not None else rule.until
         self._ends = [self._close, *(tag.encode() for tag in until)]
         self._longest = max(map(len, self._ends))
+        self._close_id = None if rule is None else vocabulary_index.token_of(self._close)
         self._fresh = matcher
         self.matcher = None if matcher is None else matcher.copy()
         self._alive = True
@@ -95,6 +98,8 @@ class ConstraintTracker:
 
     def _while_reasoning(self) -> MaskSpec | None:
         if self._budget is not None and self._num_reasoning >= self._budget:
+            if self._close_id is not None:
+                return MaskSpec(False, only=self._close_id)
             done = overlaps(self._tail, self._close)[0]
             return MaskSpec(False, self._vocabulary_index.forcing(self._close[done:]))
         if self._fresh is None:

@@ -25,6 +25,7 @@ class VocabularyIndex:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.pieces = vocabulary.pieces
+        self._special_ids = frozenset(vocabulary.special_ids)
         self.words = -(-vocabulary.width // 32)
         self._sorted = sorted((piece, i) for i, piece in enumerate(vocabulary.pieces) if piece)
         self._texts = [piece for piece, _ in self._sorted]
@@ -36,6 +37,13 @@ class VocabularyIndex:
         self.crossing = lru_cache(maxsize=kept)(self._crossing)
         self.leading_to = lru_cache(maxsize=kept)(self._leading_to)
         self.forcing = lru_cache(maxsize=kept)(self._forcing)
+
+    @lru_cache(maxsize=64)  # noqa: B019 - lives as long as the engine
+    def token_of(self, text: bytes) -> int | None:
+        """The token that is this text, the special one if several are; None: it takes several."""
+        same = [i for piece, i in self._from(text) if piece == text]
+        special = [i for i in same if i in self._special_ids]
+        return next(iter(special + same), None)
 
     def mask_of(self, ids: list[int]) -> Int32:
         """A mask of these ids, int32 [words]."""

@@ -15,6 +15,15 @@ PIECES = [b"<", b"/", b"think", b">", b"</", b"</think>", b"a", b"nk>", b">\n\n"
           b"x</think>y", b"<think>", b"b", b"<eos>"]  # fmt: skip
 INDEX = VocabularyIndex(Vocabulary(pieces=PIECES, special_ids=(15,), eos_ids=(15,), width=40))
 ID = {piece: i for i, piece in enumerate(PIECES)}
+SPELLED = VocabularyIndex(
+    Vocabulary(
+        pieces=[b"" if piece == b"</think>" else piece for piece in PIECES],
+        special_ids=(15,),
+        eos_ids=(15,),
+        width=40,
+    )
+)
+"""The same without a token that is the whole tag."""
 
 
 class Letters:
@@ -35,16 +44,18 @@ class Letters:
         return Letters(self.text)
 
 
-def inside(budget: int | None = None) -> ConstraintTracker:
+def inside(budget: int | None = None, index: VocabularyIndex = INDEX) -> ConstraintTracker:
     rule = ReasoningRule(
         open="<think>", close="</think>", inside=True, may_open=False, budget=budget
     )
-    return ConstraintTracker(INDEX, rule, Letters())
+    return ConstraintTracker(index, rule, Letters())
 
 
 def allowed(mask_spec: MaskSpec | None) -> set[bytes]:
     if mask_spec is None:
         return set(PIECES)
+    if mask_spec.only is not None:
+        return {PIECES[mask_spec.only]}
     assert mask_spec.extra is not None
     bits = np.unpackbits(mask_spec.extra.view(np.uint8), bitorder="little")
     return {PIECES[i] for i in np.flatnonzero(bits)}
@@ -96,9 +107,33 @@ def test_line_breaks_behind_the_tag_belong_to_it() -> None:
     assert tracker.mask_spec() == MaskSpec(True, None), "no more once the answer has begun"
 
 
-@pytest.mark.parametrize("head", list(itertools.product([b"a", b"<", b"</", b"/"], repeat=2)))
-def test_a_spent_budget_allows_nothing_but_the_rest_of_the_tag(head: tuple[bytes, ...]) -> None:
+HEADS = list(itertools.product([b"a", b"<", b"</", b"/"], repeat=2))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_spent_budget_allows_nothing_but_the_token_that_is_the_tag(
+    head: tuple[bytes, ...],
+) -> None:
+    """Spelled out, the model does not know it for the tag, and writes the tag into its answer."""
     tracker = inside(budget=2)
+    for piece in head:
+        tracker.accept(ID[piece])
+    assert allowed(tracker.mask_spec()) == {b"</think>"}
+    assert tracker.accept(ID[b"</think>"]) and tracker.phase is Phase.GRAMMAR
+
+
+def test_of_tokens_that_are_the_tag_the_special_one_is_taken() -> None:
+    pieces = [b"</think>", b"a", b"</think>", b"</think>"]
+    vocabulary = Vocabulary(pieces=pieces, special_ids=(2,), eos_ids=(1,), width=40)
+    assert VocabularyIndex(vocabulary).token_of(b"</think>") == 2
+    assert SPELLED.token_of(b"</think>") is None
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_spent_budget_allows_nothing_but_the_rest_of_a_tag_of_several_tokens(
+    head: tuple[bytes, ...],
+) -> None:
+    tracker = inside(budget=2, index=SPELLED)
     for piece in head:
         assert tracker.mask_spec() is None or b"a" in allowed(tracker.mask_spec())
         tracker.accept(ID[piece])
@@ -127,9 +162,7 @@ def test_a_call_within_the_thoughts_is_not_cut_by_their_budget() -> None:
         if len(pieces) == 3:
             assert tracker.phase is Phase.FREE and tracker.mask_spec() is None
         else:
-            assert allowed(tracker.mask_spec()) == {b"<", b"</", b"</think>"}, (
-                "spent before the call"
-            )
+            assert allowed(tracker.mask_spec()) == {b"</think>"}, "spent before the call"
     held = ConstraintTracker(INDEX, rule, Letters())
     for piece in (b"<", b"a", b">"):
         held.accept(ID[piece])
