@@ -39,6 +39,7 @@ from tests.core.grammar.constrained import (
     GrammarDriver,
     constrained,
     encoder,
+    shared_hook,
     vocabulary,
 )
 from tests.core.harness import make_request
@@ -70,7 +71,7 @@ NODES: list[Node] = [
 
 @pytest.fixture(scope="module")
 def hooks() -> dict[str, GrammarHook]:
-    return {name: GrammarHook(vocabulary, backend=name, encoder=encoder) for name in BACKENDS}
+    return {name: shared_hook(name) for name in BACKENDS}
 
 
 @pytest.fixture(scope="module")

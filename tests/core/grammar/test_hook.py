@@ -33,6 +33,7 @@ from tests.core.grammar.constrained import (
     GrammarDriver,
     constrained,
     encoder,
+    shared_hook,
     spec_for,
     tokenizer,
     vocabulary,
@@ -51,8 +52,7 @@ THINK = ReasoningRule(open="<think>", close="</think>", inside=True, may_open=Fa
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def hook(request: pytest.FixtureRequest) -> GrammarHook:
-    """One compiler for all tests: starting its processes is what takes time."""
-    return GrammarHook(vocabulary, backend=request.param, encoder=encoder)
+    return shared_hook(request.param)
 
 
 @pytest.fixture

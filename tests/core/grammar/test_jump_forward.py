@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from headrace.back.executor.null import NullBehaviour
 from headrace.base.wire.grammar import Json, Literal, Node, ReasoningRule, Regex
 from headrace.base.wire.request import EngineRequest, RowSampling
+from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.hook import GrammarHook
 from tests.core.grammar.constrained import (
     EOS,
@@ -51,7 +52,8 @@ THINK = ReasoningRule(open="<think>", close="</think>", inside=True, may_open=Fa
 
 
 def hook_of(*, jump_forward: bool) -> GrammarHook:
-    return GrammarHook(vocabulary, encoder=encoder, jump_forward=jump_forward)
+    limits = CompileLimits(threads=1)
+    return GrammarHook(vocabulary, encoder=encoder, jump_forward=jump_forward, limits=limits)
 
 
 HOOKS = {jump_forward: hook_of(jump_forward=jump_forward) for jump_forward in (False, True)}
@@ -107,21 +109,34 @@ def run(
     return driver
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    seed=st.integers(0, 10**6),
-    num_blocks=st.sampled_from([40, 60, 512]),
-    max_step_tokens=st.sampled_from([3, 9, 64]),
-    max_running=st.integers(1, 8),
-    policy=st.sampled_from(["fcfs", "priority", "fair"]),
-    overlap=st.booleans(),
-    prefix_caching=st.booleans(),
-    window=st.sampled_from([None, 8]),
-)
-def test_jumping_changes_no_token_whatever_the_schedule(seed: int, **config: Any) -> None:
-    """Sampled or not, alone or crowded, preempted or not: the same tokens, ends and numbers of scores."""
+SCHEDULES = {
+    "num_blocks": st.sampled_from([40, 60, 512]),
+    "max_step_tokens": st.sampled_from([3, 9, 64]),
+    "max_running": st.integers(1, 8),
+    "policy": st.sampled_from(["fcfs", "priority", "fair"]),
+    "overlap": st.booleans(),
+    "prefix_caching": st.booleans(),
+    "window": st.sampled_from([None, 8]),
+}
+
+
+def same_tokens(seed: int, **config: Any) -> None:
     plain = run(seed, jump_forward=False)
     assert outcome(run(seed, jump_forward=True, **config)) == outcome(plain)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 10**6), **SCHEDULES)
+def test_jumping_changes_no_token_whatever_the_schedule(seed: int, **config: Any) -> None:
+    """Sampled or not, alone or crowded, preempted or not: the same tokens, ends and numbers of scores."""
+    same_tokens(seed, **config)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 10**6), **SCHEDULES)
+def test_jumping_changes_no_token_in_hundreds_of_schedules(seed: int, **config: Any) -> None:
+    same_tokens(seed, **config)
 
 
 def test_long_keys_cost_a_step_each() -> None:

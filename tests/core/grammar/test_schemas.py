@@ -14,7 +14,12 @@ from headrace.base.errors import InvalidRequest
 from headrace.base.wire.grammar import Json
 from headrace.core.grammar.hook import GrammarHook
 from headrace.front.text.structure.schema import checked_schema
-from tests.core.grammar.constrained import BACKENDS, GrammarDriver, constrained, encoder, vocabulary
+from tests.core.grammar.constrained import (
+    BACKENDS,
+    GrammarDriver,
+    constrained,
+    shared_hook,
+)
 
 NAMES = st.sampled_from(["a", "b", "ключ", "a b", 'q"uote', "$ref", "title"])
 CONSTANTS = st.one_of(
@@ -69,7 +74,7 @@ SCHEMAS = st.recursive(
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def hook(request: pytest.FixtureRequest) -> GrammarHook:
-    return GrammarHook(vocabulary, backend=request.param, encoder=encoder)
+    return shared_hook(request.param)
 
 
 def check(hook: GrammarHook, schema: dict[str, Any], seed: int, compact: bool) -> str:

@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 
 from headrace.base.wire.grammar import Node
+from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.hook import GrammarHook
 from headrace.front.text.parsing.engine import Part
 from headrace.front.text.parsing.families import TOOL_FAMILIES, ToolFamily
@@ -76,7 +77,10 @@ class Marked:
         model = msgspec.structs.replace(spec.model, logits_width=width)
         vocabulary = vocabulary_of(str(folder), model)
         hook = GrammarHook(
-            lambda: vocabulary, backend=backend, encoder=lambda: self.tokenizer.encode_plain
+            lambda: vocabulary,
+            backend=backend,
+            limits=CompileLimits(threads=1),
+            encoder=lambda: self.tokenizer.encode_plain,
         )
         self.driver = GrammarDriver(msgspec.structs.replace(spec, model=model), hook=hook)
         self._ids = count(1)

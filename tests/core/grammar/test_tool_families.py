@@ -18,8 +18,7 @@ from tests.core.grammar.constrained import (
     GrammarDriver,
     calls_in,
     constrained,
-    encoder,
-    vocabulary,
+    shared_hook,
 )
 from tests.covering import first_of_each
 
@@ -62,7 +61,7 @@ SYNTAXES = first_of_each(TOOL_FAMILIES, [type(family.grammar) for family in TOOL
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def hook(request: pytest.FixtureRequest) -> GrammarHook:
-    return GrammarHook(vocabulary, backend=request.param, encoder=encoder)
+    return shared_hook(request.param)
 
 
 def calls_of(family: ToolFamily, text: str) -> tuple[list[tuple[str, Any]], str]:
