@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.grammar import Json
 from headrace.core.grammar.hook import GrammarHook
+from headrace.front.text.structure.formats import PATTERNS
 from headrace.front.text.structure.schema import checked_schema
 from tests.core.grammar.constrained import (
     BACKENDS,
@@ -120,6 +122,21 @@ def test_a_constant_is_itself_whatever_stands_behind_its_characters(
     hook: GrammarHook, text: str
 ) -> None:
     assert check(hook, {"const": text}, 7, True) == "stop"
+
+
+def test_an_optional_group_is_there_as_a_whole_or_not(hook: GrammarHook) -> None:
+    """xgrammar took each part of it for optional: "x12"."""
+    schema = {"type": "string", "pattern": "^x(?:[.][0-9]{1,3})?Z$"}
+    for seed in range(1, 9):
+        assert check(hook, schema, seed, True) == "stop"
+
+
+@pytest.mark.parametrize("name", sorted(PATTERNS))
+def test_times_exist(hook: GrammarHook, name: str) -> None:
+    driver = GrammarDriver(hook=hook)
+    node = Json(checked_schema({"type": "string", "format": name}, field="json"), compact=True)
+    for text, end in driver.run_all([constrained(seed, node) for seed in range(1, 6)]):
+        assert end.reason == "stop" and re.search(PATTERNS[name], json.loads(text)), text
 
 
 def test_most_answers_come_to_their_end(hook: GrammarHook) -> None:

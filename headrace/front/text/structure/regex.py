@@ -1,7 +1,9 @@
-r"""What `\d`, `\w` and `\s` mean: ASCII, as in ECMA-262 (of `\s` its ASCII part), whatever a
-backend makes of them.
+r"""Patterns that mean the same whatever a backend makes of them.
 
-Under the wider, Unicode reading the same texts pass, but for negated classes.
+`\d`, `\w` and `\s` are ASCII, as in ECMA-262 (of `\s` its ASCII part); under the wider, Unicode
+reading the same texts pass, but for negated classes. An optional group is written as one with an
+empty alternative: in schemas, xgrammar 0.2 reads `(?:a[0-9]+)?` as if each part of it were
+optional.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import re
 
 _CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f\v"}
+_OPTIONAL = re.compile(r"\)\?\??")
 _PARTS = re.compile(r"\\.?|[\[\]]|[^\\\[\]]+", re.DOTALL)
 
 
-def ascii_classes(pattern: str) -> str:
-    """The pattern with those classes spelled out; everything else as it was. Linear in the
-    pattern."""
+def portable(pattern: str) -> str:
+    """The pattern with those classes and groups spelled out; everything else as it was. Linear in
+    the pattern."""
     parts: list[str] = []
     inside = False
     for match in _PARTS.finditer(pattern):
@@ -26,5 +29,7 @@ def ascii_classes(pattern: str) -> str:
             inside = True
         elif part == "]":
             inside = False
+        elif not inside:
+            part = _OPTIONAL.sub("|)", part)
         parts.append(part)
     return "".join(parts)

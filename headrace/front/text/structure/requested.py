@@ -15,7 +15,7 @@ from headrace.base.wire.grammar import (
     Regex,
     StructuredOutputs,
 )
-from headrace.front.text.structure.regex import ascii_classes
+from headrace.front.text.structure.regex import portable
 from headrace.front.text.structure.schema import checked_schema
 from headrace.front.text.structure.structural_tag import structural_tag
 
@@ -39,7 +39,7 @@ def node_of(asked: StructuredOutputs, *, field: str = "structured_outputs") -> N
     if asked.json is not None or asked.json_object:
         return _json(asked, where)
     if asked.regex is not None:
-        return Regex(ascii_classes(_text(asked.regex, where, MAX_REGEX_CHARS)))
+        return Regex(portable(_text(asked.regex, where, MAX_REGEX_CHARS)))
     if asked.choice is not None:
         return _choice(asked.choice, where)
     if asked.grammar is not None:

@@ -12,7 +12,8 @@ import json
 from typing import Any
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.text.structure.regex import ascii_classes
+from headrace.front.text.structure.formats import PATTERNS
+from headrace.front.text.structure.regex import portable
 
 MAX_SCHEMA_BYTES = 128 * 1024
 MAX_DEPTH = 64
@@ -124,8 +125,10 @@ class _Walk:
         self._check_plain(schema, at)
         rewritten = {name: value for name, value in schema.items() if name not in _DROPPED}
         if "pattern" in schema:
-            rewritten["pattern"] = ascii_classes(schema["pattern"])
-        if self._is_unknown_format(schema):
+            rewritten["pattern"] = portable(schema["pattern"])
+        elif schema.get("format") in PATTERNS:
+            rewritten["pattern"] = portable(PATTERNS[rewritten.pop("format")])
+        if self._is_unknown_format(rewritten):
             del rewritten["format"]
         for name in _MAPS:
             if name in schema:

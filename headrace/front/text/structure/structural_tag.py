@@ -26,7 +26,7 @@ from headrace.base.wire.grammar import (
     Tag,
     Triggered,
 )
-from headrace.front.text.structure.regex import ascii_classes
+from headrace.front.text.structure.regex import portable
 from headrace.front.text.structure.schema import MAX_SCHEMA_BYTES, check_size, checked_schema
 
 MAX_TAGS = 1024
@@ -57,7 +57,7 @@ class _Reader:
         self._formats: Mapping[str, Callable[[dict[str, Any], str], Node]] = {
             "const_string": lambda source, at: Literal(self._text(source, "value", at)),
             "json_schema": lambda source, at: self._json(source, "json_schema", at),
-            "regex": lambda source, at: Regex(ascii_classes(self._text(source, "pattern", at))),
+            "regex": lambda source, at: Regex(portable(self._text(source, "pattern", at))),
             "grammar": self._grammar,
             "any_text": lambda source, at: Regex(ANY_TEXT),
             "sequence": lambda source, at: Sequence(self._elements(source, at)),
