@@ -23,15 +23,12 @@ RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BESIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-NATIVE := $(VENV)/.native
-HERE   := $(VENV)/.native-here
 CROSS  := $(VENV)/.cross
 LOWEST := .venv-lowest
 LEG    := .venv-leg-$(PY)-$(subst ==,-,$(subst >=,-,$(TORCH)))
 SERIAL := $$(grep -rl "mark.serial" tests --include="test_*.py")
-SOURCES := $(wildcard headrace/back/kernels/*/*.cpp headrace/back/kernels/*/*.h headrace/back/kernels/native/build.py)
 
-.PHONY: serve test lint types unit slow lowest leg test-gpu bench-cpu plots docs protos native clean help
+.PHONY: serve test lint types unit slow lowest leg test-gpu bench-cpu plots docs protos native native-here clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
@@ -51,11 +48,12 @@ $(RUN): pyproject.toml setup.py | $(BIN)/python
 	@touch $@
 
 # What runs needs the best instruction sets of this CPU alone: a fifth of the work. The tests of the others are slow.
-$(HERE): ONLY := --here
-$(NATIVE) $(HERE): $(RUN) $(SOURCES)
-	@echo "==> building the native CPU kernels (once)"
+# build.py itself knows what is built, in half a second. A stamp in $(VENV) does not: it outlives a fresh checkout, and
+# then each process of the tests builds the library for itself.
+native-here: ONLY := --here
+native native-here: $(RUN)
+	@echo "==> the native CPU kernels"
 	@$(BIN)/python -m headrace.back.kernels.native.build $(ONLY) || echo "    none: PyTorch's operations serve instead"
-	@touch $@
 
 # Without bytecode: most modules of what the tests compare with are never imported.
 $(DEV): $(RUN)
@@ -74,11 +72,8 @@ $(CROSS): | $(BIN)/python
 	else echo "==> no apt-get, or not root: tests skip what needs g++-aarch64-linux-gnu, qemu-user or valgrind"; fi
 	@touch $@
 
-serve: $(HERE)
+serve: native-here
 	@$(BIN)/headrace serve $(ARGS)
-
-native: $(NATIVE)
-	@$(BIN)/python -m headrace.back.kernels.native.build
 
 lint: $(DEV)
 	@echo "==> ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check -q .
@@ -88,19 +83,19 @@ types: lint
 
 # The end of the output says where the time went and what failed. Bytecode: hundreds of processes are started, and
 # where Python must not write it each would compile anew.
-unit: $(DEV) $(HERE)
+unit: $(DEV) native-here
 	@$(BIN)/python -m compileall -q headrace tests
 	@echo "==> pytest, $(WORKERS) at a time"
 	@$(PYTEST) -m "not slow" $(BESIDE) $(ARGS)
 
 # The compilers leave cores idle at times, and what checks the text needs none of what they make.
 test: $(RUN)
-	@$(MAKE) --no-print-directory -j2 --output-sync=line $(HERE) types
+	@$(MAKE) --no-print-directory -j2 --output-sync=line native-here types
 	@$(MAKE) --no-print-directory unit
 
 # Bounds on waiting times count only the time in which nothing else ran, so here, in the first part, their tests run
 # alone. Status 5: this part holds none of what ARGS chooses.
-slow: $(DEV) $(NATIVE) $(CROSS)
+slow: $(DEV) native $(CROSS)
 	@echo "==> pytest, the slow tests$(if $(PART), (part $(PART)))"
 	@$(PYTEST) -m slow --timeout 1200 --hypothesis-profile=other -n $(WORKERS) --dist worksteal \
 	  $(if $(PART),--part=$(PART)) $(ARGS) || [ $$? = 5 ]
@@ -132,7 +127,7 @@ test-gpu:
 	  --durations=20 $$(grep -rl "mark.gpu" tests --include="test_*.py") $(ARGS)
 
 # PEERS, PEER_PYTHON and LLAMA_SERVER name the other engines' files, interpreter and server, if there are any.
-bench-cpu: $(HERE)
+bench-cpu: native-here
 	@$(BIN)/python -m benchmarks.cpu.run --write $(ARGS)
 
 # Draws the pictures of benchmarks/ from benchmarks/figures.json.
