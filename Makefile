@@ -28,11 +28,11 @@ LOWEST := .venv-lowest
 LEG    := .venv-leg-$(PY)-$(subst ==,-,$(subst >=,-,$(TORCH)))
 SERIAL := $$(grep -rl "mark.serial" tests --include="test_*.py")
 
-.PHONY: serve test lint types unit slow lowest leg test-gpu bench-cpu plots docs protos native native-here clean help
+.PHONY: serve test lint types unit slow lowest leg test-gpu bench-cpu plots docs protos screenshots native native-here clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
-	@echo "targets: serve test lint types unit slow lowest leg test-gpu bench-cpu plots docs protos native clean"
+	@echo "targets: serve test lint types unit slow lowest leg test-gpu bench-cpu plots docs protos screenshots native clean"
 
 $(BIN)/python:
 	@echo "==> making $(VENV) with $(PYTHON)"
@@ -133,6 +133,10 @@ bench-cpu: native-here
 # Draws the pictures of benchmarks/ from benchmarks/figures.json.
 plots: $(RUN)
 	@$(BIN)/python -m benchmarks.plots
+
+# Takes the pictures of docs/WEBUI.md with the Chromium on the path.
+screenshots: $(DEV) $(HERE)
+	@$(BIN)/python -m benchmarks.screenshots
 
 # The messages and services of gRPC, from their .proto files.
 PROTOS := headrace/front/server/grpc/protos

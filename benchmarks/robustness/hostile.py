@@ -42,6 +42,7 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/v1/conversations/{id}": {"metadata": {"a": "b"}},
     "/v1/conversations/{id}/items": {"items": SAID},
     "/v1/embeddings": {"input": "fox"},
+    "/v2/chat": CHAT,
     "/v2/embed": {"texts": ["fox"], "input_type": "search_query", "embedding_types": ["float"]},
     "/pooling": {"input": "fox"},
     "/classify": {"input": "fox"},

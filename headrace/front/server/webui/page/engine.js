@@ -143,7 +143,7 @@ function blocks(engine) {
   const { held_blocks: held, cached_blocks: cached, total_blocks: all } = engine;
   byId("blocks").replaceChildren(bar([["held", held], ["cached", cached]], all), legend([
     ["held", "in use", String(held)],
-    ["cached", "cached, reusable", String(cached)],
+    ["cached", "kept for prompts that repeat", String(cached)],
     ["free", "free", String(all - held - cached)],
   ]));
 }
