@@ -84,14 +84,13 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
 
 class SampleTiming(msgspec.Struct, frozen=True, kw_only=True):
     """A sample of a model, measured: what it `cost`s, `steps` of (rows, seconds) at `context`
-    tokens a row, and the `prompt_s` of one step over `prompt_tokens` tokens of as many prompts as
-    the last of `steps` has rows. All that was measured in `seconds`."""
+    tokens a row, and `prompts` of (tokens, seconds) alone, a short one and a long one. All that was
+    measured in `seconds`."""
 
     cost: ModelCost
     context: int
     steps: tuple[tuple[int, float], ...]
-    prompt_tokens: int
-    prompt_s: float
+    prompts: tuple[tuple[int, float], tuple[int, float]]
     seconds: float = 0.0
 
     def step_s(self, rows: int) -> float:
@@ -113,13 +112,22 @@ class SampleTiming(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def prefill_tok_s(self, cost: ModelCost) -> float:
-        """Tokens of a prompt per second: the layers' work in proportion, and the head once."""
-        rows = self.steps[-1][0]
-        head = self.cost.head_bytes / self.cost.read_bytes
-        layers_s = max(self.prompt_s - head * self.step_s(rows), 0.1 * self.prompt_s)
-        own_layers = self.cost.read_bytes - self.cost.head_bytes
-        whole_s = layers_s * (cost.read_bytes - cost.head_bytes) / own_layers
-        return self.prompt_tokens / (whole_s + head * self.step_s(1))
+        """Tokens of a prompt of PROMPT_TOKENS per second. What a token more takes is the layers',
+        in proportion to them; what is left, the head and the host's work, a prompt takes once."""
+        (short, short_s), (long, long_s) = self.prompts
+        token_s = max(long_s - short_s, 0.5 * long_s * (long - short) / long) / (long - short)
+        once_s = max(0.0, long_s - long * token_s)
+        ratio = self._prompt_layers(cost) / self._prompt_layers(self.cost)
+        return PROMPT_TOKENS / (PROMPT_TOKENS * token_s * ratio + once_s)
+
+    def _prompt_layers(self, cost: ModelCost) -> float:
+        """Layers that each token of a prompt goes through; of the last only a part."""
+        return len(cost.kv_layers) - 1 + LAST_LAYER
+
+
+PROMPT_TOKENS = 512
+LAST_LAYER = 0.1
+"""Of the last layer most tokens of a prompt need keys and values alone: this part of its work."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):

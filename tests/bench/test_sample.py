@@ -34,16 +34,19 @@ def test_a_sample_has_the_models_first_layers_and_its_head(
     assert (own - norm_bytes) * layers == (whole - norm_bytes) * SAMPLE_LAYERS
     assert timing.cost.head_bytes == cost.head_bytes > 0
     assert tuple(rows for rows, _ in timing.steps) == ROWS
-    assert all(0 < seconds < 10 for _, seconds in timing.steps) and timing.prompt_s > 0
+    assert all(0 < seconds < 10 for _, seconds in timing.steps)
+    assert all(0 < seconds < 10 for _, seconds in timing.prompts)
     wanted = "linear_blocks" if extra else "linear"
     assert any(d.field.startswith(f"kernel.{wanted}") for d in decisions)
 
 
 @pytest.mark.parametrize(
     ("weight_bytes", "layers"),
-    [(sample.WHOLE_BYTES, 8), (sample.WHOLE_BYTES + 1, SAMPLE_LAYERS), (8 << 30, 1)],
+    [(sample.WHOLE_BYTES, 8), (sample.WHOLE_BYTES + 1, SAMPLE_LAYERS), (8 << 30, 2)],
 )
-def test_small_models_run_whole_and_large_ones_by_a_layer(weight_bytes: int, layers: int) -> None:
+def test_small_models_run_whole_and_large_ones_by_a_few_layers(
+    weight_bytes: int, layers: int
+) -> None:
     cost = ModelCost(
         weight_bytes=weight_bytes, read_bytes=1, multiplied=1, kv_layers=((1, None),) * 8
     )

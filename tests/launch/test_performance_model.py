@@ -45,8 +45,7 @@ LAYERS_2 = SampleTiming(
     cost=ModelCost(weight_bytes=300, read_bytes=300, head_bytes=100, multiplied=150, kv_layers=((1, None),) * 2),
     context=10,
     steps=((1, 0.030), (8, 0.037), (32, 0.061)),
-    prompt_tokens=64,
-    prompt_s=0.1,
+    prompts=((100, 0.030), (300, 0.070)),
 )  # fmt: skip
 ALL_8 = ModelCost(
     weight_bytes=900, read_bytes=900, head_bytes=100, multiplied=450, kv_layers=((1, None),) * 8
@@ -57,7 +56,7 @@ def test_a_sample_that_is_the_whole_model_foretells_its_own_steps() -> None:
     for rows, seconds in LAYERS_2.steps:
         said = predict_step(LAYERS_2.cost, DEVICE, batch=rows, context=10, sample=LAYERS_2)
         assert said.decode_tok_s == pytest.approx(rows / seconds)
-    assert LAYERS_2.prefill_tok_s(LAYERS_2.cost) == pytest.approx(64 / (0.1 - 0.061 / 3 + 0.01))
+    assert LAYERS_2.prefill_tok_s(LAYERS_2.cost) == pytest.approx(512 / (0.010 + 512 * 0.0002))
 
 
 def test_the_whole_models_step_is_the_samples_by_what_both_read() -> None:
@@ -82,10 +81,15 @@ def test_a_longer_context_costs_the_reading_of_its_kv() -> None:
     assert long - short == pytest.approx(4 * 8 * 1000 / 1e6 * 1e3)
 
 
-def test_a_prompt_pays_for_the_head_once_and_for_all_layers() -> None:
-    """A third of the sample's bytes are the head's: of 0.1 s a third of a step at 32 rows is its own."""
-    layers_s = (0.1 - 0.061 / 3) * 800 / 200
-    assert LAYERS_2.prefill_tok_s(ALL_8) == pytest.approx(64 / (layers_s + 0.030 / 3))
+def test_a_prompt_pays_once_for_the_head_and_the_host_and_for_all_layers_but_the_last() -> None:
+    """10 ms once; 0.2 ms a token for two layers, of which the second does a tenth of its work."""
+    token_s = 0.0002 * 7.1 / 1.1
+    assert LAYERS_2.prefill_tok_s(ALL_8) == pytest.approx(512 / (0.010 + 512 * token_s))
+
+
+def test_a_short_prompt_that_was_disturbed_does_not_make_tokens_free() -> None:
+    disturbed = msgspec.structs.replace(LAYERS_2, prompts=((100, 0.080), (300, 0.070)))
+    assert disturbed.prefill_tok_s(ALL_8) < 3 * LAYERS_2.prefill_tok_s(ALL_8)
 
 
 def test_what_does_not_fit_is_said() -> None:
