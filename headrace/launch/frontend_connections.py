@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 MAX_INCOMING_BYTES = 64 << 20
 MAX_UNSENT_BYTES = 256 << 20
 READ_BYTES = 1 << 18
+LOOK_S = 0.5
+"""Pause between two looks at the socket's place in the file system."""
 
 
 class FrontendGone(msgspec.Struct, frozen=True):
@@ -80,7 +82,9 @@ class FrontendConnections:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
+        self._path = path
         self._listener = _listen(path)
+        self._looked_at = time.monotonic()
         self._thread = threading.Thread(target=self._serve, name="frontend-io", daemon=True)
         self._thread.start()
 
@@ -151,7 +155,7 @@ class FrontendConnections:
             selector.register(self._wake_out, selectors.EVENT_READ, "wake")
             selector.register(self._status, selectors.EVENT_READ, "parent")
             while not parent_gone:
-                for key, events in selector.select():
+                for key, events in selector.select(LOOK_S):
                     if isinstance(key.data, _Peer):
                         self._serve_peer(key.data, events)
                     elif key.data == "accept":
@@ -161,11 +165,33 @@ class FrontendConnections:
                     else:
                         parent_gone = _ended(self._status)
                 self._tidy(selector)
+                self._keep_socket(selector)
         self._orphaned()
         for sock in (self._listener, self._wake_in, self._wake_out, self._status):
             sock.close()
         for peer in self._peers.values():
             peer.sock.close()
+
+    def _keep_socket(self, selector: selectors.BaseSelector) -> None:
+        """Listens anew where somebody has removed the socket, as those do who clean temporary
+        folders: API processes that start later must find it."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        if os.path.exists(self._path):
+            return
+        try:
+            os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
+            listener = _listen(self._path)
+        except OSError as error:
+            log.error("the socket %s is gone and cannot be made again: %s", self._path, error)
+            return
+        log.warning("the socket %s was removed; it is made again", self._path)
+        selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = listener
+        selector.register(listener, selectors.EVENT_READ, "accept")
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         sock, _ = self._listener.accept()

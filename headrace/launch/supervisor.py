@@ -3,7 +3,8 @@ restarts them, drains.
 
 It imports no torch: one loop over the children's pidfds, their report sockets and the signals, so
 that a death is noticed at once. Phases: STARTING until every child is ready, then SERVING, then
-DRAINING after SIGTERM or SIGINT (a second one kills). A child that dies while serving is started
+DRAINING after SIGTERM or SIGINT (a second one ends what runs with an error event, a third one
+kills). A child that dies while serving is started
 again with a growing delay; too many deaths in a minute, or any death while starting, end the server
 with a status other than 0.
 """
@@ -47,9 +48,9 @@ SILENCE_S = 5.0
 """A core without a heartbeat for so long is killed; its heartbeats have a thread of their own."""
 API_SILENCE_S = 20.0
 """The same of an API process, whose event loop sends them: a long job in it is no hang yet."""
-CHECK_S = 0.5
+CHECK_S = 0.25
 """Longest pause between two looks at the children; one that is stopped (SIGSTOP) for so long is
-killed."""
+killed: within a second its requests have ended with an error event."""
 
 
 class ServerPhase(Enum):
@@ -111,6 +112,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._selector = selectors.DefaultSelector()
         self._stop_at: float | None = None
+        self._hurried = False
         self._turned_at = time.monotonic()
         self._signals_in, self._signals_out = socket.socketpair()
         self._processes = [
@@ -142,6 +144,7 @@ class Supervisor:
         for key, _ in self._selector.select(self._wait_s()):
             if key.fd in self._selector.get_map():  # else an event before it ended its child
                 key.data()
+        self._keep_folder()
         now = time.monotonic()
         # If this process was stopped itself, the silence meanwhile proves nothing.
         was_stopped = now - self._turned_at > SILENCE_S
@@ -156,6 +159,14 @@ class Supervisor:
         if self._stop_at is not None and now >= self._stop_at:
             log.warning("the drain took too long; what still runs is killed")
             self.phase = ServerPhase.STOPPING
+
+    def _keep_folder(self) -> None:
+        """Children that start later need what is in the runtime folder."""
+        try:
+            if self._folder.restore():
+                log.error("%s was emptied; what was in it is written again", self._folder.path)
+        except OSError as error:
+            log.error("%s was emptied and cannot be written again: %s", self._folder.path, error)
 
     def _check_alive(self, managed: ManagedProcess, now: float) -> None:
         """Kills a child that a signal has stopped or that sends no heartbeats, which means that it
@@ -266,10 +277,12 @@ class Supervisor:
 
     def _signalled(self) -> None:
         self._signals_out.recv(64)
-        if self.phase is not ServerPhase.SERVING:
-            self.phase = ServerPhase.STOPPING  # not serving yet, or the second signal
-            return
-        self._drain()
+        if self.phase is ServerPhase.SERVING:
+            self._drain()
+        elif self.phase is ServerPhase.DRAINING and not self._hurried:
+            self._hurry()
+        else:
+            self.phase = ServerPhase.STOPPING  # not serving yet, or the third signal
 
     def _drain(self) -> None:
         self.phase = ServerPhase.DRAINING
@@ -279,6 +292,17 @@ class Supervisor:
         self._stop_at = time.monotonic() + timeout_s + EXIT_GRACE_S
         for managed in self._processes:
             managed.restart_at = None
+        self._signal_api_processes()
+
+    def _hurry(self) -> None:
+        """The second signal: what still runs ends now, each stream with an error event."""
+        log.info("a second signal: running requests are ended")
+        self._hurried = True
+        self._stop_at = time.monotonic() + EXIT_GRACE_S
+        self._signal_api_processes()
+
+    def _signal_api_processes(self) -> None:
+        for managed in self._processes:
             if managed.child is not None and not managed.is_core:
                 managed.child.process.send_signal(DRAIN_SIGNAL)
 
@@ -339,9 +363,7 @@ def _api_processes(
     count = resolved.server.api_servers
     environment = {}
     if count > 1:
-        metrics = folder.path / "metrics"
-        metrics.mkdir(mode=0o700)
-        environment["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
+        environment["PROMETHEUS_MULTIPROC_DIR"] = str(folder.make("metrics"))
 
     def start(index: int, _: ManagedProcess) -> ChildProcess:
         fds = [listener.fileno()]

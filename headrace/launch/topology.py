@@ -149,39 +149,69 @@ def tie_to_parent(parent: int | None) -> None:
 
 
 class RuntimeFolder:
-    """A private folder (0700) for sockets and specs; removed by `close`."""
+    """A private folder (0700) for sockets and specs; removed by `close`.
+
+    What cleans temporary folders may empty it while the server runs: `restore` writes again what
+    children that start later need. Cores make their sockets again themselves.
+    """
 
     def __init__(self) -> None:
+        self._folders: list[Path] = []
+        self._specs: dict[Path, bytes] = {}
+        self.path = self._new()
+
+    @staticmethod
+    def _new() -> Path:
         base = env.get("HEADRACE_RUNTIME_DIR")
         if base is None:
-            self.path = Path(tempfile.mkdtemp(prefix="headrace-"))
-            return
-        self.path = Path(base) / f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
-        if len(os.fsencode(self.socket_path(999))) > MAX_SOCKET_PATH_BYTES:
+            return Path(tempfile.mkdtemp(prefix="headrace-"))
+        path = Path(base) / f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
+        if len(os.fsencode(_socket_path(path, 999))) > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(
                 f"HEADRACE_RUNTIME_DIR={base}: too long for Unix sockets, whose paths have at most "
                 f"{MAX_SOCKET_PATH_BYTES} bytes; name a shorter folder",
                 field="HEADRACE_RUNTIME_DIR",
             )
         try:
-            self.path.mkdir(mode=0o700, parents=True)
+            path.mkdir(mode=0o700, parents=True)
         except OSError as error:
             raise ConfigError(
                 f"HEADRACE_RUNTIME_DIR={base}: cannot make a folder there: {error.strerror}",
                 field="HEADRACE_RUNTIME_DIR",
             ) from error
+        return path
 
     def socket_path(self, index: int) -> str:
         """Where engine core `index` listens."""
-        return str(self.path / f"core-{index}.sock")
+        return _socket_path(self.path, index)
+
+    def make(self, name: str) -> Path:
+        """A folder in it."""
+        path = self.path / name
+        path.mkdir(mode=0o700)
+        self._folders.append(path)
+        return path
 
     def write_spec(self, name: str, spec: msgspec.Struct) -> str:
         """Writes a spec for a child (0600); returns its path."""
         path = self.path / f"{name}.json"
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(spec))
+        self._specs[path] = msgspec.json.encode(spec)
+        _write_private(path, self._specs[path])
         return str(path)
+
+    def restore(self) -> bool:
+        """Writes again what is missing; whether anything was. A core's spec is the one it was
+        started with, whatever weights it has swapped in since."""
+        missing = [path for path in (*self._folders, *self._specs) if not path.exists()]
+        if not missing:
+            return False
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        for path in missing:
+            if path in self._specs:
+                _write_private(path, self._specs[path])
+            else:
+                path.mkdir(mode=0o700)
+        return True
 
     def close(self) -> None:
         """Removes the folder and what is in it."""
@@ -190,6 +220,16 @@ class RuntimeFolder:
         for path in sorted(self.path.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
         self.path.rmdir()
+
+
+def _socket_path(folder: Path, index: int) -> str:
+    return str(folder / f"core-{index}.sock")
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
 
 
 def device_facts(wanted: str) -> MachineFacts:

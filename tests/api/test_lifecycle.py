@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -121,10 +123,14 @@ def test_what_does_not_finish_in_time_ends_with_an_error_event(model: Path, time
         assert readers[0].events[-1]["error"]["type"] == "service_unavailable"
 
 
-def test_a_second_signal_ends_everything_at_once(model: Path) -> None:
-    """REG-020."""
-    with serving(model, "--shutdown-timeout-s", "60", step_s=0.05) as served:
-        readers = begun(served, 2, max_tokens=1500)
+@pytest.mark.parametrize("options", [(), ("--pre-drain-s", "60")], ids=["drain", "before it"])
+def test_a_second_signal_ends_every_stream_with_an_error_event(
+    model: Path, options: tuple[str, ...]
+) -> None:
+    """REG-020: at once, and no connection is reset."""
+    more = ("--shutdown-timeout-s", "60", "--api-servers", "2", *options)
+    with serving(model, *more, step_s=0.05) as served:
+        readers = begun(served, 6, max_tokens=1500)
         served.process.send_signal(signal.SIGINT)
         eventually(lambda: served.get("/health/ready").status_code == 503, within_s=2)
         watch = Stopwatch()
@@ -132,7 +138,69 @@ def test_a_second_signal_ends_everything_at_once(model: Path) -> None:
         assert watch.undisturbed_s < 3
         for reader in readers:
             reader.join()
-        assert not any(reader.error is None and reader.whole for reader in readers)
+        assert all(reader.error is None and reader.failed_cleanly for reader in readers)
+
+
+def test_a_stopped_api_process_is_replaced_within_a_second(model: Path) -> None:
+    """What it served is cut, what the other serves goes on."""
+    with serving(model, "--api-servers", "2", step_s=0.02) as served:
+        readers = begun(served, 8, max_tokens=150, min_tokens=150)
+        victim = max(served.api_processes, key=lambda p: len(p.net_connections("inet")))
+        since_stop = Stopwatch()
+        victim.suspend()
+        eventually(lambda: not victim.is_running(), within_s=1)
+        assert since_stop.undisturbed_s < 1
+        for reader in readers:
+            reader.join()
+        assert any(reader.error is not None for reader in readers)
+        assert all(reader.whole for reader in readers if reader.error is None)
+        eventually(lambda: len(served.api_processes) == 2, within_s=3)
+        eventually(served.at_rest, within_s=1)
+        assert served.stop() == 0
+
+
+def test_what_a_stopped_core_ran_ends_with_an_error_event_within_a_second(model: Path) -> None:
+    with serving(model, step_s=0.02) as served:
+        readers = begun(served, 3, max_tokens=1000)
+        (core,) = served.cores
+        since_stop = Stopwatch()
+        core.suspend()
+        for reader in readers:
+            reader.join()
+        assert since_stop.undisturbed_s < 1
+        assert all(reader.failed_cleanly for reader in readers)
+        eventually(lambda: served.get("/health/ready").status_code == 200, within_s=5)
+        assert served.stop() == 0
+
+
+def test_an_emptied_runtime_folder_is_filled_again(model: Path, tmp_path: Path) -> None:
+    """By those who clean temporary folders: what runs goes on, and what dies later is replaced."""
+    runtime = tmp_path / "r"
+    with serving(
+        model, "--api-servers", "2", step_s=0.02, HEADRACE_RUNTIME_DIR=str(runtime)
+    ) as served:
+        (folder,) = runtime.iterdir()
+        names = {path.name for path in folder.iterdir()}
+        readers = begun(served, 4, max_tokens=100, min_tokens=100)
+        shutil.rmtree(folder)
+        expected = names - {"sealing-secret"}
+        eventually(lambda: expected <= {path.name for path in folder.glob("*")}, within_s=3)
+        assert folder.stat().st_mode & 0o077 == 0
+        for reader in readers:
+            reader.join()
+        assert all(reader.whole for reader in readers)
+        for victim in (*served.api_processes, *served.cores):
+            victim.kill()
+        eventually(lambda: len(served.api_processes) == 2, within_s=5)
+
+        def answers() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                return served.post("/v1/completions", {"prompt": "x"}).status_code == 200
+            return False
+
+        eventually(answers, within_s=10)
+        assert served.stop() == 0
+    assert not list(runtime.iterdir())
 
 
 def test_a_signal_to_the_whole_group_drains_too(model: Path) -> None:
