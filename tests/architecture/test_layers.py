@@ -213,6 +213,7 @@ def families() -> set[str]:
         "transformers",
         "attention_hook",
         "latent",
+        "moe",
     }
     return {p.stem for p in (PACKAGE / "back" / "models").glob("*.py")} - shared
 

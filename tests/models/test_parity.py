@@ -51,6 +51,23 @@ LATENT: dict[str, Any] = {
 }
 
 
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
+
+
 def longrope(original: int) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
@@ -124,6 +141,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "minicpm3": ("MiniCPM3", LATENT),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}),
+    "granite-moe": (
+        "GraniteMoe",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**LATENT, **ROUTED, "topk_method": "group_limited_greedy", "q_lora_rank": None},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            **ROUTED,
+            "norm_topk_prob": True,
+            **rope(**YARN, mscale=1.0, mscale_all_dim=1.0),
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {**ROUTED, "head_dim": 8, "use_qk_norm": True, **rope(partial_rotary_factor=0.5)},
+    ),
     "minicpm3-direct-queries": (
         "MiniCPM3",
         {**LATENT, "q_lora_rank": None, "v_head_dim": 8, "scale_depth": None},

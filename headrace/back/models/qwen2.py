@@ -33,9 +33,10 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
 
 
 def qwen_windows(config: ConfigReader, layers: int) -> tuple[int | None, ...]:
-    """Windows count only with use_sliding_window, from layer max_window_layers on."""
+    """Windows count only with use_sliding_window, from layer max_window_layers on; without, the
+    window may be 0."""
     used = config.bool("use_sliding_window", False)
-    window = config.int("sliding_window", None, ge=1)
+    window = config.int("sliding_window", None, ge=1 if used else 0)
     lowest = config.int("max_window_layers", 28, ge=0)
     return read_windows(
         config, layers, window=window if used else None, sliding=lambda layer: layer >= lowest

@@ -10,6 +10,7 @@ import torch
 from headrace.back.kernels.activation import op as activation
 from headrace.back.kernels.all_reduce.triton_all_reduce import PeerSums
 from headrace.back.kernels.attention import op as attention
+from headrace.back.kernels.experts import op as experts
 from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.greedy import op as greedy
 from headrace.back.kernels.gumbel import op as gumbel
@@ -27,6 +28,7 @@ from headrace.back.kernels.op import Kernel, Op, load_kernel
 from headrace.back.kernels.penalties import op as penalties
 from headrace.back.kernels.qk_rope_write import op as qk_rope_write
 from headrace.back.kernels.rms_norm import op as rms_norm
+from headrace.back.kernels.route import op as route
 from headrace.back.kernels.sample import op as sample
 from headrace.back.kernels.step_commit import op as step_commit
 from headrace.back.kernels.step_inputs import op as step_inputs
@@ -217,6 +219,13 @@ NGRAM = ngram_draft.NgramDraftProblem(device="cpu", min_match=2, max_match=4)
 LATENT_WRITE = latent_write.LatentWriteProblem(
     device="cpu", dtype=BF16, heads=16, nope=128, rank=512, rotary=64, block_tokens=16, eps=1e-6
 )
+ROUTE = route.RouteProblem(
+    device="cpu", experts=256, top_k=8, score="sigmoid", renormalize=True, groups=8,
+    kept_groups=4, group_score="top2", bias=True, shared=1,
+)  # fmt: skip
+EXPERTS = experts.ExpertsProblem(
+    device="cpu", dtype=BF16, experts=128, slots=8, width=2048, inner=768
+)
 ABSORB = head_linear.HeadLinearProblem(device="cpu", dtype=BF16, heads=16, inputs=128, outputs=512)
 
 CASES: list[tuple[str, Callable[[], object]]] = [
@@ -258,6 +267,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         "latent_write",
         _call(latent_write.OP, "latent_write.triton_latent_write:KERNEL", LATENT_WRITE),
     ),
+    ("route", _call(route.OP, "route.triton_route:KERNEL", ROUTE)),
+    ("experts", _call(experts.OP, "experts.triton_experts:KERNEL", EXPERTS)),
     ("head_linear", _call(head_linear.OP, "head_linear.triton_head_linear:KERNEL", ABSORB)),
     ("attention 80", _call(attention.OP, _ATTENTION, _attention(32, 32, 80))),
     ("qk_rope_write norm", _call(qk_rope_write.OP, _QK, _qk(32, 8, 128, 128, eps=1e-6))),

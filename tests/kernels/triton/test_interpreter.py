@@ -26,6 +26,7 @@ FILES = (
     "cascade",
     "fixed",
     "latent",
+    "mixture",
 )
 
 

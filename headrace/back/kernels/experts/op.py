@@ -1,0 +1,141 @@
+"""The experts of a mixture: each token through the gated MLPs it is sent to, and their weighted
+sum.
+
+`bind(problem, up_XIE, down_XEI, up_bias_XI, down_bias_XE)` returns `f(x_TE, expert_TK, weight_TK)
+-> y_TE`. T tokens, E `width`, X `experts` (shared ones among them), K slots of a token (op
+`route`), I `inner`. The weights are [X, 2I, E] (gates, then ups) and [X, E, I]; biases may be None.
+
+    h = act(gate x) * (up x)        y[t] = sum over k of weight[t, k] * down[expert[t, k]] h
+
+`clamp` c > 0 bounds gates from above and ups from both sides before the product. The activation
+"swiglu_oai" is gate * sigmoid(1.702 gate) * (up + 1) (gpt-oss). Any number of tokens may go to one
+expert, and none to another; sums are float32, and inner values are rounded to `dtype`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from headrace.back.kernels.op import (
+    Kernel,
+    Op,
+    Sample,
+    float_tolerance,
+    random_tensor,
+    sample_generator,
+)
+
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+SWIGLU_OAI = "swiglu_oai"
+OAI_ALPHA = 1.702
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsProblem:
+    """`dtype` is that of x, the weights and y; `inner` this rank's."""
+
+    device: str
+    dtype: torch.dtype
+    experts: int
+    slots: int
+    width: int
+    inner: int
+    activation: str = "silu"
+    clamp: float = 0.0
+    bias: bool = False
+
+
+def bind_reference(
+    problem: ExpertsProblem,
+    up_XIE: torch.Tensor,
+    down_XEI: torch.Tensor,
+    up_bias_XI: torch.Tensor | None = None,
+    down_bias_XE: torch.Tensor | None = None,
+) -> Experts:
+    """The reference: an expert at a time."""
+
+    def experts(
+        x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> torch.Tensor:
+        y_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
+        for expert in expert_TK.unique().tolist():
+            at_P, slot_P = (expert_TK == expert).nonzero(as_tuple=True)
+            up_P = F.linear(
+                x_TE[at_P].float(),
+                up_XIE[expert].float(),
+                None if up_bias_XI is None else up_bias_XI[expert].float(),
+            )
+            inner_PI = activated(problem, up_P).to(x_TE.dtype).float()
+            down_PE = F.linear(
+                inner_PI,
+                down_XEI[expert].float(),
+                None if down_bias_XE is None else down_bias_XE[expert].float(),
+            )
+            y_TE.index_add_(0, at_P, down_PE * weight_TK[at_P, slot_P][:, None])
+        return y_TE.to(x_TE.dtype)
+
+    return experts
+
+
+def activated(problem: ExpertsProblem, up_PI: torch.Tensor) -> torch.Tensor:
+    """float32 [P, 2I] (gates, then ups) to [P, I]."""
+    gate, up = up_PI.chunk(2, dim=1)
+    if problem.clamp:
+        gate, up = gate.clamp(max=problem.clamp), up.clamp(-problem.clamp, problem.clamp)
+    if problem.activation == SWIGLU_OAI:
+        return gate * (OAI_ALPHA * gate).sigmoid() * (up + 1)
+    act = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu": F.relu,
+    }[problem.activation]
+    return act(gate) * up
+
+
+def _sample(problem: ExpertsProblem) -> Sample:
+    """Few tokens, and more; experts without any, one that all go to."""
+    generator = sample_generator()
+    small = replace(
+        problem,
+        width=min(problem.width, 128 + problem.width % 64),
+        inner=min(problem.inner, 64 + problem.inner % 64),
+        experts=max(3, min(problem.experts, 9)),
+    )
+    new = {"dtype": problem.dtype, "device": problem.device, "generator": generator}
+    x = random_tensor(70, small.width, **new)
+    up = random_tensor(small.experts, 2 * small.inner, small.width, **new) * small.width**-0.5
+    down = random_tensor(small.experts, small.width, small.inner, **new) * small.inner**-0.5
+    biases: tuple[torch.Tensor | None, ...] = (None, None)
+    if problem.bias:
+        biases = tuple(random_tensor(*weight.shape[:2], **new) for weight in (up, down))
+    slots = min(problem.slots, small.experts - 1)
+    others = torch.rand(70, small.experts - 2, generator=generator).argsort(1)[:, : slots - 1]
+    order = torch.cat((torch.zeros(70, 1), others + 1), dim=1)  # all to the first, none to the last
+    expert = order.to(device=problem.device, dtype=torch.int32)
+    weight = torch.rand(70, slots, generator=generator).to(problem.device)
+    few = (x[:3], expert[:3].contiguous(), weight[:3].contiguous())
+    return Sample(
+        problem=replace(small, slots=slots),
+        weights=(up, down, *biases),
+        arguments=(x, expert, weight),
+        further=(few,),
+    )
+
+
+OP: Op[ExpertsProblem] = Op(
+    name="experts",
+    reference=Kernel(
+        name="torch", supports=lambda problem: None, bind=bind_reference, reads_host=True
+    ),
+    kernels=(
+        "headrace.back.kernels.experts.native:KERNEL",
+        "headrace.back.kernels.experts.triton_experts:KERNEL",
+    ),
+    sample=_sample,
+    tolerance=lambda problem: float_tolerance(problem.dtype),
+)

@@ -1,0 +1,240 @@
+"""A mixture of experts in place of a layer's MLP: a router chooses a few of many gated MLPs for
+each token (Shazeer et al. 2017; Fedus et al. 2021).
+
+Shared experts, which every token takes, are experts like the others in slots of their own: one
+kernel computes all. A shared MLP that is n times as wide as an expert is n of them, cut along its
+inner dimension.
+
+T tokens, E hidden size, X experts, S shared ones, I inner size of an expert, K slots of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.back.kernels.experts.op import OP as EXPERTS
+from headrace.back.kernels.experts.op import ExpertsProblem
+from headrace.back.kernels.route.op import OP as ROUTE
+from headrace.back.kernels.route.op import RouteProblem
+from headrace.back.layers.linear import bind_linear
+from headrace.back.layers.mlp import FeedForward
+from headrace.back.layers.norm import RMSNorm
+from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.collectives import Partial
+from headrace.back.parallel.param import Param, WeightPiece
+from headrace.back.parallel.shard import Part, Shard, local_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How experts are chosen and weighed: see op `route`, whose words these are. `name`: the
+    router's weight within the module; `bias_name`: that of the bias that only chooses."""
+
+    experts: int
+    top_k: int
+    score: str = "softmax"
+    renormalize: bool = False
+    softmax_chosen: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    group_score: str = "max"
+    name: str = "gate"
+    bias_name: str | None = None
+    linear_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """Where an expert's weights are in the checkpoint, within the module, {} for its number.
+    Without `gate` the tensors of all experts are one: `up` [X, 2I, E], gates first, and `down`
+    [X, E, I]."""
+
+    gate: str | None = "experts.{}.gate_proj.weight"
+    up: str = "experts.{}.up_proj.weight"
+    down: str = "experts.{}.down_proj.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedSpec:
+    """Experts that every token takes. `inner`: of all together; `name`: the MLP in the module;
+    `gate`: the linear layer whose sigmoid weighs them, None: weight 1."""
+
+    inner: int
+    name: str = "shared_experts"
+    gate: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureSpec:
+    """A mixture as a layer's feed-forward. `inner`: of an expert; `name`: the module in the
+    layer."""
+
+    router: RouterSpec
+    inner: int
+    names: ExpertNames = ExpertNames()
+    shared: SharedSpec | None = None
+    name: str = "mlp"
+    activation: str | None = None
+    clamp: float = 0.0
+
+    def build(
+        self,
+        scope: Scope,
+        *,
+        width: int,
+        inner: int,
+        activation: str,
+        norm: RMSNorm | None,
+        adds: bool,
+    ) -> FeedForward:
+        """See FeedForwardSpec; `inner` is that of dense layers."""
+        return Mixture(scope / self.name, self, width, activation=self.activation or activation)
+
+
+class Mixture:
+    """x_TE -> y_TE: see MixtureSpec."""
+
+    norms = False
+
+    def __init__(self, scope: Scope, spec: MixtureSpec, width: int, *, activation: str) -> None:
+        self._scope, self._spec, self._width, self._activation = scope, spec, width, activation
+        self._inner = Part("expert's inner values", spec.inner, spec.inner)
+        router, shared = spec.router, spec.shared
+        assert shared is None or shared.inner % spec.inner == 0, (shared, spec.inner)
+        self._num_shared = 0 if shared is None else shared.inner // spec.inner
+        self._router = scope.param(
+            f"{router.name}.weight",
+            (router.experts + self._is_gated, width),
+            pieces=self._router_pieces(scope),
+        )
+        self._router_bias = (
+            scope.param(f"{router.name}.bias", (router.experts,), init="zeros")
+            if router.linear_bias
+            else None
+        )
+        self._choice_bias = (
+            scope.param(router.bias_name, (router.experts,), init="zeros")
+            if router.bias_name
+            else None
+        )
+        self._up = self._up_param(scope, spec.names, router.experts)
+        self._down = self._down_param(scope, spec.names, router.experts)
+        self._shared = self._shared_params(scope) if shared is not None else None
+        self._logits = self._route = self._experts = not_loaded
+        scope.on_finish(self._finish)
+
+    def forward_into(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor | Partial:
+        """y_TE, to be added to the residual."""
+        expert_TK, weight_TK = self._route(self._logits(x_TE))
+        y_TE = self._experts(x_TE, expert_TK, weight_TK)
+        axis = self._scope.mesh.tp
+        return y_TE if axis.size == 1 else Partial(y_TE, axis)
+
+    @property
+    def _is_gated(self) -> bool:
+        return self._spec.shared is not None and self._spec.shared.gate is not None
+
+    def _router_pieces(self, scope: Scope) -> tuple[WeightPiece, ...]:
+        router, shape = self._spec.router, (self._spec.router.experts, self._width)
+        pieces = [WeightPiece(name=scope.name(f"{router.name}.weight"), shape=shape)]
+        if self._spec.shared is not None and self._spec.shared.gate is not None:
+            gate = scope.name(f"{self._spec.shared.gate}.weight")
+            pieces.append(WeightPiece(name=gate, shape=(1, self._width), offset=router.experts))
+        return tuple(pieces)
+
+    def _up_param(self, scope: Scope, names: ExpertNames, count: int) -> Param:
+        """[count * 2I, E]: each expert's gates, then its ups; [count, 2I, E] of merged ones."""
+        inner, pieces = self._spec.inner, []
+        if names.gate is None:
+            shard = Shard(axis="tp", dim=1, parts=(self._inner,) * 2)
+            return scope.param(names.up, (count, 2 * inner, self._width), shard=shard)
+        for i in range(count):
+            for j, name in enumerate((names.gate, names.up)):
+                at = (2 * i + j) * inner
+                pieces.append(
+                    WeightPiece(
+                        name=scope.name(name.format(i)), shape=(inner, self._width), offset=at
+                    )
+                )
+        shard = Shard(axis="tp", dim=0, parts=(self._inner,) * (2 * count))
+        return scope.param(
+            "experts.up", (2 * count * inner, self._width), pieces=tuple(pieces), shard=shard
+        )
+
+    def _down_param(self, scope: Scope, names: ExpertNames, count: int) -> Param:
+        """[count * E, I]; [count, E, I] of merged ones."""
+        shape = (self._width, self._spec.inner)
+        if names.gate is None:
+            shard = Shard(axis="tp", dim=2, parts=(self._inner,))
+            return scope.param(names.down, (count, *shape), shard=shard)
+        pieces = tuple(
+            WeightPiece(name=scope.name(names.down.format(i)), shape=shape, offset=i * self._width)
+            for i in range(count)
+        )
+        return scope.param(
+            "experts.down",
+            (count * self._width, self._spec.inner),
+            pieces=pieces,
+            shard=Shard(axis="tp", dim=1, parts=(self._inner,)),
+        )
+
+    def _shared_params(self, scope: Scope) -> tuple[Param, Param, Param]:
+        """Gate, up and down of the shared MLP. The ranks share each of its experts, not the whole:
+        then they all have a part of every expert."""
+        assert self._spec.shared is not None
+        at, size = scope / self._spec.shared.name, self._spec.shared.inner
+        parts = (self._inner,) * self._num_shared
+        rows, columns = (Shard(axis="tp", dim=dim, parts=parts) for dim in (0, 1))
+        gate = at.param("gate_proj.weight", (size, self._width), shard=rows)
+        up = at.param("up_proj.weight", (size, self._width), shard=rows)
+        return gate, up, at.param("down_proj.weight", (self._width, size), shard=columns)
+
+    def _finish(self) -> None:
+        spec, scope, router = self._spec, self._scope, self._spec.router
+        bias = self._router_bias.take() if self._router_bias else None
+        self._logits = bind_linear(scope, self._router.take(), bias, wide=True)
+        problem = RouteProblem(
+            device=scope.kind,
+            experts=router.experts,
+            top_k=router.top_k,
+            score=router.score,
+            renormalize=router.renormalize,
+            softmax_chosen=router.softmax_chosen,
+            scale=router.scale,
+            groups=router.groups,
+            kept_groups=router.kept_groups,
+            group_score=router.group_score,
+            bias=self._choice_bias is not None,
+            shared=self._num_shared,
+            shared_gate=self._is_gated,
+        )
+        choice_bias = self._choice_bias.take().float() if self._choice_bias else None
+        self._route = scope.bind(ROUTE, problem, choice_bias)
+        up_XIE, down_XEI = self._weights()
+        experts = ExpertsProblem(
+            device=scope.kind,
+            dtype=scope.dtype,
+            experts=len(up_XIE),
+            slots=problem.slots,
+            width=self._width,
+            inner=local_size(self._inner, scope.mesh.tp),
+            activation=self._activation,
+            clamp=spec.clamp,
+        )
+        self._experts = scope.bind(EXPERTS, experts, up_XIE, down_XEI)
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[X + S, 2I, E] and [X + S, E, I]."""
+        inner = local_size(self._inner, self._scope.mesh.tp)
+        count = self._spec.router.experts
+        up_XIE = self._up.take().view(count, 2 * inner, self._width)
+        down_XEI = self._down.take().view(count, self._width, inner)
+        if self._shared is None:
+            return up_XIE, down_XEI
+        gate_SIE, up_SIE = (p.take().unflatten(0, (-1, inner)) for p in self._shared[:2])
+        down_SEI = self._shared[2].take().unflatten(1, (-1, inner)).transpose(0, 1)
+        shared_SIE = torch.cat((gate_SIE, up_SIE), dim=1)
+        return torch.cat((up_XIE, shared_SIE)), torch.cat((down_XEI, down_SEI))

@@ -1,0 +1,56 @@
+"""What families with experts share: the keys of config.json."""
+
+from __future__ import annotations
+
+from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
+from headrace.base.config.hf import ConfigReader
+
+CORRECTION_BIAS = "gate.e_score_correction_bias"
+
+
+def sparse_layers(config: ConfigReader, layers: int) -> list[bool]:
+    """Which layers have experts, by Qwen's keys: every `decoder_sparse_step`-th but those of
+    `mlp_only_layers`."""
+    step = config.int("decoder_sparse_step", 1, ge=1)
+    dense = config.list("mlp_only_layers", [], of=int)
+    return [(i + 1) % step == 0 and i not in dense for i in range(layers)]
+
+
+def divided(config: ConfigReader, key: str, shared: int, inner: int) -> int:
+    """`shared`, which must be that of a whole number of experts."""
+    if shared % inner:
+        raise config.wrong(key, f"a multiple of moe_intermediate_size ({inner}), not {shared}")
+    return shared
+
+
+def sigmoid_mixture(config: ConfigReader) -> MixtureSpec:
+    """The experts of DeepSeek-V3 and of those who followed it: sigmoid scores, a bias that only
+    chooses, groups, shared experts without a gate."""
+    experts = config.int("n_routed_experts", ge=1, aliases=("num_local_experts",))
+    groups = config.int("n_group", 1, ge=1, le=64)
+    if experts % groups:
+        raise config.wrong("n_group", f"a divisor of n_routed_experts ({experts})")
+    inner = config.int("moe_intermediate_size", ge=1)
+    shared = config.int("n_shared_experts", 0, ge=0)
+    return MixtureSpec(
+        router=RouterSpec(
+            experts=experts,
+            top_k=config.int("num_experts_per_tok", ge=1, le=experts),
+            score="sigmoid",
+            renormalize=config.bool("norm_topk_prob", True),
+            scale=config.float("routed_scaling_factor", 1.0),
+            groups=groups,
+            kept_groups=config.int("topk_group", 1, ge=1, le=groups),
+            group_score="top2",
+            bias_name=CORRECTION_BIAS,
+        ),
+        inner=inner,
+        shared=SharedSpec(inner=inner * shared) if shared else None,
+    )
+
+
+def draft_layers(config: ConfigReader, layers: int) -> tuple[str, ...]:
+    """Patterns of the tensors of layers behind the last, which only draft tokens
+    (`num_nextn_predict_layers`)."""
+    drafts = config.int("num_nextn_predict_layers", 0, ge=0)
+    return tuple(rf"model\.layers\.{layers + i}\..*" for i in range(drafts))

@@ -1,0 +1,63 @@
+"""Qwen 2 with experts: softmax routing, and one shared MLP that a gate of its own weighs."""
+
+from __future__ import annotations
+
+from headrace.back.layers.attention import AttentionSpec
+from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
+from headrace.back.layers.rope import read_rope
+from headrace.back.layers.scope import Scope
+from headrace.back.models.blocks import (
+    GATED_MLP,
+    Decoder,
+    DecoderSpec,
+    LayerSpec,
+    plain_attention,
+    read_sizes,
+)
+from headrace.back.models.moe import divided, sparse_layers
+from headrace.back.models.qwen2 import qwen_windows
+from headrace.base.config.hf import ConfigReader
+
+
+def build(scope: Scope, config: ConfigReader) -> Decoder:
+    """Qwen2MoeForCausalLM."""
+    sizes = read_sizes(config)
+    rope = read_rope(config, head_dim=sizes.head_dim, max_positions=scope.max_positions)
+    mixture = qwen_mixture(config)
+    layers = tuple(
+        LayerSpec(
+            attention=AttentionSpec(
+                **plain_attention(sizes),
+                rope=rope,
+                window=window,
+                qkv_bias=config.bool("qkv_bias", True),
+            ),
+            feed_forward=mixture if sparse else GATED_MLP,
+        )
+        for window, sparse in zip(
+            qwen_windows(config, sizes.layers), sparse_layers(config, sizes.layers), strict=True
+        )
+    )
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
+
+
+def qwen_mixture(config: ConfigReader) -> MixtureSpec:
+    """The experts of Qwen's layers; a shared MLP where the config has one."""
+    experts = config.int("num_experts", ge=1, aliases=("num_local_experts",))
+    inner = config.int("moe_intermediate_size", ge=1)
+    shared = config.int("shared_expert_intermediate_size", None, ge=1)
+    return MixtureSpec(
+        router=RouterSpec(
+            experts=experts,
+            top_k=config.int("num_experts_per_tok", ge=1, le=experts),
+            renormalize=config.bool("norm_topk_prob", False),
+        ),
+        inner=inner,
+        shared=None
+        if shared is None
+        else SharedSpec(
+            inner=divided(config, "shared_expert_intermediate_size", shared, inner),
+            name="shared_expert",
+            gate="shared_expert_gate",
+        ),
+    )

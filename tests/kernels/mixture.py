@@ -1,0 +1,41 @@
+"""Problems that tests of kernels for mixtures of experts share, native and Triton."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.back.kernels.experts.op import ExpertsProblem
+from headrace.back.kernels.route.op import RouteProblem
+
+ROUTERS = {
+    "Mixtral": {"experts": 8, "top_k": 2, "renormalize": True},
+    "Qwen": {"experts": 60, "top_k": 4, "shared": 4, "shared_gate": True},
+    "Granite": {"experts": 32, "top_k": 8, "softmax_chosen": True},
+    "DeepSeek-V2": {"experts": 160, "top_k": 6, "groups": 8, "kept_groups": 3, "scale": 16.0},
+    "DeepSeek-V3": {
+        **{"experts": 256, "top_k": 8, "score": "sigmoid", "renormalize": True, "scale": 2.5},
+        **{"groups": 8, "kept_groups": 4, "group_score": "top2", "bias": True, "shared": 1},
+    },
+    "one a group": {"experts": 4, "top_k": 1, "groups": 4, "kept_groups": 2, "group_score": "top2"},
+}
+
+
+def route_problem(name: str, device: str) -> RouteProblem:
+    return RouteProblem(device=device, **ROUTERS[name])
+
+
+def experts_problem(
+    dtype: torch.dtype, device: str, *, activation: str = "silu", odd: bool = False
+) -> ExpertsProblem:
+    is_oai = activation == "swiglu_oai"
+    return ExpertsProblem(
+        device=device,
+        dtype=dtype,
+        experts=5 if odd else 8,
+        slots=2 if odd else 4,
+        width=75 if odd else 128,
+        inner=37 if odd else 64,
+        activation=activation,
+        clamp=7.0 if is_oai else 0.0,
+        bias=is_oai,
+    )

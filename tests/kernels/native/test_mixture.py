@@ -1,0 +1,57 @@
+"""Native routing and experts against their references: every kind of router, odd sizes, all tokens to one expert."""
+
+import pytest
+import torch
+
+from headrace.back.kernels.experts import native as experts
+from headrace.back.kernels.experts import op as experts_op
+from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.route import native as route
+from headrace.back.kernels.route import op as route_op
+from tests.kernels.mixture import ROUTERS, experts_problem, route_problem
+
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routing_equals_the_reference(library, name):
+    kernel = Kernel(
+        name="one",
+        supports=lambda problem: None,
+        bind=lambda *given: route.bind_with(library, *given),
+    )
+    assert route_op.OP.error(kernel, route_problem(name, "cpu")) <= 1e-6
+
+
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("dtype", BOUND)
+def test_experts_equal_the_reference(library, dtype, activation, odd):
+    kernel = Kernel(
+        name="one",
+        supports=lambda problem: None,
+        bind=lambda *given: experts.bind_with(library, *given),
+    )
+    problem = experts_problem(dtype, "cpu", activation=activation, odd=odd)
+    assert experts_op.OP.error(kernel, problem) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+def test_a_token_has_the_same_bits_among_any_others(library, dtype):
+    """ENG-17: tokens beside it, and how many go to its experts, change nothing."""
+    problem = experts_problem(dtype, "cpu")
+    sample = experts_op.OP.sample(problem)
+    x, expert, weight = sample.arguments
+    run = experts.bind_with(library, sample.problem, *sample.weights)
+    whole = run(x, expert, weight)
+    for begin, end in ((0, 1), (7, 12), (20, 70)):
+        part = run(*(t[begin:end].contiguous() for t in (x, expert, weight)))
+        assert torch.equal(part, whole[begin:end])
+
+
+def test_an_expert_that_is_none_is_refused(library):
+    sample = experts_op.OP.sample(experts_problem(torch.float32, "cpu"))
+    x, expert, weight = sample.arguments
+    run = experts.bind_with(library, sample.problem, *sample.weights)
+    with pytest.raises(Exception, match="experts"):
+        run(x, torch.full_like(expert, sample.problem.experts), weight)
