@@ -100,7 +100,8 @@ async def connected(url: str, body: dict[str, object]) -> Client:
     loop = asyncio.get_running_loop()
     _, client = await loop.create_connection(
         lambda: Client(place.netloc, head.encode() + content, bool(body.get("stream"))),
-        *(place.hostname, place.port),
+        place.hostname,
+        place.port,
     )
     return client
 

@@ -150,7 +150,9 @@ async def _answer(
             task = progress.add_task("requests", total=total, completed=len(done))
             try:
                 async for answered in run_lines(
-                    *(services, "", file),
+                    services,
+                    "",
+                    file,
                     endpoint=None,
                     done=done,
                     at_once=AT_ONCE,

@@ -61,7 +61,12 @@ def start_local(options: Options) -> LocalEngine:
     spec = folder.write_spec("core", resolved.engine)
     children = [
         spawn(
-            *("core", CORE_MODULE, "--spec", spec, "--socket", folder.socket_path(index)),
+            "core",
+            CORE_MODULE,
+            "--spec",
+            spec,
+            "--socket",
+            folder.socket_path(index),
             die_with_thread=False,
             environment=core_environment(resolved, index),
         )

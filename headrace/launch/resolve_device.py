@@ -46,8 +46,10 @@ def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> 
     if requested.tensor_parallel > 1 and requested.executor == "inline":
         raise ConfigError("--executor inline runs one worker; --tensor-parallel needs processes")
     executor = choose.pick(
-        *("--executor", requested.executor),
-        *("inline" if requested.tensor_parallel == 1 else "processes", "one worker per device"),
+        "--executor",
+        requested.executor,
+        "inline" if requested.tensor_parallel == 1 else "processes",
+        "one worker per device",
     )
     alone = kind == "cpu" and executor == "inline" and ranks == 1
     # Asked for a number of threads, we leave their cores to the system: others may have been given

@@ -335,13 +335,12 @@ def _core_processes(resolved: Resolved, folder: RuntimeFolder) -> list[ManagedPr
 def _core_starter(
     spec: str, socket_path: str, environment: dict[str, str]
 ) -> Callable[[ManagedProcess], ChildProcess]:
-    arguments = ("--spec", spec, "--socket", socket_path)
-    return lambda managed: spawn(
-        *("core", CORE_MODULE, *arguments, "--log-level", logs.level(), "--paused", managed.paused),
-        *(["--asleep"] if managed.asleep else []),
-        die_with_thread=True,
-        environment=environment,
-    )
+    def start(managed: ManagedProcess) -> ChildProcess:
+        words = ["--spec", spec, "--socket", socket_path, "--log-level", logs.level()]
+        words += ["--paused", managed.paused, *(["--asleep"] if managed.asleep else [])]
+        return spawn("core", CORE_MODULE, *words, die_with_thread=True, environment=environment)
+
+    return start
 
 
 def _api_processes(

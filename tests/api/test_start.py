@@ -39,7 +39,11 @@ def test_a_template_of_the_users_is_the_one_that_renders_and_is_quiet_for_script
 ) -> None:
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}{{ messages[0].content }}")
     with serving(
-        *(model, "--chat-template", str(tmp_path / "own.jinja"), "--log-level", "error"),
+        model,
+        "--chat-template",
+        str(tmp_path / "own.jinja"),
+        "--log-level",
+        "error",
         "--trust-request-chat-template",
     ) as served:
         single = served.post("/tokenize", {"prompt": "fox"}).json()["count"]

@@ -179,6 +179,21 @@ def test_files_stay_small() -> None:
     assert {name: n for name, n in names.items() if n > limits[name]} == {}
 
 
+def test_no_call_takes_a_splatted_literal() -> None:
+    """`f(*(a, b), c=d)` is `f(a, b, c=d)`."""
+    wrong = []
+    for folder in ("headrace", "benchmarks", "demo", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                arguments = node.args if isinstance(node, ast.Call) else []
+                wrong += [
+                    f"{path.relative_to(ROOT)}:{one.lineno}"
+                    for one in arguments
+                    if isinstance(one, ast.Starred) and isinstance(one.value, ast.Tuple | ast.List)
+                ]
+    assert wrong == []
+
+
 def test_no_unpickling_and_no_eval() -> None:
     """P1, P14: no byte from outside can become code."""
     sinks = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

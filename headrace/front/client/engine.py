@@ -176,7 +176,7 @@ class AsyncLLM:
         num_prompt, most_bytes = len(generation.prompt_ids), self.limits.max_pending_bytes
         again = partial(self._relaunch, generation, bounds, time.monotonic())
         stream = GenerationStream(
-            *(self._least_loaded(), num_prompt, most_bytes, again), on_queued=generation.on_queued
+            self._least_loaded(), num_prompt, most_bytes, again, on_queued=generation.on_queued
         )
         self._labels.setdefault(generation.label, []).append(stream)
         try:

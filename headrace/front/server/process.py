@@ -115,7 +115,8 @@ def services_over(
     template_limits = TemplateLimits()
     pool = TemplatePool(template_limits)
     template = ChatTemplate(
-        *(tokenizer.facts.chat_template, tokenizer),
+        tokenizer.facts.chat_template,
+        tokenizer,
         limits=template_limits,
         pool=pool,
         max_tokens=text.max_model_len,

@@ -73,7 +73,7 @@ def bind_with(
             sinks.data_ptr() if sinks is not None else None,
             lse_TH.data_ptr() if lse_TH is not None else None,
             rows, table.stride(0), num_tokens, num_blocks, heads, kv_heads, head_dim, block_tokens,
-            *(*q_THD.stride()[:2], *kv.stride()[:3]), window, scale, softcap, element,
+            *q_THD.stride()[:2], *kv.stride()[:3], window, scale, softcap, element,
             mode,
         )  # fmt: skip
         return out_THD

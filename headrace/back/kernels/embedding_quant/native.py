@@ -37,8 +37,13 @@ def bind_with(
         assert ids_T.dtype == torch.int64, ids_T.dtype
         x_TE = torch.empty(len(ids_T), width, dtype=dtype)
         kernel(
-            *(ids_T.data_ptr(), panels.data_ptr(), x_TE.data_ptr()),
-            *(len(ids_T), rows, width, code),
+            ids_T.data_ptr(),
+            panels.data_ptr(),
+            x_TE.data_ptr(),
+            len(ids_T),
+            rows,
+            width,
+            code,
         )
         return x_TE
 

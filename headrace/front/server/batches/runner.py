@@ -138,7 +138,9 @@ class BatchRunner:
             errors.open("ab") as bad,
         ):
             answers = run_lines(
-                *(self._services, batch.owner, file),
+                self._services,
+                batch.owner,
+                file,
                 endpoint=batch.endpoint,
                 done=completed | failed,
                 at_once=LINES_AT_ONCE,

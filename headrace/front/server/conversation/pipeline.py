@@ -174,7 +174,8 @@ async def streamed(
     ping_s = context.services.server.ping_interval_s
     first = await started(chunks, context.queued, patience_s=ping_s)
     return EventStream(
-        *(first, chunks),
+        first,
+        chunks,
         request_id=context.request_id,
         abandon=context.services.abandon,
         ping_s=ping_s,

@@ -246,7 +246,8 @@ async def _inputs(context: RequestContext, request: TextRequest) -> list[PoolInp
     for one in entries:
         if isinstance(one, str):
             ids = await tokenized(
-                *(context, one),
+                context,
+                one,
                 field="input",
                 special=request.add_special_tokens is not False,
                 truncate=truncate,

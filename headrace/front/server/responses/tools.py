@@ -60,7 +60,9 @@ class Offered:
             function = custom_function(_name(tool, at), tool.get("description"), tool.get("format"))
             parameters, strict = function["parameters"], function.get("strict")
             self._function(
-                *({**tool, **function}, at, namespace),
+                {**tool, **function},
+                at,
+                namespace,
                 parameters=parameters,
                 strict=strict,
                 custom=True,

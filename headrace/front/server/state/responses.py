@@ -121,7 +121,12 @@ class ResponseStore:
                 "excluded.used, "
                 "beat = excluded.beat, running = excluded.running, response = excluded.response, "
                 "size = responses.size - length(responses.response) + length(excluded.response)",
-                *(record.id, record.owner, now, now, int(values[0]), *values[1:]),
+                record.id,
+                record.owner,
+                now,
+                now,
+                int(values[0]),
+                *values[1:],
             )
             if trim:
                 self._trim(db, record.owner, now)
@@ -149,7 +154,9 @@ class ResponseStore:
             while after is not None and len(records) < depth:
                 rows = db.rows(
                     f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND owner = ? AND used > ?",
-                    *(after, owner, now - self._ttl_s),
+                    after,
+                    owner,
+                    now - self._ttl_s,
                 )
                 if not rows:
                     return []
@@ -185,7 +192,10 @@ class ResponseStore:
             size = len(changed.response) + len(changed.input) + ROW_BYTES
             db.execute(
                 "UPDATE responses SET response = ?, input = ?, size = ? WHERE id = ?",
-                *(changed.response, changed.input, size, ident),
+                changed.response,
+                changed.input,
+                size,
+                ident,
             )
             self._untrimmed += size
             return changed
@@ -209,7 +219,8 @@ class ResponseStore:
         def work(db: Database) -> None:
             db.execute(
                 "UPDATE responses SET cancelled = 1 WHERE id = ? AND owner = ? AND running = 1",
-                *(ident, owner),
+                ident,
+                owner,
             )
 
         await self._database.run(work)
@@ -225,14 +236,19 @@ class ResponseStore:
         def work(db: Database) -> bool:
             num_changed = db.execute(
                 "UPDATE responses SET beat = ?, size = size + ? WHERE id = ? AND cancelled <= ?",
-                *(now, size, ident, int(last)),
+                now,
+                size,
+                ident,
+                int(last),
             )
             if num_changed.rowcount:
                 for number, event in events:
                     db.execute(
                         "INSERT INTO response_events VALUES (?, ?, ?) ON CONFLICT (id, number) "
                         "DO NOTHING",
-                        *(ident, number, event),
+                        ident,
+                        number,
+                        event,
                     )
             return bool(num_changed.rowcount)
 
@@ -245,7 +261,9 @@ class ResponseStore:
             rows = db.rows(
                 "SELECT number, event FROM response_events WHERE id = ? AND number > ? ORDER "
                 "BY number LIMIT ?",
-                *(ident, after, limit),
+                ident,
+                after,
+                limit,
             )
             return [(int(number), bytes(event)) for number, event in rows]
 

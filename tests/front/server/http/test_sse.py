@@ -77,7 +77,8 @@ async def answer(
     since = time.monotonic()
     first = await started(source.stream, queued or asyncio.Event(), patience_s=ping_s)
     stream = EventStream(
-        *(first, source.stream),
+        first,
+        source.stream,
         request_id="r",
         abandon=abandon or asyncio.Event(),
         ping_s=ping_s,

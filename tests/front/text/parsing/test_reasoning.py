@@ -38,8 +38,8 @@ FORMATS: dict[str, Format] = {
     ),
     **dict.fromkeys(["nemotron_v3", "hy_v3"], THINK),
     "hy_v3_opensource": Format(
-        *("<think:opensource>", "</think:opensource>"),
-        *("<think:opensource>", "<think:opensource></think:opensource>"),
+        "<think:opensource>", "</think:opensource>",
+        "<think:opensource>", "<think:opensource></think:opensource>",
     ),
     "kimi_k3": Format(
         "<|open|>think<|sep|>",
@@ -53,8 +53,8 @@ FORMATS: dict[str, Format] = {
         "<|think:start|>", "<|think:end|>", "<|think:start|>", "<|think:start|><|think:end|>"
     ),
     "apertus": Format(
-        *("<|inner_prefix|>", "<|inner_suffix|>"),
-        *("<|inner_prefix|>", "<|inner_prefix|><|inner_suffix|>"),
+        "<|inner_prefix|>", "<|inner_suffix|>",
+        "<|inner_prefix|>", "<|inner_prefix|><|inner_suffix|>",
     ),
     "inkling": Format(
         "<|content_thinking|>",
@@ -78,8 +78,8 @@ FORMATS: dict[str, Format] = {
         ),
     ),
     "granite": Format(
-        *("Here is my thought process:", "Here is my response:"),
-        *("assistant\nHere is my thought process:", "Here is my response:"),
+        "Here is my thought process:", "Here is my response:",
+        "assistant\nHere is my thought process:", "Here is my response:",
     ),
     "kimi": Format("◁think▷", "◁/think▷", "◁think▷", "◁think▷◁/think▷"),
     "hunyuan_a13b": Format(*THINK[:4], "<answer>\n{}\n</answer>"),
