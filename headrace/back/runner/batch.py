@@ -54,7 +54,9 @@ class GrowingTable:
     def at(self, row_K: np.ndarray, column_K: np.ndarray) -> torch.Tensor:
         """Where the entries (row_K[i], column_K[i]) lie in the flattened table, int64 [K] on the
         device."""
-        return to_device(row_K * np.int64(self.data.shape[1]) + column_K, self.data.device)
+        # not a product with np.int64: NumPy 1 keeps the array's int32
+        first_K = row_K.astype(np.int64) * self.data.shape[1]
+        return to_device(first_K + column_K, self.data.device)
 
     def take(self, row_K: np.ndarray, column_K: np.ndarray) -> torch.Tensor:
         """The entries (row_K[i], column_K[i]), int32 [K]."""

@@ -69,6 +69,13 @@ def _check(plan, batch, by_row, driver) -> None:
     assert batch.plans[0].max_query_len == plan.num_tokens.max()
 
 
+def test_places_in_a_table_are_long_whatever_the_version_of_numpy() -> None:
+    """NumPy 1 makes an int32 array times an np.int64 int32, which PyTorch takes for no index."""
+    table = GrowingTable.zeros(rows=4, columns=8, device=CPU)
+    place = table.at(np.array([1, 3], np.int32), np.array([2, 0], np.int32))
+    assert place.dtype is torch.int64 and place.tolist() == [10, 24]
+
+
 def test_a_table_that_grows_keeps_what_it_holds() -> None:
     table = GrowingTable.zeros(rows=3, columns=4, device=CPU)
     table.data[:] = torch.arange(12).view(3, 4)
