@@ -252,7 +252,9 @@ def test_as_many_choices_as_a_request_may_have_are_followed(hook: GrammarHook) -
     assert end.reason == "stop" and 0 <= int(text) < MAX_CHOICES
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)]
+)
 def test_the_cache_is_bounded_in_bytes(backend: str) -> None:
     """What a grammar weighs is known once it is compiled; the bound holds from then on."""
     small = GrammarHook(

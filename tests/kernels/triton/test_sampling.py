@@ -3,7 +3,7 @@ interpreter and on a GPU, as test_kernels.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -192,7 +192,15 @@ LOADS = {
 }
 
 
-@pytest.mark.parametrize("name", LOADS)
+# Each costs the interpreter a second; the largest load has every kernel of the others but the bias's.
+SMALLER = ("5 log-probabilities", "penalties")
+
+
+def largest(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(n, marks=pytest.mark.slow if n in SMALLER else ()) for n in names]
+
+
+@pytest.mark.parametrize("name", largest(LOADS))
 def test_a_step_is_a_handful_of_launches(name: str, kernels: Callable[[bool], None]) -> None:
     """Rows that all ask for it, as in steady decode: what is kept from step to step is not made again."""
     sampling, most = LOADS[name]
@@ -238,7 +246,7 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize("name", WITHIN)
+@pytest.mark.parametrize("name", largest(WITHIN))
 def test_what_a_step_does_itself_is_as_many_launches_for_any_rows(
     name: str, kernels: Callable[[bool], None]
 ) -> None:
