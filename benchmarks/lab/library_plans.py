@@ -1,5 +1,5 @@
 """What cublasLt would compute the products of 8B by, under load, beside torch's choice:
-`python -m benchmarks.h200.library_plans [gate_up,qkv,o,down] [8192,2048,256]`.
+`python -m benchmarks.lab.library_plans [gate_up,qkv,o,down] [8192,2048,256]`.
 
 torch takes the first plan that the library's heuristic names; here up to ten of each are replayed. A plan's tile and
 cluster are the library's own numbers (cublasLt.h: CUBLASLT_MATMUL_TILE_*, CUBLASLT_CLUSTER_SHAPE_*).

@@ -1,5 +1,5 @@
 """Gated products of many tokens under load, the library's and ours, beside the clock and the power they leave:
-`python -m benchmarks.h200.wide OUT`.
+`python -m benchmarks.lab.wide OUT`.
 
 The shapes are those of 8B, of a half of it (two devices) and of 0.6B. OUT receives the figures and the plans that ship
 (headrace/back/kernels/linear/tables). Then whole steps of 8B, with these plans and with the library's, in turn.

@@ -1,7 +1,7 @@
 """Whole decode steps with one attention kernel and with another, in turn, in one engine: each turn records the steps'
 graph anew, and turns go there and back, since contexts grow meanwhile.
 
-    python -m benchmarks.h200.attention_steps --shape qwen3-8b --batches 1,8,32,128,256 [--variants]
+    python -m benchmarks.lab.attention_steps --shape qwen3-8b --batches 1,8,32,128,256 [--variants]
 
 Microseconds of a step, median of all turns: "splits" by the kernel with a program per KV split, "chosen" by what
 kernels/attention/hopper_decode.py chooses for so many rows, else the KV heads of a tile and the stages of the kernel
@@ -21,9 +21,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.h200.decode_streams import VARIANTS
 from benchmarks.h200.offline import make_engine
 from benchmarks.h200.shapes import write_model
+from benchmarks.lab.decode_streams import VARIANTS
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.kernels.attention import hopper_decode
 from headrace.bench.offline import OfflineEngine

@@ -1,7 +1,7 @@
 """Tiles of the decode kernel that has a program a split, by number of rows, over caches as large as a model's; the one
 that streams the cache: decode_streams.py.
 
-    python -m benchmarks.h200.decode_tiles
+    python -m benchmarks.lab.decode_tiles
 
 Lengths are equal (positions) or drawn between two bounds: equal ones show how programs fill the device in whole waves,
 drawn ones what a server sees. What was chosen: DECODE_TILES in kernels/attention/triton_attention.py.

@@ -1,4 +1,4 @@
-"""Whole decode steps by how the products of a layer are computed: `python -m benchmarks.h200.gemm_tables`.
+"""Whole decode steps by how the products of a layer are computed: `python -m benchmarks.lab.gemm_tables`.
 
 A product alone, in a chain of its like, does not tell what it costs between a norm and an attention: the table that
 ships (headrace/back/kernels/linear/tables) was chosen by these steps among the finalists of `benchmarks.h200.gemms`.

@@ -1,7 +1,7 @@
 """The kernel that streams the cache beside the one with a program a split, decode rows, over caches as large as a
 model's; variants of both sizes in turn within each round, so that a drift of clocks meets all alike.
 
-    python -m benchmarks.h200.decode_streams [--models 8B,0.6B] [--variants] [--quantized fp8]
+    python -m benchmarks.lab.decode_streams [--models 8B,0.6B] [--variants] [--quantized fp8]
 
 Microseconds; of the streaming kernel with positions and heads of a tile, KV heads of a tile, stages, and programs of a
 multiprocessor.
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from benchmarks.h200.attention import problem
-from benchmarks.h200.decode_tiles import CASES, LAYERS, make_caches
 from benchmarks.h200.shapes import BYTES_PER_S
+from benchmarks.lab.decode_tiles import CASES, LAYERS, make_caches
 from headrace.back.kernels.attention import hopper_decode
 from headrace.back.kernels.attention import triton_attention as kernels
 from headrace.back.kernels.attention.hopper_decode import Streams

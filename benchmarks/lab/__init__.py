@@ -1,0 +1,1 @@
+"""Probes of tuning: what the choice of tiles and kernels was made by; no page is made of them."""
